@@ -1,0 +1,99 @@
+"""Every error torchmn raises, as one tree.
+
+TorchmnError
+├── UsageError (ValueError)            an argument has a value that the rule forbids
+│   └── UnknownNameError               a name that is not in a registry; lists the known ones
+├── UnsupportedError                   each part is fine, the combination is refused
+├── TopologyError                      two sources of facts about the world contradict each other
+├── LaunchError                        a job could not be started or did not start as asked
+├── DataError                          a data file is missing, damaged or of another format
+└── CommunicationError                 a collective did not complete
+    ├── TimeLimitError                 it did not complete within its time limit
+    ├── PeerLostError                  a peer closed its connection or died
+    └── DisagreementError              ranks came to the same collective with different intentions
+
+A message holds what was seen, what the rule is and what to do. On a communicator it also says
+which rank on which host speaks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable
+
+__all__ = [
+    "CommunicationError",
+    "DataError",
+    "DisagreementError",
+    "LaunchError",
+    "PeerLostError",
+    "TimeLimitError",
+    "TopologyError",
+    "TorchmnError",
+    "UnknownNameError",
+    "UnsupportedError",
+    "UsageError",
+    "run_main",
+]
+
+
+class TorchmnError(Exception):
+    """The root of the tree: catch this to catch everything torchmn raises on purpose."""
+
+
+class UsageError(TorchmnError, ValueError):
+    """An argument has a value that the rule forbids."""
+
+
+class UnknownNameError(UsageError):
+    """A name that is not in a registry."""
+
+    def __init__(self, kind: str, name: object, known: Iterable[str]) -> None:
+        super().__init__(f"Unknown {kind} {name!r}. Known: {', '.join(known)}.")
+
+
+class UnsupportedError(TorchmnError):
+    """Each part is fine by itself, the combination is refused."""
+
+
+class TopologyError(TorchmnError):
+    """Two sources of facts about ranks, nodes or devices contradict each other."""
+
+
+class LaunchError(TorchmnError):
+    """A job could not be started, or did not start as asked."""
+
+
+class DataError(TorchmnError):
+    """A data file is missing, damaged or of another format."""
+
+
+class CommunicationError(TorchmnError):
+    """A collective did not complete."""
+
+
+class TimeLimitError(CommunicationError):
+    """A collective did not complete within its time limit."""
+
+
+class PeerLostError(CommunicationError):
+    """A peer closed its connection or died."""
+
+
+class DisagreementError(CommunicationError):
+    """Ranks came to the same collective with different intentions."""
+
+
+def run_main(main: Callable[[], object]) -> None:
+    """Run a script's ``main`` and turn a `TorchmnError` into one sentence and exit status 1.
+
+    Local. Any other exception keeps its traceback. ``TORCHMN_TRACEBACK=1`` keeps ours as well.
+    """
+    try:
+        main()
+    except TorchmnError as error:
+        if os.environ.get("TORCHMN_TRACEBACK"):
+            raise
+        print(f"torchmn: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
