@@ -1,0 +1,140 @@
+"""Which cores this process may use, and the equal share of each rank of a node.
+
+Reading changes nothing; who wants a share sets it himself (`os.sched_setaffinity`).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchmn.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processors:
+    """The logical cores a process may use, in an order that keeps neighbours together.
+
+    ``logical`` holds their numbers sorted by socket, physical core and thread, so that a
+    contiguous share holds whole physical cores of one socket. ``physical`` names the physical
+    core of each. ``quota`` is the container's limit in cores, or ``None``.
+    """
+
+    logical: tuple[int, ...]
+    physical: tuple[tuple[int, int], ...]
+    quota: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.logical or len(self.logical) != len(self.physical):
+            raise UsageError(
+                f"Processors needs one physical core per logical core and at least one, got "
+                f"{len(self.logical)} logical and {len(self.physical)} physical."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What one rank of a node gets: cores to be bound to and a number of threads to start."""
+
+    cores: frozenset[int]
+    num_threads: int
+
+
+def available_processors(root: Path = Path("/")) -> Processors:
+    """The cores in this process's affinity mask and the CPU quota of its container. Local.
+
+    ``root`` is where ``sys`` and ``proc`` are looked up; a machine without them counts every
+    core as a physical one.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        numbers = sorted(os.sched_getaffinity(0))
+    else:
+        numbers = list(range(os.cpu_count() or 1))
+    cores = sorted((_physical_core(number, root), number) for number in numbers)
+    return Processors(
+        logical=tuple(number for _, number in cores),
+        physical=tuple(core for core, _ in cores),
+        quota=cpu_quota(root),
+    )
+
+
+def share_of(processors: Processors, *, intra_rank: int, intra_size: int) -> Share:
+    """The share of one of ``intra_size`` ranks on the same cores.
+
+    Every rank gets a block of the same number of cores; cores that do not divide belong to all
+    (for loading data, say), not to the first ranks, since ranks wait for the slowest. With fewer
+    cores than ranks every rank gets one and shares it. ``num_threads`` is the number of physical
+    cores in the block, at most the rank's part of the quota, at least 1.
+
+    Raises UsageError: ``intra_rank`` is outside 0..intra_size-1.
+
+    >>> four = Processors(logical=(0, 2, 1, 3), physical=((0, 0), (0, 0), (0, 1), (0, 1)))
+    >>> share = share_of(four, intra_rank=1, intra_size=2)
+    >>> sorted(share.cores), share.num_threads
+    ([1, 3], 1)
+    """
+    if not 0 <= intra_rank < intra_size:
+        raise UsageError(f"Rank {intra_rank} of a node is outside 0..{intra_size - 1}.")
+    num_cores = len(processors.logical)
+    if num_cores < intra_size:
+        return Share(
+            cores=frozenset({processors.logical[intra_rank * num_cores // intra_size]}),
+            num_threads=1,
+        )
+    width = num_cores // intra_size
+    block = slice(intra_rank * width, (intra_rank + 1) * width)
+    threads = len(set(processors.physical[block]))
+    if processors.quota is not None:
+        threads = min(threads, int(processors.quota / intra_size))
+    return Share(
+        cores=frozenset(processors.logical[block] + processors.logical[intra_size * width :]),
+        num_threads=max(1, threads),
+    )
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """The least CPU quota of this process's control groups in cores, or ``None``. Local.
+
+    Reads version 2 (``cpu.max``) up to the root of the hierarchy, else version 1.
+    """
+    cgroups = root / "sys/fs/cgroup"
+    quotas: list[float] = []
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        if not controllers:
+            folder = cgroups / path.lstrip("/")
+            for level in (folder, *folder.parents):
+                quotas += _ratio(_text(level / "cpu.max").split())
+                if level == cgroups:
+                    break
+        elif "cpu" in controllers.split(","):
+            # inside a container the path of the host does not exist: the mount is the group
+            for folder in (cgroups / "cpu" / path.lstrip("/"), cgroups / "cpu"):
+                names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+                quotas += _ratio([_text(folder / name).strip() for name in names])
+    return min(quotas, default=None)
+
+
+def _ratio(quota_and_period: list[str]) -> list[float]:
+    """``[quota / period]``, or nothing where there is no limit."""
+    if len(quota_and_period) != 2 or not all(text.isdigit() for text in quota_and_period):
+        return []  # "max" and -1 mean no limit
+    quota, period = map(int, quota_and_period)
+    return [quota / period] if quota > 0 and period > 0 else []
+
+
+def _physical_core(number: int, root: Path) -> tuple[int, int]:
+    """(socket, core) of a logical core; a core of its own where the system does not say."""
+    topology = root / f"sys/devices/system/cpu/cpu{number}/topology"
+    texts = [_text(topology / name).strip() for name in ("physical_package_id", "core_id")]
+    if not all(text.isdigit() for text in texts):
+        return (0, number)
+    return (int(texts[0]), int(texts[1]))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
