@@ -1,4 +1,4 @@
-"""What the launcher that started this process says about its rank: read from variables, never guessed.
+"""What the launcher says about this process's rank: read from its variables, never guessed.
 
 Every function is pure over a mapping of environment variables. A launcher is a row of data in
 `LAUNCHERS`, innermost first: torchrun's agents may be started by an MPI, and an MPI's daemons by
@@ -93,7 +93,7 @@ LAUNCHERS = (
 )
 
 _FIRST_SPECIAL_SLURM_STEP = 0xFFFFFFF0
-"""Steps from here on are a batch script, a salloc shell or a container: their tasks are no ranks."""
+"""From here on a step is a batch script, a salloc shell or a container: its tasks are no ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +184,7 @@ def raise_if_contradicted(
 
 
 _CURES = {
-    "Slurm": "with srun choose its PMI, for example `srun --mpi=pmix`; `srun --mpi=list` shows them",
+    "Slurm": "srun with the PMI it speaks, as in `srun --mpi=pmix`; `srun --mpi=list` shows them",
     "torchrun": "mpirun instead of torchrun",
     "Open MPI": "the mpirun of the same MPI that mpi4py loads",
     "MPICH": "the mpiexec of the same MPI that mpi4py loads",
@@ -298,9 +298,9 @@ def _contradiction(inner: LaunchedPlace, outer: LaunchedPlace) -> TopologyError:
     cure = "Start the script with one of them, or unset the variables left over from another job."
     if inner.kind == "agents":
         cure = (
-            f"Start the script with one of them; to start one torchrun agent per node with "
-            f"{outer.launcher}, give torchrun --nnodes {outer.known_size or 'N'} and --rdzv-endpoint "
-            "and not --standalone; or unset the variables left over from another job."
+            "Start the script with one of them; to start one torchrun agent per node with "
+            f"{outer.launcher}, give torchrun --nnodes {outer.known_size or 'N'} and "
+            "--rdzv-endpoint, not --standalone; or unset what another job left over."
         )
     return TopologyError(f"Two launchers contradict each other: {inner}, {outer}. {cure}")
 
