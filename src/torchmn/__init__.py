@@ -9,23 +9,96 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchmn.errors import TorchmnError, run_main
-    from torchmn.topology import Place, Topology
+    from torchmn.communicators import (
+        Communicator,
+        create_communicator,
+    )
+    from torchmn.data import (
+        GlobalSampler,
+        SerialIterator,
+        create_empty_dataset,
+        scatter_dataset,
+        scatter_index,
+        split_dataset_n_random,
+    )
+    from torchmn.errors import (
+        TorchmnError,
+        run_main,
+    )
+    from torchmn.evaluation import (
+        GenericMultiNodeEvaluator,
+        Ratio,
+        create_multi_node_evaluator,
+    )
+    from torchmn.exchange import (
+        MultiNodeOptimizer,
+        create_multi_node_optimizer,
+    )
+    from torchmn.topology import (
+        Place,
+        Topology,
+    )
+    from torchmn.training import (
+        AllreducePersistent,
+        MultiNodeEarlyStoppingTrigger,
+        MultiprocessParallelUpdater,
+        ObservationAggregator,
+        StandardUpdater,
+        Trainer,
+    )
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "AllreducePersistent": "torchmn.training",
+    "Communicator": "torchmn.communicators",
+    "GenericMultiNodeEvaluator": "torchmn.evaluation",
+    "GlobalSampler": "torchmn.data",
+    "MultiNodeEarlyStoppingTrigger": "torchmn.training",
+    "MultiNodeOptimizer": "torchmn.exchange",
+    "MultiprocessParallelUpdater": "torchmn.training",
+    "ObservationAggregator": "torchmn.training",
     "Place": "torchmn.topology",
+    "Ratio": "torchmn.evaluation",
+    "SerialIterator": "torchmn.data",
+    "StandardUpdater": "torchmn.training",
     "Topology": "torchmn.topology",
     "TorchmnError": "torchmn.errors",
+    "Trainer": "torchmn.training",
+    "create_communicator": "torchmn.communicators",
+    "create_empty_dataset": "torchmn.data",
+    "create_multi_node_evaluator": "torchmn.evaluation",
+    "create_multi_node_optimizer": "torchmn.exchange",
     "run_main": "torchmn.errors",
+    "scatter_dataset": "torchmn.data",
+    "scatter_index": "torchmn.data",
+    "split_dataset_n_random": "torchmn.data",
 }
 
 __all__ = [
+    "AllreducePersistent",
+    "Communicator",
+    "GenericMultiNodeEvaluator",
+    "GlobalSampler",
+    "MultiNodeEarlyStoppingTrigger",
+    "MultiNodeOptimizer",
+    "MultiprocessParallelUpdater",
+    "ObservationAggregator",
     "Place",
+    "Ratio",
+    "SerialIterator",
+    "StandardUpdater",
     "Topology",
     "TorchmnError",
+    "Trainer",
+    "create_communicator",
+    "create_empty_dataset",
+    "create_multi_node_evaluator",
+    "create_multi_node_optimizer",
     "run_main",
+    "scatter_dataset",
+    "scatter_index",
+    "split_dataset_n_random",
 ]
 
 

@@ -89,6 +89,7 @@ def run_main(main: Callable[[], object]) -> None:
     """Run a script's ``main`` and turn a `TorchmnError` into one sentence and exit status 1.
 
     Local. Any other exception keeps its traceback. ``TORCHMN_TRACEBACK=1`` keeps ours as well.
+    Where MPI is in use the whole job is ended: at exit `MPI_Finalize` would wait for the others.
     """
     try:
         main()
@@ -96,4 +97,6 @@ def run_main(main: Callable[[], object]) -> None:
         if os.environ.get("TORCHMN_TRACEBACK"):
             raise
         print(f"torchmn: {error}", file=sys.stderr, flush=True)
+        if mpi := sys.modules.get("mpi4py.MPI"):
+            mpi.COMM_WORLD.Abort(1)
         raise SystemExit(1) from None

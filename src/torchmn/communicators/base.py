@@ -1,0 +1,511 @@
+"""The communicator: who is there, what they can say to each other, and the path of a mean.
+
+The collectives that users call are written once, over groups. A route is a subclass that says
+along which path a buffer is summed (`_sum_`) and which placements it accepts.
+"""
+
+from __future__ import annotations
+
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from torchmn.communicators import objects
+from torchmn.communicators.engine import Engine, Work
+from torchmn.communicators.group import Group
+from torchmn.communicators.journal import Journal
+from torchmn.communicators.transports.base import ReduceOp, Transport
+from torchmn.communicators.wire import Wire, create_wire
+from torchmn.compression import StripeCodec
+from torchmn.errors import DisagreementError, UnknownNameError, UsageError
+from torchmn.topology import Topology
+from torchmn.units import MiB
+
+Result = TypeVar("Result")
+UserOp = Literal["sum", "mean", "max", "min"]
+Granularity = Literal["parameter", "everything", "bucket"]
+
+_OPS = ("sum", "mean", "max", "min")
+_MAX_DIMS = 16
+_USER_TAG = 64  # tags of send and recv start here; collectives use 0
+_DTYPES = sorted({str(v) for v in vars(torch).values() if isinstance(v, torch.dtype)})
+
+
+class Communicator(ABC):
+    """Ranks that train together. Made by `create_communicator`, on every rank.
+
+    Methods are *collective* unless they say otherwise: every rank calls them in the same order.
+    All raise TimeLimitError or PeerLostError when other ranks do not come within ``timeout_s``,
+    and DisagreementError when they come with something else.
+    """
+
+    name: ClassVar[str]
+    granularity: ClassVar[Granularity] = "bucket"
+    """What one exchange of gradients holds: one parameter, all, or a bucket behind backward."""
+    bucket_bytes: int = 4 * MiB
+
+    def __init__(
+        self,
+        transport: Transport,
+        topology: Topology,
+        *,
+        device: torch.device,
+        timeout_s: float,
+        trust: objects.Trust,
+        codec: StripeCodec | None = None,
+        reason: str = "",
+    ) -> None:
+        self.topology = topology
+        self.place = topology.place(transport.rank)
+        self.rank, self.size = self.place.rank, self.place.size
+        self.intra_rank, self.intra_size = self.place.intra_rank, self.place.intra_size
+        self.inter_rank, self.inter_size = self.place.inter_rank, self.place.inter_size
+        self.host = topology.hosts[self.rank]
+        self.device = device
+        self.timeout_s = timeout_s
+        self.codec = codec
+        self.reason = reason
+        self.trust = trust
+        self.journal = Journal()
+        self.engine = Engine(device, is_threaded=getattr(transport, "is_threaded", True))
+        self.world = Group(
+            "world",
+            transport,
+            journal=self.journal,
+            engine=self.engine,
+            timeout_s=timeout_s,
+            speaker=self.speaker,
+        )
+        self._num_splits = 0
+        self._subgroups: list[Group] = []
+        self.check_placement()
+        self._connect()
+
+    # ---- what a route says ------------------------------------------------------------------
+
+    def check_placement(self) -> None:  # noqa: B027 - most routes accept every placement
+        """Raise UnsupportedError if this route cannot serve this placement. Local, same on all."""
+
+    def _connect(self) -> None:  # noqa: B027 - most routes need no group but the world
+        """Make the groups that the route needs, once."""
+
+    @abstractmethod
+    def _sum_(self, buffer: Tensor, wire: Wire, num_exact: int) -> None:
+        """Sum a one-dimensional contiguous buffer over all ranks, in place, inside an engine job.
+
+        Every rank ends with the same bits. The last ``num_exact`` elements are not encoded.
+        """
+
+    # ---- the exchange's way in -----------------------------------------------------------------
+
+    @property
+    def speaker(self) -> str:
+        """How errors name this rank."""
+        return f"rank {self.rank} of {self.size} on {self.host} ({socket.gethostname()})"
+
+    def sum_(
+        self,
+        buffer: Tensor,
+        *,
+        wire: Wire | None = None,
+        num_exact: int = 0,
+        bucket: int | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Sum a one-dimensional contiguous buffer over all ranks, in place."""
+        self.engine.call(self._sum_job(buffer, wire, num_exact, bucket, step))
+
+    def start_sum_(
+        self,
+        buffer: Tensor,
+        *,
+        wire: Wire | None = None,
+        num_exact: int = 0,
+        bucket: int | None = None,
+        step: int | None = None,
+    ) -> Work[None]:
+        """Start a sum and return at once; the buffer is the exchange's until `Work.wait`."""
+        return self.engine.submit(self._sum_job(buffer, wire, num_exact, bucket, step))
+
+    def _sum_job(
+        self,
+        buffer: Tensor,
+        wire: Wire | None,
+        num_exact: int,
+        bucket: int | None,
+        step: int | None,
+    ) -> Callable[[], None]:
+        chosen = wire if wire is not None else create_wire(self.codec)
+
+        def job() -> None:
+            if bucket is None:
+                self._sum_(buffer, chosen, num_exact)
+                return
+            with self.journal.label(bucket=bucket, step=step):
+                self._sum_(buffer, chosen, num_exact)
+
+        return job
+
+    def _subgroup(self, name: str, ranks: Sequence[int]) -> Group | None:
+        """A group of some ranks; None for a rank outside it. Part of `_connect`."""
+        self._num_splits += 1
+        if self.rank not in ranks:
+            return None
+        group = self.world.split(name, ranks, f"{name}{self._num_splits}-{ranks[0]}")
+        self._subgroups.append(group)
+        return group
+
+    def _own_subgroup(self, name: str, partition: Sequence[Sequence[int]]) -> Group:
+        """This rank's part of a partition of the ranks. Part of `_connect`."""
+        parts = [self._subgroup(name, ranks) for ranks in partition]
+        return next(part for part in parts if part is not None)
+
+    # ---- tensors ---------------------------------------------------------------------------------
+
+    def send(self, data: Tensor | Sequence[Tensor], dest: int, tag: int = 0) -> None:
+        """Send a tensor, or a tuple or list of tensors, of any shapes. Called by the sender."""
+        self.send_obj(tuple(data) if isinstance(data, (list, tuple)) else data, dest, tag)
+
+    def recv(self, source: int, tag: int = 0) -> Tensor | tuple[Tensor, ...]:
+        """Receive what ``source`` sent: a tensor or a tuple of tensors. Called by the receiver.
+
+        A CUDA tensor arrives on ``comm.device``, any other on the CPU.
+        """
+        return cast("Tensor | tuple[Tensor, ...]", self.recv_obj(source, tag))
+
+    def bcast(self, x: Tensor | None, root: int = 0) -> Tensor:
+        """The root's tensor on every rank; ``x`` of other ranks is ignored."""
+        return cast(Tensor, self.bcast_obj(x, root))
+
+    def gather(self, x: Tensor, root: int = 0) -> tuple[Tensor, ...] | None:
+        """All ranks' tensors, shapes may differ, at the root in rank order; None elsewhere."""
+        gathered = self.gather_obj(x, root)
+        return None if gathered is None else tuple(gathered)
+
+    def allgather(self, x: Tensor) -> tuple[Tensor, ...]:
+        """All ranks' tensors, shapes may differ, in rank order on every rank."""
+        return tuple(self.allgather_obj(x))
+
+    def alltoall(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """``xs[i]`` goes to rank i; returns what every rank sent here. Shapes may differ.
+
+        Raises UsageError: ``len(xs) != size`` (DisagreementError on the other ranks).
+        """
+        refusal = self._length_refusal("alltoall", len(xs))
+        outgoing = {peer: refusal or xs[peer] for peer in range(self.size)}
+        got = self.engine.call(lambda: self._deliver("alltoall", outgoing, range(self.size), 0))
+        if refusal:
+            raise UsageError(refusal.text)
+        return tuple(got[peer] for peer in range(self.size))
+
+    def scatter(self, xs: Sequence[Tensor] | Tensor | None, root: int = 0) -> Tensor:
+        """Rank i gets ``xs[i]`` of the root: W tensors of any shapes, or one of shape (W, ...)."""
+        return cast(Tensor, self.scatter_obj(cast("Sequence[object] | None", xs), root))
+
+    def allreduce(self, x: Tensor, op: UserOp = "sum") -> Tensor:
+        """Sum, mean, max or min over ranks, elementwise, as a new tensor.
+
+        16-bit floats are summed in float32. Raises UsageError: unknown ``op`` or a mean of integers;
+        DisagreementError: ranks differ in shape, dtype or op.
+        """
+        self._check_op(op, x.dtype)
+        result = x.detach().clone(memory_format=torch.contiguous_format)
+        flat = result.view(-1)
+        is_bool = flat.dtype == torch.bool
+        if is_bool:
+            flat = flat.to(torch.uint8)
+
+        def job() -> None:
+            self._raise_if_ranks_disagree("allreduce", x, op)
+            if self.size > 1 and flat.numel():
+                if op == "mean":
+                    flat.div_(self.size)
+                self.world.all_reduce_(flat, "sum" if op == "mean" else cast(ReduceOp, op))
+
+        self.engine.call(job)
+        return (flat != 0).view(x.shape) if is_bool else result
+
+    def reduce_scatter(self, xs: Sequence[Tensor] | Tensor, op: UserOp = "sum") -> Tensor:
+        """``xs[r]`` of all ranks reduced, at rank r. W tensors (shapes alike over ranks) or (W, ...).
+
+        Raises UsageError: not W parts.
+        """
+        parts = list(xs)
+        refusal = self._length_refusal("reduce_scatter", len(parts))
+        if refusal:
+            raise UsageError(refusal.text)
+        self._check_op(op, parts[0].dtype)
+        received = self.alltoall(parts)
+        shapes = {tuple(part.shape) for part in received}
+        if len(shapes) > 1:
+            raise DisagreementError(
+                f"{self.speaker}: reduce_scatter got parts of shapes {sorted(shapes)} from the "
+                "ranks. Every rank must give the same shape for the same part."
+            )
+        result = received[0].clone()
+        combine = {"max": torch.maximum, "min": torch.minimum}.get(op, torch.add)
+        for part in received[1:]:
+            result = combine(result, part)
+        return result.div_(self.size) if op == "mean" else result
+
+    def barrier(self) -> None:
+        """Return when every rank has arrived."""
+        self.engine.call(self.world.barrier)
+
+    # ---- objects -----------------------------------------------------------------------------------
+
+    def send_obj(self, obj: object, dest: int, tag: int = 0) -> None:
+        """Send an object. Called by the sender. Raises UsageError: to oneself or outside the world."""
+        self._check_peer("dest", dest)
+        self.engine.call(lambda: self._deliver("send", {dest: obj}, (), tag + _USER_TAG))
+
+    def recv_obj(self, source: int, tag: int = 0) -> Any:
+        """Receive an object. Called by the receiver."""
+        self._check_peer("source", source)
+        return self.engine.call(lambda: self._deliver("send", {}, (source,), tag + _USER_TAG))[
+            source
+        ]
+
+    def bcast_obj(self, obj: object, root: int = 0) -> Any:
+        """The root's object on every rank; ``obj`` of other ranks is ignored."""
+        self._check_root(root)
+        return self.engine.call(lambda: self._broadcast(obj, root))
+
+    def gather_obj(self, obj: object, root: int = 0) -> list[Any] | None:
+        """All ranks' objects in rank order at the root, None elsewhere."""
+        self._check_root(root)
+        sources = range(self.size) if self.rank == root else ()
+        got = self.engine.call(lambda: self._deliver("gather", {root: obj}, sources, 0))
+        return [got[peer] for peer in range(self.size)] if self.rank == root else None
+
+    def allgather_obj(self, obj: object) -> list[Any]:
+        """All ranks' objects in rank order on every rank."""
+        everybody = range(self.size)
+        outgoing = dict.fromkeys(everybody, obj)
+        got = self.engine.call(lambda: self._deliver("allgather", outgoing, everybody, 0))
+        return [got[peer] for peer in everybody]
+
+    def scatter_obj(self, objs: Sequence[object] | None, root: int = 0) -> Any:
+        """Rank i gets ``objs[i]`` of the root. Raises UsageError at the root: not W objects."""
+        self._check_root(root)
+        outgoing: dict[int, object] = {}
+        refusal = None
+        if self.rank == root:
+            refusal = self._length_refusal("scatter", 0 if objs is None else len(objs))
+            outgoing = {
+                peer: refusal or cast("Sequence[object]", objs)[peer] for peer in range(self.size)
+            }
+        got = self.engine.call(lambda: self._deliver("scatter", outgoing, (root,), 0))
+        if refusal:
+            raise UsageError(refusal.text)
+        return got[root]
+
+    def allreduce_obj(self, obj: Any) -> Any:
+        """The objects of all ranks added with ``+`` in rank order, on every rank."""
+        total, *others = self.allgather_obj(obj)
+        for other in others:
+            total = total + other
+        return total
+
+    # ---- models ------------------------------------------------------------------------------------
+
+    def bcast_data(self, model: nn.Module) -> None:
+        """Give every rank the parameters and buffers of rank 0, in place."""
+        tensors = [*model.parameters(), *model.buffers()]
+
+        def job() -> None:
+            with torch.no_grad():
+                for tensor in tensors:
+                    flat = tensor.detach().contiguous().view(-1)
+                    self.world.broadcast_(objects.as_bytes(flat), 0)
+                    if flat.data_ptr() != tensor.data_ptr():
+                        tensor.copy_(flat.view(tensor.shape))
+
+        self.engine.call(job)
+
+    def multi_node_mean_grad(self, model: nn.Module, zero_fill: bool = False) -> None:
+        """Replace every ``p.grad`` by its mean over ranks, sorted by name, in place.
+
+        ``zero_fill`` gives parameters without a gradient one of zeros; else they are skipped, and
+        all ranks must skip the same ones.
+        """
+        for _, parameter in sorted(model.named_parameters()):
+            if parameter.grad is None:
+                if not zero_fill or not parameter.requires_grad:
+                    continue
+                parameter.grad = torch.zeros_like(parameter)
+            flat = parameter.grad.detach().contiguous().view(-1).div_(self.size)
+            self.sum_(flat)
+            parameter.grad.copy_(flat.view(parameter.grad.shape))
+
+    # ---- life ----------------------------------------------------------------------------------------
+
+    def split(self, color: int, key: int) -> Communicator:
+        """A communicator of the ranks with the same ``color``, ordered by ``key``, then rank.
+
+        It has the class and the settings of this one.
+        """
+        entries = self.allgather_obj((color, key))
+        ranks = [r for _, r in sorted((e[1], r) for r, e in enumerate(entries) if e[0] == color)]
+        self._num_splits += 1
+        name = f"split{self._num_splits}"
+        group = self.engine.call(lambda: self.world.split(name, ranks, f"{name}-{ranks[0]}"))
+        return type(self)(
+            group.transport,
+            self.topology.subset(ranks),
+            device=self.device,
+            timeout_s=self.timeout_s,
+            trust=self.trust,
+            codec=self.codec,
+            reason=self.reason,
+        )
+
+    def finalize(self) -> None:
+        """End this communicator: finish what is in flight, close its connections."""
+        self.engine.close()
+        for group in (*reversed(self._subgroups), self.world):
+            group.transport.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__} {self.speaker}, {self.topology}, {self.world.transport.name}>"
+        )
+
+    # ---- how the collectives above are made ----------------------------------------------------------
+
+    def _deliver(
+        self, what: str, outgoing: Mapping[int, object], sources: Sequence[int], tag: int
+    ) -> dict[int, Any]:
+        """Send ``outgoing[peer]`` to every peer and return one object from every source.
+
+        Three rounds: sizes, descriptions, tensors. The description says which collective the sender
+        is in, so that ranks in different ones learn it.
+        """
+        packed = {peer: self._pack(what, obj) for peer, obj in outgoing.items()}
+        remote = [peer for peer in sources if peer != self.rank]
+        targets = {peer: message for peer, message in packed.items() if peer != self.rank}
+        sizes = {peer: torch.zeros(1, dtype=torch.int64) for peer in remote}
+        self._round(
+            what,
+            {p: [torch.tensor([len(m.head)])] for p, m in targets.items()},
+            {p: [t] for p, t in sizes.items()},
+            tag,
+        )
+        heads = {peer: torch.empty(int(size), dtype=torch.uint8) for peer, size in sizes.items()}
+        self._round(
+            what,
+            {p: [_head_tensor(m)] for p, m in targets.items()},
+            {p: [t] for p, t in heads.items()},
+            tag,
+        )
+        described = {
+            p: objects.unpack_head(h.numpy().tobytes(), self.device) for p, h in heads.items()
+        }
+        self._round(
+            what,
+            {p: m.buffers for p, m in targets.items()},
+            {p: [objects.as_bytes(t) for t in d[2]] for p, d in described.items()},
+            tag,
+        )
+        result = {peer: self._unpack(what, peer, *described[peer]) for peer in remote}
+        if self.rank in sources:
+            result[self.rank] = outgoing[self.rank]
+        return result
+
+    def _round(
+        self,
+        what: str,
+        sends: Mapping[int, Sequence[Tensor]],
+        recvs: Mapping[int, Sequence[Tensor]],
+        tag: int,
+    ) -> None:
+        """One exchange; CPU and CUDA tensors apart, since they may travel by different libraries."""
+        for is_cuda in (False, True):
+            outgoing = [(p, t) for p, ts in sends.items() for t in ts if t.is_cuda is is_cuda]
+            incoming = [(p, t) for p, ts in recvs.items() for t in ts if t.is_cuda is is_cuda]
+            if outgoing or incoming:
+                self.world.exchange(outgoing, incoming, name=what, tag=tag)
+
+    def _broadcast(self, obj: object, root: int) -> Any:
+        message = self._pack("bcast", obj) if self.rank == root else objects.Message(b"", [])
+        size = torch.tensor([len(message.head)])
+        self.world.broadcast_(size, root)
+        head = (
+            _head_tensor(message)
+            if self.rank == root
+            else torch.empty(int(size), dtype=torch.uint8)
+        )
+        self.world.broadcast_(head, root)
+        if self.rank == root:
+            for buffer in message.buffers:
+                self.world.broadcast_(buffer, root)
+            return obj
+        note, body, tensors = objects.unpack_head(head.numpy().tobytes(), self.device)
+        for tensor in tensors:
+            self.world.broadcast_(objects.as_bytes(tensor), root)
+        return self._unpack("bcast", root, note, body, tensors)
+
+    def _pack(self, what: str, obj: object) -> objects.Message:
+        if isinstance(obj, _Refusal):
+            return objects.pack(obj.text, self.trust, note="refused")
+        return objects.pack(obj, self.trust, note=what)
+
+    def _unpack(self, what: str, peer: int, note: str, body: Any, tensors: list[Tensor]) -> Any:
+        if note == what:
+            return objects.unpack(body, tensors, self.trust)
+        seen = f"refused it: {body}" if note == "refused" else f"is in '{note}'"
+        raise DisagreementError(f"{self.speaker} is in '{what}', but rank {peer} {seen}")
+
+    def _raise_if_ranks_disagree(self, what: str, x: Tensor, op: str) -> None:
+        """Compare shape, dtype and op over ranks before the collective that would hang."""
+        if self.size == 1:
+            return
+        row = [_OPS.index(op), _DTYPES.index(str(x.dtype)), x.dim(), *x.shape]
+        row += [0] * (_MAX_DIMS + 3 - len(row))
+        table = self.world.all_gather_fixed(torch.tensor(row))
+        if bool((table == table[0]).all()):
+            return
+        said = [
+            f"rank {rank}: {_OPS[r[0]]} of {_DTYPES[r[1]]}{r[3 : 3 + r[2]]}"
+            for rank, r in enumerate(table.tolist())
+        ]
+        raise DisagreementError(
+            f"{self.speaker}: ranks disagree in {what} ({'; '.join(said)}). All ranks must give "
+            "the same shape, dtype and op."
+        )
+
+    def _check_op(self, op: str, dtype: torch.dtype) -> None:
+        if op not in _OPS:
+            raise UnknownNameError("reduction", op, _OPS)
+        if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+            raise UsageError(f"A mean of {dtype} is not an integer. Use op='sum' or .float().")
+
+    def _check_root(self, root: int) -> None:
+        if not 0 <= root < self.size:
+            raise UsageError(f"root={root} is outside 0..{self.size - 1}.")
+
+    def _check_peer(self, role: str, peer: int) -> None:
+        if not 0 <= peer < self.size or peer == self.rank:
+            raise UsageError(
+                f"{role}={peer}: a rank of {self.size} other than this one ({self.rank}) is needed."
+            )
+
+    def _length_refusal(self, what: str, length: int) -> _Refusal | None:
+        if length == self.size:
+            return None
+        return _Refusal(f"{self.speaker}: {what} needs {self.size} parts, got {length}.")
+
+
+class _Refusal:
+    """Sent in place of a value, so that the other ranks learn why none comes."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+def _head_tensor(message: objects.Message) -> Tensor:
+    return torch.frombuffer(bytearray(message.head), dtype=torch.uint8)

@@ -1,0 +1,191 @@
+"""One collective at a time: on the calling thread when idle, on a thread of its own behind backward.
+
+All exchanges of a rank, blocking or not, pass through its engine in the order in which they were
+asked for. This keeps the order the same on every rank, lets routes of several stages and codecs
+be written as plain blocking code, and gives MPI what it asks for: one thread at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar, cast
+
+import torch
+
+from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError
+
+Result = TypeVar("Result")
+
+
+class Work(Generic[Result]):
+    """An exchange under way. `wait` returns its result or raises what it raised. Local."""
+
+    def __init__(self, job: Callable[[], Result], engine: Engine) -> None:
+        self._job = job
+        self._engine = engine
+        self._done = threading.Event()
+        self._result: Result | None = None
+        self._error: BaseException | None = None
+        self._ready = _record_event(engine.device)
+        self._finished: torch.cuda.Event | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the exchange has ended."""
+        return self._done.is_set()
+
+    def wait(self) -> Result:
+        """Block until done; on CUDA the caller's stream waits, not the host."""
+        if not self._done.is_set():
+            self._engine.finish(self)
+        if self._error is not None:
+            raise self._error
+        if self._finished is not None:
+            torch.cuda.current_stream(self._engine.device).wait_event(self._finished)
+        return cast(Result, self._result)
+
+    def run(self) -> None:
+        """Do it now, on this thread. Called by the engine only."""
+        try:
+            if self._ready is not None:
+                with torch.cuda.stream(self._engine.stream):
+                    self._engine.stream.wait_event(self._ready)
+                    self._result = self._job()
+                    self._finished = _record_event(self._engine.device)
+            else:
+                self._result = self._job()
+        except BaseException as error:  # handed to whoever waits
+            self._error = error
+        finally:
+            self._done.set()
+
+
+class Engine:
+    """Runs jobs one after another in the order of `call` and `submit`. Local to a rank.
+
+    ``is_threaded=False`` (an MPI that forbids calls from a second thread) makes `submit` only
+    queue; the jobs then run on the thread that waits, without overlap.
+    """
+
+    def __init__(self, device: torch.device, *, is_threaded: bool = True) -> None:
+        self.device = device
+        self.is_threaded = is_threaded
+        self._condition = threading.Condition()
+        self._queue: deque[Work[object]] = deque()
+        self._is_running = False
+        self._num_waiting = 0
+        self._thread: threading.Thread | None = None
+        self._background_id = -1
+        self._is_closed = False
+        self._broken: CommunicationError | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """The side stream of background exchanges (CUDA only)."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        return self._stream
+
+    def is_eager(self) -> bool:
+        """Whether the running exchange may spin: nobody computes on this rank meanwhile."""
+        return self._num_waiting > 0 or threading.get_ident() != self._background_id
+
+    def call(self, job: Callable[[], Result]) -> Result:
+        """Run a job and return its result; on this thread if nothing is in flight."""
+        self._raise_if_unusable()
+        with self._condition:
+            is_idle = not self._queue and not self._is_running
+            if is_idle:
+                self._is_running = True
+        if not is_idle:
+            return self.submit(job).wait()
+        try:
+            return job()
+        except (TimeLimitError, PeerLostError) as error:
+            self._broken = error
+            raise
+        finally:
+            with self._condition:
+                self._is_running = False
+                if self._queue:
+                    self._condition.notify_all()
+
+    def submit(self, job: Callable[[], Result]) -> Work[Result]:
+        """Queue a job and return at once."""
+        self._raise_if_unusable()
+        work = Work(job, self)
+        with self._condition:
+            self._queue.append(cast("Work[object]", work))
+            if self.is_threaded and self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._loop, name="torchmn-exchange", daemon=True
+                )
+                self._thread.start()
+            self._condition.notify_all()
+        return work
+
+    def finish(self, work: Work[Result]) -> None:
+        """Wait until ``work`` is done. Every collective in it has its own time limit."""
+        if not self.is_threaded:
+            while not work.done and self._queue:
+                self._run(self._queue.popleft())
+            return
+        self._num_waiting += 1
+        try:
+            while not work._done.wait(timeout=1.0):
+                if self._thread is None or not self._thread.is_alive():
+                    raise CommunicationError("The exchange thread has ended before its work.")
+        finally:
+            self._num_waiting -= 1
+
+    def close(self) -> None:
+        """Finish what is queued, then refuse further work and end the thread."""
+        with self._condition:
+            self._is_closed = True
+            self._condition.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _raise_if_unusable(self) -> None:
+        if self._broken is not None:
+            raise CommunicationError(
+                f"This communicator is unusable since an exchange failed: {self._broken}"
+            ) from self._broken
+        if self._is_closed:
+            raise CommunicationError("This communicator was finalized; create a new one.")
+
+    def _loop(self) -> None:
+        self._background_id = threading.get_ident()
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        while True:
+            with self._condition:
+                while self._is_running or not self._queue:
+                    if self._is_closed and not self._queue:
+                        return
+                    self._condition.wait()
+                work = self._queue.popleft()
+                self._is_running = True
+            self._run(work)
+            with self._condition:
+                self._is_running = False
+
+    def _run(self, work: Work[object]) -> None:
+        if self._broken is not None:
+            work._error = self._broken
+            work._done.set()
+            return
+        work.run()
+        if isinstance(work._error, (TimeLimitError, PeerLostError)):
+            self._broken = work._error
+
+
+def _record_event(device: torch.device) -> torch.cuda.Event | None:
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event

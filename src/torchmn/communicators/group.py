@@ -1,0 +1,170 @@
+"""The one place through which every collective of every transport passes.
+
+A `Group` is a transport with a name, the journal of its rank and a time limit. Its methods block
+and run inside engine jobs; routes and wires are written in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from torchmn.communicators.engine import Engine
+from torchmn.communicators.journal import Journal
+from torchmn.communicators.transports.base import (
+    Message,
+    ReduceOp,
+    TimeLimit,
+    Transport,
+)
+from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError
+
+Result = TypeVar("Result")
+
+
+class Group:
+    """Some ranks of a communicator: the world, one node, the leaders. Every method is collective.
+
+    Raises from every method: TimeLimitError, PeerLostError, with the collective, rank and host.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        transport: Transport,
+        *,
+        journal: Journal,
+        engine: Engine,
+        timeout_s: float,
+        speaker: str,
+    ) -> None:
+        self.name = name
+        self.transport = transport
+        self.rank = transport.rank
+        self.size = transport.size
+        self.journal = journal
+        self.engine = engine
+        self.timeout_s = timeout_s
+        self.speaker = speaker
+
+    def split(self, name: str, ranks: Sequence[int], key: str) -> Group:
+        """The group of ``ranks``, which must hold the caller's; members only."""
+        transport = self._run(
+            "split", (len(ranks),), None, lambda limit: self.transport.split(ranks, key, limit)
+        )
+        return Group(
+            name,
+            transport,
+            journal=self.journal,
+            engine=self.engine,
+            timeout_s=self.timeout_s,
+            speaker=self.speaker,
+        )
+
+    def exchange(
+        self,
+        sends: Sequence[Message],
+        recvs: Sequence[Message],
+        *,
+        name: str = "exchange",
+        tag: int = 0,
+    ) -> None:
+        """Post all messages at once and wait for all; see `Transport.exchange`."""
+        first = (*sends, *recvs)[0][1] if sends or recvs else None
+        self._run(
+            name,
+            tuple(first.shape) if first is not None else (),
+            first,
+            lambda limit: self.transport.exchange(sends, recvs, limit, tag),
+        )
+
+    def all_reduce_(self, buffer: Tensor, op: ReduceOp = "sum") -> None:
+        """Reduce in place over all ranks; the same bits on every rank."""
+        self._run(
+            "all_reduce",
+            tuple(buffer.shape),
+            buffer,
+            lambda limit: self.transport.all_reduce_(buffer, op, limit),
+        )
+
+    def reduce_(self, buffer: Tensor, root: int) -> None:
+        """Sum into the root's buffer; the others' become undefined."""
+        self._run(
+            "reduce",
+            tuple(buffer.shape),
+            buffer,
+            lambda limit: self.transport.reduce_(buffer, root, limit),
+        )
+
+    def broadcast_(self, buffer: Tensor, root: int) -> None:
+        """Give every rank the root's buffer."""
+        self._run(
+            "broadcast",
+            tuple(buffer.shape),
+            buffer,
+            lambda limit: self.transport.broadcast_(buffer, root, limit),
+        )
+
+    def reduce_scatter_stripes_(self, buffer: Tensor, op: ReduceOp = "sum") -> Tensor:
+        """Reduce stripe r into rank r's buffer; returns the caller's stripe, a view."""
+        self._run(
+            "reduce_scatter",
+            tuple(buffer.shape),
+            buffer,
+            lambda limit: self.transport.reduce_scatter_stripes_(buffer, op, limit),
+        )
+        return self.transport.stripes(buffer)[self.rank]
+
+    def all_gather_stripes_(self, buffer: Tensor) -> None:
+        """Give every rank stripe r of rank r's buffer."""
+        self._run(
+            "all_gather",
+            tuple(buffer.shape),
+            buffer,
+            lambda limit: self.transport.all_gather_stripes_(buffer, limit),
+        )
+
+    def all_gather_fixed(self, row: Tensor) -> Tensor:
+        """(n,) on every rank to (W, n): rows in rank order."""
+        table = row.new_empty(self.size * row.numel())
+        table[self.rank * row.numel() : (self.rank + 1) * row.numel()] = row
+        self.all_gather_stripes_(table)
+        return table.view(self.size, row.numel())
+
+    def barrier(self) -> None:
+        """Return when every rank has arrived."""
+        self._run("barrier", (), None, self.transport.barrier)
+
+    def _run(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        tensor: Tensor | None,
+        body: Callable[[TimeLimit], Result],
+    ) -> Result:
+        dtype = _DTYPE_NAMES.get(tensor.dtype, "?") if tensor is not None else "-"
+        entry = self.journal.begin(self.name, name, shape, dtype)
+        try:
+            result = body(TimeLimit(self.timeout_s, self.engine.is_eager))
+        except (TimeLimitError, PeerLostError) as error:
+            self.journal.end(entry, "failed")
+            cure = (
+                "Another rank may be slower than the limit (raise timeout_s=), may have ended, or "
+                "may be in a different collective: look at the other ranks' last words."
+            )
+            raise type(error)(f"{self.speaker}: {entry}: {error} {cure}") from error
+        except Exception as error:
+            self.journal.end(entry, "failed")
+            raise CommunicationError(f"{self.speaker}: {entry} failed: {error}") from error
+        self.journal.end(entry, "done")
+        return result
+
+
+_DTYPE_NAMES = {
+    value: name
+    for name, value in vars(torch).items()
+    if isinstance(value, torch.dtype) and name == str(value).removeprefix("torch.")
+}

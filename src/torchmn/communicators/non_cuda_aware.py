@@ -1,0 +1,36 @@
+"""The hierarchical route with the part between nodes on the host."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchmn.communicators.group import Group
+from torchmn.communicators.hierarchical import HierarchicalCommunicator
+from torchmn.communicators.wire import Wire
+
+
+class NonCudaAwareCommunicator(HierarchicalCommunicator):
+    """For GPUs behind a network library that cannot read GPU memory (ChainerMN's `non_cuda_aware`).
+
+    Reduce to intra_rank 0 on the GPUs, copy to pinned host memory, all-reduce between leaders on
+    the host, copy back, broadcast on the GPUs. On CPU tensors the copies fall away.
+    """
+
+    name = "non_cuda_aware"
+    _host: Tensor | None = None
+
+    def _sum_between_leaders_(
+        self, leaders: Group, buffer: Tensor, wire: Wire, num_exact: int
+    ) -> None:
+        if not buffer.is_cuda:
+            super()._sum_between_leaders_(leaders, buffer, wire, num_exact)
+            return
+        if self._host is None or self._host.numel() < buffer.nbytes:
+            self._host = torch.empty(buffer.nbytes, dtype=torch.uint8, pin_memory=True)
+        host = self._host[: buffer.nbytes].view(buffer.dtype)
+        host.copy_(buffer, non_blocking=True)
+        torch.cuda.current_stream(buffer.device).synchronize()
+        super()._sum_between_leaders_(leaders, host, wire, num_exact)
+        buffer.copy_(host, non_blocking=True)
+        torch.cuda.current_stream(buffer.device).synchronize()

@@ -1,0 +1,31 @@
+"""Everything by NCCL, which finds its own way."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torchmn.communicators.base import Communicator
+from torchmn.communicators.wire import Wire
+from torchmn.errors import UnsupportedError
+
+
+class PureNcclCommunicator(Communicator):
+    """One NCCL all-reduce per bucket over all GPUs (ChainerMN's `pure_nccl`)."""
+
+    name = "pure_nccl"
+
+    def check_placement(self) -> None:
+        """See `Communicator.check_placement`."""
+        if self.device.type != "cuda":
+            raise UnsupportedError(
+                "pure_nccl needs a CUDA device on every rank, and this rank found none. "
+                "Use 'auto', 'single_node' or 'hierarchical' on CPUs."
+            )
+        if self.world.transport.name != "torch.distributed":
+            raise UnsupportedError(
+                "pure_nccl needs transport='torch', not "
+                f"{self.world.transport.name!r}: NCCL is reached through torch.distributed."
+            )
+
+    def _sum_(self, buffer: Tensor, wire: Wire, num_exact: int) -> None:
+        wire.sum_(self.world, buffer, num_exact)

@@ -1,0 +1,220 @@
+"""What carries the bytes: the seam between collectives and a communication library.
+
+A transport is three methods (`exchange`, `split`, `close`). Every collective has an algorithm over
+`exchange` here; a transport overrides those which its library does better. All of them block the
+calling thread until done and take a `TimeLimit`; asynchrony is the engine's business, so that the
+MPI calls of a process come from one thread. Tensors are one-dimensional and contiguous.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from torchmn.units import KiB
+
+ReduceOp = Literal["sum", "max", "min"]
+Message = tuple[int, Tensor]  # (peer rank, one-dimensional contiguous tensor)
+
+_SMALL_BYTES = 64 * KiB
+
+COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+class TimeLimit:
+    """The moment by which a collective must be done, and how politely to wait for it.
+
+    ``is_eager()`` says whether the waiting thread may spin: yes on a thread that has nothing else
+    to do, no on a thread that shares its core with the computation.
+    """
+
+    __slots__ = ("deadline", "is_eager", "seconds")
+
+    def __init__(self, seconds: float, is_eager: Callable[[], bool] = lambda: True) -> None:
+        self.seconds = seconds
+        self.deadline = time.monotonic() + seconds
+        self.is_eager = is_eager
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline, never negative."""
+        return max(0.0, self.deadline - time.monotonic())
+
+
+class Scratch:
+    """One growing byte buffer per device, reused by the collectives of a rank.
+
+    A fresh 64 MB tensor costs more in page faults than the sum that it is needed for. Collectives
+    of a rank run one at a time, so one buffer is enough.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[torch.device, Tensor] = {}
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialised tensor of ``numel`` elements, valid until the next call."""
+        nbytes = numel * dtype.itemsize
+        buffer = self._buffers.get(device)
+        if buffer is None or buffer.numel() < nbytes:
+            buffer = torch.empty(max(nbytes, 4 * KiB), dtype=torch.uint8, device=device)
+            self._buffers[device] = buffer
+        return buffer[:nbytes].view(dtype)
+
+
+class Transport(ABC):
+    """Moves tensors between the ranks of one group. Every method but `exchange` is collective.
+
+    Raises from every method: TimeLimitError, PeerLostError.
+    """
+
+    name: str
+    rank: int
+    size: int
+    is_trusted = False
+    """Whether peers may send pickles: true where only the ranks of the job can connect."""
+
+    def __init__(self, rank: int, size: int, scratch: Scratch | None = None) -> None:
+        self.rank = rank
+        self.size = size
+        self.scratch = scratch or Scratch()
+
+    @abstractmethod
+    def exchange(
+        self, sends: Sequence[Message], recvs: Sequence[Message], limit: TimeLimit, tag: int = 0
+    ) -> None:
+        """Post all sends and receives at once and return when all are done.
+
+        Peers must post the matching messages; empty tensors are skipped on both sides; a message
+        to oneself is not allowed. Messages between the same two ranks keep their order.
+        """
+
+    @abstractmethod
+    def split(self, ranks: Sequence[int], key: str, limit: TimeLimit) -> Transport:
+        """A transport among ``ranks`` (ranks of this group, which must hold the caller's).
+
+        Every member calls it with the same ranks and the same ``key``, which no other split of
+        this transport with a common member may have used.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release connections. Call it on every rank; nothing may be in flight."""
+
+    # ---- collectives over `exchange`, overridden where the library is better ------------------
+
+    def barrier(self, limit: TimeLimit) -> None:
+        """Return when every rank has arrived (dissemination: log2 W rounds)."""
+        token = torch.zeros(1, dtype=torch.uint8)
+        heard = torch.zeros(1, dtype=torch.uint8)
+        distance = 1
+        while distance < self.size:
+            ahead, behind = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+            self.exchange([(ahead, token)], [(behind, heard)], limit)
+            distance *= 2
+
+    def broadcast_(self, buffer: Tensor, root: int, limit: TimeLimit) -> None:
+        """Give every rank the root's buffer: a tree when small, scatter and all-gather else."""
+        if self.size == 1 or buffer.numel() == 0:
+            return
+        if self.size > 2 and buffer.nbytes > _SMALL_BYTES:
+            pieces = self.stripes(buffer)
+            if self.rank == root:
+                sends = [(peer, pieces[peer]) for peer in self._others]
+                self.exchange(sends, [], limit)
+            else:
+                self.exchange([], [(root, pieces[self.rank])], limit)
+            self.all_gather_stripes_(buffer, limit)
+            return
+        virtual = (self.rank - root) % self.size
+        reach = 1
+        while reach < self.size:
+            if virtual < reach and virtual + reach < self.size:
+                self.exchange([((virtual + reach + root) % self.size, buffer)], [], limit)
+            elif reach <= virtual < 2 * reach:
+                self.exchange([], [((virtual - reach + root) % self.size, buffer)], limit)
+            reach *= 2
+
+    def all_reduce_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
+        """Reduce over the ranks, in place, the same bits on every rank.
+
+        Direct reduce-scatter to stripe owners, who fold in rank order, then all-gather: the same
+        bytes as a ring in two rounds instead of 2(W-1) (Thakur, Rabenseifner, Gropp 2005, "long
+        vector" reduce-scatter by pairwise exchange).
+        """
+        if self.size == 1:
+            return
+        self.reduce_scatter_stripes_(buffer, op, limit)
+        self.all_gather_stripes_(buffer, limit)
+
+    def reduce_(self, buffer: Tensor, root: int, limit: TimeLimit) -> None:
+        """Sum over the ranks into the root's buffer; other ranks' buffers become undefined."""
+        if self.size == 1:
+            return
+        self.reduce_scatter_stripes_(buffer, "sum", limit)
+        pieces = self.stripes(buffer)
+        if self.rank == root:
+            self.exchange([], [(peer, pieces[peer]) for peer in self._others], limit)
+        else:
+            self.exchange([(root, pieces[self.rank])], [], limit)
+
+    def reduce_scatter_stripes_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
+        """Fold stripe r of all ranks into stripe r of rank r's buffer, in rank order."""
+        pieces = self.stripes(buffer)
+        mine = pieces[self.rank]
+        scratch = self.scratch.take(mine.numel() * (self.size - 1), buffer.dtype, buffer.device)
+        received = dict(zip(self._others, scratch.split(max(1, mine.numel())), strict=False))
+        self.exchange(
+            [(peer, pieces[peer]) for peer in self._others],
+            [(peer, piece) for peer, piece in received.items()] if mine.numel() else [],
+            limit,
+        )
+        if mine.numel() == 0:
+            return
+        received[self.rank] = mine
+        fold(mine, [received[peer] for peer in range(self.size)], op)
+
+    def all_gather_stripes_(self, buffer: Tensor, limit: TimeLimit) -> None:
+        """Give every rank stripe r of rank r's buffer, for all r."""
+        pieces = self.stripes(buffer)
+        mine = pieces[self.rank]
+        self.exchange(
+            [(peer, mine) for peer in self._others],
+            [(peer, pieces[peer]) for peer in self._others],
+            limit,
+        )
+
+    def stripes(self, buffer: Tensor) -> list[Tensor]:
+        """Cut a buffer into one contiguous stripe per rank, sizes differing by at most one."""
+        return list(buffer.tensor_split(self.size))
+
+    @property
+    def _others(self) -> list[int]:
+        """All other ranks, starting behind this one, so that no rank is everybody's first."""
+        return [(self.rank + i) % self.size for i in range(1, self.size)]
+
+
+def fold(into: Tensor, pieces: Sequence[Tensor], op: ReduceOp) -> None:
+    """Reduce ``pieces`` in their order into ``into``, which may be one of them.
+
+    The other pieces may be overwritten. 16-bit floats are summed in float32 and rounded once.
+    """
+    combine = COMBINE[op]
+    if op == "sum" and into.dtype in (torch.float16, torch.bfloat16):
+        total = pieces[0].float()
+        for piece in pieces[1:]:
+            total.add_(piece)
+        into.copy_(total)
+        return
+    total = pieces[0]
+    for piece in pieces[1:-1]:
+        combine(total, piece, out=total)
+    combine(total, pieces[-1], out=into)

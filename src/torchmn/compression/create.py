@@ -1,0 +1,28 @@
+"""The list of codec names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torchmn.compression.base import StripeCodec
+from torchmn.compression.reduced_precision import BFloat16, Float16
+from torchmn.errors import UnknownNameError
+
+CODECS: dict[str, Callable[[], StripeCodec] | None] = {
+    "float32": None,  # as they are
+    "float16": Float16,
+    "bfloat16": BFloat16,
+}
+
+
+def create_codec(codec: str | StripeCodec | None) -> StripeCodec | None:
+    """A codec by name, or the object itself; None sends tensors as they are.
+
+    Local. Raises UnknownNameError.
+    """
+    if codec is None or not isinstance(codec, str):
+        return codec
+    if codec not in CODECS:
+        raise UnknownNameError("codec", codec, CODECS)
+    factory = CODECS[codec]
+    return factory() if factory is not None else None

@@ -1,0 +1,169 @@
+"""Gradients laid out in flat buffers: what one exchange carries.
+
+A bucket holds parameters of one dtype and device, in one fixed order on all ranks. Every parameter
+has a slot, a tensor of its own shape and strides in the bucket's memory, and after an exchange
+``p.grad`` *is* that slot: a mean needs no copy back. The last bucket ends with the footer: the
+weight of this rank, whether it is active, and (if asked for) which parameters have a gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from torchmn.communicators.base import Granularity
+
+NamedParameter = tuple[str, nn.Parameter]
+
+_NARROW = (torch.float16, torch.bfloat16)
+_ALIGNMENT = 16  # elements; slots start at a multiple of a vector's width
+
+
+@dataclass
+class Bucket:
+    """Parameters that travel together. ``footer`` is empty but for the last bucket."""
+
+    index: int
+    names: list[str]
+    parameters: list[nn.Parameter]
+    buffer: Tensor
+    slots: list[Tensor]
+    footer: Tensor
+    num_ready: int = field(default=0)
+
+    def pack(self, position: int, scale: float) -> None:
+        """Write ``scale`` times the gradient of one parameter into its slot (zeros if None)."""
+        grad, slot = self.parameters[position].grad, self.slots[position]
+        if grad is None or scale == 0.0:
+            slot.zero_()
+        elif grad.data_ptr() != slot.data_ptr():
+            torch.mul(grad, scale, out=slot)
+        elif scale != 1.0:
+            slot.mul_(scale)
+
+    def expose(self) -> None:
+        """Make every ``p.grad`` its slot."""
+        for parameter, slot in zip(self.parameters, self.slots, strict=True):
+            if parameter.grad is not slot:
+                parameter.grad = slot
+
+
+def plan_buckets(
+    parameters: Sequence[NamedParameter],
+    *,
+    granularity: Granularity,
+    bucket_bytes: int,
+    num_footer: int,
+) -> list[Bucket]:
+    """Lay out parameters in the order in which their gradients are expected.
+
+    ``parameters`` come in the order of registration: backward meets them about in reverse. ``naive``
+    has one bucket per parameter sorted by name, ``flat`` one per dtype and device. A 16-bit footer
+    would miscount, so it then gets a bucket of its own. A pure function of facts that are the same
+    on all ranks.
+    """
+    if granularity == "parameter":
+        groups = [[item] for item in sorted(parameters, key=lambda item: item[0])]
+    elif granularity == "everything":
+        groups = _by_kind(parameters)
+    else:
+        groups = [
+            part
+            for kind in _by_kind(list(reversed(parameters)))
+            for part in _cut(kind, bucket_bytes)
+        ]
+    if not groups:
+        return []
+    buckets = []
+    needs_own_footer = groups[-1][0][1].dtype in _NARROW
+    for index, group in enumerate(groups):
+        is_last = index == len(groups) - 1
+        buckets.append(
+            _lay_out(index, group, num_footer if is_last and not needs_own_footer else 0)
+        )
+    if needs_own_footer:
+        footer = torch.zeros(num_footer, dtype=torch.float32, device=groups[-1][0][1].device)
+        buckets.append(Bucket(len(groups), [], [], footer, [], footer))
+    return buckets
+
+
+def _by_kind(parameters: Sequence[NamedParameter]) -> list[list[NamedParameter]]:
+    kinds: dict[tuple[torch.dtype, torch.device], list[NamedParameter]] = {}
+    for name, parameter in parameters:
+        kinds.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
+    return list(kinds.values())
+
+
+def _cut(parameters: Sequence[NamedParameter], bucket_bytes: int) -> list[list[NamedParameter]]:
+    """Consecutive parts of at least ``bucket_bytes``, but for the last."""
+    parts: list[list[NamedParameter]] = []
+    part: list[NamedParameter] = []
+    nbytes = 0
+    for name, parameter in parameters:
+        part.append((name, parameter))
+        nbytes += parameter.nbytes
+        if nbytes >= bucket_bytes:
+            parts.append(part)
+            part, nbytes = [], 0
+    if part:
+        parts.append(part)
+    return parts
+
+
+def _lay_out(index: int, group: Sequence[NamedParameter], num_footer: int) -> Bucket:
+    first = group[0][1]
+    dtype = first.dtype.to_real() if first.dtype.is_complex else first.dtype
+    sizes = [p.numel() * (2 if p.dtype.is_complex else 1) for _, p in group]
+    starts = []
+    end = 0
+    for size in sizes:
+        starts.append(end)
+        end += math.ceil(size / _ALIGNMENT) * _ALIGNMENT
+    buffer = torch.zeros(end + num_footer, dtype=dtype, device=first.device)
+    slots = [
+        _slot(buffer, start, parameter) for start, (_, parameter) in zip(starts, group, strict=True)
+    ]
+    return Bucket(
+        index,
+        [name for name, _ in group],
+        [parameter for _, parameter in group],
+        buffer,
+        slots,
+        buffer[end:],
+    )
+
+
+def _slot(buffer: Tensor, start: int, parameter: nn.Parameter) -> Tensor:
+    """A tensor in the buffer's memory with the parameter's shape and, if dense, its strides.
+
+    It is an alias made with `set_`, not a view: `detach_` and `zero_grad` treat it as any gradient.
+    """
+    shape = parameter.shape
+    strides = (
+        parameter.stride() if _is_dense(parameter) else torch.empty(shape, device="meta").stride()
+    )
+    if parameter.dtype.is_complex:
+        size = 2 * parameter.numel()
+        flat = torch.view_as_complex(buffer[start : start + size].view(-1, 2))
+        return flat.as_strided(shape, strides)
+    alias = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
+    return alias.set_(buffer.untyped_storage(), start, shape, strides)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory without gaps or overlap, in any order of dims."""
+    dims = sorted(
+        (stride, size)
+        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+        if size > 1
+    )
+    expected = 1
+    for stride, size in dims:
+        if stride != expected:
+            return False
+        expected *= size
+    return True

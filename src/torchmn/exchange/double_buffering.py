@@ -1,0 +1,120 @@
+"""Double buffering: step k applies mean(g_{k-1}) while the sum of g_k is under way.
+
+    backward k:  start the sum of g_k;  p.grad <- mean(g_{k-1})
+    step k:      w_{k+1} = w_k - update(mean(g_{k-1}))        (k >= 2; the first step does nothing)
+    flush:       w = w - update(mean(g_N))
+
+Source: ChainerMN's `_DoubleBufferingOptimizer` (ancestors 1.4), CNTK's
+``useBufferedAsyncGradientAggregation``. Staleness is exactly one step. Differences: no iteration is
+spent on a broadcast, so that N iterations give N-1 steps instead of N-2; `flush()` applies the last
+gradient; the pending gradient is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from torchmn.errors import UnsupportedError, UsageError
+from torchmn.exchange.gradients import BucketSet, GradientExchange
+
+
+class DoubleBuffering:
+    """Gradients are applied one step late, and their exchange hides behind a whole step."""
+
+    name = "double_buffering"
+    num_sets = 2
+    _exchange: GradientExchange
+    _inner: Optimizer
+
+    def __init__(self) -> None:
+        self._pending: BucketSet | None = None
+        self._has_mean = False
+        self._num_backwards = 0
+
+    def attach(self, exchange: GradientExchange, inner: Optimizer) -> None:
+        """See `Schedule.attach`."""
+        self._exchange, self._inner = exchange, inner
+
+    def backward_ended(self) -> None:
+        """See `Schedule.backward_ended`."""
+        self._num_backwards += 1
+        if self._num_backwards > 1:
+            raise UnsupportedError(
+                "Two backward passes before step() with double_buffering: the second would add to "
+                "the mean of the step before. Wrap all passes but the last in optimizer.no_sync()."
+            )
+        exchange = self._exchange
+        exchange.start_rest()
+        before, self._pending = self._pending, exchange.turn()
+        if before is None:
+            for bucket in self._pending.buckets:
+                for parameter in bucket.parameters:
+                    parameter.grad = None
+            return
+        before.wait()
+        exchange.expose(before)
+        self._has_mean = True
+
+    def step(self, closure: Callable[[], float] | None) -> float | None:
+        """See `Schedule.step`."""
+        loss = closure() if closure is not None else None
+        if self._num_backwards == 0:
+            self._exchange.exchange_now()
+        self._num_backwards = 0
+        if self._has_mean:
+            self._inner.step()
+            self._has_mean = False
+        return loss
+
+    def take_part(self) -> int:
+        """See `Schedule.take_part`."""
+        if self._pending is not None:
+            self._pending.wait()
+        exchange = self._exchange
+        exchange.finish_filling()
+        exchange.start_rest()
+        exchange.filling.wait()
+        num_active = exchange.filling.num_active
+        exchange.restart()
+        return num_active
+
+    def forget_backward(self) -> None:
+        """Gradients were cleared: the next backward pass is the first of its step."""
+        self._num_backwards = 0
+
+    def flush(self) -> None:
+        """See `Schedule.flush`."""
+        if self._pending is None:
+            return
+        self._pending.wait()
+        self._exchange.expose(self._pending)
+        self._pending = None
+        self._inner.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Schedule.state_dict`: the mean that the next step will apply, by name."""
+        if self._pending is None:
+            return {}
+        self._pending.wait()
+        means = {n: slot.clone() for n, slot in self._pending.named_means().items()}
+        return {"pending": means}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Schedule.load_state_dict`. Raises UsageError: other parameters than saved."""
+        self._pending, self._has_mean, self._num_backwards = None, False, 0
+        if "pending" not in state:
+            return
+        pending = self._exchange.filling
+        slots = pending.named_means()
+        if slots.keys() != state["pending"].keys():
+            odd = sorted(slots.keys() ^ state["pending"].keys())
+            raise UsageError(
+                f"The saved pending gradient is of other parameters; they differ in {odd[:5]}."
+            )
+        for name, slot in slots.items():
+            slot.copy_(state["pending"][name])
+        pending.declare_means()
+        self._pending = self._exchange.turn()

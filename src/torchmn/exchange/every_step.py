@@ -1,0 +1,81 @@
+"""Every step: p.grad <- mean over ranks of p.grad, hidden behind backward.
+
+Synchronous SGD. Differs from ChainerMN in that the mean is complete when ``backward()`` returns,
+not inside ``update()``: the user's clipping and unscaling see it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from torchmn.exchange.gradients import GradientExchange
+
+
+class EveryStep:
+    """Gradients are averaged at each backward pass."""
+
+    name = "every_step"
+    num_sets = 1
+    _exchange: GradientExchange
+    _inner: Optimizer
+
+    def __init__(self) -> None:
+        self._is_exchanged = False
+        self._has_warned = False
+
+    def attach(self, exchange: GradientExchange, inner: Optimizer) -> None:
+        """See `Schedule.attach`."""
+        self._exchange, self._inner = exchange, inner
+
+    def backward_ended(self) -> None:
+        """See `Schedule.backward_ended`."""
+        if self._is_exchanged:
+            self._warn_once()
+        exchange = self._exchange
+        exchange.sum_rest()
+        exchange.expose(exchange.turn())
+        self._is_exchanged = True
+
+    def step(self, closure: Callable[[], float] | None) -> float | None:
+        """See `Schedule.step`. A rank without any backward pass takes part here."""
+        if closure is None and not self._is_exchanged and self._exchange.is_needed:
+            self._exchange.exchange_now()
+        self._is_exchanged = False
+        result = self._inner.step(closure)  # type: ignore[arg-type]
+        self._is_exchanged = False
+        return result
+
+    def take_part(self) -> int:
+        """See `Schedule.take_part`."""
+        self._exchange.finish_filling()
+        self._exchange.sum_rest()
+        return self._exchange.turn().num_active
+
+    def forget_backward(self) -> None:
+        """Gradients were cleared: the next backward pass is the first of its step."""
+        self._is_exchanged = False
+
+    def flush(self) -> None:
+        """See `Schedule.flush`: nothing is ever pending."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Schedule.state_dict`: nothing outlives a step."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Schedule.load_state_dict`."""
+        self._is_exchanged = False
+
+    def _warn_once(self) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        warnings.warn(
+            "More than one backward pass before step(): each one exchanges all gradients. The result "
+            "is right, but wrap all passes but the last in optimizer.no_sync() to exchange once.",
+            stacklevel=2,
+        )

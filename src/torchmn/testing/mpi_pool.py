@@ -1,0 +1,202 @@
+"""Ranks as MPI processes: started once by mpirun, then reused by many tests."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+from torchmn.errors import LaunchError, TorchmnError
+from torchmn.topology import Topology
+
+_START_S = 60.0
+
+
+def find_mpirun() -> str | None:
+    """The mpirun beside this Python, else the one on PATH, else None."""
+    beside = Path(sys.executable).parent / "mpirun"
+    return str(beside) if beside.exists() else shutil.which("mpirun")
+
+
+class MpiPool:
+    """``size`` MPI processes that run functions given by reference, in worlds of up to ``size`` ranks.
+
+    Use it as a context manager. Functions must be importable: a worker gets their name.
+    """
+
+    def __init__(self, size: int, *, search_path: str | None = None) -> None:
+        mpirun = find_mpirun()
+        if mpirun is None:
+            raise LaunchError("No mpirun was found. Install one with: pip install 'torchmn[mpi]'.")
+        self.size = size
+        self._folder = tempfile.TemporaryDirectory(prefix="torchmn-pool-")
+        address = str(Path(self._folder.name) / "socket")
+        self._listener = Listener(address, family="AF_UNIX")
+        env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
+        if search_path:
+            env["PYTHONPATH"] = os.pathsep.join(
+                part for part in (search_path, env.get("PYTHONPATH")) if part
+            )
+        if os.geteuid() == 0:
+            env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        self._process = subprocess.Popen(
+            [mpirun, "-n", str(size), "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
+            + [sys.executable, "-m", "torchmn.testing.mpi_pool", address],
+            env=env,
+            stdin=subprocess.DEVNULL,
+        )
+        self._connection = self._accept()
+
+    def _accept(self) -> Connection:
+        self._listener._listener._socket.settimeout(_START_S)  # type: ignore[attr-defined]
+        try:
+            return self._listener.accept()
+        except OSError as error:
+            self.close()
+            raise LaunchError(f"The MPI pool did not start within {_START_S:g} s.") from error
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        world_size: int,
+        *args: Any,
+        name: str = "flat",
+        topology: Topology | None = None,
+        timeout_s: float = 20,
+        allreduce_grad_dtype: str | None = None,
+    ) -> list[Any]:
+        """Call ``function(comm, *args)`` on ranks 0..world_size-1; results in rank order.
+
+        Raises the error of the lowest rank that failed.
+        """
+        if world_size > self.size:
+            raise LaunchError(f"The pool has {self.size} processes, {world_size} were asked for.")
+        options = {
+            "name": name,
+            "topology": topology or Topology(("localhost",) * world_size),
+            "timeout_s": timeout_s,
+            "allreduce_grad_dtype": allreduce_grad_dtype,
+        }
+        reference = (function.__module__, function.__qualname__)
+        self._connection.send((reference, world_size, args, options))
+        outcomes = self._connection.recv()
+        for outcome in outcomes:
+            if isinstance(outcome, _Failure):
+                raise outcome.error
+        return list(outcomes)
+
+    def close(self) -> None:
+        """End the processes."""
+        connection = getattr(self, "_connection", None)
+        if connection is not None:
+            connection.send(None)
+            connection.close()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._listener.close()
+        self._folder.cleanup()
+
+    def __enter__(self) -> MpiPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Failure:
+    def __init__(self, error: BaseException) -> None:
+        try:
+            pickle.loads(pickle.dumps(error))
+            self.error = error
+        except Exception:  # an error that does not survive pickling keeps its words
+            self.error = TorchmnError(f"{type(error).__name__}: {error}")
+
+
+def _resolve(module: str, qualname: str) -> Any:
+    from importlib import import_module
+
+    found: Any = import_module(module)
+    for part in qualname.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _worker(address: str) -> None:
+    """Rank 0 gets tasks from the socket, all ranks carry them out, until None comes."""
+    from multiprocessing.connection import Client
+
+    import torch
+
+    from torchmn.communicators import create_communicator
+    from torchmn.communicators.transports.base import TimeLimit
+    from torchmn.communicators.transports.mpi import MpiTransport, load_mpi
+
+    torch.set_num_threads(1)
+    comm = load_mpi().COMM_WORLD
+    connection = Client(address, family="AF_UNIX") if comm.Get_rank() == 0 else None
+    world = MpiTransport.world(_START_S)
+    num_tasks = 0
+    while True:
+        task = _hear(comm, connection)
+        if task is None:
+            return
+        (module, qualname), world_size, args, options = task
+        num_tasks += 1
+        outcome: Any = None
+        if world.rank < world_size:
+            try:
+                limit = TimeLimit(options["timeout_s"])
+                transport = world.split(range(world_size), f"task{num_tasks}", limit)
+                own = create_communicator(transport=transport, **options)
+                try:
+                    outcome = _resolve(module, qualname)(own, *args)
+                finally:
+                    own.finalize()
+            except BaseException as error:  # told to the test
+                outcome = _Failure(error)
+        outcomes = _gather(comm, outcome)
+        if connection is not None:
+            connection.send(outcomes[:world_size])
+
+
+def _hear(comm: Any, connection: Connection | None) -> Any:
+    """The next task on every rank. Ranks wait asleep, not spinning in MPI."""
+    if connection is not None:
+        task = pickle.dumps(connection.recv())
+        requests = [comm.isend(task, peer, 7) for peer in range(1, comm.Get_size())]
+        for request in requests:
+            request.wait()
+        return pickle.loads(task)
+    while not comm.Iprobe(0, 7):
+        time.sleep(0.002)
+    return pickle.loads(comm.recv(source=0, tag=7))
+
+
+def _gather(comm: Any, outcome: Any) -> list[Any]:
+    if comm.Get_rank() != 0:
+        comm.send(outcome, 0, 8)
+        return []
+    outcomes = [outcome]
+    for peer in range(1, comm.Get_size()):
+        while not comm.Iprobe(peer, 8):
+            time.sleep(0.0005)
+        outcomes.append(comm.recv(source=peer, tag=8))
+    return outcomes
+
+
+if __name__ == "__main__":
+    # Tasks refer to this module by its name, and so must its classes.
+    from torchmn.testing import mpi_pool
+
+    mpi_pool._worker(sys.argv[1])

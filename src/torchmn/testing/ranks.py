@@ -1,0 +1,67 @@
+"""Ranks as threads of this process, each with its own gloo group: 0.03 s for two ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from torchmn.communicators import Communicator, create_communicator
+from torchmn.communicators.transports.torch_distributed import TorchDistributedTransport
+from torchmn.topology import Topology
+
+Result = TypeVar("Result")
+
+
+def run_ranks(
+    function: Callable[[Communicator], Result],
+    world_size: int,
+    *,
+    name: str = "flat",
+    topology: Topology | None = None,
+    timeout_s: float = 20,
+    is_trusted: bool = True,
+    allreduce_grad_dtype: str | None = None,
+) -> list[Result]:
+    """Call ``function(comm)`` on every rank, one thread each; results in rank order.
+
+    The first error by time is raised, after all ranks have ended; so a rank that fails alone must
+    end the others by the communicator's own means. The default random generator, the environment
+    and signals are shared by all ranks.
+    """
+    store = dist.HashStore()
+    results: list[Result | None] = [None] * world_size
+    errors: list[BaseException] = []
+
+    def rank_main(rank: int) -> None:
+        try:
+            transport = TorchDistributedTransport(
+                store, rank, world_size, timeout_s=timeout_s, is_trusted=is_trusted
+            )
+            comm = create_communicator(
+                name,
+                transport=transport,
+                topology=topology or Topology(("localhost",) * world_size),
+                timeout_s=timeout_s,
+                allreduce_grad_dtype=allreduce_grad_dtype,
+            )
+            try:
+                results[rank] = function(comm)
+            finally:
+                comm.finalize()
+        except BaseException as error:  # raised again in the calling thread
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=rank_main, args=(rank,), name=f"rank{rank}", daemon=True)
+        for rank in range(world_size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results  # type: ignore[return-value]
