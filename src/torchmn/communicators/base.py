@@ -18,7 +18,7 @@ from torchmn.communicators import objects
 from torchmn.communicators.engine import Engine, Work
 from torchmn.communicators.group import Group
 from torchmn.communicators.journal import Journal
-from torchmn.communicators.transports.base import ReduceOp, Transport
+from torchmn.communicators.transports.base import Transport
 from torchmn.communicators.wire import Wire, create_wire
 from torchmn.compression import StripeCodec
 from torchmn.errors import DisagreementError, UnknownNameError, UsageError
@@ -85,7 +85,7 @@ class Communicator(ABC):
         self.check_placement()
         self._connect()
 
-    # ---- what a route says ------------------------------------------------------------------
+    # ---- what a route says ----
 
     def check_placement(self) -> None:  # noqa: B027 - most routes accept every placement
         """Raise UnsupportedError if this route cannot serve this placement. Local, same on all."""
@@ -100,7 +100,7 @@ class Communicator(ABC):
         Every rank ends with the same bits. The last ``num_exact`` elements are not encoded.
         """
 
-    # ---- the exchange's way in -----------------------------------------------------------------
+    # ---- the exchange's way in ----
 
     @property
     def speaker(self) -> str:
@@ -164,7 +164,7 @@ class Communicator(ABC):
         parts = [self._subgroup(name, ranks) for ranks in partition]
         return next(part for part in parts if part is not None)
 
-    # ---- tensors ---------------------------------------------------------------------------------
+    # ---- tensors ----
 
     def send(self, data: Tensor | Sequence[Tensor], dest: int, tag: int = 0) -> None:
         """Send a tensor, or a tuple or list of tensors, of any shapes. Called by the sender."""
@@ -209,8 +209,8 @@ class Communicator(ABC):
     def allreduce(self, x: Tensor, op: UserOp = "sum") -> Tensor:
         """Sum, mean, max or min over ranks, elementwise, as a new tensor.
 
-        16-bit floats are summed in float32. Raises UsageError: unknown ``op`` or a mean of integers;
-        DisagreementError: ranks differ in shape, dtype or op.
+        16-bit floats are summed in float32. Raises UsageError: unknown ``op`` or a mean of
+        integers; DisagreementError: ranks differ in shape, dtype or op.
         """
         self._check_op(op, x.dtype)
         result = x.detach().clone(memory_format=torch.contiguous_format)
@@ -224,15 +224,16 @@ class Communicator(ABC):
             if self.size > 1 and flat.numel():
                 if op == "mean":
                     flat.div_(self.size)
-                self.world.all_reduce_(flat, "sum" if op == "mean" else cast(ReduceOp, op))
+                self.world.all_reduce_(flat, "sum" if op == "mean" else op)
 
         self.engine.call(job)
         return (flat != 0).view(x.shape) if is_bool else result
 
     def reduce_scatter(self, xs: Sequence[Tensor] | Tensor, op: UserOp = "sum") -> Tensor:
-        """``xs[r]`` of all ranks reduced, at rank r. W tensors (shapes alike over ranks) or (W, ...).
+        """``xs[r]`` of all ranks reduced, at rank r.
 
-        Raises UsageError: not W parts.
+        W tensors, the r-th of the same shape on every rank, or one of shape (W, ...). Raises
+        UsageError: not W parts.
         """
         parts = list(xs)
         refusal = self._length_refusal("reduce_scatter", len(parts))
@@ -256,10 +257,10 @@ class Communicator(ABC):
         """Return when every rank has arrived."""
         self.engine.call(self.world.barrier)
 
-    # ---- objects -----------------------------------------------------------------------------------
+    # ---- objects ----
 
     def send_obj(self, obj: object, dest: int, tag: int = 0) -> None:
-        """Send an object. Called by the sender. Raises UsageError: to oneself or outside the world."""
+        """Send an object. Called by the sender. Raises UsageError: no other rank of the world."""
         self._check_peer("dest", dest)
         self.engine.call(lambda: self._deliver("send", {dest: obj}, (), tag + _USER_TAG))
 
@@ -311,7 +312,7 @@ class Communicator(ABC):
             total = total + other
         return total
 
-    # ---- models ------------------------------------------------------------------------------------
+    # ---- models ----
 
     def bcast_data(self, model: nn.Module) -> None:
         """Give every rank the parameters and buffers of rank 0, in place."""
@@ -342,7 +343,7 @@ class Communicator(ABC):
             self.sum_(flat)
             parameter.grad.copy_(flat.view(parameter.grad.shape))
 
-    # ---- life ----------------------------------------------------------------------------------------
+    # ---- life ----
 
     def split(self, color: int, key: int) -> Communicator:
         """A communicator of the ranks with the same ``color``, ordered by ``key``, then rank.
@@ -375,7 +376,7 @@ class Communicator(ABC):
             f"<{type(self).__name__} {self.speaker}, {self.topology}, {self.world.transport.name}>"
         )
 
-    # ---- how the collectives above are made ----------------------------------------------------------
+    # ---- how the collectives above are made ----
 
     def _deliver(
         self, what: str, outgoing: Mapping[int, object], sources: Sequence[int], tag: int
@@ -423,7 +424,7 @@ class Communicator(ABC):
         recvs: Mapping[int, Sequence[Tensor]],
         tag: int,
     ) -> None:
-        """One exchange; CPU and CUDA tensors apart, since they may travel by different libraries."""
+        """One exchange; CPU and CUDA tensors apart: they may travel by different libraries."""
         for is_cuda in (False, True):
             outgoing = [(p, t) for p, ts in sends.items() for t in ts if t.is_cuda is is_cuda]
             incoming = [(p, t) for p, ts in recvs.items() for t in ts if t.is_cuda is is_cuda]

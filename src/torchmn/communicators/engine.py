@@ -1,4 +1,4 @@
-"""One collective at a time: on the calling thread when idle, on a thread of its own behind backward.
+"""One collective at a time: on the calling thread when idle, else on a thread of its own.
 
 All exchanges of a rank, blocking or not, pass through its engine in the order in which they were
 asked for. This keeps the order the same on every rank, lets routes of several stages and codecs

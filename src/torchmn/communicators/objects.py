@@ -110,8 +110,8 @@ def _pickled(obj: Any, trust: Trust) -> Any:
         raise UnsupportedError(
             f"An object of type {type(obj).__qualname__} needs pickle, which this transport "
             "accepts only from peers that know the job's secret. Start the job with 'torchmn run', "
-            "or set TORCHMN_SECRET to the same random text on all ranks, or use transport='mpi', or "
-            "send numbers, strings, containers and tensors."
+            "or set TORCHMN_SECRET to the same random text on all ranks, or use transport='mpi', "
+            "or send numbers, strings, containers and tensors."
         )
     payload = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
     seal = "" if trust.secret is None else _seal(payload, trust.secret)

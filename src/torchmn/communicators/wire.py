@@ -85,10 +85,11 @@ class StripedWire:
         decoded = torch.empty_like(total)
         footers = torch.zeros_like(exact)
         for peer in range(group.size):
-            message = arrived.get(peer)
-            codec.decode(own if message is None else message[:own_nbytes], decoded)
+            is_own = peer == group.rank
+            codec.decode(own if is_own else arrived[peer][:own_nbytes], decoded)
             total += decoded
-            footers += exact if message is None else message[own_nbytes:].clone().view(exact.dtype)
+            tail = footer if is_own else arrived[peer][own_nbytes:]
+            footers += tail.clone().view(exact.dtype)
         exact.copy_(footers)
         codec.encode(total, own)
         return own

@@ -61,10 +61,10 @@ def plan_buckets(
 ) -> list[Bucket]:
     """Lay out parameters in the order in which their gradients are expected.
 
-    ``parameters`` come in the order of registration: backward meets them about in reverse. ``naive``
-    has one bucket per parameter sorted by name, ``flat`` one per dtype and device. A 16-bit footer
-    would miscount, so it then gets a bucket of its own. A pure function of facts that are the same
-    on all ranks.
+    ``parameters`` come in the order of registration: backward meets them about in reverse.
+    ``naive`` has one bucket per parameter sorted by name, ``flat`` one per dtype and device. A
+    16-bit footer would miscount, so it then gets a bucket of its own. A pure function of facts
+    that are the same on all ranks.
     """
     if granularity == "parameter":
         groups = [[item] for item in sorted(parameters, key=lambda item: item[0])]

@@ -43,8 +43,8 @@ def create_multi_node_optimizer(
         comm: who takes part, and by which route.
         model: the module, or modules, that own the optimizer's parameters: names, buffers.
         double_buffering: the same as ``schedule="double_buffering"``.
-        zero_fill: a parameter without a gradient counts as zeros. If off, one that has no gradient on
-            any rank keeps ``grad = None``.
+        zero_fill: a parameter without a gradient counts as zeros. If off, one that has no gradient
+            on any rank keeps ``grad = None``.
         codec: ``float32``, ``float16`` or ``bfloat16`` on the wire; default: the communicator's
             ``allreduce_grad_dtype``.
         schedule: ``every_step`` or ``double_buffering``.

@@ -75,7 +75,8 @@ class EveryStep:
             return
         self._has_warned = True
         warnings.warn(
-            "More than one backward pass before step(): each one exchanges all gradients. The result "
-            "is right, but wrap all passes but the last in optimizer.no_sync() to exchange once.",
+            "More than one backward pass before step(): each one exchanges all gradients. The "
+            "result is right, but wrap all passes but the last in optimizer.no_sync() to exchange "
+            "once.",
             stacklevel=2,
         )

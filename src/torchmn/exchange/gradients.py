@@ -67,8 +67,8 @@ class BucketSet:
             return
         if total == 0.0 and self.num_active:
             raise UsageError(
-                f"{self.comm.speaker}: the weights of all ranks are zero. With weight='samples' the "
-                "model's forward must see a tensor with a batch dimension; else call "
+                f"{self.comm.speaker}: the weights of all ranks are zero. With weight='samples' "
+                "the model's forward must see a tensor with a batch dimension; else call "
                 "optimizer.set_weight(number_of_samples) before backward()."
             )
         factor = self.comm.size / total if total else 0.0
@@ -122,7 +122,7 @@ class GradientExchange:
         self._backward_id: int | None = None
         self.rebuild()
 
-    # ---- layout -------------------------------------------------------------------------------------
+    # ---- layout ----
 
     def rebuild(self) -> None:
         """Lay out the buckets again, for the parameters that are trainable now."""
@@ -189,7 +189,7 @@ class GradientExchange:
         for bucket in self.filling.buckets:
             bucket.num_ready = 0
 
-    # ---- during backward -----------------------------------------------------------------------------
+    # ---- during backward ----
 
     def _on_gradient(self, parameter: Tensor) -> None:
         """A gradient is final: pack it, and hand over the buckets that are full in order."""
@@ -237,7 +237,7 @@ class GradientExchange:
             self.filling.start(bucket, self.step)
             self._num_started += 1
 
-    # ---- at the end of backward ----------------------------------------------------------------------
+    # ---- at the end of backward ----
 
     def finish_filling(self) -> None:
         """Pack what is not packed yet and hand over all buckets but the last."""

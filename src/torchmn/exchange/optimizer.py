@@ -65,7 +65,7 @@ class MultiNodeOptimizer(Optimizer):
         if weight == "samples":
             self._models[0].register_forward_pre_hook(self._count_samples, with_kwargs=True)
 
-    # ---- what makes it an Optimizer ------------------------------------------------------------------
+    # ---- what makes it an Optimizer ----
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -138,7 +138,7 @@ class MultiNodeOptimizer(Optimizer):
         self.inner.load_state_dict({k: v for k, v in state_dict.items() if k != "torchmn"})
         self.schedule.load_state_dict(ours)
 
-    # ---- what is ours --------------------------------------------------------------------------------
+    # ---- what is ours ----
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -191,7 +191,7 @@ class MultiNodeOptimizer(Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
-    # ---- inside --------------------------------------------------------------------------------------
+    # ---- inside ----
 
     def _backward_ended(self) -> None:
         exchange = self.exchange

@@ -43,8 +43,8 @@ def raise_if_models_differ(comm: Communicator, models: Sequence[nn.Module]) -> N
                 f"rank {rank} has {other.get(different, 'none')}"
             )
         raise DisagreementError(
-            f"{comm.speaker}: the models of the ranks differ in {what}. All ranks must build the same "
-            "model."
+            f"{comm.speaker}: the models of the ranks differ in {what}. All ranks must build the "
+            "same model."
         )
 
 
@@ -71,4 +71,4 @@ def different_tensors(comm: Communicator, models: Sequence[nn.Module]) -> list[s
 
 
 def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(as_bytes(tensor.detach().cpu().contiguous()).numpy())
+    return zlib.crc32(memoryview(as_bytes(tensor.detach().cpu().contiguous()).numpy()))

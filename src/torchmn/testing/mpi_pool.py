@@ -27,7 +27,7 @@ def find_mpirun() -> str | None:
 
 
 class MpiPool:
-    """``size`` MPI processes that run functions given by reference, in worlds of up to ``size`` ranks.
+    """``size`` MPI processes that run functions, in worlds of up to ``size`` ranks.
 
     Use it as a context manager. Functions must be importable: a worker gets their name.
     """

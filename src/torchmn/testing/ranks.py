@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from torchmn.communicators import Communicator, create_communicator
 from torchmn.communicators.transports.torch_distributed import TorchDistributedTransport
@@ -31,7 +31,7 @@ def run_ranks(
     end the others by the communicator's own means. The default random generator, the environment
     and signals are shared by all ranks.
     """
-    store = dist.HashStore()
+    store = HashStore()
     results: list[Result | None] = [None] * world_size
     errors: list[BaseException] = []
 

@@ -109,7 +109,7 @@ class Transport(ABC):
     def close(self) -> None:
         """Release connections. Call it on every rank; nothing may be in flight."""
 
-    # ---- collectives over `exchange`, overridden where the library is better ------------------
+    # ---- collectives over `exchange`, overridden where the library is better ----
 
     def barrier(self, limit: TimeLimit) -> None:
         """Return when every rank has arrived (dissemination: log2 W rounds)."""

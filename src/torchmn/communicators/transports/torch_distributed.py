@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 from torch import Tensor
 
 from torchmn.communicators.transports.base import (
@@ -65,15 +66,15 @@ class TorchDistributedTransport(Transport):
         timeout = timedelta(seconds=timeout_s)
         try:
             self._gloo = dist.ProcessGroupGloo(
-                dist.PrefixStore("gloo", store), rank, size, timeout=timeout
+                PrefixStore("gloo", store), rank, size, timeout=timeout
             )
         except (RuntimeError, ValueError) as error:
             raise _translate(error, f"joining a world of {size}", timeout_s) from error
         self._nccl: Any = None
         if cuda_device is not None and dist.is_nccl_available():
-            self._nccl = dist.ProcessGroupNCCL(
-                dist.PrefixStore("nccl", store), rank, size, timeout=timeout
-            )
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options)
 
     def _group(self, tensor: Tensor) -> Any:
         if not tensor.is_cuda:
@@ -117,7 +118,7 @@ class TorchDistributedTransport(Transport):
             super().all_reduce_(buffer, op, limit)
             return
         options = dist.AllreduceOptions()
-        options.reduceOp = _OPS[op]
+        options.reduceOp = dist.ReduceOp(_OPS[op])
         self._wait(lambda group: group.allreduce([buffer], options), buffer, "all_reduce", limit)
 
     def broadcast_(self, buffer: Tensor, root: int, limit: TimeLimit) -> None:
@@ -140,7 +141,7 @@ class TorchDistributedTransport(Transport):
     def split(self, ranks: Sequence[int], key: str, limit: TimeLimit) -> Transport:
         """See `Transport.split`."""
         return TorchDistributedTransport(
-            dist.PrefixStore(key, self._store),
+            PrefixStore(key, self._store),
             list(ranks).index(self.rank),
             len(ranks),
             timeout_s=limit.seconds,

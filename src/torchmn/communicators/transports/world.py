@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from torchmn.communicators.transports.base import TimeLimit, Transport
 from torchmn.communicators.transports.mpi import MpiTransport
@@ -29,8 +29,10 @@ _joined: dict[str, Transport] = {}
 def choose_transport(
     name: str, launched: LaunchedPlace | None, environment: Mapping[str, str], *, has_cuda: bool
 ) -> str:
-    """``auto`` to ``mpi`` or ``torch``: what ``torchmn run`` asked for, else NCCL for GPUs, else MPI
-    under an MPI launcher if mpi4py is there. Raises UnknownNameError.
+    """``auto`` to ``mpi`` or ``torch``. Raises UnknownNameError.
+
+    What ``torchmn run`` asked for, else NCCL for GPUs, else MPI under an MPI launcher if mpi4py is
+    there.
     """
     if name not in TRANSPORTS:
         raise UnknownNameError("transport", name, TRANSPORTS)
@@ -68,14 +70,12 @@ def join_world(kind: str, timeout_s: float) -> Transport:
 def _join_torch(launched: LaunchedPlace | None, timeout_s: float) -> Transport:
     secret = bool(os.environ.get("TORCHMN_SECRET"))
     if launched is None or launched.size == 1:
-        return TorchDistributedTransport(
-            dist.HashStore(), 0, 1, timeout_s=timeout_s, is_trusted=secret
-        )
+        return TorchDistributedTransport(HashStore(), 0, 1, timeout_s=timeout_s, is_trusted=secret)
     address, port = _meeting_point(launched, timeout_s)
     timeout = timedelta(seconds=timeout_s)
     serves = launched.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        store = dist.TCPStore(
+        store = TCPStore(
             address, port, launched.size, serves, timeout=timeout, wait_for_workers=False
         )
     except (RuntimeError, ValueError) as error:
@@ -91,7 +91,7 @@ def _join_torch(launched: LaunchedPlace | None, timeout_s: float) -> Transport:
             "whether MASTER_ADDR names its host for this one."
         ) from error
     transport = TorchDistributedTransport(
-        dist.PrefixStore("torchmn", store), launched.rank, launched.size, timeout_s=timeout_s
+        PrefixStore("torchmn", store), launched.rank, launched.size, timeout_s=timeout_s
     )
     try:
         transport.barrier(TimeLimit(timeout_s))

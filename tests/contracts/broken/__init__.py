@@ -1,0 +1,1 @@
+"""Implementations that are wrong on purpose: each contract must catch the one made for it."""

@@ -1,0 +1,111 @@
+"""Wrong communicators, by the contract that must catch each."""
+
+from __future__ import annotations
+
+import torch
+
+from torchmn.communicators.flat import FlatCommunicator
+
+
+class ForgetsTheLastRank(FlatCommunicator):
+    """Its sum leaves out what the last rank has."""
+
+    def _sum_(self, buffer, wire, num_exact):
+        if self.rank == self.size - 1:
+            buffer.zero_()
+        super()._sum_(buffer, wire, num_exact)
+
+
+class DiffersByRank(FlatCommunicator):
+    """Right to rounding, but rank 1 has other bits."""
+
+    def _sum_(self, buffer, wire, num_exact):
+        super()._sum_(buffer, wire, num_exact)
+        if self.rank == 1 and buffer.numel() > 1:
+            buffer[0] += buffer[0] * 2e-16 + 1e-15
+
+
+class EncodesTheExactElements(FlatCommunicator):
+    """Sends weights and flags in 16 bits too."""
+
+    def _sum_(self, buffer, wire, num_exact):
+        super()._sum_(buffer, wire, 0)
+
+
+class LosesStartedSums(FlatCommunicator):
+    """Starts nothing: the work is done before anything was summed."""
+
+    def start_sum_(self, buffer, **kwargs):
+        return self.engine.submit(lambda: None)
+
+
+class SendsTheOwnShape(FlatCommunicator):
+    """Believes that all ranks gather the same shape."""
+
+    def allgather_obj(self, obj):
+        gathered = super().allgather_obj(obj)
+        if isinstance(obj, torch.Tensor):
+            return [item.reshape(-1)[: obj.numel()].reshape(-1) for item in gathered]
+        return gathered
+
+
+class RoundsEarly(FlatCommunicator):
+    """Sums 16-bit floats in 16 bits."""
+
+    def allreduce(self, x, op="sum"):
+        if x.dtype not in (torch.float16, torch.bfloat16):
+            return super().allreduce(x, op)
+        total, *others = self.allgather(x)
+        for other in others:
+            total = total + other
+        return total
+
+
+class LosesTypes(FlatCommunicator):
+    """Turns tuples into lists, as plain JSON does."""
+
+    def allgather_obj(self, obj):
+        gathered = super().allgather_obj(obj)
+        if isinstance(obj, dict):
+            for item in gathered:
+                for key, value in item.items():
+                    item[key] = list(value) if isinstance(value, tuple) else value
+        return gathered
+
+
+class ForgetsTheKey(FlatCommunicator):
+    """Orders a split by rank."""
+
+    def split(self, color, key):
+        return super().split(color, self.rank)
+
+
+class ForgetsBuffers(FlatCommunicator):
+    """Broadcasts parameters only, as ChainerMN did."""
+
+    def bcast_data(self, model):
+        held = {n: b.clone() for n, b in model.named_buffers()}
+        super().bcast_data(model)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(held[name])
+
+
+class SumsInsteadOfMean(FlatCommunicator):
+    """Forgets the division, as MultiprocessParallelUpdater did."""
+
+    def multi_node_mean_grad(self, model, zero_fill=False):
+        super().multi_node_mean_grad(model, zero_fill)
+        for parameter in model.parameters():
+            parameter.grad *= self.size
+
+
+class DropsTheTail(FlatCommunicator):
+    """Sums all but the last gradient element."""
+
+    def _sum_(self, buffer, wire, num_exact):
+        if buffer.dtype == torch.float64 and num_exact:
+            kept = buffer[0].clone()
+            super()._sum_(buffer, wire, num_exact)
+            buffer[0] = kept
+        else:
+            super()._sum_(buffer, wire, num_exact)

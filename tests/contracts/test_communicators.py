@@ -1,0 +1,83 @@
+"""Every route, over gloo threads and MPI processes, for all world sizes and placements."""
+
+import pytest
+
+from torchmn.communicators import ROUTES
+from torchmn.errors import UnsupportedError
+from torchmn.testing import MpiPool, run_ranks
+from torchmn.testing.contracts import CONTRACTS
+from torchmn.testing.mpi_pool import find_mpirun
+from torchmn.topology import Topology
+
+CPU_ROUTES = [name for name in ROUTES if name != "pure_nccl"]
+PLACEMENTS = {
+    "1": Topology.blocks([1]),
+    "2": Topology.blocks([2]),
+    "1+1": Topology.blocks([1, 1]),
+    "3": Topology.blocks([3]),
+    "2+1": Topology.blocks([2, 1]),
+    "4": Topology.blocks([4]),
+    "2+2": Topology.blocks([2, 2]),
+    "3+1": Topology.blocks([3, 1]),
+    "cyclic": Topology(("a", "b", "a", "b")),
+    "1+1+1+1": Topology.blocks([1, 1, 1, 1]),
+}
+
+
+def serves(name: str, topology: Topology) -> bool:
+    if name == "single_node":
+        return len(topology.nodes) == 1
+    return name != "two_dimensional" or topology.is_balanced
+
+
+def cases() -> list:
+    return [
+        pytest.param(name, label, id=f"{name}-{label}")
+        for name in CPU_ROUTES
+        for label, topology in PLACEMENTS.items()
+        if serves(name, topology)
+    ]
+
+
+def all_contracts(comm) -> None:
+    for contract in CONTRACTS:
+        contract(comm)
+
+
+@pytest.mark.parametrize(("name", "label"), cases())
+def test_contracts_over_gloo(name: str, label: str) -> None:
+    topology = PLACEMENTS[label]
+    run_ranks(all_contracts, topology.size, name=name, topology=topology)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    if find_mpirun() is None:
+        pytest.skip(reason="no mpirun: install it with 'make setup'")
+    with MpiPool(4, search_path=__file__.rsplit("/", 1)[0]) as started:
+        yield started
+
+
+@pytest.mark.mpi
+@pytest.mark.processes
+@pytest.mark.parametrize(("name", "label"), cases())
+def test_contracts_over_mpi(pool: MpiPool, name: str, label: str) -> None:
+    topology = PLACEMENTS[label]
+    pool.run(all_contracts, topology.size, name=name, topology=topology)
+
+
+@pytest.mark.parametrize("label", ["3+1", "2+1"])
+def test_two_dimensional_refuses_unequal_nodes_on_all_ranks(label: str) -> None:
+    topology = PLACEMENTS[label]
+    with pytest.raises(UnsupportedError, match="same number of ranks on every node"):
+        run_ranks(lambda comm: None, topology.size, name="two_dimensional", topology=topology)
+
+
+def test_single_node_refuses_two_nodes() -> None:
+    with pytest.raises(UnsupportedError, match="serves one node"):
+        run_ranks(lambda comm: None, 2, name="single_node", topology=PLACEMENTS["1+1"])
+
+
+def test_pure_nccl_without_cuda_is_refused_with_the_cure() -> None:
+    with pytest.raises(UnsupportedError, match="needs a CUDA device.*Use 'auto'"):
+        run_ranks(lambda comm: None, 2, name="pure_nccl")
