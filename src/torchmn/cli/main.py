@@ -1,0 +1,57 @@
+"""The ``torchmn`` command: its subcommands, and errors as one sentence."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import typer
+
+import torchmn
+from torchmn.cli import run
+from torchmn.errors import LaunchError, TorchmnError
+
+app = typer.Typer(
+    name="torchmn",
+    help="Train PyTorch models on many workers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("run", context_settings=run.CONTEXT)(run.run)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: bool = typer.Option(False, "--version", help="Show the version and exit."),
+) -> None:
+    if version:
+        typer.echo(f"torchmn {torchmn.__version__}")
+        raise typer.Exit
+
+
+def main(args: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit: 2 where the request is refused, 1 where a start failed."""
+    try:
+        code = app(args=None if args is None else list(args), standalone_mode=False)
+    except TorchmnError as error:
+        if os.environ.get("TORCHMN_TRACEBACK"):
+            raise
+        _fail(str(error), 1 if isinstance(error, LaunchError) else 2)
+    except (typer.Abort, KeyboardInterrupt):
+        _fail("interrupted.", 130)
+    except Exception as error:
+        # typer raises click's errors, from a click of its own in newer versions: no base class
+        # that we could name, so they are known by their method
+        words = getattr(error, "format_message", None)
+        if words is None:
+            raise
+        _fail(str(words()), 2)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(sentence: str, code: int) -> NoReturn:
+    print(f"torchmn: {sentence}", file=sys.stderr, flush=True)
+    sys.exit(code)

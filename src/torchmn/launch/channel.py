@@ -1,0 +1,143 @@
+"""One TCP connection between the supervisor and the agent of each rank.
+
+mpirun and srun mix the output of ranks in chunks, so the lines travel here instead. The end of
+the connection tells either side that the other one is dead, on any host and operating system.
+Both sides prove that they know the job's secret before anything is said or done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import select
+import socket
+import time
+from typing import TypeVar
+
+from torchmn.errors import LaunchError
+from torchmn.launch.messages import Message, decode, encode
+
+ADDRESS_VARIABLE = "TORCHMN_SUPERVISOR"
+_CHUNK_BYTES = 1 << 16
+
+AnyMessage = TypeVar("AnyMessage", bound=Message)
+
+
+class Channel:
+    """A connection that never blocks: what cannot leave yet waits in a buffer."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connection
+        self._inbox = bytearray()
+        self._outbox = bytearray()
+        self._arrived: list[Message] = []
+        self.is_open = True
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._socket.fileno()
+
+    @property
+    def waiting_bytes(self) -> int:
+        """How much has not left yet."""
+        return len(self._outbox) if self.is_open else 0
+
+    def post(self, message: Message) -> None:
+        """Send a message now or as soon as there is room; nothing once the peer is gone."""
+        if self.is_open:
+            self._outbox += encode(message)
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what fits."""
+        while self._outbox and self.is_open:
+            try:
+                sent = self._socket.send(self._outbox)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                self.is_open = False
+                return
+            del self._outbox[:sent]
+
+    def collect(self) -> list[Message]:
+        """The messages that have arrived; ``is_open`` turns false at the end of the connection."""
+        while self.is_open:
+            try:
+                chunk = self._socket.recv(_CHUNK_BYTES)
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError:
+                chunk = b""
+            if not chunk:
+                self.is_open = False
+            self._inbox += chunk
+        *lines, rest = bytes(self._inbox).split(b"\n")
+        self._inbox = bytearray(rest)
+        arrived, self._arrived = self._arrived, []
+        try:
+            return arrived + [decode(line) for line in lines]
+        except ValueError:
+            self.is_open = False  # not one of ours
+            return arrived
+
+    def wait_for(self, kind: type[AnyMessage], limit_s: float) -> AnyMessage:
+        """The next message, which must be of this kind. Blocks. Raises LaunchError."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            messages = self.collect()
+            if messages and isinstance(messages[0], kind):
+                self._arrived = messages[1:]
+                return messages[0]
+            if messages or not self.is_open:
+                raise LaunchError(f"The supervisor hung up instead of sending {kind.__name__}.")
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise LaunchError(f"The supervisor sent no {kind.__name__} within {limit_s:g} s.")
+            select.select([self._socket], [], [], left_s)
+
+    def close(self) -> None:
+        """Send what fits and close."""
+        self.flush()
+        self.is_open = False
+        self._socket.close()
+
+
+def listen(host: str = "127.0.0.1") -> socket.socket:
+    """A listening socket for the supervisor."""
+    listener = socket.create_server((host, 0), backlog=1024)
+    listener.setblocking(False)
+    return listener
+
+
+def address_of(listener: socket.socket) -> str:
+    """``host:port`` of a listening socket."""
+    host, port = listener.getsockname()[:2]
+    return f"{host}:{port}"
+
+
+def connect(address: str, limit_s: float = 30.0) -> Channel:
+    """Connect an agent to its supervisor. Raises LaunchError."""
+    host, _, port = address.rpartition(":")
+    try:
+        return Channel(socket.create_connection((host, int(port)), timeout=limit_s))
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"The supervisor at {address!r} does not answer: {error}.") from None
+
+
+def new_number() -> str:
+    """A number that the other side must sign."""
+    return secrets.token_hex(16)
+
+
+def signature(secret: str, role: str, number: str) -> str:
+    """Proof that ``role`` knows the secret, good for this number only."""
+    return hmac.new(secret.encode(), f"{role}:{number}".encode(), hashlib.sha256).hexdigest()
+
+
+def is_signature(text: str, secret: str, role: str, number: str) -> bool:
+    """Whether ``text`` is the signature of ``role`` under this number."""
+    return hmac.compare_digest(text.encode(), signature(secret, role, number).encode())

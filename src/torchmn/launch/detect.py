@@ -1,0 +1,94 @@
+"""Which way to start the ranks: facts about this machine, and a choice as a function of them."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from torchmn.errors import UnknownNameError, UnsupportedError
+from torchmn.launch.job import Backend
+from torchmn.topology import count_gpus
+
+BACKENDS = ("auto", "gloo", "nccl", "mpi")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What the choice of a backend depends on."""
+
+    num_gpus: int = 0
+    mpirun: str | None = None
+    has_mpi4py: bool = False
+
+    @property
+    def missing_for_mpi(self) -> str:
+        """What MPI lacks here, in words; empty if nothing."""
+        lacking = [
+            *([] if self.mpirun else ["an mpirun"]),
+            *([] if self.has_mpi4py else ["mpi4py"]),
+        ]
+        return " and ".join(lacking)
+
+
+def this_machine(env: Mapping[str, str]) -> Machine:
+    """The facts of this machine, without importing torch or MPI. Local."""
+    return Machine(
+        num_gpus=count_gpus(env),
+        mpirun=find_mpirun(env),
+        has_mpi4py=PathFinder.find_spec("mpi4py") is not None,
+    )
+
+
+def find_mpirun(env: Mapping[str, str]) -> str | None:
+    """The mpirun beside this Python (the wheel's, which mpi4py loads), else the one on the path."""
+    beside = Path(sys.executable).parent / "mpirun"
+    if beside.is_file():
+        return str(beside)
+    return shutil.which("mpirun", path=env.get("PATH")) or shutil.which(
+        "mpiexec", path=env.get("PATH")
+    )
+
+
+def choose_backend(wanted: str, machine: Machine, num_ranks: int) -> tuple[Backend, str]:
+    """The backend and why.
+
+    ``auto`` is nccl with a GPU for every rank, else mpi where it is installed (inside a machine it
+    is faster than gloo), else gloo.
+
+    Raises UnknownNameError: no such backend. Raises UnsupportedError: it cannot work here.
+    """
+    if wanted not in BACKENDS:
+        raise UnknownNameError("backend", wanted, BACKENDS)
+    if wanted == "gloo":
+        return "gloo", "as asked"
+    if wanted == "nccl":
+        _raise_if_gpus_are_too_few(machine, num_ranks)
+        return "nccl", "as asked"
+    if wanted == "mpi":
+        if machine.missing_for_mpi:
+            raise UnsupportedError(
+                f"--backend mpi needs {machine.missing_for_mpi}, which this Python "
+                f"({sys.executable}) does not find: install torchmn[mpi], or use --backend gloo."
+            )
+        return "mpi", "as asked"
+    if machine.num_gpus >= num_ranks:
+        return "nccl", "a GPU for every worker"
+    why = "no GPU" if machine.num_gpus == 0 else f"fewer GPUs ({machine.num_gpus}) than workers"
+    if machine.missing_for_mpi:
+        return "gloo", f"{why}, and MPI lacks {machine.missing_for_mpi}"
+    return "mpi", why
+
+
+def _raise_if_gpus_are_too_few(machine: Machine, num_ranks: int) -> None:
+    if machine.num_gpus >= num_ranks:
+        return
+    found = "no CUDA GPU" if machine.num_gpus == 0 else f"{machine.num_gpus} CUDA GPU(s)"
+    cure = f"-n {machine.num_gpus} or " if machine.num_gpus else ""
+    raise UnsupportedError(
+        f"--backend nccl needs a GPU for each of the {num_ranks} worker(s) and this machine has "
+        f"{found}: use {cure}--backend gloo or mpi, and look at CUDA_VISIBLE_DEVICES."
+    )

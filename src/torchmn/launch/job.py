@@ -1,0 +1,105 @@
+"""What is to be run: the values that every way of starting it shares."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Literal
+
+from torchmn.errors import UsageError
+
+Backend = Literal["gloo", "nccl", "mpi"]
+
+WORKER_MODULE = "torchmn.launch.worker"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One command, run as ``num_ranks`` processes on this machine.
+
+    ``argv`` is the command of every rank. The time between asking a rank to end and killing it is
+    ``grace_s``; a rank whose agent says nothing within ``start_limit_s`` has not started.
+    """
+
+    argv: tuple[str, ...]
+    num_ranks: int
+    backend: Backend
+    log_dir: Path
+    cwd: Path = field(default_factory=Path.cwd)
+    secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
+    grace_s: float = 5.0
+    start_limit_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1:
+            raise UsageError(f"-n is the number of workers: at least 1, got {self.num_ranks}.")
+        if not self.argv:
+            raise UsageError("A job needs a command, got none.")
+
+    @property
+    def transport(self) -> Literal["torch", "mpi"]:
+        """What `torchmn.create_communicator` will use in the ranks."""
+        return "mpi" if self.backend == "mpi" else "torch"
+
+    def environment(self, env: Mapping[str, str]) -> dict[str, str]:
+        """``env`` with the variables that the ranks of every way of starting get."""
+        return {
+            **env,
+            "TORCHMN_SECRET": self.secret,
+            "TORCHMN_TRANSPORT": self.transport,
+            "TORCHMN_BACKEND": self.backend,
+        }
+
+
+@dataclass(frozen=True)
+class Command:
+    """A process for the supervisor to start: the agent of one rank, or a launcher of several."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(repr=False)
+    name: str = "the agent"
+    rank: int | None = None
+
+
+def worker_command() -> tuple[str, ...]:
+    """The command of a rank's agent.
+
+    ``-P`` where Python has it: the user's folder must not shadow modules that the agent imports.
+    """
+    safe_path = ("-P",) if sys.version_info >= (3, 11) else ()
+    return (sys.executable, *safe_path, "-m", WORKER_MODULE)
+
+
+def python_command(target: str, args: Sequence[str] = (), *, is_module: bool = False) -> list[str]:
+    """The command of a rank for a script or a module, after a look at whether it is there.
+
+    Raises UsageError: there is no such script or module, or it is a folder.
+    """
+    if is_module:
+        top = target.partition(".")[0]
+        if PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) is None:
+            raise UsageError(
+                f"There is no module {target!r}: {top!r} is neither in {Path.cwd()} nor installed."
+            )
+        return [sys.executable, "-m", target, *args]
+    script = Path(target)
+    if script.is_dir():
+        raise UsageError(
+            f"{target!r} is a folder: name the script in it, or use -m to run a package."
+        )
+    if not script.exists():
+        raise UsageError(f"There is no script {target!r} (looked in {Path.cwd()}).")
+    if not os.access(script, os.R_OK):
+        raise UsageError(f"The script {target!r} is not readable: change its permissions.")
+    return [sys.executable, target, *args]
+
+
+def default_log_dir() -> Path:
+    """``torchmn-logs/<date>-<time>-<process>`` below the current folder."""
+    return Path("torchmn-logs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"

@@ -1,0 +1,49 @@
+"""Cut a stream of bytes into lines that can be shown beside those of other ranks."""
+
+from __future__ import annotations
+
+import re
+
+_MOVES = re.compile(r"\x1b\[[0-9;?]*[A-HJKSTfhlsu]|\x1b[78]")
+"""Escape sequences that move the cursor or erase: with several writers they would hit foreign
+lines. Colours stay."""
+
+_LONGEST_LINE_BYTES = 1 << 16
+
+
+class LineSplitter:
+    """Turns chunks into whole lines.
+
+    A progress bar rewrites its line with carriage returns: of a finished line only the last state
+    is kept, and `unfinished` is the state of the line that is being written.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, chunk: bytes) -> list[str]:
+        """The lines that this chunk completes, without their ends."""
+        *whole, self._rest = (self._rest + chunk).split(b"\n")
+        if len(self._rest) > _LONGEST_LINE_BYTES:
+            last = self._rest.rfind(b"\r")
+            if last > 0:  # a long history of a progress bar
+                self._rest = self._rest[last:]
+            else:
+                whole.append(self._rest)
+                self._rest = b""
+        return [_last_state(line) for line in whole]
+
+    @property
+    def unfinished(self) -> str:
+        """What the unfinished line shows now; empty if it is not a progress bar."""
+        return _last_state(self._rest) if b"\r" in self._rest else ""
+
+    def finish(self) -> list[str]:
+        """The unfinished line at the end of the stream."""
+        rest, self._rest = self._rest, b""
+        return [_last_state(rest)] if rest else []
+
+
+def _last_state(line: bytes) -> str:
+    states = line.decode("utf-8", "replace").split("\r")
+    return _MOVES.sub("", next((state for state in reversed(states) if state), ""))

@@ -1,0 +1,114 @@
+"""What the supervisor and the agents tell each other: a line of JSON per message."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+Stream = Literal["out", "err"]
+EndedBy = Literal["itself", "supervisor", "outside"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Challenge:
+    """Supervisor, first: sign this number."""
+
+    number: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello:
+    """Agent: who I am, the number signed, and a number for the supervisor to sign."""
+
+    signature: str
+    number: str
+    rank: int
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Supervisor: the command to run."""
+
+    signature: str
+    argv: list[str]
+    cwd: str
+    log_dir: str
+    grace_s: float
+    wants_refreshes: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """Agent: the script runs as this process, on these cores."""
+
+    pid: int
+    cores: list[int]
+    num_threads: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """Agent: whole lines."""
+
+    stream: Stream
+    lines: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refresh:
+    """Agent: what a progress bar shows now."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """Agent: something went wrong beside the script, which goes on."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exit:
+    """Agent: the script has ended. ``returncode`` is minus the signal if one ended it.
+
+    ``ended_at`` is the time since the epoch in seconds. ``ended_by`` says who asked it to end:
+    nobody, the supervisor, or somebody else, such as mpirun.
+    """
+
+    returncode: int
+    ended_at: float
+    ended_by: EndedBy
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """Supervisor: pass this signal on to the script, and kill it if it goes on for too long."""
+
+    signum: int
+
+
+Message = Challenge | Hello | Run | Started | Output | Refresh | Note | Exit | End
+
+_KINDS = {
+    kind.__name__: kind
+    for kind in (Challenge, Hello, Run, Started, Output, Refresh, Note, Exit, End)
+}
+
+
+def encode(message: Message) -> bytes:
+    """A message as a line."""
+    return json.dumps([type(message).__name__, asdict(message)]).encode() + b"\n"
+
+
+def decode(line: bytes) -> Message:
+    """The message in a line. Raises ValueError: it is none of ours."""
+    try:
+        kind, content = json.loads(line)
+        message: Message = _KINDS[kind](**content)
+    except (TypeError, KeyError, ValueError):
+        raise ValueError(f"No message: {line[:80]!r}") from None
+    return message

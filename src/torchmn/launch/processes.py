@@ -1,0 +1,134 @@
+"""What Linux offers so that no process outlives its job; elsewhere groups of processes must do.
+
+A parent's death reaches only its children, and only with a signal that they asked for. A process
+that adopts orphans (a *subreaper*) stays the ancestor of everything that was started below it,
+whatever sessions and groups the processes made for themselves, and so can end all of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+IS_LINUX = sys.platform.startswith("linux")
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent dies. Linux only, else nothing."""
+    if IS_LINUX:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def death_with_parent(signum: int = signal.SIGKILL) -> Callable[[], None] | None:
+    """For ``preexec_fn``: the child gets ``signum`` when the thread that started it ends.
+
+    ``None`` where the system has no such thing.
+    """
+    if not IS_LINUX:
+        return None
+    prctl = ctypes.CDLL(None, use_errno=True).prctl  # loaded before the fork
+    parent = os.getpid()
+
+    def ask_for_signal() -> None:
+        prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
+        if os.getppid() != parent:  # it died before we asked
+            os._exit(128 + signum)
+
+    return ask_for_signal
+
+
+def descendants(pid: int) -> list[int]:
+    """The living processes below ``pid``, children before grandchildren. Linux only, else []."""
+    children: dict[int, list[int]] = {}
+    if not IS_LINUX:
+        return []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        with suppress(OSError), open(f"/proc/{entry}/stat", "rb") as file:
+            # the name in brackets may hold anything, so read behind the last bracket
+            state, parent = file.read().rpartition(b")")[2].split()[:2]
+            if state not in (b"Z", b"X"):
+                children.setdefault(int(parent), []).append(int(entry))
+    found: list[int] = []
+    level = [pid]
+    while level:
+        level = [child for parent in level for child in children.get(parent, [])]
+        found += level
+    return found
+
+
+def send(pid: int, signum: int) -> None:
+    """Send a signal to a process that may have ended."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signum)
+
+
+def send_group(pid: int, signum: int) -> None:
+    """Send a signal to the process group that ``pid`` leads or led."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signum)
+
+
+def kill_descendants(pid: int, *, spare: Collection[int] = (), limit_s: float = 5.0) -> None:
+    """SIGKILL everything below ``pid`` but ``spare`` and what is below it, until nothing is left.
+
+    Repeats, since a process may fork between the look and the blow. Reaps nothing.
+    """
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        spared = {child for root in spare for child in (root, *descendants(root))}
+        alive = [child for child in descendants(pid) if child not in spared]
+        if not alive:
+            return
+        for child in alive:
+            send(child, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def reap_children() -> list[tuple[int, int]]:
+    """Collect the children that have ended: (process, exit code or minus the signal)."""
+    ended: list[tuple[int, int]] = []
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if pid == 0:
+            return ended
+        ended.append((pid, os.waitstatus_to_exitcode(status)))
+
+
+def shell_code(returncode: int) -> int:
+    """An exit code as a shell reports it: 128 + signal for a process that a signal ended."""
+    return 128 - returncode if returncode < 0 else returncode
+
+
+def signal_name(returncode: int) -> str | None:
+    """``SIGKILL`` for -9, ``None`` for a process that ended by itself."""
+    if returncode >= 0:
+        return None
+    try:
+        return signal.Signals(-returncode).name
+    except ValueError:
+        return f"signal {-returncode}"
+
+
+def watch_signals(*signums: signal.Signals) -> socket.socket:
+    """Turn these signals into bytes, their numbers, that can be read from the returned socket."""
+    reading, writing = socket.socketpair()
+    reading.setblocking(False)
+    writing.setblocking(False)
+    signal.set_wakeup_fd(writing.detach(), warn_on_full_buffer=False)
+    for signum in signums:
+        signal.signal(signum, lambda *_: None)
+    return reading

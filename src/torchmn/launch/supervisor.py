@@ -1,0 +1,300 @@
+"""Run the commands of a job to their common end, whatever happens to any of them."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+from torchmn.launch import channel as channels
+from torchmn.launch.channel import Channel
+from torchmn.launch.job import Command, Job
+from torchmn.launch.messages import (
+    Challenge,
+    End,
+    Exit,
+    Hello,
+    Message,
+    Note,
+    Output,
+    Refresh,
+    Run,
+    Started,
+)
+from torchmn.launch.processes import (
+    adopt_orphans,
+    descendants,
+    kill_descendants,
+    reap_children,
+    send_group,
+    shell_code,
+    signal_name,
+    watch_signals,
+)
+from torchmn.launch.screen import Screen
+from torchmn.launch.verdict import RankRecord, judge
+
+_MARGIN_S = 3.0
+"""How much longer than the ranks' grace we wait before we kill the agents themselves."""
+_NUM_QUOTED_LINES = 40
+
+
+@dataclass
+class _Line:
+    """A connection to an agent; ``record`` is known once the agent has proved who it is."""
+
+    channel: Channel
+    number: str
+    record: RankRecord | None = None
+    script_pid: int = 0
+
+
+class Supervisor:
+    """Starts commands whose agents report to it, shows their output and ends them together.
+
+    The process that uses it becomes the parent of all orphans among its descendants, and its
+    handlers of SIGINT, SIGTERM, SIGHUP and SIGCHLD are replaced: it should do nothing else.
+    """
+
+    def __init__(self, job: Job, screen: Screen) -> None:
+        self._job = job
+        self._screen = screen
+        self._records = [RankRecord(rank) for rank in range(job.num_ranks)]
+        self._lines: list[_Line] = []
+        self._processes: dict[int, Command] = {}
+        self._bystanders = descendants(os.getpid())
+        self._listener = channels.listen()
+        self._wakeup = watch_signals(signal.SIGCHLD)
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(signum) is not signal.SIG_IGN:  # as under nohup
+                signal.signal(signum, self._on_signal)
+        self._interrupted_by: int | None = None
+        self._start_by = time.monotonic() + job.start_limit_s
+        self._kill_at: float | None = None
+        self._is_ending = False
+        self._launcher_problem = ""
+        self._launcher_returncode = 0
+
+    @property
+    def launcher_log(self) -> Path:
+        """The file with what launchers and agents say themselves."""
+        return self._job.log_dir / "launcher.log"
+
+    def run(self, commands: Sequence[Command]) -> int:
+        """Start the commands, wait for the end of all, and return the job's exit code."""
+        adopt_orphans()
+        try:
+            self._start(commands)
+            while not self._is_over():
+                self._wait()
+                self._act()
+        finally:
+            kill_descendants(os.getpid(), spare=self._bystanders)
+            for line in self._lines:
+                line.channel.close()
+            self._listener.close()
+        return self._report()
+
+    def _start(self, commands: Sequence[Command]) -> None:
+        address = channels.address_of(self._listener)
+        with open(self.launcher_log, "wb") as log:
+            for command in commands:
+                process = subprocess.Popen(
+                    command.argv,
+                    env={**command.env, channels.ADDRESS_VARIABLE: address},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+                process.returncode = 0  # this class reaps; without it Popen would warn
+                self._processes[process.pid] = command
+
+    def _is_over(self) -> bool:
+        return not self._processes and not any(line.channel.is_open for line in self._lines)
+
+    # ---- what happens -------------------------------------------------------------------------
+
+    def _wait(self) -> None:
+        """Wait for messages, visitors, the end of processes or a deadline, and take note."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ, self._on_visitor)
+            selector.register(self._wakeup, selectors.EVENT_READ, self._on_wakeup)
+            for line in self._lines:
+                if line.channel.is_open:
+                    selector.register(
+                        line.channel, selectors.EVENT_READ, partial(self._on_line, line)
+                    )
+            for key, _ in selector.select(0.5):
+                key.data()
+
+    def _on_signal(self, signum: int, _: FrameType | None) -> None:
+        """Noted here, acted upon in the loop; a second Ctrl-C does not wait for anything."""
+        if self._interrupted_by == signum == signal.SIGINT:
+            kill_descendants(os.getpid(), spare=self._bystanders)
+            os._exit(shell_code(-signum))
+        self._interrupted_by = self._interrupted_by or signum
+
+    def _on_wakeup(self) -> None:
+        with suppress(BlockingIOError):
+            self._wakeup.recv(64)
+        for pid, returncode in reap_children():
+            command = self._processes.pop(pid, None)
+            if command is not None:
+                self._on_end_of_process(command, returncode)
+
+    def _on_end_of_process(self, command: Command, returncode: int) -> None:
+        if returncode:
+            self._launcher_returncode = self._launcher_returncode or returncode
+        served = self._records if command.rank is None else [self._records[command.rank]]
+        for record in served:
+            if record.lost_at is not None and record.lost_returncode is None:
+                record.lost_returncode = returncode
+        if all(record.has_ended for record in served) or self._is_ending:
+            return
+        how = signal_name(returncode) or f"exit code {returncode}"
+        is_running = any(line.record in served for line in self._lines)
+        when = "while its ranks were running" if is_running else "before its ranks had started"
+        self._launcher_problem = f"{command.name} ended with {how} {when}"
+
+    def _on_visitor(self) -> None:
+        with suppress(OSError):
+            connection, _ = self._listener.accept()
+            line = _Line(Channel(connection), channels.new_number())
+            line.channel.post(Challenge(number=line.number))
+            self._lines.append(line)
+
+    def _on_line(self, line: _Line) -> None:
+        for message in line.channel.collect():
+            if line.record is None:
+                self._admit(line, message)
+            else:
+                self._on_message(line, line.record, message)
+            if line.channel.is_open:
+                line.channel.flush()
+        if not line.channel.is_open and line.record and not line.record.has_ended:
+            line.record.lost_at = time.time()
+            line.record.was_ending = self._is_ending
+            if line.script_pid:
+                send_group(line.script_pid, signal.SIGKILL)
+
+    def _admit(self, line: _Line, message: Message) -> None:
+        """Give the agent its orders if it knows the secret and its rank is still free."""
+        job = self._job
+        if (
+            not isinstance(message, Hello)
+            or not channels.is_signature(message.signature, job.secret, "agent", line.number)
+            or message.rank not in range(job.num_ranks)
+            or any(other.record is self._records[message.rank] for other in self._lines)
+        ):
+            line.channel.close()
+            return
+        line.record = self._records[message.rank]
+        line.record.host = message.host
+        line.channel.post(
+            Run(
+                signature=channels.signature(job.secret, "supervisor", message.number),
+                argv=list(job.argv),
+                cwd=str(job.cwd),
+                log_dir=str(job.log_dir.absolute()),
+                grace_s=job.grace_s,
+                wants_refreshes=self._screen.shows_bars,
+            )
+        )
+
+    def _on_message(self, line: _Line, record: RankRecord, message: Message) -> None:
+        if isinstance(message, Output):
+            self._on_output(record, message)
+        elif isinstance(message, Exit):
+            record.exit = message
+        elif isinstance(message, Started):
+            line.script_pid = message.pid
+        elif isinstance(message, Refresh):
+            self._show(partial(self._screen.refresh, record.rank, message.text))
+        elif isinstance(message, Note):
+            self._show(partial(self._screen.say, f"rank {record.rank}: {message.text}"))
+
+    def _on_output(self, record: RankRecord, message: Output) -> None:
+        record.num_lines += len(message.lines)
+        if message.stream == "err":
+            record.last_errors.extend(message.lines)
+            record.num_lines_of_others_since = 0
+        for other in self._records:
+            if other is not record:
+                other.num_lines_of_others_since += len(message.lines)
+        self._show(partial(self._screen.lines, record.rank, message.stream, message.lines))
+
+    # ---- what is done about it ----------------------------------------------------------------
+
+    def _act(self) -> None:
+        """End the job if there is a reason to, hang up on who is done, kill who is too slow."""
+        now = time.monotonic()
+        if not self._is_ending:
+            unstarted = [r.rank for r in self._records if not r.host]
+            if unstarted and now > self._start_by and not self._launcher_problem:
+                self._launcher_problem = (
+                    f"rank(s) {', '.join(map(str, unstarted))} did not start within "
+                    f"{self._job.start_limit_s:g} s"
+                )
+            has_failed = any(record.failed_at is not None for record in self._records)
+            if has_failed or self._launcher_problem or self._interrupted_by is not None:
+                self._end_all()
+        connected = [line for line in self._lines if line.record]
+        all_have_ended = all(line.record.has_ended for line in connected if line.record)
+        for line in connected:
+            ending = line.record.exit if line.record else None
+            if ending and (all_have_ended or ending.returncode == 0):
+                line.channel.close()
+        if self._kill_at is None and all(record.has_ended for record in self._records):
+            self._kill_at = now + self._job.grace_s + _MARGIN_S
+        if self._kill_at is not None and now > self._kill_at:
+            for pid in self._processes:
+                send_group(pid, signal.SIGKILL)
+            kill_descendants(os.getpid(), spare=self._bystanders)
+
+    def _end_all(self) -> None:
+        self._is_ending = True
+        self._kill_at = time.monotonic() + self._job.grace_s + _MARGIN_S
+        signum = signal.SIGINT if self._interrupted_by == signal.SIGINT else signal.SIGTERM
+        for line in self._lines:
+            line.channel.post(End(signum=signum))
+        if not any(line.record for line in self._lines):
+            for pid in self._processes:
+                send_group(pid, signal.SIGTERM)
+
+    def _show(self, write: partial[None]) -> None:
+        """Write to the screen; a reader who left (``| head``) ends the job like a signal."""
+        try:
+            write()
+        except BrokenPipeError:
+            self._interrupted_by = self._interrupted_by or signal.SIGPIPE
+            self._screen.close()
+
+    def _report(self) -> int:
+        verdict = judge(
+            self._records,
+            log_dir=self._job.log_dir,
+            interrupted_by=self._interrupted_by,
+            launcher_problem=self._launcher_problem,
+            launcher_returncode=self._launcher_returncode,
+        )
+        culprit = verdict.culprit
+        if culprit and culprit.num_lines_of_others_since and culprit.last_errors:
+            words = [f"The last words of rank {culprit.rank}:", *culprit.last_words]
+            self._show(partial(self._screen.quote, "\n".join(words)))
+        is_silent = not any(record.num_lines for record in self._records)
+        if verdict.blames_launcher or (verdict.exit_code and is_silent):
+            lines = self.launcher_log.read_text(errors="replace").splitlines()
+            if lines:
+                self._show(partial(self._screen.quote, "\n".join(lines[-_NUM_QUOTED_LINES:])))
+        if verdict.sentence:
+            self._show(partial(self._screen.say, verdict.sentence))
+        return verdict.exit_code
