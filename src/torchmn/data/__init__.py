@@ -1,0 +1,21 @@
+"""Data on many workers: shards, global batches, iterators and image files."""
+
+from torchmn.data.empty_dataset import EmptyDataset, create_empty_dataset
+from torchmn.data.global_sampler import EmptyBatchCollate, GlobalSampler
+from torchmn.data.scatter import scatter_dataset, scatter_index, shard_bounds
+from torchmn.data.serial_iterator import SerialIterator
+from torchmn.data.sub_dataset import SubDataset, split_dataset, split_dataset_n_random
+
+__all__ = [
+    "EmptyBatchCollate",
+    "EmptyDataset",
+    "GlobalSampler",
+    "SerialIterator",
+    "SubDataset",
+    "create_empty_dataset",
+    "scatter_dataset",
+    "scatter_index",
+    "shard_bounds",
+    "split_dataset",
+    "split_dataset_n_random",
+]

@@ -1,0 +1,251 @@
+"""The order of samples as a function of the seed and the epoch, not of the number of workers.
+
+Epoch e is one permutation of (seed, e). The k-th global batch is its k-th slice. The ranks divide
+each global batch among them, contiguous and as evenly as possible, so the samples of a step are
+the same set in the same order for any number of ranks, and a run may stop on one number of ranks
+and go on with another without losing or repeating a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import numpy as np
+import torch
+from torch.utils.data import Sampler, default_collate
+
+from torchmn.data.order import Order, epoch_permutation
+from torchmn.data.scatter import shard_bounds
+from torchmn.data.sub_dataset import SizedDataset
+from torchmn.errors import DisagreementError, UsageError
+
+if TYPE_CHECKING:
+    from torchmn.communicators import Communicator
+
+
+class SamplerState(TypedDict):
+    """``position`` counts samples of the epoch, so it holds for any number of ranks."""
+
+    epoch: int
+    position: int
+
+
+class GlobalSampler(Sampler[list[int]]):
+    """This rank's parts of the global batches, for ``DataLoader(batch_sampler=...)``.
+
+    Making one is *collective* (the arguments are compared); everything else is *local*.
+
+    One pass over the sampler (one ``for`` over its DataLoader) goes from the current position to
+    the end of the epoch; the next pass is the next epoch. All ranks make the same number of
+    passes' steps, ``len(sampler)`` in a full epoch. When the last global batch of an epoch holds
+    fewer samples than there are ranks, the last ranks' part is the empty list; give the DataLoader
+    ``collate_fn=EmptyBatchCollate(dataset)``, which turns it into a batch of 0 rows, and let such
+    a rank take part in the step with weight 0.
+
+    The position advances when a batch is *drawn*. Without workers the DataLoader draws a batch
+    when it is asked for one, so ``state_dict()`` after a step is the state after that step. With
+    ``num_workers > 0`` it draws ahead: save ``state_after(n)``, where n is the number of batches
+    that you have consumed since the ``for`` began.
+
+    Args:
+        dataset_length: samples in the whole data set.
+        comm: gives rank and size.
+        global_batch: samples per step over all ranks together.
+        seed: 0 or more; same on all ranks.
+        shuffle: False keeps the order 0, 1, 2, ... in every epoch.
+
+    Raises:
+        UsageError: an argument is out of range.
+        DisagreementError: ranks passed different arguments; all ranks raise.
+    """
+
+    def __init__(
+        self,
+        dataset_length: int,
+        comm: Communicator,
+        global_batch: int,
+        seed: int = 0,
+        shuffle: bool = True,
+    ) -> None:
+        _raise_if_ranks_disagree(
+            comm,
+            {
+                "dataset_length": dataset_length,
+                "global_batch": global_batch,
+                "seed": seed,
+                "shuffle": shuffle,
+            },
+        )
+        if dataset_length < 0:
+            raise UsageError(f"dataset_length is {dataset_length}. It must be 0 or more.")
+        if global_batch < 1:
+            raise UsageError(
+                f"global_batch is {global_batch}. It is the number of samples per step over all "
+                "ranks together and must be at least 1."
+            )
+        if seed < 0:
+            raise UsageError(f"seed is {seed}. It must be 0 or more.")
+        self.dataset_length = dataset_length
+        self.global_batch = global_batch
+        self.seed = seed
+        self.shuffle = shuffle
+        self.rank = comm.rank
+        self.size = comm.size
+        self._state = SamplerState(epoch=0, position=0)
+        self._began = self._state
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch to be drawn."""
+        return self.state_dict()["epoch"]
+
+    @property
+    def position(self) -> int:
+        """Samples of this epoch drawn so far, over all ranks."""
+        return self.state_dict()["position"]
+
+    @property
+    def local_batch(self) -> int:
+        """This rank's share of a full global batch."""
+        begin, end = self._share(self.global_batch)
+        return end - begin
+
+    def __len__(self) -> int:
+        """Steps in a full epoch; a pass that resumes in the middle of one makes fewer."""
+        return -(-self.dataset_length // self.global_batch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        state = self.state_dict()
+        self._began = self._state = state
+        epoch, position = state["epoch"], state["position"]
+        order = self.order(epoch)
+        while position < self.dataset_length:
+            batch = order[position : position + self.global_batch]
+            position += len(batch)
+            # Before the yield: whoever holds the batch finds it counted in the state.
+            self._state = SamplerState(epoch=epoch, position=position)
+            begin, end = self._share(len(batch))
+            yield [int(index) for index in batch[begin:end]]
+        self._state = SamplerState(epoch=epoch + 1, position=0)
+
+    def order(self, epoch: int) -> Order:
+        """The permutation of an epoch, shape ``(dataset_length,)``."""
+        if not self.shuffle:
+            return np.arange(self.dataset_length)
+        return epoch_permutation(self.dataset_length, self.seed, epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch; nothing happens if it is already under way.
+
+        So ``for epoch in range(sampler.epoch, n): sampler.set_epoch(epoch)`` resumes in the middle.
+        """
+        if epoch < 0:
+            raise UsageError(f"The epoch is {epoch}. It must be 0 or more.")
+        if epoch != self.epoch:
+            self._state = self._began = SamplerState(epoch=epoch, position=0)
+
+    def state_dict(self) -> SamplerState:
+        """The state after the batches drawn so far. The same on all ranks."""
+        return self._normalised(self._state)
+
+    def state_after(self, num_batches: int) -> SamplerState:
+        """The state after the first ``num_batches`` of the pass that began last.
+
+        This is what to save when a DataLoader with workers draws ahead of the training loop.
+
+        Raises UsageError: the pass does not have so many batches.
+        """
+        remaining = self.dataset_length - self._began["position"]
+        most = -(-remaining // self.global_batch)
+        if not 0 <= num_batches <= most:
+            raise UsageError(
+                f"state_after({num_batches}): the pass that began at sample "
+                f"{self._began['position']} of epoch {self._began['epoch']} has {most} batches. "
+                "Count the batches since the loop over the DataLoader began."
+            )
+        drawn = min(num_batches * self.global_batch, remaining)
+        return self._normalised(
+            SamplerState(epoch=self._began["epoch"], position=self._began["position"] + drawn)
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state, which may come from another number of ranks or global batch.
+
+        Raises UsageError: it is no state of this sampler.
+        """
+        try:
+            epoch, position = int(state["epoch"]), int(state["position"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(
+                f"{state!r} is no state of a GlobalSampler. It needs the integers 'epoch' and "
+                "'position'."
+            ) from error
+        if epoch < 0 or not 0 <= position <= self.dataset_length:
+            raise UsageError(
+                f"Epoch {epoch}, position {position} is no place in a data set of "
+                f"{self.dataset_length} samples. Was the state saved with another data set?"
+            )
+        self._state = self._began = SamplerState(epoch=epoch, position=position)
+
+    def _share(self, batch_size: int) -> tuple[int, int]:
+        return shard_bounds(batch_size, self.size, self.rank, force_equal_length=False)
+
+    def _normalised(self, state: SamplerState) -> SamplerState:
+        """The end of an epoch is the beginning of the next, except where epochs are empty."""
+        if 0 < self.dataset_length <= state["position"]:
+            return SamplerState(epoch=state["epoch"] + 1, position=0)
+        return SamplerState(epoch=state["epoch"], position=state["position"])
+
+
+class EmptyBatchCollate:
+    """A collate function that also makes a batch of no samples: every tensor with 0 rows.
+
+    It has the structure, dtypes and trailing shapes of a batch of sample 0.
+
+    Args:
+        dataset: where sample 0 is read, once, when the first empty batch comes.
+        collate_fn: what makes a batch of a list of samples.
+    """
+
+    def __init__(
+        self,
+        dataset: SizedDataset[Any],
+        collate_fn: Callable[[list[Any]], Any] = default_collate,
+    ) -> None:
+        self.dataset = dataset
+        self.collate_fn = collate_fn
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """The batch of a list of samples, which may be empty."""
+        if samples:
+            return self.collate_fn(samples)
+        return _without_rows(self.collate_fn([self.dataset[0]]))
+
+
+def _without_rows(batch: Any) -> Any:
+    if isinstance(batch, (torch.Tensor, np.ndarray)):
+        return batch[:0]
+    if isinstance(batch, Mapping):
+        return {key: _without_rows(value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_without_rows(value) for value in batch))
+    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
+        if all(isinstance(value, (str, bytes)) for value in batch):
+            return type(batch)()
+        return type(batch)(_without_rows(value) for value in batch)  # type: ignore[call-arg]
+    raise UsageError(
+        f"A batch of no samples cannot be made of a {type(batch).__name__}. Let collate_fn return "
+        "tensors, or tuples, lists and dicts of them."
+    )
+
+
+def _raise_if_ranks_disagree(comm: Communicator, arguments: dict[str, int]) -> None:
+    everyone = comm.allgather_obj(arguments)
+    for rank, theirs in enumerate(everyone):
+        for name, value in theirs.items():
+            if value != everyone[0][name]:
+                raise DisagreementError(
+                    f"GlobalSampler: rank 0 has {name}={everyone[0][name]} and rank {rank} "
+                    f"{name}={value}. All ranks must pass the same."
+                )

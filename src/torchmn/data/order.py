@@ -1,0 +1,42 @@
+"""Permutations that depend on a seed and on nothing else, the same on every machine and numpy.
+
+numpy freezes the streams of RandomState and SeedSequence, not those of its newer Generator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from torchmn.errors import UsageError
+
+SEED_RULE = "A seed must be an integer from 0 to 2**32 - 1, or None."
+
+Order = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def permutation(length: int, seed: int) -> Order:
+    """The permutation of ``length`` indices that Chainer and ChainerMN draw for a seed.
+
+    Raises UsageError: the seed is outside 0 .. 2**32 - 1.
+    """
+    if not is_seed(seed):
+        raise UsageError(f"{SEED_RULE} It is {seed!r}.")
+    return np.random.RandomState(int(seed)).permutation(length).astype(np.int64)
+
+
+def epoch_permutation(length: int, seed: int, epoch: int) -> Order:
+    """One permutation of ``length`` indices for (seed, epoch), both 0 or more."""
+    bits = np.random.MT19937(np.random.SeedSequence((seed, epoch)))
+    return np.random.RandomState(bits).permutation(length).astype(np.int64)
+
+
+def is_seed(value: object) -> bool:
+    """Whether a value can seed `permutation`."""
+    return isinstance(value, (int, np.integer)) and 0 <= int(value) < 2**32
+
+
+def draw_seed() -> int:
+    """A new seed, 0 .. 2**32 - 1, from the operating system's entropy."""
+    return int(np.random.SeedSequence().generate_state(1)[0])

@@ -1,0 +1,326 @@
+"""A map-style data set as bytes in one block of memory, and the data set that reads them there.
+
+Two layouts:
+
+- *stacked*: all samples are alike: a tensor, an array or a number, or a tuple, list or dict of
+  them, each with the same dtype and shape in every sample. Field f of all samples is one array
+  ``(num_samples, *shape_f)``, so a sample is a view and nothing is copied or decoded.
+- *encoded*: anything else, such as texts or sequences of different lengths. Each sample is a
+  message as the communicators send it, behind the last; a table says where each one begins.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from torchmn.communicators import objects
+from torchmn.data.node_memory import SHARED_DIRECTORY, NodeMemory, explained
+from torchmn.data.sub_dataset import SizedDataset
+from torchmn.errors import DataError, TorchmnError, UnsupportedError
+from torchmn.units import GiB
+
+Kind = Literal["tensor", "array", "scalar", "bool", "int", "float"]
+
+_ALIGNMENT = 64
+_RESERVE_BYTES = GiB  # about a second of zeroing pages between two signs of life
+_NUMBERS: dict[type, tuple[Kind, str]] = {
+    bool: ("bool", "|b1"),
+    int: ("int", "<i8"),
+    float: ("float", "<f8"),
+}
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of all samples: an array ``(num_samples, *shape)`` of ``dtype`` at ``offset``."""
+
+    kind: Kind
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one sample's field."""
+        if self.kind == "tensor":
+            itemsize = torch.empty(0, dtype=getattr(torch, self.dtype)).element_size()
+        else:
+            itemsize = np.dtype(self.dtype).itemsize
+        return itemsize * math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What lies where. ``container`` is how the fields of a stacked sample are held together.
+
+    ``encoded`` samples have no fields; their table of ``num_samples + 1`` int64 is at ``table``.
+    """
+
+    num_samples: int
+    container: Literal["bare", "tuple", "list", "dict", "encoded"]
+    keys: tuple[str, ...] = ()
+    fields: tuple[Field, ...] = ()
+    table: int = 0
+
+    def to_plain(self) -> dict[str, Any]:
+        """Dicts, tuples, strings and numbers, to travel without pickle."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> Layout:
+        """The inverse of `to_plain`."""
+        fields = tuple(Field(**field) for field in plain["fields"])
+        return cls(**{**plain, "fields": fields})
+
+
+class PackedSamples(Dataset[Any]):
+    """The samples that lie in a node's shared memory. Local.
+
+    Tensors and arrays are views of a private, copy-on-write mapping: all processes read the same
+    pages, and one that changes a sample in place changes it for itself only.
+    """
+
+    def __init__(self, memory: NodeMemory, layout: Layout, trust: objects.Trust) -> None:
+        self.memory = memory
+        self.layout = layout
+        self._trust = trust
+        self._map: Any = memory.map_private() if memory.size else bytearray()
+        self._columns = [_column(self._map, field, layout.num_samples) for field in layout.fields]
+        self._starts = np.zeros(1, np.int64)
+        if layout.container == "encoded":
+            self._starts = np.frombuffer(
+                self._map, np.int64, count=layout.num_samples + 1, offset=layout.table
+            )
+
+    def __len__(self) -> int:
+        return self.layout.num_samples
+
+    def __getitem__(self, index: int) -> Any:
+        position = operator.index(index)
+        if position < 0:
+            position += len(self)
+        if not 0 <= position < len(self):
+            raise IndexError(f"Sample {index} of a data set with {len(self)} samples.")
+        if self.layout.container == "encoded":
+            start, end = int(self._starts[position]), int(self._starts[position + 1])
+            return _decode(memoryview(self._map)[start:end], self._trust)
+        values = [
+            _value(field, column, position)
+            for field, column in zip(self.layout.fields, self._columns, strict=True)
+        ]
+        if self.layout.container == "bare":
+            return values[0]
+        if self.layout.container == "dict":
+            return dict(zip(self.layout.keys, values, strict=True))
+        return tuple(values) if self.layout.container == "tuple" else values
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return PackedSamples, (self.memory, self.layout, self._trust)
+
+
+def pack_dataset(
+    dataset: SizedDataset[Any],
+    trust: objects.Trust,
+    directory: str = SHARED_DIRECTORY,
+    progress: Callable[[], None] = lambda: None,
+) -> tuple[NodeMemory, Layout]:
+    """Read every sample of a data set once and put it into new shared memory. Local.
+
+    ``progress`` is called after every sample.
+
+    Raises:
+        DataError: the data set raised, named with the sample; or the memory is too small.
+        UnsupportedError: a sample holds a CUDA tensor, or needs pickle and there is no trust.
+    """
+    length = len(dataset)
+    read = _Reader(dataset)
+    shape = _shape_of(read(0) if length else ())
+    if shape is None:
+        return _pack_encoded(read, length, trust, directory, progress)
+    memory, layout, num_packed = _pack_stacked(read, length, shape, directory, progress)
+    if num_packed == length:
+        return memory, layout
+    packed = PackedSamples(memory, layout, trust)
+
+    def read_on(index: int) -> Any:
+        return packed[index] if index < num_packed else read(index)
+
+    return _pack_encoded(read_on, length, trust, directory, progress)
+
+
+class _Reader:
+    """Reads sample after sample, the same one twice in a row from memory."""
+
+    def __init__(self, dataset: SizedDataset[Any]) -> None:
+        self._dataset = dataset
+        self._last: tuple[int, Any] = (-1, None)
+
+    def __call__(self, index: int) -> Any:
+        if index != self._last[0]:
+            try:
+                self._last = (index, self._dataset[index])
+            except Exception as error:
+                raise DataError(
+                    f"The data set failed at sample {index} of {len(self._dataset)}: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+        return self._last[1]
+
+
+# ---- stacked
+
+
+def _shape_of(sample: Any) -> Layout | None:
+    """The layout of one stacked sample, without offsets; None if it has to be encoded."""
+    container, keys, values = _taken_apart(sample)
+    fields = tuple(_field_of(value) for value in values)
+    if any(field is None for field in fields):
+        return None
+    return Layout(0, container, keys, fields)  # type: ignore[arg-type]
+
+
+def _taken_apart(sample: Any) -> tuple[Any, tuple[str, ...], Sequence[Any]]:
+    if type(sample) in (tuple, list):
+        return type(sample).__name__, (), sample
+    if type(sample) is dict and all(type(key) is str for key in sample):
+        return "dict", tuple(sample), tuple(sample.values())
+    return "bare", (), (sample,)
+
+
+def _field_of(value: Any) -> Field | None:
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "cpu":
+            raise UnsupportedError(
+                f"A sample holds a tensor on {value.device}. A scattered data set lies in the "
+                "node's memory: move its tensors to the CPU and each batch to the device."
+            )
+        if value.layout != torch.strided or value.is_quantized:
+            return None
+        return Field("tensor", str(value.dtype).removeprefix("torch."), tuple(value.shape))
+    if isinstance(value, (np.ndarray, np.generic)):
+        kind: Kind = "array" if isinstance(value, np.ndarray) else "scalar"
+        if value.dtype.names is not None:
+            raise UnsupportedError(
+                f"A sample holds a structured array ({value.dtype}). Give its fields as a dict of "
+                "arrays."
+            )
+        if value.dtype.hasobject or value.dtype.itemsize == 0:
+            return None
+        return Field(kind, value.dtype.str, value.shape)
+    if type(value) in _NUMBERS:
+        if type(value) is int and not -(2**63) <= value < 2**63:
+            return None
+        return Field(*_NUMBERS[type(value)], ())
+    return None
+
+
+def _pack_stacked(
+    read: Callable[[int], Any],
+    length: int,
+    shape: Layout,
+    directory: str,
+    progress: Callable[[], None],
+) -> tuple[NodeMemory, Layout, int]:
+    """Also the number of samples that are in it: up to the first that is not like sample 0."""
+    fields, end = [], 0
+    for field in shape.fields:
+        offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+        fields.append(Field(field.kind, field.dtype, field.shape, offset))
+        end = offset + length * field.nbytes
+    layout = Layout(length, shape.container, shape.keys, tuple(fields))
+    memory = NodeMemory.create(end, directory)
+    try:
+        for begin in range(0, end, _RESERVE_BYTES):
+            memory.reserve(begin, min(begin + _RESERVE_BYTES, end))
+            progress()
+    except OSError as error:
+        raise explained(error, end, directory) from error
+    mapped: Any = memory.map_shared() if end else bytearray()
+    columns = [_column(mapped, field, length) for field in fields]
+    for index in range(length):
+        sample = read(index)
+        if _shape_of(sample) != shape:
+            return memory, layout, index
+        for column, value in zip(columns, _taken_apart(sample)[2], strict=True):
+            column[index] = value.detach() if isinstance(value, torch.Tensor) else value
+        progress()
+    return memory, layout, length
+
+
+def _column(mapped: Any, field: Field, length: int) -> Any:
+    """All samples' values of a field as one tensor or array over the mapping."""
+    shape = (length, *field.shape)
+    count = math.prod(shape)
+    if field.kind == "tensor":
+        dtype = getattr(torch, field.dtype)
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(mapped, dtype=dtype, count=count, offset=field.offset).view(shape)
+    if count == 0:
+        return np.empty(shape, np.dtype(field.dtype))
+    return np.frombuffer(mapped, np.dtype(field.dtype), count, field.offset).reshape(shape)
+
+
+def _value(field: Field, column: Any, index: int) -> Any:
+    if field.kind == "array":
+        return column[index, ...]  # an array also where the shape is ()
+    value = column[index]
+    return value if field.kind in ("tensor", "scalar") else value.item()
+
+
+# ---- encoded
+
+
+def _pack_encoded(
+    read: Callable[[int], Any],
+    length: int,
+    trust: objects.Trust,
+    directory: str,
+    progress: Callable[[], None],
+) -> tuple[NodeMemory, Layout]:
+    memory = NodeMemory.create(0, directory)
+    starts = np.zeros(length + 1, np.int64)
+    end = 0
+    try:
+        for index in range(length):
+            payload = _encode(read(index), index, trust)
+            starts[index] = end
+            memory.append(payload)
+            end += len(payload)
+            progress()
+        starts[length] = end
+        table = -(-end // _ALIGNMENT) * _ALIGNMENT
+        memory.append(bytes(table - end) + starts.tobytes())
+    except OSError as error:
+        raise explained(error, end, directory) from error
+    return memory, Layout(length, "encoded", table=table)
+
+
+def _encode(sample: Any, index: int, trust: objects.Trust) -> bytes:
+    """``head length, head, tensors one behind the other``."""
+    try:
+        message = objects.pack(sample, trust)
+    except TorchmnError as error:
+        raise type(error)(f"Sample {index} of the data set cannot travel: {error}") from error
+    buffers = [objects.as_bytes(buffer.cpu()).numpy().tobytes() for buffer in message.buffers]
+    return b"".join([struct.pack("<q", len(message.head)), message.head, *buffers])
+
+
+def _decode(payload: memoryview, trust: objects.Trust) -> Any:
+    (head_length,) = struct.unpack_from("<q", payload)
+    at = 8 + head_length
+    _, body, tensors = objects.unpack_head(bytes(payload[8:at]), torch.device("cpu"))
+    for tensor in tensors:
+        into = objects.as_bytes(tensor).numpy()
+        into[:] = np.frombuffer(payload, np.uint8, count=len(into), offset=at)
+        at += len(into)
+    return objects.unpack(body, tensors, trust)

@@ -1,0 +1,157 @@
+"""Chainer's SerialIterator: batches that wrap over the end of the epoch and so are always full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from torch.utils.data import default_collate
+
+from torchmn.data.order import Order, draw_seed, epoch_permutation
+from torchmn.data.sub_dataset import SizedDataset
+from torchmn.errors import UsageError
+
+Batch = TypeVar("Batch")
+
+
+class SerialIterator(Generic[Batch]):
+    """Batches of a data set, one after the other, read when they are asked for. Local.
+
+    With ``repeat=True`` a batch that meets the end of the epoch goes on with the next one, so all
+    batches are full; the epoch ends in the iteration whose batch reaches the end
+    (``is_new_epoch``). 2,500 samples in batches of 32 make epochs of 79, 78, 78, 78 iterations,
+    where a DataLoader makes 79 each time. With ``repeat=False`` the last batch is short and then
+    comes StopIteration.
+
+    Different from Chainer: the order of epoch e is a function of (seed, e), so the state is a few
+    numbers and resuming is exact; batches are collated to tensors.
+
+    Args:
+        dataset: anything with a length and samples by index.
+        batch_size: samples per batch, of this rank.
+        repeat: go on after the end of the epoch.
+        shuffle: draw a new order for each epoch.
+        seed: 0 or more; None draws one, which ``state_dict`` keeps.
+        collate_fn: makes a batch of a list of samples; ``list`` gives Chainer's batches.
+
+    Raises:
+        UsageError: ``batch_size`` is below 1, or an empty data set is to repeat.
+
+    >>> iterator = SerialIterator(range(5), 3, shuffle=False, collate_fn=list)
+    >>> next(iterator), next(iterator), iterator.epoch, iterator.epoch_detail
+    ([0, 1, 2], [3, 4, 0], 1, 1.2)
+    """
+
+    def __init__(
+        self,
+        dataset: SizedDataset[Any],
+        batch_size: int,
+        *,
+        repeat: bool = True,
+        shuffle: bool = True,
+        seed: int | None = None,
+        collate_fn: Callable[[list[Any]], Batch] = default_collate,
+    ) -> None:
+        if batch_size < 1:
+            raise UsageError(f"batch_size is {batch_size}. It must be at least 1.")
+        if seed is not None and seed < 0:
+            raise UsageError(f"seed is {seed}. It must be 0 or more, or None.")
+        if repeat and len(dataset) == 0:
+            raise UsageError(
+                "An iterator cannot repeat a data set of 0 samples. Use fewer workers or "
+                "scatter_dataset(force_equal_length=True), which gives every worker a sample."
+            )
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.repeat = repeat
+        self.shuffle = shuffle
+        self.collate_fn = collate_fn
+        self._seed = draw_seed() if seed is None else seed
+        self.reset()
+
+    def reset(self) -> None:
+        """Go back to the beginning of epoch 0."""
+        self.epoch = 0
+        self.current_position = 0
+        self.is_new_epoch = False
+        self._previous_epoch_detail = -1.0
+        self._order = self._order_of(0)
+
+    @property
+    def epoch_detail(self) -> float:
+        """Epochs done, with the fraction of the current one."""
+        return self.epoch + self.current_position / max(len(self.dataset), 1)
+
+    @property
+    def previous_epoch_detail(self) -> float | None:
+        """``epoch_detail`` before the last batch; None before the first."""
+        return None if self._previous_epoch_detail < 0 else self._previous_epoch_detail
+
+    def __iter__(self) -> SerialIterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        length = len(self.dataset)
+        if not self.repeat and (self.epoch > 0 or length == 0):
+            raise StopIteration
+        self._previous_epoch_detail = self.epoch_detail
+        self.is_new_epoch = False
+        indices: list[int] = []
+        while len(indices) < self.batch_size:
+            missing = self.batch_size - len(indices)
+            part = self._order[self.current_position : self.current_position + missing]
+            indices.extend(int(index) for index in part)
+            self.current_position += len(part)
+            if self.current_position == length:
+                self._begin_epoch(self.epoch + 1)
+                if not self.repeat:
+                    break
+        return self.collate_fn([self.dataset[index] for index in indices])
+
+    next = __next__
+
+    def state_dict(self) -> dict[str, int | float | bool]:
+        """Numbers only; what `load_state_dict` needs to go on with the very next batch."""
+        return {
+            "epoch": self.epoch,
+            "current_position": self.current_position,
+            "is_new_epoch": self.is_new_epoch,
+            "previous_epoch_detail": self._previous_epoch_detail,
+            "seed": self._seed,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state, with the seed of that run.
+
+        Raises UsageError: it is no state of an iterator over this data set.
+        """
+        missing = [name for name in self.state_dict() if name not in state]
+        if missing:
+            raise UsageError(
+                f"The state of a SerialIterator lacks {', '.join(missing)}. It has "
+                f"{', '.join(map(str, state))}."
+            )
+        position = int(state["current_position"])
+        if not 0 <= position <= len(self.dataset):
+            raise UsageError(
+                f"Position {position} is no place in a data set of {len(self.dataset)} samples. "
+                "Was the state saved with another data set or number of workers?"
+            )
+        self._seed = int(state["seed"])
+        self.epoch = int(state["epoch"])
+        self.current_position = position
+        self.is_new_epoch = bool(state["is_new_epoch"])
+        self._previous_epoch_detail = float(state["previous_epoch_detail"])
+        self._order = self._order_of(self.epoch)
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.current_position = 0
+        self.is_new_epoch = True
+        self._order = self._order_of(epoch)
+
+    def _order_of(self, epoch: int) -> Order:
+        if not self.shuffle:
+            return np.arange(len(self.dataset))
+        return epoch_permutation(len(self.dataset), self._seed, epoch)

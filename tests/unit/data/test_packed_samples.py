@@ -1,0 +1,191 @@
+"""Samples come out of shared memory as they went in."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+
+from torchmn.communicators.objects import Trust
+from torchmn.data.packed_samples import Layout, PackedSamples, pack_dataset
+from torchmn.errors import DataError, UnsupportedError
+
+UNTRUSTED = Trust()
+
+
+def packed(samples: Any, trust: Trust = UNTRUSTED) -> PackedSamples:
+    memory, layout = pack_dataset(samples, trust)
+    return PackedSamples(memory, Layout.from_plain(layout.to_plain()), trust)
+
+
+def assert_same(left: Any, right: Any) -> None:
+    assert type(left) is type(right)
+    if isinstance(left, torch.Tensor):
+        assert left.dtype == right.dtype
+        assert left.shape == right.shape
+        assert torch.equal(left, right)
+    elif isinstance(left, (np.ndarray, np.generic)):
+        assert left.dtype == right.dtype
+        np.testing.assert_array_equal(left, right)
+    elif isinstance(left, (tuple, list)):
+        assert len(left) == len(right)
+        for a, b in zip(left, right, strict=True):
+            assert_same(a, b)
+    elif isinstance(left, dict):
+        assert list(left) == list(right)
+        for key in left:
+            assert_same(left[key], right[key])
+    else:
+        assert left == right
+
+
+STACKED = {
+    "bare tensor": [torch.full((2, 2), float(i)) for i in range(4)],
+    "bfloat16": [torch.full((3,), i, dtype=torch.bfloat16) for i in range(4)],
+    "bool tensor": [torch.tensor([i % 2 == 0]) for i in range(4)],
+    "not contiguous": [torch.arange(6.0).view(2, 3).t() * i for i in range(4)],
+    "scalars of all kinds": [(i, i / 3, i % 2 == 0, np.float32(i), np.int16(-i)) for i in range(5)],
+    "arrays": [(np.full((2,), i, ">f4"), np.array(i)) for i in range(3)],
+    "list": [[torch.tensor(i), i] for i in range(3)],
+    "dict": [{"y": i, "x": torch.tensor([i])} for i in range(3)],
+    "no elements": [(torch.empty(0, 3), i) for i in range(3)],
+    "nothing": [() for _ in range(3)],
+    "dates": [np.datetime64("2020-01-01") + i for i in range(3)],
+    "no samples": [],
+}
+ENCODED = {
+    "lengths differ": [torch.ones(n) for n in (0, 3, 1)],
+    "dtypes differ": [torch.ones(2), torch.ones(2, dtype=torch.float64)],
+    "kinds differ": [1, 2.0, True],
+    "large integer": [1, 2**80],
+    "texts": ["", "a", "日本語"],
+    "nested": [({"x": [1, None]}, (b"bytes", {3}))] * 2,
+    "texts as arrays": [np.array("ab"), np.array("abc")],
+    "keys differ": [{"a": 1}, {"b": 1}],
+    "order of keys differs": [{"a": 1, "b": 2}, {"b": 1, "a": 2}],
+}
+
+
+@pytest.mark.parametrize("case", STACKED)
+def test_stacked(case: str) -> None:
+    copy = packed(STACKED[case])
+    assert copy.layout.container != "encoded"
+    assert_same([copy[i] for i in range(len(copy))], STACKED[case])
+
+
+@pytest.mark.parametrize("case", ENCODED)
+def test_encoded(case: str) -> None:
+    copy = packed(ENCODED[case])
+    assert copy.layout.container == "encoded"
+    assert_same([copy[i] for i in range(len(copy))], ENCODED[case])
+
+
+plain_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(plain_values, max_size=6))
+def test_any_plain_samples(samples: list[Any]) -> None:
+    copy = packed(samples)
+    assert_same([copy[i] for i in range(len(copy))], samples)
+
+
+def test_every_sample_is_read_once_even_when_the_last_is_different() -> None:
+    reads: list[int] = []
+
+    class Source:
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            reads.append(index)
+            return torch.full((1 + index // 5,), float(index))
+
+    copy = packed(Source())
+    assert reads == list(range(6))
+    assert [x.tolist() for x in copy] == [[0], [1], [2], [3], [4], [5, 5]]
+
+
+def test_samples_are_views_and_changes_stay_private() -> None:
+    memory, layout = pack_dataset(TensorDataset(torch.zeros(3, 2)), UNTRUSTED)
+    one, other = PackedSamples(memory, layout, UNTRUSTED), PackedSamples(memory, layout, UNTRUSTED)
+    one[1][0].add_(7)
+    assert one[1][0].tolist() == [7, 7]
+    assert other[1][0].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("index", [3, -4])
+def test_index_outside(index: int) -> None:
+    with pytest.raises(IndexError, match=f"Sample {index} of a data set with 3"):
+        packed([1, 2, 3])[index]
+
+
+def test_negative_index() -> None:
+    assert packed([1, 2, 3])[-1] == 3
+
+
+def test_objects_need_trust() -> None:
+    samples = [complex(1, i) for i in range(3)]
+    with pytest.raises(UnsupportedError, match=r"Sample 0 .* complex needs pickle"):
+        packed(samples)
+    for trust in (Trust(is_private=True), Trust(secret=b"word")):
+        assert list(packed(samples, trust)) == samples
+
+
+def test_structured_arrays_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="structured"):
+        packed([np.zeros(2, [("a", "i4")])])
+
+
+def test_tensors_elsewhere_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="tensor on meta"):
+        packed([torch.empty(2, device="meta")])
+
+
+def test_a_failing_sample_is_named() -> None:
+    class Source:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> int:
+            return [1, 2][index]
+
+    with pytest.raises(DataError, match="sample 2 of 3: IndexError"):
+        packed(Source())
+
+
+@pytest.mark.parametrize("samples", [STACKED["dict"], ENCODED["nested"]])
+def test_pickled_for_a_spawned_worker(samples: list[Any]) -> None:
+    copy = packed(samples)
+    again = pickle.loads(pickle.dumps(copy))
+    assert again.memory.address().inode == copy.memory.address().inode
+    assert_same(list(again), samples)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_data_loader_workers_read_the_same_memory(method: str) -> None:
+    copy = packed([(torch.full((2,), float(i)), i) for i in range(6)])
+    loader = DataLoader(copy, batch_size=2, num_workers=1, multiprocessing_context=method)
+    assert [labels.tolist() for _, labels in loader] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_files_are_closed() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        packed([1, 2, 3])
+    assert len(os.listdir("/proc/self/fd")) <= before + 1

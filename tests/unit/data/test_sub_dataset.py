@@ -1,0 +1,70 @@
+"""Parts of a data set."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader
+
+from torchmn.data import SubDataset, split_dataset, split_dataset_n_random
+from torchmn.errors import UsageError
+
+
+def test_a_part_in_order() -> None:
+    part = SubDataset("abcdef", 2, 5)
+    assert (len(part), list(part), part[-1], part.indices) == (3, ["c", "d", "e"], "e", [2, 3, 4])
+
+
+def test_a_part_of_an_order() -> None:
+    part = SubDataset("abcd", 1, 3, order=[3, 2, 0, 1])
+    assert (list(part), part.indices) == (["c", "a"], [2, 0])
+
+
+@pytest.mark.parametrize("index", [3, -4])
+def test_index_outside(index: int) -> None:
+    with pytest.raises(IndexError, match=f"Sample {index} of a part with 3"):
+        SubDataset("abcdef", 2, 5)[index]
+
+
+@pytest.mark.parametrize(("begin", "end"), [(-1, 2), (3, 2), (0, 7)])
+def test_bounds_outside(begin: int, end: int) -> None:
+    with pytest.raises(UsageError, match=rf"{begin}\.\.{end} does not lie inside .* 6 samples"):
+        SubDataset("abcdef", begin, end)
+
+
+def test_order_of_another_length() -> None:
+    with pytest.raises(UsageError, match="order has 2 entries and the data set 3 samples"):
+        SubDataset("abc", 0, 3, order=[1, 0])
+
+
+def test_in_a_data_loader() -> None:
+    loader = DataLoader(SubDataset(list(range(9)), 4, 9), batch_size=2)
+    assert [batch.tolist() for batch in loader] == [[4, 5], [6, 7], [8]]
+
+
+def test_split_in_two() -> None:
+    first, rest = split_dataset("abcde", 2)
+    assert (list(first), list(rest)) == (["a", "b"], ["c", "d", "e"])
+    with pytest.raises(UsageError):
+        split_dataset("abcde", 6)
+
+
+@pytest.mark.parametrize(("length", "n"), [(0, 2), (2, 3), (12, 4), (14, 4), (5, 1)])
+def test_split_at_random(length: int, n: int) -> None:
+    parts = split_dataset_n_random(list(range(length)), n, seed=3)
+    order = np.random.RandomState(3).permutation(length)
+    size = length // n
+    assert [list(part) for part in parts] == [
+        list(order[i * size : (i + 1) * size]) for i in range(n)
+    ]
+
+
+def test_split_at_random_without_a_seed_differs() -> None:
+    cuts = {tuple(split_dataset_n_random(range(50), 2)[0].indices) for _ in range(3)}
+    assert len(cuts) == 3
+
+
+@pytest.mark.parametrize(("n", "seed", "words"), [(0, 1, "into 0 parts"), (2, -1, "It is -1")])
+def test_split_at_random_refuses(n: int, seed: int, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        split_dataset_n_random("abc", n, seed)
