@@ -50,19 +50,25 @@ class Group:
         self.timeout_s = timeout_s
         self.speaker = speaker
 
-    def split(self, name: str, ranks: Sequence[int], key: str) -> Group:
-        """The group of ``ranks``, which must hold the caller's; members only."""
-        transport = self._run(
-            "split", (len(ranks),), None, lambda limit: self.transport.split(ranks, key, limit)
-        )
+    def over(self, transport: Transport) -> Group:
+        """The same ranks over another transport."""
         return Group(
-            name,
+            self.name,
             transport,
             journal=self.journal,
             engine=self.engine,
             timeout_s=self.timeout_s,
             speaker=self.speaker,
         )
+
+    def split(self, name: str, ranks: Sequence[int], key: str) -> Group:
+        """The group of ``ranks``, which must hold the caller's; members only."""
+        transport = self._run(
+            "split", (len(ranks),), None, lambda limit: self.transport.split(ranks, key, limit)
+        )
+        part = self.over(transport)
+        part.name = name
+        return part
 
     def exchange(
         self,

@@ -23,7 +23,7 @@ class HierarchicalCommunicator(Communicator):
 
     def _connect(self) -> None:
         nodes = self.topology.nodes
-        self._node = self._own_subgroup("node", nodes)
+        self._node = self._with_shared_memory(self._own_subgroup("node", nodes))
         self._leaders = self._subgroup("leaders", [ranks[0] for ranks in nodes])
 
     def _sum_(self, buffer: Tensor, wire: Wire, num_exact: int) -> None:

@@ -32,7 +32,7 @@ class TwoDimensionalCommunicator(Communicator):
 
     def _connect(self) -> None:
         nodes = self.topology.nodes
-        self._node = self._own_subgroup("node", nodes)
+        self._node = self._with_shared_memory(self._own_subgroup("node", nodes))
         self._column = self._own_subgroup("column", list(zip(*nodes, strict=True)))
 
     def _sum_(self, buffer: Tensor, wire: Wire, num_exact: int) -> None:

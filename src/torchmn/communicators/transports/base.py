@@ -203,9 +203,9 @@ class Transport(ABC):
 
 
 def fold(into: Tensor, pieces: Sequence[Tensor], op: ReduceOp) -> None:
-    """Reduce ``pieces`` in their order into ``into``, which may be one of them.
+    """Reduce ``pieces`` into ``into``, which may be one of them; the others are only read.
 
-    The other pieces may be overwritten. 16-bit floats are summed in float32 and rounded once.
+    16-bit floats are summed in float32 and rounded once.
     """
     combine = COMBINE[op]
     if op == "sum" and into.dtype in (torch.float16, torch.bfloat16):
@@ -214,7 +214,8 @@ def fold(into: Tensor, pieces: Sequence[Tensor], op: ReduceOp) -> None:
             total.add_(piece)
         into.copy_(total)
         return
-    total = pieces[0]
-    for piece in pieces[1:-1]:
-        combine(total, piece, out=total)
-    combine(total, pieces[-1], out=into)
+    rest = [piece for piece in pieces if piece is not into]
+    if len(rest) == len(pieces):
+        into.copy_(rest.pop(0))
+    for piece in rest:
+        combine(into, piece, out=into)

@@ -75,8 +75,15 @@ def _join_torch(launched: LaunchedPlace | None, timeout_s: float) -> Transport:
     timeout = timedelta(seconds=timeout_s)
     serves = launched.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
+        # multi_tenant: the user's own init_process_group() finds the same server and shares it.
         store = TCPStore(
-            address, port, launched.size, serves, timeout=timeout, wait_for_workers=False
+            address,
+            port,
+            launched.size,
+            serves,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
         )
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]

@@ -1,0 +1,161 @@
+"""Memory that all processes of a node share and that no crash can leave behind.
+
+It is a file without a name (``O_TMPFILE``) in a folder that lies in memory. Other processes reach
+it through ``/proc/<pid>/fd/<number>`` of the process that made it. The kernel frees it when the
+last process that has it open or mapped is gone, however that process ended.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import sys
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchmn.errors import DataError, UnsupportedError
+from torchmn.units import MiB
+
+SHARED_DIRECTORY = "/dev/shm"
+
+_CURE = (
+    "Make the folder larger (docker: --shm-size), or pass shared_directory= a folder on a local "
+    "disk, or pass the data set on every rank: then only the index travels."
+)
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where another process of the same node finds a `NodeMemory`."""
+
+    pid: int
+    number: int
+    device: int
+    inode: int
+    size: int
+
+
+class NodeMemory:
+    """``size`` bytes in a file without a name. Local; made by one process, attached by others."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._close = weakref.finalize(self, os.close, number)
+
+    @classmethod
+    def create(cls, size: int, directory: str = SHARED_DIRECTORY) -> NodeMemory:
+        """Memory that will hold ``size`` bytes once they are reserved; ``directory`` has room now.
+
+        Raises:
+            DataError: the folder is missing or has too little room.
+            UnsupportedError: the system or the folder's file system has no files without names.
+        """
+        if not hasattr(os, "O_TMPFILE"):
+            raise UnsupportedError(
+                f"Sharing a data set between processes needs Linux and this is {sys.platform}. "
+                "Pass the data set on every rank: then only the index travels."
+            )
+        try:
+            memory = cls(os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        except OSError as error:
+            raise explained(error, size, directory) from error
+        facts = os.statvfs(directory)
+        if facts.f_bavail * facts.f_frsize < size:
+            raise explained(OSError(errno.ENOSPC, ""), size, directory)
+        return memory
+
+    @classmethod
+    def attach(cls, address: Address) -> NodeMemory:
+        """The memory that another process of this node made; that process must still have it.
+
+        Raises DataError: it cannot be reached from here.
+        """
+        path = f"/proc/{address.pid}/fd/{address.number}"
+        try:
+            memory = cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        except OSError as error:
+            raise DataError(_unreachable(path, str(error))) from error
+        if memory.address(address.pid, address.number) != address:
+            raise DataError(_unreachable(path, "another file is open there"))
+        return memory
+
+    @property
+    def size(self) -> int:
+        """Bytes in it."""
+        return os.fstat(self._number).st_size
+
+    def address(self, pid: int | None = None, number: int | None = None) -> Address:
+        """Where others find it, as long as this process keeps it."""
+        facts = os.fstat(self._number)
+        return Address(
+            pid=os.getpid() if pid is None else pid,
+            number=self._number if number is None else number,
+            device=facts.st_dev,
+            inode=facts.st_ino,
+            size=facts.st_size,
+        )
+
+    def reserve(self, begin: int, end: int) -> None:
+        """Get room for bytes ``begin`` .. ``end - 1``; writing to one without is a SIGBUS.
+
+        Raises OSError: no room.
+        """
+        if end > begin:
+            os.posix_fallocate(self._number, begin, end - begin)
+
+    def append(self, payload: bytes) -> None:
+        """Write behind the end. Raises OSError: no room."""
+        view = memoryview(payload)
+        end = self.size
+        while view:
+            written = os.pwrite(self._number, view, end)
+            view, end = view[written:], end + written
+
+    def map_shared(self) -> mmap.mmap:
+        """A mapping whose changes all processes see: for whoever fills it. Not for size 0."""
+        return mmap.mmap(self._number, self.size, access=mmap.ACCESS_WRITE)
+
+    def map_private(self) -> mmap.mmap:
+        """A mapping for readers: pages are shared until the reader itself changes one.
+
+        A sample changed in place by its reader changes for that process only. Not for size 0.
+        """
+        return mmap.mmap(self._number, self.size, access=mmap.ACCESS_COPY)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # For DataLoader workers that are spawned: they attach while their parent lives.
+        return NodeMemory.attach, (self.address(),)
+
+
+def explained(error: OSError, size: int, directory: str) -> DataError | UnsupportedError:
+    """The sentence for an OSError while ``size`` bytes were being put into ``directory``."""
+    if error.errno in (errno.EOPNOTSUPP, errno.EISDIR):
+        return UnsupportedError(
+            f"The file system of {directory} cannot hold files without a name, which sharing a "
+            "data set between processes needs. tmpfs, ext4 and xfs can: pass shared_directory= a "
+            "folder on one of these."
+        )
+    if error.errno == errno.ENOSPC:
+        facts = os.statvfs(directory)
+        free = facts.f_bavail * facts.f_frsize
+        return DataError(
+            f"{directory} has {free / MiB:.1f} MiB free and the node's copy of the data set needs "
+            f"{size / MiB:.1f} MiB. {_CURE}"
+        )
+    if not Path(directory).is_dir():
+        return DataError(
+            f"There is no folder {directory} for the node's copy of the data set. {_CURE}"
+        )
+    return DataError(
+        f"The node's copy of the data set does not fit into {directory}: {error}. {_CURE}"
+    )
+
+
+def _unreachable(path: str, seen: str) -> str:
+    return (
+        f"The data set shared by this node's ranks cannot be opened at {path}: {seen}. Ranks with "
+        "the same host name must run as the same user in one process namespace; else give the "
+        "containers different host names, or pass the data set on every rank."
+    )
