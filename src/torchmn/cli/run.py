@@ -26,6 +26,9 @@ def run(
     log_dir: Annotated[
         Path | None, typer.Option(help="Folder for rank0.log, rank0.exit.json, ...")
     ] = None,
+    grace_s: Annotated[
+        float, typer.Option("--grace", help="Seconds between asking a worker to end and killing it.")
+    ] = 5.0,
     is_module: Annotated[
         bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")
     ] = False,
@@ -45,5 +48,6 @@ def run(
         num_ranks=num_ranks,
         backend=chosen,
         log_dir=log_dir or default_log_dir(),
+        grace_s=grace_s,
     )
     raise typer.Exit(run_job(job, os.environ, why="" if backend == chosen else why))

@@ -217,7 +217,8 @@ class Agent:
         if self._log is None:
             return
         try:
-            self._log.write(chunk)
+            while chunk:  # an unbuffered file may take only a part
+                chunk = chunk[self._log.write(chunk) :]
         except OSError as error:
             self._channel.post(Note(text=f"gave up writing {self._log.name}: {error}"))
             self._log.close()

@@ -20,6 +20,8 @@ from torchmn.launch.messages import Message, decode, encode
 
 ADDRESS_VARIABLE = "TORCHMN_SUPERVISOR"
 _CHUNK_BYTES = 1 << 16
+_NUM_CHUNKS_AT_ONCE = 16
+"""A peer that never stops talking must not keep us from everything else."""
 
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 
@@ -64,8 +66,8 @@ class Channel:
             del self._outbox[:sent]
 
     def collect(self) -> list[Message]:
-        """The messages that have arrived; ``is_open`` turns false at the end of the connection."""
-        while self.is_open:
+        """Some of the messages that have arrived; ``is_open`` turns false behind the last one."""
+        for _ in range(_NUM_CHUNKS_AT_ONCE if self.is_open else 0):
             try:
                 chunk = self._socket.recv(_CHUNK_BYTES)
             except (BlockingIOError, InterruptedError):
@@ -74,6 +76,7 @@ class Channel:
                 chunk = b""
             if not chunk:
                 self.is_open = False
+                break
             self._inbox += chunk
         *lines, rest = bytes(self._inbox).split(b"\n")
         self._inbox = bytearray(rest)

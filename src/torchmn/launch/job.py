@@ -39,6 +39,8 @@ class Job:
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
             raise UsageError(f"-n is the number of workers: at least 1, got {self.num_ranks}.")
+        if not 0 <= self.grace_s < float("inf"):
+            raise UsageError(f"--grace is a number of seconds, at least 0, got {self.grace_s}.")
         if not self.argv:
             raise UsageError("A job needs a command, got none.")
 

@@ -8,16 +8,29 @@ from typing import Literal
 
 from torchmn.errors import LaunchError
 from torchmn.launch.job import Command, Job, worker_command
+from torchmn.topology.environment import LAUNCHERS
 
 Flavour = Literal["Open MPI", "Hydra"]
 
-_LEFT_BY_MPIRUN = (
-    *("OMPI_ARGV", "OMPI_COMM", "OMPI_FILE", "OMPI_NUM", "OMPI_TOOL", "OMPI_UNIVERSE"),
-    *("OMPI_VERSION", "OMPI_WORLD", "PMIX_", "PRTE_", "PMI_", "HYDI_", "MPI_LOCAL"),
-    *("MV2_COMM", "MVP_COMM", "PALS_"),
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "TORCHELASTIC_"),
+_NAMES_LEFT = frozenset(
+    name
+    for row in LAUNCHERS
+    if row.kind != "scheduler"  # an mpirun may stand inside a step of Slurm
+    for names in (
+        row.rank,
+        row.size,
+        row.intra_rank,
+        row.intra_size,
+        row.inter_rank,
+        row.inter_size,
+    )
+    for name in names
 )
-"""Variables with these beginnings make a process believe that it is itself a rank."""
+_BEGINNINGS_LEFT = (
+    *("OMPI_ARGV", "OMPI_COMM", "OMPI_FILE", "OMPI_NUM", "OMPI_TOOL", "OMPI_UNIVERSE"),
+    *("OMPI_VERSION", "OMPI_WORLD", "PMIX_", "PRTE_", "PMI_", "HYDI_", "TORCHELASTIC_"),
+)
+"""Variables with these names and beginnings make a process believe that it is itself a rank."""
 
 
 def flavour_of(mpirun: str) -> Flavour:
@@ -47,7 +60,7 @@ def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
     return {
         name: text
         for name, text in env.items()
-        if "_MCA_" in name or not name.startswith(_LEFT_BY_MPIRUN)
+        if "_MCA_" in name or not (name in _NAMES_LEFT or name.startswith(_BEGINNINGS_LEFT))
     }
 
 

@@ -187,13 +187,14 @@ class Supervisor:
                 send_group(line.script_pid, signal.SIGKILL)
 
     def _admit(self, line: _Line, message: Message) -> None:
-        """Give the agent its orders if it knows the secret and its rank is still free."""
+        """Give the agent its orders if it knows the secret, the rank is free and nothing ends."""
         job = self._job
         if (
             not isinstance(message, Hello)
             or not channels.is_signature(message.signature, job.secret, "agent", line.number)
             or message.rank not in range(job.num_ranks)
             or any(other.record is self._records[message.rank] for other in self._lines)
+            or self._is_ending
         ):
             line.channel.close()
             return
@@ -265,7 +266,8 @@ class Supervisor:
         self._kill_at = time.monotonic() + self._job.grace_s + _MARGIN_S
         signum = signal.SIGINT if self._interrupted_by == signal.SIGINT else signal.SIGTERM
         for line in self._lines:
-            line.channel.post(End(signum=signum))
+            if line.record:
+                line.channel.post(End(signum=signum))
         if not any(line.record for line in self._lines):
             for pid in self._processes:
                 send_group(pid, signal.SIGTERM)

@@ -97,7 +97,7 @@ def judge(
     if failed or launcher_problem:
         victims = [ranks[rank] for _, _, rank in failed]
         own_code = _exit_code(victims[0]) if victims else 1
-        problem = launcher_problem or f"{_obituary(victims[0])}, on somebody else's order"
+        problem = launcher_problem or f"{_obituary(victims[0])}, which neither it nor we sent"
         return Verdict(
             exit_code=shell_code(launcher_returncode) or own_code,
             sentence=f"{problem}; what the launcher said is in {log_dir / 'launcher.log'}.",

@@ -1,0 +1,95 @@
+"""What holds for every test: it leaves nothing behind. And where real samples are found."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+LIBRARIES_SET = {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "PYTEST_CURRENT_TEST"}
+"""Variables that libraries set when they are imported."""
+LIBRARIES_START = ("resource_tracker", "semaphore_tracker", "forkserver", "torch_shm_manager")
+"""Processes that libraries keep until the end of the interpreter."""
+PATIENCE_S = 3.0
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_environment() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    changed = {
+        name
+        for name in {*before, *os.environ} - LIBRARIES_SET
+        if before.get(name) != os.environ.get(name)
+    }
+    for name in changed:
+        os.environ.pop(name, None)
+        if name in before:
+            os.environ[name] = before[name]
+    if changed:
+        pytest.fail(f"the test changed the environment: {', '.join(sorted(changed))}")
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_thread() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    left = [t for t in threading.enumerate() if t not in before and not t.daemon]
+    deadline = time.monotonic() + PATIENCE_S
+    for thread in left:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    names = [thread.name for thread in left if thread.is_alive()]
+    if names:
+        pytest.fail(f"the test left threads running: {', '.join(names)}")
+
+
+def _living_children() -> dict[int, str]:
+    found = {}
+    for child in psutil.Process().children(recursive=True):
+        try:
+            words = " ".join(child.cmdline())
+            if child.status() != psutil.STATUS_ZOMBIE and not any(
+                name in words for name in LIBRARIES_START
+            ):
+                found[child.pid] = words
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_process() -> Iterator[None]:
+    """Fixtures of a wider scope may keep processes: they are started before this one looks."""
+    before = _living_children()
+    yield
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        left = {pid: words for pid, words in _living_children().items() if pid not in before}
+        if not left:
+            return
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    for pid in left:
+        try:
+            psutil.Process(pid).kill()
+        except psutil.NoSuchProcess:
+            continue
+    pytest.fail(f"the test left processes running: {'; '.join(left.values())}")
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The folder with real samples that TORCHMN_TEST_DATA names; a skip without it."""
+    text = os.environ.get("TORCHMN_TEST_DATA")
+    if not text:
+        pytest.skip("TORCHMN_TEST_DATA names no folder with real samples")
+    folder = Path(text)
+    if not folder.is_dir():
+        pytest.skip(f"TORCHMN_TEST_DATA is {text!r}, which is no folder")
+    return folder

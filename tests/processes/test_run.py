@@ -1,0 +1,490 @@
+"""`torchmn run` with real processes: output, exit codes, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import torchmn
+from torchmn.launch.detect import this_machine
+
+pytestmark = pytest.mark.processes
+
+MARK = "TORCHMN_TEST_MARK"
+SOURCES = str(Path(torchmn.__file__).parents[1])
+RANK = 'import os; rank = int(os.environ.get("RANK") or os.environ["OMPI_COMM_WORLD_RANK"])\n'
+WITH_GRANDCHILDREN = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(params=["gloo", "mpi"])
+def backend(request: pytest.FixtureRequest) -> str:
+    missing = this_machine(os.environ).missing_for_mpi
+    if request.param == "mpi" and missing:
+        pytest.skip(f"MPI lacks {missing}: install it with 'make setup'")
+    return str(request.param)
+
+
+class Runner:
+    """Starts `torchmn run` in a folder of its own and finds every process of the job."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.mark = uuid.uuid4().hex
+
+    def script(self, text: str, name: str = "script.py") -> str:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(RANK + text)
+        return name
+
+    def start(
+        self, *args: str, preexec_fn: Callable[[], None] | None = None, **env: str
+    ) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "torchmn", "run", "--log-dir", "logs", *args],
+            cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": SOURCES, MARK: self.mark, **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=preexec_fn,
+        )
+
+    def run(self, *args: str, limit_s: float = 30, **env: str) -> subprocess.CompletedProcess[str]:
+        process = self.start(*args, **env)
+        out, err = process.communicate(timeout=limit_s)
+        return subprocess.CompletedProcess(args, process.returncode, out, err)
+
+    def log(self, rank: int) -> str:
+        return (self.folder / "logs" / f"rank{rank}.log").read_text()
+
+    def exit_record(self, rank: int) -> dict[str, object]:
+        return json.loads((self.folder / "logs" / f"rank{rank}.exit.json").read_text())
+
+    def processes(self, *words: str) -> list[psutil.Process]:
+        """The living processes of the job whose command holds all of the words."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if (
+                    process.environ().get(MARK) == self.mark
+                    and process.status() != psutil.STATUS_ZOMBIE
+                    and all(word in " ".join(process.cmdline()) for word in words)
+                ):
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def wait_until(self, condition: Callable[[], bool], what: str, limit_s: float = 15) -> None:
+        deadline = time.monotonic() + limit_s
+        while not condition():
+            assert time.monotonic() < deadline, what
+            time.sleep(0.02)
+
+    def wait_until_nothing_is_left(self) -> None:
+        deadline = time.monotonic() + 15
+        while left := self.processes():
+            assert time.monotonic() < deadline, [process.cmdline() for process in left]
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> Iterator[Runner]:
+    runner = Runner(tmp_path)
+    yield runner
+    left = runner.processes()
+    for process in left:
+        process.kill()
+    assert not left, "the job left processes behind"
+
+
+def lines_of(text: str, rank: int) -> list[str]:
+    prefix = f"[{rank}] "
+    return [line[len(prefix) :] for line in text.splitlines() if line.startswith(prefix)]
+
+
+# ---- output -------------------------------------------------------------------------------------
+
+
+def test_output_is_prefixed_and_kept(runner: Runner, backend: str) -> None:
+    script = runner.script('import sys; print("out", rank); print("err", rank, file=sys.stderr)')
+    done = runner.run("-n", "3", "--backend", backend, script)
+    assert done.returncode == 0, done.stderr
+    for rank in range(3):
+        assert lines_of(done.stdout, rank) == [f"out {rank}"]
+        assert lines_of(done.stderr, rank) == [f"err {rank}"]
+        assert sorted(runner.log(rank).splitlines()) == [f"err {rank}", f"out {rank}"]
+        assert runner.exit_record(rank)["exit_code"] == 0
+    assert "logs" in done.stderr.splitlines()[0]
+
+
+def test_lines_of_many_ranks_stay_whole(runner: Runner, backend: str) -> None:
+    script = runner.script('[print(f"{rank}-{i}-" + "x" * (i % 300)) for i in range(2000)]')
+    done = runner.run("-n", "3", "--backend", backend, script)
+    for rank in range(3):
+        expected = [f"{rank}-{i}-" + "x" * (i % 300) for i in range(2000)]
+        assert lines_of(done.stdout, rank) == expected
+
+
+def test_arguments_reach_the_script_untouched(runner: Runner, backend: str) -> None:
+    script = runner.script("import sys, json; print(json.dumps(sys.argv[1:]))")
+    args = ["-n", "7", "--backend", "x", ":", "", "a b", 'q"uote', "--", "$HOME", "*"]
+    done = runner.run("-n", "1", "--backend", backend, script, *args)
+    assert [json.loads(line) for line in lines_of(done.stdout, 0)] == [args]
+    done = runner.run("-n", "1", "--backend", backend, "--", script, *args)
+    assert [json.loads(line) for line in lines_of(done.stdout, 0)] == [args]
+
+
+def test_module_and_path_with_spaces(runner: Runner, backend: str) -> None:
+    runner.script("import sys; print(sys.argv[1:])", "a b/c d.py")
+    done = runner.run("-n", "2", "--backend", backend, "--log-dir", "my logs", "a b/c d.py", "-m")
+    assert lines_of(done.stdout, 1) == ["['-m']"]
+    assert (runner.folder / "my logs" / "rank1.log").read_text() == "['-m']\n"
+    runner.script('import sys; print("module", sys.argv[1:])', "package/tool.py")
+    done = runner.run("-n", "1", "--backend", backend, "-m", "package.tool", "--lr", "1")
+    assert lines_of(done.stdout, 0) == ["module ['--lr', '1']"]
+
+
+def test_progress_bar_shows_its_last_state_only(runner: Runner) -> None:
+    script = runner.script(
+        'import sys; [sys.stderr.write(f"\\r{i} %") for i in range(101)]; sys.stderr.write("\\n")'
+    )
+    done = runner.run("-n", "1", "--backend", "gloo", script)
+    assert lines_of(done.stderr, 0) == ["100 %"]
+    assert "50 %" in runner.log(0)
+
+
+def test_last_line_without_end_is_shown(runner: Runner) -> None:
+    script = runner.script('print("no end", end="")')
+    done = runner.run("-n", "1", "--backend", "gloo", script)
+    assert done.stdout == "[0] no end\n"
+
+
+def test_reader_who_leaves_ends_the_job(runner: Runner) -> None:
+    script = runner.script('[print("y") for _ in iter(int, 1)]')
+    process = runner.start("-n", "2", "--backend", "gloo", script)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(20) == 128 + signal.SIGPIPE
+    assert "Traceback" not in process.stderr.read()
+    process.stderr.close()
+    runner.wait_until_nothing_is_left()
+
+
+# ---- failure ------------------------------------------------------------------------------------
+
+
+def test_exit_code_of_the_first_rank_that_fails(runner: Runner, backend: str) -> None:
+    script = runner.script(
+        "import sys, time\n"
+        "if rank == 1: time.sleep(0.2); print('going', file=sys.stderr); sys.exit(3)\n"
+        "time.sleep(60); sys.exit(4)"
+    )
+    done = runner.run("-n", "3", "--backend", backend, script)
+    assert done.returncode == 3
+    sentence = done.stderr.splitlines()[-1]
+    assert "rank 1 on " in sentence
+    assert "exit code 3" in sentence
+    assert str(Path("logs") / "rank1.log") in sentence
+    assert runner.exit_record(1)["exit_code"] == 3
+    assert runner.exit_record(0)["ended_by"] == "supervisor"
+    assert runner.exit_record(0)["signal"] == "SIGTERM"
+
+
+def test_killed_rank(runner: Runner, backend: str) -> None:
+    script = runner.script("import os, time\nif rank == 0: os.kill(os.getpid(), 9)\ntime.sleep(60)")
+    done = runner.run("-n", "2", "--backend", backend, script)
+    assert done.returncode == 137
+    assert "rank 0 on " in done.stderr
+    assert "SIGKILL" in done.stderr
+
+
+def test_traceback_of_the_culprit_comes_last(runner: Runner) -> None:
+    script = runner.script(
+        "import signal, sys, time\n"
+        "def last_will(*_): print('bye', file=sys.stderr); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, last_will)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(0.5)\n"
+        "if rank == 1: raise ValueError('the cause')\n"
+        "time.sleep(60)"
+    )
+    done = runner.run("-n", "2", "--backend", "gloo", script)
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert "[0] bye" in lines
+    assert lines[-2] == "ValueError: the cause"
+
+
+def test_rank_that_ignores_sigterm_is_killed(runner: Runner, backend: str) -> None:
+    script = runner.script(
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "time.sleep(0.4)\n"
+        "if rank == 1: sys.exit(5)\n"
+        "time.sleep(60)"
+    )
+    done = runner.run("-n", "2", "--grace", "0.5", "--backend", backend, script)
+    assert done.returncode == 5
+    runner.wait_until_nothing_is_left()
+
+
+def test_launcher_speaks_when_no_rank_did(runner: Runner) -> None:
+    if this_machine(os.environ).missing_for_mpi:
+        pytest.skip("no MPI: install it with 'make setup'")
+    script = runner.script("print('never')")
+    done = runner.run("-n", "1", "--backend", "mpi", script, PRTE_MCA_ess="no-such-thing")
+    assert done.returncode != 0
+    assert "mpirun ended with exit code" in done.stderr.splitlines()[-1]
+    assert "before its ranks had started" in done.stderr
+    assert (runner.folder / "logs" / "launcher.log").read_text().strip().splitlines()[0] in (
+        done.stderr
+    )
+
+
+# ---- nothing is left ----------------------------------------------------------------------------
+
+
+def start_with_grandchildren(runner: Runner, backend: str) -> subprocess.Popen[str]:
+    script = runner.script(WITH_GRANDCHILDREN)
+    process = runner.start("-n", "2", "--grace", "1", "--backend", backend, script)
+    runner.wait_until(
+        lambda: len(runner.processes("time.sleep(600)")) == 4, "the grandchildren did not start"
+    )
+    return process
+
+
+def test_children_of_a_finished_script_are_ended(runner: Runner, backend: str) -> None:
+    script = runner.script(WITH_GRANDCHILDREN.replace("time.sleep(600)\n", "", -1).rstrip())
+    done = runner.run("-n", "2", "--backend", backend, script)
+    assert done.returncode == 0
+    assert not runner.processes()
+
+
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_signal_ends_everything(
+    runner: Runner, backend: str, signum: signal.Signals, code: int
+) -> None:
+    process = start_with_grandchildren(runner, backend)
+    process.send_signal(signum)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert f"interrupted by {signum.name}" in err.splitlines()[-1]
+    runner.wait_until_nothing_is_left()
+
+
+def test_second_ctrl_c_does_not_wait(runner: Runner) -> None:
+    script = runner.script(
+        "import signal, time\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "print('ready', flush=True)\ntime.sleep(600)"
+    )
+    process = runner.start("-n", "1", "--grace", "300", "--backend", "gloo", script)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "[0] ready\n"
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=10)
+    assert process.returncode == 130
+    runner.wait_until_nothing_is_left()
+
+
+def kill(runner: Runner, *words: str, first: bool = True) -> None:
+    found = runner.processes(*words)
+    assert found, f"no process with {words}"
+    found[0].kill()
+
+
+def test_killed_supervisor_leaves_nothing(runner: Runner, backend: str) -> None:
+    process = start_with_grandchildren(runner, backend)
+    process.kill()
+    process.communicate(timeout=10)
+    runner.wait_until_nothing_is_left()
+
+
+def test_killed_agent_leaves_nothing(runner: Runner, backend: str) -> None:
+    process = start_with_grandchildren(runner, backend)
+    agents = [p for p in runner.processes("torchmn.launch.worker") if "mpirun" not in p.name()]
+    next(p for p in agents if "prterun" not in p.name()).kill()
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 137
+    assert "was lost: its agent died" in err
+    runner.wait_until_nothing_is_left()
+
+
+def test_killed_mpirun_leaves_nothing(runner: Runner) -> None:
+    if this_machine(os.environ).missing_for_mpi:
+        pytest.skip("no MPI: install it with 'make setup'")
+    process = start_with_grandchildren(runner, "mpi")
+    next(p for p in runner.processes("--bind-to") if p.ppid() == process.pid).kill()
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 137
+    assert "mpirun ended with SIGKILL while its ranks were running" in err
+    runner.wait_until_nothing_is_left()
+
+
+# ---- the environment of a rank ------------------------------------------------------------------
+
+SHOW = """
+import json, sys
+names = ("RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE MASTER_ADDR"
+         " MASTER_PORT OMP_NUM_THREADS MKL_NUM_THREADS TORCHMN_TRANSPORT TORCHMN_BACKEND"
+         " TORCHMN_SECRET TORCHMN_SUPERVISOR OMPI_COMM_WORLD_SIZE").split()
+print(json.dumps({"cores": sorted(os.sched_getaffinity(0)),
+                  **{name: os.environ.get(name) for name in names}}))
+"""
+
+
+def shown(runner: Runner, num_ranks: int, *options: str, **env: str) -> list[dict[str, object]]:
+    done = runner.run("-n", str(num_ranks), *options, runner.script(SHOW), **env)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(lines_of(done.stdout, rank)[0]) for rank in range(num_ranks)]
+
+
+def test_cores_are_divided(runner: Runner, backend: str) -> None:
+    cores = os.sched_getaffinity(0)
+    if len(cores) < 2:
+        pytest.skip("one core cannot be divided")
+    first, second = shown(runner, 2, "--backend", backend)
+    assert len(first["cores"]) == len(second["cores"])
+    assert {*first["cores"], *second["cores"]} <= cores
+    if len(cores) % 2 == 0:
+        assert not {*first["cores"]} & {*second["cores"]}
+    for rank in (first, second):
+        assert 1 <= int(str(rank["OMP_NUM_THREADS"])) <= len(cores) // 2
+        assert rank["MKL_NUM_THREADS"] == rank["OMP_NUM_THREADS"]
+
+
+def test_number_of_threads_is_the_users_to_choose(runner: Runner) -> None:
+    for rank in shown(runner, 2, "--backend", "gloo", OMP_NUM_THREADS="7"):
+        assert rank["OMP_NUM_THREADS"] == rank["MKL_NUM_THREADS"] == "7"
+    for rank in shown(runner, 2, "--backend", "gloo", MKL_NUM_THREADS="3"):
+        assert rank["MKL_NUM_THREADS"] == "3"
+        assert rank["OMP_NUM_THREADS"] != "3"
+
+
+def test_variables_of_torchrun(runner: Runner) -> None:
+    ranks = shown(runner, 2, "--backend", "gloo")
+    for i, rank in enumerate(ranks):
+        assert (rank["RANK"], rank["LOCAL_RANK"], rank["GROUP_RANK"]) == (str(i), str(i), "0")
+        assert (rank["WORLD_SIZE"], rank["LOCAL_WORLD_SIZE"]) == ("2", "2")
+        assert (rank["GROUP_WORLD_SIZE"], rank["MASTER_ADDR"]) == ("1", "127.0.0.1")
+        assert rank["TORCHMN_TRANSPORT"] == "torch"
+        assert rank["TORCHMN_SUPERVISOR"] is None
+    assert ranks[0]["MASTER_PORT"] == ranks[1]["MASTER_PORT"]
+    assert ranks[0]["TORCHMN_SECRET"] == ranks[1]["TORCHMN_SECRET"]
+    assert len(str(ranks[0]["TORCHMN_SECRET"])) == 64
+
+
+def test_secret_differs_by_job(runner: Runner) -> None:
+    (one,), (other,) = (shown(runner, 1, "--backend", "gloo") for _ in range(2))
+    assert one["TORCHMN_SECRET"] != other["TORCHMN_SECRET"]
+
+
+def test_world_of_mpi(runner: Runner) -> None:
+    if this_machine(os.environ).missing_for_mpi:
+        pytest.skip("no MPI: install it with 'make setup'")
+    script = runner.script(
+        "from mpi4py import MPI; comm = MPI.COMM_WORLD\n"
+        "assert comm.rank == rank\n"
+        "print(comm.size, comm.allreduce(rank), os.environ['TORCHMN_TRANSPORT'])"
+    )
+    done = runner.run("-n", "3", "--backend", "mpi", script)
+    assert [lines_of(done.stdout, rank) for rank in range(3)] == [["3 3 mpi"]] * 3
+
+
+def test_inside_a_job_of_one_rank(runner: Runner, backend: str) -> None:
+    """A run inside mpirun -n 1 or torchrun --nproc 1 is a world of its own."""
+    outer = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    ranks = shown(runner, 2, "--backend", backend, **outer)
+    expected = ["0", "1"] if backend == "gloo" else [None, None]
+    assert [rank["RANK"] for rank in ranks] == expected
+
+
+# ---- bad input ----------------------------------------------------------------------------------
+
+BAD_INPUT = {
+    "no workers": (["-n", "0", "script.py"], "at least 1, got 0"),
+    "less than none": (["-n", "-3", "script.py"], "at least 1, got -3"),
+    "not a number": (["-n", "two", "script.py"], "-n"),
+    "no script": (["-n", "1", "missing.py"], "There is no script 'missing.py'"),
+    "folder": (["-n", "1", "folder"], "'folder' is a folder"),
+    "no module": (["-n", "1", "-m", "no_such_module"], "no module 'no_such_module'"),
+    "backend": (["--backend", "smoke", "script.py"], "Known: auto, gloo, nccl, mpi"),
+    "no GPU": (["--backend", "nccl", "script.py"], "no CUDA GPU: use --backend gloo or mpi"),
+    "no target": (["-n", "1"], "SCRIPT"),
+    "unknown option": (["--frobnicate", "script.py"], "--frobnicate"),
+    "negative grace": (["--grace", "-1", "script.py"], "--grace"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_one_sentence(runner: Runner, case: str) -> None:
+    args, words = BAD_INPUT[case]
+    runner.script("")
+    (runner.folder / "folder").mkdir()
+    started = time.monotonic()
+    done = runner.run(*args, CUDA_VISIBLE_DEVICES="")
+    assert time.monotonic() - started < 10
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("torchmn: ")
+    assert not done.stdout
+    assert not (runner.folder / "logs").exists()
+
+
+def test_run_in_every_rank_of_another_job_is_refused(runner: Runner) -> None:
+    script = runner.script("")
+    outer = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
+    done = runner.run("-n", "2", script, **outer)
+    assert done.returncode == 2
+    assert "rank 1 of 4 (OMPI_COMM_WORLD_RANK=1, OMPI_COMM_WORLD_SIZE=4)" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_log_folder_that_cannot_be_made(runner: Runner) -> None:
+    script = runner.script("")
+    (runner.folder / "file").touch()
+    done = runner.run("--backend", "gloo", "--log-dir", "file/logs", script)
+    assert done.returncode == 1
+    assert "'file/logs' cannot be used" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_full_disk_costs_the_log_and_not_the_job(runner: Runner) -> None:
+    def small_files_only() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))
+
+    script = runner.script("[print(i, flush=True) for i in range(2000)]")
+    process = runner.start("--backend", "gloo", script, preexec_fn=small_files_only)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 0, err
+    assert len(lines_of(out, 0)) == 2000
+    assert err.count("gave up writing") == 1
+    assert runner.log(0).startswith("0\n1\n2\n")
+    assert (runner.folder / "logs" / "rank0.log").stat().st_size == 2048

@@ -1,0 +1,136 @@
+"""The commands of each way of starting ranks, and the port of the job."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from contextlib import closing
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from torchmn.errors import LaunchError, UsageError
+from torchmn.launch import Job, local, mpirun, python_command
+from torchmn.launch.job import worker_command
+
+
+def job(num_ranks: int = 2, **options: object) -> Job:
+    return Job(  # type: ignore[arg-type]
+        **{
+            "argv": ("python", "x.py"),
+            "num_ranks": num_ranks,
+            "backend": "gloo",
+            "log_dir": Path("logs"),
+            **options,
+        }
+    )
+
+
+def test_local_ranks_have_the_variables_of_torchrun() -> None:
+    commands = local.commands(job(3), {"KEPT": "1"})
+    assert [command.env["RANK"] for command in commands] == ["0", "1", "2"]
+    assert {command.env["WORLD_SIZE"] for command in commands} == {"3"}
+    assert all(command.env["KEPT"] == "1" for command in commands)
+    assert [command.rank for command in commands] == [0, 1, 2]
+
+
+def test_reserved_port_is_for_rank_0_and_for_nobody_else() -> None:
+    keeper, port = local.reserve_port()
+    with closing(keeper):
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        store = dist.TCPStore("127.0.0.1", port, 1, is_master=True, timeout=timedelta(seconds=10))
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+        del store
+
+
+@pytest.mark.parametrize(("num_ranks", "num_cores", "yields"), [(2, 2, False), (4, 2, True)])
+def test_open_mpi(num_ranks: int, num_cores: int, yields: bool) -> None:
+    command = mpirun.command(
+        job(num_ranks),
+        {},
+        mpirun="/a b/mpirun",
+        flavour="Open MPI",
+        num_cores=num_cores,
+        is_root=False,
+    )
+    assert command.argv[0] == "/a b/mpirun"
+    assert f"localhost:{num_ranks}" in command.argv
+    assert command.argv[-len(worker_command()) :] == worker_command()
+    assert ("mpi_yield_when_idle" in command.argv) is yields
+    assert "--allow-run-as-root" not in command.argv
+    assert command.rank is None
+
+
+def test_root_is_allowed_only_to_root() -> None:
+    command = mpirun.command(
+        job(), {}, mpirun="mpirun", flavour="Open MPI", num_cores=2, is_root=True
+    )
+    assert "--allow-run-as-root" in command.argv
+
+
+def test_hydra_knows_no_option_of_open_mpi() -> None:
+    command = mpirun.command(
+        job(), {}, mpirun="mpiexec", flavour="Hydra", num_cores=1, is_root=True
+    )
+    options = command.argv[1 : -len(worker_command())]
+    assert options == ("-launcher", "fork", "-rmk", "user", "-bind-to", "none", "-n", "2")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("words", "flavour"),
+    [
+        ("mpirun (Open MPI) 5.0.11", "Open MPI"),
+        ("mpirun (OpenRTE) 1.8", "Open MPI"),
+        ("HYDRA build details:", "Hydra"),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021", "Hydra"),
+    ],
+)
+def test_flavours(tmp_path: Path, words: str, flavour: str) -> None:
+    tool = tmp_path / "mpirun"
+    tool.write_text(f"#!/bin/sh\necho '{words}'\n")
+    tool.chmod(0o755)
+    assert mpirun.flavour_of(str(tool)) == flavour
+
+
+@pytest.mark.processes
+def test_unknown_mpirun_is_refused(tmp_path: Path) -> None:
+    tool = tmp_path / "mpirun"
+    tool.write_text("#!/bin/sh\necho 'something else'\n")
+    tool.chmod(0o755)
+    with pytest.raises(LaunchError, match="something else"):
+        mpirun.flavour_of(str(tool))
+    with pytest.raises(LaunchError, match="does not answer"):
+        mpirun.flavour_of(str(tmp_path / "missing"))
+
+
+def test_clean_environment_keeps_the_users_settings() -> None:
+    left = {"OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}
+    kept = {"OMPI_MCA_btl": "self", "PRTE_MCA_plm": "ssh", "PATH": "/bin", "RANKING": "1"}
+    cleaned = mpirun.clean_environment({**left, **kept})
+    assert cleaned == kept
+
+
+def test_command_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a b.py").touch()
+    assert python_command("a b.py", ["-n"]) == [sys.executable, "a b.py", "-n"]
+    assert python_command("json.tool", is_module=True) == [sys.executable, "-m", "json.tool"]
+
+
+@pytest.mark.parametrize("num_ranks", [0, -1])
+def test_number_of_workers(num_ranks: int) -> None:
+    with pytest.raises(UsageError, match=f"got {num_ranks}"):
+        job(num_ranks)
+
+
+def test_environment_of_the_job() -> None:
+    env = job(backend="nccl").environment({"A": "1"})
+    assert (env["A"], env["TORCHMN_TRANSPORT"], env["TORCHMN_BACKEND"]) == ("1", "torch", "nccl")
+    assert job(backend="mpi").environment({})["TORCHMN_TRANSPORT"] == "mpi"
+    assert env["TORCHMN_SECRET"] not in repr(job())
+    assert len(env["TORCHMN_SECRET"]) == 64
