@@ -1,0 +1,204 @@
+"""`create_multi_node_evaluator`: an evaluator whose result is that of the whole set.
+
+    value = sum over ranks, batches of (samples x value)  /  sum over ranks, batches of samples
+
+in float64, the same bits on every rank, for shards of any sizes. ChainerMN took the unweighted mean
+over ranks of unweighted means over batches (ancestors 1.6), which is biased for uneven shards and
+short last batches and waited for ever for a rank with an empty shard.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+from pytorch_pfn_extras.training.extensions.evaluator import DistributedEvaluator, Evaluator
+from torch.utils.data import DataLoader
+
+from torchmn.errors import DisagreementError, UnknownNameError, UnsupportedError, UsageError
+from torchmn.evaluation.buffers import BUFFER_RULES, BufferRule, unify_buffers_
+from torchmn.evaluation.meeting import Meeting
+from torchmn.evaluation.recorder import Recorder, Sums
+
+if TYPE_CHECKING:
+    from torchmn.communicators import Communicator
+
+EvaluatorLike = TypeVar("EvaluatorLike", bound=Evaluator)
+Compatibility = Literal["chainermn"]
+
+
+def create_multi_node_evaluator(
+    evaluator: EvaluatorLike,
+    comm: Communicator,
+    *,
+    buffers: BufferRule = "average",
+    compat: Compatibility | None = None,
+    verify: DataLoader[Any] | None = None,
+) -> EvaluatorLike:
+    """Make an evaluator give the result of the whole set on every rank. *Collective.*
+
+    The same object is returned and stays what it is; its ``evaluate()`` becomes *collective*. Each
+    rank gives it the loader of its own shard, of any size. A value that a batch reports is weighted
+    by the batch's number of samples (the first dimension of its first tensor), `Ratio` by its
+    count, and a value that a custom ``evaluate()`` adds to its result by the samples of the rank.
+    Ranks may need different times, and when one raises all others raise as well.
+
+    Args:
+        evaluator: a `pytorch_pfn_extras.training.extensions.Evaluator` or of a subclass.
+        comm: who takes part.
+        buffers: whose running statistics are evaluated: ``average`` (floating-point buffers are
+            averaged over ranks, in place, others taken from rank 0), ``rank0`` or ``local``.
+        compat: ``chainermn`` takes the unweighted mean over the batches of a rank and the
+            unweighted mean over ranks that reported the value. ChainerMN left buffers alone: give
+            ``buffers="local"`` as well to have its numbers.
+        verify: a loader over the whole set, on one rank or more. These evaluate it too, and all
+            ranks raise when a value differs beyond rounding from that of the shards.
+
+    Raises:
+        UnknownNameError, UsageError: an argument is of the wrong kind.
+        UnsupportedError: ``compat`` together with ``verify``.
+        DisagreementError: the ranks' arguments differ.
+
+    ``evaluate()`` then raises UsageError: a value that has no mean, or ``verify`` found a
+    difference; CommunicationError: another rank raised.
+    """
+    _raise_if_unusable(evaluator, buffers, compat, verify)
+    words = {"buffers": buffers, "compat": compat}
+    for rank, theirs in enumerate(comm.allgather_obj(words)):
+        if theirs != words:
+            raise DisagreementError(
+                f"{comm.speaker}: create_multi_node_evaluator has {words} here and {theirs} on "
+                f"rank {rank}. All ranks must give the same."
+            )
+    evaluation = _MultiNodeEvaluation(evaluator, comm, buffers, compat, verify)
+    evaluator.evaluate = evaluation  # type: ignore[assignment,method-assign]
+    if comm.rank != 0:
+        evaluator._progress_bar = False
+    return evaluator
+
+
+def _raise_if_unusable(
+    evaluator: object, buffers: str, compat: str | None, verify: object | None
+) -> None:
+    if isinstance(evaluator, DistributedEvaluator) or not isinstance(evaluator, Evaluator):
+        raise UsageError(
+            f"create_multi_node_evaluator got a {type(evaluator).__name__}. It takes an Evaluator "
+            "of pytorch_pfn_extras.training.extensions which works on the shard of one rank."
+        )
+    if isinstance(evaluator.evaluate, _MultiNodeEvaluation):
+        raise UsageError("This evaluator is a multi-node evaluator already. Make it so once.")
+    if buffers not in BUFFER_RULES:
+        raise UnknownNameError("rule for buffers", buffers, BUFFER_RULES)
+    if compat not in (None, "chainermn"):
+        raise UnknownNameError("compat", compat, ("chainermn",))
+    if compat is not None and verify is not None:
+        raise UnsupportedError(
+            "compat='chainermn' gives unweighted means, which differ from one process on the whole "
+            "set. Leave out verify= or compat=."
+        )
+
+
+class _MultiNodeEvaluation:
+    """Takes the place of an evaluator's ``evaluate``."""
+
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        comm: Communicator,
+        buffers: BufferRule,
+        compat: Compatibility | None,
+        whole_set: DataLoader[Any] | None,
+    ) -> None:
+        self._evaluator = evaluator
+        self._evaluate_shard: Callable[[], Mapping[str, Any]] = evaluator.evaluate
+        self._comm = comm
+        self._buffers = buffers
+        self._compat = compat
+        self._whole_set = whole_set
+
+    def __call__(self) -> dict[str, float]:
+        targets = self._evaluator.get_all_targets().values()
+        unify_buffers_(targets, self._comm, self._buffers)
+        meeting = Meeting(self._comm, f"evaluation '{self._evaluator.name or 'validation'}'")
+        try:
+            shard = self._measure(self._evaluator.get_all_iterators(), meeting)
+            whole = None
+            if self._whole_set is not None:
+                loaders = {**self._evaluator.get_all_iterators(), "main": self._whole_set}
+                whole = self._measure(loaders, meeting)
+        except Exception as error:
+            meeting.fail(error)
+            raise
+        everybody = meeting.finish((shard, whole))
+        values = _means([shard for shard, _ in everybody])
+        for rank, (_, theirs) in enumerate(everybody):
+            if theirs is not None:
+                self._raise_if_different(values, _means([theirs]), rank)
+        return values
+
+    def _measure(self, loaders: Mapping[str, Any], meeting: Meeting) -> Sums:
+        """Run the evaluator's own ``evaluate`` over some loaders."""
+        recorder = Recorder(meeting.beat)
+        own_loaders = self._evaluator._iterators
+        self._evaluator._iterators = {
+            name: recorder.batches_of(loader) for name, loader in loaders.items()
+        }
+        try:
+            with recorder.listening():
+                result = self._evaluate_shard()
+        finally:
+            self._evaluator._iterators = own_loaders
+        if self._compat == "chainermn":
+            return {name: (float(value), 1.0) for name, value in result.items()}
+        return recorder.sums_of(result)
+
+    def _raise_if_different(
+        self, values: Mapping[str, float], whole: Mapping[str, float], rank: int
+    ) -> None:
+        tolerance = self._tolerance()
+        for name in sorted({*values, *whole}):
+            ours, theirs = values.get(name), whole.get(name)
+            if (
+                ours is None
+                or theirs is None
+                or not (
+                    math.isclose(ours, theirs, rel_tol=tolerance, abs_tol=tolerance / 10)
+                    or (math.isnan(ours) and math.isnan(theirs))
+                )
+            ):
+                raise UsageError(
+                    f"verify: '{name}' is {ours} over the shards of {self._comm.size} ranks, but "
+                    f"{theirs} over the whole set on rank {rank}. The shards must hold every "
+                    "sample exactly once (scatter_dataset(..., force_equal_length=False)), the "
+                    "value must be a mean over samples or a Ratio, and the ranks' models must be "
+                    "the same."
+                )
+
+    def _tolerance(self) -> float:
+        """Relative: sums of a float32 model differ with the sizes of the batches."""
+        targets = self._evaluator.get_all_targets().values()
+        dtypes = {p.dtype for t in targets for p in t.parameters() if p.is_floating_point()}
+        return 100 * max((torch.finfo(d).eps for d in dtypes), default=torch.finfo().eps)
+
+
+def _means(parts: list[Sums]) -> dict[str, float]:
+    """Add sums and weights of all ranks; names in the order in which the ranks know them.
+
+    Raises UsageError: a value without any weight.
+    """
+    means = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        pairs = [part[name] for part in parts if name in part]
+        weight = math.fsum(weight for _, weight in pairs)
+        if weight == 0:
+            raise UsageError(
+                f"'{name}' stands for no samples on any rank, so it has no mean. Give the "
+                "evaluator a loader that has samples on one rank at least, or report a Ratio with "
+                "a count."
+            )
+        total = [total for total, _ in pairs]
+        finite = all(map(math.isfinite, total))
+        means[name] = (math.fsum(total) if finite else sum(total)) / weight
+    return means

@@ -1,0 +1,125 @@
+"""Evaluation that is no mean: each rank computes, one rank puts together (ancestors 1.6)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pytorch_pfn_extras.training import extension
+from torch import nn
+
+from torchmn.errors import UsageError
+from torchmn.evaluation.batches import batch_to, call_with_batch
+from torchmn.evaluation.meeting import Meeting
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torchmn.communicators import Communicator
+
+
+class GenericMultiNodeEvaluator(extension.Extension):
+    """Base class: `calc_local` for every batch of every rank, `aggregate` once at the root.
+
+    For scores that need all outputs at once, such as BLEU. Shards may be uneven or empty and ranks
+    may need different times. It reports nothing by itself; calling it returns what `aggregate`
+    returns at the root and None on other ranks.
+
+    Args:
+        comm: who takes part.
+        iterator: this rank's batches, iterated anew at each call.
+        target: a module, or several by name, set to evaluation mode during a call.
+        device: where batches are moved to before `calc_local`; None leaves them.
+        converter: in place of that: ``converter(batch, device)``.
+        root: the rank that aggregates.
+        progress_hook: called with (batches done on this rank,) after each batch.
+    """
+
+    trigger = (1, "epoch")
+    default_name = "validation"
+    priority = extension.PRIORITY_WRITER
+
+    def __init__(
+        self,
+        comm: Communicator,
+        iterator: Iterable[Any],
+        target: nn.Module | Mapping[str, nn.Module],
+        device: torch.device | str | None = None,
+        converter: Callable[[Any, Any], Any] = batch_to,
+        root: int = 0,
+        *,
+        progress_hook: Callable[[int], None] | None = None,
+    ) -> None:
+        if not 0 <= root < comm.size:
+            raise UsageError(f"root={root} is outside 0..{comm.size - 1}.")
+        self.comm = comm
+        self.root = root
+        self.iterator = iterator
+        self.targets = {"main": target} if isinstance(target, nn.Module) else dict(target)
+        self.device = device
+        self.converter = converter
+        self.progress_hook = progress_hook
+
+    def calc_local(self, *args: Any, **kwargs: Any) -> Any:
+        """The result of one batch, whose parts are the arguments; not None. Override it. Local."""
+        raise NotImplementedError(f"{type(self).__name__} must define calc_local().")
+
+    def aggregate(self, results: list[Any]) -> Any:
+        """Put all ranks' results together. Override it. Called at the root only.
+
+        ``results`` holds the first batches of rank 0, 1, ..., then the second batches and so on.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define aggregate().")
+
+    def __call__(self, manager: Any = None) -> Any:
+        """Evaluate. *Collective.* Raises CommunicationError: another rank raised."""
+        what = f"evaluation '{self.name or self.default_name}'"
+        meeting = Meeting(self.comm, what)
+        try:
+            with torch.no_grad(), _evaluation_mode(self.targets.values()):
+                results = self._local_results(meeting)
+        except Exception as error:
+            meeting.fail(error)
+            raise
+        meeting.finish(None)
+        gathered = self.comm.gather_obj(results, self.root)
+        meeting = Meeting(self.comm, what)
+        result = None
+        try:
+            if gathered is not None:
+                result = self.aggregate(_round_robin(gathered))
+        except Exception as error:
+            meeting.fail(error)
+            raise
+        meeting.finish(None)
+        return result
+
+    def _local_results(self, meeting: Meeting) -> list[Any]:
+        results = []
+        for number, batch in enumerate(self.iterator, start=1):
+            meeting.beat()
+            result = call_with_batch(self.calc_local, self.converter(batch, self.device))
+            if result is None:
+                raise UsageError(
+                    f"{type(self).__name__}.calc_local() returned None. Return the batch's result."
+                )
+            results.append(result)
+            if self.progress_hook:
+                self.progress_hook(number)
+        return results
+
+
+@contextmanager
+def _evaluation_mode(models: Iterable[nn.Module]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for model in models:
+            stack.callback(model.train, model.training)
+            model.eval()
+        yield
+
+
+def _round_robin(parts: list[list[Any]]) -> list[Any]:
+    num_rounds = max(map(len, parts))
+    return [part[k] for k in range(num_rounds) for part in parts if k < len(part)]
