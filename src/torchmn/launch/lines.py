@@ -9,6 +9,7 @@ _MOVES = re.compile(r"\x1b\[[0-9;?]*[A-HJKSTfhlsu]|\x1b[78]")
 lines. Colours stay."""
 
 _LONGEST_LINE_BYTES = 1 << 16
+_LONG_HISTORY_BYTES = 1 << 12
 
 
 class LineSplitter:
@@ -24,13 +25,12 @@ class LineSplitter:
     def feed(self, chunk: bytes) -> list[str]:
         """The lines that this chunk completes, without their ends."""
         *whole, self._rest = (self._rest + chunk).split(b"\n")
+        if len(self._rest) > _LONG_HISTORY_BYTES:
+            last = self._rest.rstrip(b"\r").rfind(b"\r")
+            self._rest = self._rest[max(0, last) :]
         if len(self._rest) > _LONGEST_LINE_BYTES:
-            last = self._rest.rfind(b"\r")
-            if last > 0:  # a long history of a progress bar
-                self._rest = self._rest[last:]
-            else:
-                whole.append(self._rest)
-                self._rest = b""
+            whole.append(self._rest)
+            self._rest = b""
         return [_last_state(line) for line in whole]
 
     @property
