@@ -1,0 +1,38 @@
+# Everything a person needs: `make train` and `make test`. Both set up .venv first, once.
+# All paths are relative, so that a path with a space in it works. PYTHON=... chooses the Python.
+
+VENV_PYTHON := .venv/bin/python
+
+.PHONY: help setup train test bench lint clean
+
+help:
+	@echo 'make train       train a network on real images with one worker, then two'
+	@echo 'make test        run the tests'
+	@echo 'make bench       run all benchmarks; make bench-NAME runs benchmarks/bench_NAME.py'
+	@echo 'make lint        check style and types'
+	@echo 'make setup       make .venv with everything the others need (they do it themselves)'
+	@echo 'make clean       remove .venv'
+
+setup:
+	@bash scripts/setup.sh
+
+train: setup
+	@$(VENV_PYTHON) examples/make_train.py
+
+test: setup
+	@$(VENV_PYTHON) -m pytest $(ARGS)
+
+# One after another, for they measure time; all of them, even if one does not hold its limit.
+bench: setup
+	@bash scripts/bench.sh
+
+bench-%: setup
+	@$(VENV_PYTHON) 'benchmarks/bench_$*.py' $(ARGS)
+
+lint: setup
+	@$(VENV_PYTHON) -m ruff check .
+	@$(VENV_PYTHON) -m ruff format --check .
+	@$(VENV_PYTHON) -m mypy
+
+clean:
+	rm -rf .venv .venv-setup.log
