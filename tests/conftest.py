@@ -11,7 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-LIBRARIES_SET = {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "PYTEST_CURRENT_TEST"}
+LIBRARIES_SET = {
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
+}
 """Variables that libraries set when they are imported."""
 LIBRARIES_START = ("resource_tracker", "semaphore_tracker", "forkserver", "torch_shm_manager")
 """Processes that libraries keep until the end of the interpreter."""

@@ -6,6 +6,7 @@ TorchmnError
 ├── UnsupportedError                   each part is fine, the combination is refused
 ├── TopologyError                      two sources of facts about the world contradict each other
 ├── LaunchError                        a job could not be started or did not start as asked
+├── NodeMemoryError                   the ranks of a node cannot share memory
 ├── DataError                          a data file is missing, damaged or of another format
 └── CommunicationError                 a collective did not complete
     ├── TimeLimitError                 it did not complete within its time limit
@@ -27,6 +28,7 @@ __all__ = [
     "DataError",
     "DisagreementError",
     "LaunchError",
+    "NodeMemoryError",
     "PeerLostError",
     "TimeLimitError",
     "TopologyError",
@@ -63,6 +65,10 @@ class TopologyError(TorchmnError):
 
 class LaunchError(TorchmnError):
     """A job could not be started, or did not start as asked."""
+
+
+class NodeMemoryError(TorchmnError):
+    """The ranks of a node cannot share memory, or there is too little of it."""
 
 
 class DataError(TorchmnError):

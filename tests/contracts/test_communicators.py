@@ -5,7 +5,7 @@ import pytest
 from torchmn.communicators import ROUTES
 from torchmn.errors import UnsupportedError
 from torchmn.testing import MpiPool, run_ranks
-from torchmn.testing.contracts import CONTRACTS
+from torchmn.testing.contracts import check_all
 from torchmn.testing.mpi_pool import find_mpirun
 from torchmn.topology import Topology
 
@@ -39,22 +39,17 @@ def cases() -> list:
     ]
 
 
-def all_contracts(comm) -> None:
-    for contract in CONTRACTS:
-        contract(comm)
-
-
 @pytest.mark.parametrize(("name", "label"), cases())
 def test_contracts_over_gloo(name: str, label: str) -> None:
     topology = PLACEMENTS[label]
-    run_ranks(all_contracts, topology.size, name=name, topology=topology)
+    run_ranks(check_all, topology.size, name=name, topology=topology)
 
 
 @pytest.fixture(scope="module")
 def pool():
     if find_mpirun() is None:
         pytest.skip(reason="no mpirun: install it with 'make setup'")
-    with MpiPool(4, search_path=__file__.rsplit("/", 1)[0]) as started:
+    with MpiPool(4) as started:
         yield started
 
 
@@ -63,7 +58,7 @@ def pool():
 @pytest.mark.parametrize(("name", "label"), cases())
 def test_contracts_over_mpi(pool: MpiPool, name: str, label: str) -> None:
     topology = PLACEMENTS[label]
-    pool.run(all_contracts, topology.size, name=name, topology=topology)
+    pool.run(check_all, topology.size, name=name, topology=topology)
 
 
 @pytest.mark.parametrize("label", ["3+1", "2+1"])

@@ -10,13 +10,14 @@ import socket
 import warnings
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from torchmn.communicators import objects
+from torchmn.communicators.delivery import Delivery, Refusal
 from torchmn.communicators.engine import Engine, Work
 from torchmn.communicators.group import Group
 from torchmn.communicators.journal import Journal
@@ -83,6 +84,7 @@ class Communicator(ABC):
             timeout_s=timeout_s,
             speaker=self.speaker,
         )
+        self._delivery = Delivery(self.world, trust, device)
         self._num_splits = 0
         self._subgroups: list[Group] = []
         self.check_placement()
@@ -176,7 +178,7 @@ class Communicator(ABC):
         except UnsupportedError as error:
             if group.rank == 0:
                 warnings.warn(
-                    f"{self.speaker}: {error} Going on with {group.transport.name}, which is slower.",
+                    f"{self.speaker}: {error} Going on with {group.transport.name}, slower.",
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -221,7 +223,9 @@ class Communicator(ABC):
         """
         refusal = self._length_refusal("alltoall", len(xs))
         outgoing = {peer: refusal or xs[peer] for peer in range(self.size)}
-        got = self.engine.call(lambda: self._deliver("alltoall", outgoing, range(self.size), 0))
+        got = self.engine.call(
+            lambda: self._delivery.deliver("alltoall", outgoing, range(self.size), 0)
+        )
         if refusal:
             raise UsageError(refusal.text)
         return tuple(got[peer] for peer in range(self.size))
@@ -286,32 +290,32 @@ class Communicator(ABC):
     def send_obj(self, obj: object, dest: int, tag: int = 0) -> None:
         """Send an object. Called by the sender. Raises UsageError: no other rank of the world."""
         self._check_peer("dest", dest)
-        self.engine.call(lambda: self._deliver("send", {dest: obj}, (), tag + _USER_TAG))
+        self.engine.call(lambda: self._delivery.deliver("send", {dest: obj}, (), tag + _USER_TAG))
 
     def recv_obj(self, source: int, tag: int = 0) -> Any:
         """Receive an object. Called by the receiver."""
         self._check_peer("source", source)
-        return self.engine.call(lambda: self._deliver("send", {}, (source,), tag + _USER_TAG))[
-            source
-        ]
+        return self.engine.call(
+            lambda: self._delivery.deliver("send", {}, (source,), tag + _USER_TAG)
+        )[source]
 
     def bcast_obj(self, obj: object, root: int = 0) -> Any:
         """The root's object on every rank; ``obj`` of other ranks is ignored."""
         self._check_root(root)
-        return self.engine.call(lambda: self._broadcast(obj, root))
+        return self.engine.call(lambda: self._delivery.broadcast(obj, root))
 
     def gather_obj(self, obj: object, root: int = 0) -> list[Any] | None:
         """All ranks' objects in rank order at the root, None elsewhere."""
         self._check_root(root)
         sources = range(self.size) if self.rank == root else ()
-        got = self.engine.call(lambda: self._deliver("gather", {root: obj}, sources, 0))
+        got = self.engine.call(lambda: self._delivery.deliver("gather", {root: obj}, sources, 0))
         return [got[peer] for peer in range(self.size)] if self.rank == root else None
 
     def allgather_obj(self, obj: object) -> list[Any]:
         """All ranks' objects in rank order on every rank."""
         everybody = range(self.size)
         outgoing = dict.fromkeys(everybody, obj)
-        got = self.engine.call(lambda: self._deliver("allgather", outgoing, everybody, 0))
+        got = self.engine.call(lambda: self._delivery.deliver("allgather", outgoing, everybody, 0))
         return [got[peer] for peer in everybody]
 
     def scatter_obj(self, objs: Sequence[object] | None, root: int = 0) -> Any:
@@ -324,7 +328,7 @@ class Communicator(ABC):
             outgoing = {
                 peer: refusal or cast("Sequence[object]", objs)[peer] for peer in range(self.size)
             }
-        got = self.engine.call(lambda: self._deliver("scatter", outgoing, (root,), 0))
+        got = self.engine.call(lambda: self._delivery.deliver("scatter", outgoing, (root,), 0))
         if refusal:
             raise UsageError(refusal.text)
         return got[root]
@@ -400,90 +404,7 @@ class Communicator(ABC):
             f"<{type(self).__name__} {self.speaker}, {self.topology}, {self.world.transport.name}>"
         )
 
-    # ---- how the collectives above are made ----
-
-    def _deliver(
-        self, what: str, outgoing: Mapping[int, object], sources: Sequence[int], tag: int
-    ) -> dict[int, Any]:
-        """Send ``outgoing[peer]`` to every peer and return one object from every source.
-
-        Three rounds: sizes, descriptions, tensors. The description says which collective the sender
-        is in, so that ranks in different ones learn it.
-        """
-        packed = {peer: self._pack(what, obj) for peer, obj in outgoing.items()}
-        remote = [peer for peer in sources if peer != self.rank]
-        targets = {peer: message for peer, message in packed.items() if peer != self.rank}
-        sizes = {peer: torch.zeros(1, dtype=torch.int64) for peer in remote}
-        self._round(
-            what,
-            {p: [torch.tensor([len(m.head)])] for p, m in targets.items()},
-            {p: [t] for p, t in sizes.items()},
-            tag,
-        )
-        heads = {peer: torch.empty(int(size), dtype=torch.uint8) for peer, size in sizes.items()}
-        self._round(
-            what,
-            {p: [_head_tensor(m)] for p, m in targets.items()},
-            {p: [t] for p, t in heads.items()},
-            tag,
-        )
-        described = {
-            p: objects.unpack_head(h.numpy().tobytes(), self.device) for p, h in heads.items()
-        }
-        self._round(
-            what,
-            {p: m.buffers for p, m in targets.items()},
-            {p: [objects.as_bytes(t) for t in d[2]] for p, d in described.items()},
-            tag,
-        )
-        result = {peer: self._unpack(what, peer, *described[peer]) for peer in remote}
-        if self.rank in sources:
-            result[self.rank] = outgoing[self.rank]
-        return result
-
-    def _round(
-        self,
-        what: str,
-        sends: Mapping[int, Sequence[Tensor]],
-        recvs: Mapping[int, Sequence[Tensor]],
-        tag: int,
-    ) -> None:
-        """One exchange; CPU and CUDA tensors apart: they may travel by different libraries."""
-        for is_cuda in (False, True):
-            outgoing = [(p, t) for p, ts in sends.items() for t in ts if t.is_cuda is is_cuda]
-            incoming = [(p, t) for p, ts in recvs.items() for t in ts if t.is_cuda is is_cuda]
-            if outgoing or incoming:
-                self.world.exchange(outgoing, incoming, name=what, tag=tag)
-
-    def _broadcast(self, obj: object, root: int) -> Any:
-        message = self._pack("bcast", obj) if self.rank == root else objects.Message(b"", [])
-        size = torch.tensor([len(message.head)])
-        self.world.broadcast_(size, root)
-        head = (
-            _head_tensor(message)
-            if self.rank == root
-            else torch.empty(int(size), dtype=torch.uint8)
-        )
-        self.world.broadcast_(head, root)
-        if self.rank == root:
-            for buffer in message.buffers:
-                self.world.broadcast_(buffer, root)
-            return obj
-        note, body, tensors = objects.unpack_head(head.numpy().tobytes(), self.device)
-        for tensor in tensors:
-            self.world.broadcast_(objects.as_bytes(tensor), root)
-        return self._unpack("bcast", root, note, body, tensors)
-
-    def _pack(self, what: str, obj: object) -> objects.Message:
-        if isinstance(obj, _Refusal):
-            return objects.pack(obj.text, self.trust, note="refused")
-        return objects.pack(obj, self.trust, note=what)
-
-    def _unpack(self, what: str, peer: int, note: str, body: Any, tensors: list[Tensor]) -> Any:
-        if note == what:
-            return objects.unpack(body, tensors, self.trust)
-        seen = f"refused it: {body}" if note == "refused" else f"is in '{note}'"
-        raise DisagreementError(f"{self.speaker} is in '{what}', but rank {peer} {seen}")
+    # ---- checks ----
 
     def _raise_if_ranks_disagree(self, what: str, x: Tensor, op: str) -> None:
         """Compare shape, dtype and op over ranks before the collective that would hang."""
@@ -523,18 +444,7 @@ class Communicator(ABC):
                 f"{role}={peer}: a rank of {self.size} other than this one ({self.rank}) is needed."
             )
 
-    def _length_refusal(self, what: str, length: int) -> _Refusal | None:
+    def _length_refusal(self, what: str, length: int) -> Refusal | None:
         if length == self.size:
             return None
-        return _Refusal(f"{self.speaker}: {what} needs {self.size} parts, got {length}.")
-
-
-class _Refusal:
-    """Sent in place of a value, so that the other ranks learn why none comes."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-
-def _head_tensor(message: objects.Message) -> Tensor:
-    return torch.frombuffer(bytearray(message.head), dtype=torch.uint8)
+        return Refusal(f"{self.speaker}: {what} needs {self.size} parts, got {length}.")

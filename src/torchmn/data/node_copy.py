@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from torchmn.data.node_memory import Address, NodeMemory, explained
+from torchmn.communicators.transports.node_memory import Address, NodeMemory, explained
 from torchmn.data.one_rank_works import raise_if_any_failed, work_on_one_rank
-from torchmn.data.packed_samples import Layout, PackedSamples, pack_dataset
+from torchmn.data.packed_samples import COPY, Layout, PackedSamples, pack_dataset
 from torchmn.data.sub_dataset import SizedDataset
 from torchmn.errors import TorchmnError
 from torchmn.units import MiB
@@ -39,7 +39,7 @@ def copy_to_nodes(
     a node attach. The memory has no name (see `node_memory`), so a crash leaves nothing.
 
     Raises:
-        DataError, UnsupportedError: the data set raised, or a node's memory is too small; the same
+        DataError, NodeMemoryError: the data set raised, or a node's memory is too small; the same
             sentence on all ranks.
     """
     writers = [root if root in ranks else ranks[0] for ranks in comm.topology.nodes]
@@ -56,7 +56,7 @@ def copy_to_nodes(
     if len(writers) > 1:
         is_receiver = comm.rank == own_writer and comm.rank != root
         received, error = _attempt(
-            lambda: NodeMemory.create(size, shared_directory) if is_receiver else None
+            lambda: NodeMemory.create(size, COPY, shared_directory) if is_receiver else None
         )
         raise_if_any_failed(comm, error)
         memory = received if is_receiver else memory
@@ -96,7 +96,7 @@ def _pass_along(
             try:
                 memory.reserve(begin, end)
             except OSError as full:
-                error = explained(full, size, shared_directory)
+                error = explained(full, size, shared_directory, COPY)
         raise_if_any_failed(comm, error)
         if memory is not None:
             _pass_chunk(comm, chain, memory, begin, end)

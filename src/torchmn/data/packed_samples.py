@@ -23,10 +23,21 @@ import torch
 from torch.utils.data import Dataset
 
 from torchmn.communicators import objects
-from torchmn.data.node_memory import SHARED_DIRECTORY, NodeMemory, explained
+from torchmn.communicators.transports.node_memory import (
+    SHARED_DIRECTORY,
+    NodeMemory,
+    Purpose,
+    explained,
+)
 from torchmn.data.sub_dataset import SizedDataset
 from torchmn.errors import DataError, TorchmnError, UnsupportedError
 from torchmn.units import GiB
+
+COPY = Purpose(
+    "the node's copy of the data set",
+    "Make the folder larger (docker: --shm-size), or pass shared_directory= a folder on a local "
+    "disk, or pass the data set on every rank: then only the index travels.",
+)
 
 Kind = Literal["tensor", "array", "scalar", "bool", "int", "float"]
 
@@ -138,7 +149,8 @@ def pack_dataset(
     ``progress`` is called after every sample.
 
     Raises:
-        DataError: the data set raised, named with the sample; or the memory is too small.
+        DataError: the data set raised, named with the sample.
+        NodeMemoryError: the memory is too small.
         UnsupportedError: a sample holds a CUDA tensor, or needs pickle and there is no trust.
     """
     length = len(dataset)
@@ -237,13 +249,13 @@ def _pack_stacked(
         fields.append(Field(field.kind, field.dtype, field.shape, offset))
         end = offset + length * field.nbytes
     layout = Layout(length, shape.container, shape.keys, tuple(fields))
-    memory = NodeMemory.create(end, directory)
+    memory = NodeMemory.create(end, COPY, directory)
     try:
         for begin in range(0, end, _RESERVE_BYTES):
             memory.reserve(begin, min(begin + _RESERVE_BYTES, end))
             progress()
     except OSError as error:
-        raise explained(error, end, directory) from error
+        raise explained(error, end, directory, COPY) from error
     mapped: Any = memory.map_shared() if end else bytearray()
     columns = [_column(mapped, field, length) for field in fields]
     for index in range(length):
@@ -287,7 +299,7 @@ def _pack_encoded(
     directory: str,
     progress: Callable[[], None],
 ) -> tuple[NodeMemory, Layout]:
-    memory = NodeMemory.create(0, directory)
+    memory = NodeMemory.create(0, COPY, directory)
     starts = np.zeros(length + 1, np.int64)
     end = 0
     try:
@@ -301,7 +313,7 @@ def _pack_encoded(
         table = -(-end // _ALIGNMENT) * _ALIGNMENT
         memory.append(bytes(table - end) + starts.tobytes())
     except OSError as error:
-        raise explained(error, end, directory) from error
+        raise explained(error, end, directory, COPY) from error
     return memory, Layout(length, "encoded", table=table)
 
 

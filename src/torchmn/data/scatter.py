@@ -5,8 +5,8 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from torchmn.communicators.transports.node_memory import SHARED_DIRECTORY
 from torchmn.data.node_copy import copy_to_nodes
-from torchmn.data.node_memory import SHARED_DIRECTORY
 from torchmn.data.order import SEED_RULE, draw_seed, is_seed, permutation
 from torchmn.data.sub_dataset import SizedDataset, SubDataset
 from torchmn.errors import DisagreementError, UsageError
@@ -117,7 +117,8 @@ def scatter_dataset(
     Raises:
         UsageError: an argument is out of range, or the root's data set has no length.
         DisagreementError: ranks passed different roots, or data sets of different lengths.
-        DataError: the data set raised, or a node's memory is too small.
+        DataError: the data set raised.
+        NodeMemoryError: a node's memory is too small.
         UnsupportedError: a sample cannot travel.
         All ranks raise the same sentence.
     """

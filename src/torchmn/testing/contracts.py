@@ -351,6 +351,12 @@ CONTRACTS: tuple[Callable[[Communicator], None], ...] = (
 )
 
 
+def check_all(comm: Communicator) -> None:
+    """Every contract, one after another."""
+    for contract in CONTRACTS:
+        contract(comm)
+
+
 def _same(got: Sequence[Tensor], expected: Sequence[Tensor], what: str) -> None:
     require(len(got) == len(expected), f"{what}: {len(got)} tensors instead of {len(expected)}")
     for a, b in zip(got, expected, strict=True):

@@ -174,7 +174,7 @@ class Transport(ABC):
         received = dict(zip(self._others, scratch.split(max(1, mine.numel())), strict=False))
         self.exchange(
             [(peer, pieces[peer]) for peer in self._others],
-            [(peer, piece) for peer, piece in received.items()] if mine.numel() else [],
+            list(received.items()) if mine.numel() else [],
             limit,
         )
         if mine.numel() == 0:
@@ -194,7 +194,7 @@ class Transport(ABC):
 
     def stripes(self, buffer: Tensor) -> list[Tensor]:
         """Cut a buffer into one contiguous stripe per rank, sizes differing by at most one."""
-        return list(buffer.tensor_split(self.size))
+        return [*buffer.tensor_split(self.size)]
 
     @property
     def _others(self) -> list[int]:

@@ -15,15 +15,18 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchmn.errors import DataError, UnsupportedError
+from torchmn.errors import NodeMemoryError, UnsupportedError
 from torchmn.units import MiB
 
 SHARED_DIRECTORY = "/dev/shm"
 
-_CURE = (
-    "Make the folder larger (docker: --shm-size), or pass shared_directory= a folder on a local "
-    "disk, or pass the data set on every rank: then only the index travels."
-)
+
+@dataclass(frozen=True)
+class Purpose:
+    """How errors name what the memory is for, and what else a user can do."""
+
+    what: str
+    cure: str
 
 
 @dataclass(frozen=True)
@@ -45,40 +48,40 @@ class NodeMemory:
         self._close = weakref.finalize(self, os.close, number)
 
     @classmethod
-    def create(cls, size: int, directory: str = SHARED_DIRECTORY) -> NodeMemory:
+    def create(cls, size: int, purpose: Purpose, directory: str = SHARED_DIRECTORY) -> NodeMemory:
         """Memory that will hold ``size`` bytes once they are reserved; ``directory`` has room now.
 
         Raises:
-            DataError: the folder is missing or has too little room.
+            NodeMemoryError: the folder is missing or has too little room.
             UnsupportedError: the system or the folder's file system has no files without names.
         """
         if not hasattr(os, "O_TMPFILE"):
             raise UnsupportedError(
-                f"Sharing a data set between processes needs Linux and this is {sys.platform}. "
-                "Pass the data set on every rank: then only the index travels."
+                f"Memory shared between processes for {purpose.what} needs Linux and this is "
+                f"{sys.platform}. {purpose.cure}"
             )
         try:
             memory = cls(os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
         except OSError as error:
-            raise explained(error, size, directory) from error
+            raise explained(error, size, directory, purpose) from error
         facts = os.statvfs(directory)
         if facts.f_bavail * facts.f_frsize < size:
-            raise explained(OSError(errno.ENOSPC, ""), size, directory)
+            raise explained(OSError(errno.ENOSPC, ""), size, directory, purpose)
         return memory
 
     @classmethod
     def attach(cls, address: Address) -> NodeMemory:
         """The memory that another process of this node made; that process must still have it.
 
-        Raises DataError: it cannot be reached from here.
+        Raises NodeMemoryError: it cannot be reached from here.
         """
         path = f"/proc/{address.pid}/fd/{address.number}"
         try:
             memory = cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
         except OSError as error:
-            raise DataError(_unreachable(path, str(error))) from error
+            raise NodeMemoryError(_unreachable(path, str(error))) from error
         if memory.address(address.pid, address.number) != address:
-            raise DataError(_unreachable(path, "another file is open there"))
+            raise NodeMemoryError(_unreachable(path, "another file is open there"))
         return memory
 
     @property
@@ -129,33 +132,32 @@ class NodeMemory:
         return NodeMemory.attach, (self.address(),)
 
 
-def explained(error: OSError, size: int, directory: str) -> DataError | UnsupportedError:
+def explained(
+    error: OSError, size: int, directory: str, purpose: Purpose
+) -> NodeMemoryError | UnsupportedError:
     """The sentence for an OSError while ``size`` bytes were being put into ``directory``."""
     if error.errno in (errno.EOPNOTSUPP, errno.EISDIR):
         return UnsupportedError(
-            f"The file system of {directory} cannot hold files without a name, which sharing a "
-            "data set between processes needs. tmpfs, ext4 and xfs can: pass shared_directory= a "
-            "folder on one of these."
+            f"The file system of {directory} cannot hold files without a name, which {purpose.what} "
+            f"needs; tmpfs, ext4 and xfs can. {purpose.cure}"
         )
     if error.errno == errno.ENOSPC:
         facts = os.statvfs(directory)
         free = facts.f_bavail * facts.f_frsize
-        return DataError(
-            f"{directory} has {free / MiB:.1f} MiB free and the node's copy of the data set needs "
-            f"{size / MiB:.1f} MiB. {_CURE}"
+        return NodeMemoryError(
+            f"{directory} has {free / MiB:.1f} MiB free and {purpose.what} needs "
+            f"{size / MiB:.1f} MiB. {purpose.cure}"
         )
     if not Path(directory).is_dir():
-        return DataError(
-            f"There is no folder {directory} for the node's copy of the data set. {_CURE}"
-        )
-    return DataError(
-        f"The node's copy of the data set does not fit into {directory}: {error}. {_CURE}"
+        return NodeMemoryError(f"There is no folder {directory} for {purpose.what}. {purpose.cure}")
+    return NodeMemoryError(
+        f"{directory} could not be used for {purpose.what}: {error}. {purpose.cure}"
     )
 
 
 def _unreachable(path: str, seen: str) -> str:
     return (
-        f"The data set shared by this node's ranks cannot be opened at {path}: {seen}. Ranks with "
-        "the same host name must run as the same user in one process namespace; else give the "
-        "containers different host names, or pass the data set on every rank."
+        f"Memory shared by this node's ranks cannot be opened at {path}: {seen}. Ranks with the "
+        "same host name must run as the same user in one process namespace; else give the "
+        "containers different host names."
     )

@@ -37,7 +37,7 @@ from torchmn.communicators.transports.base import (
     Transport,
     fold,
 )
-from torchmn.communicators.transports.node_memory import Address, NodeMemory
+from torchmn.communicators.transports.node_memory import Address, NodeMemory, Purpose
 from torchmn.errors import TimeLimitError, TorchmnError, UnsupportedError
 from torchmn.units import KiB, MiB
 
@@ -49,6 +49,10 @@ _POLLS_BEFORE_YIELD = 300
 _EAGER_S = 0.01
 _POLL_S = 0.00002
 _ARRIVED, _FOLDED, _NUM_COUNTERS = 0, 1, 2
+_PURPOSE = Purpose(
+    "the exchange between this node's ranks",
+    "Make the folder larger (docker: --shm-size).",
+)
 
 
 class SharedMemoryTransport(Transport):
@@ -86,7 +90,7 @@ class SharedMemoryTransport(Transport):
         problem: TorchmnError | None = None
         if self.rank == 0:
             try:
-                memory = NodeMemory.create(nbytes)
+                memory = NodeMemory.create(nbytes, _PURPOSE)
                 memory.reserve(0, nbytes)
                 address = memory.address()
                 row = torch.tensor(

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
 
 from torchmn.communicators.transports.base import (
     Message,

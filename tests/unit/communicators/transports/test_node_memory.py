@@ -8,16 +8,28 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from torchmn.data.node_memory import NodeMemory, explained
-from torchmn.errors import DataError, UnsupportedError
+from torchmn.communicators.transports.node_memory import NodeMemory, Purpose, explained
+from torchmn.errors import NodeMemoryError, UnsupportedError
+
+TEST = Purpose("a test", "Ask for less.")
+
+
+@pytest.fixture
+def memory_folder() -> Iterator[str]:
+    """A folder in memory; the test fails if something is left in it."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="torchmn-test-") as folder:
+        yield folder
+        assert list(Path(folder).iterdir()) == []
 
 
 def filled(payload: bytes, directory: str = "/dev/shm") -> NodeMemory:
-    memory = NodeMemory.create(len(payload), directory)
+    memory = NodeMemory.create(len(payload), TEST, directory)
     memory.append(payload)
     return memory
 
@@ -39,7 +51,7 @@ def test_private_changes_stay_private() -> None:
 def test_an_address_that_leads_elsewhere(change: dict[str, int]) -> None:
     memory = filled(b"abc")
     address = dataclasses.replace(memory.address(), **change)
-    with pytest.raises(DataError, match=r"cannot be opened at /proc/\d+/fd/\d+"):
+    with pytest.raises(NodeMemoryError, match=r"cannot be opened at /proc/\d+/fd/\d+"):
         NodeMemory.attach(address)
 
 
@@ -51,25 +63,27 @@ def test_append_after_append(memory_folder: str) -> None:
 
 
 def test_too_large_for_the_folder() -> None:
-    with pytest.raises(DataError, match=r"/dev/shm has .* MiB free and .* needs 1099511627776\.0"):
-        NodeMemory.create(2**60)
+    with pytest.raises(
+        NodeMemoryError, match=r"/dev/shm has .* MiB free and .* needs 1099511627776\.0"
+    ):
+        NodeMemory.create(2**60, TEST)
 
 
 def test_missing_folder() -> None:
-    with pytest.raises(DataError, match="no folder /nowhere"):
-        NodeMemory.create(1, "/nowhere")
+    with pytest.raises(NodeMemoryError, match="no folder /nowhere"):
+        NodeMemory.create(1, TEST, "/nowhere")
 
 
 def test_file_system_without_nameless_files() -> None:
     with pytest.raises(UnsupportedError, match="/proc cannot hold files without a name"):
-        NodeMemory.create(1, "/proc")
-    assert isinstance(explained(OSError(errno.EOPNOTSUPP, ""), 1, "/dev"), UnsupportedError)
+        NodeMemory.create(1, TEST, "/proc")
+    assert isinstance(explained(OSError(errno.EOPNOTSUPP, ""), 1, "/dev", TEST), UnsupportedError)
 
 
 def test_other_systems(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "O_TMPFILE")
     with pytest.raises(UnsupportedError, match="needs Linux"):
-        NodeMemory.create(1)
+        NodeMemory.create(1, TEST)
 
 
 @pytest.mark.root
@@ -82,13 +96,13 @@ def test_a_full_folder_is_an_error_and_no_crash(tmp_path: Path) -> None:
     if mounted.returncode != 0:
         pytest.skip(reason="this machine does not allow mounts")
     try:
-        memory = NodeMemory.create(1000, str(tmp_path))
+        memory = NodeMemory.create(1000, TEST, str(tmp_path))
         with pytest.raises(OSError, match="No space left"):
             memory.reserve(0, 2 * 2**20)
         with pytest.raises(OSError, match="No space left"):
             memory.append(bytes(2 * 2**20))
-        with pytest.raises(DataError, match=r"has 1\.0 MiB free|has 0\.\d MiB free"):
-            NodeMemory.create(2 * 2**20, str(tmp_path))
+        with pytest.raises(NodeMemoryError, match=r"has 1\.0 MiB free|has 0\.\d MiB free"):
+            NodeMemory.create(2 * 2**20, TEST, str(tmp_path))
     finally:
         del memory
         subprocess.run(["umount", str(tmp_path)], check=True)
@@ -96,8 +110,8 @@ def test_a_full_folder_is_an_error_and_no_crash(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-from torchmn.data.node_memory import NodeMemory
-memory = NodeMemory.create(64, sys.argv[1])
+from torchmn.communicators.transports.node_memory import NodeMemory, Purpose
+memory = NodeMemory.create(64, Purpose("a test", ""), sys.argv[1])
 memory.append(bytes(64))
 os.kill(os.getpid(), signal.SIGKILL)
 """
