@@ -1,0 +1,266 @@
+"""`make setup` in a copy of the project's build files: what it says when something is missing.
+
+The real installation takes minutes and a network, so that most tests stand in a Python and a pip
+of a few lines; one uses the real ones with an index that nobody serves.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.processes
+
+ROOT = Path(__file__).parents[2]
+TOOLS = [
+    "bash",
+    "sh",
+    "make",
+    "cat",
+    "cksum",
+    "dirname",
+    "rm",
+    "mkdir",
+    "tail",
+    "head",
+    "grep",
+    "flock",
+    "chmod",
+    "cp",
+    "env",
+]
+
+PYTHON_OF = """#!/bin/sh
+# A Python: answers the questions of setup.sh and makes environments with a pip that does {pip}.
+case "$1" in
+  --version) echo "Python {version}.1" ;;
+  -c) echo "{verdict}" ;;
+  -m) case "$2" in
+    venv) echo "venv" >>calls; mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
+    pip) echo "pip" >>calls; {pip} ;;
+  esac ;;
+esac
+"""
+
+
+class Project:
+    """The build files in a folder with a space, and a path on which only our tools are."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "a project"
+        self.tools = folder / "tools"
+        self.tools.mkdir()
+        (self.folder / "scripts").mkdir(parents=True)
+        for name in ("Makefile", "pyproject.toml", "constraints.txt", "scripts/setup.sh"):
+            shutil.copy(ROOT / name, self.folder / name)
+        for tool in TOOLS:
+            path = shutil.which(tool)
+            if path:
+                (self.tools / tool).symlink_to(path)
+
+    def python(
+        self, name: str = "python3", *, version: str = "3.11", verdict: str = "", pip: str = "true"
+    ) -> None:
+        text = PYTHON_OF.format(version=version, verdict=verdict or version, pip=pip)
+        (self.tools / name).write_text(text)
+        (self.tools / name).chmod(0o755)
+
+    def make(self, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [self.tools / "make", "--no-print-directory", *args],
+            cwd=self.folder,
+            env={"PATH": str(self.tools), "HOME": str(self.folder), **env},
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
+        )
+
+    @property
+    def calls(self) -> list[str]:
+        log = self.folder / "calls"
+        return log.read_text().split() if log.exists() else []
+
+    @property
+    def mark(self) -> Path:
+        return self.folder / ".venv" / "made-by-setup"
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    if not shutil.which("make"):
+        pytest.skip("no make on the path")
+    return Project(tmp_path)
+
+
+def sentence(done: subprocess.CompletedProcess[str]) -> str:
+    """The last thing that setup said. Make adds a line of its own behind it."""
+    assert done.returncode != 0
+    ours = [line for line in done.stderr.splitlines() if not line.startswith("make")]
+    assert all(line.startswith("setup: ") for line in ours), done.stderr
+    return ours[-1]
+
+
+def test_second_time_does_nothing(project: Project) -> None:
+    project.python()
+    assert project.make("setup").returncode == 0
+    assert project.calls == ["venv", "pip"]
+    again = project.make("setup")
+    assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
+    assert project.calls == ["venv", "pip"]
+
+
+@pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt", "scripts/setup.sh"])
+def test_changed_requirements_are_installed_into_what_is_there(project: Project, name: str) -> None:
+    project.python()
+    project.make("setup")
+    with (project.folder / name).open("a") as file:
+        file.write("\n# changed\n")
+    assert project.make("setup").returncode == 0
+    assert project.calls == ["venv", "pip", "pip"]
+
+
+def test_moved_folder_is_set_up_anew(project: Project) -> None:
+    project.python()
+    project.make("setup")
+    project.folder = project.folder.rename(project.folder.with_name("moved project"))
+    assert project.make("setup").returncode == 0
+    assert project.calls == ["venv", "pip", "venv", "pip"]
+
+
+def test_unfinished_setup_is_redone(project: Project) -> None:
+    project.python(pip="false")
+    assert project.make("setup").returncode != 0
+    assert project.mark.read_text() == "unfinished\n"
+    project.python()
+    assert project.make("setup").returncode == 0
+    assert project.calls == ["venv", "pip", "venv", "pip"]
+
+
+def test_another_python_by_name(project: Project) -> None:
+    project.python()
+    project.python("other", version="3.12")
+    project.make("setup")
+    assert project.make("setup", "PYTHON=other").returncode == 0
+    assert project.calls == ["venv", "pip", "venv", "pip"]
+    assert project.make("setup").stderr == ""  # without a name what is there is good
+
+
+def test_python_that_is_in_range_is_preferred(project: Project) -> None:
+    project.python(verdict="is 3.9")
+    project.python("python3.12", version="3.12")
+    done = project.make("setup")
+    assert done.returncode == 0
+    assert "Python 3.12.1" in done.stderr
+
+
+@pytest.mark.parametrize("verdict", ["is 3.9", "is 3.14", "is 2.7"])
+def test_python_out_of_range(project: Project, verdict: str) -> None:
+    project.python(verdict=verdict)
+    words = sentence(project.make("train"))
+    assert f"needs Python 3.10 to 3.13 and found python3 {verdict}" in words
+    assert not (project.folder / ".venv").exists()
+
+
+def test_no_python(project: Project) -> None:
+    assert "found none" in sentence(project.make("test"))
+    words = sentence(project.make("test", "PYTHON=/no/such/python"))
+    assert "/no/such/python, which does not run" in words
+
+
+def test_python_without_venv(project: Project) -> None:
+    project.python(verdict="lacks the venv module")
+    words = sentence(project.make("setup"))
+    assert "python3 lacks the venv module" in words
+    assert "apt install python3-venv" in words
+
+
+def test_environment_of_somebody_else_is_left_alone(project: Project) -> None:
+    project.python()
+    (project.folder / ".venv").mkdir()
+    (project.folder / ".venv" / "mine").touch()
+    assert "setup did not make it" in sentence(project.make("setup"))
+    assert (project.folder / ".venv" / "mine").exists()
+
+
+PIPS = {
+    "full disk": (
+        "echo 'ERROR: Could not install packages due to an OSError: "
+        "[Errno 28] No space left on device'; exit 1",
+        "the disk is full",
+    ),
+    "no network": (
+        "echo 'WARNING: Retrying (Retry(total=4)) after connection broken by NewConnectionError'; "
+        "exit 1",
+        "the package index cannot be reached",
+    ),
+    "no such version": (
+        "echo '      ERROR: No matching distribution found for torch==2.13.0'; exit 1",
+        "No matching distribution found for torch==2.13.0 (details in .venv-setup.log)",
+    ),
+    "silence": ("exit 1", "pip install failed: no reason given"),
+}
+
+
+@pytest.mark.parametrize("case", PIPS)
+def test_failures_of_pip(project: Project, case: str) -> None:
+    pip, words = PIPS[case]
+    project.python(pip=pip)
+    assert words in sentence(project.make("train"))
+
+
+@pytest.mark.slow
+def test_index_that_nobody_serves(project: Project) -> None:
+    done = project.make(
+        "test",
+        f"PYTHON={sys.executable}",
+        PIP_CONFIG_FILE=os.devnull,
+        PIP_INDEX_URL="http://127.0.0.1:9/simple",
+        PIP_RETRIES="1",
+    )
+    assert "the package index cannot be reached" in sentence(done)
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
+def test_disk_that_is_full(project: Project) -> None:
+    disk = project.folder.with_name("small disk")
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)],
+        capture_output=True,
+        text=True,
+    )
+    if mounted.returncode:
+        pytest.skip(f"no small disk can be mounted here: {mounted.stderr.strip()}")
+    try:
+        shutil.copytree(project.folder, disk / "project")
+        project.folder = disk / "project"
+        done = project.make("setup", f"PYTHON={sys.executable}")
+        assert "the disk is full" in sentence(done)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_continuous_integration_runs_the_tests_with_real_samples(tmp_path: Path) -> None:
+    """`.ci/run` calls make test, with a folder of samples where there is one beside the project."""
+    project = tmp_path / "a project"
+    (project / ".ci").mkdir(parents=True)
+    shutil.copy(ROOT / ".ci" / "run", project / ".ci" / "run")
+    (project / "Makefile").write_text('test:\n\t@echo "$@: $$TORCHMN_TEST_DATA"\n')
+
+    def said() -> str:
+        env = {name: text for name, text in os.environ.items() if name != "TORCHMN_TEST_DATA"}
+        command = ["bash", str(project / ".ci" / "run")]
+        return subprocess.run(
+            command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    assert said() == "test:"
+    (tmp_path / "shared" / "data").mkdir(parents=True)
+    assert said() == f"test: {(tmp_path / 'shared' / 'data').resolve()}"
