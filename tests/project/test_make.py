@@ -17,23 +17,10 @@ import pytest
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
-TOOLS = [
-    "bash",
-    "sh",
-    "make",
-    "cat",
-    "cksum",
-    "dirname",
-    "rm",
-    "mkdir",
-    "tail",
-    "head",
-    "grep",
-    "flock",
-    "chmod",
-    "cp",
-    "env",
-]
+TOOLS = (
+    *("bash", "sh", "make", "cat", "cksum", "dirname", "rm", "mkdir", "tail", "head"),
+    *("grep", "flock", "chmod", "cp", "env"),
+)
 
 PYTHON_OF = """#!/bin/sh
 # A Python: answers the questions of setup.sh and makes environments with a pip that does {pip}.

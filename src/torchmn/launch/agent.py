@@ -123,6 +123,7 @@ class Agent:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
+            close_fds=False,  # PMI_FD of MPICH: a connection that the launcher left open for us
             start_new_session=True,
             preexec_fn=death_with_parent(),
         )
