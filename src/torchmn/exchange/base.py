@@ -16,6 +16,8 @@ class Schedule(Protocol):
     name: str
     num_sets: int
     """Sets of buckets that must exist side by side."""
+    staleness_steps: int
+    """How many steps late a gradient is applied: 0 where ``p.grad`` is of this backward pass."""
 
     def attach(self, exchange: GradientExchange, inner: Optimizer) -> None:
         """Called once, at wrap time."""

@@ -35,20 +35,27 @@ class Bucket:
     footer: Tensor
     num_ready: int = field(default=0)
 
-    def pack(self, position: int, scale: float) -> None:
-        """Write ``scale`` times the gradient of one parameter into its slot (zeros if None)."""
+    def pack(self, position: int, scale: float) -> bool:
+        """Write ``scale`` times the gradient of one parameter into its slot (zeros if None).
+
+        Returns whether the gradient was in the slot already: added to an earlier mean.
+        """
         grad, slot = self.parameters[position].grad, self.slots[position]
-        if grad is None or scale == 0.0:
+        if grad is None or scale == 0.0:  # zero weight: even NaN, the mean of nothing, has none
             slot.zero_()
-        elif grad.data_ptr() != slot.data_ptr():
-            torch.mul(grad, scale, out=slot)
-        elif scale != 1.0:
+            return False
+        if grad.data_ptr() != slot.data_ptr():
+            # With create_graph=True a gradient has a graph, which no mean over ranks can keep.
+            torch.mul(grad.detach() if grad.requires_grad else grad, scale, out=slot)
+            return False
+        if scale != 1.0:
             slot.mul_(scale)
+        return grad is slot
 
     def expose(self) -> None:
-        """Make every ``p.grad`` its slot."""
+        """Make the ``p.grad`` of every trainable parameter its slot."""
         for parameter, slot in zip(self.parameters, self.slots, strict=True):
-            if parameter.grad is not slot:
+            if parameter.grad is not slot and parameter.requires_grad:
                 parameter.grad = slot
 
 

@@ -17,8 +17,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from torchmn.errors import UnsupportedError, UsageError
-from torchmn.exchange.gradients import BucketSet, GradientExchange
+from torchmn.errors import UnsupportedError
+from torchmn.exchange.bucket_set import BucketSet
+from torchmn.exchange.gradients import GradientExchange
 
 
 class DoubleBuffering:
@@ -26,6 +27,7 @@ class DoubleBuffering:
 
     name = "double_buffering"
     num_sets = 2
+    staleness_steps = 1
     _exchange: GradientExchange
     _inner: Optimizer
 
@@ -82,16 +84,20 @@ class DoubleBuffering:
         return num_active
 
     def forget_backward(self) -> None:
-        """Gradients were cleared: the next backward pass is the first of its step."""
+        """See `Schedule.forget_backward`. The mean in ``p.grad`` is gone: no step applies it."""
         self._num_backwards = 0
+        self._has_mean = False
 
     def flush(self) -> None:
         """See `Schedule.flush`."""
+        if self._has_mean:  # there was a backward pass, but no step yet
+            self._inner.step()
+        self._has_mean, self._num_backwards = False, 0
         if self._pending is None:
             return
-        self._pending.wait()
-        self._exchange.expose(self._pending)
-        self._pending = None
+        pending, self._pending = self._pending, None
+        pending.wait()
+        self._exchange.expose(pending)
         self._inner.step()
 
     def state_dict(self) -> dict[str, Any]:
@@ -99,22 +105,13 @@ class DoubleBuffering:
         if self._pending is None:
             return {}
         self._pending.wait()
-        means = {n: slot.clone() for n, slot in self._pending.named_means().items()}
-        return {"pending": means}
+        return {"pending": self._pending.means()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Schedule.load_state_dict`. Raises UsageError: other parameters than saved."""
+        if self._pending is not None:
+            self._pending.drain()  # its memory is used again
         self._pending, self._has_mean, self._num_backwards = None, False, 0
-        if "pending" not in state:
-            return
-        pending = self._exchange.filling
-        slots = pending.named_means()
-        if slots.keys() != state["pending"].keys():
-            odd = sorted(slots.keys() ^ state["pending"].keys())
-            raise UsageError(
-                f"The saved pending gradient is of other parameters; they differ in {odd[:5]}."
-            )
-        for name, slot in slots.items():
-            slot.copy_(state["pending"][name])
-        pending.declare_means()
-        self._pending = self._exchange.turn()
+        if "pending" in state:
+            self._exchange.filling.load_means(state["pending"])
+            self._pending = self._exchange.turn()

@@ -20,6 +20,7 @@ class EveryStep:
 
     name = "every_step"
     num_sets = 1
+    staleness_steps = 0
     _exchange: GradientExchange
     _inner: Optimizer
 
@@ -33,19 +34,21 @@ class EveryStep:
 
     def backward_ended(self) -> None:
         """See `Schedule.backward_ended`."""
-        if self._is_exchanged:
-            self._warn_once()
         exchange = self._exchange
+        if self._is_exchanged and exchange.is_accumulating:
+            self._warn_once()
         exchange.sum_rest()
-        exchange.expose(exchange.turn())
+        means = exchange.turn()
+        means.wait()
+        exchange.expose(means)
         self._is_exchanged = True
 
     def step(self, closure: Callable[[], float] | None) -> float | None:
         """See `Schedule.step`. A rank without any backward pass takes part here."""
-        if closure is None and not self._is_exchanged and self._exchange.is_needed:
+        if closure is None and not self._is_exchanged:
             self._exchange.exchange_now()
         self._is_exchanged = False
-        result = self._inner.step(closure)  # type: ignore[arg-type]
+        result = self._inner.step(closure)
         self._is_exchanged = False
         return result
 
@@ -53,7 +56,9 @@ class EveryStep:
         """See `Schedule.take_part`."""
         self._exchange.finish_filling()
         self._exchange.sum_rest()
-        return self._exchange.turn().num_active
+        means = self._exchange.turn()
+        means.wait()
+        return means.num_active
 
     def forget_backward(self) -> None:
         """Gradients were cleared: the next backward pass is the first of its step."""

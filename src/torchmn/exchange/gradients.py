@@ -12,90 +12,21 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from torchmn.communicators import Communicator
-from torchmn.communicators.engine import Work
 from torchmn.communicators.wire import Wire
 from torchmn.errors import CommunicationError, UnsupportedError, UsageError
+from torchmn.exchange.bucket_set import NUM_FOOTER, BucketSet, weight_unit
 from torchmn.exchange.buckets import Bucket, NamedParameter, plan_buckets
-
-_WEIGHT, _ACTIVE, _NUM_FOOTER = 0, 1, 2  # then one presence flag per parameter if asked for
-
-
-class BucketSet:
-    """The buckets of one exchange and the sums under way in them."""
-
-    def __init__(self, comm: Communicator, wire: Wire, buckets: list[Bucket]) -> None:
-        self.comm = comm
-        self.wire = wire
-        self.buckets = buckets
-        self.footer = buckets[-1].footer if buckets else torch.zeros(_NUM_FOOTER)
-        self.works: list[Work[None]] = []
-
-    def start(self, bucket: Bucket, step: int) -> None:
-        """Hand one bucket to the engine."""
-        self.works.append(
-            self.comm.start_sum_(
-                bucket.buffer,
-                wire=self.wire,
-                num_exact=bucket.footer.numel(),
-                bucket=bucket.index,
-                step=step,
-            )
-        )
-
-    def sum_now(self, bucket: Bucket, step: int) -> None:
-        """Sum one bucket and wait for it: without a change of thread if nothing is in flight."""
-        self.comm.sum_(
-            bucket.buffer,
-            wire=self.wire,
-            num_exact=bucket.footer.numel(),
-            bucket=bucket.index,
-            step=step,
-        )
-
-    def wait(self) -> None:
-        """Wait for all sums and turn them into means.
-
-        Raises UsageError on all ranks alike: the weights of the active ranks add up to zero.
-        """
-        for work in self.works:
-            work.wait()
-        self.works.clear()
-        total = float(self.footer[_WEIGHT])
-        if total == self.comm.size or not self.buckets:
-            return
-        if total == 0.0 and self.num_active:
-            raise UsageError(
-                f"{self.comm.speaker}: the weights of all ranks are zero. With weight='samples' "
-                "the model's forward must see a tensor with a batch dimension; else call "
-                "optimizer.set_weight(number_of_samples) before backward()."
-            )
-        factor = self.comm.size / total if total else 0.0
-        for bucket in self.buckets:
-            bucket.buffer[: bucket.buffer.numel() - bucket.footer.numel()].mul_(factor)
-        self.declare_means()
-
-    def declare_means(self) -> None:
-        """Say that the buffers hold means already: `wait` leaves them as they are."""
-        self.footer[_WEIGHT] = self.comm.size
-
-    @property
-    def num_active(self) -> int:
-        """How many ranks took part with data of their own in the sum that was waited for."""
-        return round(float(self.footer[_ACTIVE]))
-
-    def named_means(self) -> dict[str, Tensor]:
-        """Name to slot, for all parameters."""
-        return {n: s for b in self.buckets for n, s in zip(b.names, b.slots, strict=True)}
 
 
 class GradientExchange:
     """Watches the backward passes of some parameters and sums their gradients over ranks.
 
     ``num_sets`` sets of buckets take turns: with two, the means of one step are in use while the
-    sums of the next are under way. ``on_backward_end`` is called when all buckets of a backward pass
-    were handed over.
+    sums of the next are under way. ``on_backward_end`` is called when the gradients of a backward
+    pass are packed and all buckets but the last were handed over.
     """
 
     def __init__(
@@ -115,22 +46,25 @@ class GradientExchange:
         self.weight = 1.0
         self.is_active = True
         self.is_syncing = True
+        self.is_accumulating = False
+        """Whether a gradient of this pass was added to the mean of an earlier one."""
         self._parameters = parameters
         self._num_sets = num_sets
         self._on_backward_end = on_backward_end
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooks: list[RemovableHandle] = []
         self._backward_id: int | None = None
+        self._failure: BaseException | None = None
         self.rebuild()
 
     # ---- layout ----
 
     def rebuild(self) -> None:
         """Lay out the buckets again, for the parameters that are trainable now."""
-        for hook in self._hooks:
-            hook.remove()
-        trainable = [(n, p) for n, p in self._parameters() if p.requires_grad]
-        self._trainable = [p for _, p in trainable]
-        num_footer = _NUM_FOOTER + (0 if self.zero_fill else len(trainable))
+        self.close()
+        known = self._parameters()
+        trainable = [(n, p) for n, p in known if p.requires_grad]
+        self._flags = [(p, p.requires_grad) for _, p in known]
+        num_footer = NUM_FOOTER + (0 if self.zero_fill else len(trainable))
         self.sets = [
             BucketSet(
                 self.comm,
@@ -150,25 +84,26 @@ class GradientExchange:
             for bucket in self.sets[0].buckets
             for position, parameter in enumerate(bucket.parameters)
         }
-        self._order = [p for b in self.sets[0].buckets for p in b.parameters]
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)
-            for parameter in (self._order if self.is_needed else ())
-        ]
+        self._order = self.sets[0].order
+        if self.is_needed:
+            self._hooks = [
+                _watch(p, self._on_gradient)
+                for _, p in known
+                if p.is_floating_point() or p.is_complex()
+            ]
+        self.forget_weights()
         self.restart()
+
+    def close(self) -> None:
+        """Watch no more backward passes."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     @property
     def is_needed(self) -> bool:
         """Whether there is anything to do: one rank alone has its means already."""
         return self.comm.size > 1 or self._num_sets > 1
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether parameters were added, frozen or unfrozen since the layout."""
-        now = [p for _, p in self._parameters() if p.requires_grad]
-        return len(now) != len(self._trainable) or any(
-            a is not b for a, b in zip(now, self._trainable, strict=True)
-        )
 
     @property
     def filling(self) -> BucketSet:
@@ -185,9 +120,14 @@ class GradientExchange:
     def restart(self) -> None:
         """Begin to fill the current set from nothing."""
         self._num_started = 0
-        self._ready: set[nn.Parameter] = set()
+        self._arrived: set[nn.Parameter] = set()
+        self.is_accumulating = False
         for bucket in self.filling.buckets:
             bucket.num_ready = 0
+
+    def forget_weights(self) -> None:
+        """Agree anew on the unit of weights at the next exchange. On all ranks alike."""
+        self._unit: float | None = None if self.filling.is_narrow else 1.0
 
     # ---- during backward ----
 
@@ -198,34 +138,47 @@ class GradientExchange:
         backward_id = torch._C._current_graph_task_id()
         if backward_id != self._backward_id:
             self._open_backward(backward_id)
-        bucket_index, position = self._locate[parameter]  # type: ignore[index]
+        place = self._locate.get(parameter)  # type: ignore[call-overload]
+        if place is None or self._unit is None:
+            # Trainable only since the layout was made, or the unit of weights is not known yet:
+            # the end of backward sees to it.
+            return
+        bucket_index, position = place
         bucket = self.filling.buckets[bucket_index]
-        self._raise_if_not_exchangeable(bucket.names[position], parameter)
-        self._ready.add(parameter)  # type: ignore[arg-type]
-        bucket.pack(position, self._scale)
-        bucket.num_ready += 1
+        if parameter in self._arrived:
+            raise UnsupportedError(
+                f"{self.comm.speaker}: the gradient of '{bucket.names[position]}' came twice in "
+                "one backward pass, as torch.utils.checkpoint with use_reentrant=True does. Use "
+                "use_reentrant=False."
+            )
+        self._pack(bucket, position)
         if self.comm.granularity == "bucket":
             self._start_full_buckets()
 
     def _open_backward(self, backward_id: int) -> None:
-        if self._backward_id is not None:
-            self._backward_id = None
-            raise CommunicationError(
-                f"{self.comm.speaker}: the backward pass before this one did not reach its end (did "
-                "it raise?), so the ranks no longer agree on what was exchanged. End the job and go "
-                "on from the last checkpoint."
-            )
+        self.raise_if_unfinished()
         self._backward_id = backward_id
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
-        self._backward_id = None
-        self.exchange_now()
+        backward_id, self._backward_id = self._backward_id, None
+        try:
+            self.exchange_now()
+        except UsageError:  # raised on all ranks alike, nothing is under way: they may go on
+            raise
+        except BaseException as error:
+            self._backward_id, self._failure = backward_id, error
+            raise
 
-    def exchange_now(self) -> None:
-        """Take the gradients as they are for those of this backward pass."""
-        self.finish_filling()
-        self._on_backward_end()
+    def raise_if_unfinished(self) -> None:
+        """Raise CommunicationError if a backward pass began that did not end. Local."""
+        if self._backward_id is not None:
+            why = self._failure or "it raised, or this one runs inside it"
+            raise CommunicationError(
+                f"{self.comm.speaker}: the backward pass before this did not reach its end "
+                f"({why}), so the ranks no longer agree on what was exchanged. End the job and go "
+                "on from the last checkpoint."
+            )
 
     def _start_full_buckets(self) -> None:
         """The last bucket stays: it becomes full when backward ends, and no thread can hide it."""
@@ -237,19 +190,60 @@ class GradientExchange:
             self.filling.start(bucket, self.step)
             self._num_started += 1
 
+    def _pack(self, bucket: Bucket, position: int) -> None:
+        """Write this rank's part of a gradient: it times its weight over the number of ranks."""
+        parameter = bucket.parameters[position]
+        grad = parameter.grad
+        if grad is not None and grad.layout != torch.strided:
+            raise UnsupportedError(
+                f"{self.comm.speaker}: the gradient of '{bucket.names[position]}' is sparse "
+                f"({grad.layout}). Only dense gradients are exchanged: make the layer with "
+                "sparse=False."
+            )
+        scale = self.weight / (self.comm.size * (self._unit or 1.0)) if self.is_active else 0.0
+        if bucket.pack(position, scale):
+            self.is_accumulating = True
+        self._arrived.add(parameter)
+        bucket.num_ready += 1
+
     # ---- at the end of backward ----
+
+    def exchange_now(self) -> None:
+        """Take the gradients as they are for those of this backward pass. *Collective.*"""
+        if not self.is_needed:
+            self._fill_missing()
+            return
+        if any(parameter.requires_grad is not flag for parameter, flag in self._flags):
+            # Frozen or unfrozen since the layout, and buckets of it may have left on some ranks:
+            # all ranks end that exchange. A mean that is exchanged again stays what it is.
+            self.finish_filling()
+            self.sum_rest()
+            self.restart()
+            self.filling.wait()
+            self.rebuild()
+        self.finish_filling()
+        self._on_backward_end()
 
     def finish_filling(self) -> None:
         """Pack what is not packed yet and hand over all buckets but the last."""
+        self.raise_if_unfinished()
         filling = self.filling
+        weight = self.weight if self.is_active else 0.0
+        if self._unit is None:
+            row = torch.tensor([weight, float(self.is_active)], dtype=torch.float64)
+            total, num_active = self.comm.allreduce(row).tolist()
+            self._unit = weight_unit(total, round(num_active))
+        filling.unit = self._unit
         for bucket in filling.buckets:
             if bucket.num_ready == len(bucket.parameters):
                 continue
             for position, parameter in enumerate(bucket.parameters):
-                if parameter not in self._ready:
-                    bucket.pack(position, self._scale)
-            bucket.num_ready = len(bucket.parameters)
-        self._write_footer(filling)
+                if parameter not in self._arrived:
+                    self._pack(bucket, position)
+        presence = [] if self.zero_fill else [p.grad is not None for p in self._order]
+        filling.write_footer(
+            weight, is_active=self.is_active, presence=[p and self.is_active for p in presence]
+        )
         if self.comm.granularity == "bucket":
             self._start_full_buckets()
 
@@ -259,44 +253,42 @@ class GradientExchange:
             self.filling.start(bucket, self.step)
 
     def sum_rest(self) -> None:
-        """Sum what is left and wait for everything."""
+        """Sum what is left, on the calling thread if it can be."""
         for bucket in self.filling.buckets[self._num_started :]:
             self.filling.sum_now(bucket, self.step)
-        self.filling.wait()
 
     def expose(self, means: BucketSet) -> None:
-        """Make every ``p.grad`` the mean; None stays None if no rank had a gradient (zero_fill off)."""
+        """Make every ``p.grad`` the mean, and None where there is none.
+
+        There is none if no rank had a gradient (zero_fill off), and for a parameter that became
+        trainable after these means were started. Collective, though it sends nothing.
+        """
         for bucket in means.buckets:
             bucket.expose()
-        if not self.zero_fill and means.buckets:
-            for parameter, flag in zip(
-                self._order, means.footer[_NUM_FOOTER:].tolist(), strict=True
-            ):
-                if flag == 0.0:
-                    parameter.grad = None
-
-    @property
-    def _scale(self) -> float:
-        """What this rank's gradients are multiplied by: its weight over the number of ranks."""
-        return self.weight / self.comm.size if self.is_active else 0.0
-
-    def _write_footer(self, filling: BucketSet) -> None:
-        if not filling.buckets:
-            return
-        row = [self.weight if self.is_active else 0.0, float(self.is_active)]
         if not self.zero_fill:
-            row += [float(p.grad is not None and self.is_active) for p in self._order]
-        filling.footer.copy_(torch.tensor(row, dtype=torch.float64))
+            for parameter, is_present in zip(means.order, means.presence, strict=True):
+                if not is_present:
+                    parameter.grad = None
+        if all(means is not own for own in self.sets):  # of an earlier layout
+            held = set(means.order)
+            for parameter in self._order:
+                if parameter not in held:
+                    parameter.grad = None
+        if self.filling.is_narrow:
+            self._unit = means.next_unit
 
-    def _raise_if_not_exchangeable(self, name: str, parameter: Tensor) -> None:
-        grad = parameter.grad
-        if grad is not None and grad.layout != torch.strided:
-            raise UnsupportedError(
-                f"{self.comm.speaker}: the gradient of '{name}' is sparse ({grad.layout}). Only "
-                "dense gradients are exchanged: make the layer with sparse=False."
-            )
-        if parameter in self._ready:
-            raise UnsupportedError(
-                f"{self.comm.speaker}: the gradient of '{name}' came twice in one backward pass, as "
-                "torch.utils.checkpoint with use_reentrant=True does. Use use_reentrant=False."
-            )
+    def _fill_missing(self) -> None:
+        """One rank alone treats a missing gradient as many do."""
+        if self.zero_fill:
+            for parameter, _ in self._flags:
+                if parameter.grad is None and parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
+
+
+def _watch(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Call ``hook`` when a gradient is final, now or, for a frozen parameter, once it is not."""
+    is_trainable = parameter.requires_grad
+    parameter.requires_grad_(True)
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(is_trainable)
+    return handle

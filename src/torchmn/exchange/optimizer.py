@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from torchmn.communicators import Communicator
 from torchmn.communicators.wire import Wire
-from torchmn.errors import UnsupportedError, UsageError
+from torchmn.errors import TorchmnError, UnsupportedError, UsageError
 from torchmn.exchange.base import Schedule
-from torchmn.exchange.buckets import NamedParameter
 from torchmn.exchange.gradients import GradientExchange
-from torchmn.exchange.replicas import broadcast_and_prove, raise_if_models_differ
+from torchmn.exchange.replicas import (
+    broadcast_and_prove,
+    named_parameters,
+    raise_if_ranks_differ,
+)
 
 Weight = Literal["rank", "samples"]
 
@@ -28,8 +32,6 @@ class MultiNodeOptimizer(Optimizer):
     ``backward()`` returns, every ``p.grad`` holds the mean over ranks (under double buffering the
     mean of the step before).
     """
-
-    _step_supports_amp_scaling = False
 
     def __init__(
         self,
@@ -49,9 +51,16 @@ class MultiNodeOptimizer(Optimizer):
         self._models = list(models)
         self._weight_kind = weight
         self._num_exchanges = 0
-        named_parameters(inner, self._models)  # refuses what is not in the model
-        raise_if_models_differ(comm, self._models)
-        broadcast_and_prove(comm, self._models)
+        self._is_joining = False
+        self._forward_hook: RemovableHandle | None = None
+        codec = getattr(wire, "codec", None)
+        self._asked = {
+            "schedule": schedule.name,
+            "codec": codec.name if codec is not None else None,
+            "zero_fill": zero_fill,
+            "weight": weight,
+        }
+        self._unify()
         self.exchange = GradientExchange(
             comm,
             wire,
@@ -63,12 +72,14 @@ class MultiNodeOptimizer(Optimizer):
         schedule.attach(self.exchange, inner)
         self._reset_weight()
         if weight == "samples":
-            self._models[0].register_forward_pre_hook(self._count_samples, with_kwargs=True)
+            self._forward_hook = self._models[0].register_forward_pre_hook(
+                self._count_samples, with_kwargs=True
+            )
 
     # ---- what makes it an Optimizer ----
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The inner optimizer's own."""
         return self.inner.param_groups
 
@@ -77,7 +88,7 @@ class MultiNodeOptimizer(Optimizer):
         self.inner.param_groups = groups
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The inner optimizer's own."""
         return self.inner.state
 
@@ -95,6 +106,26 @@ class MultiNodeOptimizer(Optimizer):
             raise AttributeError(name)
         return getattr(self.inner, name)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            "A multi-node optimizer cannot be copied or pickled: it holds connections to the other "
+            "ranks. Save its state_dict(), or copy optimizer.inner."
+        )
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether `step` unscales by itself: no. Asked by `torch.amp.GradScaler.step` only.
+
+        Raises UnsupportedError: a mean of another step has been scaled by another factor.
+        """
+        if self.schedule.staleness_steps:
+            raise UnsupportedError(
+                f"GradScaler and {self.schedule.name} do not go together: the gradient in p.grad "
+                "is of an earlier step and carries that step's scale. Use schedule='every_step', "
+                "or bfloat16, which needs no scaling."
+            )
+        return False
+
     def __repr__(self) -> str:
         return f"MultiNodeOptimizer({self.schedule.name}, {self.communicator!r}, {self.inner!r})"
 
@@ -106,28 +137,36 @@ class MultiNodeOptimizer(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the parameters. *Collective*: every rank calls it equally often.
 
-        A closure's loss is averaged over ranks, so that optimizers which look at it (LBFGS) decide
-        alike everywhere. Raises what an exchange raises.
+        A rank without a backward pass takes part with zeros. A closure's loss is averaged over
+        ranks, so that optimizers which look at it (LBFGS) decide alike everywhere. Raises what an
+        exchange raises.
         """
-        wrapped = None if closure is None else self._mean_loss(closure)
-        result = self.schedule.step(wrapped)
+        self.exchange.raise_if_unfinished()
+        result = self.schedule.step(None if closure is None else self._mean_loss(closure))
         self.exchange.step += 1
         return result
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the inner optimizer's; on every rank alike. Raises UsageError: not in the model."""
+        """As the inner optimizer's. *Collective*: rank 0's parameters and buffers are taken over.
+
+        Raises UsageError: a parameter is not in the model. The group is then not added.
+        """
         self.inner.add_param_group(param_group)
-        named_parameters(self.inner, self._models)
+        try:
+            self._unify()
+        except TorchmnError:
+            self.inner.param_groups.pop()
+            raise
         self.exchange.rebuild()
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner state, which a plain optimizer loads too, and under ``torchmn`` the exchange's."""
+        """The inner state, which a plain optimizer loads too; under ``torchmn`` what is ours."""
         state = self.inner.state_dict()
         state["torchmn"] = {"schedule": self.schedule.name, **self.schedule.state_dict()}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load our own state or that of a plain optimizer. Raises UsageError: another schedule's."""
+        """Load our own state or a plain optimizer's. Raises UsageError: another schedule's."""
         ours = dict(state_dict.get("torchmn", {}))
         saved = ours.pop("schedule", self.schedule.name)
         if ours and saved != self.schedule.name:
@@ -137,12 +176,13 @@ class MultiNodeOptimizer(Optimizer):
             )
         self.inner.load_state_dict({k: v for k, v in state_dict.items() if k != "torchmn"})
         self.schedule.load_state_dict(ours)
+        self.exchange.forget_weights()
 
     # ---- what is ours ----
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally; the first backward pass outside exchanges the sum. Local."""
+        """Accumulate gradients here; the first backward pass outside exchanges the sum. Local."""
         before, self.exchange.is_syncing = self.exchange.is_syncing, False
         try:
             yield
@@ -152,8 +192,8 @@ class MultiNodeOptimizer(Optimizer):
     def set_weight(self, weight: float) -> None:
         """The weight of this rank in the next mean: its number of samples or tokens. Local.
 
-        The mean over ranks is sum(w_i g_i) / sum(w_i) with g_i the local mean. It holds for the next
-        backward pass only. Raises UsageError: negative or not finite.
+        The mean over ranks is sum(w_i g_i) / sum(w_i) with g_i the local mean. It holds for the
+        next backward pass only. Raises UsageError: negative or not finite.
         """
         if not 0 <= weight < float("inf"):
             raise UsageError(f"weight={weight} must be a non-negative finite number.")
@@ -165,22 +205,31 @@ class MultiNodeOptimizer(Optimizer):
         """Around a loop that may end earlier on some ranks. *Collective.*
 
         A rank that has left its loop takes part in the others' exchanges with weight 0, so that
-        means are over the ranks that still have data. When all have left, the ranks take over
-        parameters, buffers and optimizer state of a rank that ran to the end.
+        means are over the ranks that still have data. When all have left, the ranks that ended
+        early take over parameters, buffers and optimizer state of one that ran to the end; what
+        lives outside the optimizer, as a learning rate scheduler, they bring up to date themselves.
+        Inside, no other collective may be called, and no closure be given to `step`.
         """
-        yield
         exchange = self.exchange
-        num_exchanges, exchange.is_active = self._num_exchanges, False
+        num_before = self._num_exchanges
+        self._is_joining = True
         try:
+            yield
+            exchange.is_active = False
             while self.schedule.take_part():
                 pass
         finally:
-            exchange.is_active = True
-        counts = self.communicator.allgather_obj(num_exchanges)
-        source = counts.index(max(counts))
-        if self.communicator.rank == source:
+            exchange.is_active, self._is_joining = True, False
+        self._reset_weight()
+        exchange.forget_weights()
+        comm = self.communicator
+        everybody = comm.allgather_obj((self._num_exchanges - num_before, exchange.step))
+        last = max(num for num, _ in everybody)
+        if self._num_exchanges - num_before == last:
             self.schedule.flush()
-        self._take_over(source)
+        if any(num < last for num, _ in everybody):
+            self._take_over(next(r for r, (num, _) in enumerate(everybody) if num == last))
+        exchange.step = max(step for _, step in everybody)
 
     def flush(self) -> None:
         """Apply what was exchanged but not applied (double buffering). *Collective.*"""
@@ -191,23 +240,24 @@ class MultiNodeOptimizer(Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
+    def close(self) -> None:
+        """Leave the model alone, to train it by itself or make another optimizer for it. Local."""
+        self.exchange.close()
+        if self._forward_hook is not None:
+            self._forward_hook.remove()
+
     # ---- inside ----
 
+    def _unify(self) -> None:
+        raise_if_ranks_differ(self.communicator, self._models, self.inner, self._asked)
+        broadcast_and_prove(self.communicator, self._models)
+
     def _backward_ended(self) -> None:
-        exchange = self.exchange
-        self.schedule.backward_ended()
-        if exchange.is_stale:  # unfrozen since the layout: exchange again, now with them
-            if self.schedule.num_sets > 1:
-                raise UnsupportedError(
-                    "Parameters were frozen, unfrozen or added without add_param_group under "
-                    f"{self.schedule.name}. Call flush() and make the optimizer anew after it."
-                )
-            exchange.rebuild()
-            self.schedule.forget_backward()
-            exchange.exchange_now()
-            return
-        self._num_exchanges += 1
-        self._reset_weight()
+        try:
+            self.schedule.backward_ended()
+        finally:
+            self._num_exchanges += 1
+            self._reset_weight()
 
     def _reset_weight(self) -> None:
         self._is_weight_set = False
@@ -224,11 +274,23 @@ class MultiNodeOptimizer(Optimizer):
             self.exchange.weight += first.shape[0]
 
     def _mean_loss(self, closure: Callable[[], float]) -> Callable[[], float]:
+        if self._is_joining:
+            raise UnsupportedError(
+                "step(closure) inside join(): a rank that has left its loop cannot take part in "
+                "the mean of the loss. Compute loss and gradients before step()."
+            )
+
         def mean_of_closure() -> float:
+            num_before = self._num_exchanges
             with torch.enable_grad():
                 loss = closure()
-            local = torch.as_tensor(loss, dtype=torch.float64).detach().cpu().reshape(1)
-            return float(self.communicator.allreduce(local, "mean"))
+            if self._num_exchanges == num_before:  # no backward pass on this rank
+                self.exchange.exchange_now()
+            local = torch.as_tensor(loss).detach()
+            mean = self.communicator.allreduce(local.double().cpu().reshape(1), "mean")
+            if isinstance(loss, Tensor):  # as `loss.item()` is what users write
+                return cast(float, mean.to(local).reshape(local.shape))
+            return float(mean)
 
         return mean_of_closure
 
@@ -245,33 +307,3 @@ class MultiNodeOptimizer(Optimizer):
                     tensor.copy_(value)
             self.inner.load_state_dict(state)
             self.schedule.load_state_dict({})
-
-
-def named_parameters(inner: Optimizer, models: Sequence[nn.Module]) -> list[NamedParameter]:
-    """The optimizer's parameters with the model's names, in the model's order.
-
-    Raises UsageError: one is not in the model; UnsupportedError: one is not initialised yet.
-    """
-    prefixes = [""] if len(models) == 1 else [f"{i}." for i in range(len(models))]
-    names = {
-        parameter: prefix + name
-        for prefix, model in zip(prefixes, models, strict=True)
-        for name, parameter in model.named_parameters()
-    }
-    wanted = set()
-    for group_index, group in enumerate(inner.param_groups):
-        for position, parameter in enumerate(group["params"]):
-            if parameter not in names:
-                label = group.get("param_names", {position: f"number {position}"})[position]
-                raise UsageError(
-                    f"Parameter {label} of the optimizer's group {group_index}, shape "
-                    f"{list(parameter.shape)}, is not in the model. Pass the model that owns it, or "
-                    "a list of models."
-                )
-            if isinstance(parameter, nn.parameter.UninitializedParameter):
-                raise UnsupportedError(
-                    f"Parameter '{names[parameter]}' is not initialised yet. Run one forward pass "
-                    "before create_multi_node_optimizer."
-                )
-            wanted.add(parameter)
-    return [(name, parameter) for parameter, name in names.items() if parameter in wanted]

@@ -1,51 +1,123 @@
-"""Replicas: all ranks start from the same parameters and buffers, and a checksum proves it."""
+"""Replicas: all ranks train one model and start from the same values; a checksum proves it."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from torchmn.communicators import Communicator
 from torchmn.communicators.objects import as_bytes
-from torchmn.errors import CommunicationError, DisagreementError
+from torchmn.errors import CommunicationError, DisagreementError, UnsupportedError, UsageError
+from torchmn.exchange.buckets import NamedParameter
 
 
 def named_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Parameters and buffers by name; several models are told apart by their number."""
-    prefixes = [""] if len(models) == 1 else [f"{i}." for i in range(len(models))]
     return {
         prefix + name: tensor
-        for prefix, model in zip(prefixes, models, strict=True)
+        for prefix, model in zip(_prefixes(models), models, strict=True)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
     }
 
 
-def raise_if_models_differ(comm: Communicator, models: Sequence[nn.Module]) -> None:
-    """Compare names, shapes and dtypes over ranks. *Collective.*
+def named_parameters(inner: Optimizer, models: Sequence[nn.Module]) -> list[NamedParameter]:
+    """The optimizer's parameters with the model's names, in the model's order.
 
-    Raises DisagreementError on all ranks, naming the first difference and who has what.
+    Raises UsageError: one is not in the model; UnsupportedError: one is not initialised yet.
     """
-    mine = {n: f"{list(t.shape)} {t.dtype}" for n, t in named_tensors(models).items()}
-    everybody = comm.allgather_obj(mine)
-    reference = everybody[0]
-    for rank, other in enumerate(everybody):
-        if list(other.items()) == list(reference.items()):
-            continue
-        names = [*reference, *(n for n in other if n not in reference)]
-        different = next((n for n in names if reference.get(n) != other.get(n)), None)
-        if different is None:
-            what = "the same tensors, but in another order"
-        else:
-            what = (
-                f"'{different}': rank 0 has {reference.get(different, 'none')}, "
-                f"rank {rank} has {other.get(different, 'none')}"
-            )
-        raise DisagreementError(
-            f"{comm.speaker}: the models of the ranks differ in {what}. All ranks must build the "
-            "same model."
+    names = {
+        parameter: prefix + name
+        for prefix, model in zip(_prefixes(models), models, strict=True)
+        for name, parameter in model.named_parameters()
+    }
+    wanted = set()
+    for group_index, group in enumerate(inner.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            is_lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
+            if parameter not in names:
+                label = group.get("param_names", {position: f"number {position}"})[position]
+                shape = "not known yet" if is_lazy else list(parameter.shape)
+                raise UsageError(
+                    f"Parameter {label} of the optimizer's group {group_index}, shape {shape}, is "
+                    "not in the model. Pass the model that owns it, or a list of models."
+                )
+            if is_lazy:
+                raise UnsupportedError(
+                    f"Parameter '{names[parameter]}' is not initialised yet. Run one forward pass "
+                    "before create_multi_node_optimizer."
+                )
+            wanted.add(parameter)
+    return [(name, parameter) for parameter, name in names.items() if parameter in wanted]
+
+
+def raise_if_ranks_differ(
+    comm: Communicator, models: Sequence[nn.Module], inner: Optimizer, asked: Mapping[str, object]
+) -> None:
+    """Compare what is exchanged, and how, over ranks. *Collective.*
+
+    Names, shapes, dtypes and strides of the tensors, which of them are trained, the options of the
+    optimizer, and what was ``asked`` for: all of these decide what a rank sends. Raises
+    DisagreementError on all ranks, naming the first difference and who has what.
+    """
+    trained = {parameter for _, parameter in named_parameters(inner, models)}
+    tensors = {n: _describe(t, trained) for n, t in named_tensors(models).items()}
+    settings = {name: str(value) for name, value in asked.items()} | _options(inner)
+    everybody = comm.allgather_obj((settings, tensors))
+    for rank in range(1, comm.size):
+        what = _first_difference("the models", everybody[0][1], everybody[rank][1], rank)
+        what = what or _first_difference(
+            "the optimizers", everybody[0][0], everybody[rank][0], rank
         )
+        if what:
+            raise DisagreementError(
+                f"{comm.speaker}: {what}. All ranks must build the same model and the same "
+                "optimizer."
+            )
+
+
+def _prefixes(models: Sequence[nn.Module]) -> list[str]:
+    return [""] if len(models) == 1 else [f"{i}." for i in range(len(models))]
+
+
+def _describe(tensor: Tensor, trained: set[nn.Parameter]) -> str:
+    text = f"{list(tensor.shape)} {tensor.dtype}"
+    if not tensor.is_contiguous():
+        text += f" with strides {list(tensor.stride())}"
+    if tensor in trained and not tensor.requires_grad:
+        text += ", frozen"
+    if isinstance(tensor, nn.Parameter) and tensor not in trained:
+        text += ", not in the optimizer"
+    return text
+
+
+def _options(inner: Optimizer) -> dict[str, str]:
+    """The class and the plain options of every group, as text."""
+    options = {"class": type(inner).__qualname__}
+    for index, group in enumerate(inner.param_groups):
+        options[f"size of group {index}"] = str(len(group["params"]))
+        for name, value in group.items():
+            if isinstance(value, Tensor) and value.numel() == 1:
+                value = value.item()
+            if name != "params" and isinstance(value, (bool, int, float, str, tuple, type(None))):
+                options[f"{name} of group {index}"] = repr(value)
+    return options
+
+
+def _first_difference(
+    kind: str, reference: Mapping[str, str], other: Mapping[str, str], rank: int
+) -> str | None:
+    for name in (*reference, *other):
+        if reference.get(name) != other.get(name):
+            return (
+                f"{kind} of the ranks differ in '{name}': rank 0 has "
+                f"{reference.get(name, 'none')}, rank {rank} has {other.get(name, 'none')}"
+            )
+    if list(reference) != list(other):
+        return f"{kind} of rank 0 and rank {rank} hold the same things in another order"
+    return None
 
 
 def broadcast_and_prove(comm: Communicator, models: Sequence[nn.Module]) -> None:
@@ -71,4 +143,4 @@ def different_tensors(comm: Communicator, models: Sequence[nn.Module]) -> list[s
 
 
 def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(memoryview(as_bytes(tensor.detach().cpu().contiguous()).numpy()))
+    return zlib.crc32(as_bytes(tensor.detach().cpu().contiguous()).numpy().data)
