@@ -47,6 +47,7 @@ class Runner:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.mark = uuid.uuid4().hex
+        self._started: list[subprocess.Popen[str]] = []
 
     def script(self, text: str, name: str = "script.py") -> str:
         path = self.folder / name
@@ -57,15 +58,31 @@ class Runner:
     def start(
         self, *args: str, preexec_fn: Callable[[], None] | None = None, **env: str
     ) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+        def prepare() -> None:
+            # who runs the tests in the background of a shell ignores Ctrl-C, and so would we
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            if preexec_fn:
+                preexec_fn()
+
+        process = subprocess.Popen(
             [sys.executable, "-m", "torchmn", "run", "--log-dir", "logs", *args],
             cwd=self.folder,
             env={**os.environ, "PYTHONPATH": SOURCES, MARK: self.mark, **env},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=preexec_fn,
+            preexec_fn=prepare,
         )
+        self._started.append(process)
+        return process
+
+    def close(self) -> None:
+        for process in self._started:
+            process.kill()
+            process.wait(10)
+            for pipe in (process.stdout, process.stderr):
+                if pipe:
+                    pipe.close()
 
     def run(self, *args: str, limit_s: float = 30, **env: str) -> subprocess.CompletedProcess[str]:
         process = self.start(*args, **env)
@@ -110,10 +127,11 @@ class Runner:
 def runner(tmp_path: Path) -> Iterator[Runner]:
     runner = Runner(tmp_path)
     yield runner
-    left = runner.processes()
-    for process in left:
+    left = [(process, process.cmdline()) for process in runner.processes()]
+    for process, _ in left:
         process.kill()
-    assert not left, "the job left processes behind"
+    runner.close()
+    assert not left, f"the job left processes behind: {[words for _, words in left]}"
 
 
 def lines_of(text: str, rank: int) -> list[str]:
@@ -187,7 +205,6 @@ def test_reader_who_leaves_ends_the_job(runner: Runner) -> None:
     process.stdout.close()
     assert process.wait(20) == 128 + signal.SIGPIPE
     assert "Traceback" not in process.stderr.read()
-    process.stderr.close()
     runner.wait_until_nothing_is_left()
 
 
@@ -311,12 +328,6 @@ def test_second_ctrl_c_does_not_wait(runner: Runner) -> None:
     process.communicate(timeout=10)
     assert process.returncode == 130
     runner.wait_until_nothing_is_left()
-
-
-def kill(runner: Runner, *words: str, first: bool = True) -> None:
-    found = runner.processes(*words)
-    assert found, f"no process with {words}"
-    found[0].kill()
 
 
 def test_killed_supervisor_leaves_nothing(runner: Runner, backend: str) -> None:
