@@ -1,0 +1,30 @@
+"""The training loop: what pytorch-pfn-extras lacks for many workers."""
+
+from torchmn.training.allreduce_persistent import AllreducePersistent
+from torchmn.training.batch_source import BatchSource, LoaderPasses
+from torchmn.training.classifier import Classifier
+from torchmn.training.early_stopping import MultiNodeEarlyStoppingTrigger
+from torchmn.training.log_report import LogReport
+from torchmn.training.observation_aggregator import ObservationAggregator
+from torchmn.training.plot import PlotAtEnd
+from torchmn.training.progress import ProgressBar
+from torchmn.training.reports import extend_with_reports
+from torchmn.training.standard_updater import StandardUpdater
+from torchmn.training.trainer import Trainer
+from torchmn.training.updater import Updater
+
+__all__ = [
+    "AllreducePersistent",
+    "BatchSource",
+    "Classifier",
+    "LoaderPasses",
+    "LogReport",
+    "MultiNodeEarlyStoppingTrigger",
+    "ObservationAggregator",
+    "PlotAtEnd",
+    "ProgressBar",
+    "StandardUpdater",
+    "Trainer",
+    "Updater",
+    "extend_with_reports",
+]

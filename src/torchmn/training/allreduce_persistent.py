@@ -1,0 +1,36 @@
+"""Buffers that are the same on all ranks before somebody evaluates or saves them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pytorch_pfn_extras.training import extension
+from torch import nn
+
+from torchmn.evaluation import BufferRule, unify_buffers_
+
+if TYPE_CHECKING:
+    from torchmn.communicators import Communicator
+
+
+class AllreducePersistent(extension.Extension):
+    """Averages the floating-point buffers of a model over ranks, in place. *Collective.*
+
+    Integer buffers become those of rank 0. It runs once per epoch, before evaluators and snapshots.
+    Name and place as in ChainerMN, whose "persistents" PyTorch calls buffers.
+    """
+
+    trigger = (1, "epoch")
+    priority = extension.PRIORITY_WRITER + 1
+    needs_model_state = True
+
+    def __init__(
+        self, model: nn.Module, comm: Communicator, *, buffers: BufferRule = "average"
+    ) -> None:
+        self._model = model
+        self._comm = comm
+        self._rule: BufferRule = buffers
+
+    def __call__(self, manager: Any = None) -> None:
+        """Average now."""
+        unify_buffers_([self._model], self._comm, self._rule)

@@ -1,0 +1,40 @@
+"""A classifier that reports what the tables of the examples show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from pytorch_pfn_extras import reporting
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class Classifier(nn.Module):
+    """A network with its loss, as Chainer's ``L.Classifier``.
+
+    Called with inputs ``(batch, ...)`` and labels ``(batch,)`` it returns the loss and reports
+    ``loss`` and ``accuracy``, the fraction of the batch where the largest logit is the label's.
+
+    Args:
+        predictor: from inputs to logits ``(batch, classes)``.
+        loss_func: from logits and labels to the mean loss.
+    """
+
+    def __init__(
+        self,
+        predictor: nn.Module,
+        loss_func: Callable[[Tensor, Tensor], Tensor] = functional.cross_entropy,
+    ) -> None:
+        super().__init__()
+        self.predictor = predictor
+        self.loss_func = loss_func
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """The loss."""
+        logits = self.predictor(inputs)
+        loss = self.loss_func(logits, labels)
+        with torch.no_grad():
+            accuracy = (logits.argmax(dim=1) == labels).float().mean()
+        reporting.report({"loss": loss, "accuracy": accuracy}, self)
+        return loss

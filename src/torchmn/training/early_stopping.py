@@ -1,0 +1,91 @@
+"""Early stopping on which all ranks agree."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from pytorch_pfn_extras.training.trigger import Trigger, TriggerLike  # type: ignore[attr-defined]
+from pytorch_pfn_extras.training.triggers.early_stopping_trigger import EarlyStoppingTrigger
+
+from torchmn.training.observation_aggregator import ObservationAggregator
+
+if TYPE_CHECKING:
+    from torchmn.communicators import Communicator
+
+
+class MultiNodeEarlyStoppingTrigger(Trigger):
+    """Fires on all ranks when the mean over ranks of an observation no longer improves.
+
+    A stop trigger. *Collective*: every rank asks it after every iteration. Arguments as those of
+    ``EarlyStoppingTrigger`` (Chainer's, ancestors 3.1) and ``suffix``, which is appended to
+    ``monitor`` to name the mean in the observation.
+
+    Args:
+        comm: who takes part.
+        check_trigger: when to compare the mean since the last time with the best one.
+        monitor: the observation to look at.
+        patience: comparisons in a row without improvement that are borne; 3 if not given.
+        mode: ``max``, ``min`` or ``auto``: ``max`` if the name holds "accuracy".
+        verbose: print when it stops; on rank 0 only.
+        max_trigger: the latest end.
+        suffix: see above.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        *,
+        check_trigger: TriggerLike = (1, "epoch"),
+        monitor: str = "main/loss",
+        patience: int | None = None,
+        mode: str = "auto",
+        verbose: bool = False,
+        max_trigger: tuple[int, str] = (100, "epoch"),
+        suffix: str = "_aggregated",
+    ) -> None:
+        self._aggregator = ObservationAggregator(comm, monitor, monitor + suffix)
+        self._trigger = EarlyStoppingTrigger(
+            check_trigger=check_trigger,
+            monitor=monitor + suffix,
+            patience=3 if patience is None else patience,
+            mode=mode,
+            verbose=verbose and comm.rank == 0,
+            max_trigger=max_trigger,
+        )
+
+    def __call__(self, manager: Any) -> bool:
+        """Whether to stop."""
+        self._aggregator(manager)
+        return self._trigger(manager)
+
+    def get_training_length(self) -> tuple[float, str]:
+        """The latest end, for progress bars."""
+        return self._trigger.get_training_length()
+
+    def may_fire(self, iteration: int, epoch_len: int) -> bool:
+        """Whether it could fire in an iteration."""
+        return self._trigger.may_fire(iteration, epoch_len)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Best value and patience used up."""
+        trigger = self._trigger
+        return {
+            "count": trigger.count,
+            "best": trigger.best,
+            "summary": trigger._summary.state_dict(),
+            "aggregator": self._aggregator.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+        self._trigger.count, self._trigger.best = state["count"], state["best"]
+        self._trigger._summary.load_state_dict(state["summary"])
+        self._aggregator.load_state_dict(state["aggregator"])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MultiNodeEarlyStoppingTrigger:
+        """Share the communicator: managers of pytorch-pfn-extras copy their stop trigger."""
+        twin = copy.copy(self)
+        twin._trigger = copy.deepcopy(self._trigger, memo)
+        twin._aggregator = copy.deepcopy(self._aggregator, memo)
+        return twin

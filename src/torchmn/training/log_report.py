@@ -1,0 +1,83 @@
+"""The log of pytorch-pfn-extras with means over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from pytorch_pfn_extras.training.extensions import log_report
+from pytorch_pfn_extras.training.trigger import TriggerLike  # type: ignore[attr-defined]
+
+from torchmn.errors import UnknownNameError
+from torchmn.evaluation import Sums, WeightedSums, means_of, merge_sums, scalars_of
+
+if TYPE_CHECKING:
+    from torchmn.communicators import Communicator
+
+Observations = Literal["mean", "rank0"]
+OBSERVATIONS: tuple[Observations, ...] = ("mean", "rank0")
+
+
+class LogReport(log_report.LogReport):
+    """Writes the log from what all ranks observed. *Collective*: added on all ranks.
+
+    Ranks add up what they observe for themselves, and their sums are put together when the log gets
+    an entry, so an iteration costs no exchange. Rank 0 writes the file.
+
+    Args:
+        comm: who takes part.
+        observations: ``mean`` over the iterations of all ranks, or ``rank0``: those of rank 0
+            only, as ChainerMN and Chainer's MultiprocessParallelUpdater reported.
+        keys, trigger, postprocess, filename: as for pytorch-pfn-extras' LogReport.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        *,
+        observations: Observations = "mean",
+        keys: list[str] | None = None,
+        trigger: TriggerLike = (1, "epoch"),
+        postprocess: Callable[[Mapping[str, Any]], None] | None = None,
+        filename: str | None = None,
+    ) -> None:
+        if observations not in OBSERVATIONS:
+            raise UnknownNameError("choice of observations", observations, OBSERVATIONS)
+        self._comm = comm
+        self._observations = observations
+        super().__init__(keys, trigger, postprocess, filename)
+
+    def _init_summary(self) -> None:
+        if self._observations == "rank0" or self._comm.size == 1:
+            super()._init_summary()
+        else:
+            self._summary: Any = SummaryOverRanks(self._comm)
+
+
+class SummaryOverRanks:
+    """Takes the place of a ``DictSummary``; its means are those over all ranks."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._sums = WeightedSums()
+        self._loaded: Sums = {}
+
+    def add(self, observation: Mapping[str, Any]) -> None:
+        """Count the scalars of an iteration. Local."""
+        for name, value in scalars_of(observation).items():
+            self._sums.add(name, value)
+
+    def compute_mean(self) -> dict[str, float]:
+        """The means over ranks and iterations; a key counts where it was observed. *Collective*."""
+        mine = merge_sums([self._loaded, self._sums.sums()])
+        return means_of(merge_sums(self._comm.allgather_obj(mine)))
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """The sums of this rank. Local."""
+        mine = merge_sums([self._loaded, self._sums.sums()])
+        return {name: list(pair) for name, pair in mine.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from saved sums. Local."""
+        self._loaded = {name: (pair[0], pair[1]) for name, pair in state.items()}
+        self._sums = WeightedSums()

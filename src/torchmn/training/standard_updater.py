@@ -1,0 +1,118 @@
+"""One iteration on one device: a batch, a loss, its gradients, a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchmn.errors import UsageError
+from torchmn.evaluation import batch_to, call_with_batch, num_samples
+from torchmn.training.batch_source import batch_source, iterations_per_epoch
+
+
+class StandardUpdater:
+    """Draws a batch, computes the loss, steps the optimizer. *Collective* with a multi-node one.
+
+    Args:
+        iterator: a `torchmn.SerialIterator`, whose epochs have 79, 78, 78, 78 iterations, or a
+            DataLoader, whose epochs are passes over it; ``set_epoch`` of its sampler is called. A
+            `GlobalSampler` as its ``batch_sampler`` may give this rank a batch without samples:
+            then the rank takes part in the step with weight 0.
+        optimizer: any, or one of `create_multi_node_optimizer`.
+        model: is called with the batch and returns the loss. What it reports with
+            ``pytorch_pfn_extras.reporting.report(values, self)`` is observed as ``main/...``.
+        loss_func: is called in place of the model.
+        device: where the batch is moved to; None leaves it where it is.
+        converter: moves it: ``converter(batch, device)``.
+
+    Raises UsageError: ``iterator`` can be iterated only once.
+    """
+
+    def __init__(
+        self,
+        iterator: Any,
+        optimizer: Optimizer,
+        model: nn.Module,
+        *,
+        loss_func: Callable[..., Tensor] | None = None,
+        device: torch.device | str | None = None,
+        converter: Callable[[Any, Any], Any] = batch_to,
+    ) -> None:
+        self.source = batch_source(iterator)
+        self.optimizer = optimizer
+        self.model = model
+        self.loss_func: Callable[..., Tensor] = model if loss_func is None else loss_func
+        self.device = device
+        self.converter = converter
+        self.iteration = 0
+
+    @property
+    def epoch(self) -> int:
+        """Epochs done."""
+        return self.source.epoch
+
+    @property
+    def epoch_detail(self) -> float:
+        """Epochs done, with the fraction of the current one."""
+        return self.source.epoch_detail
+
+    @property
+    def previous_epoch_detail(self) -> float | None:
+        """``epoch_detail`` before the last iteration; None before the first."""
+        return self.source.previous_epoch_detail
+
+    @property
+    def is_new_epoch(self) -> bool:
+        """Whether the last iteration ended an epoch."""
+        return self.source.is_new_epoch
+
+    @property
+    def iterations_per_epoch(self) -> Fraction | None:
+        """The mean number of iterations in an epoch; None if it is not known."""
+        return iterations_per_epoch(self.source)
+
+    def update(self) -> None:
+        """Do one iteration."""
+        batch = next(self.source)
+        if num_samples(batch) == 0:
+            self._take_part_without_samples()
+        else:
+            self.update_core(self.converter(batch, self.device))
+        self.iteration += 1
+
+    def update_core(self, batch: Any) -> None:
+        """What is done with a batch. Override it for another computation."""
+        self.optimizer.zero_grad()
+        loss = call_with_batch(self.loss_func, batch)
+        if not isinstance(loss, Tensor):
+            raise UsageError(
+                f"The model returned a {type(loss).__name__} where the loss is needed. Let it "
+                "return the loss, or pass loss_func=."
+            )
+        loss.backward()
+        self.optimizer.step()
+
+    def finalize(self) -> None:
+        """Nothing is held."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The iteration and the place among the batches, also in the middle of an epoch."""
+        return {"iteration": self.iteration, "source": dict(self.source.state_dict())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the very next batch."""
+        self.iteration = int(state["iteration"])
+        self.source.load_state_dict(state["source"])
+
+    def _take_part_without_samples(self) -> None:
+        set_weight = getattr(self.optimizer, "set_weight", None)
+        if set_weight is None:
+            return
+        self.optimizer.zero_grad()
+        set_weight(0.0)
+        self.optimizer.step()

@@ -1,0 +1,202 @@
+"""The training loop: pytorch-pfn-extras' manager, driven by an updater, on one or many ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from pytorch_pfn_extras.training.manager import ExtensionsManager
+from pytorch_pfn_extras.training.trigger import (  # type: ignore[attr-defined]
+    TriggerLike,
+    get_trigger,
+)
+from pytorch_pfn_extras.writing import SimpleWriter, Writer  # type: ignore[attr-defined]
+
+from torchmn.errors import DataError, DisagreementError, UsageError
+from torchmn.training.epoch_length import EpochLength
+from torchmn.training.updater import Updater
+
+if TYPE_CHECKING:
+    from pytorch_pfn_extras.training.extension import ExtensionLike
+
+    from torchmn.communicators import Communicator
+
+
+class Trainer(ExtensionsManager):
+    """Runs an updater until a trigger stops it, and extensions after each iteration.
+
+    It is an ``ExtensionsManager`` whose epochs follow the updater's iterator: ``epoch``,
+    ``epoch_detail`` and all triggers are right for epochs of different lengths. With ``comm`` files
+    are written by rank 0 alone; extensions that print are added on rank 0 only, those that are
+    collective (a multi-node evaluator, `LogReport`) on all ranks.
+
+    Args:
+        updater: what an iteration does, such as `StandardUpdater`.
+        stop_trigger: ``(n, "epoch")``, ``(n, "iteration")`` or a trigger; None never stops.
+        out: the folder for files, made by rank 0.
+        comm: the ranks that train together; None for one process.
+        extensions: as given to `extend`.
+    """
+
+    def __init__(
+        self,
+        updater: Updater,
+        stop_trigger: TriggerLike = None,
+        out: str | Path = "result",
+        *,
+        comm: Communicator | None = None,
+        extensions: Sequence[ExtensionLike] = (),
+    ) -> None:
+        self._updater = updater
+        self._comm = comm
+        is_writer = comm is None or comm.rank == 0
+        writer = SimpleWriter(out_dir=str(out)) if is_writer else _NoWriter(str(out))
+        self._length = EpochLength(updater)
+        self._has_run = False
+        self._elapsed_before_s = 0.0
+        super().__init__(
+            updater.model,
+            updater.optimizer,
+            1,
+            iters_per_epoch=1,
+            extensions=extensions,
+            out_dir=str(out),
+            writer=writer,
+            state_objects={"updater": updater},
+        )
+        # After super().__init__, which copies its stop trigger, and with it a communicator.
+        self._stop_trigger = get_trigger(stop_trigger)
+        self._internal_stop_trigger = get_trigger(None)
+
+    # ---- where training is ----
+
+    @property
+    def updater(self) -> Updater:  # type: ignore[override]
+        """What an iteration does."""
+        return self._updater
+
+    @property
+    def epoch(self) -> int:
+        """Epochs done."""
+        return self._updater.epoch
+
+    @property
+    def epoch_detail(self) -> float:
+        """Epochs done, with the fraction of the current one."""
+        return self._updater.epoch_detail
+
+    @property
+    def _iters_per_epoch(self) -> int:
+        return cast(int, self._length)
+
+    @property
+    def elapsed_time(self) -> float:
+        """Seconds of training, those before a resumed snapshot included."""
+        return self._elapsed_before_s + super().elapsed_time
+
+    # ---- what is done ----
+
+    def run(self) -> None:
+        """Train until the stop trigger fires. *Collective.*
+
+        Extensions and updater are finalized in any case.
+
+        Raises:
+            UsageError: it has run before.
+            DisagreementError: ranks begin at different places or have epochs of different lengths.
+        """
+        if self._has_run:
+            raise UsageError("This trainer has run already. Make a new one to train again.")
+        self._has_run = True
+        try:
+            self.start_extensions()
+            self._raise_if_ranks_disagree()
+            while not self.stop_trigger:
+                with self.run_iteration():
+                    self._updater.update()
+        finally:
+            if self._start_extensions_called:
+                self.finalize()
+            self._updater.finalize()
+
+    def resume(self, snapshot: str | Path) -> None:
+        """Go on from a snapshot that rank 0 reads and gives to all ranks. *Collective.*
+
+        Call it after `extend`. All ranks take over rank 0's state, so that samples are neither lost
+        nor repeated with a `GlobalSampler`.
+
+        Raises DataError on all ranks: the file is missing or damaged.
+        """
+        state, problem = None, None
+        if self._comm is None or self._comm.rank == 0:
+            try:
+                state = _plain(torch.load(snapshot, map_location="cpu", weights_only=True))
+            except Exception as error:  # of zip, pickle or the file system
+                problem = f"The snapshot {snapshot} cannot be read: {type(error).__name__}: {error}"
+        if self._comm is not None:
+            state, problem = self._comm.bcast_obj((state, problem))
+        if problem is not None:
+            raise DataError(problem)
+        self.load_state_dict(state)  # type: ignore[arg-type]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Models, optimizers, updater, extensions and the time spent."""
+        elapsed_s = self.elapsed_time if self._start_time is not None else self._elapsed_before_s
+        return {
+            **super().state_dict(),
+            "elapsed_time_s": elapsed_s,
+            "stop_trigger": self._stop_trigger.state_dict(),
+        }
+
+    def load_state_dict(self, to_load: dict[str, Any]) -> None:
+        """Go on from a saved state. Local. Raises UsageError: an extension is not in it."""
+        missing = [name for name in self._extensions if name not in to_load["extensions"]]
+        if missing:
+            raise UsageError(
+                f"The state was saved without the extensions {', '.join(missing)}; it has "
+                f"{', '.join(to_load['extensions'])}. Extend the trainer as when it was saved."
+            )
+        super().load_state_dict(to_load)
+        self._elapsed_before_s = float(to_load.get("elapsed_time_s", 0.0))
+        self._stop_trigger.load_state_dict(to_load.get("stop_trigger", {}))
+
+    def _raise_if_ranks_disagree(self) -> None:
+        if self._comm is None:
+            return
+        length = self._updater.iterations_per_epoch
+        mine = {
+            "iteration": str(self.iteration),
+            "epoch": f"{self.epoch_detail:.6g}",
+            "iterations per epoch": "unknown" if length is None else f"{float(length):.6g}",
+        }
+        everybody = self._comm.allgather_obj(mine)
+        for what in mine:
+            said = [theirs[what] for theirs in everybody]
+            if len(set(said)) > 1:
+                raise DisagreementError(
+                    f"{self._comm.speaker}: the ranks' {what} differ: "
+                    + ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(said))
+                    + ". Their triggers would not fire together. Use GlobalSampler, or "
+                    "scatter_dataset with force_equal_length=True, and resume all ranks alike."
+                )
+
+
+class _NoWriter(Writer):
+    """The writer of ranks that write nothing."""
+
+    def initialize(self, out_dir: str) -> None:
+        pass
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def _plain(state: Any) -> Any:
+    """Subclasses of dict as dicts, which travel without pickle."""
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(_plain(value) for value in state)
+    return state
