@@ -138,8 +138,8 @@ def explained(
     """The sentence for an OSError while ``size`` bytes were being put into ``directory``."""
     if error.errno in (errno.EOPNOTSUPP, errno.EISDIR):
         return UnsupportedError(
-            f"The file system of {directory} cannot hold files without a name, which {purpose.what} "
-            f"needs; tmpfs, ext4 and xfs can. {purpose.cure}"
+            f"The file system of {directory} cannot hold files without a name, as {purpose.what} "
+            f"needs them; tmpfs, ext4 and xfs can. {purpose.cure}"
         )
     if error.errno == errno.ENOSPC:
         facts = os.statvfs(directory)
