@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal
 
 from torchmn.errors import LaunchError
@@ -83,4 +85,8 @@ def command(
             options.insert(0, "--allow-run-as-root")
         if job.num_ranks > num_cores:
             options += ["--mca", "mpi_yield_when_idle", "1"]  # spinning would starve the others
+        if Path(mpirun).parent == Path(sys.executable).parent:
+            # Open MPI's wheel looks for fabrics through libfabric, which takes more than a second
+            # of MPI_Init and finds nothing that one machine needs. The user's own choice stays.
+            env = {"OMPI_MCA_btl": "^ofi", **env}
     return Command((mpirun, *options, *worker_command()), env, name="mpirun")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from torchmn.errors import LaunchError, UsageError
 from torchmn.launch import Job, local, mpirun, python_command
-from torchmn.launch.job import worker_command
+from torchmn.launch.job import Command, worker_command
 
 
 def job(num_ranks: int = 2, **options: object) -> Job:
@@ -63,6 +63,18 @@ def test_open_mpi(num_ranks: int, num_cores: int, yields: bool) -> None:
     assert ("mpi_yield_when_idle" in command.argv) is yields
     assert "--allow-run-as-root" not in command.argv
     assert command.rank is None
+
+
+@pytest.mark.parametrize("env", [{}, {"OMPI_MCA_btl": "self,tcp"}])
+def test_wheel_does_not_look_for_fabrics_unless_told(env: dict[str, str]) -> None:
+    def started(path: Path) -> Command:
+        return mpirun.command(
+            job(), env, mpirun=str(path), flavour="Open MPI", num_cores=2, is_root=False
+        )
+
+    wheel = started(Path(sys.executable).parent / "mpirun")
+    assert wheel.env["OMPI_MCA_btl"] == env.get("OMPI_MCA_btl", "^ofi")
+    assert started(Path("/opt/site/bin/mpirun")).env == env
 
 
 def test_root_is_allowed_only_to_root() -> None:
