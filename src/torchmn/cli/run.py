@@ -27,7 +27,8 @@ def run(
         Path | None, typer.Option(help="Folder for rank0.log, rank0.exit.json, ...")
     ] = None,
     grace_s: Annotated[
-        float, typer.Option("--grace", help="Seconds between asking a worker to end and killing it.")
+        float,
+        typer.Option("--grace", help="Seconds between asking a worker to end and killing it."),
     ] = 5.0,
     is_module: Annotated[
         bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")
