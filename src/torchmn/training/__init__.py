@@ -5,6 +5,7 @@ from torchmn.training.batch_source import BatchSource, LoaderPasses
 from torchmn.training.classifier import Classifier
 from torchmn.training.early_stopping import MultiNodeEarlyStoppingTrigger
 from torchmn.training.log_report import LogReport
+from torchmn.training.multiprocess_updater import MultiprocessParallelUpdater
 from torchmn.training.observation_aggregator import ObservationAggregator
 from torchmn.training.plot import PlotAtEnd
 from torchmn.training.progress import ProgressBar
@@ -20,6 +21,7 @@ __all__ = [
     "LoaderPasses",
     "LogReport",
     "MultiNodeEarlyStoppingTrigger",
+    "MultiprocessParallelUpdater",
     "ObservationAggregator",
     "PlotAtEnd",
     "ProgressBar",

@@ -78,6 +78,16 @@ class Trainer(ExtensionsManager):
         return self._updater
 
     @property
+    def iteration(self) -> int:
+        """Iterations done, as the updater counts them."""
+        self.start_extensions()
+        return self._updater.iteration
+
+    @iteration.setter
+    def iteration(self, value: int) -> None:
+        """The manager's own count, which nobody needs."""
+
+    @property
     def epoch(self) -> int:
         """Epochs done."""
         return self._updater.epoch
