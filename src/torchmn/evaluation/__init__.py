@@ -6,15 +6,21 @@ from torchmn.evaluation.create import create_multi_node_evaluator
 from torchmn.evaluation.generic import GenericMultiNodeEvaluator
 from torchmn.evaluation.meeting import Meeting
 from torchmn.evaluation.ratio import Ratio
+from torchmn.evaluation.sums import Sums, WeightedSums, means_of, merge_sums, scalars_of
 
 __all__ = [
     "BufferRule",
     "GenericMultiNodeEvaluator",
     "Meeting",
     "Ratio",
+    "Sums",
+    "WeightedSums",
     "batch_to",
     "call_with_batch",
     "create_multi_node_evaluator",
+    "means_of",
+    "merge_sums",
     "num_samples",
+    "scalars_of",
     "unify_buffers_",
 ]

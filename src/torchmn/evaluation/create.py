@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader
 from torchmn.errors import DisagreementError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.evaluation.buffers import BUFFER_RULES, BufferRule, unify_buffers_
 from torchmn.evaluation.meeting import Meeting
-from torchmn.evaluation.recorder import Recorder, Sums
+from torchmn.evaluation.recorder import Recorder
+from torchmn.evaluation.sums import Sums, means_of, merge_sums
 
 if TYPE_CHECKING:
     from torchmn.communicators import Communicator
@@ -184,21 +185,13 @@ class _MultiNodeEvaluation:
 
 
 def _means(parts: list[Sums]) -> dict[str, float]:
-    """Add sums and weights of all ranks; names in the order in which the ranks know them.
-
-    Raises UsageError: a value without any weight.
-    """
-    means = {}
-    for name in dict.fromkeys(name for part in parts for name in part):
-        pairs = [part[name] for part in parts if name in part]
-        weight = math.fsum(weight for _, weight in pairs)
+    """The means over all ranks. Raises UsageError: a value without any weight."""
+    merged = merge_sums(parts)
+    for name, (_, weight) in merged.items():
         if weight == 0:
             raise UsageError(
                 f"'{name}' stands for no samples on any rank, so it has no mean. Give the "
                 "evaluator a loader that has samples on one rank at least, or report a Ratio with "
                 "a count."
             )
-        total = [total for total, _ in pairs]
-        finite = all(map(math.isfinite, total))
-        means[name] = (math.fsum(total) if finite else sum(total)) / weight
-    return means
+    return means_of(merged)
