@@ -183,7 +183,9 @@ class Communicator(ABC):
                     stacklevel=2,
                 )
             return group
-        return group.over(transport)
+        shared = group.over(transport)
+        self._subgroups.append(shared)
+        return shared
 
     def _own_subgroup(self, name: str, partition: Sequence[Sequence[int]]) -> Group:
         """This rank's part of a partition of the ranks. Part of `_connect`."""
@@ -398,6 +400,7 @@ class Communicator(ABC):
         self.engine.close()
         for group in (*reversed(self._subgroups), self.world):
             group.transport.close()
+        self._subgroups.clear()
 
     def __repr__(self) -> str:
         return (

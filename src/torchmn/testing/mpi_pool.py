@@ -41,6 +41,7 @@ class MpiPool:
         address = str(Path(self._folder.name) / "socket")
         self._listener = Listener(address, family="AF_UNIX")
         env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
+        env.setdefault("OMPI_MCA_btl", "^ofi")  # one machine: a second of probing libfabric saved
         if search_path:
             env["PYTHONPATH"] = os.pathsep.join(
                 part for part in (search_path, env.get("PYTHONPATH")) if part

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from image_makers import (
+
+from tests.unit.data.image_makers import (
     binary_bytes,
     cifar_archive,
     cifar_files,
@@ -21,7 +22,6 @@ from image_makers import (
     write_cifar_folder,
     write_npz,
 )
-
 from torchmn.data import cifar_files as module
 from torchmn.data.cifar_files import find_cifar10, read_cifar10, read_python_batch
 from torchmn.data.raw_images import RawImageSet

@@ -7,8 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from image_makers import MNIST_PARTS, flipped, grey_part, idx_bytes, mnist_files, write_mnist_folder
 
+from tests.unit.data.image_makers import (
+    MNIST_PARTS,
+    flipped,
+    grey_part,
+    idx_bytes,
+    mnist_files,
+    write_mnist_folder,
+)
 from torchmn.data.idx_files import OFFICIAL, find_mnist, parse_idx, read_mnist
 from torchmn.data.raw_images import RawImageSet
 from torchmn.errors import DataError

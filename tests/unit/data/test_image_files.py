@@ -15,14 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from image_makers import (
+
+from tests.unit.data.image_makers import (
     cifar_archive,
     cifar_parts,
     grey_part,
     write_cifar_folder,
     write_mnist_folder,
 )
-
 from torchmn.data import IMAGE_SETS, default_data_root, load_images
 from torchmn.data import image_files as module
 from torchmn.errors import DataError, TorchmnError, UnknownNameError, UsageError

@@ -73,8 +73,9 @@ class SharedMemoryTransport(Transport):
         self.is_threaded = getattr(inner, "is_threaded", True)
         self._chunk_bytes = chunk_bytes
         self._counters_bytes = _LINE_BYTES * _NUM_COUNTERS * self.size
-        self._memory = self._share(limit)
-        self._map: mmap.mmap | None = self._memory.map_shared()
+        memory = self._share(limit)
+        self._memory: NodeMemory | None = memory
+        self._map: mmap.mmap | None = memory.map_shared()
         shared = torch.frombuffer(self._map, dtype=torch.uint8)
         self._counters = memoryview(self._map)[: self._counters_bytes].cast("q")
         slots = shared[self._counters_bytes :].view(2, self.size, chunk_bytes)
@@ -298,6 +299,7 @@ class SharedMemoryTransport(Transport):
         """Let go of the segment; ``inner`` is its maker's to close."""
         self._slots.clear()
         self._counters.release()
+        self._memory = None
         self._map = None  # unmapped when the last tensor over it is gone
 
 

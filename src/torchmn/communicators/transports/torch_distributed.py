@@ -65,7 +65,7 @@ class TorchDistributedTransport(Transport):
         self.cuda_device = cuda_device
         timeout = timedelta(seconds=timeout_s)
         try:
-            self._gloo = dist.ProcessGroupGloo(
+            self._gloo: Any = dist.ProcessGroupGloo(
                 PrefixStore("gloo", store), rank, size, timeout=timeout
             )
         except (RuntimeError, ValueError) as error:
@@ -152,9 +152,9 @@ class TorchDistributedTransport(Transport):
 
     def close(self) -> None:
         """See `Transport.close`."""
-        for group in (self._gloo, self._nccl):
-            if group is not None and hasattr(group, "shutdown"):
-                group.shutdown()
+        if self._nccl is not None:
+            self._nccl.shutdown()
+        self._nccl = self._gloo = None  # a gloo group closes its sockets when it is gone
 
 
 def _bytes(tensor: Tensor) -> Tensor:
