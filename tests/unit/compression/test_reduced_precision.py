@@ -1,0 +1,55 @@
+"""Codecs that carry a narrower floating-point type."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torchmn.compression import CODECS, BFloat16, Float16, create_codec
+from torchmn.errors import UnknownNameError
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("codec", [Float16(), BFloat16()], ids=repr)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [0, 1, 7])
+def test_round_trip_rounds_once(codec, dtype: torch.dtype, size: int) -> None:
+    values = torch.linspace(-3, 3, size).to(dtype)
+    encoded = torch.empty(codec.encoded_nbytes(size, dtype), dtype=torch.uint8)
+    assert encoded.numel() == 2 * size
+    codec.encode(values, encoded)
+    decoded = torch.full((size,), 9.0, dtype=dtype)
+    codec.decode(encoded, decoded)
+    assert torch.equal(decoded, values.to(codec.wire_dtype).to(dtype))
+    again = torch.empty_like(encoded)
+    codec.encode(decoded, again)
+    if dtype not in (torch.float16, torch.bfloat16):
+        assert torch.equal(again, encoded)
+
+
+def test_range() -> None:
+    values = torch.tensor([65504.0, 70000.0, -70000.0, float("nan"), 6e-8])
+    for codec, expected in (
+        (Float16(), [65504.0, float("inf"), float("-inf"), float("nan"), 6e-8]),
+        (BFloat16(), [65536.0, 70000.0, -70000.0, float("nan"), 6e-8]),
+    ):
+        encoded = torch.empty(10, dtype=torch.uint8)
+        codec.encode(values, encoded)
+        decoded = torch.empty(5)
+        codec.decode(encoded, decoded)
+        torch.testing.assert_close(
+            decoded, torch.tensor(expected), rtol=1e-2, atol=1e-8, equal_nan=True
+        )
+
+
+def test_names() -> None:
+    assert create_codec(None) is None
+    assert create_codec("float32") is None
+    for name in ("float16", "bfloat16"):
+        assert create_codec(name).name == name
+    own = Float16()
+    assert create_codec(own) is own
+    with pytest.raises(UnknownNameError, match="Unknown codec 'float8'. Known: float32, float16,"):
+        create_codec("float8")
+    assert list(CODECS) == ["float32", "float16", "bfloat16"]
