@@ -153,12 +153,9 @@ def _slot(buffer: Tensor, start: int, parameter: nn.Parameter) -> Tensor:
     strides = (
         parameter.stride() if _is_dense(parameter) else torch.empty(shape, device="meta").stride()
     )
-    if parameter.dtype.is_complex:
-        size = 2 * parameter.numel()
-        flat = torch.view_as_complex(buffer[start : start + size].view(-1, 2))
-        return flat.as_strided(shape, strides)
-    alias = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
-    return alias.set_(buffer.untyped_storage(), start, shape, strides)
+    alias = torch.empty(0, dtype=parameter.dtype, device=buffer.device)
+    offset = start // 2 if parameter.dtype.is_complex else start  # in elements of the alias
+    return alias.set_(buffer.untyped_storage(), offset, shape, strides)
 
 
 def _is_dense(tensor: Tensor) -> bool:
