@@ -1,12 +1,14 @@
 """Every route, over gloo threads and MPI processes, for all world sizes and placements."""
 
+import os
+
 import pytest
 
 from torchmn.communicators import ROUTES
 from torchmn.errors import UnsupportedError
+from torchmn.launch.detect import find_mpirun
 from torchmn.testing import MpiPool, run_ranks
 from torchmn.testing.contracts import check_all
-from torchmn.testing.mpi_pool import find_mpirun
 from torchmn.topology import Topology
 
 CPU_ROUTES = [name for name in ROUTES if name != "pure_nccl"]
@@ -47,7 +49,7 @@ def test_contracts_over_gloo(name: str, label: str) -> None:
 
 @pytest.fixture(scope="module")
 def pool():
-    if find_mpirun() is None:
+    if find_mpirun(os.environ) is None:
         pytest.skip(reason="no mpirun: install it with 'make setup'")
     with MpiPool(4) as started:
         yield started

@@ -179,7 +179,7 @@ def _checked_topology(given: Topology | None, found_hosts: list[str], world: Tra
 def _own_device(intra_rank: int) -> torch.device:
     """The worker's GPU, made current before any CUDA call, so that no context lands elsewhere."""
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if num_devices == 0:
+    if num_devices == 0 or os.environ.get("TORCHMN_BACKEND") == "gloo":
         return torch.device("cpu")
     device = torch.device("cuda", intra_rank % num_devices)
     torch.cuda.set_device(device)

@@ -93,7 +93,7 @@ def _describe(obj: Any, buffers: list[Tensor], trust: Trust) -> Any:
         flat = obj.detach().contiguous()
         buffers.append(as_bytes(flat))
         return ["tensor", str(obj.dtype).removeprefix("torch."), list(obj.shape), obj.is_cuda]
-    if isinstance(obj, (np.ndarray, np.generic)) and not obj.dtype.hasobject:
+    if isinstance(obj, (np.ndarray, np.generic)) and _is_plain(obj.dtype):
         array = np.ascontiguousarray(obj)
         kind = "array" if isinstance(obj, np.ndarray) else "scalar"
         buffers.append(torch.from_numpy(np.frombuffer(array.tobytes() or b"", np.uint8).copy()))
@@ -103,6 +103,11 @@ def _describe(obj: Any, buffers: list[Tensor], trust: Trust) -> Any:
     if isinstance(obj, torch.device):
         return ["device", str(obj)]
     return _pickled(obj, trust)
+
+
+def _is_plain(dtype: Any) -> bool:
+    """Whether ``dtype.str`` says all: not for objects, records and subarrays."""
+    return not dtype.hasobject and dtype.names is None and dtype.subdtype is None
 
 
 def _pickled(obj: Any, trust: Trust) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,15 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from torchmn.errors import LaunchError, TorchmnError
+from torchmn.launch.detect import find_mpirun
 from torchmn.topology import Topology
 
 _START_S = 60.0
-
-
-def find_mpirun() -> str | None:
-    """The mpirun beside this Python, else the one on PATH, else None."""
-    beside = Path(sys.executable).parent / "mpirun"
-    return str(beside) if beside.exists() else shutil.which("mpirun")
 
 
 class MpiPool:
@@ -33,7 +27,7 @@ class MpiPool:
     """
 
     def __init__(self, size: int, *, search_path: str | None = None) -> None:
-        mpirun = find_mpirun()
+        mpirun = find_mpirun(os.environ)
         if mpirun is None:
             raise LaunchError("No mpirun was found. Install one with: pip install 'torchmn[mpi]'.")
         self.size = size
