@@ -16,7 +16,8 @@ import os, time, torch
 import torchmn
 comm = torchmn.create_communicator("auto")
 model = torch.nn.Linear(10, 10)
-optimizer = torchmn.create_multi_node_optimizer(torch.optim.SGD(model.parameters(), 0.1), comm, model)
+sgd = torch.optim.SGD(model.parameters(), 0.1)
+optimizer = torchmn.create_multi_node_optimizer(sgd, comm, model)
 model(torch.ones(1, 10)).sum().backward()
 optimizer.step()
 if comm.rank == 0:

@@ -270,7 +270,7 @@ def check_bcast_data(comm: Communicator) -> None:
 
 
 def check_mean_grad(comm: Communicator) -> None:
-    """multi_node_mean_grad: the mean; None is skipped or filled; twice, as buffers are used again."""
+    """multi_node_mean_grad: the mean; None is skipped or filled; twice, to use buffers again."""
     for _ in range(2):
         model = network(0)
         first, second, *rest = model.parameters()
@@ -318,7 +318,7 @@ def network(seed: int) -> nn.Sequential:
 
 
 def training_data(num_steps: int = 20, batch: int = 24) -> tuple[Tensor, Tensor]:
-    """(steps, batch, 1, 6, 6) inputs and (steps, batch) labels of 4 classes; 24 divides by 1 to 4."""
+    """(steps, batch, 1, 6, 6) inputs, (steps, batch) labels of 4 classes; 24 divides by 1 to 4."""
     labels = seeded(8, num_steps, batch).abs().long() % 4
     return seeded(7, num_steps, batch, 1, 6, 6) / 10, labels
 
