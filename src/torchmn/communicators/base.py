@@ -21,7 +21,7 @@ from torchmn.communicators.delivery import Delivery, Refusal
 from torchmn.communicators.engine import Engine, Work
 from torchmn.communicators.group import Group
 from torchmn.communicators.journal import Journal
-from torchmn.communicators.transports.base import TimeLimit, Transport
+from torchmn.communicators.transports.base import TimeLimit, Transport, fold
 from torchmn.communicators.transports.shared_memory import SharedMemoryTransport
 from torchmn.communicators.wire import Wire, create_wire
 from torchmn.compression import StripeCodec
@@ -37,6 +37,11 @@ _OPS = ("sum", "mean", "max", "min")
 _MAX_DIMS = 16
 _USER_TAG = 64  # tags of send and recv start here; collectives use 0
 _DTYPES = sorted({str(v) for v in vars(torch).values() if isinstance(v, torch.dtype)})
+
+
+def _own(x: Tensor) -> Tensor:
+    """A rank's own part of a result: as the others' parts, without memory or graph of ``x``."""
+    return x.detach().clone()
 
 
 class Communicator(ABC):
@@ -104,6 +109,11 @@ class Communicator(ABC):
 
         Every rank ends with the same bits. The last ``num_exact`` elements are not encoded.
         """
+
+    @property
+    def hides_exchange(self) -> bool:
+        """Whether gradients should leave while backward runs: whether waiting can be hidden."""
+        return self.granularity == "bucket"
 
     # ---- the exchange's way in ----
 
@@ -207,34 +217,42 @@ class Communicator(ABC):
 
     def bcast(self, x: Tensor | None, root: int = 0) -> Tensor:
         """The root's tensor on every rank; ``x`` of other ranks is ignored."""
-        return cast(Tensor, self.bcast_obj(x, root))
+        return cast(Tensor, self.bcast_obj(x, root)).detach()
 
     def gather(self, x: Tensor, root: int = 0) -> tuple[Tensor, ...] | None:
         """All ranks' tensors, shapes may differ, at the root in rank order; None elsewhere."""
         gathered = self.gather_obj(x, root)
-        return None if gathered is None else tuple(gathered)
+        if gathered is None:
+            return None
+        gathered[self.rank] = _own(x)
+        return tuple(gathered)
 
     def allgather(self, x: Tensor) -> tuple[Tensor, ...]:
         """All ranks' tensors, shapes may differ, in rank order on every rank."""
-        return tuple(self.allgather_obj(x))
+        gathered = self.allgather_obj(x)
+        gathered[self.rank] = _own(x)
+        return tuple(gathered)
 
     def alltoall(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """``xs[i]`` goes to rank i; returns what every rank sent here. Shapes may differ.
 
         Raises UsageError: ``len(xs) != size`` (DisagreementError on the other ranks).
         """
-        refusal = self._length_refusal("alltoall", len(xs))
+        return self._alltoall("alltoall", xs)
+
+    def _alltoall(self, what: str, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        refusal = self._length_refusal(what, len(xs))
         outgoing = {peer: refusal or xs[peer] for peer in range(self.size)}
-        got = self.engine.call(
-            lambda: self._delivery.deliver("alltoall", outgoing, range(self.size), 0)
-        )
+        got = self.engine.call(lambda: self._delivery.deliver(what, outgoing, range(self.size), 0))
         if refusal:
             raise UsageError(refusal.text)
+        got[self.rank] = _own(xs[self.rank])
         return tuple(got[peer] for peer in range(self.size))
 
     def scatter(self, xs: Sequence[Tensor] | Tensor | None, root: int = 0) -> Tensor:
         """Rank i gets ``xs[i]`` of the root: W tensors of any shapes, or one of shape (W, ...)."""
-        return cast(Tensor, self.scatter_obj(cast("Sequence[object] | None", xs), root))
+        mine = self.scatter_obj(cast("Sequence[object] | None", xs), root)
+        return _own(mine) if self.rank == root else cast(Tensor, mine)
 
     def allreduce(self, x: Tensor, op: UserOp = "sum") -> Tensor:
         """Sum, mean, max or min over ranks, elementwise, as a new tensor.
@@ -262,26 +280,26 @@ class Communicator(ABC):
     def reduce_scatter(self, xs: Sequence[Tensor] | Tensor, op: UserOp = "sum") -> Tensor:
         """``xs[r]`` of all ranks reduced, at rank r.
 
-        W tensors, the r-th of the same shape on every rank, or one of shape (W, ...). Raises
-        UsageError: not W parts.
+        W tensors, the r-th of the same shape on every rank, or one of shape (W, ...). 16-bit floats
+        are summed in float32. Raises UsageError: not W parts (DisagreementError on other ranks).
         """
         parts = list(xs)
-        refusal = self._length_refusal("reduce_scatter", len(parts))
-        if refusal:
-            raise UsageError(refusal.text)
-        self._check_op(op, parts[0].dtype)
-        received = self.alltoall(parts)
+        for part in parts[:1]:
+            self._check_op(op, part.dtype)
+        received = self._alltoall("reduce_scatter", parts)
         shapes = {tuple(part.shape) for part in received}
         if len(shapes) > 1:
             raise DisagreementError(
                 f"{self.speaker}: reduce_scatter got parts of shapes {sorted(shapes)} from the "
                 "ranks. Every rank must give the same shape for the same part."
             )
-        result = received[0].clone()
-        combine = {"max": torch.maximum, "min": torch.minimum}.get(op, torch.add)
-        for part in received[1:]:
-            result = combine(result, part)
-        return result.div_(self.size) if op == "mean" else result
+        if self.size == 1:
+            return received[0]
+        if op == "mean":
+            received = tuple(part / self.size for part in received)
+        result = torch.empty_like(received[0], memory_format=torch.contiguous_format)
+        fold(result, received, "sum" if op == "mean" else op)
+        return result
 
     def barrier(self) -> None:
         """Return when every rank has arrived."""
@@ -369,9 +387,10 @@ class Communicator(ABC):
                 if not zero_fill or not parameter.requires_grad:
                     continue
                 parameter.grad = torch.zeros_like(parameter)
-            flat = parameter.grad.detach().contiguous().view(-1).div_(self.size)
-            self.sum_(flat)
-            parameter.grad.copy_(flat.view(parameter.grad.shape))
+            grad = parameter.grad.detach()
+            mean = grad.clone(memory_format=torch.contiguous_format).div_(self.size)
+            self.sum_((torch.view_as_real(mean) if mean.is_complex() else mean).view(-1))
+            grad.copy_(mean)
 
     # ---- life ----
 

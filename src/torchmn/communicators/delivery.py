@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchmn.communicators import objects
 from torchmn.communicators.group import Group
-from torchmn.errors import DisagreementError
+from torchmn.errors import DisagreementError, UnsupportedError
 
 
 class Refusal:
@@ -38,11 +38,20 @@ class Delivery:
         """Send ``outgoing[peer]`` to every peer and return one object from every source.
 
         Three rounds: sizes, descriptions, tensors. The description says which collective the sender
-        is in, so that ranks in different ones learn it.
+        is in, so that ranks in different ones learn it. Raises UnsupportedError: an object may not
+        travel; its receivers get a refusal instead.
         """
-        packed = {peer: self._pack(what, obj) for peer, obj in outgoing.items()}
+        packed: dict[int, objects.Message] = {}  # by identity: often all peers get the same object
+        targets: dict[int, objects.Message] = {}
+        refusal: UnsupportedError | None = None
+        for peer, obj in outgoing.items():
+            if peer == self._group.rank:
+                continue
+            if id(obj) not in packed:
+                packed[id(obj)], refusal_here = self._pack(what, obj)
+                refusal = refusal or refusal_here
+            targets[peer] = packed[id(obj)]
         remote = [peer for peer in sources if peer != self._group.rank]
-        targets = {peer: message for peer, message in packed.items() if peer != self._group.rank}
         sizes = {peer: torch.zeros(1, dtype=torch.int64) for peer in remote}
         self._round(
             what,
@@ -66,6 +75,8 @@ class Delivery:
             {p: [objects.as_bytes(t) for t in d[2]] for p, d in described.items()},
             tag,
         )
+        if refusal is not None:
+            raise refusal
         result = {peer: self._unpack(what, peer, *described[peer]) for peer in remote}
         if self._group.rank in sources:
             result[self._group.rank] = outgoing[self._group.rank]
@@ -86,8 +97,12 @@ class Delivery:
                 self._group.exchange(outgoing, incoming, name=what, tag=tag)
 
     def broadcast(self, obj: object, root: int) -> Any:
-        """Give every rank the root's object."""
-        message = self._pack("bcast", obj) if self._group.rank == root else objects.Message(b"", [])
+        """Give every rank the root's object. Raises as `deliver`."""
+        if self._group.size == 1:
+            return obj
+        message, refusal = objects.Message(b"", []), None
+        if self._group.rank == root:
+            message, refusal = self._pack("bcast", obj)
         size = torch.tensor([len(message.head)])
         self._group.broadcast_(size, root)
         head = (
@@ -99,16 +114,24 @@ class Delivery:
         if self._group.rank == root:
             for buffer in message.buffers:
                 self._group.broadcast_(buffer, root)
+            if refusal is not None:
+                raise refusal
             return obj
         note, body, tensors = objects.unpack_head(head.numpy().tobytes(), self._device)
         for tensor in tensors:
             self._group.broadcast_(objects.as_bytes(tensor), root)
         return self._unpack("bcast", root, note, body, tensors)
 
-    def _pack(self, what: str, obj: object) -> objects.Message:
-        if isinstance(obj, Refusal):
-            return objects.pack(obj.text, self._trust, note="refused")
-        return objects.pack(obj, self._trust, note=what)
+    def _pack(self, what: str, obj: object) -> tuple[objects.Message, UnsupportedError | None]:
+        """A message, and the error to raise once it was delivered if it is a refusal."""
+        error = None
+        if not isinstance(obj, Refusal):
+            try:
+                return objects.pack(obj, self._trust, note=what), None
+            except UnsupportedError as caught:
+                error = caught
+        text = obj.text if isinstance(obj, Refusal) else str(error)
+        return objects.pack(text, self._trust, note="refused"), error
 
     def _unpack(self, what: str, peer: int, note: str, body: Any, tensors: list[Tensor]) -> Any:
         if note == what:

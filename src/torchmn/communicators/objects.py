@@ -14,6 +14,7 @@ import hmac
 import json
 import math
 import pickle
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,7 +67,10 @@ def unpack(body: Any, tensors: Sequence[Tensor], trust: Trust) -> Any:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor as a flat uint8 tensor."""
-    return tensor.reshape(-1).view(torch.uint8)
+    flat = tensor.reshape(-1)
+    if flat.numel() == 1:  # is contiguous whatever its stride, but only stride 1 can be viewed
+        flat = flat.as_strided((1,), (1,))
+    return flat.view(torch.uint8)
 
 
 def _describe(obj: Any, buffers: list[Tensor], trust: Trust) -> Any:
@@ -77,23 +81,23 @@ def _describe(obj: Any, buffers: list[Tensor], trust: Trust) -> Any:
         return obj if abs(obj) < 2**53 else ["int", str(obj)]
     if type(obj) is float:
         return obj if math.isfinite(obj) else ["float", repr(obj)]
+    if type(obj) is complex:
+        return ["complex", repr(obj.real), repr(obj.imag)]
     if type(obj) is bytes:
         buffers.append(torch.frombuffer(bytearray(obj), dtype=torch.uint8) if obj else _EMPTY)
         return ["bytes", len(obj)]
-    if type(obj) is list or type(obj) is tuple:
+    if type(obj) in _SEQUENCES.values():
         return [type(obj).__name__, [_describe(item, buffers, trust) for item in obj]]
-    if type(obj) is dict:
+    if type(obj) in _MAPPINGS.values():  # the state of a model is an OrderedDict
         pairs = [
             [_describe(k, buffers, trust), _describe(v, buffers, trust)] for k, v in obj.items()
         ]
-        return ["dict", pairs]
-    if type(obj) is set or type(obj) is frozenset:
-        return [type(obj).__name__, [_describe(item, buffers, trust) for item in obj]]
+        return [type(obj).__name__, pairs]
     if isinstance(obj, Tensor) and obj.layout == torch.strided and not obj.is_quantized:
-        flat = obj.detach().contiguous()
+        flat = obj.detach().resolve_conj().resolve_neg().contiguous()
         buffers.append(as_bytes(flat))
         return ["tensor", str(obj.dtype).removeprefix("torch."), list(obj.shape), obj.is_cuda]
-    if isinstance(obj, (np.ndarray, np.generic)) and _is_plain(obj.dtype):
+    if (type(obj) is np.ndarray or isinstance(obj, np.generic)) and _is_plain(obj.dtype):
         array = np.ascontiguousarray(obj)
         kind = "array" if isinstance(obj, np.ndarray) else "scalar"
         buffers.append(torch.from_numpy(np.frombuffer(array.tobytes() or b"", np.uint8).copy()))
@@ -118,7 +122,12 @@ def _pickled(obj: Any, trust: Trust) -> Any:
             "or set TORCHMN_SECRET to the same random text on all ranks, or use transport='mpi', "
             "or send numbers, strings, containers and tensors."
         )
-    payload = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
+    try:
+        payload = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        raise UnsupportedError(
+            f"An object of type {type(obj).__qualname__} cannot be pickled: {error}"
+        ) from error
     seal = "" if trust.secret is None else _seal(payload, trust.secret)
     return ["pickle", base64.b64encode(payload).decode(), seal]
 
@@ -132,10 +141,10 @@ def _allocate(body: Any, tensors: list[Tensor], device: torch.device) -> None:
     if not isinstance(body, list):
         return
     kind = body[0]
-    if kind in ("list", "tuple", "set", "frozenset"):
+    if kind in _SEQUENCES:
         for item in body[1]:
             _allocate(item, tensors, device)
-    elif kind == "dict":
+    elif kind in _MAPPINGS:
         for key, value in body[1]:
             _allocate(key, tensors, device)
             _allocate(value, tensors, device)
@@ -153,10 +162,13 @@ def _build(body: Any, tensors: Any, trust: Trust) -> Any:
     if not isinstance(body, list):
         return body
     kind = body[0]
-    if kind == "dict":
-        return {_build(k, tensors, trust): _build(v, tensors, trust) for k, v in body[1]}
-    if kind in _CONTAINERS:
-        return _CONTAINERS[kind](_build(item, tensors, trust) for item in body[1])
+    if kind in _MAPPINGS:
+        pairs = [(_build(k, tensors, trust), _build(v, tensors, trust)) for k, v in body[1]]
+        return _MAPPINGS[kind](pairs)
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind](_build(item, tensors, trust) for item in body[1])
+    if kind == "complex":
+        return complex(float(body[1]), float(body[2]))
     if kind == "int":
         return int(body[1])
     if kind == "float":
@@ -184,4 +196,7 @@ def _build(body: Any, tensors: Any, trust: Trust) -> Any:
 
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
-_CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_SEQUENCES: dict[str, Any] = {
+    kind.__name__: kind for kind in (list, tuple, set, frozenset, torch.Size)
+}
+_MAPPINGS: dict[str, Any] = {kind.__name__: kind for kind in (dict, OrderedDict)}

@@ -1,0 +1,81 @@
+"""From a name to a communicator, or a sentence on every rank."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from torchmn import create_communicator
+from torchmn.communicators.transports.torch_distributed import TorchDistributedTransport
+from torchmn.errors import DisagreementError, TopologyError, UnknownNameError, UsageError
+from torchmn.testing import run_ranks
+from torchmn.topology import Topology
+
+
+def alone() -> TorchDistributedTransport:
+    return TorchDistributedTransport(HashStore(), 0, 1, timeout_s=5)
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        create_communicator("ring")
+    for name in ("'ring'", "auto", "naive", "flat", "hierarchical", "two_dimensional", "pure_nccl"):
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan")])
+def test_a_limit_that_is_none_is_refused(timeout_s: float) -> None:
+    with pytest.raises(UsageError, match="must be a positive number of seconds"):
+        create_communicator(transport=alone(), timeout_s=timeout_s)
+
+
+def test_an_unknown_wire_dtype_lists_the_known_ones() -> None:
+    with pytest.raises(UnknownNameError, match="'int8'. Known: float32, float16, bfloat16"):
+        create_communicator(transport=alone(), allreduce_grad_dtype=torch.int8)
+
+
+def test_a_topology_of_another_size_is_refused() -> None:
+    with pytest.raises(TopologyError, match="given topology has 2 ranks, the world has 1"):
+        create_communicator(transport=alone(), topology=Topology(("a", "b")))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16"])
+def test_wire_dtypes_by_name_and_as_dtypes(dtype: object) -> None:
+    comm = create_communicator("naive", transport=alone(), allreduce_grad_dtype=dtype)
+    assert comm.codec.name == "bfloat16"
+    comm.finalize()
+
+
+def test_ranks_that_ask_for_different_things_are_told() -> None:
+    store = HashStore()
+    texts: dict[int, str] = {}
+
+    def rank_main(rank: int) -> None:
+        transport = TorchDistributedTransport(store, rank, 2, timeout_s=5)
+        try:
+            create_communicator("naive" if rank else "flat", transport=transport, timeout_s=5)
+        except DisagreementError as error:
+            texts[rank] = str(error)
+        transport.close()
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(texts) == 2
+    for text in texts.values():
+        assert "different name: rank 0: 'flat', rank 1: 'naive'" in text
+
+
+def test_a_rank_knows_its_place() -> None:
+    def rank_main(comm):
+        assert comm.host == ("a", "b", "a")[comm.rank]
+        assert comm.device == torch.device("cpu")
+        return comm.rank, comm.intra_rank, comm.intra_size, comm.inter_rank, comm.inter_size
+
+    places = run_ranks(rank_main, 3, topology=Topology(("a", "b", "a")))
+    assert places == [(0, 0, 2, 0, 2), (1, 0, 1, 1, 2), (2, 1, 2, 0, 2)]

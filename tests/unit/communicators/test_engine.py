@@ -1,0 +1,172 @@
+"""One collective at a time, in the order in which they were asked for."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from torchmn import create_multi_node_optimizer
+from torchmn.communicators.engine import Engine
+from torchmn.communicators.transports.torch_distributed import TorchDistributedTransport
+from torchmn.errors import CommunicationError, DisagreementError, PeerLostError, TimeLimitError
+from torchmn.testing import run_ranks
+from torchmn.testing.contracts import CONTRACTS, network, sgd, step, training_data
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=[True, False], ids=["threaded", "one thread"])
+def engine(request):
+    made = Engine(CPU, is_threaded=request.param)
+    yield made
+    made.close()
+
+
+def test_jobs_run_in_the_order_of_the_requests(engine: Engine) -> None:
+    done: list[int] = []
+    works = [engine.submit(lambda i=i: done.append(i) or i) for i in range(3)]
+    assert engine.call(lambda: done.append(3) or 3) == 3
+    works.append(engine.submit(lambda: done.append(4) or 4))
+    assert [work.wait() for work in reversed(works)] == [4, 2, 1, 0]
+    assert done == [0, 1, 2, 3, 4]
+    assert all(work.done for work in works)
+    assert works[0].wait() == 0  # once more
+
+
+def test_a_call_runs_on_the_calling_thread_when_nothing_is_in_flight(engine: Engine) -> None:
+    assert engine.call(threading.get_ident) == threading.get_ident()
+    expected = engine.submit(threading.get_ident).wait() == threading.get_ident()
+    assert expected is not engine.is_threaded
+    assert engine.call(threading.get_ident) == threading.get_ident()
+
+
+def test_submit_returns_before_the_job_is_done() -> None:
+    engine = Engine(CPU)
+    may_end = threading.Event()
+    work = engine.submit(lambda: may_end.wait(timeout=10))
+    assert not work.done
+    may_end.set()
+    assert work.wait() is True
+    engine.close()
+
+
+def test_without_a_thread_the_waiting_one_works() -> None:
+    engine = Engine(CPU, is_threaded=False)
+    num_threads = threading.active_count()
+    work = engine.submit(lambda: 5)
+    assert not work.done
+    assert threading.active_count() == num_threads
+    assert work.wait() == 5
+    engine.close()
+
+
+def test_an_error_comes_to_who_waits_and_the_engine_goes_on(engine: Engine) -> None:
+    def fail() -> None:
+        raise DisagreementError("not this")
+
+    work = engine.submit(fail)
+    after = engine.submit(lambda: 1)
+    with pytest.raises(DisagreementError, match="not this"):
+        work.wait()
+    assert after.wait() == 1
+    with pytest.raises(DisagreementError, match="not this"):
+        engine.call(fail)
+    assert engine.call(lambda: 2) == 2
+
+
+@pytest.mark.parametrize("kind", [TimeLimitError, PeerLostError])
+@pytest.mark.parametrize("way", ["call", "submit"])
+def test_after_a_broken_exchange_nothing_more_is_tried(engine: Engine, kind, way) -> None:
+    def fail() -> None:
+        raise kind("rank 3 is gone")
+
+    later = []
+    if way == "call":
+        with pytest.raises(kind):
+            engine.call(fail)
+    else:
+        work, queued = engine.submit(fail), engine.submit(lambda: later.append(1))
+        for each in (work, queued):
+            with pytest.raises(kind, match="rank 3 is gone"):
+                each.wait()
+    for ask in (engine.call, engine.submit):
+        with pytest.raises(CommunicationError, match="unusable since an exchange failed: rank 3"):
+            ask(lambda: later.append(1))
+    assert later == []
+
+
+def test_close_ends_what_is_queued_and_refuses_more() -> None:
+    engine = Engine(CPU)
+    done: list[int] = []
+    for i in range(5):
+        engine.submit(lambda i=i: done.append(i))
+    engine.close()
+    engine.close()
+    assert done == [0, 1, 2, 3, 4]
+    for ask in (engine.call, engine.submit):
+        with pytest.raises(CommunicationError, match="was finalized; create a new one"):
+            ask(lambda: None)
+
+
+def test_may_spin_only_while_nobody_computes() -> None:
+    engine = Engine(CPU)
+    assert engine.call(engine.is_eager) is True  # on the thread that would compute
+    seen: list[bool] = []
+    began, may_end = threading.Event(), threading.Event()
+
+    def job() -> None:
+        seen.append(engine.is_eager())
+        began.set()
+        may_end.wait(timeout=10)
+        while not engine.is_eager():  # until somebody waits
+            pass
+
+    work = engine.submit(job)
+    assert began.wait(timeout=10)
+    may_end.set()
+    work.wait()
+    assert seen == [False]
+    engine.close()
+
+
+@pytest.mark.parametrize("schedule", ["every_step", "double_buffering"])
+@pytest.mark.parametrize("name", ["single_node", "hierarchical"])
+def test_the_blocking_fallback_gives_the_same_parameters(
+    name: str, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for an MPI that allows no calls from a second thread."""
+    inputs, targets = training_data(num_steps=4)
+
+    def rank_main(comm):
+        comm.bucket_bytes = 100
+        model = network(0)
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model, schedule=schedule)
+        for x, y in zip(inputs, targets, strict=True):
+            step(model, optimizer, x[comm.rank :: comm.size], y[comm.rank :: comm.size])
+        optimizer.flush()
+        return comm.engine.is_threaded, comm.engine._thread, model.state_dict()
+
+    threaded = run_ranks(rank_main, 3, name=name)
+    monkeypatch.setattr(TorchDistributedTransport, "is_threaded", False, raising=False)
+    blocking = run_ranks(rank_main, 3, name=name)
+    for (is_threaded, thread, expected), (is_still, no_thread, got) in zip(
+        threaded, blocking, strict=True
+    ):
+        assert is_threaded
+        assert thread is not None
+        assert not is_still
+        assert no_thread is None
+        for key, tensor in expected.items():
+            assert torch.equal(got[key], tensor)
+
+
+def test_the_blocking_fallback_keeps_the_contracts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TorchDistributedTransport, "is_threaded", False, raising=False)
+
+    def rank_main(comm):
+        for contract in CONTRACTS:
+            contract(comm)
+
+    run_ranks(rank_main, 3, name="hierarchical")

@@ -1,0 +1,97 @@
+"""No call waits without a limit, and the error says who, where and in what."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from torchmn import create_multi_node_optimizer
+from torchmn.communicators import Communicator
+from torchmn.errors import CommunicationError, TimeLimitError
+from torchmn.testing import run_ranks
+from torchmn.testing.contracts import network, sgd, step, training_data
+from torchmn.topology import Topology
+
+CALLS: dict[str, Callable[[Communicator], object]] = {
+    "barrier": lambda comm: comm.barrier(),
+    "all_reduce": lambda comm: comm.allreduce(torch.ones(3)),
+    "allgather": lambda comm: comm.allgather_obj("x"),
+    "bcast": lambda comm: comm.bcast_obj("x", root=1),
+    "send": lambda comm: comm.recv(1),
+    "all_reduce of a sum": lambda comm: comm.sum_(torch.ones(3)),
+}
+
+
+def one_stays_away(call: Callable[[Communicator], object], **options) -> None:
+    """Rank 1 does not come. It stays until rank 0 knows: else a connection would be closed."""
+    knows = threading.Event()
+
+    def rank_main(comm):
+        if comm.rank == 1:
+            assert knows.wait(timeout=20)
+            return
+        try:
+            call(comm)
+        finally:
+            knows.set()
+
+    run_ranks(rank_main, 2, timeout_s=0.5, **options)
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_the_error_names_collective_rank_and_host(what: str) -> None:
+    def call(comm):
+        started = time.monotonic()
+        with pytest.raises(TimeLimitError) as caught:
+            CALLS[what](comm)
+        assert time.monotonic() - started < 10
+        text = str(caught.value)
+        assert text.startswith("rank 0 of 2 on here (")
+        assert "within 0.5 s" in text
+        assert "raise timeout_s=" in text
+        assert f"#{comm.journal.last.number} of group 'world'" in text
+        assert comm.journal.last.state == "failed"
+        for other in CALLS.values():
+            with pytest.raises(CommunicationError, match="unusable since an exchange failed: rank"):
+                other(comm)
+
+    one_stays_away(call, topology=Topology(("here", "there")))
+
+
+@pytest.mark.parametrize("name", ["naive", "flat", "single_node", "hierarchical"])
+def test_a_step_of_training(name: str) -> None:
+    (x,), (y,) = training_data(num_steps=1)
+
+    away = threading.Event()
+
+    def rank_main(comm):
+        comm.bucket_bytes = 100
+        model = network(0)
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+        if comm.rank == 1:
+            assert away.wait(timeout=20)
+            return
+        try:
+            with pytest.raises(TimeLimitError, match=r"rank 0 of 2 on .*bucket 0, step 0"):
+                step(model, optimizer, x, y)
+            with pytest.raises(CommunicationError, match="did not reach its end"):
+                step(model, optimizer, x, y)
+        finally:
+            away.set()
+
+    run_ranks(rank_main, 2, name=name, timeout_s=0.5)
+
+
+def test_creation_has_a_limit() -> None:
+    from torch._C._distributed_c10d import HashStore
+
+    from torchmn.communicators.transports.torch_distributed import TorchDistributedTransport
+
+    with pytest.raises(
+        TimeLimitError, match=r"joining a world of 2 did not complete within 0\.5 s"
+    ):
+        TorchDistributedTransport(HashStore(), 0, 2, timeout_s=0.5)
