@@ -1,0 +1,53 @@
+"""Every schedule with every codec, for all world sizes."""
+
+import pytest
+
+from tests.contracts.broken import schedules as broken
+from torchmn.compression import CODECS
+from torchmn.exchange import SCHEDULES
+from torchmn.testing import run_ranks, schedule_contracts
+from torchmn.testing.contracts import ContractError
+from torchmn.testing.schedule_contracts import SCHEDULE_CONTRACTS
+from torchmn.topology import Topology
+
+PLACEMENTS = {
+    "1": ("flat", Topology.blocks([1])),
+    "2": ("flat", Topology.blocks([2])),
+    "3": ("naive", Topology.blocks([3])),
+    "3+1": ("hierarchical", Topology.blocks([3, 1])),
+}
+CAUGHT_BY = {
+    broken.SumsInsteadOfMean: schedule_contracts.check_means,
+    broken.AppliesTwice: schedule_contracts.check_means,
+    broken.LosesTheLast: schedule_contracts.check_means,
+    broken.IsEarly: schedule_contracts.check_staleness,
+    broken.IsTwoLate: schedule_contracts.check_staleness,
+    broken.DriftsApart: schedule_contracts.check_replicas,
+    broken.LosesPendingInState: schedule_contracts.check_resume,
+    broken.ForgetsLocalPasses: schedule_contracts.check_accumulation,
+    broken.CountsTheAbsent: schedule_contracts.check_join,
+}
+
+
+@pytest.mark.parametrize("label", PLACEMENTS)
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_contracts(schedule: str, codec: str, label: str) -> None:
+    name, topology = PLACEMENTS[label]
+
+    def rank_main(comm) -> None:
+        comm.bucket_bytes = 200  # several buckets
+        for contract in SCHEDULE_CONTRACTS:
+            contract(comm, SCHEDULES[schedule], codec)
+
+    run_ranks(rank_main, topology.size, name=name, topology=topology)
+
+
+@pytest.mark.parametrize("wrong", CAUGHT_BY, ids=lambda cls: cls.__name__)
+def test_a_wrong_one_is_caught(wrong: type) -> None:
+    with pytest.raises(ContractError):
+        run_ranks(lambda comm: CAUGHT_BY[wrong](comm, wrong, None), 3, timeout_s=5)
+
+
+def test_every_contract_has_one_that_breaks_it() -> None:
+    assert set(CAUGHT_BY.values()) == set(SCHEDULE_CONTRACTS)
