@@ -11,14 +11,14 @@ from typing import IO, Any
 from pytorch_pfn_extras.training import extension
 
 _BAR_WIDTH = 30
-_NUM_RECENT = 100
+_RECENT_S = 30.0  # what speed and time left are taken from
 
 
 class ProgressBar(extension.Extension):
     """Shows epochs, images/s and the time left. For rank 0 only.
 
     On a terminal it is a bar that moves; elsewhere it is a plain line every now and then. The speed
-    is that of the last hundred times that it was shown, over all ranks.
+    is that of the last half minute, over all ranks, evaluation included.
 
     Args:
         images_per_epoch: images of all ranks together in an epoch.
@@ -47,7 +47,7 @@ class ProgressBar(extension.Extension):
         self._is_terminal = self._out.isatty()
         self._interval_s = terminal_interval_s if self._is_terminal else plain_interval_s
         self._last_s = 0.0
-        self._recent: deque[tuple[float, float]] = deque(maxlen=_NUM_RECENT)
+        self._recent: deque[tuple[float, float]] = deque()
 
     def initialize(self, manager: Any) -> None:
         """Time begins."""
@@ -64,6 +64,8 @@ class ProgressBar(extension.Extension):
             return
         self._last_s = now_s
         self._recent.append((now_s, manager.epoch_detail))
+        while len(self._recent) > 2 and self._recent[1][0] < now_s - _RECENT_S:
+            self._recent.popleft()
         line = self._line(manager)
         # The cursor goes back to the left, where the table's next row erases what is behind it.
         self._out.write(f"\033[K{line}\r" if self._is_terminal else f"{line}\n")

@@ -56,6 +56,7 @@ class Trainer(ExtensionsManager):
         self._length = EpochLength(updater)
         self._has_run = False
         self._elapsed_before_s = 0.0
+        self._elapsed_at_end_s: float | None = None
         super().__init__(
             updater.model,
             updater.optimizer,
@@ -103,7 +104,12 @@ class Trainer(ExtensionsManager):
 
     @property
     def elapsed_time(self) -> float:
-        """Seconds of training, those before a resumed snapshot included."""
+        """Seconds of training, those before a resumed snapshot included.
+
+        It counts from the first iteration and stands still when the last one has ended.
+        """
+        if self._elapsed_at_end_s is not None:
+            return self._elapsed_at_end_s
         return self._elapsed_before_s + super().elapsed_time
 
     # ---- what is done ----
@@ -126,6 +132,8 @@ class Trainer(ExtensionsManager):
             while not self.stop_trigger:
                 with self.run_iteration():
                     self._updater.update()
+            if self._start_time is not None:
+                self._elapsed_at_end_s = self.elapsed_time
         finally:
             if self._start_extensions_called:
                 self.finalize()

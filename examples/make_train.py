@@ -1,0 +1,113 @@
+"""What `make train` does: train on real images with one worker, then with two, and compare.
+
+It runs `cifar/train_cifar_multi_node.py` by `torchmn run` twice, with one core for each worker, so
+that the two runs differ in the number of workers and in nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from torchmn.errors import DataError, LaunchError, run_main
+from torchmn.topology.processors import available_processors
+
+HERE = Path(__file__).resolve().parent
+SCRIPT = HERE / "cifar" / "train_cifar_multi_node.py"
+PREFIX = re.compile(r"^\[0\] ?")
+THROUGHPUT = re.compile(r"^Throughput: ([0-9.]+) \[images/sec\.\]")
+
+
+def main() -> None:
+    options = parse_options()
+    cores = separate_cores()
+    out = Path(options.out)
+    print("One core for each worker, so that the runs with one and with two workers compare.")
+    if len(cores) < 2:
+        print("There is only one core here, which two workers share: expect no speed-up.")
+    speeds = []
+    for num_workers in (1, 2):
+        title = "one worker" if num_workers == 1 else "two workers"
+        print(f"\n---- {title} ----", flush=True)
+        folder = out / title.replace(" ", "-")
+        if folder.exists():
+            shutil.rmtree(folder)
+        with only_on(cores[:num_workers]):
+            speeds.append(train(num_workers, folder, options))
+    speed_up = speeds[1] / speeds[0]
+    print(f"\nSpeed-up of two workers over one: {speed_up:.2f}")
+    print(f"Parallel efficiency: {speed_up / 2:.0%}")
+    print(f"Log, plot (plot.png) and snapshots are in {out.resolve()}")
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--data-root", help="folder with CIFAR-10; the digits of scikit-learn without it")
+    add("--epoch", type=int, default=30, help="number of epochs")
+    add("--out", default="result/make-train", help="folder for what the runs leave")
+    return parser.parse_args()
+
+
+def train(num_workers: int, folder: Path, options: argparse.Namespace) -> float:
+    """Train and show what it prints; returns images per second. Raises LaunchError: it failed."""
+    data = ["--dataset", "digits"]
+    if options.data_root:
+        data = ["--dataset", "cifar10", "--data-root", options.data_root]
+    command = [sys.executable, "-m", "torchmn", "run", "-n", str(num_workers)]
+    command += ["--log-dir", str(folder / "workers"), str(SCRIPT), "--model", "small", *data]
+    command += ["--epoch", str(options.epoch), "--learnrate", "0.02", "--out", str(folder)]
+    speed = None
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as process:
+        for line in process.stdout or ():
+            line = PREFIX.sub("", line.rstrip("\n"))
+            print(line, flush=True)
+            if found := THROUGHPUT.match(line):
+                speed = float(found[1])
+    if process.returncode != 0:
+        raise LaunchError(f"Training with {num_workers} worker(s) ended with {process.returncode}.")
+    if speed is None:
+        raise DataError(f"{SCRIPT.name} printed no line with its throughput.")
+    return speed
+
+
+def environment() -> dict[str, str]:
+    """Ours; where workers cannot be bound to cores, one thread each is as near as it gets."""
+    if hasattr(os, "sched_setaffinity"):
+        return dict(os.environ)
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def separate_cores() -> list[int]:
+    """The logical cores that we may use, one of each physical core first."""
+    processors = available_processors()
+    first_of: dict[tuple[int, int], int] = {}
+    for logical, physical in zip(processors.logical, processors.physical, strict=True):
+        first_of.setdefault(physical, logical)
+    firsts = list(first_of.values())
+    return firsts + [logical for logical in processors.logical if logical not in firsts]
+
+
+@contextmanager
+def only_on(cores: Sequence[int]) -> Iterator[None]:
+    """Start processes on these cores only; `torchmn run` divides them among its workers."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,176 @@
+"""Every script of the examples trains on real digits for a few steps and leaves what it says."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+HEADER = [
+    "epoch",
+    "main/loss",
+    "validation/main/loss",
+    "main/accuracy",
+    "validation/main/accuracy",
+    "elapsed_time",
+]
+THROUGHPUT = re.compile(r"Throughput: ([0-9.]+) \[images/sec\.\] \(([0-9]+) / ([0-9.]+)\)")
+TWO_STEPS = ["--dataset", "digits", "--model", "small", "--batchsize", "800", "--epoch", "1"]
+NUM_IMAGES = 1437
+
+
+def run(command: list[str | Path], *, exit_code: int = 0) -> tuple[list[str], str]:
+    """Lines of its output without the launcher's prefix, and its stderr."""
+    done = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONWARNINGS": "default"},
+    )
+    assert done.returncode == exit_code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return [re.sub(r"^\[\d\] ?", "", line) for line in done.stdout.splitlines()], done.stderr
+
+
+def check_reports(lines: list[str], out: Path, *, num_epochs: int, num_iterations: int) -> None:
+    """Table, throughput line and files."""
+    [header] = [index for index, line in enumerate(lines) if line.split() == HEADER]
+    rows = [line.split() for line in lines[header + 1 :] if re.match(r"\d", line)]
+    assert [row[0] for row in rows] == [str(1 + epoch) for epoch in range(num_epochs)]
+    assert all(len(row) == len(HEADER) for row in rows)
+    found = THROUGHPUT.fullmatch(lines[-1])
+    assert found is not None
+    speed, images, seconds = map(float, found.groups())
+    assert images == num_epochs * NUM_IMAGES
+    assert speed == pytest.approx(images / seconds)
+    log = json.loads((out / "log").read_text())
+    assert log[-1]["iteration"] == num_iterations
+    assert f"{log[-1]['validation/main/accuracy']:g}" == rows[-1][4]
+    assert 0 < log[-1]["validation/main/accuracy"] <= 1
+    assert (out / "plot.png").read_bytes().startswith(b"\x89PNG")
+    snapshot = torch.load(out / f"snapshot_iter_{num_iterations}", weights_only=True)
+    assert snapshot["_start_iteration"] == num_iterations
+    assert "predictor.classifier.0.weight" in snapshot["models"]["main"]
+
+
+@pytest.mark.processes
+def test_one_worker(tmp_path: Path) -> None:
+    lines, _ = run([EXAMPLES / "cifar/train_cifar.py", *TWO_STEPS, "--out", tmp_path])
+    assert lines[:4] == [
+        "Start a training script using single CPU."
+        if not torch.cuda.is_available()
+        else "Start a training script using single GPU.",
+        "# Minibatch-size: 800",
+        "# epoch: 1",
+        "Using digits dataset: scikit-learn",
+    ]
+    check_reports(lines, tmp_path, num_epochs=1, num_iterations=2)
+
+
+@pytest.mark.processes
+def test_several_devices_from_one_script(tmp_path: Path) -> None:
+    options = [*TWO_STEPS, "--batchsize", "400", "--out", tmp_path]
+    lines, _ = run([EXAMPLES / "cifar/train_cifar_multi_gpu.py", *options])
+    if not torch.cuda.is_available():
+        assert lines[1] == "# CPU devices: 2"
+        assert "{'main': 'cpu', 'gpu1': 'cpu'}" in lines
+        check_reports(lines, tmp_path, num_epochs=1, num_iterations=2)
+
+
+@pytest.mark.processes
+def test_mnist_script_with_two_workers(tmp_path: Path) -> None:
+    launcher = ["-m", "torchmn", "run", "-n", "2", "--log-dir", tmp_path / "workers"]
+    script = EXAMPLES / "mnist/train_mnist.py"
+    options = [*TWO_STEPS, "--batchsize", "400", "--warmup", "0.5", "--out", tmp_path]
+    lines, _ = run([*launcher, script, *options])
+    assert lines[0] == "Num process (COMM_WORLD): 2"
+    check_reports(lines, tmp_path, num_epochs=1, num_iterations=2)
+
+
+@pytest.mark.processes
+def test_make_train(tmp_path: Path) -> None:
+    lines, _ = run([EXAMPLES / "make_train.py", "--epoch", "1", "--out", tmp_path])
+    begins = [index for index, line in enumerate(lines) if line.startswith("----")]
+    for num_workers, folder, begin, end in (
+        (1, "one-worker", begins[0], begins[1]),
+        (2, "two-workers", begins[1], len(lines)),
+    ):
+        part = lines[begin + 1 : end]
+        assert part[:2] == ["Start a training script using multiple nodes.", "=" * 42]
+        assert part[2] == f"Num process (COMM_WORLD): {num_workers}"
+        assert re.fullmatch(r"Using [a-z_]+ communicator", part[4])
+        assert part[5:8] == ["Num Minibatch-size: 32", "Num epoch: 1", "=" * 42]
+        [last] = [index for index, line in enumerate(part) if THROUGHPUT.fullmatch(line)]
+        check_reports(
+            part[: last + 1],
+            tmp_path / folder,
+            num_epochs=1,
+            num_iterations=-(-NUM_IMAGES // (32 * num_workers)),
+        )
+    speed_up = float(lines[-3].rpartition(" ")[2])
+    assert lines[-3].startswith("Speed-up of two workers over one: ")
+    assert int(lines[-2].rpartition(" ")[2].rstrip("%")) == pytest.approx(50 * speed_up, abs=1)
+    assert lines[-1].endswith(str(tmp_path))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--data-root", "/no/such/folder"], "/no/such/folder, which does not exist"),
+        (["--dataset", "digits", "--batchsize", "0"], "--batchsize is 0"),
+        (["--dataset", "digits", "--communicator", "ring"], "Unknown communicator 'ring'"),
+    ],
+)
+def test_bad_options_are_a_sentence(tmp_path: Path, options: list[str], words: str) -> None:
+    script = EXAMPLES / "cifar/train_cifar_multi_node.py"
+    _, stderr = run([script, *options, "--out", tmp_path], exit_code=1)
+    assert words in stderr
+    assert len(stderr.splitlines()) == 1
+
+
+@pytest.fixture
+def options(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The module that the CIFAR scripts share."""
+    monkeypatch.syspath_prepend(EXAMPLES / "cifar")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield importlib.import_module("options")
+    for name in [name for name in sys.modules if name.split(".")[0] in ("options", "models")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("network", ["vgg", "small"])
+def test_networks_fit_the_images(
+    options: ModuleType, monkeypatch: pytest.MonkeyPatch, network: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train", "--dataset", "digits", "--model", network])
+    chosen = options.parse_options("")
+    images = options.load(chosen)
+    assert images.shape == ((3, 32, 32) if network == "vgg" else (1, 32, 32))
+    model = options.build(chosen, images)
+    twin = options.build(chosen, images)
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+    loss = model(*images.train[:4])
+    loss.backward()
+    optimizer = options.build_optimizer(chosen, model)
+    assert optimizer.defaults["weight_decay"] == 5e-4
+    assert optimizer.defaults["lr"] == 0.05
+
+
+def test_scripts_are_short() -> None:
+    for script in EXAMPLES.glob("*/train_*.py"):
+        assert len(script.read_text().splitlines()) < 120, script
