@@ -1,6 +1,27 @@
-"""What tests of torchmn, and of code that uses it, need: ranks without a cluster."""
+"""What tests of torchmn, and of code that uses it, need: ranks without a cluster, test hosts.
 
-from torchmn.testing.mpi_pool import MpiPool
-from torchmn.testing.ranks import run_ranks
+The names load on first use: `torchmn.testing.netlab` starts without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchmn.testing.mpi_pool import MpiPool
+    from torchmn.testing.ranks import run_ranks
+
+_HOME = {"MpiPool": "torchmn.testing.mpi_pool", "run_ranks": "torchmn.testing.ranks"}
 
 __all__ = ["MpiPool", "run_ranks"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'torchmn.testing' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

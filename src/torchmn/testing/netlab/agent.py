@@ -1,0 +1,38 @@
+"""The script that a launcher calls in place of ssh to reach a test host."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torchmn.testing.netlab.namespaces import tool
+
+_SCRIPT = """#!/bin/sh
+# Enters a test host as ssh would: [OPTIONS] HOST [COMMAND ...]. What runs there gets the
+# environment of a login, not the caller's.
+while :; do
+  case ${{1:-}} in
+    -[bcDEeFIiJLlmOopQRSWw]) shift 2 ;;
+    -*) shift ;;
+    *) break ;;
+  esac
+done
+host=${{1:-}}
+[ $# -gt 0 ] && shift
+case ${{host#*@}} in
+{cases}
+  *) echo "$0: there is no host '$host' in this lab" >&2; exit 255 ;;
+esac
+exec {nsenter} $doors -- {taskset} -c "$cores" env -i HOME="${{HOME:-/root}}" USER=root \\
+  LOGNAME=root SHELL=/bin/sh PATH="$PATH" ${{TERM:+TERM="$TERM"}} \\
+  /bin/sh -c "cd; ${{*:-exec /bin/sh -i}}"
+"""
+
+
+def agent_case(*, name: str, address: str, doors: Collection[str], cores: str) -> str:
+    """One host's line: ``doors`` are nsenter's options, ``cores`` is taskset's list."""
+    return f"  {name}|{address}) doors='{' '.join(doors)}' cores={cores} ;;"
+
+
+def agent_script(cases: Collection[str]) -> str:
+    """The text of the script."""
+    return _SCRIPT.format(cases="\n".join(cases), nsenter=tool("nsenter"), taskset=tool("taskset"))

@@ -1,0 +1,129 @@
+"""The parts of a lab: a switch, hosts, and the links between them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchmn.testing.netlab.agent import agent_case, agent_script
+from torchmn.testing.netlab.namespaces import call, entering, make_namespaces, pinned, tool
+from torchmn.testing.netlab.shaping import tc_batch
+
+INTERFACE = "eth0"
+"""The name of every host's interface."""
+NETWORK = "10.78.0"
+"""Hosts are 10.78.0.1, 10.78.0.2, ... in every lab: no two labs share a switch."""
+MAX_HOSTS = 250
+
+# No IPv6 but on lo: its search for neighbours and routers would be counted as bytes of the job.
+_NO_IPV6 = """
+switch=/proc/sys/net/ipv6/conf/default/disable_ipv6
+if [ -e $switch ]; then echo 1 > $switch; fi
+"""
+_SWITCH = f"""{_NO_IPV6}
+ip link add name bridge type bridge mcast_snooping 0
+ip link set dev bridge up
+"""
+# A sysfs shows the devices of the network namespace it was mounted in, so a host needs its own.
+# What stands on top of the machine's, the control groups, is carried over.
+_HOST = f"""{_NO_IPV6}
+name=$1 folder=$2
+echo "$name" > /proc/sys/kernel/hostname
+mount --bind "$folder/hosts" /etc/hosts
+mount -t tmpfs -o nosuid,nodev,mode=1777 tmpfs /dev/shm
+if [ -d /sys/fs/cgroup ]; then
+  mount --rbind /sys/fs/cgroup "$folder/cgroup"
+  mount -t sysfs sysfs /sys
+  mount --rbind "$folder/cgroup" /sys/fs/cgroup
+  umount -l "$folder/cgroup"
+else
+  mount -t sysfs sysfs /sys
+fi
+ip link set dev lo up
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostParts:
+    """A host's name, address, namespaces (kind to path) and the cores its processes get."""
+
+    name: str
+    address: str
+    namespaces: Mapping[str, str]
+    cores: Collection[int] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabParts:
+    """What the keeper tells the owner."""
+
+    folder: Path
+    switch: Mapping[str, str]
+    hosts: tuple[HostParts, ...]
+
+
+def port_of(index: int) -> str:
+    """The switch's end of a host's link."""
+    return f"port{index}"
+
+
+def build(
+    folder: Path, *, num_hosts: int, rate: str | None, cores: list[list[int] | None]
+) -> LabParts:
+    """Make a lab whose namespaces live as long as this process.
+
+    Raises LaunchError: the system refused.
+    """
+    names = [f"n{i}" for i in range(num_hosts)]
+    addresses = [f"{NETWORK}.{i + 1}" for i in range(num_hosts)]
+    _write_hosts_file(folder / "hosts", dict(zip(addresses, names, strict=True)))
+    (folder / "cgroup").mkdir()
+
+    switch = make_namespaces(["net"], _SWITCH)
+    hosts = []
+    for index, (name, address) in enumerate(zip(names, addresses, strict=True)):
+        doors = make_namespaces(["net", "uts", "mount"], _HOST, name, str(folder))
+        _plug_in(switch, doors, port_of(index), address)
+        shape(doors, [INTERFACE], rate)
+        hosts.append(HostParts(name=name, address=address, namespaces=doors, cores=cores[index]))
+    shape(switch, [port_of(index) for index in range(num_hosts)], rate)
+
+    agent = folder / "enter"
+    agent.write_text(agent_script([_agent_case(host) for host in hosts]))
+    agent.chmod(0o755)
+    return LabParts(folder=folder, switch=switch, hosts=tuple(hosts))
+
+
+def shape(namespaces: Mapping[str, str], devices: Collection[str], rate: str | None) -> None:
+    """Limit what these devices send, or with None lift the limit."""
+    text = tc_batch(devices, rate)
+    call([*entering({"net": namespaces["net"]}), tool("tc"), "-batch", "-"], text=text)
+
+
+def _write_hosts_file(path: Path, names: Mapping[str, str]) -> None:
+    lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost ip6-loopback"]
+    lines += [f"{address} {name}" for address, name in names.items()]
+    path.write_text("\n".join(lines) + "\n")
+    path.chmod(0o644)
+
+
+def _plug_in(switch: Mapping[str, str], host: Mapping[str, str], port: str, address: str) -> None:
+    at_switch = (
+        f"link add name {port} type veth peer name {INTERFACE} netns {host['net']}\n"
+        f"link set dev {port} master bridge up\n"
+    )
+    at_host = f"addr add {address}/24 dev {INTERFACE}\nlink set dev {INTERFACE} up\n"
+    call([*entering(switch), tool("ip"), "-batch", "-"], text=at_switch)
+    call([*entering({"net": host["net"]}), tool("ip"), "-batch", "-"], text=at_host)
+
+
+def _agent_case(host: HostParts) -> str:
+    cores = host.cores or os.sched_getaffinity(0)
+    return agent_case(
+        name=host.name,
+        address=host.address,
+        doors=entering(host.namespaces)[1:-1],
+        cores=pinned(cores)[-1],
+    )

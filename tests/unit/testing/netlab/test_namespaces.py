@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from torchmn.errors import LaunchError
+from torchmn.testing.netlab import netlab, why_not
+
+ASK = "from torchmn.testing.netlab import why_not; print(why_not())"
+
+
+def test_another_user_is_told_to_be_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    why_not.cache_clear()
+    try:
+        assert why_not() == "test hosts need root, to make network namespaces"
+        with pytest.raises(LaunchError, match="^Test hosts need root"), netlab(2):
+            pass
+    finally:
+        why_not.cache_clear()
+
+
+@pytest.mark.root
+@pytest.mark.processes
+def test_root_of_a_container_is_told_what_the_kernel_said() -> None:
+    setpriv = shutil.which("setpriv")
+    if os.geteuid() != 0 or setpriv is None:
+        pytest.skip("needs root and setpriv, to give capabilities away")
+    without = [setpriv, "--bounding-set", "-all", "--inh-caps", "-all"]
+    done = subprocess.run([*without, sys.executable, "-c", ASK], capture_output=True, text=True)
+    assert "test hosts cannot be made: unshare failed: " in done.stdout, done.stderr
+    assert "not permitted" in done.stdout
+
+
+def test_starts_without_torch() -> None:
+    code = "import sys, torchmn.testing.netlab; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
