@@ -56,6 +56,16 @@ def load(options: argparse.Namespace, comm: Communicator | None = None) -> Image
     return images.resized(32, channels=3) if options.model == "vgg" else images.resized(32)
 
 
+def raise_if_one_image(options: argparse.Namespace, num_images: int, num_workers: int) -> None:
+    """The last linear layers of VGG cannot normalize over a batch of one image."""
+    rest = num_images % (options.batchsize * num_workers)
+    if options.model == "vgg" and 1 in (rest // num_workers, -(-rest // num_workers)):
+        raise UsageError(
+            f"The last step of an epoch has {rest} images for {num_workers} workers, so one gets a "
+            "single image, which VGG cannot train on. Choose another --batchsize."
+        )
+
+
 def build(options: argparse.Namespace, images: ImageData) -> Classifier:
     """The network with its loss; the same on all ranks for the same seed."""
     from models import VGG, SmallCNN

@@ -8,7 +8,14 @@
 from __future__ import annotations
 
 import torch
-from options import build, build_optimizer, load, parse_options, print_throughput
+from options import (
+    build,
+    build_optimizer,
+    load,
+    parse_options,
+    print_throughput,
+    raise_if_one_image,
+)
 from pytorch_pfn_extras.training.extensions import Evaluator
 from torch.utils.data import DataLoader
 
@@ -31,6 +38,7 @@ def main() -> None:
     print(f"# Minibatch-size: {options.batchsize}")
     print(f"# epoch: {options.epoch}")
     images = load(options)
+    raise_if_one_image(options, len(images.train), 1)
     model = build(options, images).to(device)
     optimizer = build_optimizer(options, model)
 

@@ -8,7 +8,14 @@ It runs unchanged under mpirun, torchrun and `torchmn run`.
 from __future__ import annotations
 
 import torch
-from options import build, build_optimizer, load, parse_options, print_throughput
+from options import (
+    build,
+    build_optimizer,
+    load,
+    parse_options,
+    print_throughput,
+    raise_if_one_image,
+)
 from pytorch_pfn_extras.training.extensions import Evaluator
 from torch.utils.data import DataLoader
 
@@ -34,6 +41,7 @@ def main() -> None:
         print(f"Num epoch: {options.epoch}")
         print("==========================================", flush=True)
     images = load(options, comm)
+    raise_if_one_image(options, len(images.train), comm.size)
     model = build(options, images).to(device)  # (2)
     torch.manual_seed(options.seed + comm.rank)  # dropout differs between workers
 

@@ -134,6 +134,7 @@ def test_make_train(tmp_path: Path) -> None:
         (["--data-root", "/no/such/folder"], "/no/such/folder, which does not exist"),
         (["--dataset", "digits", "--batchsize", "0"], "--batchsize is 0"),
         (["--dataset", "digits", "--communicator", "ring"], "Unknown communicator 'ring'"),
+        (["--dataset", "digits", "--batchsize", "359"], "a single image"),
     ],
 )
 def test_bad_options_are_a_sentence(tmp_path: Path, options: list[str], words: str) -> None:

@@ -43,7 +43,7 @@ def extend_with_reports(
     """Add log, table, progress bar, plot and snapshot to a trainer. Called on all ranks.
 
     Rank 0 alone prints and writes: ``log``, ``plot.png`` and at each epoch
-    ``snapshot_iter_{iteration}``, in which buffers are the mean over ranks.
+    ``snapshot_iter_{iteration}``, in which buffers are the mean over ranks; the last two are kept.
 
     Args:
         trainer: has its evaluators already.
@@ -63,7 +63,7 @@ def extend_with_reports(
     trainer.extend(ProgressBar(images_per_epoch))
     trainer.extend(PlotAtEnd(_PANELS))
     if has_snapshot:
-        trainer.extend(extensions.snapshot())  # type: ignore[attr-defined]
+        trainer.extend(extensions.snapshot(n_retains=2))  # type: ignore[attr-defined]
 
 
 def _table_output(out: IO[str]) -> IO[str]:
