@@ -92,6 +92,7 @@ class Communicator(ABC):
         self._delivery = Delivery(self.world, trust, device)
         self._num_splits = 0
         self._subgroups: list[Group] = []
+        self._shared_memory: SharedMemoryTransport | None = None
         self.check_placement()
         self._connect()
 
@@ -114,6 +115,28 @@ class Communicator(ABC):
     def hides_exchange(self) -> bool:
         """Whether gradients should leave while backward runs: whether waiting can be hidden."""
         return self.granularity == "bucket"
+
+    def new_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Zeros (numel,), to sum in, where this route sums fastest: on one node in shared memory.
+
+        *Collective*: all ranks ask for the same sizes in the same order.
+        """
+        shared = self._shared_memory
+        if shared is None or device.type != "cpu":
+            return torch.zeros(numel, dtype=dtype, device=device)
+        limit = TimeLimit(self.timeout_s)
+        try:
+            return self.engine.call(lambda: shared.allocate(numel, dtype, limit))
+        except UnsupportedError as error:
+            self._shared_memory = None
+            if shared.rank == 0:
+                warnings.warn(
+                    f"{self.speaker}: {error} Gradients are copied into shared memory in chunks "
+                    "instead, which is slower.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            return torch.zeros(numel, dtype=dtype, device=device)
 
     # ---- the exchange's way in ----
 
@@ -195,6 +218,7 @@ class Communicator(ABC):
             return group
         shared = group.over(transport)
         self._subgroups.append(shared)
+        self._shared_memory = transport
         return shared
 
     def _own_subgroup(self, name: str, partition: Sequence[Sequence[int]]) -> Group:

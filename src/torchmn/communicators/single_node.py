@@ -8,6 +8,9 @@ from torchmn.communicators.base import Communicator
 from torchmn.communicators.group import Group
 from torchmn.communicators.wire import Wire
 from torchmn.errors import UnsupportedError
+from torchmn.units import MiB
+
+_UNHIDDEN_BUCKET_BYTES = 64 * MiB  # nothing waits for a bucket: few of them need few waits
 
 
 class SingleNodeCommunicator(Communicator):
@@ -26,6 +29,17 @@ class SingleNodeCommunicator(Communicator):
 
     def _connect(self) -> None:
         self._node = self._with_shared_memory(self.world)
+        if not self.hides_exchange:
+            self.bucket_bytes = _UNHIDDEN_BUCKET_BYTES
+
+    @property
+    def hides_exchange(self) -> bool:
+        """Only on GPUs. Through shared memory the sum is work for the core that backward needs.
+
+        Measured on VGG, 2 workers on 2 cores: behind backward 1.00 x DistributedDataParallel, after
+        backward 1.03 x.
+        """
+        return self.device.type == "cuda"
 
     def _sum_(self, buffer: Tensor, wire: Wire, num_exact: int) -> None:
         wire.sum_(self._node, buffer, num_exact)

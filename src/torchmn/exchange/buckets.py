@@ -9,7 +9,7 @@ weight of this rank, whether it is active, and (if asked for) which parameters h
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torchmn.communicators.base import Granularity
 
 NamedParameter = tuple[str, nn.Parameter]
+Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 
 _NARROW = (torch.float16, torch.bfloat16)
 _ALIGNMENT = 16  # elements; slots start at a multiple of a vector's width
@@ -59,19 +60,25 @@ class Bucket:
                 parameter.grad = slot
 
 
+def new_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros in ordinary memory."""
+    return torch.zeros(numel, dtype=dtype, device=device)
+
+
 def plan_buckets(
     parameters: Sequence[NamedParameter],
     *,
     granularity: Granularity,
     bucket_bytes: int,
     num_footer: int,
+    allocate: Allocate = new_zeros,
 ) -> list[Bucket]:
     """Lay out parameters in the order in which their gradients are expected.
 
     ``parameters`` come in the order of registration: backward meets them about in reverse.
     ``naive`` has one bucket per parameter sorted by name, ``flat`` one per dtype and device. A
     16-bit footer would miscount, so it then gets a bucket of its own. A pure function of facts
-    that are the same on all ranks.
+    that are the same on all ranks, but for ``allocate``, which may be collective.
     """
     if granularity == "parameter":
         groups = [[item] for item in sorted(parameters, key=lambda item: item[0])]
@@ -90,10 +97,10 @@ def plan_buckets(
     for index, group in enumerate(groups):
         is_last = index == len(groups) - 1
         buckets.append(
-            _lay_out(index, group, num_footer if is_last and not needs_own_footer else 0)
+            _lay_out(index, group, num_footer if is_last and not needs_own_footer else 0, allocate)
         )
     if needs_own_footer:
-        footer = torch.zeros(num_footer, dtype=torch.float32, device=groups[-1][0][1].device)
+        footer = allocate(num_footer, torch.float32, groups[-1][0][1].device)
         buckets.append(Bucket(len(groups), [], [], footer, [], footer))
     return buckets
 
@@ -121,7 +128,9 @@ def _cut(parameters: Sequence[NamedParameter], bucket_bytes: int) -> list[list[N
     return parts
 
 
-def _lay_out(index: int, group: Sequence[NamedParameter], num_footer: int) -> Bucket:
+def _lay_out(
+    index: int, group: Sequence[NamedParameter], num_footer: int, allocate: Allocate
+) -> Bucket:
     first = group[0][1]
     dtype = first.dtype.to_real() if first.dtype.is_complex else first.dtype
     sizes = [p.numel() * (2 if p.dtype.is_complex else 1) for _, p in group]
@@ -130,7 +139,7 @@ def _lay_out(index: int, group: Sequence[NamedParameter], num_footer: int) -> Bu
     for size in sizes:
         starts.append(end)
         end += math.ceil(size / _ALIGNMENT) * _ALIGNMENT
-    buffer = torch.zeros(end + num_footer, dtype=dtype, device=first.device)
+    buffer = allocate(end + num_footer, dtype, first.device)
     slots = [
         _slot(buffer, start, parameter) for start, (_, parameter) in zip(starts, group, strict=True)
     ]
@@ -154,7 +163,9 @@ def _slot(buffer: Tensor, start: int, parameter: nn.Parameter) -> Tensor:
         parameter.stride() if _is_dense(parameter) else torch.empty(shape, device="meta").stride()
     )
     alias = torch.empty(0, dtype=parameter.dtype, device=buffer.device)
-    offset = start // 2 if parameter.dtype.is_complex else start  # in elements of the alias
+    offset = buffer.storage_offset() + start
+    if parameter.dtype.is_complex:
+        offset //= 2  # in elements of the alias
     return alias.set_(buffer.untyped_storage(), offset, shape, strides)
 
 

@@ -74,6 +74,7 @@ class GradientExchange:
                     granularity=self.comm.granularity,
                     bucket_bytes=self.comm.bucket_bytes,
                     num_footer=num_footer,
+                    allocate=self.comm.new_buffer,
                 ),
             )
             for _ in range(self._num_sets)
@@ -152,7 +153,7 @@ class GradientExchange:
                 "use_reentrant=False."
             )
         self._pack(bucket, position)
-        if self.comm.granularity == "bucket":
+        if self.comm.hides_exchange:
             self._start_full_buckets()
 
     def _open_backward(self, backward_id: int) -> None:
@@ -244,7 +245,7 @@ class GradientExchange:
         filling.write_footer(
             weight, is_active=self.is_active, presence=[p and self.is_active for p in presence]
         )
-        if self.comm.granularity == "bucket":
+        if self.comm.hides_exchange:
             self._start_full_buckets()
 
     def start_rest(self) -> None:

@@ -1,11 +1,16 @@
 """Shared memory between the ranks of one node, for CPU tensors.
 
-A wrapper around another transport: messages still travel by that one, collectives through a
-segment that all ranks of the node have mapped. The segment has no name (see `node_memory`), so
-nothing is left after a kill -9.
+A wrapper around another transport: messages still travel by that one, collectives through memory
+that all ranks of the node have mapped. The memory has no name (see `node_memory`), so nothing is
+left after a kill -9.
 
-All-reduce works in chunks that stay in the cache. Each rank has two slots of one chunk, used in
-turn, and two counters:
+Buffers from `allocate` are *resident*: every rank sees every rank's. A sum is then formed in place.
+When all ranks have arrived, each folds its own stripe over all ranks' buffers and writes the result
+into all of them; when all have folded, it is done. Two waits, whatever the size, and each element
+is read and written once per rank.
+
+Other tensors pass in chunks that stay in the cache. Each rank has two slots of one chunk, used in
+turn:
 
     1. copy the stripes that others own into the own slot       arrived[r] = k
     2. when all arrived: fold the own stripe over all slots,
@@ -15,16 +20,14 @@ turn, and two counters:
 Before a slot is written again (chunk k+2) all ranks have arrived at chunk k+1 and so have left
 chunk k: two waits a chunk are enough.
 
-Measured on two cores, sum over 2 ranks, 1 MB: 0.5 MB copied in 13 us, folded in 15 us, copied out
-in 13 us; MPI_Allreduce needs 109 us for all of it.
+Measured on two cores, sum over 2 ranks: 1 MB in 0.12 ms, 64 MB in 9 ms in chunks; MPI_Allreduce
+0.11 ms and 28 ms, gloo 3.7 ms and 46 ms.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
-import threading
-import time
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -37,18 +40,21 @@ from torchmn.communicators.transports.base import (
     Transport,
     fold,
 )
+from torchmn.communicators.transports.node_counters import (
+    ARRIVED,
+    FOLDED,
+    NodeCounters,
+    counters_nbytes,
+)
 from torchmn.communicators.transports.node_memory import Address, NodeMemory, Purpose
-from torchmn.errors import TimeLimitError, TorchmnError, UnsupportedError
+from torchmn.errors import TorchmnError, UnsupportedError
 from torchmn.units import KiB, MiB
 
 CHUNK_BYTES = 2 * MiB
 _SEGMENT_BYTES = 128 * MiB  # on nodes with many ranks chunks get smaller
 _SMALL_BYTES = 32 * KiB
-_LINE_BYTES = 128  # counters of different ranks on different cache lines
-_POLLS_BEFORE_YIELD = 300
-_EAGER_S = 0.01
-_POLL_S = 0.00002
-_ARRIVED, _FOLDED, _NUM_COUNTERS = 0, 1, 2
+_CACHED_BYTES = 256 * KiB  # what is folded at a time, so that copies of it come from the cache
+_PAGE_BYTES = 4 * KiB
 _PURPOSE = Purpose(
     "the exchange between this node's ranks",
     "Make the folder larger (docker: --shm-size).",
@@ -67,25 +73,45 @@ class SharedMemoryTransport(Transport):
         self, inner: Transport, limit: TimeLimit, *, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
         super().__init__(inner.rank, inner.size, inner.scratch)
-        chunk_bytes = min(chunk_bytes, _SEGMENT_BYTES // (2 * self.size) // 4096 * 4096)
         self.inner = inner
         self.is_trusted = inner.is_trusted
         self.is_threaded = getattr(inner, "is_threaded", True)
-        self._chunk_bytes = chunk_bytes
-        self._counters_bytes = _LINE_BYTES * _NUM_COUNTERS * self.size
-        memory = self._share(limit)
-        self._memory: NodeMemory | None = memory
-        self._map: mmap.mmap | None = memory.map_shared()
-        shared = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._counters = memoryview(self._map)[: self._counters_bytes].cast("q")
-        slots = shared[self._counters_bytes :].view(2, self.size, chunk_bytes)
+        self._chunk_bytes = min(
+            chunk_bytes, _SEGMENT_BYTES // (2 * self.size) // _PAGE_BYTES * _PAGE_BYTES
+        )
+        head = counters_nbytes(self.size)
+        mapped = self._map_together(head + 2 * self.size * self._chunk_bytes, limit)
+        self._counters = NodeCounters(memoryview(mapped)[:head].cast("q"), self.rank, self.size)
+        slots = torch.frombuffer(mapped, dtype=torch.uint8)[head:]
+        slots = slots.view(2, self.size, self._chunk_bytes)
         self._slots = [[slots[parity, rank] for rank in range(self.size)] for parity in (0, 1)]
+        self._residents: dict[int, list[Tensor]] = {}
         self._sequence = 0
-        inner.barrier(limit)  # nobody counts before all have mapped
 
-    def _share(self, limit: TimeLimit) -> NodeMemory:
-        """Rank 0 makes the segment, the others attach; all learn of a failure of any."""
-        nbytes = self._counters_bytes + 2 * self.size * self._chunk_bytes
+    def allocate(self, numel: int, dtype: torch.dtype, limit: TimeLimit) -> Tensor:
+        """Zeros that all ranks of the node see, resident until nobody here uses them. *Collective.*
+
+        Raises UnsupportedError on all ranks alike: too little memory.
+        """
+        nbytes = -(-max(1, numel * dtype.itemsize) // _PAGE_BYTES) * _PAGE_BYTES
+        shared = torch.frombuffer(
+            self._map_together(self.size * nbytes, limit), dtype=torch.uint8
+        ).view(self.size, nbytes)
+        everybody = [
+            shared[rank, : numel * dtype.itemsize].view(dtype) for rank in range(self.size)
+        ]
+        mine = everybody[self.rank]
+        self._residents[mine.data_ptr()] = everybody
+        # The entry holds aliases, so it cannot keep the tensor that is handed out alive.
+        everybody[self.rank] = mine.detach()
+        weakref.finalize(mine, self._residents.pop, mine.data_ptr(), None)
+        return mine
+
+    def _map_together(self, nbytes: int, limit: TimeLimit) -> mmap.mmap:
+        """Memory of so many zero bytes, mapped by all ranks. Rank 0 makes it, the others attach.
+
+        A failure of any rank is raised on all. Once all have mapped it no rank needs its file.
+        """
         row = torch.zeros(6, dtype=torch.int64)
         memory: NodeMemory | None = None
         problem: TorchmnError | None = None
@@ -98,21 +124,22 @@ class SharedMemoryTransport(Transport):
                     [1, address.pid, address.number, address.device, address.inode, address.size]
                 )
             except (TorchmnError, OSError) as error:
-                problem = UnsupportedError(str(error))
+                memory, problem = None, UnsupportedError(str(error))
         self.inner.broadcast_(row, 0, limit)
         if self.rank != 0 and int(row[0]):
             try:
                 memory = NodeMemory.attach(Address(*(int(value) for value in row[1:])))
             except TorchmnError as error:
                 problem = error
+        mapped = memory.map_shared() if memory is not None else None
         num_failed = torch.tensor([0 if memory is not None else 1])
         self.inner.all_reduce_(num_failed, "sum", limit)
-        if memory is None or int(num_failed):
+        if mapped is None or int(num_failed):
             raise UnsupportedError(
                 f"{int(num_failed)} of {self.size} ranks of this node cannot share memory"
                 + (f": {problem}" if problem else ".")
             )
-        return memory
+        return mapped
 
     # ---- collectives in shared memory ----
 
@@ -121,49 +148,60 @@ class SharedMemoryTransport(Transport):
         is_better_inside = buffer.nbytes <= _SMALL_BYTES and self.inner.name == "mpi"
         if buffer.is_cuda or is_better_inside:
             self.inner.all_reduce_(buffer, op, limit)
-            return
-        if buffer.nbytes <= _SMALL_BYTES:
+        elif buffer.nbytes <= _SMALL_BYTES:
             self._all_reduce_small_(buffer, op, limit)
-            return
-        for chunk in self._chunks(buffer):
-            pieces, slots = self._fold_chunk(chunk, op, limit)
-            self._wait(_FOLDED, limit)
-            for peer in self._others:
-                pieces[peer].copy_(slots[peer][peer])
+        elif everybody := self._residents.get(buffer.data_ptr()):
+            self._fold_resident(everybody, buffer, range(self.size), op, limit)
+        else:
+            for chunk in self._chunks(buffer):
+                pieces, slots = self._fold_chunk(chunk, op, limit)
+                self._wait(FOLDED, limit)
+                for peer in self._others:
+                    pieces[peer].copy_(slots[peer][peer])
 
     def _all_reduce_small_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
         """Everybody folds everything, in rank order: one wait instead of two."""
         slots = [slot[: buffer.nbytes].view(buffer.dtype) for slot in self._open()]
         slots[self.rank].copy_(buffer)
-        self._count(_ARRIVED)
-        self._wait(_ARRIVED, limit)
+        self._count(ARRIVED)
+        self._wait(ARRIVED, limit)
         fold(buffer, slots, op)
 
     def reduce_(self, buffer: Tensor, root: int, limit: TimeLimit) -> None:
         """See `Transport.reduce_`."""
         if buffer.is_cuda:
             self.inner.reduce_(buffer, root, limit)
-            return
-        for chunk in self._chunks(buffer):
-            pieces, slots = self._fold_chunk(chunk, "sum", limit)
-            if self.rank == root:
-                self._wait(_FOLDED, limit)
-                for peer in self._others:
-                    pieces[peer].copy_(slots[peer][peer])
+        elif everybody := self._residents.get(buffer.data_ptr()):
+            self._fold_resident(everybody, buffer, (root,), "sum", limit)
+        else:
+            for chunk in self._chunks(buffer):
+                pieces, slots = self._fold_chunk(chunk, "sum", limit)
+                if self.rank == root:
+                    self._wait(FOLDED, limit)
+                    for peer in self._others:
+                        pieces[peer].copy_(slots[peer][peer])
 
     def broadcast_(self, buffer: Tensor, root: int, limit: TimeLimit) -> None:
         """See `Transport.broadcast_`."""
         if buffer.is_cuda:
             self.inner.broadcast_(buffer, root, limit)
-            return
-        for chunk in self._chunks(buffer):
-            slot = self._open()[root][: chunk.nbytes].view(chunk.dtype)
-            if self.rank == root:
-                slot.copy_(chunk)
-            self._count(_ARRIVED)
-            self._wait(_ARRIVED, limit)
+        elif everybody := self._residents.get(buffer.data_ptr()):
+            self._open()
+            self._count(ARRIVED)
+            self._wait(ARRIVED, limit)
             if self.rank != root:
-                chunk.copy_(slot)
+                buffer.copy_(everybody[root][: buffer.numel()])
+            self._count(FOLDED)
+            self._wait(FOLDED, limit)
+        else:
+            for chunk in self._chunks(buffer):
+                slot = self._open()[root][: chunk.nbytes].view(chunk.dtype)
+                if self.rank == root:
+                    slot.copy_(chunk)
+                self._count(ARRIVED)
+                self._wait(ARRIVED, limit)
+                if self.rank != root:
+                    chunk.copy_(slot)
 
     def all_gather_stripes_(self, buffer: Tensor, limit: TimeLimit) -> None:
         """See `Transport.all_gather_stripes_`."""
@@ -171,6 +209,15 @@ class SharedMemoryTransport(Transport):
             self.inner.all_gather_stripes_(buffer, limit)
             return
         stripes = self.stripes(buffer)
+        if everybody := self._residents.get(buffer.data_ptr()):
+            self._open()
+            self._count(ARRIVED)
+            self._wait(ARRIVED, limit)
+            for peer in self._others:
+                stripes[peer].copy_(self.stripes(everybody[peer][: buffer.numel()])[peer])
+            self._count(FOLDED)
+            self._wait(FOLDED, limit)
+            return
         step = max(1, self._chunk_bytes // buffer.element_size())
         for start in range(0, stripes[0].numel(), step):  # stripe 0 is the longest
             parts = [stripe[start : start + step] for stripe in stripes]
@@ -179,8 +226,8 @@ class SharedMemoryTransport(Transport):
                 for slot, part in zip(self._open(), parts, strict=True)
             ]
             slots[self.rank].copy_(parts[self.rank])
-            self._count(_ARRIVED)
-            self._wait(_ARRIVED, limit)
+            self._count(ARRIVED)
+            self._wait(ARRIVED, limit)
             for peer in self._others:
                 parts[peer].copy_(slots[peer])
 
@@ -189,20 +236,47 @@ class SharedMemoryTransport(Transport):
         if buffer.is_cuda:
             self.inner.reduce_scatter_stripes_(buffer, op, limit)
             return
+        if everybody := self._residents.get(buffer.data_ptr()):
+            self._fold_resident(everybody, buffer, (self.rank,), op, limit)
+            return
         stripes = self.stripes(buffer)
         step = max(1, self._chunk_bytes // buffer.element_size() // self.size)
         for start in range(0, stripes[0].numel(), step):
             parts = [stripe[start : start + step] for stripe in stripes]
             slots = self._lay_out(parts)
             self._offer(parts, slots)
-            self._wait(_ARRIVED, limit)
+            self._wait(ARRIVED, limit)
             self._fold(parts, slots, op)
 
     def barrier(self, limit: TimeLimit) -> None:
         """See `Transport.barrier`."""
         self._open()
-        self._count(_ARRIVED)
-        self._wait(_ARRIVED, limit)
+        self._count(ARRIVED)
+        self._wait(ARRIVED, limit)
+
+    # ---- resident buffers ----
+
+    def _fold_resident(
+        self,
+        everybody: Sequence[Tensor],
+        buffer: Tensor,
+        receivers: Sequence[int],
+        op: ReduceOp,
+        limit: TimeLimit,
+    ) -> None:
+        """Fold the own stripe over all ranks' buffers into those of ``receivers``."""
+        self._open()
+        self._count(ARRIVED)
+        self._wait(ARRIVED, limit)
+        stripes = [self.stripes(one[: buffer.numel()])[self.rank] for one in everybody]
+        step = _CACHED_BYTES // buffer.element_size()
+        for start in range(0, stripes[0].numel(), step):
+            parts = [stripe[start : start + step] for stripe in stripes]
+            fold(parts[receivers[0]], parts, op)
+            for receiver in receivers[1:]:
+                parts[receiver].copy_(parts[receivers[0]])
+        self._count(FOLDED)
+        self._wait(FOLDED, limit)
 
     # ---- one chunk ----
 
@@ -219,10 +293,10 @@ class SharedMemoryTransport(Transport):
         pieces = self.stripes(chunk)
         slots = self._lay_out(pieces)
         self._offer(pieces, slots)
-        self._wait(_ARRIVED, limit)
+        self._wait(ARRIVED, limit)
         self._fold(pieces, slots, op)
         slots[self.rank][self.rank].copy_(pieces[self.rank])
-        self._count(_FOLDED)
+        self._count(FOLDED)
         return pieces, slots
 
     def _lay_out(self, pieces: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -235,7 +309,7 @@ class SharedMemoryTransport(Transport):
     def _offer(self, pieces: Sequence[Tensor], slots: Sequence[Sequence[Tensor]]) -> None:
         for peer in self._others:
             slots[self.rank][peer].copy_(pieces[peer])
-        self._count(_ARRIVED)
+        self._count(ARRIVED)
 
     def _fold(
         self, pieces: Sequence[Tensor], slots: Sequence[Sequence[Tensor]], op: ReduceOp
@@ -247,39 +321,15 @@ class SharedMemoryTransport(Transport):
             fold(mine, inputs, op)
 
     def _open(self) -> list[Tensor]:
-        """Begin the next chunk: every rank's slot for it."""
+        """Begin the next round: every rank's slot for it."""
         self._sequence += 1
         return self._slots[self._sequence % 2]
 
     def _count(self, counter: int) -> None:
-        """Tell the others that this rank has come so far in the current chunk."""
-        _fence()
-        self._counters[(self.rank * _NUM_COUNTERS + counter) * _LINE_BYTES // 8] = self._sequence
+        self._counters.count(counter, self._sequence)
 
     def _wait(self, counter: int, limit: TimeLimit) -> None:
-        """Wait until all ranks have come so far."""
-        counters, target = self._counters, self._sequence
-        stride = _NUM_COUNTERS * _LINE_BYTES // 8
-        offset = counter * _LINE_BYTES // 8
-        polls = 0
-        started = 0.0
-        for peer in self._others:
-            index = peer * stride + offset
-            while counters[index] < target:
-                polls += 1
-                if limit.is_eager():
-                    if polls < _POLLS_BEFORE_YIELD:
-                        continue
-                    started = started or time.monotonic()
-                    if time.monotonic() - started < _EAGER_S:
-                        os.sched_yield()
-                        continue
-                time.sleep(_POLL_S)
-                if limit.left_s == 0.0:
-                    raise TimeLimitError(
-                        f"rank {peer} of this node did not come within {limit.seconds:g} s."
-                    )
-        _fence()
+        self._counters.wait(counter, self._sequence, limit)
 
     # ---- everything else ----
 
@@ -296,23 +346,7 @@ class SharedMemoryTransport(Transport):
         )
 
     def close(self) -> None:
-        """Let go of the segment; ``inner`` is its maker's to close."""
+        """Let go of the memory; ``inner`` is its maker's to close."""
         self._slots.clear()
-        self._counters.release()
-        self._memory = None
-        self._map = None  # unmapped when the last tensor over it is gone
-
-
-_fence_lock = threading.Lock()
-
-
-def _fence() -> None:
-    """Order memory accesses before and after, on processors that reorder stores (ARM).
-
-    Two rounds of acquire and release: what is written before the first release is visible before
-    anything after the second acquire. On x86 stores are ordered anyway.
-    """
-    with _fence_lock:
-        pass
-    with _fence_lock:
-        pass
+        self._residents.clear()
+        self._counters.close()
