@@ -129,7 +129,7 @@ class TestTraining:
         trainer.extend(lambda manager: begin_s.append(time.monotonic()), name="clock")
         with pytest.raises(PeerLostError) as raised:
             trainer.run()
-        assert time.monotonic() - begin_s[-1] < 8
+        assert time.monotonic() - begin_s[-1] < 15  # less than the time limit of an exchange
         assert trainer.iteration == 2
         assert "Worker 'gpu1'" in str(raised.value)
         assert words in str(raised.value)
