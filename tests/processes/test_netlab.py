@@ -19,7 +19,7 @@ import torchmn
 from torchmn.errors import LaunchError, UsageError
 from torchmn.launch.detect import find_mpirun
 from torchmn.testing.netlab import Host, Lab, netlab, why_not
-from torchmn.testing.netlab.leftovers import living_labs, processes_inside, sweep
+from torchmn.testing.netlab.leftovers import OPEN, living_labs, processes_inside, sweep
 from torchmn.testing.netlab.namespaces import call, tool
 
 pytestmark = [pytest.mark.processes, pytest.mark.root]
@@ -224,28 +224,27 @@ def test_the_rate_changes_while_bytes_flow(lab: Lab) -> None:
     source, target = lab.hosts
     lab.set_rate("10mbit")
     assert lab.rates == ("10mbit", "10mbit")
-    with (
-        target.popen(python(RECEIVE), stdout=subprocess.PIPE) as receiver,
-        source.popen(python(SEND, "n1", 10**10), stdin=subprocess.DEVNULL) as sender,
-    ):
+    receiver = target.popen(python(RECEIVE), stdout=subprocess.PIPE)
+    assert receiver.stdout is not None
+    with receiver.stdout as output:
+        assert output.readline() == "ready\n"
+    sender = source.popen(python(SEND, target.name, 10**10))
 
-        def bytes_per_s() -> float:
-            start, count = time.monotonic(), lab.bytes_received(target)
-            time.sleep(0.4)
-            return (lab.bytes_received(target) - count) / (time.monotonic() - start)
+    def bytes_per_s() -> float:
+        start, count = time.monotonic(), lab.bytes_received(target)
+        time.sleep(0.4)
+        return (lab.bytes_received(target) - count) / (time.monotonic() - start)
 
-        wait_until(lambda: lab.bytes_received(target) > 500_000)  # past the burst
-        slow = bytes_per_s()
-        lab.set_rate("100mbit")
-        time.sleep(0.2)
-        fast = bytes_per_s()
-        lab.set_rate("10mbit", hosts=[target])
-        assert lab.rates == ("100mbit", "10mbit")
-        time.sleep(0.2)
-        slow_again = bytes_per_s()
-        assert sender.poll() is None
-        sender.kill()
-        receiver.kill()
+    wait_until(lambda: lab.bytes_received(target) > 500_000)  # past the burst
+    slow = bytes_per_s()
+    lab.set_rate("100mbit")
+    time.sleep(0.2)
+    fast = bytes_per_s()
+    lab.set_rate("10mbit", hosts=[target])
+    assert lab.rates == ("100mbit", "10mbit")
+    time.sleep(0.2)
+    slow_again = bytes_per_s()
+    assert sender.poll() is None
     assert 0.5 * 1.25e6 < slow < 1.3 * 1.25e6
     assert fast > 4 * slow
     assert fast > 4 * slow_again
@@ -304,6 +303,14 @@ def test_gone_after_an_error() -> None:
     assert not lab.folder.exists()
 
 
+def test_nobody_enters_a_lab_that_is_being_taken_down(lab: Lab, tmp_path: Path) -> None:
+    (lab.folder / OPEN).unlink()
+    assert lab.hosts[0].run(["touch", tmp_path / "came"], check=False).returncode == 1
+    entered = subprocess.run([lab.rsh_agent, "n1", f"touch {tmp_path}/came"])
+    assert entered.returncode == 255
+    assert not (tmp_path / "came").exists()
+
+
 def test_nothing_is_left_of_a_lab_that_could_not_be_made(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="could not be made: nsenter failed"), netlab(2, "0.1bit"):
         pass
@@ -343,7 +350,7 @@ def owned() -> Iterator[Owned]:
 
 
 def test_gone_after_kill_9_of_the_owner(owned: Owned) -> None:
-    assert sorted(processes_inside(owned.folder)) == sorted(owned.inside)
+    wait_until(lambda: sorted(processes_inside(owned.folder)) == sorted(owned.inside))
     owned.kill()
     wait_until(owned.is_gone)
 
@@ -353,7 +360,7 @@ def test_swept_up_after_kill_9_of_owner_and_keeper(owned: Owned, lab: Lab) -> No
     os.kill(owned.keeper, signal.SIGKILL)
     owned.kill()
     wait_until(lambda: is_gone(owned.keeper))
-    assert sorted(processes_inside(owned.folder)) == sorted(owned.inside)
+    wait_until(lambda: sorted(processes_inside(owned.folder)) == sorted(owned.inside))
     with netlab(1):
         assert owned.is_gone()
         assert lab.folder.exists()

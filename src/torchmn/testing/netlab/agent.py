@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 
 from torchmn.testing.netlab.namespaces import tool
 
@@ -24,7 +25,7 @@ case ${{host#*@}} in
 esac
 exec {nsenter} $doors -- {taskset} -c "$cores" env -i HOME="${{HOME:-/root}}" USER=root \\
   LOGNAME=root SHELL=/bin/sh PATH="$PATH" ${{TERM:+TERM="$TERM"}} \\
-  /bin/sh -c "cd; ${{*:-exec /bin/sh -i}}"
+  /bin/sh -c "[ -e '{is_open}' ] || exit 255; cd; ${{*:-exec /bin/sh -i}}"
 """
 
 
@@ -33,6 +34,8 @@ def agent_case(*, name: str, address: str, doors: Collection[str], cores: str) -
     return f"  {name}|{address}) doors='{' '.join(doors)}' cores={cores} ;;"
 
 
-def agent_script(cases: Collection[str]) -> str:
-    """The text of the script."""
-    return _SCRIPT.format(cases="\n".join(cases), nsenter=tool("nsenter"), taskset=tool("taskset"))
+def agent_script(cases: Collection[str], *, is_open: Path) -> str:
+    """The text of the script, which lets nobody in once the file ``is_open`` is gone."""
+    return _SCRIPT.format(
+        is_open=is_open, cases="\n".join(cases), nsenter=tool("nsenter"), taskset=tool("taskset")
+    )

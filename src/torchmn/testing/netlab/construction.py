@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchmn.testing.netlab.agent import agent_case, agent_script
+from torchmn.testing.netlab.leftovers import OPEN
 from torchmn.testing.netlab.namespaces import call, entering, make_namespaces, pinned, tool
 from torchmn.testing.netlab.shaping import tc_batch
 
@@ -47,12 +48,16 @@ ip link set dev lo up
 
 @dataclass(frozen=True, kw_only=True)
 class HostParts:
-    """A host's name, address, namespaces (kind to path) and the cores its processes get."""
+    """A host's name, address, namespaces (kind to path) and the cores its processes get.
+
+    ``is_open`` is the file that is there while processes may enter.
+    """
 
     name: str
     address: str
     namespaces: Mapping[str, str]
     cores: Collection[int] | None
+    is_open: Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +85,7 @@ def build(
     addresses = [f"{NETWORK}.{i + 1}" for i in range(num_hosts)]
     _write_hosts_file(folder / "hosts", dict(zip(addresses, names, strict=True)))
     (folder / "cgroup").mkdir()
+    (folder / OPEN).touch()
 
     switch = make_namespaces(["net"], _SWITCH)
     hosts = []
@@ -87,11 +93,19 @@ def build(
         doors = make_namespaces(["net", "uts", "mount"], _HOST, name, str(folder))
         _plug_in(switch, doors, port_of(index), address)
         shape(doors, [INTERFACE], rate)
-        hosts.append(HostParts(name=name, address=address, namespaces=doors, cores=cores[index]))
+        hosts.append(
+            HostParts(
+                name=name,
+                address=address,
+                namespaces=doors,
+                cores=cores[index],
+                is_open=folder / OPEN,
+            )
+        )
     shape(switch, [port_of(index) for index in range(num_hosts)], rate)
 
     agent = folder / "enter"
-    agent.write_text(agent_script([_agent_case(host) for host in hosts]))
+    agent.write_text(agent_script([_agent_case(host) for host in hosts], is_open=folder / OPEN))
     agent.chmod(0o755)
     return LabParts(folder=folder, switch=switch, hosts=tuple(hosts))
 

@@ -25,6 +25,7 @@ from torchmn.testing.netlab.leftovers import END_S
 from torchmn.testing.netlab.namespaces import call, entering, pinned, tool, why_not
 from torchmn.testing.netlab.shaping import rate_bytes_per_s
 
+_START = '[ -e "$0" ] && cd -- "$1" && shift && exec "$@"'
 Stream = int | IO[Any] | None
 
 
@@ -60,7 +61,7 @@ class Host(HostParts):
             [
                 *entering(self.namespaces),
                 *(pinned(cores) if cores else ()),
-                *("/bin/sh", "-c", 'cd -- "$0" && exec "$@"', str(cwd or os.getcwd())),
+                *("/bin/sh", "-c", _START, str(self.is_open), str(cwd or os.getcwd())),
                 *map(str, command),
             ],
             env=env,
@@ -260,5 +261,7 @@ def _heard_from(keeper: subprocess.Popen[str]) -> LabParts:
     return LabParts(
         folder=Path(said["folder"]),
         switch=said["switch"],
-        hosts=tuple(HostParts(**host) for host in said["hosts"]),
+        hosts=tuple(
+            HostParts(**{**host, "is_open": Path(host["is_open"])}) for host in said["hosts"]
+        ),
     )

@@ -25,6 +25,8 @@ from torchmn.launch.processes import send
 
 PREFIX = "torchmn-netlab-"
 RECORD = "lab.json"
+OPEN = "open"
+"""While the folder has this file, processes may enter the lab's hosts."""
 END_S = 10.0
 
 
@@ -119,8 +121,11 @@ def sweep() -> list[Path]:
 def take_down(folder: Path) -> None:
     """Kill every process inside the lab's hosts and remove its folder.
 
+    Who is on the way in looks for the file `OPEN` once inside, so that nobody comes after us.
+
     Raises LaunchError: processes are left after ten seconds.
     """
+    (folder / OPEN).unlink(missing_ok=True)
     deadline = time.monotonic() + END_S
     while inside := processes_inside(folder):
         if time.monotonic() > deadline:
