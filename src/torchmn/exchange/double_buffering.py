@@ -78,10 +78,13 @@ class DoubleBuffering:
         exchange = self._exchange
         exchange.finish_filling()
         exchange.start_rest()
-        exchange.filling.wait()
-        num_active = exchange.filling.num_active
-        exchange.restart()
-        return num_active
+        filling = exchange.filling
+        filling.wait()
+        if filling.num_active:  # take turns as the others do: buckets of all ranks belong together
+            self._pending = exchange.turn()
+        else:
+            exchange.restart()
+        return filling.num_active
 
     def forget_backward(self) -> None:
         """See `Schedule.forget_backward`. The mean in ``p.grad`` is gone: no step applies it."""

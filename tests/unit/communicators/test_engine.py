@@ -132,7 +132,7 @@ def test_may_spin_only_while_nobody_computes() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["every_step", "double_buffering"])
-@pytest.mark.parametrize("name", ["single_node", "hierarchical"])
+@pytest.mark.parametrize("name", ["hierarchical", "two_dimensional"])
 def test_the_blocking_fallback_gives_the_same_parameters(
     name: str, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

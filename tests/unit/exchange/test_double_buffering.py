@@ -33,7 +33,7 @@ def train(model, optimizer, rank, steps) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("name", ["flat", "single_node"])
+@pytest.mark.parametrize("name", ["flat", "hierarchical"])
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_staleness_is_exactly_one(world_size: int, name: str) -> None:
     """g_k is of the parameters after k-2 updates, and update k-1 applies g_{k-1}'s mean."""

@@ -18,7 +18,7 @@ from torchmn.testing.contracts import seeded
 from .models import batch, equal, fill, grads, local_grads, loss_of, mlp, near, values
 
 WORLDS = [1, 2, 3, 4]
-ROUTES = ["naive", "flat", "single_node"]
+ROUTES = ["naive", "flat", "hierarchical"]
 SCHEDULES = ["every_step", "double_buffering"]
 
 
@@ -171,7 +171,7 @@ def test_several_groups_and_a_list_of_modules() -> None:
     assert near(results[0], train(first, second, inner, range(3)))
 
 
-@pytest.mark.parametrize("name", ["flat", "single_node"])
+@pytest.mark.parametrize("name", ["flat", "hierarchical"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_frozen_and_later_unfrozen(schedule: str, name: str) -> None:
     """The first linear layer is frozen, then trained alone, then both are."""
@@ -242,7 +242,7 @@ def test_unused_parameters(zero_fill: bool, users: str, world_size: int) -> None
             assert all(g.any() for g in rare)
         return values(model)
 
-    results = run_ranks(rank_main, world_size, name="single_node")
+    results = run_ranks(rank_main, world_size, name="hierarchical")
     for result in results:
         assert equal(result, results[0])
 
@@ -340,10 +340,10 @@ def test_shared_parameters_are_exchanged_once() -> None:
         optimizer.step()
         assert model.decode.weight is model.encode.weight
 
-    run_ranks(rank_main, 2, name="single_node")
+    run_ranks(rank_main, 2, name="hierarchical")
 
 
-@pytest.mark.parametrize("name", ["flat", "single_node"])
+@pytest.mark.parametrize("name", ["flat", "hierarchical"])
 def test_sparse_gradients_are_refused_by_name(name: str) -> None:
     def rank_main(comm):
         model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 1))
@@ -395,7 +395,7 @@ def test_hooks_never_block() -> None:
         buckets = {e.bucket for e in comm.journal.entries() if e.step == 0}
         assert buckets == {0, 1, 2, 3}
 
-    run_ranks(rank_main, 2, name="single_node", timeout_s=15)
+    run_ranks(rank_main, 2, name="hierarchical", timeout_s=15)
 
 
 def test_buckets_leave_in_one_order_whatever_the_order_of_gradients() -> None:
@@ -414,7 +414,7 @@ def test_buckets_leave_in_one_order_whatever_the_order_of_gradients() -> None:
         optimizer.step()
         return [e.bucket for e in comm.journal.entries() if e.step == 0], grads(layers)
 
-    (order_0, grads_0), (order_1, grads_1) = run_ranks(rank_main, 2, name="single_node")
+    (order_0, grads_0), (order_1, grads_1) = run_ranks(rank_main, 2, name="hierarchical")
     assert order_0 == order_1
     assert [b for i, b in enumerate(order_0) if b not in order_0[:i]] == list(range(8))
     assert equal(grads_0, grads_1)
@@ -430,7 +430,7 @@ def test_checkpointing_without_reentry_works() -> None:
         checkpoint(model[2], hidden, use_reentrant=False).pow(2).mean().backward()
         assert near(grads(model), mean_over_ranks(model, comm.size))
 
-    run_ranks(rank_main, 2, name="single_node")
+    run_ranks(rank_main, 2, name="hierarchical")
 
 
 def test_a_backward_pass_with_create_graph_gives_means() -> None:
@@ -472,4 +472,4 @@ def test_a_model_without_anything_to_train() -> None:
         loss_of(model, batch(comm.rank, 0)).backward()
         assert near(grads(model), mean_over_ranks(model, comm.size))
 
-    run_ranks(rank_main, 2, name="single_node")
+    run_ranks(rank_main, 2, name="hierarchical")

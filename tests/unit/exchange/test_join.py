@@ -58,7 +58,7 @@ def state_tensors(optimizer) -> dict:
     }
 
 
-@pytest.mark.parametrize("name", ["flat", "single_node"])
+@pytest.mark.parametrize("name", ["flat", "hierarchical"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)

@@ -208,7 +208,7 @@ def test_gradients_are_means_when_backward_returns(world_size: int) -> None:
         optimizer.step()
         return norm, clipped, values(model)
 
-    results = run_ranks(rank_main, world_size, name="single_node")
+    results = run_ranks(rank_main, world_size, name="hierarchical")
     for norm, clipped, after in results:
         assert norm > 0.01
         assert torch.equal(norm, results[0][0])
@@ -305,7 +305,7 @@ def test_a_group_added_later_is_broadcast_and_exchanged(schedule: str) -> None:
         assert not torch.equal(model[1].weight, torch.ones(2, 3, dtype=torch.float64))
         return values(model)
 
-    results = run_ranks(rank_main, 3, name="single_node")
+    results = run_ranks(rank_main, 3, name="hierarchical")
     for result in results[1:]:
         assert equal(result, results[0])
 
@@ -409,7 +409,7 @@ def test_step_on_a_rank_without_backward_counts_as_zeros(schedule: str) -> None:
     assert near(results[0], after)
 
 
-@pytest.mark.parametrize("name", ["flat", "single_node"])
+@pytest.mark.parametrize("name", ["flat", "hierarchical"])
 def test_a_backward_that_raises_on_all_ranks_ends_in_a_sentence(name: str) -> None:
     def rank_main(comm):
         comm.bucket_bytes = 1
@@ -441,7 +441,7 @@ def test_a_backward_that_raises_on_one_rank_ends_the_others_in_time() -> None:
             optimizer.step()
         return str(caught.value)
 
-    died, waited = run_ranks(rank_main, 2, name="single_node", timeout_s=1)
+    died, waited = run_ranks(rank_main, 2, name="hierarchical", timeout_s=1)
     assert "did not reach its end" in died
     assert "rank 1 of 2" in waited
     assert re.search("within 1 s|closed its connection", waited), waited

@@ -33,7 +33,7 @@ def train_alone(sizes: list[list[int]]) -> list[torch.Tensor]:
     return values(model)
 
 
-@pytest.mark.parametrize("name", ["flat", "single_node"])
+@pytest.mark.parametrize("name", ["flat", "hierarchical"])
 @pytest.mark.parametrize("sizes", [[[4, 4], [1, 7]], [[3, 1, 2], [5, 0, 1], [0, 0, 2]]], ids=str)
 def test_samples_of_uneven_and_empty_batches(sizes: list[list[int]], name: str) -> None:
     """A batch without samples has a loss of NaN, and weighs nothing."""
@@ -148,7 +148,7 @@ def test_weights_that_are_zero_everywhere(codec: str | None) -> None:
             optimizer.step()
         return values(model)
 
-    results = run_ranks(rank_main, 3, name="single_node")
+    results = run_ranks(rank_main, 3, name="hierarchical")
     for result in results:
         assert equal(result, results[0])
 
