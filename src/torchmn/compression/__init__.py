@@ -2,6 +2,21 @@
 
 from torchmn.compression.base import StripeCodec
 from torchmn.compression.create import CODECS, create_codec
+from torchmn.compression.error_feedback import ErrorFeedback
+from torchmn.compression.layout import Layout, Segment
+from torchmn.compression.quantized import Quantized
 from torchmn.compression.reduced_precision import BFloat16, Float16
+from torchmn.compression.residues import reshard
 
-__all__ = ["CODECS", "BFloat16", "Float16", "StripeCodec", "create_codec"]
+__all__ = [
+    "CODECS",
+    "BFloat16",
+    "ErrorFeedback",
+    "Float16",
+    "Layout",
+    "Quantized",
+    "Segment",
+    "StripeCodec",
+    "create_codec",
+    "reshard",
+]

@@ -1,23 +1,174 @@
-"""The seam of the codecs that a compressed mean carries."""
+"""The seam of the codecs that a compressed mean carries.
+
+What the wire does with them, for a bucket on W ranks (CNTK's quantized all-reduce, Seide et al.
+2014):
+
+    stripes = codec.cut(layout, W)
+    for each j but the own rank:     codec.encode_stripe(buffer, stripes[j], bytes_j)   -> rank j
+    once, the own part unencoded:    codec.settle_stripe(buffer, stripes[rank])
+    for what came from each rank:    codec.decode_stripe(bytes, stripes[rank], buffer, add=True)
+    once, the sum:                   codec.encode_stripe(buffer, stripes[rank], bytes, "owner")
+                                                                                        -> all ranks
+    for each j, the own rank too:    codec.decode_stripe(bytes_j, stripes[j], buffer)
+    after the last bucket of an exchange, before the next exchange encodes anything:
+                                     codec.finish(is_valid=not codec.nonfinite.names("decoding"))
+
+16-bit buffers are summed in a float32 buffer beside them, see `Layout.moved`. Gradients are divided
+by the number of ranks before they are encoded, so that the owner's sum is the mean.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from torchmn.compression.layout import Layout, Segment
+from torchmn.compression.nonfinite import Nonfinite
+from torchmn.errors import UsageError
 
-class StripeCodec(Protocol):
-    """Turns a stripe of a bucket into bytes and back. Local; called inside an exchange."""
+Side = Literal["worker", "owner"]
+"""Who encodes: a worker its gradient, or the owner of a stripe the mean."""
+
+ALIGNMENT = 8  # bytes; encoded stripes must begin at a multiple of it
+
+
+class StripeCodec(ABC):
+    """Turns a stripe of a bucket into bytes and back. Local; called inside an exchange.
+
+    ``values``, ``out`` of `decode_stripe`: the buffer, (n,), in whose elements a layout's segments
+    count. ``encoded``, ``out`` of `encode_stripe`: (stripe_nbytes,) uint8, contiguous, at a
+    multiple of 8 bytes. An own codec writes the three abstract methods; whatever it does not say
+    of blocks, state and residues has a default.
+    """
 
     name: str
+    block_length: int = 1
+    """Stripes are cut at multiples of this many elements of a parameter."""
+    bits: float = 32
+    """On the wire, per element of a parameter that is not small."""
+
+    def __init__(self) -> None:
+        self.nonfinite = Nonfinite()
+        """Which parameters had values that are not finite, since the last `finish`."""
+
+    @abstractmethod
+    def stripe_nbytes(self, stripe: Layout) -> int:
+        """Bytes that `encode_stripe` writes; the same on all ranks."""
+
+    @abstractmethod
+    def encode_stripe(
+        self, values: Tensor, stripe: Layout, out: Tensor, side: Side = "worker"
+    ) -> None:
+        """Encode the stripe's elements of ``values`` into ``out``. ``values`` stays as it is.
+
+        Values that are not finite must decode to some that are not, and be told to `nonfinite`.
+        """
+
+    @abstractmethod
+    def decode_stripe(
+        self, encoded: Tensor, stripe: Layout, out: Tensor, *, add: bool = False
+    ) -> None:
+        """Write the decoded elements into ``out``, or add them to it.
+
+        Nothing before or behind the stripe is touched; what lies between its segments is nobody's.
+        """
+
+    def cut(self, layout: Layout, num_stripes: int) -> tuple[Layout, ...]:
+        """The stripes of a bucket: of about equally many bytes, cut where this codec allows."""
+        return layout.cut(num_stripes, self.block_length, small_cost=max(1.0, 32 / self.bits))
+
+    def encode_rest(
+        self,
+        values: Tensor,
+        residue: Tensor,
+        rest: Tensor,
+        stripe: Layout,
+        out: Tensor,
+        side: Side = "worker",
+    ) -> None:
+        """Encode v = values + residue and write what is lost, v minus its decoded value, to rest.
+
+        ``residue`` and ``rest``: (stripe.span,) of the wide dtype, element 0 for element
+        ``stripe.begin`` of ``values``. Where v is not finite, ``rest`` is ``residue``. Called by
+        `ErrorFeedback`; a codec with a faster way than this one, in four passes, overrides it.
+        """
+        local = stripe.moved(-stripe.begin, stripe.wide_dtype)
+        torch.add(residue, values[stripe.begin : stripe.end], out=rest)
+        self.encode_stripe(rest, local, out, side)
+        decoded = torch.zeros_like(rest)
+        self.decode_stripe(out, local, decoded)
+        rest.sub_(decoded)
+        if not torch.isfinite(rest).all():
+            torch.where(torch.isfinite(rest), rest, residue, out=rest)
+
+    def settle_stripe(self, values: Tensor, stripe: Layout, side: Side = "worker") -> None:  # noqa: B027 - nothing is owed without residues
+        """Add what is owed to ``values``, which go on unencoded: nothing of them is lost."""
+
+    def finish(self, *, is_valid: bool) -> None:
+        """End an exchange: all its buckets are decoded, none of the next is encoded.
+
+        ``is_valid=False`` (a gradient somewhere was not finite; the same on all ranks) takes back
+        what this exchange did to residues, as if it had not been.
+        """
+        self.nonfinite.clear()
+
+    def warm_up(self, stripe: Layout, device: torch.device) -> None:  # noqa: B027 - most have no kernels
+        """Compile and allocate what stripes of this kind need, so that no step has to."""
+
+    def fresh(self) -> StripeCodec:
+        """One like it with a state of its own: no two exchanges may share residues."""
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """What outlives a step: tensors and numbers. Copies."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict`; an empty dict starts anew. Raises UsageError: not for us."""
+        if state:
+            raise UsageError(f"The codec {self.name} has no state, but was given {sorted(state)}.")
+
+    # ---- for a wire that knows no layouts: one run of elements without a name ----
 
     def encoded_nbytes(self, numel: int, dtype: torch.dtype) -> int:
         """Bytes that `encode` writes for ``numel`` elements of ``dtype``; the same on all ranks."""
+        return self.stripe_nbytes(nameless(numel, dtype))
 
     def encode(self, stripe: Tensor, out: Tensor) -> None:
         """Encode ``stripe`` (numel,) into ``out`` (encoded_nbytes,) uint8."""
+        self.encode_stripe(stripe, nameless(stripe.numel(), stripe.dtype), out)
 
     def decode(self, encoded: Tensor, out: Tensor) -> None:
         """Decode ``encoded`` (encoded_nbytes,) uint8 into ``out`` (numel,)."""
+        self.decode_stripe(encoded, nameless(out.numel(), out.dtype), out)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+def nameless(numel: int, dtype: torch.dtype) -> Layout:
+    """The layout of a buffer that is one run of elements."""
+    return Layout((Segment("", 0, numel),) if numel else (), dtype)
+
+
+def aligned(nbytes: int) -> int:
+    """The next multiple of 8 bytes."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def check_encoded(encoded: Tensor, nbytes: int) -> None:
+    """Raise UsageError if a buffer of bytes cannot hold exactly one encoded stripe."""
+    if (
+        encoded.dtype != torch.uint8
+        or encoded.numel() != nbytes
+        or not encoded.is_contiguous()
+        or encoded.storage_offset() % ALIGNMENT
+    ):
+        raise UsageError(
+            f"An encoded stripe must be {nbytes} contiguous bytes (uint8) that begin at a multiple "
+            f"of {ALIGNMENT}, but is {encoded.numel()} of {encoded.dtype} at "
+            f"{encoded.storage_offset()}."
+        )

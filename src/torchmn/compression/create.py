@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torchmn.compression.base import StripeCodec
+from torchmn.compression.error_feedback import ErrorFeedback
+from torchmn.compression.quantized import Quantized
 from torchmn.compression.reduced_precision import BFloat16, Float16
 from torchmn.errors import UnknownNameError
 
@@ -12,6 +14,10 @@ CODECS: dict[str, Callable[[], StripeCodec] | None] = {
     "float32": None,  # as they are
     "float16": Float16,
     "bfloat16": BFloat16,
+    "int8": lambda: ErrorFeedback(Quantized(bits=8)),
+    "int4": lambda: ErrorFeedback(Quantized(bits=4)),
+    "int2": lambda: ErrorFeedback(Quantized(bits=2)),
+    "1bit": lambda: ErrorFeedback(Quantized(bits=1)),
 }
 
 

@@ -3,35 +3,93 @@
 Differences from ChainerMN, which summed in float16 and divided afterwards, so that a sum over W
 workers overflowed above 65504 / W: gradients are divided by W before they are encoded, and owners
 sum in float32. Values beyond 65504 become infinite, as `torch.amp.GradScaler` expects.
+
+Everything is narrowed, small parameters too, and elements between segments travel along: one copy.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from torchmn.compression.base import Side, StripeCodec, check_encoded
+from torchmn.compression.layout import Layout
+from torchmn.compression.nonfinite import When
 
-class ReducedPrecision:
+
+class ReducedPrecision(StripeCodec):
     """Carries floating-point stripes in a narrower floating-point type."""
 
+    bits = 16
+
     def __init__(self, name: str, wire_dtype: torch.dtype) -> None:
+        super().__init__()
         self.name = name
         self.wire_dtype = wire_dtype
 
-    def encoded_nbytes(self, numel: int, dtype: torch.dtype) -> int:
-        """See `StripeCodec.encoded_nbytes`."""
-        return numel * self.wire_dtype.itemsize
+    def stripe_nbytes(self, stripe: Layout) -> int:
+        """See `StripeCodec.stripe_nbytes`."""
+        return stripe.span * self.wire_dtype.itemsize
 
-    def encode(self, stripe: Tensor, out: Tensor) -> None:
-        """See `StripeCodec.encode`."""
-        out.view(self.wire_dtype).copy_(stripe)
+    def encode_stripe(
+        self, values: Tensor, stripe: Layout, out: Tensor, side: Side = "worker"
+    ) -> None:
+        """See `StripeCodec.encode_stripe`."""
+        narrow = self._narrow(out, stripe)
+        narrow.copy_(values[stripe.begin : stripe.end])
+        if side == "worker":
+            self._note("encoding", stripe, narrow)
 
-    def decode(self, encoded: Tensor, out: Tensor) -> None:
-        """See `StripeCodec.decode`."""
-        out.copy_(encoded.view(self.wire_dtype))
+    def decode_stripe(
+        self, encoded: Tensor, stripe: Layout, out: Tensor, *, add: bool = False
+    ) -> None:
+        """See `StripeCodec.decode_stripe`."""
+        narrow = self._narrow(encoded, stripe)
+        span = out[stripe.begin : stripe.end]
+        if add:  # whoever adds encodes the sum, and will find it in there
+            span.add_(narrow)
+        else:
+            span.copy_(narrow)
+            self._note("decoding", stripe, narrow)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
+    def encode_rest(
+        self,
+        values: Tensor,
+        residue: Tensor,
+        rest: Tensor,
+        stripe: Layout,
+        out: Tensor,
+        side: Side = "worker",
+    ) -> None:
+        """See `StripeCodec.encode_rest`."""
+        torch.add(residue, values[stripe.begin : stripe.end], out=rest)
+        narrow = self._narrow(out, stripe)
+        narrow.copy_(rest)
+        rest.sub_(narrow)
+        if _is_surely_finite(narrow):
+            return
+        torch.where(torch.isfinite(rest), rest, residue, out=rest)
+        if side == "worker":
+            self._note("encoding", stripe, narrow)
+
+    def _narrow(self, encoded: Tensor, stripe: Layout) -> Tensor:
+        check_encoded(encoded, self.stripe_nbytes(stripe))
+        return encoded.view(self.wire_dtype)
+
+    def _note(self, when: When, stripe: Layout, narrow: Tensor) -> None:
+        if _is_surely_finite(narrow):
+            return
+        parts = (narrow[s.start - stripe.begin : s.end - stripe.begin] for s in stripe.segments)
+        self.nonfinite.note(when, stripe, torch.stack([~torch.isfinite(p).all() for p in parts]))
+
+
+def _is_surely_finite(narrow: Tensor) -> bool:
+    """Whether the extremes are, and NaN counts as one. A GPU is not waited for: maybe not."""
+    if not narrow.numel():
+        return True
+    return narrow.device.type == "cpu" and all(map(math.isfinite, torch.aminmax(narrow)))
 
 
 class Float16(ReducedPrecision):

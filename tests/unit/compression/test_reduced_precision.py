@@ -52,4 +52,4 @@ def test_names() -> None:
     assert create_codec(own) is own
     with pytest.raises(UnknownNameError, match="Unknown codec 'float8'. Known: float32, float16,"):
         create_codec("float8")
-    assert list(CODECS) == ["float32", "float16", "bfloat16"]
+    assert list(CODECS) == ["float32", "float16", "bfloat16", "int8", "int4", "int2", "1bit"]

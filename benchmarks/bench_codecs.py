@@ -1,0 +1,145 @@
+"""What encoding and decoding cost on one core, beside a loop that reads and writes the same bytes.
+
+7.5 million float32 elements (30 MB) in the shapes of a VGG's convolutions, through the public
+methods of the codecs. Encoding with residue reads gradient and residue and writes the new residue
+and the bytes; decode-and-add reads bytes and sum and writes the sum.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numba import njit
+from record import Bar, median_bar, ratio_bar, report
+
+from torchmn.compression import BFloat16, ErrorFeedback, Float16, Layout, Quantized
+from torchmn.compression import kernels_reference as reference
+from torchmn.compression.base import StripeCodec
+
+SHAPES = [(512, 512, 3, 3)] * 2 + [(512, 256, 3, 3), (256, 256, 3, 3), (256, 128, 3, 3)]
+SHAPES += [(512, 512), (512,), (512,), (512,), (256,), (128, 128, 3, 3), (128,), (10, 512), (10,)]
+ROUNDS = 41
+CPU = torch.device("cpu")
+
+
+@njit(nogil=True)
+def encoding_loop(values, residue, rest, encoded) -> None:  # type: ignore[no-untyped-def]
+    for i in range(values.size):
+        rest[i] = values[i] + residue[i]
+    for i in range(encoded.size):
+        encoded[i] = i
+
+
+@njit(nogil=True)
+def decoding_loop(encoded, total) -> None:  # type: ignore[no-untyped-def]
+    words = 0
+    for i in range(encoded.size):
+        words ^= encoded[i]
+    word = np.float32(words)
+    for i in range(total.size):
+        total[i] += word
+
+
+def layout() -> Layout:
+    entries, start = [], 0
+    for index, shape in enumerate(SHAPES):
+        entries.append((f"weight{index}", start, shape))
+        start += -(-int(np.prod(shape)) // 16) * 16
+    return Layout.of(entries, torch.float32)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def take_turns(sides: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(ROUNDS + 2):
+        for name, work in sides.items():
+            spent = seconds(work)
+            if turn >= 2:
+                times[name].append(spent)
+    return times
+
+
+def measure(codec: StripeCodec, bucket: Layout, *, has_limit: bool) -> list[Bar]:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(bucket.end, generator=generator) * 1e-3
+    encoded = torch.zeros(codec.stripe_nbytes(bucket), dtype=torch.uint8)
+    words = encoded.numpy()[: encoded.numel() // 4 * 4].view(np.int32)
+    total = torch.zeros(bucket.end)
+    residue, rest = torch.zeros(2, bucket.end).numpy()
+    codec.warm_up(bucket, CPU)
+
+    def encode() -> None:
+        codec.encode_stripe(values, bucket, encoded)
+        codec.finish(is_valid=True)
+
+    encode()
+    times = take_turns(
+        {
+            "encode": encode,
+            "encoding loop": lambda: encoding_loop(values.numpy(), residue, rest, words),
+            "decode": lambda: codec.decode_stripe(encoded, bucket, total, add=True),
+            "decoding loop": lambda: decoding_loop(words, total.numpy()),
+        }
+    )
+    name = codec.name
+    bars = [
+        ratio_bar(f"{name}: encode / loop", times["encode"], times["encoding loop"], "<= 4.0"),
+        ratio_bar(
+            f"{name}: decode and add / loop", times["decode"], times["decoding loop"], "<= 3.0"
+        ),
+    ]
+    if not has_limit:
+        for bar in bars:
+            bar.limit = bar.holds = None
+    bars += [
+        median_bar(f"{name}: {side}", [1e3 * s for s in spent], "ms")
+        for side, spent in times.items()
+    ]
+    bars.append(Bar(f"{name}: bytes on the wire", encoded.numel() / (4 * bucket.numel), "x"))
+    return bars
+
+
+def plain_torch(bucket: Layout) -> list[Bar]:
+    """The kernels for where there is no compiler."""
+    bars = []
+    for bits in (8, 1):
+        codec = Quantized(bits)
+        values, residue, rest = torch.randn(3, bucket.end)
+        encoded = torch.zeros(codec.stripe_nbytes(bucket), dtype=torch.uint8)
+        plan = codec.plan(bucket)
+        spent = [
+            1e3 * seconds(lambda: reference.encode(values, residue, rest, encoded, plan, None))  # noqa: B023
+            for _ in range(3)
+        ]
+        bars.append(median_bar(f"{codec.name}: encode by plain torch", spent, "ms"))
+    return bars
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")  # the slow kernels are not what is to be measured
+    gc.disable()
+    bucket = layout()
+    bars: list[Bar] = []
+    for bits in (8, 4, 2, 1):
+        bars += measure(ErrorFeedback(Quantized(bits)), bucket, has_limit=True)
+    for codec in (ErrorFeedback(Float16()), ErrorFeedback(BFloat16())):
+        bars += measure(codec, bucket, has_limit=False)
+    if "--quick" not in sys.argv:
+        bars += plain_torch(bucket)
+    return report("codecs", bars)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,106 @@
+"""Error feedback: what a codec loses in one step is added to what it encodes in the next.
+
+    v = g + r,   send Q(v),   r <- v - Q(v)
+
+so that after any number of steps the sum of what was sent is the sum of the gradients less the
+residue r that remains (Seide et al. 2014; Stich et al. 2018; Karimireddy et al. 2019). Both sides
+have residues: the worker for its gradient, the owner of a stripe for the mean.
+
+Differences from CNTK: residues are part of the state, where CNTK set them to zero at every
+checkpoint; they are kept by the parameter's name, so that they outlive another layout of buckets
+(PyTorch's PowerSGD hook keyed by bucket and lost them) and another number of workers (`reshard`);
+a worker adds its own stripe to the sum unencoded; an exchange with a gradient that is not finite
+leaves them as they were.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchmn.compression.base import Side, StripeCodec
+from torchmn.compression.layout import Layout
+from torchmn.compression.residues import Residues, Run
+from torchmn.errors import UnsupportedError, UsageError
+
+
+class ErrorFeedback(StripeCodec):
+    """Wraps any stripe codec. Memory: 16 bytes an element as a worker, and as much over W as owner.
+
+    One object belongs to one exchange: its residues are of that exchange's parameters.
+    """
+
+    def __init__(self, codec: StripeCodec) -> None:
+        if isinstance(codec, ErrorFeedback):
+            raise UsageError(f"{codec!r} has error feedback already: wrap the codec inside it.")
+        super().__init__()
+        self.codec = codec
+        self.name = f"{codec.name}+residue"
+        self.block_length = codec.block_length
+        self.bits = codec.bits
+        self.nonfinite = codec.nonfinite
+        self._residues = Residues()
+
+    def stripe_nbytes(self, stripe: Layout) -> int:
+        """See `StripeCodec.stripe_nbytes`."""
+        return self.codec.stripe_nbytes(stripe)
+
+    def encode_stripe(
+        self, values: Tensor, stripe: Layout, out: Tensor, side: Side = "worker"
+    ) -> None:
+        """See `StripeCodec.encode_stripe`."""
+        run = self._run(side, stripe, values.device)
+        self.codec.encode_rest(values, run.now, run.rest, stripe, out, side)
+        run.is_written = True
+
+    def decode_stripe(
+        self, encoded: Tensor, stripe: Layout, out: Tensor, *, add: bool = False
+    ) -> None:
+        """See `StripeCodec.decode_stripe`."""
+        self.codec.decode_stripe(encoded, stripe, out, add=add)
+
+    def settle_stripe(self, values: Tensor, stripe: Layout, side: Side = "worker") -> None:
+        """Add the residues to ``values``, which has at least 32 bits; afterwards nothing is owed.
+
+        What rounding would lose here is lost for good.
+        """
+        run = self._run(side, stripe, values.device)
+        values[stripe.begin : stripe.end].add_(run.now)
+        run.rest.zero_()
+        run.is_written = True
+
+    def finish(self, *, is_valid: bool) -> None:
+        """See `StripeCodec.finish`."""
+        self._residues.finish(is_valid=is_valid)
+        self.codec.finish(is_valid=is_valid)
+
+    def warm_up(self, stripe: Layout, device: torch.device) -> None:
+        """See `StripeCodec.warm_up`."""
+        self.codec.warm_up(stripe, device)
+        self._run("worker", stripe, device)
+
+    def fresh(self) -> StripeCodec:
+        """See `StripeCodec.fresh`."""
+        return ErrorFeedback(self.codec.fresh())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The residues of this rank, between two exchanges. See `residues.reshard`."""
+        return {"residues": self._residues.state_dict(), "codec": self.codec.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `StripeCodec.load_state_dict`."""
+        self._residues.load_state_dict(state.get("residues", []))
+        self.codec.load_state_dict(state.get("codec", {}))
+
+    def _run(self, side: Side, stripe: Layout, device: torch.device) -> Run:
+        if any(not segment.name for segment in stripe.segments):
+            raise UnsupportedError(
+                f"{self.name} keeps residues by the names of parameters, and this buffer has none: "
+                "it can only be carried by an exchange of named parameters."
+            )
+        return self._residues.run(side, stripe, device)
+
+    def __repr__(self) -> str:
+        return f"ErrorFeedback({self.codec!r})"

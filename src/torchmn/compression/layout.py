@@ -1,0 +1,170 @@
+"""Which parameters lie where in a bucket, and where a bucket may be cut into stripes.
+
+Codecs work in blocks that start anew at each parameter, and stripes are cut at block boundaries:
+the value that an element is given does not depend on how parameters were put into buckets, nor on
+how many ranks own stripes of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+SMALL_NUMEL = 1024
+VECTOR_NUMEL = 65_536
+
+
+def is_small(shape: Sequence[int]) -> bool:
+    """Whether a parameter is too small to gain: it then travels as it is.
+
+    Biases and the scales of normalisation count (one dim, up to 65,536 elements), and whatever
+    has fewer than 1024 elements.
+    """
+    numel = math.prod(shape)
+    return numel < SMALL_NUMEL or (len(shape) <= 1 and numel <= VECTOR_NUMEL)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of elements of one parameter.
+
+    It begins at element ``start`` of the buffer and at element ``offset`` of the parameter, counted
+    in the order of the buffer's memory.
+    """
+
+    name: str
+    start: int
+    numel: int
+    offset: int = 0
+    is_small: bool = False
+
+    @property
+    def end(self) -> int:
+        """The first element of the buffer behind it."""
+        return self.start + self.numel
+
+    def part(self, first: int, last: int) -> Segment:
+        """Elements ``first`` to ``last`` (exclusive) of this run."""
+        return replace(
+            self, start=self.start + first, numel=last - first, offset=self.offset + first
+        )
+
+    def nearest_cut(self, position: float, block_length: int) -> int:
+        """The allowed cut nearest to ``position`` elements into the run; 0 and numel are allowed.
+
+        A small parameter is never cut.
+        """
+        step = self.numel if self.is_small else block_length
+        offset = 0 if self.is_small else self.offset
+        cut = round((offset + position) / step) * step - offset if step else 0
+        return min(max(cut, 0), self.numel)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The segments of a bucket, or of a stripe of it, in the order of the buffer.
+
+    ``dtype`` is the buffer's. Two layouts that are equal share residues, so that sets of buckets
+    that take turns do. Elements of the buffer between segments are nobody's and do not travel.
+    """
+
+    segments: tuple[Segment, ...]
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def of(cls, parameters: Iterable[tuple[str, int, Sequence[int]]], dtype: torch.dtype) -> Layout:
+        """The layout of a buffer that holds whole parameters: (name, start, shape) of each.
+
+        Empty parameters are left out. For complex ones give the shape with the two real parts.
+        """
+        return cls(
+            tuple(
+                Segment(name, start, math.prod(shape), is_small=is_small(shape))
+                for name, start, shape in sorted(parameters, key=lambda item: item[1])
+                if math.prod(shape)
+            ),
+            dtype,
+        )
+
+    @cached_property
+    def begin(self) -> int:
+        """The first element of the buffer that is part of it."""
+        return self.segments[0].start if self.segments else 0
+
+    @cached_property
+    def end(self) -> int:
+        """The first element of the buffer behind it."""
+        return self.segments[-1].end if self.segments else 0
+
+    @property
+    def span(self) -> int:
+        """Elements from `begin` to `end`, those between segments included."""
+        return self.end - self.begin
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of parameters."""
+        return sum(segment.numel for segment in self.segments)
+
+    @property
+    def wide_dtype(self) -> torch.dtype:
+        """In which its values are summed and residues kept: float64 for float64, else float32."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.segments, self.dtype))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def cut(
+        self, num_stripes: int, block_length: int, *, small_cost: float = 1.0
+    ) -> tuple[Layout, ...]:
+        """Cut into stripes of about equal cost, at block boundaries and between parameters.
+
+        ``small_cost`` is the cost of an element of a small parameter, in elements of another; for
+        1 bit it is 32. There may be empty stripes. A pure function: the same on all ranks.
+        """
+        costs = [s.numel * (small_cost if s.is_small else 1.0) for s in self.segments]
+        total = sum(costs)
+        stripes: list[list[Segment]] = [[] for _ in range(num_stripes)]
+        done = 0.0
+        for segment, cost in zip(self.segments, costs, strict=True):
+            cuts = [
+                segment.nearest_cut(
+                    (total * k / num_stripes - done) / cost * segment.numel, block_length
+                )
+                for k in range(1, num_stripes)
+            ]
+            for stripe, first, last in zip(
+                stripes, [0, *cuts], [*cuts, segment.numel], strict=True
+            ):
+                if last > first:
+                    stripe.append(segment.part(first, last))
+            done += cost
+        return tuple(Layout(tuple(stripe), self.dtype) for stripe in stripes)
+
+    def between(self, start: int, stop: int) -> Layout:
+        """What lies in elements ``start`` to ``stop`` of the buffer, wherever that cuts blocks.
+
+        A block is then cut in two, each quantized by itself: nothing is lost but the independence
+        of values from cuts. The segments' `start` still counts from the whole buffer's first.
+        """
+        return Layout(
+            tuple(
+                segment.part(max(start - segment.start, 0), min(stop, segment.end) - segment.start)
+                for segment in self.segments
+                if segment.start < stop and segment.end > start
+            ),
+            self.dtype,
+        )
+
+    def moved(self, distance: int, dtype: torch.dtype | None = None) -> Layout:
+        """The same segments ``distance`` elements further on, in a buffer of ``dtype``."""
+        segments = tuple(replace(s, start=s.start + distance) for s in self.segments)
+        return Layout(segments, dtype or self.dtype)

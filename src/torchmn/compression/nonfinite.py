@@ -1,0 +1,46 @@
+"""Which parameters had values that are not finite."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from torchmn.compression.layout import Layout
+
+When = Literal["encoding", "decoding"]
+
+
+class Nonfinite:
+    """A record of one exchange. Local.
+
+    What was met in *encoding* as a worker is this rank's own gradient; what was met in *decoding*
+    is known to all ranks that decode the same bytes. Flags of a GPU stay there until `names` asks.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[When, list[str]] = {"encoding": [], "decoding": []}
+        self._unread: list[tuple[When, Layout, Tensor]] = []
+
+    def note(self, when: When, stripe: Layout, flags: Tensor) -> None:
+        """``flags`` (num_segments,): not zero where a segment has values that are not finite."""
+        if flags.device.type == "cpu":
+            self._read(when, stripe, flags)
+        else:
+            self._unread.append((when, stripe, flags))
+
+    def names(self, when: When) -> list[str]:
+        """The parameters, each once, in the order in which they were met. Waits for the GPU."""
+        for item in self._unread:
+            self._read(*item)
+        self._unread.clear()
+        return list(dict.fromkeys(self._names[when]))
+
+    def clear(self) -> None:
+        """Begin a new exchange."""
+        self._names = {"encoding": [], "decoding": []}
+        self._unread.clear()
+
+    def _read(self, when: When, stripe: Layout, flags: Tensor) -> None:
+        for position in flags.nonzero().flatten().tolist() if flags.any() else ():
+            self._names[when].append(stripe.segments[position].name)

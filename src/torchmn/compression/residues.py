@@ -1,0 +1,178 @@
+"""What is owed to the model: for each parameter, what encoding has lost so far.
+
+Kept by the parameter's name and the position in it, once for what this rank owes as a worker and
+once for what it owes as the owner of stripes. Buckets and stripes may be laid out anew at any time
+between two exchanges: residues move along. What one exchange writes becomes valid when it ends, so
+that an exchange whose result is thrown away leaves no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchmn.compression.base import Side
+from torchmn.compression.layout import Layout
+from torchmn.errors import UsageError
+
+State = dict[str, Any]
+
+
+class Run:
+    """The residues of one stripe: ``now`` (span,), and ``rest`` (span,), which may replace it."""
+
+    def __init__(self, stripe: Layout, device: torch.device) -> None:
+        self.stripe = stripe
+        self.now = torch.zeros(stripe.span, dtype=stripe.wide_dtype, device=device)
+        self.rest = torch.zeros_like(self.now)
+        self.is_written = False
+
+    def part(self, position: int) -> Tensor:
+        """The valid residues of one segment, a view."""
+        segment = self.stripe.segments[position]
+        start = segment.start - self.stripe.begin
+        return self.now[start : start + segment.numel]
+
+
+class Residues:
+    """All residues of one rank. Local."""
+
+    def __init__(self) -> None:
+        self._runs: dict[tuple[Side, Layout], Run] = {}
+        self._loose: dict[tuple[Side, str], list[tuple[int, Tensor]]] = {}
+        """Loaded, or of a layout that is no more: (offset, values), until a stripe claims them."""
+
+    def run(self, side: Side, stripe: Layout, device: torch.device) -> Run:
+        """The residues of a stripe, zeros where there are none yet."""
+        run = self._runs.get((side, stripe))
+        if run is None:
+            self._loosen(side, stripe)
+            run = self._runs[side, stripe] = Run(stripe, device)
+            for position, segment in enumerate(stripe.segments):
+                self._claim(side, segment.name, segment.offset, run.part(position))
+        return run
+
+    def finish(self, *, is_valid: bool) -> None:
+        """Make valid what was written since the last call, or forget it.
+
+        What no stripe has claimed by now belongs to parameters that are exchanged no more, or on
+        another rank.
+        """
+        for run in self._runs.values():
+            if run.is_written and is_valid:
+                run.now, run.rest = run.rest, run.now
+            run.is_written = False
+        self._loose.clear()
+
+    def state_dict(self) -> list[State]:
+        """One entry for each run of elements of a parameter, as copies."""
+        entries: list[State] = [
+            {
+                "side": side,
+                "name": segment.name,
+                "offset": segment.offset,
+                "values": run.part(position).clone(),
+            }
+            for (side, stripe), run in self._runs.items()
+            for position, segment in enumerate(stripe.segments)
+        ]
+        entries += [
+            {"side": side, "name": name, "offset": offset, "values": values.clone()}
+            for (side, name), pieces in self._loose.items()
+            for offset, values in pieces
+        ]
+        return entries
+
+    def load_state_dict(self, entries: Sequence[State]) -> None:
+        """Go on from `state_dict`, in whatever layout comes next."""
+        self._runs.clear()
+        self._loose.clear()
+        for entry in entries:
+            key = (entry["side"], entry["name"])
+            self._loose.setdefault(key, []).append((entry["offset"], entry["values"].clone()))
+
+    def _claim(self, side: Side, name: str, offset: int, into: Tensor) -> None:
+        """Move loose residues of a run of elements into ``into``."""
+        pieces = self._loose.pop((side, name), [])
+        left = []
+        for start, values in pieces:
+            first, last = max(start, offset), min(start + len(values), offset + len(into))
+            if first >= last:
+                left.append((start, values))
+                continue
+            into[first - offset : last - offset] = values[first - start : last - start]
+            left += [
+                (at, part)
+                for at, part in (
+                    (start, values[: first - start]),
+                    (last, values[last - start :]),
+                )
+                if len(part)
+            ]
+        if left:
+            self._loose[side, name] = left
+
+    def _loosen(self, side: Side, stripe: Layout) -> None:
+        """Take apart the runs of an earlier layout that hold elements of this stripe."""
+        wanted: dict[str, list[tuple[int, int]]] = {}
+        for s in stripe.segments:
+            wanted.setdefault(s.name, []).append((s.offset, s.offset + s.numel))
+        for key, run in list(self._runs.items()):
+            if key[0] != side or not any(
+                first < s.offset + s.numel and s.offset < last
+                for s in run.stripe.segments
+                for first, last in wanted.get(s.name, ())
+            ):
+                continue
+            if run.is_written:
+                raise UsageError(
+                    "Elements of one parameter were encoded twice in one exchange, in different "
+                    "stripes. Call finish() between exchanges, and give each exchange a codec of "
+                    "its own (codec.fresh())."
+                )
+            del self._runs[key]
+            for position, s in enumerate(run.stripe.segments):
+                pieces = self._loose.setdefault((side, s.name), [])
+                pieces.append((s.offset, run.part(position)))
+
+
+def reshard(states: Sequence[State], num_workers: int) -> State:
+    """The state that each of ``num_workers`` workers loads, from those of all old ones. Local.
+
+    ``states`` are `ErrorFeedback.state_dict` of every old rank, in rank order. Workers encode their
+    share of the mean, the gradient over the number of workers, so that what is owed to the model
+    is the sum of all residues, workers' and owners' alike; each new worker owes an equal part of
+    it. Multiplied by the number of workers, that is: every new worker's residue, in units of the
+    gradient, is the mean of the old ones plus the assembled owners' residue. Owners begin with
+    zeros. Where only some ranks encode (leaders of nodes), ``num_workers`` is their number.
+    """
+    if not states or num_workers < 1:
+        raise UsageError(
+            f"reshard() needs the states of all old ranks and at least one new worker, but got "
+            f"{len(states)} states and num_workers={num_workers}."
+        )
+    entries = [entry for state in states for entry in state["residues"]]
+    lengths: dict[str, int] = {}
+    for entry in entries:
+        end = entry["offset"] + len(entry["values"])
+        lengths[entry["name"]] = max(end, lengths.get(entry["name"], 0))
+    owed = {name: torch.zeros(n, dtype=torch.float64) for name, n in lengths.items()}
+    for entry in entries:
+        first, values = entry["offset"], entry["values"]
+        owed[entry["name"]][first : first + len(values)] += values.to("cpu", torch.float64)
+    dtypes = {entry["name"]: entry["values"].dtype for entry in entries}
+    return {
+        **states[0],
+        "residues": [
+            {
+                "side": "worker",
+                "name": name,
+                "offset": 0,
+                "values": (total / num_workers).to(dtypes[name]),
+            }
+            for name, total in owed.items()
+        ],
+    }
