@@ -1,13 +1,16 @@
 """Every schedule with every codec, for all world sizes."""
 
+import os
+
 import pytest
 
 from tests.contracts.broken import schedules as broken
 from torchmn.compression import CODECS
 from torchmn.exchange import SCHEDULES
-from torchmn.testing import run_ranks, schedule_contracts
+from torchmn.launch.detect import find_mpirun
+from torchmn.testing import MpiPool, run_ranks, schedule_contracts
 from torchmn.testing.contracts import ContractError
-from torchmn.testing.schedule_contracts import SCHEDULE_CONTRACTS
+from torchmn.testing.schedule_contracts import SCHEDULE_CONTRACTS, check_all
 from torchmn.topology import Topology
 
 PLACEMENTS = {
@@ -34,13 +37,28 @@ CAUGHT_BY = {
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_contracts(schedule: str, codec: str, label: str) -> None:
     name, topology = PLACEMENTS[label]
+    run_ranks(
+        lambda comm: check_all(comm, schedule, codec),
+        topology.size,
+        name=name,
+        topology=topology,
+    )
 
-    def rank_main(comm) -> None:
-        comm.bucket_bytes = 200  # several buckets
-        for contract in SCHEDULE_CONTRACTS:
-            contract(comm, SCHEDULES[schedule], codec)
 
-    run_ranks(rank_main, topology.size, name=name, topology=topology)
+@pytest.fixture(scope="module")
+def pool():
+    if find_mpirun(os.environ) is None:
+        pytest.skip(reason="no mpirun: install it with 'make setup'")
+    with MpiPool(3) as started:
+        yield started
+
+
+@pytest.mark.mpi
+@pytest.mark.processes
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_contracts_over_mpi(pool: MpiPool, schedule: str) -> None:
+    topology = Topology.blocks([2, 1])
+    pool.run(check_all, 3, schedule, "float32", name="hierarchical", topology=topology)
 
 
 @pytest.mark.parametrize("wrong", CAUGHT_BY, ids=lambda cls: cls.__name__)

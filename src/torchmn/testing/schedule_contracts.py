@@ -13,7 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from torchmn.communicators import Communicator
-from torchmn.exchange import MultiNodeOptimizer, Schedule, create_multi_node_optimizer
+from torchmn.exchange import (
+    SCHEDULES,
+    MultiNodeOptimizer,
+    Schedule,
+    create_multi_node_optimizer,
+)
 from torchmn.testing.contracts import network, require, seeded
 
 MakeSchedule = Callable[[], Schedule]
@@ -189,3 +194,10 @@ SCHEDULE_CONTRACTS: tuple[Callable[[Communicator, MakeSchedule, str | None], Non
     check_accumulation,
     check_join,
 )
+
+
+def check_all(comm: Communicator, schedule: str, codec: str | None) -> None:
+    """All contracts for a schedule by name, with buckets so small that there are several."""
+    comm.bucket_bytes = 200
+    for contract in SCHEDULE_CONTRACTS:
+        contract(comm, SCHEDULES[schedule], codec)
