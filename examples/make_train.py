@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from torchmn.topology.processors import available_processors
 HERE = Path(__file__).resolve().parent
 SCRIPT = HERE / "cifar" / "train_cifar_multi_node.py"
 PREFIX = re.compile(r"^\[0\] ?")
+QUIET_SHARE = 0.75  # of the time of their cores, starting included
 THROUGHPUT = re.compile(r"^Throughput: ([0-9.]+) \[images/sec\.\]")
 
 
@@ -32,18 +34,26 @@ def main() -> None:
     print("One core for each worker, so that the runs with one and with two workers compare.")
     if len(cores) < 2:
         print("There is only one core here, which two workers share: expect no speed-up.")
-    speeds = []
+    speeds, shares = [], []
     for num_workers in (1, 2):
         title = "one worker" if num_workers == 1 else "two workers"
         print(f"\n---- {title} ----", flush=True)
         folder = out / title.replace(" ", "-")
         if folder.exists():
             shutil.rmtree(folder)
+        begin_s, begin_cpu_s = time.monotonic(), cpu_seconds_of_children()
         with only_on(cores[:num_workers]):
             speeds.append(train(num_workers, folder, options))
+        used_s = cpu_seconds_of_children() - begin_cpu_s
+        shares.append(used_s / (time.monotonic() - begin_s) / min(num_workers, len(cores)))
     speed_up = speeds[1] / speeds[0]
     print(f"\nSpeed-up of two workers over one: {speed_up:.2f}")
     print(f"Parallel efficiency: {speed_up / 2:.0%}")
+    if min(shares) < QUIET_SHARE and len(cores) > 1:
+        print(
+            f"Other processes were busy here: the workers had {shares[0]:.0%} and {shares[1]:.0%} "
+            "of their cores, so the speed-up says little. Run it again on a quiet machine."
+        )
     print(f"Log, plot (plot.png) and snapshots are in {out.resolve()}")
 
 
@@ -76,6 +86,12 @@ def train(num_workers: int, folder: Path, options: argparse.Namespace) -> float:
     if speed is None:
         raise DataError(f"{SCRIPT.name} printed no line with its throughput.")
     return speed
+
+
+def cpu_seconds_of_children() -> float:
+    """Processor time of all processes that we started and that have ended."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def environment() -> dict[str, str]:
