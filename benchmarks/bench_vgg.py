@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from figure import draw
 from record import Bar, median_bar, ratio_bar, report, run_workers
 
 BATCH = 32
@@ -113,7 +114,9 @@ def main() -> int:
         bar = ratio_bar(name, times["alone"], times["auto"], LIMIT)
         bar.limit = bar.holds = None
         bars.append(bar)
-    return report("vgg", bars)
+    status = report("vgg", bars)
+    print(f"drawn: {draw()}")
+    return status
 
 
 if __name__ == "__main__":
