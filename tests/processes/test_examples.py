@@ -36,7 +36,7 @@ def run(command: list[str | Path], *, exit_code: int = 0) -> tuple[list[str], st
         [sys.executable, *command],
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=170,
         check=False,
         cwd=ROOT,
         env={**os.environ, "PYTHONWARNINGS": "default"},
@@ -68,6 +68,7 @@ def check_reports(lines: list[str], out: Path, *, num_epochs: int, num_iteration
 
 
 @pytest.mark.processes
+@pytest.mark.timeout(180)
 def test_one_worker(tmp_path: Path) -> None:
     lines, _ = run([EXAMPLES / "cifar/train_cifar.py", *TWO_STEPS, "--out", tmp_path])
     assert lines[:4] == [
@@ -82,6 +83,7 @@ def test_one_worker(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.timeout(180)
 def test_several_devices_from_one_script(tmp_path: Path) -> None:
     options = [*TWO_STEPS, "--batchsize", "400", "--out", tmp_path]
     lines, _ = run([EXAMPLES / "cifar/train_cifar_multi_gpu.py", *options])
@@ -92,6 +94,7 @@ def test_several_devices_from_one_script(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.timeout(180)
 def test_mnist_script_with_two_workers(tmp_path: Path) -> None:
     launcher = ["-m", "torchmn", "run", "-n", "2", "--log-dir", tmp_path / "workers"]
     script = EXAMPLES / "mnist/train_mnist.py"
@@ -102,6 +105,7 @@ def test_mnist_script_with_two_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.timeout(180)
 def test_make_train(tmp_path: Path) -> None:
     lines, _ = run([EXAMPLES / "make_train.py", "--epoch", "1", "--out", tmp_path])
     begins = [index for index, line in enumerate(lines) if line.startswith("----")]
@@ -129,6 +133,7 @@ def test_make_train(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -81,6 +81,7 @@ def one_process(num_steps: int, **options: Any) -> tuple[Tensor, list[list[float
 
 
 @pytest.mark.processes
+@pytest.mark.timeout(180)
 class TestTraining:
     def test_two_devices_equal_one_process_on_the_union(self, tmp_path: Path) -> None:
         """Also when resumed in mid-epoch by new processes, after 4 of 7 iterations of 11 / 4."""
@@ -150,13 +151,14 @@ class TestTraining:
 
 
 @pytest.mark.processes
+@pytest.mark.timeout(180)
 class TestScript:
     def test_without_a_guard_it_is_a_sentence(self) -> None:
         done = subprocess.run(
             [sys.executable, SCRIPT, "unguarded"],
             capture_output=True,
             text=True,
-            timeout=50,
+            timeout=170,
             check=False,
         )
         assert done.returncode == 1
@@ -168,7 +170,7 @@ class TestScript:
         with subprocess.Popen(
             [sys.executable, SCRIPT], stdout=subprocess.PIPE, text=True
         ) as process:
-            watchdog = threading.Timer(50, process.kill)
+            watchdog = threading.Timer(170, process.kill)
             watchdog.start()
             line = process.stdout.readline()  # type: ignore[union-attr]
             process.kill()
