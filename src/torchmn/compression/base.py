@@ -104,8 +104,12 @@ class StripeCodec(ABC):
         if not torch.isfinite(rest).all():
             torch.where(torch.isfinite(rest), rest, residue, out=rest)
 
-    def settle_stripe(self, values: Tensor, stripe: Layout, side: Side = "worker") -> None:  # noqa: B027 - nothing is owed without residues
-        """Add what is owed to ``values``, which go on unencoded: nothing of them is lost."""
+    def settle_stripe(self, values: Tensor, stripe: Layout, side: Side = "worker") -> None:
+        """Add what is owed to ``values``, which go on unencoded: nothing of them is lost.
+
+        ``values`` has at least 32 bits. One rank alone settles its whole bucket, on both sides.
+        """
+        self.nonfinite.look("encoding", stripe, values[stripe.begin : stripe.end])
 
     def finish(self, *, is_valid: bool) -> None:
         """End an exchange: all its buckets are decoded, none of the next is encoded.

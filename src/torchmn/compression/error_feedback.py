@@ -50,8 +50,8 @@ class ErrorFeedback(StripeCodec):
     def encode_stripe(
         self, values: Tensor, stripe: Layout, out: Tensor, side: Side = "worker"
     ) -> None:
-        """See `StripeCodec.encode_stripe`."""
-        run = self._run(side, stripe, values.device)
+        """See `StripeCodec.encode_stripe`. A worker encodes stripes that are not its own."""
+        run = self._run(side, stripe, values.device, is_owner=side == "owner")
         self.codec.encode_rest(values, run.now, run.rest, stripe, out, side)
         run.is_written = True
 
@@ -62,10 +62,8 @@ class ErrorFeedback(StripeCodec):
         self.codec.decode_stripe(encoded, stripe, out, add=add)
 
     def settle_stripe(self, values: Tensor, stripe: Layout, side: Side = "worker") -> None:
-        """Add the residues to ``values``, which has at least 32 bits; afterwards nothing is owed.
-
-        What rounding would lose here is lost for good.
-        """
+        """See `StripeCodec.settle_stripe`. Afterwards nothing of the stripe is owed."""
+        super().settle_stripe(values, stripe, side)
         run = self._run(side, stripe, values.device)
         values[stripe.begin : stripe.end].add_(run.now)
         run.rest.zero_()
@@ -79,7 +77,6 @@ class ErrorFeedback(StripeCodec):
     def warm_up(self, stripe: Layout, device: torch.device) -> None:
         """See `StripeCodec.warm_up`."""
         self.codec.warm_up(stripe, device)
-        self._run("worker", stripe, device)
 
     def fresh(self) -> StripeCodec:
         """See `StripeCodec.fresh`."""
@@ -94,13 +91,15 @@ class ErrorFeedback(StripeCodec):
         self._residues.load_state_dict(state.get("residues", []))
         self.codec.load_state_dict(state.get("codec", {}))
 
-    def _run(self, side: Side, stripe: Layout, device: torch.device) -> Run:
+    def _run(
+        self, side: Side, stripe: Layout, device: torch.device, *, is_owner: bool = True
+    ) -> Run:
         if any(not segment.name for segment in stripe.segments):
             raise UnsupportedError(
                 f"{self.name} keeps residues by the names of parameters, and this buffer has none: "
                 "it can only be carried by an exchange of named parameters."
             )
-        return self._residues.run(side, stripe, device)
+        return self._residues.run(side, stripe, device, is_owner=is_owner)
 
     def __repr__(self) -> str:
         return f"ErrorFeedback({self.codec!r})"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from torchmn.compression.layout import Layout
@@ -14,8 +16,9 @@ When = Literal["encoding", "decoding"]
 class Nonfinite:
     """A record of one exchange. Local.
 
-    What was met in *encoding* as a worker is this rank's own gradient; what was met in *decoding*
-    is known to all ranks that decode the same bytes. Flags of a GPU stay there until `names` asks.
+    What was met in *encoding* or settling as a worker is this rank's own gradient; what was met in
+    *decoding* is known to all ranks that decode the same bytes. Flags of a GPU stay there until
+    `names` asks.
     """
 
     def __init__(self) -> None:
@@ -28,6 +31,12 @@ class Nonfinite:
             self._read(when, stripe, flags)
         else:
             self._unread.append((when, stripe, flags))
+
+    def look(self, when: When, stripe: Layout, span: Tensor) -> None:
+        """Look into ``span`` (stripe.span,), at every parameter only if there is something."""
+        if not is_surely_finite(span):
+            parts = (span[s.start - stripe.begin : s.end - stripe.begin] for s in stripe.segments)
+            self.note(when, stripe, torch.stack([~torch.isfinite(part).all() for part in parts]))
 
     def names(self, when: When) -> list[str]:
         """The parameters, each once, in the order in which they were met. Waits for the GPU."""
@@ -44,3 +53,10 @@ class Nonfinite:
     def _read(self, when: When, stripe: Layout, flags: Tensor) -> None:
         for position in flags.nonzero().flatten().tolist() if flags.any() else ():
             self._names[when].append(stripe.segments[position].name)
+
+
+def is_surely_finite(span: Tensor) -> bool:
+    """Whether the extremes are, and NaN counts as one. A GPU is not waited for: maybe not."""
+    if not span.numel():
+        return True
+    return span.device.type == "cpu" and all(map(math.isfinite, torch.aminmax(span)))

@@ -113,7 +113,7 @@ class Quantized(StripeCodec):
     def finish(self, *, is_valid: bool) -> None:
         """See `StripeCodec.finish`."""
         super().finish(is_valid=is_valid)
-        self._step += self.grid.is_stochastic
+        self._step += self.grid.is_stochastic and is_valid
 
     def warm_up(self, stripe: Layout, device: torch.device) -> None:
         """Compile the kernels for stripes of this kind: about ten seconds once per machine."""

@@ -9,14 +9,12 @@ Everything is narrowed, small parameters too, and elements between segments trav
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from torchmn.compression.base import Side, StripeCodec, check_encoded
 from torchmn.compression.layout import Layout
-from torchmn.compression.nonfinite import When
+from torchmn.compression.nonfinite import is_surely_finite
 
 
 class ReducedPrecision(StripeCodec):
@@ -40,7 +38,7 @@ class ReducedPrecision(StripeCodec):
         narrow = self._narrow(out, stripe)
         narrow.copy_(values[stripe.begin : stripe.end])
         if side == "worker":
-            self._note("encoding", stripe, narrow)
+            self.nonfinite.look("encoding", stripe, narrow)
 
     def decode_stripe(
         self, encoded: Tensor, stripe: Layout, out: Tensor, *, add: bool = False
@@ -52,7 +50,7 @@ class ReducedPrecision(StripeCodec):
             span.add_(narrow)
         else:
             span.copy_(narrow)
-            self._note("decoding", stripe, narrow)
+            self.nonfinite.look("decoding", stripe, narrow)
 
     def encode_rest(
         self,
@@ -68,28 +66,15 @@ class ReducedPrecision(StripeCodec):
         narrow = self._narrow(out, stripe)
         narrow.copy_(rest)
         rest.sub_(narrow)
-        if _is_surely_finite(narrow):
+        if is_surely_finite(narrow):
             return
         torch.where(torch.isfinite(rest), rest, residue, out=rest)
         if side == "worker":
-            self._note("encoding", stripe, narrow)
+            self.nonfinite.look("encoding", stripe, narrow)
 
     def _narrow(self, encoded: Tensor, stripe: Layout) -> Tensor:
         check_encoded(encoded, self.stripe_nbytes(stripe))
         return encoded.view(self.wire_dtype)
-
-    def _note(self, when: When, stripe: Layout, narrow: Tensor) -> None:
-        if _is_surely_finite(narrow):
-            return
-        parts = (narrow[s.start - stripe.begin : s.end - stripe.begin] for s in stripe.segments)
-        self.nonfinite.note(when, stripe, torch.stack([~torch.isfinite(p).all() for p in parts]))
-
-
-def _is_surely_finite(narrow: Tensor) -> bool:
-    """Whether the extremes are, and NaN counts as one. A GPU is not waited for: maybe not."""
-    if not narrow.numel():
-        return True
-    return narrow.device.type == "cpu" and all(map(math.isfinite, torch.aminmax(narrow)))
 
 
 class Float16(ReducedPrecision):

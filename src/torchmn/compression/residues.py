@@ -45,14 +45,23 @@ class Residues:
         self._loose: dict[tuple[Side, str], list[tuple[int, Tensor]]] = {}
         """Loaded, or of a layout that is no more: (offset, values), until a stripe claims them."""
 
-    def run(self, side: Side, stripe: Layout, device: torch.device) -> Run:
-        """The residues of a stripe, zeros where there are none yet."""
+    def run(
+        self, side: Side, stripe: Layout, device: torch.device, *, is_owner: bool = True
+    ) -> Run:
+        """The residues of a stripe, zeros where there are none yet.
+
+        A worker that is not the stripe's owner takes over what it owes as its owner of before: it
+        is owed to the sum all the same.
+        """
         run = self._runs.get((side, stripe))
         if run is None:
-            self._loosen(side, stripe)
-            run = self._runs[side, stripe] = Run(stripe, device)
-            for position, segment in enumerate(stripe.segments):
-                self._claim(side, segment.name, segment.offset, run.part(position))
+            sides: tuple[Side, ...] = (side,) if is_owner else ("worker", "owner")
+            run = Run(stripe, device)
+            for claimed in sides:
+                self._loosen(claimed, stripe)
+                for position, segment in enumerate(stripe.segments):
+                    self._claim(claimed, segment.name, segment.offset, run.part(position))
+            self._runs[side, stripe] = run
         return run
 
     def finish(self, *, is_valid: bool) -> None:
@@ -95,7 +104,7 @@ class Residues:
             self._loose.setdefault(key, []).append((entry["offset"], entry["values"].clone()))
 
     def _claim(self, side: Side, name: str, offset: int, into: Tensor) -> None:
-        """Move loose residues of a run of elements into ``into``."""
+        """Add loose residues of a run of elements to ``into``; they are loose no more."""
         pieces = self._loose.pop((side, name), [])
         left = []
         for start, values in pieces:
@@ -103,7 +112,7 @@ class Residues:
             if first >= last:
                 left.append((start, values))
                 continue
-            into[first - offset : last - offset] = values[first - start : last - start]
+            into[first - offset : last - offset] += values[first - start : last - start].to(into)
             left += [
                 (at, part)
                 for at, part in (

@@ -1,0 +1,121 @@
+"""Wrong codecs, by the contract that must catch each."""
+
+from __future__ import annotations
+
+import torch
+
+from torchmn.compression import ErrorFeedback, Layout, Quantized, Segment
+
+
+class Base(ErrorFeedback):
+    """What they are before they are broken."""
+
+    def __init__(self):
+        super().__init__(Quantized(bits=4))
+
+
+class HasNoResidue(Base):
+    """Encodes the gradient and forgets what that loses."""
+
+    def encode_stripe(self, values, stripe, out, side="worker"):
+        super().encode_stripe(values, stripe, out, side)
+        self._run(side, stripe, values.device).rest.zero_()
+
+
+class ForgetsTheOwner(Base):
+    """Has a residue as a worker only."""
+
+    def encode_stripe(self, values, stripe, out, side="worker"):
+        (super() if side == "worker" else self.codec).encode_stripe(values, stripe, out, side)
+
+
+class WrongStripe(Base):
+    """Sends the elements that are as many places from the buffer's first as its own should be."""
+
+    def encode_stripe(self, values, stripe, out, side="worker"):
+        rolled = torch.roll(values, stripe.segments[0].start) if stripe.segments else values
+        super().encode_stripe(rolled, stripe, out, side)
+
+
+class ForgetsABlockStart(Base):
+    """Has blocks that run on from one parameter into the next."""
+
+    def _as_one(self, stripe):
+        if not stripe.segments:
+            return stripe
+        name = stripe.segments[0].name
+        return Layout((Segment(name, stripe.begin, stripe.span),), stripe.dtype)
+
+    def stripe_nbytes(self, stripe):
+        return super().stripe_nbytes(self._as_one(stripe))
+
+    def encode_stripe(self, values, stripe, out, side="worker"):
+        super().encode_stripe(values, self._as_one(stripe), out, side)
+
+    def decode_stripe(self, encoded, stripe, out, *, add=False):
+        super().decode_stripe(encoded, self._as_one(stripe), out, add=add)
+
+
+class CutsAnywhere(Base):
+    """Cuts stripes in the middle of blocks."""
+
+    def cut(self, layout, num_stripes):
+        return layout.cut(num_stripes, 1)
+
+
+class WritesTooFar(Base):
+    """Clears a few elements behind its stripe."""
+
+    def decode_stripe(self, encoded, stripe, out, *, add=False):
+        super().decode_stripe(encoded, stripe, out, add=add)
+        out[stripe.end : stripe.end + 2] = 0
+
+
+class SendsHalfSteps(Base):
+    """Has no code for zero."""
+
+    def decode_stripe(self, encoded, stripe, out, *, add=False):
+        super().decode_stripe(encoded, stripe, out, add=add)
+        for s in stripe.segments:
+            run = out[s.start : s.end]
+            run[run == 0] = 1e-3
+
+
+class HidesNaN(Base):
+    """Takes what is not finite for zero."""
+
+    def encode_stripe(self, values, stripe, out, side="worker"):
+        super().encode_stripe(torch.nan_to_num(values), stripe, out, side)
+
+    def settle_stripe(self, values, stripe, side="worker"):
+        super().settle_stripe(values, stripe, side)
+        values.nan_to_num_()
+
+
+class NeverTakesBack(Base):
+    """Keeps what an exchange did to residues though its result is thrown away."""
+
+    def finish(self, *, is_valid):
+        super().finish(is_valid=True)
+
+
+class SavesHalf(Base):
+    """Saves the workers' residues only."""
+
+    def state_dict(self):
+        state = super().state_dict()
+        state["residues"] = [e for e in state["residues"] if e["side"] == "worker"]
+        return state
+
+
+class StartsAnewInNewBuckets(Base):
+    """Keeps residues by bucket, as PyTorch's PowerSGD hook: another layout has none."""
+
+    def encode_stripe(self, values, stripe, out, side="worker"):
+        if len(stripe.segments) and all(key[1] != stripe for key in self._residues._runs):
+            self._residues.load_state_dict([])
+        super().encode_stripe(values, stripe, out, side)
+
+
+class ReshardsWorkersOnly(Base):
+    """Gives the mean of the workers' residues and forgets what owners owe."""
