@@ -58,9 +58,8 @@ def state_tensors(optimizer) -> dict:
     }
 
 
-@pytest.mark.parametrize("name", ["flat", "hierarchical"])
+@pytest.mark.parametrize(("name", "inner"), [("flat", "adam"), ("hierarchical", "momentum")])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_equals_one_process(lengths: list[int], inner: str, schedule: str, name: str) -> None:
     def rank_main(comm):
