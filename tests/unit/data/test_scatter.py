@@ -280,7 +280,7 @@ def test_the_copy_has_no_name(memory_folder: str, topology: Topology) -> None:
 
 @pytest.mark.processes
 @pytest.mark.mpi
-@pytest.mark.skipif(find_mpirun() is None, reason="there is no mpirun")
+@pytest.mark.skipif(find_mpirun(os.environ) is None, reason="there is no mpirun")
 def test_ranks_that_are_processes() -> None:
     with MpiPool(2, search_path=str(Path(__file__).parent)) as pool:
         for topology in (Topology.blocks([2]), Topology.blocks([1, 1])):
