@@ -19,7 +19,10 @@ from torchmn.compression.base import StripeCodec
 from torchmn.testing import codec_contracts as contracts
 from torchmn.testing.contracts import ContractError
 
-pytestmark = pytest.mark.filterwarnings("ignore:Gradients on cpu are quantized by plain torch")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Gradients on cpu are quantized by plain torch"),
+    pytest.mark.timeout(300),  # numba compiles once per machine, on one that may be busy
+]
 
 
 class Plainest(StripeCodec):

@@ -96,7 +96,7 @@ class StripeCodec(ABC):
         `ErrorFeedback`; a codec with a faster way than this one, in four passes, overrides it.
         """
         local = stripe.moved(-stripe.begin, stripe.wide_dtype)
-        torch.add(residue, values[stripe.begin : stripe.end], out=rest)
+        torch.add(residue, span_of(values, stripe), out=rest)
         self.encode_stripe(rest, local, out, side)
         decoded = torch.zeros_like(rest)
         self.decode_stripe(out, local, decoded)
@@ -109,7 +109,7 @@ class StripeCodec(ABC):
 
         ``values`` has at least 32 bits. One rank alone settles its whole bucket, on both sides.
         """
-        self.nonfinite.look("encoding", stripe, values[stripe.begin : stripe.end])
+        self.nonfinite.look("encoding", stripe, span_of(values, stripe))
 
     def finish(self, *, is_valid: bool) -> None:
         """End an exchange: all its buckets are decoded, none of the next is encoded.
@@ -156,6 +156,16 @@ class StripeCodec(ABC):
 def nameless(numel: int, dtype: torch.dtype) -> Layout:
     """The layout of a buffer that is one run of elements."""
     return Layout((Segment("", 0, numel),) if numel else (), dtype)
+
+
+def span_of(values: Tensor, stripe: Layout) -> Tensor:
+    """The stripe's part of a buffer, (stripe.span,). Raises UsageError: the buffer is too short."""
+    if values.dim() != 1 or values.numel() < stripe.end:
+        raise UsageError(
+            f"The stripe ends at element {stripe.end}, but the buffer has shape "
+            f"{tuple(values.shape)}. Give the whole bucket, in one dimension."
+        )
+    return values[stripe.begin : stripe.end]
 
 
 def aligned(nbytes: int) -> int:

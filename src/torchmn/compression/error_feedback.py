@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmn.compression.base import Side, StripeCodec
+from torchmn.compression.base import Side, StripeCodec, span_of
 from torchmn.compression.layout import Layout
 from torchmn.compression.residues import Residues, Run
 from torchmn.errors import UnsupportedError, UsageError
@@ -65,7 +65,7 @@ class ErrorFeedback(StripeCodec):
         """See `StripeCodec.settle_stripe`. Afterwards nothing of the stripe is owed."""
         super().settle_stripe(values, stripe, side)
         run = self._run(side, stripe, values.device)
-        values[stripe.begin : stripe.end].add_(run.now)
+        span_of(values, stripe).add_(run.now)
         run.rest.zero_()
         run.is_written = True
 

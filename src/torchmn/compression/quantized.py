@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmn.compression.base import Side, StripeCodec, check_encoded
+from torchmn.compression.base import Side, StripeCodec, check_encoded, span_of
 from torchmn.compression.kernels import kernels_for
 from torchmn.compression.layout import Layout
 from torchmn.compression.noise import Noise
@@ -101,7 +101,7 @@ class Quantized(StripeCodec):
         """See `StripeCodec.decode_stripe`."""
         plan = self.plan(stripe)
         check_encoded(encoded, plan.nbytes)
-        span = out[stripe.begin : stripe.end]
+        span = span_of(out, stripe)
         is_direct = span.dtype == stripe.wide_dtype and span.is_contiguous()
         # 16-bit and strided buffers by way of a copy, which keeps what lies between segments.
         wide = span if is_direct else span.to(stripe.wide_dtype).contiguous()
@@ -168,7 +168,7 @@ class Quantized(StripeCodec):
         plan = self.plan(stripe)
         check_encoded(out, plan.nbytes)
         noise = Noise(self.seed, self._step, side) if self.grid.is_stochastic else None
-        span = values[stripe.begin : stripe.end].to(stripe.wide_dtype).contiguous()
+        span = span_of(values, stripe).to(stripe.wide_dtype).contiguous()
         kernels = kernels_for(values.device.type)
         flags = kernels.encode(span, residue, rest, out, plan, noise)
         if side == "worker":

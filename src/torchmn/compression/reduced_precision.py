@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchmn.compression.base import Side, StripeCodec, check_encoded
+from torchmn.compression.base import Side, StripeCodec, check_encoded, span_of
 from torchmn.compression.layout import Layout
 from torchmn.compression.nonfinite import is_surely_finite
 
@@ -36,7 +36,7 @@ class ReducedPrecision(StripeCodec):
     ) -> None:
         """See `StripeCodec.encode_stripe`."""
         narrow = self._narrow(out, stripe)
-        narrow.copy_(values[stripe.begin : stripe.end])
+        narrow.copy_(span_of(values, stripe))
         if side == "worker":
             self.nonfinite.look("encoding", stripe, narrow)
 
@@ -45,7 +45,7 @@ class ReducedPrecision(StripeCodec):
     ) -> None:
         """See `StripeCodec.decode_stripe`."""
         narrow = self._narrow(encoded, stripe)
-        span = out[stripe.begin : stripe.end]
+        span = span_of(out, stripe)
         if add:  # whoever adds encodes the sum, and will find it in there
             span.add_(narrow)
         else:
@@ -62,7 +62,7 @@ class ReducedPrecision(StripeCodec):
         side: Side = "worker",
     ) -> None:
         """See `StripeCodec.encode_rest`."""
-        torch.add(residue, values[stripe.begin : stripe.end], out=rest)
+        torch.add(residue, span_of(values, stripe), out=rest)
         narrow = self._narrow(out, stripe)
         narrow.copy_(rest)
         rest.sub_(narrow)
