@@ -6,6 +6,7 @@ one process, and a default group that the user has made beside us is left alone.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -99,10 +100,14 @@ class TorchDistributedTransport(Transport):
             if coalesce:
                 group._start_coalescing()
             works = [
-                group.recv([_bytes(tensor)], peer, tag) for peer, tensor in recvs if tensor.numel()
+                group.recv([_bytes(tensor)], peer, _sized_tag(tag, tensor))
+                for peer, tensor in recvs
+                if tensor.numel()
             ]
             works += [
-                group.send([_bytes(tensor)], peer, tag) for peer, tensor in sends if tensor.numel()
+                group.send([_bytes(tensor)], peer, _sized_tag(tag, tensor))
+                for peer, tensor in sends
+                if tensor.numel()
             ]
             if coalesce:
                 works = [group._end_coalescing()]
@@ -155,6 +160,14 @@ class TorchDistributedTransport(Transport):
         if self._nccl is not None:
             self._nccl.shutdown()
         self._nccl = self._gloo = None  # a gloo group closes its sockets when it is gone
+
+
+def _sized_tag(tag: int, tensor: Tensor) -> int:
+    """A tag that holds the size as well: gloo ends the process when sizes do not match.
+
+    Ranks in different collectives then wait for messages that do not come, until their time limit.
+    """
+    return (tag << 16 | zlib.crc32(str(tensor.nbytes).encode()) & 0xFFFF) & 0x7FFFFFFF
 
 
 def _bytes(tensor: Tensor) -> Tensor:
