@@ -1,0 +1,159 @@
+"""Compares the Triton kernels with the reference, or compiles them; `test_kernels_cuda` runs it.
+
+As a script it compares by Triton's interpreter, with CPU tensors, if TRITON_INTERPRET=1 is set.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import torch
+
+from torchmn.compression import Layout, Quantized, Segment
+from torchmn.compression import kernels_reference as reference
+from torchmn.compression.noise import Noise
+
+SIZES = [(1,), (33,), (512,), (1030, 96), (700, 5, 1999)]
+EXTREMES = [[0.0], [-0.0, 0.1], [1e-42], [3e38, -3e38], [1e25, 1e20], [1e-25], [0.5, 1.5, -2.5]]
+BAD = [[1.0, float("inf")], [1.0, float("nan")], [float("-inf"), 2.0]]
+
+
+def compare(device: str) -> int:
+    """Raises AssertionError where they differ; returns the number of cases."""
+    num_cases = 0
+    for bits, is_stochastic, dtype, sizes in itertools.product(
+        (8, 4, 2, 1), (False, True), (torch.float32, torch.float64), SIZES
+    ):
+        stripe = layout(sizes, dtype)
+        generator = torch.Generator().manual_seed(bits + len(sizes))
+        values = torch.randn(stripe.end, generator=generator, dtype=dtype)
+        residue = torch.randn(stripe.end, generator=generator, dtype=dtype)
+        codec = Quantized(
+            bits, block_length=96 if len(sizes) > 2 else 512, stochastic=is_stochastic
+        )
+        for owed in (residue, None):
+            _compare(device, codec, stripe, values, owed)
+            num_cases += 1
+    for bits, sample in itertools.product((8, 4, 2, 1), EXTREMES + BAD):
+        values = torch.tensor(sample).repeat(700)[:700]
+        _compare(device, Quantized(bits), layout((700,), torch.float32), values, torch.zeros(700))
+        num_cases += 1
+    return num_cases
+
+
+def layout(sizes: tuple[int, ...], dtype: torch.dtype) -> Layout:
+    segments, start = [], 0
+    for index, size in enumerate(sizes):
+        segments.append(Segment(f"p{index}", start, size, 1536 * index, size in (5, 33, 1999)))
+        start += size + 3
+    return Layout(tuple(segments), dtype)
+
+
+def _compare(
+    device: str,
+    codec: Quantized,
+    stripe: Layout,
+    values: torch.Tensor,
+    residue: torch.Tensor | None,
+) -> None:
+    from torchmn.compression import kernels_cuda
+
+    plan = codec.plan(stripe)
+    noise = Noise(3, 5, "worker") if codec.grid.is_stochastic else None
+    encoded = torch.zeros(plan.nbytes, dtype=torch.uint8)
+    rest = None if residue is None else torch.zeros_like(residue)
+    flags = reference.encode(values, residue, rest, encoded, plan, noise)
+
+    there = torch.zeros(plan.nbytes, dtype=torch.uint8, device=device)
+    owed_there = None if residue is None else residue.to(device)
+    rest_there = None if residue is None else torch.zeros_like(owed_there)
+    flags_there = kernels_cuda.encode(
+        values.to(device), owed_there, rest_there, there, plan, noise
+    ).cpu()
+    what = f"{codec!r}, {stripe.dtype}, {[s.numel for s in stripe.segments]}, {values[:3].tolist()}"
+    assert torch.equal(flags_there, flags), what
+    if codec.grid.bits == 8 and device == "cpu":
+        assert torch.equal(there, encoded), f"{what}: {(there != encoded).nonzero().flatten()[:9]}"
+
+    for source, add in itertools.product((encoded, there.cpu()), (False, True)):
+        ours = torch.full(values.shape, 0.25, dtype=values.dtype, device=device)
+        theirs = torch.full_like(values, 0.25)
+        flags_ours = kernels_cuda.decode(source.to(device), ours, plan, add=add).cpu()
+        assert torch.equal(flags_ours, reference.decode(source, theirs, plan, add=add)), what
+        assert flags.any() == flags_ours.any(), what
+        exact = {} if not add or device == "cpu" else {"rtol": 1e-6, "atol": 1e-6}
+        torch.testing.assert_close(
+            ours.cpu(), theirs, **(exact or {"rtol": 0, "atol": 0}), equal_nan=True, msg=what
+        )
+        if not add:
+            decoded = ours.cpu()
+    if flags.any():
+        assert rest_there is None or torch.equal(rest_there.cpu()[:512], residue[:512]), what
+        return
+    # what was sent and what is owed make up the value, and no more is owed than by the reference
+    if residue is not None:
+        for s in stripe.segments:
+            run = slice(s.start, s.end)
+            v = values[run] + residue[run]
+            if s.is_small:
+                assert torch.equal(decoded[run], values[run]), what
+                continue
+            lost = rest_there.cpu()[run]
+            rounding = 1e-6 * float(v.abs().max())
+            torch.testing.assert_close(decoded[run] + lost, v, rtol=0, atol=rounding, msg=what)
+            if torch.isfinite(v.square().sum()):
+                assert lost.norm() <= 1.001 * rest[run].norm() + rounding, what
+
+
+def compile_all() -> int:
+    """Compile every kernel for an H100, which need not be here; returns how many."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from torchmn.compression import kernels_cuda
+
+    num_compiled = 0
+
+    def compile_one(kernel, pointers: dict[str, str], constants: dict[str, object]) -> None:
+        nonlocal num_compiled
+        source = ASTSource(
+            fn=kernel,
+            signature={**pointers, **dict.fromkeys(constants, "constexpr")},
+            constexprs={(kernel.arg_names.index(k),): v for k, v in constants.items()},
+        )
+        assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+        num_compiled += 1
+
+    shared = {"flags": "*u8", "table": "*i64"}
+    for bits, is_stochastic in itertools.product((8, 4, 2, 1), (False, True)):
+        plan = Quantized(bits).plan(layout((700,), torch.float32))
+        grid = {"BITS": bits, "LEVELS": max(plan.grid.levels, 1), "PLANES": 8 // bits}
+        grid["BYTES"] = kernels_cuda._columns(plan)
+        wide = "*fp64" if is_stochastic else "*fp32"
+        compile_one(
+            kernels_cuda._encode_block,
+            {"values": wide, "residue": wide, "rest": wide, "out": "*u8", "floats": "*fp32"}
+            | {**shared, "keys": "*i64"},
+            {**grid, "IS_STOCHASTIC": is_stochastic, "HAS_RESIDUE": True},
+        )
+        compile_one(
+            kernels_cuda._decode_block,
+            {"encoded": "*u8", "floats": "*fp32", "out": wide, **shared},
+            {**grid, "ADD": is_stochastic},
+        )
+    for is_out in (True, False):
+        compile_one(
+            kernels_cuda._copy_small,
+            {"buffer": "*fp32", "wire": "*fp32", **shared},
+            {"ADD": not is_out, "OUT": is_out, "CHUNK": 1024},
+        )
+    return num_compiled
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "compile":
+        print(compile_all(), "kernels compiled")
+    else:
+        print(compare(sys.argv[1]), "cases agree")

@@ -1,0 +1,54 @@
+"""The Triton kernels, by Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.compression.cuda_kernels import compare
+
+ROOT = Path(__file__).parents[3]
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="triton is not installed (691 MB beside a torch for CPUs)",
+)
+
+
+def run(what: str, **variables: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.unit.compression.cuda_kernels", what],
+        cwd=ROOT,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_by_the_interpreter() -> None:
+    assert "200 cases agree" in run("cpu", TRITON_INTERPRET="1")
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_they_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
+    assert "18 kernels compiled" in run("compile", TRITON_CACHE_DIR=str(tmp_path))
+
+
+@needs_triton
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu() -> None:
+    assert compare("cuda") == 200
