@@ -18,7 +18,7 @@ from figure import draw
 from record import Bar, median_bar, ratio_bar, report, run_workers
 
 BATCH = 32
-NUM_STEPS = 15
+NUM_STEPS = 9
 NUM_WARM_UP = 2
 SIDES = ("alone", "ddp gloo", "auto", "auto float16", "double_buffering", "hierarchical",
          "two_dimensional", "flat", "naive")  # fmt: skip

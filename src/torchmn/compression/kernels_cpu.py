@@ -106,7 +106,8 @@ def _encode(values, residue, rest, table, keys, out, flags, bits, block_length, 
         for first in range(0, numel, block_length):
             length = min(block_length, numel - first)
             begin, end = start + first, start + first + length
-            v, w, c = values[begin:end], work[:length], codes[:length]
+            v, w = values[begin:end], work[:length]
+            c = out[byte : byte + length] if bits == 8 else codes[:length]
             if residue is None:
                 _narrow(v, w)
             else:
@@ -138,7 +139,7 @@ def _encode(values, residue, rest, table, keys, out, flags, bits, block_length, 
                     if rest is not None:
                         _rest_of_codes(v, residue[begin:end], rest[begin:end], c, low, levels)
             pair += num_floats
-            byte += _pack(c, out[byte:], bits)
+            byte += length if bits == 8 else _pack(c, out[byte:], bits)
 
 
 @_inner
@@ -341,8 +342,9 @@ def _decode(encoded, out, table, flags, bits, block_length, add):
         pair = table[s, FLOATS] // 4
         for first in range(0, numel, block_length):
             length = min(block_length, numel - first)
-            o, c = out[start + first : start + first + length], codes[:length]
-            byte += _unpack(encoded[byte:], c, bits)
+            o = out[start + first : start + first + length]
+            c = encoded[byte : byte + length] if bits == 8 else codes[:length]
+            byte += length if bits == 8 else _unpack(encoded[byte:], c, bits)
             low, high = floats[pair], floats[pair + num_floats - 1]
             pair += num_floats
             if not (np.isfinite(low) and np.isfinite(high)):
