@@ -329,9 +329,8 @@ def _pack(codes, out, bits):
 
 @_entry
 def _decode(encoded, out, table, flags, bits, block_length, add):
-    codes = np.empty(block_length, np.uint8)
     floats = encoded.view(np.float32)
-    levels = 1 if bits == 1 else 2 ** (bits - 1) - 1
+    levels = 2 ** (bits - 1) - 1
     num_floats = 2 if bits == 1 else 1
     for s in range(table.shape[0]):
         start, numel = table[s, START], table[s, NUMEL]
@@ -342,22 +341,26 @@ def _decode(encoded, out, table, flags, bits, block_length, add):
         pair = table[s, FLOATS] // 4
         for first in range(0, numel, block_length):
             length = min(block_length, numel - first)
+            nbytes = (length * bits + 7) // 8
             o = out[start + first : start + first + length]
-            c = encoded[byte : byte + length] if bits == 8 else codes[:length]
-            byte += length if bits == 8 else _unpack(encoded[byte:], c, bits)
+            c = encoded[byte : byte + nbytes]
             low, high = floats[pair], floats[pair + num_floats - 1]
+            byte += nbytes
             pair += num_floats
             if not (np.isfinite(low) and np.isfinite(high)):
                 flags[s] = 1
-            if bits == 1:
-                if add:
-                    _add_bits(o, c, low, high)
-                else:
-                    _set_bits(o, c, low, high)
+            if bits == 8 and add:
+                _add_bytes(o, c, low)
+            elif bits == 8:
+                _set_bytes(o, c, low)
+            elif bits == 1 and add:
+                _add_bits(o, c, low, high)
+            elif bits == 1:
+                _set_bits(o, c, low, high)
             elif add:
-                _add_codes(o, c, low, levels)
+                _add_planes(o, c, low, levels, bits)
             else:
-                _set_codes(o, c, low, levels)
+                _set_planes(o, c, low, levels, bits)
 
 
 @_inner
@@ -376,41 +379,50 @@ def _read_small(encoded, out, add):
 
 
 @_inner
-def _unpack(encoded, codes, bits):
-    """Read the codes of a block; returns how many bytes they take."""
-    per_byte = 8 // bits
-    nbytes = (codes.size + per_byte - 1) // per_byte
-    packed = encoded[:nbytes]
-    mask = np.uint8(2**bits - 1)
-    for plane in range(per_byte):
+def _set_bytes(out, codes, scale):
+    for i in range(codes.size):
+        out[i] = np.float32(np.int32(codes[i]) - np.int32(127)) * scale
+
+
+@_inner
+def _add_bytes(out, codes, scale):
+    for i in range(codes.size):
+        out[i] += np.float32(np.int32(codes[i]) - np.int32(127)) * scale
+
+
+@_inner
+def _set_planes(out, packed, scale, levels, bits):
+    top, mask = np.int32(levels), np.uint8(2**bits - 1)
+    for plane in range(8 // bits):
         shift = np.uint8(plane * bits)
-        part = codes[plane * nbytes : (plane + 1) * nbytes]
+        part = out[plane * packed.size : (plane + 1) * packed.size]
         for j in range(part.size):
-            part[j] = (packed[j] >> shift) & mask
-    return nbytes
+            part[j] = np.float32(np.int32((packed[j] >> shift) & mask) - top) * scale
 
 
 @_inner
-def _set_codes(out, codes, scale, levels):
-    top = np.int32(levels)
-    for i in range(codes.size):
-        out[i] = np.float32(np.int32(codes[i]) - top) * scale
+def _add_planes(out, packed, scale, levels, bits):
+    top, mask = np.int32(levels), np.uint8(2**bits - 1)
+    for plane in range(8 // bits):
+        shift = np.uint8(plane * bits)
+        part = out[plane * packed.size : (plane + 1) * packed.size]
+        for j in range(part.size):
+            part[j] += np.float32(np.int32((packed[j] >> shift) & mask) - top) * scale
 
 
 @_inner
-def _add_codes(out, codes, scale, levels):
-    top = np.int32(levels)
-    for i in range(codes.size):
-        out[i] += np.float32(np.int32(codes[i]) - top) * scale
+def _set_bits(out, packed, low, high):
+    for plane in range(8):
+        bit = np.uint8(1 << plane)
+        part = out[plane * packed.size : (plane + 1) * packed.size]
+        for j in range(part.size):
+            part[j] = high if packed[j] & bit else low
 
 
 @_inner
-def _set_bits(out, codes, low, high):
-    for i in range(codes.size):
-        out[i] = high if codes[i] else low
-
-
-@_inner
-def _add_bits(out, codes, low, high):
-    for i in range(codes.size):
-        out[i] += high if codes[i] else low
+def _add_bits(out, packed, low, high):
+    for plane in range(8):
+        bit = np.uint8(1 << plane)
+        part = out[plane * packed.size : (plane + 1) * packed.size]
+        for j in range(part.size):
+            part[j] += high if packed[j] & bit else low
