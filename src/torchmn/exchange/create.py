@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torchmn.communicators import Communicator
 from torchmn.communicators.wire import create_wire
 from torchmn.compression import StripeCodec, create_codec
+from torchmn.compression.reduced_precision import ReducedPrecision
 from torchmn.errors import UnknownNameError, UnsupportedError
 from torchmn.exchange.base import Schedule
 from torchmn.exchange.double_buffering import DoubleBuffering
@@ -72,7 +73,21 @@ def create_multi_node_optimizer(
             raise UnknownNameError("schedule", name, SCHEDULES)
         name = SCHEDULES[name]()
     models = [model] if isinstance(model, nn.Module) else list(model)
-    wire = create_wire(create_codec(codec) if codec is not None else comm.codec)
+    wire = create_wire(_carried(create_codec(codec)) if codec is not None else comm.codec)
     return MultiNodeOptimizer(
         optimizer, comm, models, name, wire, zero_fill=zero_fill, weight=weight
+    )
+
+
+def _carried(codec: StripeCodec | None) -> StripeCodec | None:
+    """The codec, if the wire can carry it. Raises UnsupportedError: not yet.
+
+    The quantized codecs need the names of parameters beside each stripe, which the wire does not
+    pass on so far.
+    """
+    if codec is None or isinstance(codec, ReducedPrecision):
+        return codec
+    raise UnsupportedError(
+        f"codec={codec.name!r} can encode and decode, but gradients cannot travel in it yet. "
+        "Use float16 or bfloat16."
     )

@@ -67,3 +67,9 @@ def test_the_codec_comes_from_the_communicator_unless_given() -> None:
         assert codec_of(wrap(comm, codec="float32")) is None
 
     run_ranks(rank_main, 2, allreduce_grad_dtype="bfloat16")
+
+
+@pytest.mark.parametrize("name", ["int8", "1bit"])
+def test_codecs_that_do_not_travel_yet_are_refused(name: str) -> None:
+    with pytest.raises(UnsupportedError, match="cannot travel in it yet. Use float16"):
+        run_ranks(lambda comm: wrap(comm, codec=name), 2)
