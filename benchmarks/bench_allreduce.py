@@ -12,7 +12,7 @@ from pathlib import Path
 from record import Bar, median_bar, ratio_bar, report, run_workers
 
 SIZES = {"4 KB": 4096, "1 MB": 1 << 20, "16 MB": 16 << 20, "64 MB": 64 << 20}
-REPEATS = {"4 KB": 400, "1 MB": 60, "16 MB": 21, "64 MB": 11}
+REPEATS = {"4 KB": 400, "1 MB": 100, "16 MB": 41, "64 MB": 25}
 LATENCY_LIMIT_US = 15
 
 
