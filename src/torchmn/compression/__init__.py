@@ -4,6 +4,7 @@ from torchmn.compression.base import StripeCodec
 from torchmn.compression.create import CODECS, create_codec
 from torchmn.compression.error_feedback import ErrorFeedback
 from torchmn.compression.layout import Layout, Segment
+from torchmn.compression.power_sgd import PowerSGD
 from torchmn.compression.quantized import Quantized
 from torchmn.compression.reduced_precision import BFloat16, Float16
 from torchmn.compression.residues import reshard
@@ -14,6 +15,7 @@ __all__ = [
     "ErrorFeedback",
     "Float16",
     "Layout",
+    "PowerSGD",
     "Quantized",
     "Segment",
     "StripeCodec",

@@ -31,6 +31,9 @@ class Kernels(Protocol):
     def decode(self, encoded: Tensor, out: Tensor, plan: StripePlan, *, add: bool) -> Tensor:
         """See `kernels_reference.decode`."""
 
+    def outer_sum(self, p: Tensor, q: Tensor, out: Tensor) -> None:
+        """See `kernels_reference.outer_sum`."""
+
 
 _COMPILERS = {"cpu": ("numba", "kernels_cpu"), "cuda": ("triton", "kernels_cuda")}
 

@@ -85,6 +85,24 @@ def decode(encoded: Tensor, out: Tensor, plan: StripePlan, *, add: bool) -> Tens
     return torch.from_numpy(flags)
 
 
+def outer_sum(p: Tensor, q: Tensor, out: Tensor) -> None:
+    """See `kernels_reference.outer_sum`."""
+    _outer_sum(p.contiguous().numpy(), q.T.contiguous().numpy(), out.numpy())
+
+
+@_entry
+def _outer_sum(p, q_rows, out):
+    for i in range(out.shape[0]):
+        row, first = out[i], q_rows[0]
+        factor = p[i, 0]
+        for j in range(row.size):
+            row[j] = factor * first[j]
+        for k in range(1, q_rows.shape[0]):
+            factor, other = p[i, k], q_rows[k]
+            for j in range(row.size):
+                row[j] += factor * other[j]
+
+
 # ---- encoding ----
 
 

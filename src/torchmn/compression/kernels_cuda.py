@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchmn.compression.kernels_reference import outer_sum
 from torchmn.compression.noise import Noise
 from torchmn.compression.stripe_plan import (
     CODES,
@@ -32,6 +33,8 @@ from torchmn.compression.stripe_plan import (
     WIDE_RANGE,
     StripePlan,
 )
+
+__all__ = ["decode", "encode", "outer_sum"]
 
 _SMALL_CHUNK = 1024
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds to even

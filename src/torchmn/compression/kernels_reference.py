@@ -93,6 +93,17 @@ def decode(encoded: Tensor, out: Tensor, plan: StripePlan, *, add: bool) -> Tens
     return flags
 
 
+def outer_sum(p: Tensor, q: Tensor, out: Tensor) -> None:
+    """``out`` (n, m) becomes ``p`` (n, r) times the transpose of ``q`` (m, r).
+
+    Added up in the order of r, every product and sum rounded: the same bits on every machine, which
+    a matrix product does not promise.
+    """
+    torch.mul(p[:, :1], q[:, 0], out=out)
+    for k in range(1, p.shape[1]):
+        out += p[:, k : k + 1] * q[:, k]
+
+
 # ---- one block a row ----
 
 

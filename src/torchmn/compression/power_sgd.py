@@ -1,0 +1,315 @@
+"""PowerSGD: gradients of matrices as products of two thin ones.
+
+Each rank i holds its share M_i (n, m) of the mean M = sum_i M_i. One step of subspace iteration,
+from Q (m, r) of the step before (T. Vogels, S. P. Karimireddy, M. Jaggi, "PowerSGD: Practical
+Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019):
+
+    V_i = M_i + R_i                     R_i: what this rank owes (error feedback)
+    P   = orthogonalise(sum_i V_i Q)    (n, r)
+    Q_i = V_i' P,   Q = sum_i Q_i       (m, r)
+    M   becomes P Q',   R_i becomes V_i - P Q_i'
+
+so that what is returned and what all ranks owe add up to the gradients. r (n + m) numbers travel
+instead of n m.
+
+Differences from the paper and from PyTorch's hook: the residue is what this rank's own part has
+lost, V_i - P Q_i', not V_i less the mean, which would keep the differences between ranks too. P is
+summed and orthogonalised at one rank, and all use its bytes; P Q' is added up in one order without
+fused operations: replicas stay bit-identical on unlike CPUs. A column of P that is nothing beside
+the columns before it becomes zero instead of rounding noise of length one. A column of Q that has
+become zero starts anew, as does everything after a gradient of zeros. Residues are kept by name.
+Tensors that would not gain (vectors, small matrices) are summed as they are, beside Q.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from torchmn.compression.kernels import kernels_for
+from torchmn.compression.layout import is_small
+from torchmn.compression.residues import State
+from torchmn.errors import UsageError
+
+_NOTHING = 1e-6  # a column's part outside of the span of those before it, beside its length
+
+
+class Ranks(Protocol):
+    """What an aggregating codec needs of a communicator; every method is collective."""
+
+    @property
+    def rank(self) -> int:
+        """The caller's."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    def reduce_scatter(self, xs: Sequence[Tensor]) -> Tensor:
+        """The sum over ranks of their ``xs[rank]``."""
+
+    def allgather(self, x: Tensor) -> Sequence[Tensor]:
+        """Everybody's ``x``, of any lengths, in rank order."""
+
+    def allreduce(self, x: Tensor) -> Tensor:
+        """The sum over ranks, the same bits on all."""
+
+
+@dataclass
+class _Memory:
+    """Of one matrix: ``q`` (m, r) and ``residue`` (n, m), and what may replace them."""
+
+    q: Tensor
+    residue: Tensor
+    next_q: Tensor | None = None
+    next_residue: Tensor | None = None
+
+
+@dataclass
+class _Matrix:
+    """A gradient under way: ``v`` (n, m) is the rank's share and what it owes."""
+
+    name: str
+    target: Tensor
+    v: Tensor
+    memory: _Memory
+    p: Tensor
+
+
+class PowerSGD:
+    """An aggregating codec: it forms the mean itself. One object belongs to one exchange.
+
+    ``rank`` is r. Memory: 8 bytes an element, and Q. ``seed`` must be the same on all ranks.
+    """
+
+    def __init__(self, rank: int = 4, *, seed: int = 0) -> None:
+        if rank < 1:
+            raise UsageError(f"rank={rank} must be at least 1.")
+        self.rank = rank
+        self.seed = seed
+        self.name = f"power_sgd_{rank}"
+        self.nonfinite_own: list[str] = []
+        """Parameters whose gradient of this rank was not finite, since the last `finish`."""
+        self.nonfinite: list[str] = []
+        """Parameters whose mean was not finite; the same on all ranks."""
+        self._step = 0
+        self._memories: dict[str, _Memory] = {}
+        self._loaded: dict[str, State] = {}
+
+    def mean_(self, named_matrices: Iterable[tuple[str, Tensor]], comm: Ranks) -> None:
+        """Make every tensor the mean over ranks of itself. *Collective.*
+
+        Tensors of any shape, float32, float64 or 16 bits; one of two or more dims counts as the
+        matrix (first dim, all others). All ranks give the same names and shapes in one order.
+        """
+        named = list(named_matrices)
+        for _, tensor in named:
+            tensor.div_(comm.size)
+        self.sum_(named, comm)
+
+    def sum_(self, named_matrices: Iterable[tuple[str, Tensor]], comm: Ranks) -> None:
+        """The same for shares of the mean: gradients that are divided by the number of ranks."""
+        matrices: list[_Matrix] = []
+        others: list[tuple[str, Tensor]] = []
+        for name, tensor in named_matrices:
+            if self._gains(tensor):
+                matrices.append(self._begin(name, tensor))
+            else:
+                others.append((name, tensor))
+        if comm.size == 1:
+            self._settle(matrices)
+            return
+        for dtype in (torch.float32, torch.float64):
+            own = [x for x in matrices if x.v.dtype == dtype]
+            rest = [(n, t) for n, t in others if _wide(t) == dtype and t.numel()]
+            if own:
+                self._agree_on_p(own, comm)
+            if own or rest:
+                self._agree_on_q(own, rest, comm, dtype)
+
+    def finish(self, *, is_valid: bool) -> None:
+        """End an exchange: make its residues and Q valid, or forget them. See `StripeCodec`."""
+        for memory in self._memories.values():
+            if is_valid and memory.next_q is not None and memory.next_residue is not None:
+                memory.q = memory.next_q
+                memory.residue, memory.next_residue = memory.next_residue, memory.residue
+            memory.next_q = None
+        self._step += is_valid
+        self._loaded.clear()
+        self.nonfinite_own, self.nonfinite = [], []
+
+    def fresh(self) -> PowerSGD:
+        """One like it with a state of its own."""
+        return PowerSGD(self.rank, seed=self.seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Q and residues by name, as copies; `residues.reshard` serves these states as well."""
+        memories = {
+            **{n: (e["q"], e["values"]) for n, e in self._loaded.items()},
+            **{n: (m.q, m.residue.flatten()) for n, m in self._memories.items()},
+        }
+        return {
+            "step": self._step,
+            "q": {name: q.clone() for name, (q, _) in memories.items()},
+            "residues": [
+                {"side": "worker", "name": name, "offset": 0, "values": residue.clone()}
+                for name, (_, residue) in memories.items()
+            ],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict`; an empty dict starts anew."""
+        self._memories.clear()
+        self._step = int(state.get("step", 0))
+        self._loaded = {
+            entry["name"]: {"q": state["q"][entry["name"]].clone(), "values": entry["values"]}
+            for entry in state.get("residues", [])
+        }
+
+    # ---- one exchange ----
+
+    def _gains(self, tensor: Tensor) -> bool:
+        if tensor.dim() < 2 or is_small(tensor.shape):
+            return False
+        n = tensor.shape[0]
+        return 2 * self.rank * (n + tensor.numel() // n) <= tensor.numel()
+
+    def _begin(self, name: str, tensor: Tensor) -> _Matrix:
+        """Add what is owed, and multiply by Q."""
+        wide = tensor.reshape(tensor.shape[0], -1).to(_wide(tensor))
+        memory = self._memory(name, wide)
+        v = (wide + memory.residue).contiguous()
+        q = self._without_zero_columns(
+            name, memory.q
+        ).double()  # squares of 1e-25 vanish in 32 bits
+        return _Matrix(name, tensor, v, memory, v @ (q / q.norm(dim=0)).to(v))
+
+    def _memory(self, name: str, matrix: Tensor) -> _Memory:
+        memory = self._memories.get(name)
+        if memory is None or memory.residue.shape != matrix.shape:
+            memory = _Memory(
+                matrix.new_zeros(matrix.shape[1], self.rank), matrix.new_zeros(matrix.shape)
+            )
+            loaded = self._loaded.pop(name, None)
+            if loaded is not None and loaded["values"].numel() == matrix.numel():
+                memory.residue.copy_(loaded["values"].view(matrix.shape))
+                if loaded["q"].shape == memory.q.shape:  # another rank starts from new columns
+                    memory.q.copy_(loaded["q"])
+            self._memories[name] = memory
+        return memory
+
+    def _without_zero_columns(self, name: str, q: Tensor) -> Tensor:
+        """Random numbers, the same on all ranks, where there is nothing to start from."""
+        is_empty = ~q.any(dim=0)
+        if not is_empty.any():
+            return q
+        key = zlib.crc32(f"{self.seed}/{self._step}/{name}".encode())
+        generator = torch.Generator().manual_seed(key)
+        new = torch.randn(q.shape, generator=generator, dtype=torch.float64)
+        return torch.where(is_empty, new.to(q), q)
+
+    def _settle(self, matrices: list[_Matrix]) -> None:
+        """One rank alone has nothing to send: it pays what it owes."""
+        for x in matrices:
+            x.target.copy_(x.v.view(x.target.shape))
+            x.memory.next_q, x.memory.next_residue = x.memory.q, torch.zeros_like(x.v)
+
+    def _agree_on_p(self, matrices: list[_Matrix], comm: Ranks) -> None:
+        """Sum each P at its owner, orthogonalise there, and take the owners' bytes."""
+        self.nonfinite_own += [x.name for x in matrices if not torch.isfinite(x.p).all()]
+        owners = _owners([x.p.numel() for x in matrices], comm.size)
+        parcels = [
+            _joined([x.p for x, owner in zip(matrices, owners, strict=True) if owner == rank], like)
+            for rank in range(comm.size)
+            for like in [matrices[0].p]
+        ]
+        own = comm.reduce_scatter(parcels)
+        shapes = [x.p.shape for x, o in zip(matrices, owners, strict=True) if o == comm.rank]
+        for part in _parts(own, shapes):
+            orthogonalise_(part)
+        by_rank = comm.allgather(own)
+        for rank, parcel in enumerate(by_rank):
+            theirs = [x for x, owner in zip(matrices, owners, strict=True) if owner == rank]
+            for x, part in zip(theirs, _parts(parcel, [x.p.shape for x in theirs]), strict=True):
+                x.p = part
+
+    def _agree_on_q(
+        self,
+        matrices: list[_Matrix],
+        others: list[tuple[str, Tensor]],
+        comm: Ranks,
+        dtype: torch.dtype,
+    ) -> None:
+        """Sum each Q, and what does not gain beside it; write the results."""
+        own_qs = [x.v.T @ x.p for x in matrices]
+        plain = [tensor.to(dtype) for _, tensor in others]
+        pieces = [*own_qs, *plain]
+        self.nonfinite_own += [
+            name for (name, _), t in zip(others, plain, strict=True) if not torch.isfinite(t).all()
+        ]
+        total = comm.allreduce(_joined(pieces, pieces[0]))
+        sums = _parts(total, [piece.shape for piece in pieces])
+        for x, own_q, q in zip(matrices, own_qs, sums, strict=False):
+            kernels = kernels_for(q.device.type)
+            memory = x.memory
+            if memory.next_residue is None:
+                memory.next_residue = torch.empty_like(memory.residue)
+            memory.next_q = q.clone()
+            kernels.outer_sum(x.p, own_q, memory.next_residue)
+            torch.sub(x.v, memory.next_residue, out=memory.next_residue)
+            kernels.outer_sum(x.p, q, x.v)
+            x.target.copy_(x.v.view(x.target.shape))
+            if not (torch.isfinite(x.p).all() and torch.isfinite(q).all()):
+                self.nonfinite.append(x.name)
+        for (name, tensor), summed in zip(others, sums[len(matrices) :], strict=True):
+            tensor.copy_(summed)
+            if not torch.isfinite(summed).all():
+                self.nonfinite.append(name)
+
+    def __repr__(self) -> str:
+        return f"PowerSGD(rank={self.rank})"
+
+
+def orthogonalise_(matrix: Tensor) -> None:
+    """Make the columns of (n, r) orthonormal, in place: modified Gram-Schmidt, twice each.
+
+    A column that is nothing beside those before it becomes zero; what is not finite becomes NaN.
+    """
+    columns = matrix.double()
+    for k in range(matrix.shape[1]):
+        column, before = columns[:, k], columns[:, :k]
+        length = column.norm()
+        for _ in range(2):
+            column -= before @ (before.T @ column)
+        rest = column.norm()
+        nothing = torch.zeros_like(column)
+        column.copy_(torch.where(rest <= _NOTHING * length, nothing, column / rest))
+    matrix.copy_(columns)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _owners(sizes: list[int], num_ranks: int) -> list[int]:
+    """For each matrix the rank that orthogonalises it: consecutive ones, about equal shares."""
+    total, done, owners = sum(sizes), 0, []
+    for size in sizes:
+        owners.append(min(num_ranks - 1, (2 * done + size) * num_ranks // (2 * total)))
+        done += size
+    return owners
+
+
+def _joined(pieces: list[Tensor], like: Tensor) -> Tensor:
+    return torch.cat([piece.reshape(-1) for piece in pieces]) if pieces else like.new_empty(0)
+
+
+def _parts(joined: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Views of what `_joined` joined."""
+    sizes = [shape.numel() for shape in shapes]
+    return [part.view(shape) for part, shape in zip(joined.split(sizes), shapes, strict=True)]
