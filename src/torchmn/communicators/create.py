@@ -164,7 +164,7 @@ def _checked_topology(given: Topology | None, found_hosts: list[str], world: Tra
     place = topology.place(world.rank)
     if (
         launched is not None
-        and launched.size == world.size
+        and launched.known_size == world.size
         and launched.intra_rank is not None
         and launched.intra_rank != place.intra_rank
     ):

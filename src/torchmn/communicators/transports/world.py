@@ -21,7 +21,6 @@ from torchmn.errors import LaunchError, PeerLostError, TimeLimitError, UnknownNa
 from torchmn.topology.environment import LaunchedPlace, launched_place, raise_if_contradicted
 
 TRANSPORTS = ("auto", "mpi", "torch")
-_MPI_LAUNCHERS = ("open_mpi", "mpich", "pals", "mvapich", "pmix")
 
 _joined: dict[str, Transport] = {}
 
@@ -41,7 +40,7 @@ def choose_transport(
     asked = environment.get("TORCHMN_TRANSPORT", "auto")
     if asked != "auto":
         return choose_transport(asked, launched, environment, has_cuda=has_cuda)
-    under_mpi = launched is not None and launched.launcher in _MPI_LAUNCHERS
+    under_mpi = launched is not None and launched.kind == "mpi"
     return "mpi" if under_mpi and not has_cuda and _has_mpi4py() else "torch"
 
 
@@ -117,7 +116,7 @@ def _meeting_point(launched: LaunchedPlace, timeout_s: float) -> tuple[str, int]
         if not port.isdigit() or not 0 < int(port) < 65536:
             raise LaunchError(f"MASTER_PORT should be a port number but is {port!r}.")
         return address, int(port)
-    if launched.launcher in _MPI_LAUNCHERS and _has_mpi4py():
+    if launched.kind == "mpi" and _has_mpi4py():
         mpi_world = join_world("mpi", timeout_s)
         return _announce_port(mpi_world, timeout_s)
     raise LaunchError(

@@ -1,0 +1,68 @@
+"""One unchanged script under every launcher that is here: Open MPI, torchrun, torchmn run, none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchmn.launch.detect import find_mpirun
+
+SCRIPT = """
+import json, sys
+import torch, torchmn
+comm = torchmn.create_communicator(transport=sys.argv[2])
+total = int(comm.allreduce(torch.tensor(comm.rank + 1)))
+place = [comm.rank, comm.size, comm.intra_rank, comm.intra_size, comm.inter_rank, comm.inter_size]
+with open(f"{sys.argv[1]}/{comm.rank}.json", "w") as file:
+    json.dump([place, comm.world.transport.name, total], file)
+comm.finalize()
+"""
+PYTHON = sys.executable
+
+
+def launcher(name: str) -> list[str]:
+    if name == "mpirun":
+        path = find_mpirun(os.environ)
+        if path is None:
+            pytest.skip(reason="no mpirun: install it with 'make setup'")
+        return [path, "-n", "2", "--map-by", ":OVERSUBSCRIBE", PYTHON]
+    if name == "torchrun":
+        return [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    if name == "torchmn run":
+        return [PYTHON, "-m", "torchmn", "run", "-n", "2", "--backend", "gloo"]
+    return [PYTHON]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("name", "asked", "size", "carries"),
+    [
+        ("mpirun", "auto", 2, "mpi"),
+        ("mpirun", "torch", 2, "torch.distributed"),  # rank 0's port becomes known over MPI
+        ("torchrun", "auto", 2, "torch.distributed"),
+        ("torchmn run", "auto", 2, "torch.distributed"),
+        ("none", "auto", 1, "torch.distributed"),
+    ],
+)
+def test_same_script(tmp_path: Path, name: str, asked: str, size: int, carries: str) -> None:
+    script = tmp_path / "a script.py"
+    script.write_text(SCRIPT)
+    env = dict(os.environ, OMP_NUM_THREADS="1", OMPI_MCA_btl="^ofi")
+    if os.geteuid() == 0:
+        env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    done = subprocess.run(
+        [*launcher(name), str(script), str(tmp_path), asked],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size)]
+    total = size * (size + 1) // 2
+    assert found == [[[r, size, r, size, 0, 1], carries, total] for r in range(size)]
