@@ -34,6 +34,9 @@ class Kernels(Protocol):
     def outer_sum(self, p: Tensor, q: Tensor, out: Tensor) -> None:
         """See `kernels_reference.outer_sum`."""
 
+    def subtract_outer_(self, v: Tensor, p: Tensor, q: Tensor) -> None:
+        """See `kernels_reference.subtract_outer_`."""
+
 
 _COMPILERS = {"cpu": ("numba", "kernels_cpu"), "cuda": ("triton", "kernels_cuda")}
 

@@ -90,6 +90,21 @@ def outer_sum(p: Tensor, q: Tensor, out: Tensor) -> None:
     _outer_sum(p.contiguous().numpy(), q.T.contiguous().numpy(), out.numpy())
 
 
+def subtract_outer_(v: Tensor, p: Tensor, q: Tensor) -> None:
+    """See `kernels_reference.subtract_outer_`."""
+    _subtract_outer(v.numpy(), p.contiguous().numpy(), q.T.contiguous().numpy())
+
+
+@_entry
+def _subtract_outer(v, p, q_rows):
+    for i in range(v.shape[0]):
+        row = v[i]
+        for k in range(q_rows.shape[0]):
+            factor, other = p[i, k], q_rows[k]
+            for j in range(row.size):
+                row[j] -= factor * other[j]
+
+
 @_entry
 def _outer_sum(p, q_rows, out):
     for i in range(out.shape[0]):

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchmn.compression.kernels_reference import outer_sum
+from torchmn.compression.kernels_reference import outer_sum, subtract_outer_
 from torchmn.compression.noise import Noise
 from torchmn.compression.stripe_plan import (
     CODES,
@@ -34,7 +34,7 @@ from torchmn.compression.stripe_plan import (
     StripePlan,
 )
 
-__all__ = ["decode", "encode", "outer_sum"]
+__all__ = ["decode", "encode", "outer_sum", "subtract_outer_"]
 
 _SMALL_CHUNK = 1024
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds to even

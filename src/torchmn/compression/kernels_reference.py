@@ -104,6 +104,12 @@ def outer_sum(p: Tensor, q: Tensor, out: Tensor) -> None:
         out += p[:, k : k + 1] * q[:, k]
 
 
+def subtract_outer_(v: Tensor, p: Tensor, q: Tensor) -> None:
+    """Subtract ``p`` (n, r) times the transpose of ``q`` (m, r) from ``v`` (n, m)."""
+    for k in range(p.shape[1]):
+        v -= p[:, k : k + 1] * q[:, k]
+
+
 # ---- one block a row ----
 
 

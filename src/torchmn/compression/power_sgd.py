@@ -69,10 +69,16 @@ class _Memory:
     next_q: Tensor | None = None
     next_residue: Tensor | None = None
 
+    def work(self) -> Tensor:
+        """The memory of the next residue, kept from step to step."""
+        if self.next_residue is None:
+            self.next_residue = torch.empty_like(self.residue)
+        return self.next_residue
+
 
 @dataclass
 class _Matrix:
-    """A gradient under way: ``v`` (n, m) is the rank's share and what it owes."""
+    """A gradient under way: ``v`` (n, m) is the rank's share and what it owes, then what it will."""
 
     name: str
     target: Tensor
@@ -183,7 +189,7 @@ class PowerSGD:
         """Add what is owed, and multiply by Q."""
         wide = tensor.reshape(tensor.shape[0], -1).to(_wide(tensor))
         memory = self._memory(name, wide)
-        v = (wide + memory.residue).contiguous()
+        v = torch.add(wide, memory.residue, out=memory.work())
         q = self._without_zero_columns(
             name, memory.q
         ).double()  # squares of 1e-25 vanish in 32 bits
@@ -217,7 +223,8 @@ class PowerSGD:
         """One rank alone has nothing to send: it pays what it owes."""
         for x in matrices:
             x.target.copy_(x.v.view(x.target.shape))
-            x.memory.next_q, x.memory.next_residue = x.memory.q, torch.zeros_like(x.v)
+            x.memory.next_q = x.memory.q
+            x.v.zero_()
 
     def _agree_on_p(self, matrices: list[_Matrix], comm: Ranks) -> None:
         """Sum each P at its owner, orthogonalise there, and take the owners' bytes."""
@@ -256,14 +263,13 @@ class PowerSGD:
         sums = _parts(total, [piece.shape for piece in pieces])
         for x, own_q, q in zip(matrices, own_qs, sums, strict=False):
             kernels = kernels_for(q.device.type)
-            memory = x.memory
-            if memory.next_residue is None:
-                memory.next_residue = torch.empty_like(memory.residue)
-            memory.next_q = q.clone()
-            kernels.outer_sum(x.p, own_q, memory.next_residue)
-            torch.sub(x.v, memory.next_residue, out=memory.next_residue)
-            kernels.outer_sum(x.p, q, x.v)
-            x.target.copy_(x.v.view(x.target.shape))
+            x.memory.next_q = q.clone()
+            kernels.subtract_outer_(x.v, x.p, own_q)
+            is_direct = x.target.dtype == dtype and x.target.is_contiguous()
+            result = x.target.view(x.v.shape) if is_direct else torch.empty_like(x.v)
+            kernels.outer_sum(x.p, q, result)
+            if not is_direct:
+                x.target.copy_(result.view(x.target.shape))
             if not (torch.isfinite(x.p).all() and torch.isfinite(q).all()):
                 self.nonfinite.append(x.name)
         for (name, tensor), summed in zip(others, sums[len(matrices) :], strict=True):

@@ -286,6 +286,11 @@ def test_outer_sum_gives_the_bits_of_the_reference(dtype: torch.dtype, shape: tu
     reference.outer_sum(p, q, theirs)
     assert torch.equal(ours, theirs)
     torch.testing.assert_close(ours, p @ q.T)
+    ours, theirs = torch.ones(2, n, m, dtype=dtype)
+    kernels_for("cpu").subtract_outer_(ours, p, q)
+    reference.subtract_outer_(theirs, p, q)
+    assert torch.equal(ours, theirs)
+    torch.testing.assert_close(ours, 1 - p @ q.T)
 
 
 def test_refusals_and_fresh() -> None:
