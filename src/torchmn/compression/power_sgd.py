@@ -78,7 +78,7 @@ class _Memory:
 
 @dataclass
 class _Matrix:
-    """A gradient under way: ``v`` (n, m) is the rank's share and what it owes, then what it will."""
+    """A gradient under way: ``v`` (n, m) is what the rank has and owes, then what it will owe."""
 
     name: str
     target: Tensor

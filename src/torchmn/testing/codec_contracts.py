@@ -183,9 +183,7 @@ def _decoded(codec: StripeCodec, values: Tensor, stripes: Sequence[Layout]) -> d
 
 def _require_same(got: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
     for name, value in expected.items():
-        require(
-            torch.equal(got[name], value), f"{what}: '{name}' has other values when cut otherwise"
-        )
+        require(torch.equal(got[name], value), f"{what}: '{name}' has other values")
 
 
 def check_mean(make: Factory) -> None:
