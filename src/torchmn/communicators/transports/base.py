@@ -8,6 +8,7 @@ MPI calls of a process come from one thread. Tensors are one-dimensional and con
 
 from __future__ import annotations
 
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ ReduceOp = Literal["sum", "max", "min"]
 Message = tuple[int, Tensor]  # (peer rank, one-dimensional contiguous tensor)
 
 _SMALL_BYTES = 64 * KiB
+_EAGER_S = 0.01
+_POLL_S = 0.00003
 
 COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -48,6 +51,29 @@ class TimeLimit:
     def left_s(self) -> float:
         """Seconds until the deadline, never negative."""
         return max(0.0, self.deadline - time.monotonic())
+
+
+def poll_until(is_done: Callable[[], bool], limit: TimeLimit, polls_before_yield: int) -> bool:
+    """Ask ``is_done`` until it says yes, or until the limit has passed: then False.
+
+    An eager waiter spins, then yields its core, then sleeps between polls; any other sleeps from
+    the beginning.
+    """
+    polls = 0
+    yields_since_s = 0.0
+    while not is_done():
+        polls += 1
+        if limit.is_eager():
+            if polls < polls_before_yield:
+                continue
+            yields_since_s = yields_since_s or time.monotonic()
+            if time.monotonic() - yields_since_s < _EAGER_S:
+                os.sched_yield()
+                continue
+        time.sleep(_POLL_S)
+        if limit.left_s == 0.0:
+            return is_done()
+    return True
 
 
 class Scratch:

@@ -29,14 +29,13 @@ from torchmn.communicators.transports.base import (
     Scratch,
     TimeLimit,
     Transport,
+    poll_until,
 )
 from torchmn.errors import LaunchError, TimeLimitError, UnsupportedError
 from torchmn.units import GiB, KiB
 
 _NATIVE_BYTES = 16 * KiB
 _POLLS_BEFORE_YIELD = 2000
-_EAGER_S = 0.01
-_POLL_S = 0.00005
 _FAREWELL_S = 60.0
 
 
@@ -127,20 +126,8 @@ class MpiTransport(Transport):
 
     def _wait(self, requests: list[Any], limit: TimeLimit, what: str) -> None:
         test_all = self._mpi.Request.Testall
-        polls = 0
-        started = 0.0
-        while not test_all(requests):
-            polls += 1
-            if limit.is_eager():
-                if polls < _POLLS_BEFORE_YIELD:
-                    continue
-                started = started or time.monotonic()
-                if time.monotonic() - started < _EAGER_S:
-                    os.sched_yield()
-                    continue
-            time.sleep(_POLL_S)
-            if limit.left_s == 0.0:
-                raise TimeLimitError(f"{what} did not complete within {limit.seconds:g} s.")
+        if not poll_until(lambda: test_all(requests), limit, _POLLS_BEFORE_YIELD):
+            raise TimeLimitError(f"{what} did not complete within {limit.seconds:g} s.")
 
     def split(self, ranks: Sequence[int], key: str, limit: TimeLimit) -> Transport:
         """See `Transport.split`."""

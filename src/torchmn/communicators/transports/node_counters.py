@@ -5,19 +5,16 @@ A rank writes only its own counters, each on a cache line of its own, and reads 
 
 from __future__ import annotations
 
-import os
 import threading
-import time
+from functools import partial
 
-from torchmn.communicators.transports.base import TimeLimit
+from torchmn.communicators.transports.base import TimeLimit, poll_until
 from torchmn.errors import TimeLimitError
 
 ARRIVED, FOLDED, NUM_COUNTERS = 0, 1, 2
 LINE_BYTES = 128
 
 _POLLS_BEFORE_YIELD = 300
-_EAGER_S = 0.01
-_POLL_S = 0.00002
 _fence_lock = threading.Lock()
 
 
@@ -41,26 +38,16 @@ class NodeCounters:
 
     def wait(self, counter: int, value: int, limit: TimeLimit) -> None:
         """Wait until all ranks have come so far. Raises TimeLimitError, naming who has not."""
-        cells = self._cells
-        polls = 0
-        started = 0.0
         for peer in self._peers:
-            index = _index(peer, counter)
-            while cells[index] < value:
-                polls += 1
-                if limit.is_eager():
-                    if polls < _POLLS_BEFORE_YIELD:
-                        continue
-                    started = started or time.monotonic()
-                    if time.monotonic() - started < _EAGER_S:
-                        os.sched_yield()
-                        continue
-                time.sleep(_POLL_S)
-                if limit.left_s == 0.0:
-                    raise TimeLimitError(
-                        f"rank {peer} of this node did not come within {limit.seconds:g} s."
-                    )
+            has_come = partial(self._has_come, _index(peer, counter), value)
+            if not poll_until(has_come, limit, _POLLS_BEFORE_YIELD):
+                raise TimeLimitError(
+                    f"rank {peer} of this node did not come within {limit.seconds:g} s."
+                )
         _fence()
+
+    def _has_come(self, index: int, value: int) -> bool:
+        return self._cells[index] >= value
 
     def close(self) -> None:
         """Let go of the memory."""
