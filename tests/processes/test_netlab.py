@@ -169,7 +169,8 @@ def test_cores() -> None:
         assert json.loads(free.run(ask).stdout) == allowed
         assert json.loads(free.run(ask, cores={allowed[0]}).stdout) == allowed[:1]
         assert json.loads(bound.run(ask).stdout) == sorted(last)
-        line = f"{shlex.quote(sys.executable)} -S -c 'import os; print(sorted(os.sched_getaffinity(0)))'"
+        code = "import os; print(sorted(os.sched_getaffinity(0)))"
+        line = shlex.join([sys.executable, "-S", "-c", code])
         for name, cores in [("n0", allowed), ("n1", sorted(last))]:
             started = free.run([lab.rsh_agent, name, line], cores={allowed[0]})
             assert json.loads(started.stdout) == cores
