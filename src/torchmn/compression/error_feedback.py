@@ -27,7 +27,7 @@ from torchmn.errors import UnsupportedError, UsageError
 
 
 class ErrorFeedback(StripeCodec):
-    """Wraps any stripe codec. Memory: 16 bytes an element as a worker, and as much over W as owner.
+    """Wraps any stripe codec. Memory: 8 bytes an element as a worker, and as much over W as owner.
 
     One object belongs to one exchange: its residues are of that exchange's parameters.
     """
