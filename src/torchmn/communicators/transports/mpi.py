@@ -17,7 +17,9 @@ import contextlib
 import os
 import sys
 import time
+import warnings
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -67,6 +69,14 @@ class MpiTransport(Transport):
         comm, request = mpi.COMM_WORLD.Idup()
         transport = cls(comm)
         transport._wait([request], TimeLimit(timeout_s), "joining MPI.COMM_WORLD")
+        if not transport.is_threaded and transport.rank == 0:
+            warnings.warn(
+                "MPI was initialised below THREAD_SERIALIZED, so no second thread may call it: "
+                "gradients are exchanged after backward instead of behind it. Import torchmn's "
+                "communicator before mpi4py.MPI, or set mpi4py.rc.thread_level = 'serialized'.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         return transport
 
     def exchange(
@@ -195,28 +205,33 @@ def load_mpi() -> Any:
 
     Raises UnsupportedError: mpi4py or the MPI library is not there.
     """
-    if "mpi4py.MPI" in sys.modules:
-        return sys.modules["mpi4py.MPI"]
     try:
         import mpi4py
 
-        mpi4py.rc.thread_level = "serialized"
-        mpi4py.rc.finalize = False
+        if "mpi4py.MPI" not in sys.modules:  # else the user has initialised MPI as he wants it
+            mpi4py.rc.thread_level = "serialized"
+            mpi4py.rc.finalize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise UnsupportedError(
             f"transport='mpi' needs mpi4py and an MPI library ({error}). "
             "Install them with: pip install 'torchmn[mpi]', or use transport='torch'."
         ) from error
+    _see_to_the_end(MPI)
+    return MPI
+
+
+@cache
+def _see_to_the_end(mpi: Any) -> None:
+    """An exception ends the job, and leaving does not wait for ranks that do not come. Once."""
     hook = sys.excepthook
 
     def abort_after_report(kind: Any, value: Any, trace: Any) -> None:
         hook(kind, value, trace)
-        _abort(MPI, 1)
+        _abort(mpi, 1)
 
     sys.excepthook = abort_after_report
-    atexit.register(_leave, MPI)
-    return MPI
+    atexit.register(_leave, mpi)
 
 
 def _abort(mpi: Any, status: int) -> None:
