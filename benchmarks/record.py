@@ -8,6 +8,7 @@ reported.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -94,8 +95,8 @@ def environment() -> dict[str, object]:
     }
 
 
-def report(name: str, bars: Sequence[Bar]) -> int:
-    """Print the table and write the JSON; returns 1 if a bar does not hold, else 0."""
+def report(name: str, bars: Sequence[Bar], **more: object) -> int:
+    """Print the table and write the JSON, with ``more`` in it; returns 1 if a bar does not hold."""
     table = Table(title=f"{name}  ({environment()['machine']})")
     for column in ("bar", "value", "95 % / quartiles", "limit", "holds"):
         table.add_column(column, justify="left" if column == "bar" else "right")
@@ -105,7 +106,11 @@ def report(name: str, bars: Sequence[Bar]) -> int:
         table.add_row(bar.bar, f"{bar.value:.4g} {bar.unit}", spread, bar.limit or "", verdict)
     Console(width=130).print(table)
     OUT.mkdir(exist_ok=True)
-    record = {"environment": environment(), "bars": [asdict(bar) for bar in bars]}
+    plain = [asdict(bar) for bar in bars]
+    for entry in plain:
+        if math.isnan(entry["value"]):  # JSON has no word for it
+            entry["value"] = None
+    record = {"environment": environment(), "bars": plain, **more}
     (OUT / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     print(f"written: {OUT / (name + '.json')}")
     return int(any(bar.holds is False for bar in bars))

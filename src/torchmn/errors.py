@@ -6,7 +6,8 @@ TorchmnError
 ├── UnsupportedError                   each part is fine, the combination is refused
 ├── TopologyError                      two sources of facts about the world contradict each other
 ├── LaunchError                        a job could not be started or did not start as asked
-├── NodeMemoryError                   the ranks of a node cannot share memory
+├── NodeMemoryError                    the ranks of a node cannot share memory
+├── NonFiniteGradientError             a gradient holds NaN or infinity
 ├── DataError                          a data file is missing, damaged or of another format
 └── CommunicationError                 a collective did not complete
     ├── TimeLimitError                 it did not complete within its time limit
@@ -29,6 +30,7 @@ __all__ = [
     "DisagreementError",
     "LaunchError",
     "NodeMemoryError",
+    "NonFiniteGradientError",
     "PeerLostError",
     "TimeLimitError",
     "TopologyError",
@@ -69,6 +71,10 @@ class LaunchError(TorchmnError):
 
 class NodeMemoryError(TorchmnError):
     """The ranks of a node cannot share memory, or there is too little of it."""
+
+
+class NonFiniteGradientError(TorchmnError):
+    """A gradient holds NaN or infinity, on some rank: all ranks raise it alike."""
 
 
 class DataError(TorchmnError):

@@ -43,7 +43,7 @@ class Plainest(StripeCodec):
         self.nonfinite.look("decoding", stripe, encoded.view(torch.float16))
 
 
-NAMED = [name for name, factory in CODECS.items() if factory is not None]
+NAMED = [name for name in CODECS if isinstance(create_codec(name), StripeCodec)]
 MAKERS = {
     **{name: lambda name=name: create_codec(name) for name in NAMED},
     **{f"quantized {bits}": lambda bits=bits: Quantized(bits) for bits in (8, 4, 2, 1)},

@@ -4,12 +4,15 @@ import os
 
 import pytest
 
+from tests.contracts.broken import codecs as broken_codecs
 from tests.contracts.broken import schedules as broken
-from torchmn.exchange import SCHEDULES
+from torchmn.communicators import ROUTES
+from torchmn.compression import CODECS
+from torchmn.exchange import SCHEDULES, EveryStep
 from torchmn.launch.detect import find_mpirun
 from torchmn.testing import MpiPool, run_ranks, schedule_contracts
 from torchmn.testing.contracts import ContractError
-from torchmn.testing.schedule_contracts import SCHEDULE_CONTRACTS, TOLERANCE, check_all
+from torchmn.testing.schedule_contracts import SCHEDULE_CONTRACTS, check_all
 from torchmn.topology import Topology
 
 PLACEMENTS = {
@@ -18,8 +21,14 @@ PLACEMENTS = {
     "3": ("naive", Topology.blocks([3])),
     "3+1": ("hierarchical", Topology.blocks([3, 1])),
 }
-BOUNDED_CODECS = [codec for codec in TOLERANCE if codec is not None]
-"""Those with a bound on the error of one mean; with error feedback only their sum has one."""
+SYNCHRONOUS = [name for name in SCHEDULES if name != "parameter_server"]
+"""That one has contracts of its own: `test_servers.py`."""
+ROUTED = [
+    (codec, route)
+    for codec in CODECS
+    for route in ROUTES
+    if route != "pure_nccl" and (codec, route) != ("power_sgd", "two_dimensional")
+]
 CAUGHT_BY = {
     broken.SumsInsteadOfMean: schedule_contracts.check_means,
     broken.AppliesTwice: schedule_contracts.check_means,
@@ -30,6 +39,23 @@ CAUGHT_BY = {
     broken.LosesPendingInState: schedule_contracts.check_resume,
     broken.ForgetsLocalPasses: schedule_contracts.check_accumulation,
     broken.CountsTheAbsent: schedule_contracts.check_join,
+    broken.HasNoResidue: schedule_contracts.check_sums_up,
+    broken.AddsNoise: schedule_contracts.check_zeros,
+    broken.HidesWhatIsNotFinite: schedule_contracts.check_nonfinite,
+    broken.LooksUpOptionsLater: schedule_contracts.check_options,
+    broken.RunsOnOldParameters: schedule_contracts.check_trajectory,
+    broken.ForgetsALayer: schedule_contracts.check_means,
+    broken.WeighsRanksAlike: schedule_contracts.check_block_means,
+    broken.SubtractsWhatItShouldAdd: schedule_contracts.check_block_means,
+    broken.AnchorsDriftApart: schedule_contracts.check_block_replicas,
+    broken.GoesOnAlone: schedule_contracts.check_block_replicas,
+    broken.LosesBlockMomentumInState: schedule_contracts.check_resume,
+    broken.LosesTheBlockInState: schedule_contracts.check_resume,
+    broken.ForgetsLocalPassesOfBlocks: schedule_contracts.check_block_accumulation,
+    broken.LosesWhatTheAbsentLearned: schedule_contracts.check_block_join,
+    broken.OwesNothing: schedule_contracts.check_block_sums_up,
+    broken.MovesByNoise: schedule_contracts.check_block_zeros,
+    broken.GoesOnWithNan: schedule_contracts.check_block_nonfinite,
 }
 
 
@@ -37,11 +63,11 @@ CAUGHT_BY = {
     ("codec", "label"),
     [
         (codec, label)
-        for codec in BOUNDED_CODECS
-        for label in (PLACEMENTS if codec == "float32" else ("1", "3+1"))
+        for codec in CODECS
+        for label in (PLACEMENTS if codec in ("float32", "int8") else ("1", "3+1"))
     ],
 )
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SYNCHRONOUS)
 def test_contracts(schedule: str, codec: str, label: str) -> None:
     name, topology = PLACEMENTS[label]
     run_ranks(
@@ -62,17 +88,44 @@ def pool():
 
 @pytest.mark.mpi
 @pytest.mark.processes
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_contracts_over_mpi(pool: MpiPool, schedule: str) -> None:
+@pytest.mark.parametrize("schedule", SYNCHRONOUS)
+@pytest.mark.parametrize("codec", ["float32", "1bit", "power_sgd"])
+def test_contracts_over_mpi(pool: MpiPool, schedule: str, codec: str) -> None:
     topology = Topology.blocks([2, 1])
-    pool.run(check_all, 3, schedule, "float32", name="hierarchical", topology=topology)
+    pool.run(check_all, 3, schedule, codec, name="hierarchical", topology=topology)
+
+
+@pytest.mark.parametrize(("codec", "route"), ROUTED)
+def test_every_codec_on_every_route(codec: str, route: str) -> None:
+    topology = Topology.blocks([4] if route == "single_node" else [2, 2])
+    run_ranks(lambda comm: check_all(comm, "every_step", codec), 4, name=route, topology=topology)
 
 
 @pytest.mark.parametrize("wrong", CAUGHT_BY, ids=lambda cls: cls.__name__)
 def test_a_wrong_one_is_caught(wrong: type) -> None:
+    codec = "int4" if wrong in (broken.HasNoResidue, broken.OwesNothing) else None
     with pytest.raises(ContractError):
-        run_ranks(lambda comm: CAUGHT_BY[wrong](comm, wrong, None), 3, timeout_s=5)
+        run_ranks(lambda comm: CAUGHT_BY[wrong](comm, wrong, codec), 3, timeout_s=5)
+
+
+@pytest.mark.parametrize("wrong", [broken_codecs.HasNoResidue, broken_codecs.WrongStripe])
+def test_a_wrong_codec_is_caught(wrong: type) -> None:
+    with pytest.raises(ContractError):
+        run_ranks(lambda comm: schedule_contracts.check_sums_up(comm, EveryStep, wrong()), 3)
 
 
 def test_every_contract_has_one_that_breaks_it() -> None:
-    assert set(CAUGHT_BY.values()) == set(SCHEDULE_CONTRACTS)
+    assert set(CAUGHT_BY.values()) == {c for cs in SCHEDULE_CONTRACTS.values() for c in cs}
+
+
+@pytest.mark.parametrize("schedule", SYNCHRONOUS)
+def test_every_schedule_declares_what_holds(schedule: str) -> None:
+    assert SCHEDULES[schedule]().keeps_replicas in SCHEDULE_CONTRACTS
+
+
+def test_the_broken_ones_by_blocks_begin_with_one_that_is_right() -> None:
+    def rank_main(comm):
+        for contract in SCHEDULE_CONTRACTS["every block"]:
+            contract(comm, broken.SmallBlocks, None)
+
+    run_ranks(rank_main, 3)

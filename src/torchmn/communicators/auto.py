@@ -1,16 +1,70 @@
-"""Which route to take when the user does not say: plain rules by topology and device."""
+"""Which route and transport to take when the user does not say.
+
+On one node plain rules do. Between nodes the candidates are tried, a few sums of a buffer that is
+large enough to tell bandwidths apart: gloo and MPI differ by a factor of two over the same link,
+and whether several ranks of a node together get more out of it than one, nobody knows beforehand.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Mapping
+
 import torch
 
+from torchmn.communicators.base import Communicator
 from torchmn.topology import Topology
+from torchmn.units import MiB
+
+_NUM_TRIALS = 3
+_TRIAL_BYTES = MiB
+_MARGIN = 1.1  # what is tried second must be so much better
 
 
-def choose_route(topology: Topology, device: torch.device) -> tuple[str, str]:
-    """(name of a route, why). A pure function of facts that are the same on every rank."""
+def candidate_routes(topology: Topology, device: torch.device) -> dict[str, str]:
+    """Names of routes, each with why, the likeliest first.
+
+    A pure function of facts that are the same on every rank.
+    """
     if device.type == "cuda":
-        return "pure_nccl", "every rank has a GPU, and NCCL finds its own way"
+        return {"pure_nccl": "every rank has a GPU, and NCCL finds its own way"}
     if len(topology.nodes) == 1:
-        return "single_node", f"all {topology.size} ranks share a node"
-    return "hierarchical", f"{topology}: sum in the node before anything crosses the network"
+        return {"single_node": f"all {topology.size} ranks share a node"}
+    routes = {"hierarchical": f"{topology}: sum in the node before anything crosses the network"}
+    if topology.is_balanced and topology.size > len(topology.nodes):
+        routes["two_dimensional"] = (
+            f"{topology}: the ranks of a node together carry more between nodes than one of them"
+        )
+    return routes
+
+
+def fastest(candidates: Mapping[str, Callable[[], Communicator]]) -> tuple[str, Communicator, str]:
+    """Make and time all candidates, and keep one: its name, itself, and what was measured.
+
+    *Collective.* The others are finalized. The first is kept unless another one is clearly faster.
+    """
+    made = {name: make() for name, make in candidates.items()}
+    if len(made) == 1:
+        [(name, comm)] = made.items()
+        return name, comm, ""
+    seconds = {name: _sum_s(comm) for name, comm in made.items()}
+    first, *_ = made
+    best = min(made, key=lambda name: seconds[name] * (1.0 if name == first else _MARGIN))
+    for name, comm in made.items():
+        if name != best:
+            comm.finalize()
+    measured = ", ".join(f"{name} {s * 1e3:.1f} ms" for name, s in seconds.items())
+    return best, made[best], f"a sum of {_TRIAL_BYTES // MiB} MB took: {measured}"
+
+
+def _sum_s(comm: Communicator) -> float:
+    """Seconds of one sum, the least of some, on the slowest rank: the same on all ranks."""
+    buffer = comm.new_buffer(_TRIAL_BYTES // 4, torch.float32, torch.device("cpu"))
+    comm.sum_(buffer)
+    times = []
+    for _ in range(_NUM_TRIALS):
+        comm.barrier()
+        started = time.perf_counter()
+        comm.sum_(buffer)
+        times.append(time.perf_counter() - started)
+    return float(comm.allreduce(torch.tensor([min(times)], dtype=torch.float64), "max"))

@@ -23,8 +23,8 @@ from torchmn.communicators.group import Group
 from torchmn.communicators.journal import Journal
 from torchmn.communicators.transports.base import TimeLimit, Transport, fold
 from torchmn.communicators.transports.shared_memory import SharedMemoryTransport
-from torchmn.communicators.wire import Wire, create_wire
-from torchmn.compression import StripeCodec
+from torchmn.communicators.wire import Cargo, Wire, create_wire
+from torchmn.compression import Codec
 from torchmn.errors import DisagreementError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.topology import Topology
 from torchmn.units import MiB
@@ -56,6 +56,8 @@ class Communicator(ABC):
     granularity: ClassVar[Granularity] = "bucket"
     """What one exchange of gradients holds: one parameter, all, or a bucket behind backward."""
     bucket_bytes: int = 4 * MiB
+    cuts_parameters: ClassVar[bool] = False
+    """Whether what crosses nodes is cut wherever ranks' shares end, inside of a parameter too."""
 
     def __init__(
         self,
@@ -65,7 +67,7 @@ class Communicator(ABC):
         device: torch.device,
         timeout_s: float,
         trust: objects.Trust,
-        codec: StripeCodec | None = None,
+        codec: Codec | None = None,
         reason: str = "",
     ) -> None:
         self.topology = topology
@@ -93,6 +95,7 @@ class Communicator(ABC):
         self._num_splits = 0
         self._subgroups: list[Group] = []
         self._shared_memory: SharedMemoryTransport | None = None
+        self._before_end: list[Callable[[], None]] = []
         self.check_placement()
         self._connect()
 
@@ -105,16 +108,25 @@ class Communicator(ABC):
         """Make the groups that the route needs, once."""
 
     @abstractmethod
-    def _sum_(self, buffer: Tensor, wire: Wire, num_exact: int) -> None:
-        """Sum a one-dimensional contiguous buffer over all ranks, in place, inside an engine job.
+    def _sum_(self, cargo: Cargo, wire: Wire) -> None:
+        """Sum a cargo over all ranks, in place, the same bits on all. Inside an engine job."""
 
-        Every rank ends with the same bits. The last ``num_exact`` elements are not encoded.
+    def _agree(self, is_valid: bool) -> bool:
+        """Whether what was decoded is valid on all ranks, inside an engine job.
+
+        Here all ranks have decoded the same bytes and are of one opinion.
         """
+        return is_valid
 
     @property
     def hides_exchange(self) -> bool:
         """Whether gradients should leave while backward runs: whether waiting can be hidden."""
         return self.granularity == "bucket"
+
+    @property
+    def link_group(self) -> Group | None:
+        """The group whose sums cross what is slow here; None where there is none."""
+        return self.world
 
     def new_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Zeros (numel,), to sum in, where this route sums fastest: on one node in shared memory.
@@ -147,46 +159,69 @@ class Communicator(ABC):
 
     def sum_(
         self,
-        buffer: Tensor,
-        *,
+        cargo: Cargo | Tensor,
         wire: Wire | None = None,
-        num_exact: int = 0,
+        *,
         bucket: int | None = None,
         step: int | None = None,
+        then: Callable[[], None] | None = None,
     ) -> None:
-        """Sum a one-dimensional contiguous buffer over all ranks, in place."""
-        self.engine.call(self._sum_job(buffer, wire, num_exact, bucket, step))
+        """Sum a one-dimensional contiguous buffer over all ranks, in place.
+
+        ``wire`` is how to carry it, by default with the communicator's own codec. ``then`` is
+        called behind the sum, before the next exchange of this rank begins.
+        """
+        self.engine.call(self._sum_job(cargo, wire, bucket, step, then))
 
     def start_sum_(
         self,
-        buffer: Tensor,
-        *,
+        cargo: Cargo | Tensor,
         wire: Wire | None = None,
-        num_exact: int = 0,
+        *,
         bucket: int | None = None,
         step: int | None = None,
+        then: Callable[[], None] | None = None,
     ) -> Work[None]:
         """Start a sum and return at once; the buffer is the exchange's until `Work.wait`."""
-        return self.engine.submit(self._sum_job(buffer, wire, num_exact, bucket, step))
+        return self.engine.submit(self._sum_job(cargo, wire, bucket, step, then))
+
+    def agree(self, is_valid: bool) -> bool:
+        """Whether what was decoded is valid on all ranks. In the ``then`` of a sum only."""
+        return self._agree(is_valid)
 
     def _sum_job(
         self,
-        buffer: Tensor,
+        cargo: Cargo | Tensor,
         wire: Wire | None,
-        num_exact: int,
         bucket: int | None,
         step: int | None,
+        then: Callable[[], None] | None,
     ) -> Callable[[], None]:
         chosen = wire if wire is not None else create_wire(self.codec)
+        freight = cargo if isinstance(cargo, Cargo) else Cargo.of(cargo)
 
         def job() -> None:
             if bucket is None:
-                self._sum_(buffer, chosen, num_exact)
-                return
-            with self.journal.label(bucket=bucket, step=step):
-                self._sum_(buffer, chosen, num_exact)
+                self._sum_(freight, chosen)
+            else:
+                with self.journal.label(bucket=bucket, step=step):
+                    self._sum_(freight, chosen)
+            if then is not None:
+                then()
 
         return job
+
+    def channels(self, name: str) -> Transport:
+        """A transport of all ranks for somebody's own threads, closed by `finalize`.
+
+        Whoever asks sees to its time limits, and that each message between two ranks has its own
+        tag and thread.
+        """
+        self._num_splits += 1
+        world, key = self.world.over(self.world.transport.for_threads), f"{name}{self._num_splits}"
+        group = self.engine.call(lambda: world.split(name, range(self.size), key))
+        self._subgroups.append(group)
+        return group.transport
 
     def _subgroup(self, name: str, ranks: Sequence[int]) -> Group | None:
         """A group of some ranks; None for a rank outside it. Part of `_connect`."""
@@ -438,8 +473,14 @@ class Communicator(ABC):
             reason=self.reason,
         )
 
+    def before_end(self, callback: Callable[[], None]) -> None:
+        """Have it called when `finalize` begins: by whoever has threads of his own here. Local."""
+        self._before_end.append(callback)
+
     def finalize(self) -> None:
         """End this communicator: finish what is in flight, close its connections."""
+        while self._before_end:
+            self._before_end.pop()()
         self.engine.close()
         for group in (*reversed(self._subgroups), self.world):
             group.transport.close()
@@ -494,3 +535,12 @@ class Communicator(ABC):
         if length == self.size:
             return None
         return Refusal(f"{self.speaker}: {what} needs {self.size} parts, got {length}.")
+
+
+def all_agree(group: Group, is_valid: bool) -> bool:
+    """Whether it is valid on all ranks of a group. *Collective over the group.*"""
+    if group.size == 1:
+        return is_valid
+    flag = torch.tensor([0 if is_valid else 1], dtype=torch.int32)
+    group.all_reduce_(flag, "max")
+    return not int(flag)

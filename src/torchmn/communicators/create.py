@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
 import socket
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import torch
 
-from torchmn.communicators.auto import choose_route
+from torchmn.communicators.auto import candidate_routes, fastest
 from torchmn.communicators.base import Communicator
 from torchmn.communicators.flat import FlatCommunicator
 from torchmn.communicators.hierarchical import HierarchicalCommunicator
@@ -20,11 +23,18 @@ from torchmn.communicators.objects import Trust
 from torchmn.communicators.pure_nccl import PureNcclCommunicator
 from torchmn.communicators.single_node import SingleNodeCommunicator
 from torchmn.communicators.transports.base import TimeLimit, Transport
+from torchmn.communicators.transports.streams import StreamTransport
 from torchmn.communicators.transports.torch_distributed import TorchDistributedTransport
 from torchmn.communicators.transports.world import choose_transport, join_world
 from torchmn.communicators.two_dimensional import TwoDimensionalCommunicator
-from torchmn.compression import BFloat16, Float16, StripeCodec
-from torchmn.errors import DisagreementError, TopologyError, UnknownNameError, UsageError
+from torchmn.compression import BFloat16, Codec, Float16
+from torchmn.errors import (
+    DisagreementError,
+    TopologyError,
+    TorchmnError,
+    UnknownNameError,
+    UsageError,
+)
 from torchmn.topology import Topology
 from torchmn.topology.environment import launched_place
 
@@ -38,7 +48,8 @@ ROUTES: dict[str, type[Communicator]] = {
     "pure_nccl": PureNcclCommunicator,
 }
 _HELLO_BYTES = 512
-_WIRE_DTYPES: dict[str, type[StripeCodec] | None] = {
+_JOIN_S = 20.0  # for a world that is not needed, but may be faster
+_WIRE_DTYPES: dict[str, type[Codec] | None] = {
     "float32": None,
     "float16": Float16,
     "bfloat16": BFloat16,
@@ -57,8 +68,10 @@ def create_communicator(
     """Join the other ranks of this job. *Collective*: every rank, with the same arguments.
 
     Args:
-        name: the route of a mean: ``auto``, ``naive``, ``flat``, ``hierarchical``,
-            ``two_dimensional``, ``single_node``, ``non_cuda_aware`` or ``pure_nccl``.
+        name: the route of a mean: ``auto`` (rules on one node, between nodes the fastest of some
+            trials; `Communicator.reason` says which and why), ``naive``, ``flat``,
+            ``hierarchical``, ``two_dimensional``, ``single_node``, ``non_cuda_aware`` or
+            ``pure_nccl``.
         transport: ``auto``, ``mpi``, ``torch``, or a `Transport`.
         topology: which rank stands on which node; found from host names when not given.
         timeout_s: the limit of every single collective in seconds.
@@ -82,29 +95,42 @@ def create_communicator(
     greeting = {"name": name, "dtype": codec.name if codec else None, "torch": torch.__version__}
     found = _exchange_hosts(world, greeting, timeout_s)
     topology = _checked_topology(topology, found, world)
-    place = topology.place(world.rank)
-    device = _own_device(place.intra_rank)
-    if is_own:
-        own = world
-    else:
-        if isinstance(world, TorchDistributedTransport):
-            world.cuda_device = device if device.type == "cuda" else None
-        _num_created[id(world)] += 1
-        own = world.split(
-            range(world.size), f"communicator{_num_created[id(world)]}", TimeLimit(timeout_s)
+    device = _own_device(topology.place(world.rank).intra_rank)
+
+    secret: bytes | None = None
+
+    def make(route: str, over: Transport, reason: str) -> Communicator:
+        own = over if is_own and over is world else _own_part(over, topology, device, timeout_s)
+        return ROUTES[route](
+            own,
+            topology,
+            device=device,
+            timeout_s=timeout_s,
+            trust=_trust(own, secret),
+            codec=codec,
+            reason=reason,
         )
-    reason = ""
-    if name == "auto":
-        name, reason = choose_route(topology, device)
-    return ROUTES[name](
-        own,
-        topology,
-        device=device,
-        timeout_s=timeout_s,
-        trust=_trust(own),
-        codec=codec,
-        reason=reason,
+
+    if name != "auto":
+        return make(name, world, "")
+    routes = candidate_routes(topology, device)
+    worlds = {world.name: world}
+    if transport == "auto" and len(topology.nodes) > 1:
+        worlds |= _other_worlds(world, timeout_s)
+        if len(worlds) > 1:
+            secret = _shared_secret(world, timeout_s)
+    if is_own and len(routes) > 1:  # a given transport can be used once
+        routes = dict([next(iter(routes.items()))])
+    route, comm, measured = fastest(
+        {
+            route if len(worlds) == 1 else f"{route} over {kind}": partial(make, route, over, why)
+            for kind, over in worlds.items()
+            for route, why in routes.items()
+        }
     )
+    if measured:
+        comm.reason = f"{route}; {comm.reason}; {measured}"
+    return comm
 
 
 def _world(transport: str | Transport, timeout_s: float) -> tuple[Transport, bool]:
@@ -116,12 +142,47 @@ def _world(transport: str | Transport, timeout_s: float) -> tuple[Transport, boo
     return join_world(kind, timeout_s), False
 
 
-def _trust(transport: Transport) -> Trust:
-    secret = os.environ.get("TORCHMN_SECRET")
-    return Trust(is_private=transport.is_trusted, secret=secret.encode() if secret else None)
+def _other_worlds(world: Transport, timeout_s: float) -> dict[str, Transport]:
+    """Beside MPI the gloo world, if all ranks can join one and nobody has chosen. *Collective.*"""
+    if world.name != "mpi" or os.environ.get("TORCHMN_TRANSPORT", "auto") != "auto":
+        return {}
+    limit_s = min(timeout_s, _JOIN_S)
+    joined: Transport | None = None
+    with contextlib.suppress(TorchmnError):
+        joined = join_world("torch", limit_s)
+    failed = torch.tensor([0 if joined is not None else 1])
+    world.all_reduce_(failed, "sum", TimeLimit(timeout_s))
+    return {joined.name: joined} if joined is not None and not int(failed) else {}
 
 
-def _wire_codec(dtype: torch.dtype | str | None) -> StripeCodec | None:
+def _own_part(
+    world: Transport, topology: Topology, device: torch.device, timeout_s: float
+) -> Transport:
+    """A part of the world that one communicator has for itself."""
+    if isinstance(world, TorchDistributedTransport):
+        world.cuda_device = device if device.type == "cuda" else None
+    _num_created[id(world)] += 1
+    key = f"communicator{_num_created[id(world)]}"
+    limit = TimeLimit(timeout_s)
+    own = world.split(range(world.size), key, limit)
+    # Where bytes cross hosts, they do so with fewer cycles over connections of our own.
+    is_gloo = isinstance(own, TorchDistributedTransport) and device.type == "cpu"
+    return StreamTransport.over(own, limit) if is_gloo and len(topology.nodes) > 1 else own
+
+
+def _shared_secret(world: Transport, timeout_s: float) -> bytes:
+    """A secret of all ranks, made known over a world that only they can enter. *Collective.*"""
+    row = torch.frombuffer(bytearray(secrets.token_bytes(32)), dtype=torch.uint8)
+    world.broadcast_(row, 0, TimeLimit(timeout_s))
+    return row.numpy().tobytes()
+
+
+def _trust(own: Transport, shared: bytes | None) -> Trust:
+    given = os.environ.get("TORCHMN_SECRET")
+    return Trust(is_private=own.is_trusted, secret=given.encode() if given else shared)
+
+
+def _wire_codec(dtype: torch.dtype | str | None) -> Codec | None:
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from torchmn.communicators.base import Communicator
-from torchmn.communicators.wire import Wire
+from torchmn.communicators.wire import Cargo, Wire
 
 
 class FlatCommunicator(Communicator):
@@ -14,5 +12,5 @@ class FlatCommunicator(Communicator):
     name = "flat"
     granularity = "everything"
 
-    def _sum_(self, buffer: Tensor, wire: Wire, num_exact: int) -> None:
-        wire.sum_(self.world, buffer, num_exact)
+    def _sum_(self, cargo: Cargo, wire: Wire) -> None:
+        wire.sum_(self.world, cargo)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from torchmn.communicators.base import Communicator
+from torchmn.communicators.base import Communicator, all_agree
 from torchmn.communicators.group import Group
-from torchmn.communicators.wire import PlainWire, StripedWire, Wire
+from torchmn.communicators.wire import Cargo, PlainWire, StripedWire, Wire
 
 
 class HierarchicalCommunicator(Communicator):
@@ -26,17 +24,24 @@ class HierarchicalCommunicator(Communicator):
         self._node = self._with_shared_memory(self._own_subgroup("node", nodes))
         self._leaders = self._subgroup("leaders", [ranks[0] for ranks in nodes])
 
-    def _sum_(self, buffer: Tensor, wire: Wire, num_exact: int) -> None:
-        if self._node.size > 1:
-            self._node.reduce_(buffer, 0)
-        if self._leaders is not None:
-            self._sum_between_leaders_(self._leaders, buffer, wire, num_exact)
-        if self._node.size > 1:
-            self._node.broadcast_(buffer, 0)
+    @property
+    def link_group(self) -> Group | None:
+        """See `Communicator.link_group`."""
+        return self._leaders
 
-    def _sum_between_leaders_(
-        self, leaders: Group, buffer: Tensor, wire: Wire, num_exact: int
-    ) -> None:
+    def _sum_(self, cargo: Cargo, wire: Wire) -> None:
+        if self._node.size > 1:
+            self._node.reduce_(cargo.buffer, 0)
+        if self._leaders is not None:
+            self._sum_between_leaders_(self._leaders, cargo, wire)
+        if self._node.size > 1:
+            self._node.broadcast_(cargo.buffer, 0)
+
+    def _agree(self, is_valid: bool) -> bool:
+        """Leaders have decoded the same bytes; the others of the node have decoded nothing."""
+        return all_agree(self._node, is_valid)
+
+    def _sum_between_leaders_(self, leaders: Group, cargo: Cargo, wire: Wire) -> None:
         if isinstance(wire, PlainWire):
             wire = StripedWire()
-        wire.sum_(leaders, buffer, num_exact)
+        wire.sum_(leaders, cargo)

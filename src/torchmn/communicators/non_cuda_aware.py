@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torchmn.communicators.group import Group
 from torchmn.communicators.hierarchical import HierarchicalCommunicator
-from torchmn.communicators.wire import Wire
+from torchmn.communicators.wire import Cargo, Wire
 
 
 class NonCudaAwareCommunicator(HierarchicalCommunicator):
@@ -20,17 +20,16 @@ class NonCudaAwareCommunicator(HierarchicalCommunicator):
     name = "non_cuda_aware"
     _host: Tensor | None = None
 
-    def _sum_between_leaders_(
-        self, leaders: Group, buffer: Tensor, wire: Wire, num_exact: int
-    ) -> None:
+    def _sum_between_leaders_(self, leaders: Group, cargo: Cargo, wire: Wire) -> None:
+        buffer = cargo.buffer
         if not buffer.is_cuda:
-            super()._sum_between_leaders_(leaders, buffer, wire, num_exact)
+            super()._sum_between_leaders_(leaders, cargo, wire)
             return
         if self._host is None or self._host.numel() < buffer.nbytes:
             self._host = torch.empty(buffer.nbytes, dtype=torch.uint8, pin_memory=True)
         host = self._host[: buffer.nbytes].view(buffer.dtype)
         host.copy_(buffer, non_blocking=True)
         torch.cuda.current_stream(buffer.device).synchronize()
-        super()._sum_between_leaders_(leaders, host, wire, num_exact)
+        super()._sum_between_leaders_(leaders, cargo.on(host), wire)
         buffer.copy_(host, non_blocking=True)
         torch.cuda.current_stream(buffer.device).synchronize()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from torchmn.communicators.base import Communicator
-from torchmn.communicators.wire import Wire
+from torchmn.communicators.wire import Cargo, Wire
 from torchmn.errors import UnsupportedError
 
 
@@ -27,5 +25,5 @@ class PureNcclCommunicator(Communicator):
                 f"{self.world.transport.name!r}: NCCL is reached through torch.distributed."
             )
 
-    def _sum_(self, buffer: Tensor, wire: Wire, num_exact: int) -> None:
-        wire.sum_(self.world, buffer, num_exact)
+    def _sum_(self, cargo: Cargo, wire: Wire) -> None:
+        wire.sum_(self.world, cargo)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from torchmn.communicators.base import Communicator
 from torchmn.communicators.group import Group
-from torchmn.communicators.wire import PlainWire, Wire
+from torchmn.communicators.wire import Cargo, PlainWire, Wire
 from torchmn.errors import UnsupportedError
 from torchmn.units import MiB
 
@@ -46,6 +44,11 @@ class SingleNodeCommunicator(Communicator):
         """
         return self.device.type == "cuda"
 
-    def _sum_(self, buffer: Tensor, wire: Wire, num_exact: int) -> None:
+    @property
+    def link_group(self) -> Group | None:
+        """See `Communicator.link_group`: through shared memory nothing is slow."""
+        return None if self._node.transport.name == "shared_memory" else self._node
+
+    def _sum_(self, cargo: Cargo, wire: Wire) -> None:
         is_shared = self._node.transport.name == "shared_memory"
-        (PlainWire() if is_shared else wire).sum_(self._node, buffer, num_exact)
+        (PlainWire() if is_shared else wire).sum_(self._node, cargo)

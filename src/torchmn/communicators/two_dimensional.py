@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from torchmn.communicators.base import Communicator
+from torchmn.communicators.base import Communicator, all_agree
 from torchmn.communicators.group import Group
-from torchmn.communicators.wire import PlainWire, StripedWire, Wire
+from torchmn.communicators.wire import Cargo, PlainWire, StripedWire, Wire
 from torchmn.errors import UnsupportedError
 
 
@@ -19,6 +17,7 @@ class TwoDimensionalCommunicator(Communicator):
     """
 
     name = "two_dimensional"
+    cuts_parameters = True
     _node: Group
     _column: Group
 
@@ -35,15 +34,23 @@ class TwoDimensionalCommunicator(Communicator):
         self._node = self._with_shared_memory(self._own_subgroup("node", nodes))
         self._column = self._own_subgroup("column", list(zip(*nodes, strict=True)))
 
-    def _sum_(self, buffer: Tensor, wire: Wire, num_exact: int) -> None:
-        mine = buffer
+    @property
+    def link_group(self) -> Group | None:
+        """See `Communicator.link_group`."""
+        return self._column
+
+    def _sum_(self, cargo: Cargo, wire: Wire) -> None:
+        mine = cargo
         if self._node.size > 1:
-            mine = self._node.reduce_scatter_stripes_(buffer)
+            part = self._node.reduce_scatter_stripes_(cargo.buffer)
+            start = int(part.storage_offset()) - int(cargo.buffer.storage_offset())
+            mine = cargo.between(start, start + part.numel())
         if isinstance(wire, PlainWire):
             wire = StripedWire()
-        # The exact elements are the last of the buffer: they lie in the last ranks' stripes.
-        end = sum(p.numel() for p in self._node.transport.stripes(buffer)[: self._node.rank + 1])
-        exact_here = max(0, min(mine.numel(), num_exact - (buffer.numel() - end)))
-        wire.sum_(self._column, mine, exact_here)
+        wire.sum_(self._column, mine)
         if self._node.size > 1:
-            self._node.all_gather_stripes_(buffer)
+            self._node.all_gather_stripes_(cargo.buffer)
+
+    def _agree(self, is_valid: bool) -> bool:
+        """Ranks of one column have decoded the same bytes, the others of the node other ones."""
+        return all_agree(self._node, is_valid)

@@ -1,111 +1,267 @@
-"""In which form a sum crosses a group: as it is, or in stripes that a codec encodes.
-
-The last ``num_exact`` elements of a buffer (weights, flags) always travel unencoded.
-"""
+"""In which form a sum crosses a group: as it is, in stripes that a codec encodes, or factorised."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from torchmn.communicators.group import Group
-from torchmn.compression import StripeCodec
+from torchmn.compression import Codec, Layout, PowerSGD, StripeCodec
+from torchmn.compression.base import Side, aligned, nameless
+from torchmn.errors import UnsupportedError, UsageError
+
+
+@dataclass(frozen=True, eq=False)
+class Cargo:
+    """What a sum carries: a buffer, and what lies in it.
+
+    ``buffer`` is one-dimensional and contiguous. ``layout`` tells where its parameters are. The
+    last ``num_exact`` elements (weights, flags) belong to none and are never encoded.
+    """
+
+    buffer: Tensor
+    layout: Layout
+    num_exact: int = 0
+
+    @classmethod
+    def of(cls, buffer: Tensor, layout: Layout | None = None, num_exact: int = 0) -> Cargo:
+        """Without a layout the buffer is one run of elements that has no name."""
+        return cls(buffer, layout or nameless(buffer.numel() - num_exact, buffer.dtype), num_exact)
+
+    @property
+    def exact(self) -> Tensor:
+        """The elements that are never encoded, a view."""
+        return self.buffer[self.buffer.numel() - self.num_exact :]
+
+    def between(self, start: int, stop: int) -> Cargo:
+        """Elements ``start`` to ``stop`` of the buffer as a cargo, in the same memory."""
+        num_behind = self.buffer.numel() - stop
+        return Cargo(
+            self.buffer[start:stop],
+            self.layout.between(start, stop).moved(-start),
+            max(0, min(stop - start, self.num_exact - num_behind)),
+        )
+
+    def on(self, buffer: Tensor) -> Cargo:
+        """The same in another buffer, such as a copy of it in other memory."""
+        return replace(self, buffer=buffer)
 
 
 class Wire(Protocol):
-    """Sums a buffer over a group, in place, leaving the same bits on every rank."""
+    """Sums a cargo over a group, in place, leaving the same bits on every rank."""
 
-    def sum_(self, group: Group, buffer: Tensor, num_exact: int) -> None:
-        """*Collective over the group.* ``buffer`` is one-dimensional and contiguous."""
+    @property
+    def codec(self) -> Codec | None:
+        """What encodes, and remembers what it owes; None for plain sums."""
+
+    def sum_(self, group: Group, cargo: Cargo) -> None:
+        """*Collective over the group.*"""
 
 
 class PlainWire:
     """The buffer's own dtype, by the transport's all-reduce."""
 
-    def sum_(self, group: Group, buffer: Tensor, num_exact: int) -> None:
+    codec: Codec | None = None
+
+    def sum_(self, group: Group, cargo: Cargo) -> None:
         """See `Wire.sum_`."""
         if group.size > 1:
-            group.all_reduce_(buffer)
+            group.all_reduce_(cargo.buffer)
 
 
 class StripedWire:
-    """Reduce-scatter and all-gather of stripes, each encoded by a codec if there is one.
+    """Reduce-scatter and all-gather of stripes.
 
-    Without a codec this is the all-reduce of ChainerMN's `inter_allreduce_gpu`: all-to-all, sum
-    at the owner of each stripe, all-gather. With a codec every stripe is encoded for its owner,
-    owners sum in float32 (float64 buffers in float64) and encode the sum for everybody, and every
-    rank, the owner too, keeps the decoded bytes: replicas stay bit-identical (CNTK's quantized
-    all-reduce, ancestors 2.2).
+    This is the all-reduce of ChainerMN's `inter_allreduce_gpu`: all-to-all, sum at the owner of
+    each stripe, all-gather. Two ranks take the transport's own, which needs one round less.
     """
 
-    def __init__(self, codec: StripeCodec | None = None) -> None:
-        self.codec = codec
+    codec: Codec | None = None
 
-    def sum_(self, group: Group, buffer: Tensor, num_exact: int) -> None:
+    def sum_(self, group: Group, cargo: Cargo) -> None:
+        """See `Wire.sum_`."""
+        if group.size == 2:
+            group.all_reduce_(cargo.buffer)
+        elif group.size > 1:
+            group.reduce_scatter_stripes_(cargo.buffer)
+            group.all_gather_stripes_(cargo.buffer)
+
+
+class EncodedWire:
+    """Stripes that a codec encodes (CNTK's quantized all-reduce, ancestors 2.2).
+
+    Every stripe is encoded for its owner; the owner adds what arrives to its own part in float32
+    (float64 buffers in float64) and encodes the sum for everybody; every rank, the owner too, keeps
+    the decoded bytes: replicas stay bit-identical. `StripeCodec` says which of its methods is
+    called when. Each message ends with the exact elements, which everybody adds in rank order.
+    """
+
+    def __init__(self, codec: StripeCodec) -> None:
+        self.codec: StripeCodec = codec
+        self._routes: dict[tuple[Layout, int, int, int], _Stripes] = {}
+
+    def sum_(self, group: Group, cargo: Cargo) -> None:
         """See `Wire.sum_`."""
         if group.size == 1:
+            sides: tuple[Side, ...] = ("worker", "owner")
+            for side in sides:
+                self.codec.settle_stripe(cargo.buffer, cargo.layout, side)
             return
-        if self.codec is None:
-            group.reduce_scatter_stripes_(buffer)
-            group.all_gather_stripes_(buffer)
-            return
-        payload, exact = buffer.tensor_split([buffer.numel() - num_exact])
-        pieces = list(payload.tensor_split(group.size))
-        encoded = self._scatter(group, self.codec, pieces, exact)
-        self._gather(group, self.codec, pieces, encoded)
+        stripes = self._stripes(group, cargo)
+        total, wide = self._scatter(group, cargo, stripes)
+        self._gather(group, cargo, stripes, total, wide)
 
-    def _scatter(
-        self, group: Group, codec: StripeCodec, pieces: list[Tensor], exact: Tensor
-    ) -> Tensor:
-        """Send each encoded stripe, with the exact elements behind it, to its owner.
+    def _stripes(self, group: Group, cargo: Cargo) -> _Stripes:
+        key = (cargo.layout, group.size, group.rank, cargo.num_exact)
+        stripes = self._routes.get(key)
+        if stripes is None:
+            stripes = self._routes[key] = _Stripes(self.codec, group, cargo)
+        return stripes
 
-        Returns the encoded sum of the caller's stripe; ``exact`` is summed in place.
-        """
-        others = [peer for peer in range(group.size) if peer != group.rank]
-        mine = pieces[group.rank]
-        footer = exact.view(torch.uint8)
-        sends = []
-        for peer in others:
-            nbytes = codec.encoded_nbytes(pieces[peer].numel(), pieces[peer].dtype)
-            message = footer.new_empty(nbytes + footer.numel())
-            codec.encode(pieces[peer], message[:nbytes])
-            message[nbytes:] = footer
-            sends.append((peer, message))
-        own_nbytes = codec.encoded_nbytes(mine.numel(), mine.dtype)
-        recvs = [(peer, footer.new_empty(own_nbytes + footer.numel())) for peer in others]
-        group.exchange(sends, recvs, name=f"scatter_{codec.name}")
+    def _scatter(self, group: Group, cargo: Cargo, stripes: _Stripes) -> tuple[Tensor, Layout]:
+        """Send each encoded stripe to its owner. Returns the sum of the own one, and its layout."""
+        codec, buffer, footer = self.codec, cargo.buffer, cargo.exact.view(torch.uint8)
+        for peer in stripes.others:
+            message, layout = stripes.outgoing[peer], stripes.layouts[peer]
+            if layout.numel:
+                codec.encode_stripe(buffer, layout, message[: stripes.nbytes[peer]])
+            message[message.numel() - footer.numel() :] = footer
+        group.exchange(
+            [(peer, stripes.outgoing[peer]) for peer in stripes.others],
+            [(peer, stripes.incoming[peer]) for peer in stripes.others],
+            name=f"scatter_{codec.name}",
+        )
+        mine = stripes.layouts[group.rank]
+        total, wide = buffer, mine
+        if buffer.dtype != mine.wide_dtype:  # 16 bits are summed in 32
+            total = buffer[mine.begin : mine.end].to(mine.wide_dtype)
+            wide = mine.moved(-mine.begin, mine.wide_dtype)
+        if mine.numel:
+            codec.settle_stripe(total, wide)
+            for peer in stripes.others:
+                arrived = stripes.incoming[peer][: stripes.nbytes[group.rank]]
+                codec.decode_stripe(arrived, wide, total, add=True)
+        if cargo.num_exact:
+            footers = [
+                cargo.exact.clone()
+                if peer == group.rank
+                else stripes.incoming[peer][-footer.numel() :].clone().view(cargo.exact.dtype)
+                for peer in range(group.size)
+            ]
+            torch.sum(torch.stack(footers), 0, out=cargo.exact)
+        return total, wide
 
-        own = footer.new_empty(own_nbytes)
-        codec.encode(mine, own)
-        arrived = dict(recvs)
-        wide = torch.float64 if mine.dtype == torch.float64 else torch.float32
-        total = torch.zeros(mine.numel(), dtype=wide, device=mine.device)
-        decoded = torch.empty_like(total)
-        footers = torch.zeros_like(exact)
-        for peer in range(group.size):
-            is_own = peer == group.rank
-            codec.decode(own if is_own else arrived[peer][:own_nbytes], decoded)
-            total += decoded
-            tail = footer if is_own else arrived[peer][own_nbytes:]
-            footers += tail.clone().view(exact.dtype)
-        exact.copy_(footers)
-        codec.encode(total, own)
-        return own
-
-    def _gather(self, group: Group, codec: StripeCodec, pieces: list[Tensor], own: Tensor) -> None:
-        """Send the encoded sum of the caller's stripe to all and decode everybody's."""
-        others = [peer for peer in range(group.size) if peer != group.rank]
-        recvs = [
-            (peer, own.new_empty(codec.encoded_nbytes(pieces[peer].numel(), pieces[peer].dtype)))
-            for peer in others
-        ]
-        group.exchange([(peer, own) for peer in others], recvs, name=f"gather_{codec.name}")
-        for peer, message in [*recvs, (group.rank, own)]:
-            codec.decode(message, pieces[peer])
+    def _gather(
+        self, group: Group, cargo: Cargo, stripes: _Stripes, total: Tensor, wide: Layout
+    ) -> None:
+        """Send the encoded sum of the own stripe to all and decode everybody's."""
+        codec = self.codec
+        if wide.numel:
+            codec.encode_stripe(total, wide, stripes.sums[group.rank], "owner")
+        group.exchange(
+            [(peer, stripes.sums[group.rank]) for peer in stripes.others],
+            [(peer, stripes.sums[peer]) for peer in stripes.others],
+            name=f"gather_{codec.name}",
+        )
+        for layout, encoded in zip(stripes.layouts, stripes.sums, strict=True):
+            if layout.numel:
+                codec.decode_stripe(encoded, layout, cargo.buffer)
 
 
-def create_wire(codec: StripeCodec | None) -> Wire:
+class _Stripes:
+    """The stripes of one cargo on one rank, and memory for their messages, kept between steps."""
+
+    def __init__(self, codec: StripeCodec, group: Group, cargo: Cargo) -> None:
+        self.layouts = codec.cut(cargo.layout, group.size)
+        self.nbytes = [codec.stripe_nbytes(layout) for layout in self.layouts]
+        # Starting behind this rank, so that no rank is everybody's first.
+        self.others = [(group.rank + i) % group.size for i in range(1, group.size)]
+        footer_nbytes = cargo.num_exact * cargo.buffer.element_size()
+
+        def memory(nbytes: int) -> Tensor:
+            return torch.zeros(nbytes, dtype=torch.uint8, device=cargo.buffer.device)
+
+        mine = aligned(self.nbytes[group.rank]) + footer_nbytes
+        self.outgoing = {p: memory(aligned(self.nbytes[p]) + footer_nbytes) for p in self.others}
+        self.incoming = {p: memory(mine) for p in self.others}
+        self.sums = [memory(nbytes) for nbytes in self.nbytes]
+
+
+class FactorisedWire:
+    """Matrices as products of thin ones (`PowerSGD`), whatever does not gain as it is.
+
+    Only whole parameters can be factorised: a route that cuts them is refused.
+    """
+
+    def __init__(self, codec: PowerSGD) -> None:
+        self.codec: PowerSGD = codec
+
+    def sum_(self, group: Group, cargo: Cargo) -> None:
+        """See `Wire.sum_`."""
+        matrices = []
+        for segment in cargo.layout.segments:
+            if segment.shape is None or not segment.is_whole:
+                raise UnsupportedError(
+                    f"{self.codec.name} needs whole parameters by name, and here is a part of "
+                    f"{segment.name or 'a buffer without names'!r}. Use another route or codec."
+                )
+            run = cargo.buffer[segment.start : segment.end]
+            matrices.append((segment.name, run.view(segment.shape)))
+        self.codec.sum_(matrices, _GroupOfRanks(group))
+        if group.size > 1 and cargo.num_exact:
+            group.all_reduce_(cargo.exact)
+
+
+class _GroupOfRanks:
+    """A group as aggregating codecs see it."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.rank, self.size = group.rank, group.size
+        self._numels: list[int] = []  # of the parts of the last reduce_scatter
+
+    def reduce_scatter(self, xs: Sequence[Tensor]) -> Tensor:
+        """See `power_sgd.Ranks`."""
+        mine = xs[self.rank].contiguous()
+        self._numels = [x.numel() for x in xs]
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        arrived = {peer: torch.empty_like(mine) for peer in others}
+        self._group.exchange(
+            [(peer, xs[peer].contiguous()) for peer in others],
+            list(arrived.items()),
+            name="scatter_factors",
+        )
+        arrived[self.rank] = mine
+        return torch.stack([arrived[peer] for peer in range(self.size)]).sum(0)
+
+    def allgather(self, x: Tensor) -> list[Tensor]:
+        """See `power_sgd.Ranks`."""
+        parts = [x if peer == self.rank else x.new_empty(n) for peer, n in enumerate(self._numels)]
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        self._group.exchange(
+            [(peer, x) for peer in others],
+            [(peer, parts[peer]) for peer in others],
+            name="gather_factors",
+        )
+        return parts
+
+    def allreduce(self, x: Tensor) -> Tensor:
+        """See `power_sgd.Ranks`."""
+        total = x.clone()
+        self._group.all_reduce_(total)
+        return total
+
+
+def create_wire(codec: Codec | None) -> Wire:
     """The wire for a codec; None is the transport's own all-reduce."""
-    return PlainWire() if codec is None else StripedWire(codec)
+    if codec is None:
+        return PlainWire()
+    if isinstance(codec, PowerSGD):
+        return FactorisedWire(codec)
+    if isinstance(codec, StripeCodec):
+        return EncodedWire(codec)
+    raise UsageError(f"{codec!r} is neither a StripeCodec nor PowerSGD: no wire can carry it.")

@@ -1,6 +1,6 @@
 """In which form gradients travel."""
 
-from torchmn.compression.base import StripeCodec
+from torchmn.compression.base import Codec, StripeCodec
 from torchmn.compression.create import CODECS, create_codec
 from torchmn.compression.error_feedback import ErrorFeedback
 from torchmn.compression.layout import Layout, Segment
@@ -12,6 +12,7 @@ from torchmn.compression.residues import reshard
 __all__ = [
     "CODECS",
     "BFloat16",
+    "Codec",
     "ErrorFeedback",
     "Float16",
     "Layout",

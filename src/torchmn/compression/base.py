@@ -35,7 +35,46 @@ Side = Literal["worker", "owner"]
 ALIGNMENT = 8  # bytes; encoded stripes must begin at a multiple of it
 
 
-class StripeCodec(ABC):
+class Codec(ABC):
+    """In which form gradients travel, and what is remembered about it. See the two kinds of it."""
+
+    name: str
+    needs_whole_parameters = False
+    """Whether a route that cuts parameters between ranks of a node cannot serve it."""
+
+    def __init__(self) -> None:
+        self.nonfinite = Nonfinite()
+        """Which parameters had values that are not finite, since the last `finish`."""
+
+    def finish(self, *, is_valid: bool) -> None:
+        """End an exchange: all its buckets are decoded, none of the next is encoded.
+
+        ``is_valid=False`` (a gradient somewhere was not finite; the same on all ranks) takes back
+        what this exchange did to residues, as if it had not been.
+        """
+        self.nonfinite.clear()
+
+    def fresh(self) -> Codec:
+        """One like it with a state of its own: no two exchanges may share residues."""
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """What outlives a step, of this rank: tensors and numbers. Copies."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict`; an empty dict starts anew. Raises UsageError: not for us."""
+        if state:
+            raise UsageError(f"The codec {self.name} has no state, but was given {sorted(state)}.")
+
+    def warm_up(self, layout: Layout, device: torch.device) -> None:  # noqa: B027 - most have no kernels
+        """Compile and allocate what buckets of this kind need, so that no step has to."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class StripeCodec(Codec):
     """Turns a stripe of a bucket into bytes and back. Local; called inside an exchange.
 
     ``values``, ``out`` of `decode_stripe`: the buffer, (n,), in whose elements a layout's segments
@@ -44,15 +83,10 @@ class StripeCodec(ABC):
     of blocks, state and residues has a default.
     """
 
-    name: str
     block_length: int = 1
     """Stripes are cut at multiples of this many elements of a parameter."""
     bits: float = 32
     """On the wire, per element of a parameter that is not small."""
-
-    def __init__(self) -> None:
-        self.nonfinite = Nonfinite()
-        """Which parameters had values that are not finite, since the last `finish`."""
 
     @abstractmethod
     def stripe_nbytes(self, stripe: Layout) -> int:
@@ -111,46 +145,9 @@ class StripeCodec(ABC):
         """
         self.nonfinite.look("encoding", stripe, span_of(values, stripe))
 
-    def finish(self, *, is_valid: bool) -> None:
-        """End an exchange: all its buckets are decoded, none of the next is encoded.
-
-        ``is_valid=False`` (a gradient somewhere was not finite; the same on all ranks) takes back
-        what this exchange did to residues, as if it had not been.
-        """
-        self.nonfinite.clear()
-
-    def warm_up(self, stripe: Layout, device: torch.device) -> None:  # noqa: B027 - most have no kernels
-        """Compile and allocate what stripes of this kind need, so that no step has to."""
-
     def fresh(self) -> StripeCodec:
-        """One like it with a state of its own: no two exchanges may share residues."""
+        """See `Codec.fresh`."""
         return self
-
-    def state_dict(self) -> dict[str, Any]:
-        """What outlives a step: tensors and numbers. Copies."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`; an empty dict starts anew. Raises UsageError: not for us."""
-        if state:
-            raise UsageError(f"The codec {self.name} has no state, but was given {sorted(state)}.")
-
-    # ---- for a wire that knows no layouts: one run of elements without a name ----
-
-    def encoded_nbytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Bytes that `encode` writes for ``numel`` elements of ``dtype``; the same on all ranks."""
-        return self.stripe_nbytes(nameless(numel, dtype))
-
-    def encode(self, stripe: Tensor, out: Tensor) -> None:
-        """Encode ``stripe`` (numel,) into ``out`` (encoded_nbytes,) uint8."""
-        self.encode_stripe(stripe, nameless(stripe.numel(), stripe.dtype), out)
-
-    def decode(self, encoded: Tensor, out: Tensor) -> None:
-        """Decode ``encoded`` (encoded_nbytes,) uint8 into ``out`` (numel,)."""
-        self.decode_stripe(encoded, nameless(out.numel(), out.dtype), out)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
 
 
 def nameless(numel: int, dtype: torch.dtype) -> Layout:

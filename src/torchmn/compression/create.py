@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torchmn.compression.base import StripeCodec
+from torchmn.compression.base import Codec
 from torchmn.compression.error_feedback import ErrorFeedback
+from torchmn.compression.power_sgd import PowerSGD
 from torchmn.compression.quantized import Quantized
 from torchmn.compression.reduced_precision import BFloat16, Float16
 from torchmn.errors import UnknownNameError
 
-CODECS: dict[str, Callable[[], StripeCodec] | None] = {
+CODECS: dict[str, Callable[[], Codec] | None] = {
     "float32": None,  # as they are
     "float16": Float16,
     "bfloat16": BFloat16,
@@ -18,10 +19,11 @@ CODECS: dict[str, Callable[[], StripeCodec] | None] = {
     "int4": lambda: ErrorFeedback(Quantized(bits=4)),
     "int2": lambda: ErrorFeedback(Quantized(bits=2)),
     "1bit": lambda: ErrorFeedback(Quantized(bits=1)),
+    "power_sgd": PowerSGD,
 }
 
 
-def create_codec(codec: str | StripeCodec | None) -> StripeCodec | None:
+def create_codec(codec: str | Codec | None) -> Codec | None:
     """A codec by name, or the object itself; None sends tensors as they are.
 
     Local. Raises UnknownNameError.

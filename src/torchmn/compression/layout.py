@@ -41,11 +41,18 @@ class Segment:
     numel: int
     offset: int = 0
     is_small: bool = False
+    shape: tuple[int, ...] | None = None
+    """Of the whole parameter, its dims in the order of memory; None if not known."""
 
     @property
     def end(self) -> int:
         """The first element of the buffer behind it."""
         return self.start + self.numel
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is a whole parameter of known shape."""
+        return self.shape is not None and self.offset == 0 and math.prod(self.shape) == self.numel
 
     def part(self, first: int, last: int) -> Segment:
         """Elements ``first`` to ``last`` (exclusive) of this run."""
@@ -83,7 +90,7 @@ class Layout:
         """
         return cls(
             tuple(
-                Segment(name, start, math.prod(shape), is_small=is_small(shape))
+                Segment(name, start, math.prod(shape), is_small=is_small(shape), shape=tuple(shape))
                 for name, start, shape in sorted(parameters, key=lambda item: item[1])
                 if math.prod(shape)
             ),

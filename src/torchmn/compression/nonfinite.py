@@ -38,6 +38,10 @@ class Nonfinite:
             parts = (span[s.start - stripe.begin : s.end - stripe.begin] for s in stripe.segments)
             self.note(when, stripe, torch.stack([~torch.isfinite(part).all() for part in parts]))
 
+    def add(self, when: When, name: str) -> None:
+        """Note one parameter by its name."""
+        self._names[when].append(name)
+
     def names(self, when: When) -> list[str]:
         """The parameters, each once, in the order in which they were met. Waits for the GPU."""
         for item in self._unread:

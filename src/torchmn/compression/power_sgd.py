@@ -31,6 +31,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from torchmn.compression.base import Codec
 from torchmn.compression.kernels import kernels_for
 from torchmn.compression.layout import is_small
 from torchmn.compression.residues import State
@@ -54,7 +55,7 @@ class Ranks(Protocol):
         """The sum over ranks of their ``xs[rank]``."""
 
     def allgather(self, x: Tensor) -> Sequence[Tensor]:
-        """Everybody's ``x``, of any lengths, in rank order."""
+        """Everybody's ``x``, as it came from `reduce_scatter`, in rank order."""
 
     def allreduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, the same bits on all."""
@@ -87,22 +88,21 @@ class _Matrix:
     p: Tensor
 
 
-class PowerSGD:
+class PowerSGD(Codec):
     """An aggregating codec: it forms the mean itself. One object belongs to one exchange.
 
     ``rank`` is r. Memory: 8 bytes an element, and Q. ``seed`` must be the same on all ranks.
     """
 
+    needs_whole_parameters = True
+
     def __init__(self, rank: int = 4, *, seed: int = 0) -> None:
         if rank < 1:
             raise UsageError(f"rank={rank} must be at least 1.")
+        super().__init__()
         self.rank = rank
         self.seed = seed
         self.name = f"power_sgd_{rank}"
-        self.nonfinite_own: list[str] = []
-        """Parameters whose gradient of this rank was not finite, since the last `finish`."""
-        self.nonfinite: list[str] = []
-        """Parameters whose mean was not finite; the same on all ranks."""
         self._step = 0
         self._memories: dict[str, _Memory] = {}
         self._loaded: dict[str, State] = {}
@@ -139,7 +139,8 @@ class PowerSGD:
                 self._agree_on_q(own, rest, comm, dtype)
 
     def finish(self, *, is_valid: bool) -> None:
-        """End an exchange: make its residues and Q valid, or forget them. See `StripeCodec`."""
+        """End an exchange: make its residues and Q valid, or forget them. See `Codec.finish`."""
+        super().finish(is_valid=is_valid)
         for memory in self._memories.values():
             if is_valid and memory.next_q is not None and memory.next_residue is not None:
                 memory.q = memory.next_q
@@ -147,7 +148,6 @@ class PowerSGD:
             memory.next_q = None
         self._step += is_valid
         self._loaded.clear()
-        self.nonfinite_own, self.nonfinite = [], []
 
     def fresh(self) -> PowerSGD:
         """One like it with a state of its own."""
@@ -228,7 +228,9 @@ class PowerSGD:
 
     def _agree_on_p(self, matrices: list[_Matrix], comm: Ranks) -> None:
         """Sum each P at its owner, orthogonalise there, and take the owners' bytes."""
-        self.nonfinite_own += [x.name for x in matrices if not torch.isfinite(x.p).all()]
+        for x in matrices:
+            if not torch.isfinite(x.p).all():
+                self.nonfinite.add("encoding", x.name)
         owners = _owners([x.p.numel() for x in matrices], comm.size)
         parcels = [
             _joined([x.p for x, owner in zip(matrices, owners, strict=True) if owner == rank], like)
@@ -256,9 +258,9 @@ class PowerSGD:
         own_qs = [x.v.T @ x.p for x in matrices]
         plain = [tensor.to(dtype) for _, tensor in others]
         pieces = [*own_qs, *plain]
-        self.nonfinite_own += [
-            name for (name, _), t in zip(others, plain, strict=True) if not torch.isfinite(t).all()
-        ]
+        for (name, _), tensor in zip(others, plain, strict=True):
+            if not torch.isfinite(tensor).all():
+                self.nonfinite.add("encoding", name)
         total = comm.allreduce(_joined(pieces, pieces[0]))
         sums = _parts(total, [piece.shape for piece in pieces])
         for x, own_q, q in zip(matrices, own_qs, sums, strict=False):
@@ -271,11 +273,11 @@ class PowerSGD:
             if not is_direct:
                 x.target.copy_(result.view(x.target.shape))
             if not (torch.isfinite(x.p).all() and torch.isfinite(q).all()):
-                self.nonfinite.append(x.name)
+                self.nonfinite.add("decoding", x.name)
         for (name, tensor), summed in zip(others, sums[len(matrices) :], strict=True):
             tensor.copy_(summed)
             if not torch.isfinite(summed).all():
-                self.nonfinite.append(name)
+                self.nonfinite.add("decoding", name)
 
     def __repr__(self) -> str:
         return f"PowerSGD(rank={self.rank})"

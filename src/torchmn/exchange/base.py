@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
 
+from torch import nn
 from torch.optim import Optimizer
 
 from torchmn.exchange.gradients import GradientExchange
+
+Replicas = Literal["every step", "every block", "never"]
+"""How long ranks' parameters may differ, at most: when they hold the same bits again."""
 
 
 class Schedule(Protocol):
@@ -15,9 +19,19 @@ class Schedule(Protocol):
 
     name: str
     num_sets: int
-    """Sets of buckets that must exist side by side."""
-    staleness_steps: int
-    """How many steps late a gradient is applied: 0 where ``p.grad`` is of this backward pass."""
+    """Sets of buckets that must exist side by side; 0 where gradients stay the rank's own."""
+
+    @property
+    def staleness_steps(self) -> int:
+        """How many steps late a gradient is applied: 0 where ``p.grad`` is of this backward."""
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether it asks what `GradientExchange.num_samples` counts."""
+
+    @property
+    def keeps_replicas(self) -> Replicas:
+        """What it promises about the parameters of the ranks, from now on."""
 
     def attach(self, exchange: GradientExchange, inner: Optimizer) -> None:
         """Called once, at wrap time."""
@@ -35,10 +49,36 @@ class Schedule(Protocol):
         """Gradients were cleared: the next backward pass is the first of its step. Local."""
 
     def flush(self) -> None:
-        """Apply what was exchanged but not applied."""
+        """Apply what was exchanged but not applied, and agree on what was not exchanged."""
+
+    def rebuild(self) -> None:
+        """The optimizer has other parameters than before, and replicas are equal: lay out anew."""
+
+    def close(self) -> None:
+        """End what it has opened: connections, threads. Local."""
 
     def state_dict(self) -> dict[str, Any]:
         """What outlives a step: tensors and numbers."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict`; an empty dict starts anew."""
+
+
+@runtime_checkable
+class Deferring(Protocol):
+    """A schedule whose means come after backward() has returned, and whose updates after step().
+
+    That it has these methods declares it. All are local, and wait for what is under way.
+    """
+
+    def hook_into(self, models: Sequence[nn.Module], why_wait: str | None) -> None:
+        """Called once, behind `Schedule.attach`: the models, and why nothing may be deferred."""
+
+    def await_gradients(self, why: str | None = None) -> None:
+        """Between backward() and step(): make every ``p.grad`` the mean.
+
+        ``why`` says who needs it, if nobody asked for it in so many words.
+        """
+
+    def complete(self) -> None:
+        """Apply every update of past steps."""

@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from torchmn.communicators import Communicator
 from torchmn.communicators.engine import Work
-from torchmn.communicators.wire import StripedWire, Wire
+from torchmn.communicators.wire import Wire
 from torchmn.errors import UsageError
 from torchmn.exchange.buckets import Bucket
+from torchmn.exchange.chunks import Chunk, cut_into_chunks
 
-WEIGHT, ACTIVE, NUM_FOOTER = 0, 1, 2  # then one presence flag per parameter if asked for
+WEIGHT, ACTIVE, NONFINITE, SAMPLES, NUM_FOOTER = range(5)
+"""What the footer holds; then come presence flags, one per parameter, if asked for."""
+
+
+@dataclass(frozen=True)
+class NonfiniteGradients:
+    """Gradients of one step, or movements of one block, that were not finite. Same on all ranks."""
+
+    step: int
+    by_rank: dict[int, list[str]] = field(default_factory=dict)
+    """The parameters by the rank whose gradient it was; empty if only the sum overflowed."""
+    in_sum: list[str] = field(default_factory=list)
+    what: str = "gradients"
+
+    def __str__(self) -> str:
+        ranks = "; ".join(
+            f"rank {rank}: {', '.join(names[:3])}"
+            + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            for rank, names in self.by_rank.items()
+        )
+        return f"at step {self.step} {self.what} were not finite ({ranks or 'in the sum only'})"
 
 
 class BucketSet:
@@ -21,24 +44,50 @@ class BucketSet:
 
     Gradients are packed as ``weight / (size * unit)`` times themselves and the footer holds the
     weight itself: with weights w_i the mean is the sum times ``size * unit / sum(w_i)``.
+
+    They leave in chunks, each once in an exchange. Either `wait` turns all of it into means, or
+    `await_footer` and then `take`, parameter by parameter.
     """
 
-    def __init__(self, comm: Communicator, wire: Wire, buckets: list[Bucket]) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        wire: Wire,
+        buckets: list[Bucket],
+        chunk_bytes: int | None = None,
+        what: str = "gradients",
+    ) -> None:
         self.comm = comm
         self.wire = wire
         self.buckets = buckets
+        self.chunks = cut_into_chunks(buckets, chunk_bytes, wire.codec)
+        self.chunks_of: dict[nn.Parameter, list[Chunk]] = {
+            parameter: [] for bucket in buckets for parameter in bucket.parameters
+        }
+        for chunk in self.chunks:
+            for parameter in chunk.parameters:
+                self.chunks_of[parameter].append(chunk)
+        self.what = what
         self.unit = 1.0
         self.next_unit: float | None = 1.0
         """The unit that suits the weights seen in this exchange."""
         self._footer = buckets[-1].footer if buckets else torch.zeros(NUM_FOOTER)
-        self._works: list[Work[None]] = []
+        self._works: dict[Chunk, Work[None]] = {}
+        self._num_left = len(self.chunks)
+        self._factor = 1.0
         self._holds_means = True
+        self._sums: list[tuple[str, Tensor]] = []
+        self._nonfinite_here: list[str] = []
+        self._nonfinite_encoded: list[str] = []
+        self._nonfinite_decoded: list[str] = []
+        self._is_valid = True
+        self._step = 0
 
     @property
     def is_narrow(self) -> bool:
         """Whether values beyond float16's range would be lost on the way."""
-        return any(bucket.buffer.dtype == torch.float16 for bucket in self.buckets) or (
-            isinstance(self.wire, StripedWire) and self.wire.codec is not None
+        return self.wire.codec is not None or any(
+            bucket.buffer.dtype == torch.float16 for bucket in self.buckets
         )
 
     @property
@@ -46,39 +95,104 @@ class BucketSet:
         """The parameters in the order in which they are packed."""
         return [parameter for bucket in self.buckets for parameter in bucket.parameters]
 
-    def write_footer(self, weight: float, *, is_active: bool, presence: list[bool]) -> None:
+    def warm_up(self) -> None:
+        """Compile what the codec needs now, so that no step has to."""
+        codec = self.wire.codec
+        if codec is None or self.comm.size == 1:
+            return
+        layouts = {bucket.cargo.layout.dtype: bucket.cargo.layout for bucket in self.buckets}
+        for layout in layouts.values():
+            if layout.numel:
+                codec.warm_up(layout, self.buckets[0].buffer.device)
+
+    def pack(self, bucket: Bucket, position: int, scale: float) -> bool:
+        """`Bucket.pack`, and remember whether what was packed is finite."""
+        result = bucket.pack(position, scale)
+        self.note(bucket, position)
+        return result
+
+    def note(self, bucket: Bucket, position: int) -> None:
+        """Remember whether what was written into a slot is finite."""
+        # Straight after the copy the slot is in the cache: a sum costs a fifth of the copy.
+        slot = bucket.slots[position]
+        narrow = slot.dtype in (torch.float16, torch.bfloat16)
+        total = slot.sum(dtype=torch.float32) if narrow else slot.sum()
+        self._sums.append((bucket.names[position], total))
+
+    def write_footer(
+        self, weight: float, *, is_active: bool, presence: list[bool], num_samples: float = 0.0
+    ) -> None:
         """What this rank says about its part."""
         if self.buckets:
-            row = [weight, float(is_active), *map(float, presence)]
+            row = [weight, float(is_active), 0.0, num_samples, *map(float, presence)]
             self._footer.copy_(torch.tensor(row, dtype=torch.float64))
+            if self._sums:
+                self._footer[NONFINITE] = self._look_at_sums()
 
-    def start(self, bucket: Bucket, step: int) -> None:
-        """Hand one bucket to the engine."""
-        self._holds_means = False
-        self._works.append(
-            self.comm.start_sum_(
-                bucket.buffer,
-                wire=self.wire,
-                num_exact=bucket.footer.numel(),
-                bucket=bucket.index,
-                step=step,
-            )
+    def _look_at_sums(self) -> Tensor | float:
+        """How many gradients of this rank are not finite; a GPU is not waited for."""
+        if self._footer.device.type != "cpu":
+            totals = torch.stack([total.abs().to(torch.float32) for _, total in self._sums])
+            return (~torch.isfinite(totals)).sum()
+        self._nonfinite_here = [
+            name for name, total in self._sums if not math.isfinite(abs(total.item()))
+        ]
+        if self._nonfinite_here:  # or large values that overflow in their sum
+            slots = {n: s for b in self.buckets for n, s in zip(b.names, b.slots, strict=True)}
+            self._nonfinite_here = [
+                name for name in self._nonfinite_here if not torch.isfinite(slots[name]).all()
+            ]
+        self._sums.clear()
+        return float(len(self._nonfinite_here))
+
+    def start(self, chunk: Chunk, step: int) -> None:
+        """Hand one chunk to the engine."""
+        then = self._after(step)
+        self._works[chunk] = self.comm.start_sum_(
+            chunk.cargo, self.wire, bucket=chunk.index, step=step, then=then
         )
 
-    def sum_now(self, bucket: Bucket, step: int) -> None:
-        """Sum one bucket and wait for it: without a change of thread if nothing is in flight."""
+    def sum_now(self, chunk: Chunk, step: int) -> None:
+        """Sum one chunk and wait for it: without a change of thread if nothing is in flight."""
+        then = self._after(step)
+        self.comm.sum_(chunk.cargo, self.wire, bucket=chunk.index, step=step, then=then)
+
+    def _after(self, step: int) -> Callable[[], None] | None:
+        """What ends an exchange, behind its last chunk and before anything else is encoded."""
         self._holds_means = False
-        self.comm.sum_(
-            bucket.buffer,
-            wire=self.wire,
-            num_exact=bucket.footer.numel(),
-            bucket=bucket.index,
-            step=step,
-        )
+        self._step = step
+        self._num_left -= 1
+        if self._num_left:
+            return None
+        self._num_left = len(self.chunks)
+        return self._finish
+
+    def _finish(self) -> None:
+        codec = self.wire.codec
+        if codec is None:
+            return
+        self._nonfinite_decoded = codec.nonfinite.names("decoding")
+        self._nonfinite_encoded = codec.nonfinite.names("encoding")
+        is_decoded = self.comm.agree(not self._nonfinite_decoded)
+        self._is_valid = is_decoded and self.has_finite_gradients
+        codec.finish(is_valid=self._is_valid)
+
+    def part_from_gradients(self) -> None:
+        """Give every ``p.grad`` that is a slot memory of its own: sums are under way in the slot.
+
+        It is memory that is not touched, but for a NaN at its beginning: no norm and no sum of it
+        can be taken for that of a gradient.
+        """
+        for bucket in self.buckets:
+            for parameter, slot in zip(bucket.parameters, bucket.slots, strict=True):
+                if parameter.grad is slot:
+                    parameter.grad = torch.empty_like(slot)
+                    if slot.numel():
+                        parameter.grad[(0,) * slot.dim()] = float("nan")
 
     def drain(self) -> None:
         """Wait for all sums, whatever they are."""
-        for work in self._works:
+        for work in self._works.values():
             work.wait()
         self._works.clear()
 
@@ -90,19 +204,88 @@ class BucketSet:
         self.drain()
         if self._holds_means:
             return
-        total = float(self._footer[WEIGHT])
+        self.await_footer()
+        if self._factor != 1.0:
+            for bucket in self.buckets:
+                bucket.buffer[: bucket.buffer.numel() - bucket.footer.numel()].mul_(self._factor)
+        self._holds_means = True
+
+    def await_footer(self) -> None:
+        """Wait for what the ranks said of their parts. Raises UsageError: see `wait`."""
+        footer_work = self._works.get(self.chunks[-1]) if self.chunks else None
+        if footer_work is not None:
+            footer_work.wait()
+        total = self.total_weight
         if total == 0.0 and self.num_active:
             raise UsageError(
                 f"{self.comm.speaker}: the weights of all ranks are zero. With weight='samples' "
                 "the model's forward must see a tensor with a batch dimension; else call "
                 "optimizer.set_weight(number_of_samples) before backward()."
             )
-        factor = self.comm.size * self.unit / total if total else 0.0
-        if factor != 1.0:
-            for bucket in self.buckets:
-                bucket.buffer[: bucket.buffer.numel() - bucket.footer.numel()].mul_(factor)
+        self._factor = self.comm.size * self.unit / total if total else 0.0
         self.next_unit = weight_unit(total, self.num_active)
-        self._holds_means = True
+
+    @property
+    def has_finite_gradients(self) -> bool:
+        """Whether the gradients of all ranks were finite, after `await_footer`."""
+        return float(self._footer[NONFINITE]) == 0
+
+    def has_arrived(self, parameter: nn.Parameter) -> bool:
+        """Whether `take` would not wait."""
+        return all(
+            chunk not in self._works or self._works[chunk].done
+            for chunk in self.chunks_of[parameter]
+        )
+
+    def take(self, parameter: nn.Parameter, slot: Tensor) -> None:
+        """Wait for the sum in the slot of one parameter and make it a mean, after `await_footer`.
+
+        Once for each parameter and exchange; then not `wait`.
+        """
+        for chunk in self.chunks_of[parameter]:
+            work = self._works.get(chunk)
+            if work is not None:
+                work.wait()
+        if self._factor != 1.0:
+            slot.mul_(self._factor)
+
+    def nonfinite(self) -> NonfiniteGradients | None:
+        """What was not finite in the sums that were waited for. *Collective*, and once only.
+
+        It sends something only if there is something.
+        """
+        is_valid = self.is_finite
+        here, self._nonfinite_here = self._nonfinite_here, []
+        encoded, self._nonfinite_encoded = self._nonfinite_encoded, []
+        decoded, self._nonfinite_decoded = self._nonfinite_decoded, []
+        sums, self._sums = self._sums, []
+        self._is_valid = True
+        if is_valid:
+            return None
+        here += [name for name, total in sums if not torch.isfinite(total)]
+        everybody = self.comm.allgather_obj((list(dict.fromkeys(here)), encoded, decoded))
+        # Whoever encodes for a node meets what is not finite in others' gradients too, so it is
+        # only asked if all gradients were finite: then narrowing them was too much.
+        by_rank = {rank: own for rank, (own, _, _) in enumerate(everybody) if own}
+        if not by_rank:
+            by_rank = {rank: names for rank, (_, names, _) in enumerate(everybody) if names}
+        in_sum = sorted({name for _, _, names in everybody for name in names})
+        return NonfiniteGradients(self._step, by_rank, in_sum, self.what)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether what was summed is finite on all ranks, after the sum was waited for."""
+        return self._is_valid and float(self._footer[NONFINITE]) == 0
+
+    @property
+    def total_weight(self) -> float:
+        """The weights of all ranks in the sum that was waited for."""
+        return float(self._footer[WEIGHT])
+
+    @property
+    def num_samples(self) -> float:
+        """The samples of all ranks behind the sum that was waited for, where they are counted."""
+        return float(self._footer[SAMPLES])
 
     @property
     def num_active(self) -> int:

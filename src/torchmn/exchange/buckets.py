@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from torchmn.communicators.base import Granularity
+from torchmn.communicators.wire import Cargo
+from torchmn.compression import Layout
 
 NamedParameter = tuple[str, nn.Parameter]
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
@@ -26,15 +28,21 @@ _ALIGNMENT = 16  # elements; slots start at a multiple of a vector's width
 
 @dataclass
 class Bucket:
-    """Parameters that travel together. ``footer`` is empty but for the last bucket."""
+    """Parameters that travel together."""
 
     index: int
     names: list[str]
     parameters: list[nn.Parameter]
     buffer: Tensor
     slots: list[Tensor]
-    footer: Tensor
-    num_ready: int = field(default=0)
+    cargo: Cargo
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """The elements of the buffer that are of each parameter: the first, and one past the last."""
+
+    @property
+    def footer(self) -> Tensor:
+        """What is never encoded; empty but for the last bucket."""
+        return self.cargo.exact
 
     def pack(self, position: int, scale: float) -> bool:
         """Write ``scale`` times the gradient of one parameter into its slot (zeros if None).
@@ -71,14 +79,16 @@ def plan_buckets(
     granularity: Granularity,
     bucket_bytes: int,
     num_footer: int,
+    has_own_footer: bool = False,
     allocate: Allocate = new_zeros,
 ) -> list[Bucket]:
     """Lay out parameters in the order in which their gradients are expected.
 
     ``parameters`` come in the order of registration: backward meets them about in reverse.
-    ``naive`` has one bucket per parameter sorted by name, ``flat`` one per dtype and device. A
-    16-bit footer would miscount, so it then gets a bucket of its own. A pure function of facts
-    that are the same on all ranks, but for ``allocate``, which may be collective.
+    ``naive`` has one bucket per parameter sorted by name, ``flat`` one per dtype and device. The
+    footer ends the last bucket; it has a bucket of its own if asked for, and beside 16 bits, in
+    which it would miscount. A pure function of facts that are the same on all ranks, but for
+    ``allocate``, which may be collective.
     """
     if granularity == "parameter":
         groups = [[item] for item in sorted(parameters, key=lambda item: item[0])]
@@ -93,15 +103,18 @@ def plan_buckets(
     if not groups:
         return []
     buckets = []
-    needs_own_footer = groups[-1][0][1].dtype in _NARROW
+    is_narrow = groups[-1][0][1].dtype in _NARROW
+    needs_own_footer = has_own_footer or is_narrow
     for index, group in enumerate(groups):
         is_last = index == len(groups) - 1
         buckets.append(
             _lay_out(index, group, num_footer if is_last and not needs_own_footer else 0, allocate)
         )
     if needs_own_footer:
-        footer = allocate(num_footer, torch.float32, groups[-1][0][1].device)
-        buckets.append(Bucket(len(groups), [], [], footer, [], footer))
+        dtype = torch.float32 if is_narrow else buckets[-1].buffer.dtype
+        footer = allocate(num_footer, dtype, groups[-1][0][1].device)
+        cargo = Cargo(footer, Layout((), dtype), num_footer)
+        buckets.append(Bucket(len(groups), [], [], footer, [], cargo))
     return buckets
 
 
@@ -143,13 +156,21 @@ def _lay_out(
     slots = [
         _slot(buffer, start, parameter) for start, (_, parameter) in zip(starts, group, strict=True)
     ]
+    layout = Layout.of(
+        (
+            (name, start, shape_in_memory(slot))
+            for start, (name, _), slot in zip(starts, group, slots, strict=True)
+        ),
+        dtype,
+    )
     return Bucket(
         index,
         [name for name, _ in group],
         [parameter for _, parameter in group],
         buffer,
         slots,
-        buffer[end:],
+        Cargo(buffer, layout, num_footer),
+        [(start, start + size) for start, size in zip(starts, sizes, strict=True)],
     )
 
 
@@ -160,7 +181,7 @@ def _slot(buffer: Tensor, start: int, parameter: nn.Parameter) -> Tensor:
     """
     shape = parameter.shape
     strides = (
-        parameter.stride() if _is_dense(parameter) else torch.empty(shape, device="meta").stride()
+        parameter.stride() if is_dense(parameter) else torch.empty(shape, device="meta").stride()
     )
     alias = torch.empty(0, dtype=parameter.dtype, device=buffer.device)
     offset = buffer.storage_offset() + start
@@ -169,7 +190,13 @@ def _slot(buffer: Tensor, start: int, parameter: nn.Parameter) -> Tensor:
     return alias.set_(buffer.untyped_storage(), offset, shape, strides)
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def shape_in_memory(slot: Tensor) -> tuple[int, ...]:
+    """The slot's dims in the order of its memory; of complex numbers with the two real parts."""
+    dims = sorted(zip(slot.stride(), slot.shape, strict=True), key=lambda dim: -dim[0])
+    return (*(size for _, size in dims), *((2,) if slot.is_complex() else ()))
+
+
+def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill their memory without gaps or overlap, in any order of dims."""
     dims = sorted(
         (stride, size)

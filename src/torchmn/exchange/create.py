@@ -8,19 +8,34 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchmn.communicators import Communicator
-from torchmn.communicators.wire import create_wire
-from torchmn.compression import StripeCodec, create_codec
-from torchmn.compression.reduced_precision import ReducedPrecision
-from torchmn.errors import UnknownNameError, UnsupportedError
+from torchmn.compression import Codec
+from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
+from torchmn.exchange.auto import Auto, Choices
 from torchmn.exchange.base import Schedule
+from torchmn.exchange.blocks.block_momentum import BlockMomentum
+from torchmn.exchange.blocks.diloco import DiLoCo
+from torchmn.exchange.blocks.periodic_average import PeriodicAverage
 from torchmn.exchange.double_buffering import DoubleBuffering
 from torchmn.exchange.every_step import EveryStep
-from torchmn.exchange.optimizer import MultiNodeOptimizer, Weight
+from torchmn.exchange.next_forward.every_step_next_forward import EveryStepNextForward
+from torchmn.exchange.optimizer import MultiNodeOptimizer, OnNonfinite, Weight
+from torchmn.exchange.own_codec import own_codec
+from torchmn.exchange.server.parameter_server import ParameterServer
 
 SCHEDULES: dict[str, Callable[[], Schedule]] = {
     "every_step": EveryStep,
+    "every_step_next_forward": EveryStepNextForward,
     "double_buffering": DoubleBuffering,
+    "periodic_average": PeriodicAverage,
+    "block_momentum": BlockMomentum,
+    "diloco": DiLoCo,
+    "parameter_server": ParameterServer,
 }
+"""By name they have their defaults: blocks are of 512 samples per worker, without overlap."""
+
+EXACT_SCHEDULES = ["every_step", "every_step_next_forward"]
+LATE_SCHEDULES = ["double_buffering"]
+LOSSY_CODECS = ["float16", "int8", "int4", "1bit"]
 
 
 def create_multi_node_optimizer(
@@ -30,9 +45,13 @@ def create_multi_node_optimizer(
     *,
     double_buffering: bool = False,
     zero_fill: bool = True,
-    codec: str | StripeCodec | None = None,
+    codec: str | Codec | None = None,
     schedule: str | Schedule | None = None,
+    allow_lossy: bool = False,
+    replan: bool = False,
     weight: Weight = "rank",
+    on_nonfinite: OnNonfinite = "raise",
+    max_grad_norm: float | None = None,
 ) -> MultiNodeOptimizer:
     """Wrap an optimizer so that gradients are means over all ranks. *Collective.*
 
@@ -46,11 +65,20 @@ def create_multi_node_optimizer(
         double_buffering: the same as ``schedule="double_buffering"``.
         zero_fill: a parameter without a gradient counts as zeros. If off, one that has no gradient
             on any rank keeps ``grad = None``.
-        codec: ``float32``, ``float16`` or ``bfloat16`` on the wire; default: the communicator's
-            ``allreduce_grad_dtype``.
-        schedule: ``every_step`` or ``double_buffering``.
+        codec: the form on the wire: ``float32``, ``float16``, ``bfloat16``, ``int8``, ``int4``,
+            ``int2``, ``1bit``, ``power_sgd`` or an object of `torchmn.compression`; default: the
+            communicator's ``allreduce_grad_dtype``. ``auto`` chooses by measurement.
+        schedule: ``every_step``, ``every_step_next_forward``, ``double_buffering``,
+            ``periodic_average``, ``block_momentum``, ``diloco``, ``parameter_server`` or an object
+            of `torchmn.exchange`. ``auto`` chooses by measurement.
+        allow_lossy: what ``codec="auto"`` and ``schedule="auto"`` may choose: also codecs that lose
+            bits and schedules that are a step late.
+        replan: whether they choose again when steps have become slower.
         weight: ``rank`` is the mean of the ranks' means; ``samples`` weights them by the number of
             samples that the model's forward has seen; `MultiNodeOptimizer.set_weight` by anything.
+        on_nonfinite: what `step` does about a mean that is not finite, on all ranks alike:
+            ``raise``, ``warn`` or ``pass``. A GradScaler leaves such a step out by itself.
+        max_grad_norm: clip the mean by its global norm before each step.
 
     Raises:
         UnknownNameError, UsageError: a name or a parameter is not known.
@@ -59,6 +87,10 @@ def create_multi_node_optimizer(
     """
     if weight not in ("rank", "samples"):
         raise UnknownNameError("weight", weight, ("rank", "samples"))
+    if on_nonfinite not in ("raise", "warn", "pass"):
+        raise UnknownNameError("on_nonfinite", on_nonfinite, ("raise", "warn", "pass"))
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise UsageError(f"max_grad_norm={max_grad_norm} must be a positive number.")
     if double_buffering and schedule not in (None, "double_buffering"):
         raise UnsupportedError(
             f"double_buffering=True and schedule={schedule!r} contradict each other. Give one."
@@ -68,26 +100,50 @@ def create_multi_node_optimizer(
         if schedule is not None
         else ("double_buffering" if double_buffering else "every_step")
     )
-    if isinstance(name, str):
-        if name not in SCHEDULES:
-            raise UnknownNameError("schedule", name, SCHEDULES)
-        name = SCHEDULES[name]()
+    if isinstance(name, str) and name not in ("auto", *SCHEDULES):
+        raise UnknownNameError("schedule", name, ["auto", *SCHEDULES])
+    if "auto" in (name, codec):
+        chosen: Schedule = Auto(_choices(name, codec, comm, allow_lossy), replan=replan)
+        codec = None
+    else:
+        chosen = SCHEDULES[name]() if isinstance(name, str) else name
     models = [model] if isinstance(model, nn.Module) else list(model)
-    wire = create_wire(_carried(create_codec(codec)) if codec is not None else comm.codec)
     return MultiNodeOptimizer(
-        optimizer, comm, models, name, wire, zero_fill=zero_fill, weight=weight
+        optimizer,
+        comm,
+        models,
+        chosen,
+        own_codec(codec, comm),
+        zero_fill=zero_fill,
+        weight=weight,
+        on_nonfinite=on_nonfinite,
+        max_grad_norm=max_grad_norm,
     )
 
 
-def _carried(codec: StripeCodec | None) -> StripeCodec | None:
-    """The codec, if the wire can carry it. Raises UnsupportedError: not yet.
-
-    The quantized codecs need the names of parameters beside each stripe, which the wire does not
-    pass on so far.
-    """
-    if codec is None or isinstance(codec, ReducedPrecision):
-        return codec
-    raise UnsupportedError(
-        f"codec={codec.name!r} can encode and decode, but gradients cannot travel in it yet. "
-        "Use float16 or bfloat16."
-    )
+def _choices(
+    schedule: str | Schedule, codec: str | Codec | None, comm: Communicator, allow_lossy: bool
+) -> Choices:
+    """What ``auto`` may choose. Raises UnsupportedError: an object, or one that has no step."""
+    if not isinstance(schedule, str) or not (codec is None or isinstance(codec, str)):
+        raise UnsupportedError(
+            f"'auto' chooses among names, but schedule={schedule!r} and codec={codec!r} hold an "
+            "object. Give the other one by name, or both as objects."
+        )
+    if comm.codec is not None:
+        raise UnsupportedError(
+            f"The communicator was made with allreduce_grad_dtype={comm.codec.name!r}, so there is "
+            "nothing to choose. Leave it away, or leave 'auto' away."
+        )
+    schedules, codecs = [schedule], [codec or "float32"]
+    if schedule == "auto":
+        schedules = [name for name in EXACT_SCHEDULES if name in SCHEDULES]
+        schedules += LATE_SCHEDULES if allow_lossy else []
+    elif schedule not in (*EXACT_SCHEDULES, *LATE_SCHEDULES):
+        raise UnsupportedError(
+            f"codec='auto' compares single steps, and schedule={schedule!r} has none that are "
+            "alike. Give the codec."
+        )
+    if codec == "auto":
+        codecs = ["float32", *(LOSSY_CODECS if allow_lossy else [])]
+    return Choices(schedules={name: SCHEDULES[name] for name in schedules}, codecs=codecs)

@@ -18,6 +18,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from torchmn.errors import UnsupportedError
+from torchmn.exchange.base import Replicas
 from torchmn.exchange.bucket_set import BucketSet
 from torchmn.exchange.gradients import GradientExchange
 
@@ -28,6 +29,8 @@ class DoubleBuffering:
     name = "double_buffering"
     num_sets = 2
     staleness_steps = 1
+    keeps_replicas: Replicas = "every step"
+    counts_samples = False
     _exchange: GradientExchange
     _inner: Optimizer
 
@@ -66,9 +69,9 @@ class DoubleBuffering:
         if self._num_backwards == 0:
             self._exchange.exchange_now()
         self._num_backwards = 0
-        if self._has_mean:
+        has_mean, self._has_mean = self._has_mean, False
+        if has_mean:
             self._inner.step()
-            self._has_mean = False
         return loss
 
     def take_part(self) -> int:
@@ -78,6 +81,8 @@ class DoubleBuffering:
         exchange = self._exchange
         exchange.finish_filling()
         exchange.start_rest()
+        if self._pending is not None:
+            exchange.inspect(self._pending)
         filling = exchange.filling
         filling.wait()
         if filling.num_active:  # take turns as the others do: buckets of all ranks belong together
@@ -93,15 +98,21 @@ class DoubleBuffering:
 
     def flush(self) -> None:
         """See `Schedule.flush`."""
-        if self._has_mean:  # there was a backward pass, but no step yet
+        has_mean, self._has_mean, self._num_backwards = self._has_mean, False, 0
+        if has_mean:  # there was a backward pass, but no step yet
             self._inner.step()
-        self._has_mean, self._num_backwards = False, 0
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
         pending.wait()
         self._exchange.expose(pending)
         self._inner.step()
+
+    def rebuild(self) -> None:
+        """See `Schedule.rebuild`: all layout is the exchange's."""
+
+    def close(self) -> None:
+        """See `Schedule.close`: there is nothing to close."""
 
     def state_dict(self) -> dict[str, Any]:
         """See `Schedule.state_dict`: the mean that the next step will apply, by name."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from torchmn.exchange.base import Replicas
 from torchmn.exchange.gradients import GradientExchange
 
 
@@ -21,10 +22,16 @@ class EveryStep:
     name = "every_step"
     num_sets = 1
     staleness_steps = 0
+    keeps_replicas: Replicas = "every step"
+    counts_samples = False
     _exchange: GradientExchange
     _inner: Optimizer
 
     def __init__(self) -> None:
+        self.num_active = 0
+        """How many ranks had data in the last exchange."""
+        self.num_samples = 0.0
+        """Samples of all ranks in the last exchange, where they are counted."""
         self._is_exchanged = False
         self._has_warned = False
 
@@ -41,6 +48,7 @@ class EveryStep:
         means = exchange.turn()
         means.wait()
         exchange.expose(means)
+        self.num_active, self.num_samples = means.num_active, means.num_samples
         self._is_exchanged = True
 
     def step(self, closure: Callable[[], float] | None) -> float | None:
@@ -58,6 +66,8 @@ class EveryStep:
         self._exchange.sum_rest()
         means = self._exchange.turn()
         means.wait()
+        self._exchange.inspect(means)
+        self.num_active, self.num_samples = means.num_active, means.num_samples
         return means.num_active
 
     def forget_backward(self) -> None:
@@ -66,6 +76,12 @@ class EveryStep:
 
     def flush(self) -> None:
         """See `Schedule.flush`: nothing is ever pending."""
+
+    def rebuild(self) -> None:
+        """See `Schedule.rebuild`: all layout is the exchange's."""
+
+    def close(self) -> None:
+        """See `Schedule.close`: there is nothing to close."""
 
     def state_dict(self) -> dict[str, Any]:
         """See `Schedule.state_dict`: nothing outlives a step."""

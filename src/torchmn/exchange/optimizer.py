@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, cast
@@ -12,17 +13,20 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from torchmn.communicators import Communicator
-from torchmn.communicators.wire import Wire
-from torchmn.errors import TorchmnError, UnsupportedError, UsageError
-from torchmn.exchange.base import Schedule
+from torchmn.compression import Codec
+from torchmn.errors import NonFiniteGradientError, TorchmnError, UnsupportedError, UsageError
+from torchmn.exchange.base import Deferring, Schedule
+from torchmn.exchange.bucket_set import NonfiniteGradients
 from torchmn.exchange.gradients import GradientExchange
 from torchmn.exchange.replicas import (
     broadcast_and_prove,
     named_parameters,
     raise_if_ranks_differ,
+    take_over,
 )
 
 Weight = Literal["rank", "samples"]
+OnNonfinite = Literal["raise", "warn", "pass"]
 
 
 class MultiNodeOptimizer(Optimizer):
@@ -30,7 +34,7 @@ class MultiNodeOptimizer(Optimizer):
 
     ``param_groups``, ``state`` and ``defaults`` are the inner optimizer's own objects. When
     ``backward()`` returns, every ``p.grad`` holds the mean over ranks (under double buffering the
-    mean of the step before).
+    mean of the step before; under the schedules by blocks it is the rank's own).
     """
 
     def __init__(
@@ -39,13 +43,16 @@ class MultiNodeOptimizer(Optimizer):
         comm: Communicator,
         models: Sequence[nn.Module],
         schedule: Schedule,
-        wire: Wire,
+        codec: Codec | None,
         *,
         zero_fill: bool,
         weight: Weight,
+        on_nonfinite: OnNonfinite,
+        max_grad_norm: float | None,
     ) -> None:
         # Optimizer.__init__ would make groups and state of its own; ours are the inner one's.
         self.inner = inner
+        self._deferring: Deferring | None = None
         self.communicator = comm
         self.schedule = schedule
         self._models = list(models)
@@ -53,25 +60,34 @@ class MultiNodeOptimizer(Optimizer):
         self._num_exchanges = 0
         self._is_joining = False
         self._forward_hook: RemovableHandle | None = None
-        codec = getattr(wire, "codec", None)
+        self._has_counted = False
         self._asked = {
             "schedule": schedule.name,
             "codec": codec.name if codec is not None else None,
             "zero_fill": zero_fill,
             "weight": weight,
+            "max_grad_norm": max_grad_norm,
         }
         self._unify()
         self.exchange = GradientExchange(
             comm,
-            wire,
+            codec,
             lambda: named_parameters(inner, self._models),
             zero_fill=zero_fill,
             num_sets=schedule.num_sets,
             on_backward_end=self._backward_ended,
         )
+        self.exchange.act_on_problem = self._act_on_problem
         schedule.attach(self.exchange, inner)
+        self._deferring = schedule if isinstance(schedule, Deferring) else None
+        if self._deferring is not None:
+            why_wait = None if max_grad_norm is None else "max_grad_norm needs all gradients"
+            self._deferring.hook_into(self._models, why_wait)
+        self._on_nonfinite = on_nonfinite
+        self._max_grad_norm = max_grad_norm
+        self._step_hook = inner.register_step_pre_hook(self._before_step)
         self._reset_weight()
-        if weight == "samples":
+        if weight == "samples" or schedule.counts_samples:
             self._forward_hook = self._models[0].register_forward_pre_hook(
                 self._count_samples, with_kwargs=True
             )
@@ -80,7 +96,8 @@ class MultiNodeOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's own."""
+        """The inner optimizer's own. Whoever reads them may be about to look at gradients."""
+        self._await_gradients("param_groups was read between backward() and step()")
         return self.inner.param_groups
 
     @param_groups.setter
@@ -90,6 +107,7 @@ class MultiNodeOptimizer(Optimizer):
     @property
     def state(self) -> Any:
         """The inner optimizer's own."""
+        self._complete()
         return self.inner.state
 
     @state.setter
@@ -124,6 +142,7 @@ class MultiNodeOptimizer(Optimizer):
                 "is of an earlier step and carries that step's scale. Use schedule='every_step', "
                 "or bfloat16, which needs no scaling."
             )
+        self._await_gradients("a GradScaler looks at all gradients")
         return False
 
     def __repr__(self) -> str:
@@ -140,9 +159,16 @@ class MultiNodeOptimizer(Optimizer):
         A rank without a backward pass takes part with zeros. A closure's loss is averaged over
         ranks, so that optimizers which look at it (LBFGS) decide alike everywhere. Raises what an
         exchange raises.
+
+        Under the schedules by blocks ranks may step as often as they have batches: they meet where
+        their samples fill a block. A closure's loss is the rank's own then.
         """
         self.exchange.raise_if_unfinished()
+        if closure is None:
+            self._raise_if_uncounted()
         result = self.schedule.step(None if closure is None else self._mean_loss(closure))
+        if not self.exchange.is_needed:  # no backward pass does it
+            self._reset_weight()
         self.exchange.step += 1
         return result
 
@@ -151,6 +177,9 @@ class MultiNodeOptimizer(Optimizer):
 
         Raises UsageError: a parameter is not in the model. The group is then not added.
         """
+        self._complete()
+        if self.schedule.keeps_replicas != "every step":
+            self.schedule.flush()  # or what other ranks have learned would be overwritten
         self.inner.add_param_group(param_group)
         try:
             self._unify()
@@ -158,24 +187,33 @@ class MultiNodeOptimizer(Optimizer):
             self.inner.param_groups.pop()
             raise
         self.exchange.rebuild()
+        self.schedule.rebuild()
 
     def state_dict(self) -> dict[str, Any]:
         """The inner state, which a plain optimizer loads too; under ``torchmn`` what is ours."""
+        ours = self.schedule.state_dict()  # first: it waits for what is under way
         state = self.inner.state_dict()
-        state["torchmn"] = {"schedule": self.schedule.name, **self.schedule.state_dict()}
+        state["torchmn"] = {
+            "schedule": self.schedule.name,
+            "codec": self.exchange.state_dict(),
+            **ours,
+        }
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load our own state or a plain optimizer's. Raises UsageError: another schedule's."""
         ours = dict(state_dict.get("torchmn", {}))
         saved = ours.pop("schedule", self.schedule.name)
+        codec = ours.pop("codec", {})
         if ours and saved != self.schedule.name:
             raise UsageError(
-                f"This state was saved with schedule {saved!r} and holds a gradient that "
+                f"This state was saved with schedule {saved!r} and holds something that "
                 f"{self.schedule.name!r} would lose. Call flush() before saving, or use {saved!r}."
             )
+        self._complete()
         self.inner.load_state_dict({k: v for k, v in state_dict.items() if k != "torchmn"})
         self.schedule.load_state_dict(ours)
+        self.exchange.load_state_dict(codec)
         self.exchange.forget_weights()
 
     # ---- what is ours ----
@@ -193,12 +231,13 @@ class MultiNodeOptimizer(Optimizer):
         """The weight of this rank in the next mean: its number of samples or tokens. Local.
 
         The mean over ranks is sum(w_i g_i) / sum(w_i) with g_i the local mean. It holds for the
-        next backward pass only. Raises UsageError: negative or not finite.
+        next backward pass only; under the schedules by blocks for the next step, where it takes the
+        place of the samples that were counted. Raises UsageError: negative or not finite.
         """
         if not 0 <= weight < float("inf"):
             raise UsageError(f"weight={weight} must be a non-negative finite number.")
-        self.exchange.weight = float(weight)
-        self._is_weight_set = True
+        self.exchange.weight = self.exchange.num_samples = float(weight)
+        self._is_weight_set = self._has_counted = True
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -208,7 +247,9 @@ class MultiNodeOptimizer(Optimizer):
         means are over the ranks that still have data. When all have left, the ranks that ended
         early take over parameters, buffers and optimizer state of one that ran to the end; what
         lives outside the optimizer, as a learning rate scheduler, they bring up to date themselves.
-        Inside, no other collective may be called, and no closure be given to `step`.
+        Under the schedules by blocks the last, partial block is agreed on in place of that, and
+        each rank keeps its own buffers and optimizer state. Inside, no other collective may be
+        called, and no closure be given to `step`.
         """
         exchange = self.exchange
         num_before = self._num_exchanges
@@ -225,24 +266,58 @@ class MultiNodeOptimizer(Optimizer):
         comm = self.communicator
         everybody = comm.allgather_obj((self._num_exchanges - num_before, exchange.step))
         last = max(num for num, _ in everybody)
-        if self._num_exchanges - num_before == last:
+        if self.schedule.keeps_replicas == "every step":
             self.schedule.flush()
-        if any(num < last for num, _ in everybody):
-            self._take_over(next(r for r, (num, _) in enumerate(everybody) if num == last))
+            if any(num < last for num, _ in everybody):
+                self._take_over(next(r for r, (num, _) in enumerate(everybody) if num == last))
         exchange.step = max(step for _, step in everybody)
 
     def flush(self) -> None:
-        """Apply what was exchanged but not applied (double buffering). *Collective.*"""
+        """Apply what was exchanged but not applied, and end a partial block. *Collective.*
+
+        Afterwards all ranks hold the same parameters.
+        """
         self.schedule.flush()
+
+    def synchronize(self) -> None:
+        """Make every ``p.grad`` the mean, where a schedule lets `backward` return before it is.
+
+        Behind `step` it applies what is not applied yet. Local.
+        """
+        self._await_gradients(None)
+        self._complete()
+
+    @property
+    def is_server(self) -> bool:
+        """Whether this rank only serves the others and trains nothing (`ParameterServer`)."""
+        return bool(getattr(self.schedule, "is_server", False))
+
+    def serve(self) -> None:
+        """On a rank that `is_server`, in place of a loop that the workers have in `join`."""
+        if not self.is_server:
+            raise UsageError(
+                f"{self.communicator.speaker}: serve() is for ranks that do nothing else, of "
+                "schedule=ParameterServer(servers=k). Ask optimizer.is_server."
+            )
+        with self.join():
+            pass
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients in hand by their global norm; returns the norm before. Local."""
+        self._await_gradients("clip_grad_norm_ needs all gradients")
         parameters = [p for group in self.param_groups for p in group["params"]]
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
+    @property
+    def nonfinite(self) -> list[NonfiniteGradients]:
+        """Every step whose gradients were not finite on some rank: step, ranks, parameters."""
+        return self.exchange.problems
+
     def close(self) -> None:
         """Leave the model alone, to train it by itself or make another optimizer for it. Local."""
+        self.schedule.close()
         self.exchange.close()
+        self._step_hook.remove()
         if self._forward_hook is not None:
             self._forward_hook.remove()
 
@@ -251,6 +326,32 @@ class MultiNodeOptimizer(Optimizer):
     def _unify(self) -> None:
         raise_if_ranks_differ(self.communicator, self._models, self.inner, self._asked)
         broadcast_and_prove(self.communicator, self._models)
+
+    def _before_step(self, *_: object) -> None:
+        """Called before the inner optimizer's step, which a GradScaler leaves out if need be."""
+        self._act_on_problem()
+        if self._max_grad_norm is not None:
+            self.clip_grad_norm_(self._max_grad_norm)
+
+    def _act_on_problem(self) -> None:
+        problem, self.exchange.problem = self.exchange.problem, None
+        if problem is not None and self._on_nonfinite != "pass":
+            text = (
+                f"{self.communicator.speaker}: {problem}. Lower the learning rate, clip "
+                "(max_grad_norm=), or scale the loss with torch.amp.GradScaler; on_nonfinite="
+                "'warn' or 'pass' goes on all the same."
+            )
+            if self._on_nonfinite == "raise":
+                raise NonFiniteGradientError(text)
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+    def _await_gradients(self, why: str | None) -> None:
+        if self._deferring is not None:
+            self._deferring.await_gradients(why)
+
+    def _complete(self) -> None:
+        if self._deferring is not None:
+            self._deferring.complete()
 
     def _backward_ended(self) -> None:
         try:
@@ -262,6 +363,7 @@ class MultiNodeOptimizer(Optimizer):
     def _reset_weight(self) -> None:
         self._is_weight_set = False
         self.exchange.weight = 1.0 if self._weight_kind == "rank" else 0.0
+        self.exchange.num_samples = 0.0
 
     def _count_samples(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -271,7 +373,20 @@ class MultiNodeOptimizer(Optimizer):
         tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim())
         first = next(tensors, None)
         if first is not None:
-            self.exchange.weight += first.shape[0]
+            self._has_counted = True
+            self.exchange.num_samples += first.shape[0]
+            if self._weight_kind == "samples":
+                self.exchange.weight += first.shape[0]
+
+    def _raise_if_uncounted(self) -> None:
+        if self._has_counted or not self.schedule.counts_samples:
+            return
+        if any(p.grad is not None for group in self.param_groups for p in group["params"]):
+            raise UsageError(
+                f"{self.communicator.speaker}: {self.schedule.name} counts samples, but the "
+                "model's forward has seen no tensor with a batch dimension. Call "
+                "optimizer.set_weight(number_of_samples) before step()."
+            )
 
     def _mean_loss(self, closure: Callable[[], float]) -> Callable[[], float]:
         if self._is_joining:
@@ -279,6 +394,8 @@ class MultiNodeOptimizer(Optimizer):
                 "step(closure) inside join(): a rank that has left its loop cannot take part in "
                 "the mean of the loss. Compute loss and gradients before step()."
             )
+        if self.exchange.is_resting:
+            return closure
 
         def mean_of_closure() -> float:
             num_before = self._num_exchanges
@@ -287,7 +404,7 @@ class MultiNodeOptimizer(Optimizer):
             if self._num_exchanges == num_before:  # no backward pass on this rank
                 self.exchange.exchange_now()
             local = torch.as_tensor(loss).detach()
-            mean = self.communicator.allreduce(local.double().cpu().reshape(1), "mean")
+            mean = self.exchange.comm.allreduce(local.double().cpu().reshape(1), "mean")
             if isinstance(loss, Tensor):  # as `loss.item()` is what users write
                 return cast(float, mean.to(local).reshape(local.shape))
             return float(mean)
@@ -295,15 +412,7 @@ class MultiNodeOptimizer(Optimizer):
         return mean_of_closure
 
     def _take_over(self, source: int) -> None:
-        comm = self.communicator
-        state = comm.bcast_obj(self.inner.state_dict() if comm.rank == source else None, source)
-        tensors = [[*m.parameters(), *m.buffers()] for m in self._models]
-        held = comm.bcast_obj(
-            [t.detach() for ts in tensors for t in ts] if comm.rank == source else None, source
-        )
-        if comm.rank != source:
-            with torch.no_grad():
-                for tensor, value in zip((t for ts in tensors for t in ts), held, strict=True):
-                    tensor.copy_(value)
-            self.inner.load_state_dict(state)
-            self.schedule.load_state_dict({})
+        tensors = [t for m in self._models for t in (*m.parameters(), *m.buffers())]
+        take_over(self.communicator, tensors, self.inner, source)
+        if self.communicator.rank != source:
+            self.schedule.forget_backward()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -137,10 +138,26 @@ def broadcast_and_prove(comm: Communicator, models: Sequence[nn.Module]) -> None
 
 def different_tensors(comm: Communicator, models: Sequence[nn.Module]) -> list[str]:
     """Names of the tensors that are not bit-identical on all ranks. *Collective.*"""
-    mine = {name: _checksum(tensor) for name, tensor in named_tensors(models).items()}
+    mine = {name: checksum([tensor]) for name, tensor in named_tensors(models).items()}
     everybody = comm.allgather_obj(mine)
     return [name for name in mine if len({sums[name] for sums in everybody}) > 1]
 
 
-def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(as_bytes(tensor.detach().cpu().contiguous()).numpy().data)
+def take_over(comm: Communicator, tensors: Sequence[Tensor], inner: Optimizer, source: int) -> None:
+    """Give all ranks the tensors and the optimizer's state of one of them. *Collective.*"""
+    is_source = comm.rank == source
+    state = comm.bcast_obj(inner.state_dict() if is_source else None, source)
+    held = comm.bcast_obj([t.detach() for t in tensors] if is_source else None, source)
+    if not is_source:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, held, strict=True):
+                tensor.copy_(value)
+        inner.load_state_dict(state)
+
+
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """Of the bits of some tensors. Local."""
+    total = 0
+    for tensor in tensors:
+        total = zlib.crc32(as_bytes(tensor.detach().cpu().contiguous()).numpy().data, total)
+    return total

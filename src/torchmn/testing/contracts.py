@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchmn.communicators import Communicator
-from torchmn.communicators.wire import create_wire
+from torchmn.communicators.wire import Cargo, create_wire
 from torchmn.compression import create_codec
 from torchmn.exchange import create_multi_node_optimizer
 
@@ -75,7 +75,7 @@ def check_coded_sum(comm: Communicator) -> None:
                 [seeded(comm.rank, size, dtype=torch.float32), torch.full((2,), 0.3001)]
             )
             expected = torch.stack([seeded(r, size, dtype=torch.float32) for r in range(comm.size)])
-            comm.sum_(buffer, wire=wire, num_exact=2)
+            comm.sum_(Cargo.of(buffer, num_exact=2), wire)
             bound = relative * float(expected.abs().sum(0).max()) + 1e-6
             error = float((buffer[:size] - expected.sum(0)).abs().max())
             require(error <= bound, f"{comm.name}+{codec}: sum of {size} is off by {error}")

@@ -13,6 +13,9 @@ class Base(ErrorFeedback):
     def __init__(self):
         super().__init__(Quantized(bits=4))
 
+    def fresh(self):
+        return type(self)()
+
 
 class HasNoResidue(Base):
     """Encodes the gradient and forgets what that loses."""

@@ -5,37 +5,38 @@ from __future__ import annotations
 import torch
 
 from torchmn.communicators.flat import FlatCommunicator
+from torchmn.communicators.wire import Cargo
 
 
 class ForgetsTheLastRank(FlatCommunicator):
     """Its sum leaves out what the last rank has."""
 
-    def _sum_(self, buffer, wire, num_exact):
+    def _sum_(self, cargo, wire):
         if self.rank == self.size - 1:
-            buffer.zero_()
-        super()._sum_(buffer, wire, num_exact)
+            cargo.buffer.zero_()
+        super()._sum_(cargo, wire)
 
 
 class DiffersByRank(FlatCommunicator):
     """Right to rounding, but rank 1 has other bits."""
 
-    def _sum_(self, buffer, wire, num_exact):
-        super()._sum_(buffer, wire, num_exact)
-        if self.rank == 1 and buffer.numel() > 1:
-            buffer[0] += buffer[0] * 2e-16 + 1e-15
+    def _sum_(self, cargo, wire):
+        super()._sum_(cargo, wire)
+        if self.rank == 1 and cargo.buffer.numel() > 1:
+            cargo.buffer[0] += cargo.buffer[0] * 2e-16 + 1e-15
 
 
 class EncodesTheExactElements(FlatCommunicator):
     """Sends weights and flags in 16 bits too."""
 
-    def _sum_(self, buffer, wire, num_exact):
-        super()._sum_(buffer, wire, 0)
+    def _sum_(self, cargo, wire):
+        super()._sum_(Cargo.of(cargo.buffer), wire)
 
 
 class LosesStartedSums(FlatCommunicator):
     """Starts nothing: the work is done before anything was summed."""
 
-    def start_sum_(self, buffer, **kwargs):
+    def start_sum_(self, cargo, wire=None, **kwargs):
         return self.engine.submit(lambda: None)
 
 
@@ -102,10 +103,10 @@ class SumsInsteadOfMean(FlatCommunicator):
 class DropsTheTail(FlatCommunicator):
     """Sums all but the last gradient element."""
 
-    def _sum_(self, buffer, wire, num_exact):
-        if buffer.dtype == torch.float64 and num_exact:
-            kept = buffer[0].clone()
-            super()._sum_(buffer, wire, num_exact)
-            buffer[0] = kept
+    def _sum_(self, cargo, wire):
+        if cargo.buffer.dtype == torch.float64 and cargo.num_exact:
+            kept = cargo.buffer[0].clone()
+            super()._sum_(cargo, wire)
+            cargo.buffer[0] = kept
         else:
-            super()._sum_(buffer, wire, num_exact)
+            super()._sum_(cargo, wire)

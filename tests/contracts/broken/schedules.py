@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from torchmn.exchange import DoubleBuffering, EveryStep
+from torchmn.exchange import (
+    BlockMomentum,
+    DoubleBuffering,
+    EveryStep,
+    EveryStepNextForward,
+    PeriodicAverage,
+)
 
 
 class SumsInsteadOfMean(EveryStep):
@@ -97,3 +103,192 @@ class CountsTheAbsent(EveryStep):
         for bucket in means.buckets:
             for parameter in bucket.parameters:
                 parameter.grad.mul_(means.num_active / self._exchange.comm.size)
+
+
+class HasNoResidue(EveryStep):
+    """Forgets at every step what encoding has lost."""
+
+    def backward_ended(self):
+        super().backward_ended()
+        self._exchange.codec.load_state_dict({})
+
+
+class AddsNoise(EveryStep):
+    """Never gives a gradient of zero."""
+
+    def backward_ended(self):
+        super().backward_ended()
+        for bucket in self._exchange.sets[0].buckets:
+            for parameter in bucket.parameters:
+                parameter.grad.add_(1e-9)
+
+
+class HidesWhatIsNotFinite(EveryStep):
+    """Takes NaN and infinity for zeros and goes on."""
+
+    def backward_ended(self):
+        super().backward_ended()
+        self._exchange.problem = None
+        for bucket in self._exchange.sets[0].buckets:
+            for parameter in bucket.parameters:
+                parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
+
+
+class RunsOnOldParameters(EveryStep):
+    """Applies a step when the next backward pass has ended."""
+
+    def attach(self, exchange, inner):
+        super().attach(exchange, inner)
+        self._held = []
+
+    def backward_ended(self):
+        self.flush()
+        super().backward_ended()
+
+    def step(self, closure):
+        if not self._is_exchanged:
+            self._exchange.exchange_now()
+        self._is_exchanged = False
+        parameters = [p for group in self._inner.param_groups for p in group["params"]]
+        self._held = [(p, p.grad.clone()) for p in parameters]
+
+    def flush(self):
+        held, self._held = self._held, []
+        if held:
+            fresh = [p.grad for p, _ in held]
+            for p, grad in held:
+                p.grad = grad
+            self._inner.step()
+            for (p, _), grad in zip(held, fresh, strict=True):
+                p.grad = grad
+
+
+class LooksUpOptionsLater(RunsOnOldParameters):
+    """Applies a step with the options that hold when it does so: too late."""
+
+
+class ForgetsALayer(EveryStepNextForward):
+    """Gives up the update of one parameter when that of another is waited for."""
+
+    def attach(self, exchange, inner):
+        super().attach(exchange, inner)
+        updates = self._updates
+
+        def apply_all():
+            updates.apply(list(updates._pending)[:-1])
+            updates._pending.clear()
+
+        updates.apply_all = apply_all
+
+
+class SmallBlocks(PeriodicAverage):
+    """What the broken ones begin with: blocks of three steps of 4 samples on 3 ranks."""
+
+    def __init__(self):
+        super().__init__(36)
+
+
+class WeighsRanksAlike(SmallBlocks):
+    """Whatever their batches."""
+
+    def _count_samples(self, num_samples):
+        super()._count_samples(4)
+
+
+class SubtractsWhatItShouldAdd(SmallBlocks):
+    """Moves away from where the ranks went."""
+
+    def _move_(self, movements, num_samples):
+        for movement in movements:
+            movement.anchor.add_(movement.mean)
+
+
+class AnchorsDriftApart(SmallBlocks):
+    """Rank 1 rounds otherwise."""
+
+    def _move_(self, movements, num_samples):
+        super()._move_(movements, num_samples)
+        if self._comm.rank == 1:
+            movements[0].anchor.mul_(1 + 2.0**-50)
+
+
+class GoesOnAlone(SmallBlocks):
+    """Agrees on anchors, and then trains on from where it was."""
+
+    def _complete(self):
+        held = [p.detach().clone() for f in self._fragments for p in f.parameters]
+        super()._complete()
+        for parameter, value in zip(
+            (p for f in self._fragments for p in f.parameters), held, strict=True
+        ):
+            parameter.data.copy_(value)
+
+
+class LosesBlockMomentumInState(BlockMomentum):
+    """Saves anchors, but not what is smoothed over blocks."""
+
+    def __init__(self):
+        super().__init__(36)
+
+    def _recipe_state(self):
+        return {}
+
+
+class LosesTheBlockInState(SmallBlocks):
+    """A block that was half full when it was saved is empty when it is loaded."""
+
+    def load_state_dict(self, state):
+        if state:
+            state = {**state, "cycle_samples": 0.0, "block_samples": [0.0]}
+        super().load_state_dict(state)
+
+
+class ForgetsLocalPassesOfBlocks(SmallBlocks):
+    """Steps with the gradient of the last backward pass only."""
+
+    def attach(self, exchange, inner):
+        super().attach(exchange, inner)
+
+        def forget(parameter):
+            if not exchange.is_syncing:
+                parameter.grad.zero_()
+
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                parameter.register_post_accumulate_grad_hook(forget)
+
+
+class LosesWhatTheAbsentLearned(SmallBlocks):
+    """A rank that has left its loop brings nothing into the next block."""
+
+    def take_part(self):
+        for fragment in self._fragments:
+            fragment.num_samples = 0.0
+        return super().take_part()
+
+
+class GoesOnWithNan(SmallBlocks):
+    """Takes no note of movements that are not finite."""
+
+    def _abandon(self, fragment):
+        self._exchange.problem = None
+        fragment.restart(None)
+
+
+class OwesNothing(SmallBlocks):
+    """Forgets after every block what encoding has lost."""
+
+    def _complete(self):
+        super()._complete()
+        for fragment in self._fragments:
+            if fragment.codec is not None:
+                fragment.codec.load_state_dict({})
+
+
+class MovesByNoise(SmallBlocks):
+    """Even where nobody has moved."""
+
+    def _move_(self, movements, num_samples):
+        super()._move_(movements, num_samples)
+        for movement in movements:
+            movement.anchor.add_(1e-9)

@@ -16,6 +16,7 @@ from torchmn.compression import (
     StripeCodec,
     create_codec,
 )
+from torchmn.compression.base import nameless
 from torchmn.errors import UnsupportedError, UsageError
 
 pytestmark = pytest.mark.timeout(300)  # numba compiles once per machine, on one that may be busy
@@ -171,4 +172,6 @@ def test_refusals() -> None:
     with pytest.raises(UsageError, match="has error feedback already"):
         ErrorFeedback(ErrorFeedback(Quantized(8)))
     with pytest.raises(UnsupportedError, match="keeps residues by the names of parameters"):
-        create_codec("int8").encode(torch.zeros(10), torch.zeros(24, dtype=torch.uint8))
+        create_codec("int8").encode_stripe(
+            torch.zeros(10), nameless(10, torch.float32), torch.zeros(24, dtype=torch.uint8)
+        )

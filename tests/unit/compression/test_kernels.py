@@ -138,15 +138,17 @@ find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "numba" else find(name, *rest)
 import torch
 from torchmn.compression import Quantized
+from torchmn.compression.base import nameless
 codec = Quantized(8)
+layout = nameless(4000, torch.float32)
 values = torch.linspace(-1, 1, 4000)
-encoded = torch.empty(codec.encoded_nbytes(4000, torch.float32), dtype=torch.uint8)
+encoded = torch.empty(codec.stripe_nbytes(layout), dtype=torch.uint8)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     for _ in range(3):
-        codec.encode(values, encoded)
+        codec.encode_stripe(values, layout, encoded)
 decoded = torch.empty(4000)
-codec.decode(encoded, decoded)
+codec.decode_stripe(encoded, layout, decoded)
 print((decoded - values).abs().max() < 0.005, [str(w.message) for w in caught])
 """
     done = subprocess.run(

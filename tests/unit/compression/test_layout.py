@@ -31,7 +31,12 @@ def test_of_parameters() -> None:
     layout = Layout.of(
         [("b", 2112, (64,)), ("a", 0, (3, 701)), ("none", 2110, (0, 5))], torch.float16
     )
-    assert layout.segments == (Segment("a", 0, 2103), Segment("b", 2112, 64, is_small=True))
+    assert layout.segments == (
+        Segment("a", 0, 2103, shape=(3, 701)),
+        Segment("b", 2112, 64, is_small=True, shape=(64,)),
+    )
+    assert all(segment.is_whole for segment in layout.segments)
+    assert not any(segment.is_whole for segment in layout.between(1, 2150).segments)
     assert (layout.begin, layout.end, layout.span, layout.numel) == (0, 2176, 2176, 2167)
     assert layout.wide_dtype == torch.float32
     again = Layout.of([("a", 0, (3, 701)), ("b", 2112, (64,))], torch.float16)

@@ -178,7 +178,7 @@ def test_what_is_not_finite_reaches_all_and_leaves_no_trace(name: str, bad: floa
             dict(named)[name].view(-1)[3] = bad
         codec.mean_(named, comm)
         arrived = not torch.isfinite(dict(named)[name]).all()
-        own, everywhere = codec.nonfinite_own, codec.nonfinite
+        own, everywhere = (codec.nonfinite.names(when) for when in ("encoding", "decoding"))
         codec.finish(is_valid=False)
         after, expected = gradients(comm.rank, 2), gradients(comm.rank, 2)
         codec.mean_(after, comm)

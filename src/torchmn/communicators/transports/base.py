@@ -52,6 +52,33 @@ class TimeLimit:
         """Seconds until the deadline, never negative."""
         return max(0.0, self.deadline - time.monotonic())
 
+    def pause_s(self) -> float:
+        """How long a waiter that may not spin sleeps between two polls."""
+        return _POLL_S
+
+
+class Patience(TimeLimit):
+    """A wait that may be long and costs little: the longer it lasts, the longer the pauses.
+
+    `end` makes it end now, from another thread, with the error of a limit that has passed.
+    """
+
+    __slots__ = ("_began_s", "_longest_pause_s")
+
+    def __init__(self, seconds: float, longest_pause_s: float) -> None:
+        super().__init__(seconds, lambda: False)
+        self._began_s = time.monotonic()
+        self._longest_pause_s = longest_pause_s
+
+    def pause_s(self) -> float:
+        """See `TimeLimit.pause_s`. What comes is noticed an eighth of the waiting time late."""
+        waited_s = time.monotonic() - self._began_s
+        return max(_POLL_S, min(waited_s / 8, self._longest_pause_s))
+
+    def end(self) -> None:
+        """The limit has passed."""
+        self.deadline = 0.0
+
 
 def poll_until(is_done: Callable[[], bool], limit: TimeLimit, polls_before_yield: int) -> bool:
     """Ask ``is_done`` until it says yes, or until the limit has passed: then False.
@@ -70,7 +97,7 @@ def poll_until(is_done: Callable[[], bool], limit: TimeLimit, polls_before_yield
             if time.monotonic() - yields_since_s < _EAGER_S:
                 os.sched_yield()
                 continue
-        time.sleep(_POLL_S)
+        time.sleep(limit.pause_s())
         if limit.left_s == 0.0:
             return is_done()
     return True
@@ -112,6 +139,14 @@ class Transport(ABC):
         self.rank = rank
         self.size = size
         self.scratch = scratch or Scratch()
+
+    @property
+    def for_threads(self) -> Transport:
+        """The same ranks, where threads may exchange at once: each with a peer or tag of its own.
+
+        That is what gloo and MPI allow; a transport that does not names the one under it.
+        """
+        return self
 
     @abstractmethod
     def exchange(

@@ -16,6 +16,7 @@ import atexit
 import contextlib
 import os
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Sequence
@@ -39,6 +40,9 @@ from torchmn.units import GiB, KiB
 _NATIVE_BYTES = 16 * KiB
 _POLLS_BEFORE_YIELD = 2000
 _FAREWELL_S = 60.0
+_TURN = threading.Lock()
+"""Held for each call of MPI, none of which blocks: THREAD_SERIALIZED allows one thread at a time,
+and a parameter server has several."""
 
 
 class MpiTransport(Transport):
@@ -88,14 +92,23 @@ class MpiTransport(Transport):
             return
         comm, memory, byte = self._comm, self._mpi.buffer.fromaddress, self._mpi.BYTE
         requests = []
-        for peer, tensor in recvs:
-            for address, nbytes in _portions(tensor):
-                requests.append(comm.Irecv([memory(address, nbytes), nbytes, byte], peer, tag))
-        for peer, tensor in sends:
-            for address, nbytes in _portions(tensor):
-                requests.append(comm.Isend([memory(address, nbytes), nbytes, byte], peer, tag))
-        if requests:
+        with _TURN:
+            for peer, tensor in recvs:
+                for address, nbytes in _portions(tensor):
+                    requests.append(comm.Irecv([memory(address, nbytes), nbytes, byte], peer, tag))
+            num_recvs = len(requests)
+            for peer, tensor in sends:
+                for address, nbytes in _portions(tensor):
+                    requests.append(comm.Isend([memory(address, nbytes), nbytes, byte], peer, tag))
+        if not requests:
+            return
+        try:
             self._wait(requests, limit, "an exchange")
+        except TimeLimitError:
+            with _TURN:
+                for request in requests[:num_recvs]:
+                    request.Cancel()  # whoever gives up may give up the memory as well
+            raise
 
     def _exchange_staged(
         self, sends: Sequence[Message], recvs: Sequence[Message], limit: TimeLimit, tag: int
@@ -125,29 +138,38 @@ class MpiTransport(Transport):
             super().all_reduce_(buffer, op, limit)
             return
         memory = self._mpi.buffer.fromaddress(buffer.data_ptr(), nbytes)
-        request = self._comm.Iallreduce(
-            self._mpi.IN_PLACE, [memory, buffer.numel(), datatype], self._ops[op]
-        )
+        with _TURN:
+            request = self._comm.Iallreduce(
+                self._mpi.IN_PLACE, [memory, buffer.numel(), datatype], self._ops[op]
+            )
         self._wait([request], limit, "all_reduce")
 
     def barrier(self, limit: TimeLimit) -> None:
         """See `Transport.barrier`."""
-        self._wait([self._comm.Ibarrier()], limit, "barrier")
+        with _TURN:
+            request = self._comm.Ibarrier()
+        self._wait([request], limit, "barrier")
 
     def _wait(self, requests: list[Any], limit: TimeLimit, what: str) -> None:
         test_all = self._mpi.Request.Testall
-        if not poll_until(lambda: test_all(requests), limit, _POLLS_BEFORE_YIELD):
+
+        def is_done() -> bool:
+            with _TURN:
+                return bool(test_all(requests))
+
+        if not poll_until(is_done, limit, _POLLS_BEFORE_YIELD):
             raise TimeLimitError(f"{what} did not complete within {limit.seconds:g} s.")
 
     def split(self, ranks: Sequence[int], key: str, limit: TimeLimit) -> Transport:
         """See `Transport.split`."""
         self._meet(list(ranks), limit)
-        group = self._comm.Get_group().Incl(list(ranks))
-        try:
-            tag = int.from_bytes(key.encode()[-2:], "big") % 32768
-            comm = self._comm.Create_group(group, tag)
-        finally:
-            group.Free()
+        with _TURN:
+            group = self._comm.Get_group().Incl(list(ranks))
+            try:
+                tag = int.from_bytes(key.encode()[-2:], "big") % 32768
+                comm = self._comm.Create_group(group, tag)
+            finally:
+                group.Free()
         return MpiTransport(comm, scratch=self.scratch)
 
     def _meet(self, ranks: list[int], limit: TimeLimit) -> None:
@@ -161,8 +183,9 @@ class MpiTransport(Transport):
 
     def close(self) -> None:
         """See `Transport.close`."""
-        if self._comm != self._mpi.COMM_NULL and not self._mpi.Is_finalized():
-            self._comm.Free()
+        with _TURN:
+            if self._comm != self._mpi.COMM_NULL and not self._mpi.Is_finalized():
+                self._comm.Free()
 
 
 class _PinnedScratch(Scratch):
@@ -249,10 +272,16 @@ def _leave(mpi: Any) -> None:
     """
     if mpi.Is_finalized():
         return
-    request = mpi.COMM_WORLD.Ibarrier()
+    with _TURN:
+        request = mpi.COMM_WORLD.Ibarrier()
     limit_s = float(os.environ.get("TORCHMN_FAREWELL_S", _FAREWELL_S))
     deadline = time.monotonic() + limit_s
-    while not request.Test():
+
+    def is_done() -> bool:
+        with _TURN:
+            return bool(request.Test())
+
+    while not is_done():
         if time.monotonic() > deadline:
             print(
                 f"torchmn: rank {mpi.COMM_WORLD.Get_rank()} has ended, but other ranks did not "

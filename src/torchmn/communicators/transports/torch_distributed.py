@@ -145,7 +145,7 @@ class TorchDistributedTransport(Transport):
 
     def split(self, ranks: Sequence[int], key: str, limit: TimeLimit) -> Transport:
         """See `Transport.split`."""
-        return TorchDistributedTransport(
+        part = TorchDistributedTransport(
             PrefixStore(key, self._store),
             list(ranks).index(self.rank),
             len(ranks),
@@ -154,6 +154,9 @@ class TorchDistributedTransport(Transport):
             is_trusted=self.is_trusted,
             scratch=self.scratch,
         )
+        if part.size > 1:  # who leaves at once would break the connections of who still makes them
+            part.barrier(limit)
+        return part
 
     def close(self) -> None:
         """See `Transport.close`."""

@@ -1,0 +1,150 @@
+"""Exchanges over slow links: torchmn beside its peers on test hosts, VGG-16 for CIFAR.
+
+    bench_exchange.py [--lines PATTERN,...] [--sides PATTERN;...] [--units N] [--patience S]
+    bench_exchange.py --list | --report
+
+All sides of a line of the table (`exchange/table.py`) live in the same workers and take turns.
+Every run adds to `out/exchange.json`, so that the table can be gathered in parts; a line that is
+measured anew replaces the old figures of the sides that were measured. Needs Linux and root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from fnmatch import fnmatch
+from typing import Any
+
+from exchange.table import LINES, SIDES, Line
+from record import OUT, environment, report
+
+NUM_UNITS = 7
+PATIENCE_S = 10.0
+
+
+def main() -> int:
+    arguments = _parse()
+    lines = [line for line in LINES.values() if _is_wanted(line.name, arguments.lines)]
+    if arguments.list:
+        _print_table(lines)
+        return 0
+    if not lines:
+        print(f"There is no line {arguments.lines}; see --list.", file=sys.stderr)
+        return 2
+    from torchmn.testing.netlab import why_not
+
+    if reason := why_not():
+        print(f"Test hosts cannot be made here: {reason}.", file=sys.stderr)
+        return 2
+    from exchange.conductor import measure
+    from exchange.crews import WorkersLostError
+
+    for line in lines:
+        wanted = [side for side in line.sides if _is_wanted(side, arguments.sides)]
+        if not wanted:
+            continue
+        if line.baseline:
+            wanted.insert(0, line.baseline)
+        try:
+            run = measure(
+                line, wanted, _say, num_units=arguments.units, patience_s=arguments.patience
+            )
+        except WorkersLostError as error:
+            _say(f"{line.name}: given up: {error}")
+            continue
+        _store(line.name, {"environment": environment(), **run})
+    return _report()
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--lines", "--settings", default="*", help="names or patterns, with ,")
+    parser.add_argument("--sides", default="*", help="names or patterns, with ;")
+    parser.add_argument("--units", type=int, default=NUM_UNITS, help="turns of every side")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=PATIENCE_S,
+        help="seconds to wait before a turn for other programs to leave the processors alone",
+    )
+    parser.add_argument("--list", action="store_true", help="print the table and end")
+    parser.add_argument("--report", action="store_true", help="report what was measured before")
+    arguments = parser.parse_args()
+    arguments.lines = [] if arguments.report else arguments.lines.split(",")
+    arguments.sides = arguments.sides.split(";")
+    return arguments
+
+
+def _is_wanted(name: str, patterns: list[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _print_table(lines: list[Line]) -> None:
+    for line in lines:
+        setting = f"{line.num_hosts} hosts x {line.workers_per_host}, {line.rate or 'no limit'}"
+        print(f"{line.name}  ({setting})")
+        for side in line.sides:
+            print(f"    {side}  [{SIDES[side].build}]")
+        for limit in line.limits:
+            print(f"    limit: {limit}")
+
+
+def _path() -> Any:
+    return OUT / "exchange.json"
+
+
+def _load() -> dict[str, list[dict[str, Any]]]:
+    if not _path().exists():
+        return {}
+    loaded: dict[str, list[dict[str, Any]]] = json.loads(_path().read_text()).get("lines", {})
+    return loaded
+
+
+def _store(name: str, run: dict[str, Any]) -> None:
+    """Add a run; of older ones only those stay that have sides which no newer one has."""
+    lines = _load()
+    seen: set[str] = set()
+    kept = []
+    baseline = LINES[name].baseline
+    for old in [run, *reversed(lines.get(name, []))]:
+        own = set(old["sides"]) - {baseline}
+        if own - seen:
+            kept.append(old)
+        seen |= own
+    lines[name] = kept[::-1]
+    _write(lines)
+
+
+def _write(lines: dict[str, list[dict[str, Any]]], **more: object) -> None:
+    OUT.mkdir(exist_ok=True)
+    _path().write_text(json.dumps({**more, "lines": lines}, indent=1) + "\n")
+
+
+def _report() -> int:
+    from exchange.bars import bars_of
+    from exchange.figure import draw
+
+    lines = _load()
+    bars = bars_of(lines)
+    status = report("exchange", bars, lines=lines)
+    for name, runs in lines.items():
+        said = {side: why for run in runs for side, why in run["sides"].items()}
+        for side, why in said.items():
+            if why != "measured":
+                print(f"{name}: {side}: {why}")
+    print(f"drawn: {draw(bars)}")
+    return status
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["worker"]:
+        from exchange.worker import serve
+
+        serve(sys.argv[2])
+    else:
+        raise SystemExit(main())

@@ -1,0 +1,199 @@
+"""Starts the workers of a line on test hosts: ours and torch's in one crew, CNTK's in another.
+
+Every worker connects to a socket of this process and sleeps until it is told something.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from exchange.table import SIDES, Crew, Line
+from torchmn.launch.detect import find_mpirun
+from torchmn.testing.netlab import Host, Lab, netlab
+
+SCRIPT = Path(__file__).parents[1] / "bench_exchange.py"
+CNTK_SCRIPT = Path(__file__).parent / "cntk_worker.py"
+CNTK = Path(__file__).parents[2] / ".peers" / "cntk"
+PORT = 29500
+START_S = 120.0
+PATIENCE_S = 400.0
+
+
+class WorkersLostError(Exception):
+    """A worker died, or did not answer, or an order failed on it."""
+
+
+class Workers:
+    """The workers of one crew, in the order of their ranks."""
+
+    def __init__(self, streams: list[Any], folder: Path) -> None:
+        self._streams = streams
+        self._folder = folder
+
+    def tell(self, do: str, **order: object) -> list[dict[str, Any]]:
+        """Give all the same order; their replies. Raises WorkersLostError."""
+        return self.tell_each([{"do": do, **order}] * len(self._streams))
+
+    def tell_each(self, orders: list[dict[str, object]]) -> list[dict[str, Any]]:
+        """One order for each worker. Raises WorkersLostError with somebody's last words."""
+        replies: list[dict[str, Any]] = []
+        try:
+            for stream, order in zip(self._streams, orders, strict=True):
+                stream.write(json.dumps(order) + "\n")
+                stream.flush()
+            for stream in self._streams:
+                line = stream.readline()
+                if not line:
+                    raise OSError(f"worker {len(replies)} died")
+                replies.append(json.loads(line))
+        except OSError as error:
+            raise WorkersLostError(f"{error} {last_words(self._folder)}") from error
+        for reply in replies:
+            if "failed" in reply:
+                raise WorkersLostError(reply["failed"].strip())
+        return replies
+
+
+class Stage:
+    """Test hosts and the crews on them. A crew that could not be started says why."""
+
+    def __init__(self, lab: Lab, crews: Mapping[Crew, Workers]) -> None:
+        self._lab = lab
+        self._crews = crews
+
+    def crew_of(self, side: str) -> Workers:
+        """The workers that have this side."""
+        return self._crews[SIDES[side].crew]
+
+    def bytes_over_links(self) -> list[int]:
+        """What each host has sent, then what each has received, so far."""
+        hosts = self._lab.hosts
+        return [
+            *(self._lab.bytes_sent(host) for host in hosts),
+            *(self._lab.bytes_received(host) for host in hosts),
+        ]
+
+
+def last_words(folder: Path) -> str:
+    """The end of the logs."""
+    texts = [path.read_text().strip() for path in sorted(folder.glob("*.log"))]
+    return " | ".join(text[-600:] for text in texts if text)
+
+
+@contextmanager
+def stage_of(line: Line, crews: Collection[Crew]) -> Iterator[Stage]:
+    """Test hosts with the workers of this line, all of which have met."""
+    with ExitStack() as stack:
+        lab = stack.enter_context(netlab(line.num_hosts, line.rate, cores=_cores_of(line)))
+        yield Stage(lab, {crew: _start(crew, line, lab, stack) for crew in sorted(crews)})
+
+
+def _start(crew: Crew, line: Line, lab: Lab, stack: ExitStack) -> Workers:
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    server = stack.enter_context(socket.socket(socket.AF_UNIX))
+    server.bind(str(folder / "orders"))
+    server.listen()
+    server.settimeout(START_S)
+    if crew == "cntk":
+        _start_cntk(line, lab, folder)
+    elif line.launcher == "mpirun":
+        _start_by_mpirun(line, lab, folder)
+    else:
+        _start_one_by_one(line, lab, folder)
+    streams: dict[int, Any] = {}
+    for _ in range(line.num_workers):
+        try:
+            connection, _ = server.accept()
+        except TimeoutError:
+            raise WorkersLostError(f"not all workers came: {last_words(folder)}") from None
+        connection.settimeout(PATIENCE_S)
+        stack.callback(connection.close)
+        stream = stack.enter_context(connection.makefile("rw"))
+        streams[json.loads(stream.readline())["rank"]] = stream
+    workers = Workers([streams[rank] for rank in range(line.num_workers)], folder)
+    meeting = f"tcp://{lab.hosts[0].name}:{PORT + 1}"
+    workers.tell_each(
+        [
+            {"do": "meet", "rank": rank, "size": line.num_workers, "meeting": meeting}
+            for rank in range(line.num_workers)
+        ]
+    )
+    return workers
+
+
+def _cores_of(line: Line) -> list[set[int]]:
+    """One core per host, dealt out in turn; a single host has all of them."""
+    own = sorted(os.sched_getaffinity(0))
+    if line.num_hosts == 1:
+        return [set(own)]
+    return [{own[index % len(own)]} for index in range(line.num_hosts)]
+
+
+def _environment(line: Line) -> dict[str, str]:
+    cores = sorted(os.sched_getaffinity(0)) if line.num_hosts == 1 else []
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "NUMBA_NUM_THREADS": "1",
+        "MASTER_ADDR": "n0",
+        "MASTER_PORT": str(PORT),
+        "GLOO_SOCKET_IFNAME": Host.interface,
+        "BENCH_CORES": ",".join(map(str, cores)),
+    }
+
+
+def _spawn(host: Host, command: list[str | Path], env: dict[str, str], log: Path) -> None:
+    with log.open("w") as stream:
+        host.popen(command, env=env, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream)
+
+
+def _start_one_by_one(line: Line, lab: Lab, folder: Path) -> None:
+    """As torchrun would: one process per rank with its variables."""
+    for rank in range(line.num_workers):
+        host = lab.hosts[rank // line.workers_per_host]
+        env = {
+            **_environment(line),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(line.num_workers),
+            "LOCAL_RANK": str(rank % line.workers_per_host),
+            "LOCAL_WORLD_SIZE": str(line.workers_per_host),
+            "OWN_ADDRESS": host.address,
+        }
+        command = [sys.executable, SCRIPT, "worker", folder / "orders"]
+        _spawn(host, command, env, folder / f"rank{rank}.log")
+
+
+def _start_by_mpirun(line: Line, lab: Lab, folder: Path) -> None:
+    """On one host, which needs no agent."""
+    mpirun = find_mpirun(os.environ)
+    if mpirun is None:
+        raise WorkersLostError("there is no mpirun: pip install 'torchmn[mpi]'")
+    env = {**_environment(line), "OWN_ADDRESS": lab.hosts[0].address}
+    command: list[str | Path] = [mpirun, "--allow-run-as-root", "--bind-to", "none"]
+    command += ["-n", str(line.num_workers), sys.executable, SCRIPT, "worker", folder / "orders"]
+    _spawn(lab.hosts[0], command, env, folder / "mpirun.log")
+
+
+def _start_cntk(line: Line, lab: Lab, folder: Path) -> None:
+    """Under the mpirun of its own MPI, from the first host to all by the lab's agent."""
+    if not (CNTK / "run").exists():
+        raise WorkersLostError("CNTK 2.7 is not there: run scripts/setup_peers.sh")
+    command: list[str | Path] = [
+        *(CNTK / "run", "mpirun.openmpi", "--allow-run-as-root", "--bind-to", "none"),
+        *("-n", str(line.num_workers), "--hostfile", lab.hostfile(line.workers_per_host)),
+        *("--mca", "plm_rsh_agent", lab.rsh_agent, "--mca", "orte_launch_agent", CNTK / "orted"),
+        *("--mca", "btl", "self,tcp", "--mca", "btl_tcp_if_include", Host.interface),
+        *("--mca", "pml", "ob1", "--mca", "oob_tcp_if_include", Host.interface),
+        *("-x", "OMP_NUM_THREADS", "-x", "LD_LIBRARY_PATH", "-x", "PATH"),
+        *("python", CNTK_SCRIPT, folder / "orders"),
+    ]
+    _spawn(lab.hosts[0], command, _environment(line), folder / "mpirun.log")

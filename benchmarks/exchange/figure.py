@@ -1,0 +1,68 @@
+"""Draw `docs/figures/exchange.png`: speed as a share of no-exchange, per side and setting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from record import Bar
+
+from exchange.table import LINES
+
+FIGURE = Path(__file__).parents[2] / "docs" / "figures" / "exchange.png"
+
+
+def draw(bars: Sequence[Bar]) -> Path | None:
+    """One panel per line of the table; peers are orange. None: there is nothing to draw."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels: dict[str, dict[str, Bar]] = {}
+    for bar in bars:
+        line, _, rest = bar.bar.partition(": ")
+        side, mark, _ = rest.partition(", share of ")
+        if mark:
+            panels.setdefault(line, {})[side] = bar
+    if not panels:
+        return None
+    heights = [max(1.2, 0.28 * len(sides)) for sides in panels.values()]
+    num_rows = (len(panels) + 1) // 2
+    figure, grid = pyplot.subplots(
+        num_rows,
+        2,
+        figsize=(13, sum(max(heights[i : i + 2]) + 0.8 for i in range(0, len(heights), 2))),
+        height_ratios=[max(heights[i : i + 2]) for i in range(0, len(heights), 2)],
+        squeeze=False,
+    )
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes, (name, sides) in zip(grid.flat, panels.items(), strict=False):
+        values = [100 * bar.value for bar in sides.values()]
+        errors = [
+            [100 * (bar.value - bar.interval[0]) for bar in sides.values() if bar.interval],
+            [100 * (bar.interval[1] - bar.value) for bar in sides.values() if bar.interval],
+        ]
+        colours = ["tab:orange" if _is_peer(side) else "tab:blue" for side in sides]
+        axes.barh(list(sides), values, xerr=errors, color=colours)
+        axes.axvline(100, color="grey", linewidth=0.8)
+        axes.invert_yaxis()
+        axes.set_xlim(0, 112)
+        axes.tick_params(labelsize=8)
+        axes.set_title(_title(name), fontsize=9)
+    figure.supxlabel("speed, % of training without exchange (median, 95 % interval)", fontsize=9)
+    figure.tight_layout()
+    FIGURE.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(FIGURE, dpi=100)
+    return FIGURE
+
+
+def _is_peer(side: str) -> bool:
+    return side.startswith(("ddp", "post-local", "torchft"))
+
+
+def _title(name: str) -> str:
+    line = LINES[name]
+    each = f" x {line.workers_per_host} workers" if line.workers_per_host > 1 else ""
+    return f"{line.num_hosts} host{'s' * (line.num_hosts > 1)}{each}, {line.rate or 'no limit'}"

@@ -1,0 +1,308 @@
+"""How each side is built inside a worker, on plain torch, on torchmn or on a peer."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from exchange.table import BATCH, BLOCK_STEPS, Side
+
+_ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(_ROOT / "examples"))
+sys.path.append(str(_ROOT / ".peers" / "torchft"))  # behind everything else: it has old friends
+from models.mlp import MLP  # noqa: E402
+from models.vgg import VGG  # noqa: E402
+
+Step = Callable[[], object]
+NUM_BATCHES = 4
+TIMEOUT_S = 240
+
+
+@dataclass
+class Runner:
+    """One side, built: ``step`` trains once, ``drain`` returns when nothing is in flight."""
+
+    step: Step
+    drain: Step = lambda: None
+
+
+def build(side: Side) -> Runner:
+    """Build a side. *Collective.* Raises what says that it cannot be built."""
+    return BUILDERS[side.build](side.options)
+
+
+def _training() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)  # the same model on all workers; each worker is a process of its own
+    model = VGG(10)
+    return model, torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+
+
+def _step_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, shape: tuple[int, ...] = (3, 32, 32)
+) -> Step:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    batches = cycle(
+        [
+            (
+                torch.randn((BATCH, *shape), generator=generator),
+                torch.randint(10, (BATCH,), generator=generator),
+            )
+            for _ in range(NUM_BATCHES)
+        ]
+    )
+
+    def step() -> None:
+        images, labels = next(batches)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+
+    return step
+
+
+def _alone(options: Mapping[str, object]) -> Runner:
+    return Runner(_step_of(*_training()))
+
+
+def _ddp(options: Mapping[str, object]) -> Runner:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    model, optimizer = _training()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    hook = str(options.get("hook", ""))
+    if hook == "fp16":
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif hook == "powersgd":
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=1, start_powerSGD_iter=2
+        )
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif hook:
+        from torchmn.exchange import ddp_hook
+
+        ddp_hook(hook.removeprefix("torchmn ")).register(wrapped)
+    return Runner(_step_of(wrapped, optimizer))
+
+
+def _post_local_sgd(options: Mapping[str, object]) -> Runner:
+    """torch's recipe with every worker a subgroup of its own: local steps, then one average."""
+    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+        PostLocalSGDState,
+        post_localSGD_hook,
+    )
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    model, inner = _training()
+    own_group, _ = dist.new_subgroups(group_size=1)
+    # Buffers would be broadcast before every forward: a synchronous step in all but name.
+    wrapped = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    state = PostLocalSGDState(process_group=None, subgroup=own_group, start_localSGD_iter=0)
+    wrapped.register_comm_hook(state, post_localSGD_hook)
+    averager = PeriodicModelAverager(period=BLOCK_STEPS, warmup_steps=0)
+    return Runner(_step_of(wrapped, PostLocalSGDOptimizer(inner, averager)))
+
+
+def _torchft(options: Mapping[str, object]) -> Runner:
+    """torchft's DiLoCo, each worker a replica group of its own, found if it can be imported."""
+    from datetime import timedelta
+
+    from torchft import Manager, ProcessGroupGloo
+    from torchft.coordination import LighthouseServer
+    from torchft.local_sgd import DiLoCo
+
+    for name in ("torchft", "torchft_quorums", "torchft_commits", "torchft_errors"):
+        import logging
+
+        logging.getLogger(name).setLevel(logging.ERROR)
+    model, inner = _training()
+    found: list[object] = [None]
+    if dist.get_rank() == 0:
+        _alive.append(
+            LighthouseServer(bind="[::]:0", min_replicas=dist.get_world_size(), join_timeout_ms=100)
+        )
+        found = [_alive[-1].address()]
+    dist.broadcast_object_list(found, 0)
+    store = dist.TCPStore(
+        os.environ["OWN_ADDRESS"], 0, is_master=True, wait_for_workers=False, use_libuv=True
+    )
+    _alive.append(store)
+    timeout = timedelta(seconds=TIMEOUT_S)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timeout),
+        min_replica_size=dist.get_world_size(),
+        load_state_dict=lambda state: None,
+        state_dict=dict,
+        replica_id=f"worker{dist.get_rank()}",
+        store_addr=os.environ["OWN_ADDRESS"],
+        store_port=store.port,
+        rank=0,
+        world_size=1,
+        lighthouse_addr=str(found[0]),
+        hostname=os.environ["OWN_ADDRESS"],
+        use_async_quorum=False,
+        init_sync=False,
+        timeout=timeout,
+        quorum_timeout=timeout,
+    )
+    features = list(model.features)  # type: ignore[union-attr]
+    half = len(features) * 3 // 4  # about half of the parameters on each side
+    parts = [nn.Sequential(*features[:half]), nn.Sequential(*features[half:], model.classifier)]
+    fragments = parts if options["fragments"] == 2 else [model]
+    outer = [
+        torch.optim.SGD(part.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        for part in fragments
+    ]
+    diloco = DiLoCo(
+        manager,
+        fragments,
+        inner,
+        outer,
+        sync_every=BLOCK_STEPS,
+        use_bucketization=True,
+        fragment_sync_delay=options["delay_steps"],
+    )
+    diloco.__enter__()
+    _alive.append(diloco)
+    return Runner(_step_of(model, inner))
+
+
+_alive: list[Any] = []  # servers that live as long as the worker
+
+
+def _communicator(options: Mapping[str, object]) -> Any:
+    import torchmn
+    from torchmn.communicators.create import ROUTES
+    from torchmn.communicators.flat import FlatCommunicator
+
+    class FlatInBuckets(FlatCommunicator):
+        """One all-reduce over all workers for each bucket: what DDP does."""
+
+        name = "flat in buckets"
+        granularity = "bucket"
+
+    ROUTES.setdefault("flat in buckets", FlatInBuckets)
+    comm = torchmn.create_communicator(
+        str(options.get("route", "auto")),
+        transport=str(options.get("transport", "torch")),
+        timeout_s=TIMEOUT_S,
+    )
+    if "bucket_bytes" in options:
+        comm.bucket_bytes = int(str(options["bucket_bytes"]))
+    return comm
+
+
+def _torchmn(options: Mapping[str, object], schedule: object = None) -> Runner:
+    import torchmn
+
+    model, inner = _training()
+    comm = _communicator(options)
+    more: dict[str, Any] = dict(options.get("optimizer", {}))  # type: ignore[call-overload]
+    optimizer = torchmn.create_multi_node_optimizer(
+        inner,
+        comm,
+        model,
+        codec=options.get("codec"),
+        schedule=schedule or options.get("schedule"),
+        **more,
+    )
+    step = _step_of(model, optimizer)
+    if options.get("schedule") == "parameter_server":
+        return Runner(step, optimizer.flush)
+    # In the engine's queue behind whatever is under way; 'auto' may have chosen another engine.
+    return Runner(step, lambda: optimizer.exchange.comm.barrier())
+
+
+def _mlp() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = MLP()
+    return model, torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+
+
+def _mlp_alone(options: Mapping[str, object]) -> Runner:
+    return Runner(_step_of(*_mlp(), shape=(784,)))
+
+
+def _mlp_with_cntk_names(options: Mapping[str, object]) -> Runner:
+    """The learners that people know from CNTK, for `cntk_worker.py` to be measured beside."""
+    import torchmn
+
+    model, inner = _mlp()
+    comm = _communicator(options)
+    if options.get("block"):
+        size = BLOCK_STEPS * BATCH * dist.get_world_size()
+        learner = torchmn.block_momentum_distributed_learner(inner, size, comm=comm, model=model)
+    else:
+        learner = torchmn.data_parallel_distributed_learner(
+            inner, num_quantization_bits=options["bits"], comm=comm, model=model
+        )
+    return Runner(_step_of(model, learner, shape=(784,)), comm.barrier)
+
+
+def _torchmn_blocks(options: Mapping[str, object]) -> Runner:
+    import torchmn.exchange
+
+    schedule = getattr(torchmn.exchange, str(options["schedule"]))  # AttributeError: not built
+    block_size = BLOCK_STEPS * BATCH * dist.get_world_size()
+    made = schedule(block_size=block_size, **options["schedule_options"])  # type: ignore[arg-type]
+    return _torchmn(options, made)
+
+
+def _mean(options: Mapping[str, object]) -> Runner:
+    """One mean as gradients take it: pieces of ``bucket_bytes`` through the engine, or whole.
+
+    Sums: gradients are divided while they are packed.
+    """
+    comm = _communicator(options)
+    numel = int(str(options["nbytes"])) // 4
+    size = numel if options.get("whole") else comm.bucket_bytes // 4
+    pieces = [
+        comm.new_buffer(min(size, numel - start), torch.float32, torch.device("cpu"))
+        for start in range(0, numel, size)
+    ]
+    for piece in pieces:
+        piece.fill_(0)  # pages that nobody has written are read much faster
+    return Runner(lambda: [work.wait() for work in [comm.start_sum_(piece) for piece in pieces]])
+
+
+def _mean_by_gloo(options: Mapping[str, object]) -> Runner:
+    """torch's own all-reduce, whole or as DDP calls it: in pieces, all under way at once."""
+    buffer = torch.zeros(int(str(options["nbytes"])) // 4).fill_(0)
+    pieces = buffer.split(int(str(options.get("bucket_bytes", options["nbytes"]))) // 4)
+
+    def step() -> None:
+        for work in [dist.all_reduce(piece, async_op=True) for piece in pieces]:
+            work.wait()  # type: ignore[union-attr]
+
+    return Runner(step)
+
+
+def _mean_by_mpi(options: Mapping[str, object]) -> Runner:
+    from mpi4py import MPI
+
+    buffer = torch.zeros(int(str(options["nbytes"])) // 4).fill_(0).numpy()
+    return Runner(lambda: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, buffer))
+
+
+BUILDERS: dict[str, Callable[[Mapping[str, object]], Runner]] = {
+    "alone": _alone,
+    "ddp": _ddp,
+    "post-local SGD": _post_local_sgd,
+    "torchft": _torchft,
+    "MLP alone": _mlp_alone,
+    "MLP with CNTK's names": _mlp_with_cntk_names,
+    "torchmn": _torchmn,
+    "torchmn blocks": _torchmn_blocks,
+    "mean": _mean,
+    "mean by gloo": _mean_by_gloo,
+    "mean by MPI": _mean_by_mpi,
+}

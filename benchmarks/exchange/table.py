@@ -1,0 +1,338 @@
+"""The table of `make bench-exchange` as data: sides, lines and limits.
+
+A *side* is one way of training (or of forming one mean). A *line* is a setting (hosts, workers on
+each, rate of the links) with the sides that take turns in it and the limits that they must hold.
+A side appears in as many lines as wanted; its name means the same in all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torchmn.units import MiB
+
+BATCH = 32  # samples of one worker in one step
+BLOCK_STEPS = 16
+BASELINE = "no-exchange"
+Crew = Literal["torch", "cntk"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """What one side is made of and how long its turn lasts.
+
+    ``lead_steps`` run before the clock starts: the exchange that an overlapped step inherits is
+    then paid for like the one it leaves behind. A block schedule needs none: its turn is one
+    block, and ``warm_up_steps`` puts the exchange where nothing is in flight at either end.
+    """
+
+    name: str
+    build: str
+    options: Mapping[str, object] = field(default_factory=dict)
+    steps: int = 3
+    lead_steps: int = 1
+    warm_up_steps: int = 3
+    what: Literal["step", "mean"] = "step"
+    crew: Crew = "torch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """The speed of the best of ``ours`` over the best of ``theirs`` is at least ``at_least``.
+
+    With ``nbytes`` it is the bytes over a link, per direction and step, of ``ours`` that lie
+    within ``at_least`` of this number.
+    """
+
+    ours: tuple[str, ...]
+    theirs: tuple[str, ...] = (BASELINE,)
+    at_least: float
+    nbytes: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A setting, its sides in the order of their turns, and its limits.
+
+    The baseline takes a turn before every ``baseline_every``-th side. ``steps`` replaces the
+    timed steps of some sides.
+    """
+
+    name: str
+    sides: tuple[str, ...]
+    limits: tuple[Limit, ...] = ()
+    num_hosts: int = 2
+    workers_per_host: int = 1
+    rate: str | None = "1gbit"
+    launcher: Literal["popen", "mpirun"] = "popen"
+    baseline: str | None = BASELINE
+    baseline_every: int = 3
+    steps: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def num_workers(self) -> int:
+        return self.num_hosts * self.workers_per_host
+
+
+# ---- sides ----
+
+
+def _torchmn(name: str, steps: int = 3, **options: object) -> Side:
+    return Side(name=name, build="torchmn", options=options, steps=steps)
+
+
+def _blocks(name: str, schedule: str, overlap_steps: int = 0, codec: str | None = None) -> Side:
+    """The exchange begins 4 steps after the beginning of a turn and has 12 to end."""
+    options = {
+        "schedule": schedule,
+        "schedule_options": {"overlap_steps": overlap_steps} if overlap_steps else {},
+        "codec": codec,
+    }
+    return Side(
+        name=name,
+        build="torchmn blocks",
+        options=options,
+        steps=BLOCK_STEPS,
+        lead_steps=0,
+        warm_up_steps=2 * BLOCK_STEPS - 4,
+    )
+
+
+def _peer_blocks(name: str, build: str, **options: object) -> Side:
+    return Side(
+        name=name,
+        build=build,
+        options=options,
+        steps=BLOCK_STEPS,
+        lead_steps=0,
+        warm_up_steps=2 * BLOCK_STEPS,
+    )
+
+
+def _mean(name: str, build: str, **options: object) -> Side:
+    return Side(name=name, build=build, options=options, steps=4, warm_up_steps=2, what="mean")
+
+
+_ALL = (
+    Side(name=BASELINE, build="alone", steps=4),
+    Side(name="ddp", build="ddp"),
+    Side(name="ddp fp16", build="ddp", options={"hook": "fp16"}),
+    Side(name="ddp powersgd", build="ddp", options={"hook": "powersgd"}, warm_up_steps=6),
+    Side(name="ddp hook int8", build="ddp", options={"hook": "torchmn int8"}),
+    _peer_blocks("post-local SGD", "post-local SGD"),
+    _peer_blocks("torchft DiLoCo", "torchft", fragments=1, delay_steps=0),
+    _peer_blocks("torchft streaming", "torchft", fragments=2, delay_steps=4),
+    _torchmn("every step"),
+    _torchmn("every step, flat in buckets", route="flat in buckets"),
+    _torchmn("next forward", schedule="every_step_next_forward"),
+    _torchmn("double buffering", schedule="double_buffering"),
+    *(
+        _torchmn(f"every step {codec}", codec=codec)
+        for codec in ("float16", "bfloat16", "int8", "int4", "int2", "1bit", "power_sgd")
+    ),
+    *(
+        _torchmn(f"next forward {codec}", codec=codec, schedule="every_step_next_forward")
+        for codec in ("int8", "1bit")
+    ),
+    *(
+        _torchmn(f"double buffering {codec}", codec=codec, schedule="double_buffering")
+        for codec in ("float16", "int8", "1bit")
+    ),
+    _torchmn("parameter server", schedule="parameter_server"),
+    _torchmn("auto", codec="auto", schedule="auto"),
+    _torchmn("auto lossy", codec="auto", schedule="auto", optimizer={"allow_lossy": True}),
+    *(
+        _blocks(f"{words}{f' {codec}' if codec else ''}{mode}", schedule, overlap_steps, codec)
+        for words, schedule in (
+            ("periodic average", "PeriodicAverage"),
+            ("block momentum", "BlockMomentum"),
+            ("DiLoCo", "DiLoCo"),
+        )
+        for codec in (None, "int8")
+        for mode, overlap_steps in (("", 0), (", overlapped", 6))
+    ),
+    *(
+        Side(name=f"MLP, {words}", build=build, options=options, steps=48, lead_steps=16,
+             warm_up_steps=20)
+        for words, build, options in (
+            ("1 bit", "MLP with CNTK's names", {"bits": 1}),
+            ("32 bit", "MLP with CNTK's names", {"bits": 32}),
+            ("block momentum", "MLP with CNTK's names", {"block": True}),
+            ("no-exchange", "MLP alone", {}),
+        )
+    ),
+    *(
+        Side(name=f"CNTK {words}", build="", crew="cntk", steps=48, lead_steps=16)
+        for words in ("1 bit", "32 bit", "block momentum")
+    ),
+    _mean("mean, hierarchical", "mean", route="hierarchical", nbytes=60_000_000),
+    _mean("mean, flat in buckets", "mean", route="flat in buckets", nbytes=60_000_000),
+    _mean("mean, shared memory", "mean", route="single_node", nbytes=64_000_000, whole=True),
+    _mean("mean, gloo in buckets", "mean by gloo", nbytes=60_000_000, bucket_bytes=4 * MiB),
+    _mean("mean, gloo", "mean by gloo", nbytes=64_000_000),
+    _mean("mean, Open MPI", "mean by MPI", nbytes=64_000_000),
+)  # fmt: skip
+SIDES = {side.name: side for side in _ALL}
+
+
+# ---- lines ----
+
+_LOSSY = (
+    *("every step float16", "every step bfloat16", "every step int8", "every step int4"),
+    *("every step 1bit", "every step power_sgd"),
+)
+_LATE = ("double buffering", "double buffering int8", "next forward int8")
+_BLOCKING = ("block momentum", "DiLoCo")
+_OVERLAPPED = ("block momentum, overlapped", "DiLoCo, overlapped")
+_BLOCKING_INT8 = ("block momentum int8", "DiLoCo int8")
+_OVERLAPPED_INT8 = ("block momentum int8, overlapped", "DiLoCo int8, overlapped")
+_PEER_BLOCKS = ("post-local SGD", "torchft DiLoCo", "torchft streaming")
+_FLOAT32 = ("ddp", "every step", "next forward", "auto")
+_FIXED_LOSSLESS = ("every step", "next forward")
+_SLOW_STEPS = {"ddp": 1, "ddp fp16": 1, "every step": 1, "next forward": 1, "every step float16": 1}
+
+
+def _lines_of(num_hosts: int, shares: float, ratios: Mapping[str, float]) -> tuple[Line, ...]:
+    """The lines for 2 hosts, and for more with all shares lower by ``shares``."""
+    prefix = f"{num_hosts}h"
+    every = Limit(ours=("every step",), theirs=("ddp",), at_least=ratios["1gbit"])
+    hidden = Limit(ours=("next forward",), theirs=("ddp",), at_least=ratios["next forward"])
+    auto = Limit(ours=("auto",), theirs=_FIXED_LOSSLESS, at_least=0.95)
+    best = (*_FIXED_LOSSLESS, *_LOSSY, *_LATE)
+    auto_lossy = Limit(ours=("auto lossy",), theirs=best, at_least=0.95)
+    return (
+        Line(
+            name=f"{prefix}-1gbit-float32",
+            num_hosts=num_hosts,
+            sides=_FLOAT32,
+            limits=(every, hidden, auto),
+        ),
+        Line(
+            name=f"{prefix}-1gbit-lossy",
+            num_hosts=num_hosts,
+            sides=("ddp fp16", *_FIXED_LOSSLESS, *_LOSSY, *_LATE, "auto lossy"),
+            limits=(Limit(ours=_LOSSY, at_least=0.90 - shares), auto_lossy),
+        ),
+        Line(
+            name=f"{prefix}-1gbit-blocks",
+            num_hosts=num_hosts,
+            sides=(*_PEER_BLOCKS, "periodic average", *_BLOCKING, *_OVERLAPPED),
+            limits=(
+                *(Limit(ours=(side,), at_least=0.93 - shares) for side in _BLOCKING),
+                *(Limit(ours=(side,), at_least=0.98 - shares) for side in _OVERLAPPED),
+            ),
+            baseline_every=1,
+            steps={BASELINE: 8},
+        ),
+        Line(
+            name=f"{prefix}-100mbit-lossy",
+            num_hosts=num_hosts,
+            rate="100mbit",
+            sides=("ddp", "ddp fp16", *_FIXED_LOSSLESS, *_LOSSY, "double buffering 1bit",
+                   "next forward 1bit", "auto lossy"),
+            limits=(
+                Limit(ours=("every step 1bit",), at_least=0.80 - shares),
+                Limit(ours=("auto lossy",), at_least=0.95,
+                      theirs=(*_FIXED_LOSSLESS, *_LOSSY, "double buffering 1bit",
+                              "next forward 1bit")),
+            ),
+            steps=_SLOW_STEPS,
+        ),
+        Line(
+            name=f"{prefix}-100mbit-blocks",
+            num_hosts=num_hosts,
+            rate="100mbit",
+            sides=("torchft DiLoCo", "torchft streaming", *_BLOCKING_INT8, *_OVERLAPPED_INT8),
+            limits=tuple(
+                Limit(ours=(side,), at_least=0.95 - shares) for side in _OVERLAPPED_INT8
+            ),
+            baseline_every=1,
+            steps={BASELINE: 8},
+        ),
+        Line(
+            name=f"{prefix}-10gbit-float32",
+            num_hosts=num_hosts,
+            rate="10gbit",
+            sides=("ddp", "ddp fp16", "every step", "next forward", "every step float16",
+                   "every step int8", "double buffering", "auto"),
+            limits=(
+                Limit(ours=("every step",), theirs=("ddp",), at_least=ratios["10gbit"]),
+                auto,
+            ),
+        ),
+    )  # fmt: skip
+
+
+_LINES = (
+    *_lines_of(2, 0.0, {"1gbit": 1.08, "next forward": 1.20, "10gbit": 1.04}),
+    *_lines_of(4, 0.05, {"1gbit": 1.0, "next forward": 1.0, "10gbit": 1.0}),
+    Line(  # by itself: it has aborted the process
+        name="2h-1gbit-powersgd-hook",
+        sides=("ddp", "ddp powersgd"),
+    ),
+    Line(  # the same codecs for people who stay with DDP
+        name="2h-1gbit-ddp-hook",
+        sides=("ddp", "ddp fp16", "ddp hook int8"),
+    ),
+    Line(
+        name="2h-1gbit-server",
+        sides=("ddp", "parameter server"),
+    ),
+    Line(  # beside CNTK's learners in processes of their own, which sleep meanwhile
+        name="2h-200mbit-cntk",
+        rate="200mbit",
+        baseline="MLP, no-exchange",
+        sides=("MLP, 1 bit", "CNTK 1 bit", "MLP, block momentum", "CNTK block momentum",
+               "MLP, 32 bit", "CNTK 32 bit"),
+        limits=(Limit(ours=("MLP, 1 bit",), theirs=("CNTK 1 bit",), at_least=1.0),),
+    ),
+    Line(
+        name="2x2-1gbit-mean",
+        workers_per_host=2,
+        sides=("mean, gloo in buckets", "mean, flat in buckets", "mean, hierarchical"),
+        baseline=None,
+        limits=(  # gloo goes round in a ring, which sends least; our flat sums at owners
+            Limit(
+                ours=("mean, hierarchical",),
+                theirs=("mean, gloo in buckets", "mean, flat in buckets"),
+                at_least=1.25,
+            ),
+            Limit(ours=("mean, hierarchical",), nbytes=60e6, at_least=0.02),
+            Limit(ours=("mean, gloo in buckets",), nbytes=90e6, at_least=0.02),
+        ),
+    ),
+    Line(
+        name="2x2-1gbit-step",
+        workers_per_host=2,
+        sides=("ddp", "every step, flat in buckets", "every step"),
+        limits=(
+            Limit(
+                ours=("every step",), theirs=("ddp", "every step, flat in buckets"), at_least=1.0
+            ),
+        ),
+    ),
+    Line(
+        name="1x2-mean",
+        num_hosts=1,
+        workers_per_host=2,
+        rate=None,
+        launcher="mpirun",
+        baseline=None,
+        sides=("mean, gloo", "mean, Open MPI", "mean, shared memory"),
+        limits=(
+            Limit(ours=("mean, shared memory",), theirs=("mean, gloo",), at_least=4.0),
+            Limit(ours=("mean, shared memory",), theirs=("mean, Open MPI",), at_least=1.8),
+        ),
+    ),
+    Line(
+        name="1x2-step",
+        num_hosts=1,
+        workers_per_host=2,
+        rate=None,
+        sides=("ddp", "every step", "next forward", "every step float16", "auto"),
+        limits=(Limit(ours=("auto",), theirs=_FIXED_LOSSLESS, at_least=0.95),),
+    ),
+)  # fmt: skip
+LINES = {line.name: line for line in _LINES}

@@ -1,0 +1,315 @@
+"""The right exchange for the network at hand, chosen by measurement.
+
+    steps 1, 2        every step in float32, to warm up
+    steps 3 to 6      the same, timed: when which gradient is ready, how long a step takes
+    then              links and codecs are timed, every plan is predicted (`choose`)
+    4 steps each      the best few plans are tried
+    from then on      the fastest of them
+
+All ranks switch at one step boundary. The communicator, the optimizer and the model stay. Numbers
+are those of the slowest rank; rank 0 decides and tells. Plans that lose bits or are a step late are
+tried only where the user allowed it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchmn.communicators.link_speed import LinkSpeed, measure_links
+from torchmn.compression import ErrorFeedback, create_codec
+from torchmn.compression.speed import coding_s_per_element
+from torchmn.exchange.base import Deferring, Replicas, Schedule
+from torchmn.exchange.choose import (
+    CodecFacts,
+    Plan,
+    ReadyGradient,
+    StepFacts,
+    ranked,
+    shortlist,
+)
+from torchmn.exchange.gradients import GradientExchange
+from torchmn.exchange.step_clock import StepClock
+from torchmn.units import MiB
+
+NUM_WARM_UP = 2
+NUM_TIMED = 4
+MOST_TRIALS = 4
+WITHIN = 1.5  # times the best prediction is worth a trial
+MARGIN = 1.02  # what loses bits, or is late, must be so much better
+DRIFT = 1.25  # with replan=True: so much slower than planned, and it is planned anew
+REPLAN_STEPS = 200
+BUCKET_BYTES = (MiB, 4 * MiB, 16 * MiB)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What may be chosen: schedules and codecs by name, the plainest first."""
+
+    schedules: Mapping[str, Callable[[], Schedule]]
+    codecs: Sequence[str]
+
+    def plans(self) -> list[Plan]:
+        """All combinations, the plainest first."""
+        return [
+            Plan(schedule=schedule, codec=codec, bucket_bytes=nbytes)
+            for schedule in self.schedules
+            for codec in self.codecs
+            for nbytes in BUCKET_BYTES
+        ]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A plan and the median of its steps, of the slowest rank."""
+
+    plan: Plan
+    step_s: float
+
+
+class Auto:
+    """Measures the first steps, then goes on with the fastest schedule, codec and bucket size.
+
+    It is a schedule around another one. ``replan=True`` looks again when steps have become slower,
+    and gives up that a repeated run has the same bits.
+    """
+
+    name = "auto"
+    num_sets = 1
+    counts_samples = False
+    _exchange: GradientExchange
+    _inner: Optimizer
+
+    def __init__(self, choices: Choices, *, replan: bool = False) -> None:
+        self.choices = choices
+        self.replan = replan
+        self.plan: Plan | None = None
+        """What was decided; None while it is being measured."""
+        self.reason = ""
+        """Why, in three lines."""
+        self.trials: list[Trial] = []
+        self._untried: list[Plan] = []
+        self._trying: Plan | None = None
+        self._planned_s = 0.0
+        self._is_attached = False
+        self._models: Sequence[nn.Module] = ()
+        self._why_wait: str | None = None
+        self.current: Schedule = next(iter(choices.schedules.values()))()
+
+    @property
+    def staleness_steps(self) -> int:
+        """That of the schedule in use."""
+        return self.current.staleness_steps
+
+    @property
+    def keeps_replicas(self) -> Replicas:
+        """That of the schedule in use."""
+        return self.current.keeps_replicas
+
+    def attach(self, exchange: GradientExchange, inner: Optimizer) -> None:
+        """See `Schedule.attach`."""
+        self._exchange, self._inner = exchange, inner
+        self._default = Plan(
+            schedule=next(iter(self.choices.schedules)),
+            codec=self.choices.codecs[0],
+            bucket_bytes=exchange.comm.bucket_bytes,
+        )
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self.plan, self.trials, self._untried, self._trying = None, [], [], None
+        self._clock = StepClock()
+        self._use(self._default)
+
+    # ---- as the schedule in use ----
+
+    def backward_ended(self) -> None:
+        """See `Schedule.backward_ended`."""
+        started = time.perf_counter()
+        self.current.backward_ended()
+        self._clock.backward_ended(time.perf_counter() - started)
+
+    def step(self, closure: Callable[[], float] | None) -> float | None:
+        """See `Schedule.step`. Some of the first steps end with a decision."""
+        result = self.current.step(closure)
+        self._step_ended()
+        return result
+
+    def take_part(self) -> int:
+        """See `Schedule.take_part`."""
+        num_active = self.current.take_part()
+        if num_active:
+            self._step_ended()
+        return num_active
+
+    def forget_backward(self) -> None:
+        """See `Schedule.forget_backward`."""
+        self.current.forget_backward()
+
+    def flush(self) -> None:
+        """See `Schedule.flush`."""
+        self.current.flush()
+
+    def rebuild(self) -> None:
+        """See `Schedule.rebuild`."""
+        self.current.rebuild()
+
+    def close(self) -> None:
+        """See `Schedule.close`."""
+        self.current.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Schedule.state_dict`: the plan, and the state of what is in use."""
+        state: dict[str, Any] = {"current": self.current.state_dict()}
+        if self.plan is not None:
+            state["plan"] = asdict(self.plan)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Schedule.load_state_dict`. *Collective*: what is in use may change."""
+        if "plan" in state:
+            self._decide(Plan(**state["plan"]), "the plan was saved with the state")
+        elif state:
+            self._start_over()
+        self.current.load_state_dict(state.get("current", {}))
+
+    # ---- Deferring, if the schedule in use is ----
+
+    def hook_into(self, models: Sequence[nn.Module], why_wait: str | None) -> None:
+        """See `Deferring.hook_into`."""
+        self._models, self._why_wait = models, why_wait
+        if isinstance(self.current, Deferring):
+            self.current.hook_into(models, why_wait)
+
+    def await_gradients(self, why: str | None = None) -> None:
+        """See `Deferring.await_gradients`."""
+        if isinstance(self.current, Deferring):
+            self.current.await_gradients(why)
+
+    def complete(self) -> None:
+        """See `Deferring.complete`."""
+        if isinstance(self.current, Deferring):
+            self.current.complete()
+
+    # ---- measuring and deciding; collective, at the end of a step ----
+
+    def _step_ended(self) -> None:
+        self._clock.step_ended()
+        num_steps = len(self._clock.steps_s)
+        if self.plan is not None:
+            if self.replan and num_steps % REPLAN_STEPS == 0:
+                self._look_for_drift()
+        elif self._trying is not None:
+            warm_up = getattr(self.current, "num_warm_up_steps", 1 + self.current.staleness_steps)
+            if num_steps == warm_up + NUM_TIMED:
+                self.trials.append(Trial(self._trying, self._slowest_s()))
+                self._try_next()
+        elif num_steps == NUM_WARM_UP:
+            self._clock.watch(list(self._exchange.parameters()))
+        elif num_steps == NUM_WARM_UP + NUM_TIMED:
+            self._predict()
+
+    def _slowest_s(self) -> float:
+        """The median of the timed steps on the slowest rank."""
+        mine = torch.tensor([self._clock.median_s(NUM_TIMED)], dtype=torch.float64)
+        return float(self._exchange.comm.allreduce(mine, "max"))
+
+    def _predict(self) -> None:
+        """Measure links and codecs, and find what is worth a trial."""
+        comm = self._exchange.comm
+        self.trials.append(Trial(self._default, self._slowest_s()))
+        group = comm.link_group
+        link = comm.engine.call(lambda: measure_links(group)) if group is not None else None
+        mine = self._clock.facts(NUM_TIMED)
+        codecs = [
+            CodecFacts(
+                name=name,
+                bits=getattr(codec, "bits", 32.0),
+                coding_s=coding_s_per_element(codec, comm.device),
+            )
+            for name, codec in ((name, create_codec(name)) for name in self.choices.codecs)
+        ]
+        everybody = comm.gather_obj((asdict(mine), [asdict(codec) for codec in codecs]))
+        told: tuple[list[dict[str, Any]], str] = ([], "")
+        if everybody is not None:
+            slowest = max((_step_facts(s) for s, _ in everybody), key=lambda s: s.compute_s)
+            codecs = [
+                max((CodecFacts(**row[i]) for _, row in everybody), key=lambda c: c.coding_s)
+                for i in range(len(codecs))
+            ]
+            plans: list[Plan] = []
+            if link is not None and group is not None:
+                found = ranked(self.choices.plans(), slowest, codecs, link, group.size)
+                plans = shortlist(found, within=WITHIN, most=MOST_TRIALS)
+            told = ([asdict(plan) for plan in plans], _why(link, slowest))
+        chosen, self.reason = comm.bcast_obj(told)
+        self._untried = [plan for plan in (Plan(**row) for row in chosen) if plan != self._default]
+        self._try_next()
+
+    def _try_next(self) -> None:
+        """Switch to the next plan on trial; behind the last one decide."""
+        if self._untried:
+            self._trying = self._untried.pop(0)
+            self._use(self._trying)
+            return
+        plain, best = self.trials[0], min(self.trials, key=lambda trial: trial.step_s)
+        if plain.step_s <= best.step_s * MARGIN:
+            best = plain
+        tried = ", ".join(f"{t.plan} {t.step_s * 1e3:.1f} ms" for t in self.trials)
+        self._planned_s = best.step_s
+        self._decide(best.plan, f"{self.reason}\ntried: {tried}")
+
+    def _decide(self, plan: Plan, why: str) -> None:
+        self.plan, self._trying = plan, None
+        self.reason = f"{plan}\n{why}"
+        if self._exchange.comm.rank == 0:
+            lines = self.reason.replace("\n", "\ntorchmn: ")
+            print(f"torchmn: auto takes {lines}", file=sys.stderr, flush=True)
+        self._use(plan)
+
+    def _look_for_drift(self) -> None:
+        step_s = self._slowest_s()
+        self._planned_s = self._planned_s or step_s
+        if step_s > DRIFT * self._planned_s:
+            self._start_over()
+
+    def _use(self, plan: Plan) -> None:
+        """Switch to a plan. What one codec owes is handed to the next one that can owe."""
+        exchange = self._exchange
+        if self._is_attached:
+            self.current.flush()
+            self.current.close()
+        self._is_attached = True
+        before, codec = exchange.codec, create_codec(plan.codec)
+        codec = codec.fresh() if codec is not None else None
+        if isinstance(before, ErrorFeedback) and isinstance(codec, ErrorFeedback):
+            codec.load_state_dict({"residues": before.state_dict()["residues"]})
+        self.current = self.choices.schedules[plan.schedule]()
+        exchange.comm.bucket_bytes = plan.bucket_bytes
+        exchange.redirect(exchange.comm, codec, num_sets=self.current.num_sets)
+        self.current.attach(exchange, self._inner)
+        if self._models:
+            self.hook_into(self._models, self._why_wait)
+        self._clock.restart()
+
+
+def _step_facts(row: dict[str, Any]) -> StepFacts:
+    gradients = tuple(ReadyGradient(**gradient) for gradient in row["gradients"])
+    return StepFacts(**{**row, "gradients": gradients})
+
+
+def _why(link: LinkSpeed | None, step: StepFacts) -> str:
+    megabytes = sum(gradient.nbytes for gradient in step.gradients) / 1e6
+    if link is None:
+        return f"nothing crosses a network: {megabytes:.1f} MB of gradients stay on one node"
+    return (
+        f"measured: {link}; a step computes {step.compute_s * 1e3:.1f} ms "
+        f"(backward {step.backward_s * 1e3:.1f} ms) for {megabytes:.1f} MB of gradients"
+    )

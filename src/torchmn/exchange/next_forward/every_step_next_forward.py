@@ -1,0 +1,355 @@
+"""Every step, hidden behind backward and the next forward: each layer is updated before it runs.
+
+    backward k:      chunks of late layers leave while gradients of earlier ones are computed
+    step k:          the options (lr, ...) are noted; what has arrived is applied
+    forward k+1:     before layer l runs:  w_l <- update(w_l, mean(g_l), options), both of step k
+
+The mathematics are those of `every_step`, and so are the bits if that one cuts its buckets alike:
+no layer runs with parameters of the step before. What pays is the order in which chunks leave, see
+`chunk_plan`; the first exchanges are as in `every_step` and are measured, then rank 0 makes the
+plan, and all ranks follow it from one exchange on.
+
+Papers: see `chunk_plan`. Differences: the order is static, since collectives need the same on all
+ranks; nothing is sent to a server and nothing pulled; the weights of the ranks and the flag of
+gradients that are not finite leave before what is deferred, so that `step` decides on all ranks
+alike whether there is an update at all. docs/explain/next-forward.md says what waits for what.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchmn.errors import UnsupportedError, UsageError
+from torchmn.exchange.base import Replicas
+from torchmn.exchange.bucket_set import BucketSet, NonfiniteGradients
+from torchmn.exchange.chunk_plan import ChunkPlan
+from torchmn.exchange.gradients import GradientExchange
+from torchmn.exchange.next_forward.deferred_updates import (
+    DeferredUpdates,
+    SeenGradient,
+    update_sites,
+)
+from torchmn.exchange.next_forward.partial_step import is_separable, sees_steps
+from torchmn.exchange.next_forward.plan_maker import NUM_MEASURED, PlanMaker
+from torchmn.units import MiB
+
+
+class EveryStepNextForward:
+    """Synchronous SGD whose exchange hides behind backward and the next forward.
+
+    Args:
+        chunk_bytes: what leaves at once, at most.
+        before_forward: names of parameters, or of modules for all of theirs, that are updated
+            before the model runs at all. What several modules share is among them anyway.
+    """
+
+    name = "every_step_next_forward"
+    num_sets = 1
+    staleness_steps = 0
+    keeps_replicas: Replicas = "every step"
+    counts_samples = False
+    num_warm_up_steps = NUM_MEASURED + 1
+    """Before steps take the time that they will take."""
+    _exchange: GradientExchange
+    _inner: Optimizer
+    _updates: DeferredUpdates
+
+    def __init__(self, *, chunk_bytes: int = 2 * MiB, before_forward: Sequence[str] = ()) -> None:
+        if chunk_bytes <= 0:
+            raise UsageError(f"chunk_bytes={chunk_bytes} must be a positive number of bytes.")
+        self.chunk_bytes = chunk_bytes
+        self.before_forward = tuple(before_forward)
+        self.plan: ChunkPlan | None = None
+        """None while exchanges are measured."""
+        self.reasons: dict[str, None] = {}
+        """Why something had to wait for all of an exchange, each once."""
+        self._models: list[nn.Module] = []
+        self._why_wait: str | None = None
+        self._maker: PlanMaker | None = None
+        # From backward to step: the sums under way, and the gradients that are in them.
+        self._flying: BucketSet | None = None
+        self._grads: dict[nn.Parameter, SeenGradient] = {}
+        self._is_exposed = False
+        self._is_exchanged = False
+        self._is_in_closure = False
+        self._has_warned = False
+        # From step to the next backward.
+        self._uninspected: BucketSet | None = None
+        """Sums that nobody has looked at for values that are not finite."""
+        self._is_applied = False
+        self._late_problem: NonfiniteGradients | None = None
+
+    # ---- Schedule ----
+
+    def attach(self, exchange: GradientExchange, inner: Optimizer) -> None:
+        """See `Schedule.attach`."""
+        self._exchange, self._inner = exchange, inner
+        self._updates = DeferredUpdates(exchange.comm.speaker)
+        if not is_separable(inner):
+            self._why_wait = (
+                f"{type(inner).__name__} may look at all gradients at once (a class that updates "
+                "each parameter from its own gradient alone says so by is_separable = True)"
+            )
+        exchange.watcher = self
+        exchange.cut(self.chunk_bytes)
+
+    def backward_ended(self) -> None:
+        """See `Schedule.backward_ended`."""
+        exchange = self._exchange
+        if self._is_exchanged:
+            self._warn_of_second_pass()
+        if self.plan is None or self._is_in_closure:
+            exchange.sum_rest()
+            means = exchange.turn()
+            means.wait()
+            exchange.expose(means)
+        else:
+            exchange.start_rest()
+            self._flying, self._is_exposed = exchange.turn(), False
+            self._flying.part_from_gradients()
+            self._grads = {p: SeenGradient(p.grad) for p in self._flying.chunks_of}
+        self._is_exchanged = True
+        self._exchange_ended()
+
+    def step(self, closure: Callable[[], float] | None) -> float | None:
+        """See `Schedule.step`."""
+        if closure is not None:
+            return self._step_with(closure)
+        exchange = self._exchange
+        if not self._is_exchanged:
+            exchange.exchange_now()
+        flying, self._flying, self._is_exchanged = self._flying, None, False
+        if flying is not None:
+            if not self._is_exposed:
+                self._raise_if_changed()
+                why = sees_steps(self._inner, num_own_hooks=1)
+                if why is None and self._defer(flying):
+                    return None
+                self._expose(flying, why)
+            exchange.inspect(flying)
+        exchange.problem = self._late_problem or exchange.problem
+        self._late_problem = None
+        self._inner.step()
+        return None
+
+    def take_part(self) -> int:
+        """See `Schedule.take_part`."""
+        exchange = self._exchange
+        exchange.finish_filling()
+        exchange.sum_rest()
+        means = exchange.turn()
+        means.wait()
+        exchange.inspect(means)
+        self._exchange_ended()
+        return means.num_active
+
+    def forget_backward(self) -> None:
+        """See `Schedule.forget_backward`. What is under way is not applied."""
+        if self._is_exchanged:
+            self._leave_uninspected(self._flying, is_applied=False)
+        self._flying, self._is_exchanged = None, False
+
+    def flush(self) -> None:
+        """See `Schedule.flush`."""
+        self.complete()
+        self._inspect_last()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Schedule.state_dict`: all is applied first, nothing outlives a step."""
+        self.complete()
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Schedule.load_state_dict`."""
+        self.complete()
+        self.forget_backward()
+
+    def rebuild(self) -> None:
+        """See `Schedule.rebuild`: all layout is the exchange's, see `layout_changed`."""
+
+    # ---- Deferring ----
+
+    def hook_into(self, models: Sequence[nn.Module], why_wait: str | None) -> None:
+        """See `Deferring.hook_into`."""
+        self._models = list(models)
+        self._why_wait = self._why_wait or why_wait
+        if self._why_wait:
+            self._note(self._why_wait)
+        self.layout_changed()
+
+    def await_gradients(self, why: str | None = None) -> None:
+        """See `Deferring.await_gradients`."""
+        if self._flying is not None and not self._is_exposed:
+            self._raise_if_changed()
+            self._expose(self._flying, why)
+            self._is_exposed = True
+
+    def complete(self) -> None:
+        """See `Deferring.complete`."""
+        self._updates.apply_all()
+        for sums in (self._flying, self._uninspected):
+            if sums is not None:
+                sums.drain()  # for what codecs remember
+
+    def close(self) -> None:
+        """See `Schedule.close`. All is applied first."""
+        self.complete()
+        self._unhook()
+        self._exchange.watcher = self._exchange.chunk_bytes = None
+
+    # ---- PassWatcher ----
+
+    def gradient_arrived(self, parameter: Tensor) -> None:
+        """See `PassWatcher.gradient_arrived`.
+
+        Raises UnsupportedError: it was added to what was no gradient.
+        """
+        seen = None if self._flying is None else self._grads.get(parameter)  # type: ignore[call-overload]
+        if seen is not None and not self._is_exposed and seen.is_same(parameter.grad):
+            raise UnsupportedError(
+                f"{self._exchange.comm.speaker}: a second backward pass before step(), and without "
+                "a forward pass of the model before it, while the mean of the first is under way. "
+                "Put the first under optimizer.no_sync(), or call optimizer.synchronize() between."
+            )
+        if self._updates:
+            self._updates.raise_if_used(parameter)
+        if self._maker is not None:
+            self._maker.meter.gradient_arrived(parameter)
+
+    def filling_begins(self) -> None:
+        """See `PassWatcher.filling_begins`: nothing of the last exchange may be in flight."""
+        if self._flying is not None:  # a second pass before step(), or a step was left out
+            self._leave_uninspected(self._flying, is_applied=False)
+            self._flying = None
+        self._inspect_last()
+
+    def filling_ends(self) -> None:
+        """See `PassWatcher.filling_ends`. What is pending still was not used in this pass."""
+        if self._maker is not None:
+            self._maker.meter.backward_ended()
+        self._updates.apply_all()
+
+    def layout_changed(self) -> None:
+        """See `PassWatcher.layout_changed`: measure and plan anew."""
+        self.plan = None
+        self._unhook()
+        exchange = self._exchange
+        if exchange.is_needed and exchange.sets[0].chunks and self._models and not self._why_wait:
+            self._maker = PlanMaker(exchange, self._models, self._note)
+
+    # ---- inside ----
+
+    def _defer(self, means: BucketSet) -> bool:
+        """Begin to apply this step, if it is to be applied. The same on all ranks."""
+        means.await_footer()
+        if not means.has_finite_gradients or self._late_problem is not None:
+            return False
+        exchange = self._exchange
+        exchange.adopt_unit(means)
+        flags = [True] * len(means.order) if exchange.zero_fill else means.presence
+        grads, self._grads = self._grads, {}
+        self._leave_uninspected(means, is_applied=True)
+        self._updates.begin(self._inner, means, dict(zip(means.order, flags, strict=True)), grads)
+        return True
+
+    def _expose(self, means: BucketSet, why: str | None) -> None:
+        if why is not None:
+            self._note(why)
+        means.wait()
+        self._exchange.assign(means)
+
+    def _step_with(self, closure: Callable[[], float]) -> float | None:
+        self._note("step() has a closure, which needs its gradients at once")
+        self.complete()
+        self._is_in_closure = True
+        try:
+            return self._inner.step(closure)
+        finally:
+            self._is_in_closure = False
+            self.forget_backward()
+
+    def _leave_uninspected(self, means: BucketSet | None, *, is_applied: bool) -> None:
+        self._uninspected, self._is_applied = means, is_applied
+
+    def _inspect_last(self) -> None:
+        """Look whether the last exchange had a finite end. *Collective*, if it had not."""
+        means, self._uninspected = self._uninspected, None
+        if means is None:
+            return
+        means.drain()
+        exchange = self._exchange
+        exchange.inspect(means)
+        problem, exchange.problem = exchange.problem, None
+        if self._is_applied:  # only its sum was not finite: the next step says so
+            self._late_problem = problem
+
+    def _before_graph(self) -> None:
+        """A second pass before step() adds to the mean of the first, which must be there then."""
+        if self._flying is not None:
+            self.await_gradients()
+
+    def _raise_if_changed(self) -> None:
+        for bucket in self._exchange.sets[0].buckets:
+            for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
+                if not self._grads[parameter].is_unchanged(parameter.grad):
+                    raise UsageError(
+                        f"{self._exchange.comm.speaker}: the gradient of '{name}' was changed "
+                        "between backward() and step(), but what travels is what it was. Clip by "
+                        "max_grad_norm= or optimizer.clip_grad_norm_(), or call "
+                        "optimizer.synchronize() first, which makes p.grad the mean."
+                    )
+
+    def _exchange_ended(self) -> None:
+        """Called at the end of every exchange, on all ranks alike."""
+        if self._maker is None:
+            return
+        plan = self._maker.exchange_ended()
+        if plan is None:
+            return
+        maker, self._maker = self._maker, None
+        maker.meter.close()
+        self.plan = self._exchange.plan = plan
+        names = {
+            parameter: name
+            for bucket in self._exchange.sets[0].buckets
+            for parameter, name in zip(bucket.parameters, bucket.names, strict=True)
+        }
+        self._updates.hook_into(
+            self._models,
+            *update_sites(self._models, names, maker.meter.readers, self.before_forward),
+            self._before_graph,
+        )
+
+    def _unhook(self) -> None:
+        self._updates.unhook()
+        if self._maker is not None:
+            self._maker.meter.close()
+            self._maker = None
+
+    def _note(self, why: str) -> None:
+        """Say once for each reason that nothing hides behind the next forward."""
+        if why in self.reasons or self._exchange.comm.size == 1:
+            return
+        self.reasons[why] = None
+        warnings.warn(
+            f"{self.name}: {why}, so this waits for the whole exchange and nothing of it is hidden "
+            "behind the next forward pass.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+    def _warn_of_second_pass(self) -> None:
+        if self._has_warned or not self._exchange.is_accumulating:
+            return
+        self._has_warned = True
+        warnings.warn(
+            "More than one backward pass before step(): each one exchanges all gradients. The "
+            "result is right, but wrap all passes but the last in optimizer.no_sync() to exchange "
+            "once.",
+            stacklevel=2,
+        )

@@ -1,0 +1,58 @@
+"""The codec of one exchange: chosen once, with a state of its own that belongs to one rank."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torchmn.communicators import Communicator
+from torchmn.compression import Codec, create_codec
+from torchmn.errors import UnsupportedError
+
+
+def own_codec(codec: str | Codec | None, comm: Communicator) -> Codec | None:
+    """The codec of one exchange over ``comm``, with a state of its own. Local.
+
+    Raises UnsupportedError: the communicator has another one, or its route cannot carry it.
+    """
+    if codec is None:
+        chosen = comm.codec
+    elif comm.codec is not None:
+        raise UnsupportedError(
+            f"The communicator was made with allreduce_grad_dtype={comm.codec.name!r}, and codec="
+            f"{codec!r} is asked for beside it. Give one of the two."
+        )
+    else:
+        chosen = create_codec(codec)
+    if chosen is None:
+        return None
+    if chosen.needs_whole_parameters and comm.cuts_parameters:
+        raise UnsupportedError(
+            f"{chosen.name} needs whole parameters, and the route {comm.name!r} cuts them between "
+            "the ranks of a node. Use 'hierarchical' or another codec."
+        )
+    return chosen.fresh()
+
+
+def codec_state(codec: Codec | None, comm: Communicator) -> dict[str, Any]:
+    """What the codec of this rank remembers, and whose it is. Local."""
+    if codec is None:
+        return {}
+    return {"rank": comm.rank, "size": comm.size, "state": codec.state_dict()}
+
+
+def load_codec_state(codec: Codec | None, comm: Communicator, state: dict[str, Any]) -> None:
+    """Go on from `codec_state`. What another rank owes is not ours to pay: it is left out."""
+    if codec is None:
+        return
+    is_ours = (state.get("rank"), state.get("size")) == (comm.rank, comm.size)
+    if state.get("state") and not is_ours:
+        warnings.warn(
+            f"{comm.speaker}: the saved state of the codec {codec.name} is that of "
+            f"rank {state['rank']} of {state['size']}, so this rank starts without residues. "
+            "Save and load optimizer.state_dict() on every rank; for another number of ranks "
+            "see torchmn.compression.reshard.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    codec.load_state_dict(state["state"] if is_ours else {})

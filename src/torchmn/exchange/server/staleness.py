@@ -1,0 +1,82 @@
+"""How old the parameters were to which asynchronous gradients were applied."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStaleness:
+    """What one worker has met since its optimizer was made."""
+
+    num_updates: int
+    mean: float
+    """Updates, its own too, between the pull on which a gradient was taken and its push."""
+    max: int
+    max_steps_ahead: int
+    """Of the slowest worker, when this one went on to its next step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staleness:
+    """The report: the bound, every worker by rank, and how often each staleness was met by any."""
+
+    max_staleness: int
+    workers: Mapping[int, WorkerStaleness]
+    histogram: Mapping[int, int]
+
+    def __str__(self) -> str:
+        lines = [f"staleness in updates; at most {self.max_staleness} steps ahead are allowed"]
+        lines += [
+            f"rank {rank}: mean {w.mean:.2f}, max {w.max} in {w.num_updates} updates, at most "
+            f"{w.max_steps_ahead} steps ahead"
+            for rank, w in sorted(self.workers.items())
+        ]
+        lines += [f"{late} updates late: {num}" for late, num in sorted(self.histogram.items())]
+        return "\n".join(lines)
+
+
+@dataclass
+class StalenessRecord:
+    """What one worker writes down, in numbers that JSON can carry."""
+
+    counts: Counter[int] = field(default_factory=Counter)
+    """How often a push was so many updates late."""
+    max_steps_ahead: int = 0
+
+    def add(self, num_updates_late: int, num_steps_ahead: int) -> None:
+        """One push."""
+        self.counts[num_updates_late] += 1
+        self.max_steps_ahead = max(self.max_steps_ahead, num_steps_ahead)
+
+    def as_json(self) -> dict[str, Any]:
+        """For another rank."""
+        return {"counts": list(self.counts.items()), "ahead": self.max_steps_ahead}
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> StalenessRecord:
+        """What another rank has written down."""
+        return cls(Counter(dict(map(tuple, told["counts"]))), told["ahead"])
+
+
+def report(max_staleness: int, records: Mapping[int, StalenessRecord]) -> Staleness:
+    """The report over the records of some workers, by rank; those without updates are left out."""
+    workers = {
+        rank: WorkerStaleness(
+            num_updates=record.counts.total(),
+            mean=sum(late * num for late, num in record.counts.items()) / record.counts.total(),
+            max=max(record.counts),
+            max_steps_ahead=record.max_steps_ahead,
+        )
+        for rank, record in records.items()
+        if record.counts
+    }
+    histogram: Counter[int] = Counter()
+    for record in records.values():
+        histogram.update(record.counts)
+    return Staleness(
+        max_staleness=max_staleness, workers=workers, histogram=dict(sorted(histogram.items()))
+    )

@@ -1,0 +1,86 @@
+"""Wrong parameter servers, by the contract that must catch each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torchmn.exchange import ParameterServer
+from torchmn.exchange.server.stripe_server import StripeServer
+
+
+def _with(server_class):
+    return type(f"With{server_class.__name__}", (ParameterServer,), {"_server_class": server_class})
+
+
+class _LosesAPush(StripeServer):
+    def push(self, push, stay):
+        return super().push(replace(push, has_gradients=push.clock != 3), stay)
+
+
+class _StepsTwice(StripeServer):
+    def _apply(self, push, base):
+        super()._apply(push, base)
+        super()._apply(push, base)
+
+
+class _IgnoresTheBound(StripeServer):
+    def _slowest(self):
+        return 1000
+
+
+class _AlwaysVersionSeven(StripeServer):
+    def push(self, push, stay):
+        return replace(super().push(push, stay), version=7)
+
+
+class _AddsNoise(StripeServer):
+    def _apply(self, push, base):
+        super()._apply(push, base)
+        for buffer in self._values.buffers:
+            buffer += 1e-12
+
+
+class _ForgetsStateWhenItBegins(StripeServer):
+    def _begin(self, episode):
+        super()._begin(episode)
+        self._optimizer.state.clear()
+
+
+LosesAPush = _with(_LosesAPush)
+"""Of each worker the third."""
+StepsTwice = _with(_StepsTwice)
+"""Applies every push once more."""
+IgnoresTheBound = _with(_IgnoresTheBound)
+"""Lets everybody go on at once."""
+AlwaysVersionSeven = _with(_AlwaysVersionSeven)
+"""Says that nothing is new."""
+AddsNoise = _with(_AddsNoise)
+"""Changes parameters without a gradient."""
+ForgetsStateWhenItBegins = _with(_ForgetsStateWhenItBegins)
+"""Does not take over what was loaded."""
+
+
+class KeepsItsOwn(ParameterServer):
+    """Goes on with the parameters of its last pull after a flush."""
+
+    def _finish(self):
+        before = [p.detach().clone() for _, _, p, _ in self._places]
+        super()._finish()
+        if self._comm.rank == 0:
+            for (_, _, parameter, _), old in zip(self._places, before, strict=True):
+                parameter.detach().copy_(old)
+
+
+class LeavesStateAtServers(ParameterServer):
+    """Does not gather the optimizer's state."""
+
+    def _gather_state(self):
+        pass
+
+
+class PushesWhatIsNotFinite(ParameterServer):
+    """Looks at no gradient."""
+
+    def _act_on(self, nonfinite):
+        nonfinite.clear()
+        super()._act_on(nonfinite)

@@ -1,0 +1,66 @@
+"""The parameter server keeps its contracts, and each catches one that is made to break it."""
+
+import os
+
+import pytest
+
+from tests.contracts.broken import servers as broken
+from torchmn.launch.detect import find_mpirun
+from torchmn.testing import MpiPool, run_ranks
+from torchmn.testing import server_contracts as contracts
+from torchmn.testing.contracts import ContractError
+from torchmn.topology import Topology
+
+SAMPLE = [
+    (world_size, servers, codec)
+    for world_size, servers in ((1, "all"), (2, "all"), (3, "all"), (4, "all"), (3, 1), (4, 2))
+    for codec in (
+        ("float32", "int8")
+        if world_size in (1, 2)
+        else ("float32", "float16", "bfloat16", "1bit")
+        if (world_size, servers) == (3, 1)
+        else ("float32",)
+    )
+]
+CAUGHT_BY = {
+    broken.LosesAPush: contracts.check_sums,
+    broken.StepsTwice: contracts.check_alone,
+    broken.IgnoresTheBound: contracts.check_bound,
+    broken.AlwaysVersionSeven: contracts.check_versions,
+    broken.AddsNoise: contracts.check_zeros,
+    broken.ForgetsStateWhenItBegins: contracts.check_state,
+    broken.KeepsItsOwn: contracts.check_flush,
+    broken.LeavesStateAtServers: contracts.check_flush,
+    broken.PushesWhatIsNotFinite: contracts.check_nonfinite,
+}
+
+
+@pytest.mark.parametrize(("world_size", "servers", "codec"), SAMPLE)
+def test_contracts(world_size: int, servers: int | str, codec: str) -> None:
+    run_ranks(lambda comm: contracts.check_all(comm, servers, codec), world_size)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    if find_mpirun(os.environ) is None:
+        pytest.skip(reason="no mpirun: install it with 'make setup'")
+    with MpiPool(3) as started:
+        yield started
+
+
+@pytest.mark.mpi
+@pytest.mark.processes
+@pytest.mark.parametrize(("servers", "codec"), [("all", "float32"), (1, "int8")])
+def test_contracts_over_mpi(pool: MpiPool, servers: int | str, codec: str) -> None:
+    topology = Topology.blocks([2, 1])
+    pool.run(contracts.check_all, 3, servers, codec, name="hierarchical", topology=topology)
+
+
+@pytest.mark.parametrize("wrong", CAUGHT_BY, ids=lambda cls: cls.__name__)
+def test_a_wrong_one_is_caught(wrong: type) -> None:
+    with pytest.raises(ContractError):
+        run_ranks(lambda comm: CAUGHT_BY[wrong](comm, wrong, None), 3, timeout_s=5)
+
+
+def test_every_contract_has_one_that_breaks_it() -> None:
+    assert set(CAUGHT_BY.values()) == set(contracts.SERVER_CONTRACTS)
