@@ -111,6 +111,9 @@ class Communicator(ABC):
     def _sum_(self, cargo: Cargo, wire: Wire) -> None:
         """Sum a cargo over all ranks, in place, the same bits on all. Inside an engine job."""
 
+    def _send_ahead(self, cargo: Cargo, wire: Wire) -> None:  # noqa: B027 - a hint
+        """Announce what `_sum_` will send first if nothing is summed before that. Local."""
+
     def _agree(self, is_valid: bool) -> bool:
         """Whether what was decoded is valid on all ranks, inside an engine job.
 
@@ -199,6 +202,7 @@ class Communicator(ABC):
     ) -> Callable[[], None]:
         chosen = wire if wire is not None else create_wire(self.codec)
         freight = cargo if isinstance(cargo, Cargo) else Cargo.of(cargo)
+        self._send_ahead(freight, chosen)
 
         def job() -> None:
             if bucket is None:

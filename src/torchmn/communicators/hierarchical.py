@@ -37,6 +37,10 @@ class HierarchicalCommunicator(Communicator):
         if self._node.size > 1:
             self._node.broadcast_(cargo.buffer, 0)
 
+    def _send_ahead(self, cargo: Cargo, wire: Wire) -> None:
+        if self._node.size == 1 and self._leaders is not None:
+            wire.send_ahead(self._leaders, cargo)
+
     def _agree(self, is_valid: bool) -> bool:
         """Leaders have decoded the same bytes; the others of the node have decoded nothing."""
         return all_agree(self._node, is_valid)

@@ -51,6 +51,10 @@ class TwoDimensionalCommunicator(Communicator):
         if self._node.size > 1:
             self._node.all_gather_stripes_(cargo.buffer)
 
+    def _send_ahead(self, cargo: Cargo, wire: Wire) -> None:
+        if self._node.size == 1:
+            wire.send_ahead(self._column, cargo)
+
     def _agree(self, is_valid: bool) -> bool:
         """Ranks of one column have decoded the same bytes, the others of the node other ones."""
         return all_agree(self._node, is_valid)

@@ -61,6 +61,9 @@ class Wire(Protocol):
     def sum_(self, group: Group, cargo: Cargo) -> None:
         """*Collective over the group.*"""
 
+    def send_ahead(self, group: Group, cargo: Cargo) -> None:
+        """Announce a sum that will come; see `Transport.send_ahead`. Local."""
+
 
 class PlainWire:
     """The buffer's own dtype, by the transport's all-reduce."""
@@ -72,15 +75,18 @@ class PlainWire:
         if group.size > 1:
             group.all_reduce_(cargo.buffer)
 
+    def send_ahead(self, group: Group, cargo: Cargo) -> None:
+        """See `Wire.send_ahead`."""
+        if group.size > 1:
+            group.transport.send_ahead(cargo.buffer)
 
-class StripedWire:
+
+class StripedWire(PlainWire):
     """Reduce-scatter and all-gather of stripes.
 
     This is the all-reduce of ChainerMN's `inter_allreduce_gpu`: all-to-all, sum at the owner of
     each stripe, all-gather. Two ranks take the transport's own, which needs one round less.
     """
-
-    codec: Codec | None = None
 
     def sum_(self, group: Group, cargo: Cargo) -> None:
         """See `Wire.sum_`."""
@@ -114,6 +120,9 @@ class EncodedWire:
         stripes = self._stripes(group, cargo)
         total, wide = self._scatter(group, cargo, stripes)
         self._gather(group, cargo, stripes, total, wide)
+
+    def send_ahead(self, group: Group, cargo: Cargo) -> None:
+        """See `Wire.send_ahead`: it must be encoded first, in its turn."""
 
     def _stripes(self, group: Group, cargo: Cargo) -> _Stripes:
         key = (cargo.layout, group.size, group.rank, cargo.num_exact)
@@ -214,6 +223,9 @@ class FactorisedWire:
         self.codec.sum_(matrices, _GroupOfRanks(group))
         if group.size > 1 and cargo.num_exact:
             group.all_reduce_(cargo.exact)
+
+    def send_ahead(self, group: Group, cargo: Cargo) -> None:
+        """See `Wire.send_ahead`: it must be factorised first, in its turn."""
 
 
 class _GroupOfRanks:

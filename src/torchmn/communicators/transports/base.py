@@ -170,6 +170,14 @@ class Transport(ABC):
     def close(self) -> None:
         """Release connections. Call it on every rank; nothing may be in flight."""
 
+    def send_ahead(self, buffer: Tensor) -> None:  # noqa: B027 - most transports need no hint
+        """Announce the sum of a buffer, by `all_reduce_` or `reduce_scatter_stripes_`. Local.
+
+        What the sum sends first may then leave behind the sums that were announced before it. All
+        ranks announce the same in the same order and sum in that order; the buffer stays as it is
+        until then.
+        """
+
     # ---- collectives over `exchange`, overridden where the library is better ----
 
     def barrier(self, limit: TimeLimit) -> None:
