@@ -73,6 +73,7 @@ class BucketSet:
         """The unit that suits the weights seen in this exchange."""
         self._footer = buckets[-1].footer if buckets else torch.zeros(NUM_FOOTER)
         self._works: dict[Chunk, Work[None]] = {}
+        self._stand_ins: dict[nn.Parameter, tuple[Tensor, int]] = {}
         self._num_left = len(self.chunks)
         self._factor = 1.0
         self._holds_means = True
@@ -181,14 +182,18 @@ class BucketSet:
         """Give every ``p.grad`` that is a slot memory of its own: sums are under way in the slot.
 
         It is memory that is not touched, but for a NaN at its beginning: no norm and no sum of it
-        can be taken for that of a gradient.
+        can be taken for that of a gradient. It is used again as long as nobody writes to it.
         """
         for bucket in self.buckets:
             for parameter, slot in zip(bucket.parameters, bucket.slots, strict=True):
                 if parameter.grad is slot:
-                    parameter.grad = torch.empty_like(slot)
-                    if slot.numel():
-                        parameter.grad[(0,) * slot.dim()] = float("nan")
+                    stand_in, version = self._stand_ins.get(parameter, (None, 0))
+                    if stand_in is None or stand_in._version != version:
+                        stand_in = torch.empty_like(slot)
+                        if slot.numel():
+                            stand_in[(0,) * slot.dim()] = float("nan")
+                        self._stand_ins[parameter] = stand_in, stand_in._version
+                    parameter.grad = stand_in
 
     def drain(self) -> None:
         """Wait for all sums, whatever they are."""

@@ -104,9 +104,12 @@ class DeferredUpdates:
 
     def apply(self, parameters: Iterable[nn.Parameter]) -> None:
         """Make those of them that are pending. Raises UsageError: a parameter was changed since."""
-        due = [parameter for parameter in parameters if parameter in self._pending]
+        due = dict.fromkeys(p for p in parameters if p in self._pending)
         if not due or self._means is None or self._step is None:
             return
+        # A step of the optimizer costs as much for one parameter as for ten small ones: take along
+        # what has arrived meanwhile.
+        due.update(dict.fromkeys(p for p in self._pending if self._means.has_arrived(p)))
         for parameter in due:
             self._means.take(parameter, self._pending[parameter].slot)
             if parameter._version != self._pending[parameter].version:
