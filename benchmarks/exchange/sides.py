@@ -70,7 +70,17 @@ def _step_of(
 
 
 def _alone(options: Mapping[str, object]) -> Runner:
-    return Runner(_step_of(*_training()))
+    """Plain torch. With ``waits`` each step ends when all workers have ended it."""
+    step = _step_of(*_training())
+    if not options.get("waits"):
+        return Runner(step)
+    flag = torch.zeros(1)
+
+    def step_and_wait() -> None:
+        step()
+        dist.all_reduce(flag)
+
+    return Runner(step_and_wait)
 
 
 def _ddp(options: Mapping[str, object]) -> Runner:

@@ -117,6 +117,8 @@ def _mean(name: str, build: str, **options: object) -> Side:
 
 _ALL = (
     Side(name=BASELINE, build="alone", steps=4),
+    # What every synchronous exchange loses, however fast it is, to the slower worker of each step.
+    Side(name="no-exchange, waiting", build="alone", options={"waits": True}),
     Side(name="ddp", build="ddp"),
     Side(name="ddp fp16", build="ddp", options={"hook": "fp16"}),
     Side(name="ddp powersgd", build="ddp", options={"hook": "powersgd"}, warm_up_steps=6),
@@ -189,7 +191,7 @@ _OVERLAPPED = ("block momentum, overlapped", "DiLoCo, overlapped")
 _BLOCKING_INT8 = ("block momentum int8", "DiLoCo int8")
 _OVERLAPPED_INT8 = ("block momentum int8, overlapped", "DiLoCo int8, overlapped")
 _PEER_BLOCKS = ("post-local SGD", "torchft DiLoCo", "torchft streaming")
-_FLOAT32 = ("ddp", "every step", "next forward", "auto")
+_FLOAT32 = ("no-exchange, waiting", "ddp", "every step", "next forward", "auto")
 _FIXED_LOSSLESS = ("every step", "next forward")
 _SLOW_STEPS = {"ddp": 1, "ddp fp16": 1, "every step": 1, "next forward": 1, "every step float16": 1}
 
@@ -212,7 +214,8 @@ def _lines_of(num_hosts: int, shares: float, ratios: Mapping[str, float]) -> tup
         Line(
             name=f"{prefix}-1gbit-lossy",
             num_hosts=num_hosts,
-            sides=("ddp fp16", *_FIXED_LOSSLESS, *_LOSSY, *_LATE, "auto lossy"),
+            sides=("no-exchange, waiting", "ddp fp16", *_FIXED_LOSSLESS, *_LOSSY, *_LATE,
+                   "auto lossy"),
             limits=(Limit(ours=_LOSSY, at_least=0.90 - shares), auto_lossy),
         ),
         Line(
@@ -230,7 +233,8 @@ def _lines_of(num_hosts: int, shares: float, ratios: Mapping[str, float]) -> tup
             name=f"{prefix}-100mbit-lossy",
             num_hosts=num_hosts,
             rate="100mbit",
-            sides=("ddp", "ddp fp16", *_FIXED_LOSSLESS, *_LOSSY, "double buffering 1bit",
+            sides=("no-exchange, waiting", "ddp", "ddp fp16", *_FIXED_LOSSLESS, *_LOSSY,
+                   "double buffering 1bit",
                    "next forward 1bit", "auto lossy"),
             limits=(
                 Limit(ours=("every step 1bit",), at_least=0.80 - shares),

@@ -41,7 +41,7 @@ from torchmn.communicators.transports.base import (
     TimeLimit,
     Transport,
 )
-from torchmn.errors import PeerLostError, TimeLimitError
+from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError
 from torchmn.units import KiB
 
 MOST_PEERS = 15
@@ -76,7 +76,8 @@ class StreamTransport(Transport):
         self.is_threaded = getattr(inner, "is_threaded", True)
         self._streams = {peer: _Stream(peer, each) for peer, each in connections.items()}
         self._ahead = {peer: _Stream(peer, each) for peer, each in connections_ahead.items()}
-        self._announced: deque[Sequence[Message]] = deque()
+        self._announced: deque[tuple[int, Sequence[Message]]] = deque()
+        self._num_announced = 0
 
     @classmethod
     def over(cls, inner: Transport, limit: TimeLimit) -> Transport:
@@ -108,10 +109,10 @@ class StreamTransport(Transport):
             self.inner.exchange(small_sends, small_recvs, limit, tag)
         if len(small_sends) == len(sends) and len(small_recvs) == len(recvs):
             return
-        is_announced = bool(self._announced) and _are_same(self._announced[0], sends)
+        number = self._announced_number(sends)
+        is_announced = number is not None
         streams = self._ahead if is_announced else self._streams
-        if is_announced:
-            self._announced.popleft()
+        tag = tag if number is None else number
         for peer, tensor in sends:
             if _is_large((peer, tensor)):
                 streams[peer].expect_sent(tensor, tag, is_posted=is_announced)
@@ -130,9 +131,23 @@ class StreamTransport(Transport):
             pieces = self.stripes(buffer)
             sends = [(peer, pieces[peer]) for peer in self._others]
         if all(map(_is_large, sends)):
-            self._announced.append(sends)
+            self._num_announced += 1
+            self._announced.append((self._num_announced, sends))
             for peer, tensor in sends:
-                self._ahead[peer].post_send(tensor, 0)
+                self._ahead[peer].post_send(tensor, self._num_announced)
+
+    def _announced_number(self, sends: Sequence[Message]) -> int | None:
+        """Which announced sum begins with these messages, the next one; None if none does."""
+        announced = list(self._announced)
+        found = [number for number, messages in announced if _are_same(messages, sends)]
+        if not found:
+            return None
+        if found[0] != announced[0][0]:
+            raise CommunicationError(
+                f"sum {found[0]} is made before sum {announced[0][0]}, which was announced before."
+            )
+        self._announced.popleft()
+        return found[0]
 
     def _pump(self, limit: TimeLimit) -> None:
         """Move bytes until everything that is expected is done, and what was announced meanwhile."""

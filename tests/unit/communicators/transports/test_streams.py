@@ -13,7 +13,7 @@ from torchmn.communicators.transports import streams
 from torchmn.communicators.transports.base import TimeLimit
 from torchmn.communicators.transports.streams import StreamTransport
 from torchmn.communicators.transports.torch_distributed import TorchDistributedTransport
-from torchmn.errors import PeerLostError, TimeLimitError
+from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError
 from torchmn.testing.contracts import seeded
 
 LARGE = 70_001  # elements
@@ -91,6 +91,57 @@ def test_small_and_large_messages_to_all_in_one_exchange() -> None:
             assert torch.equal(tensor, part(10 * r + me, numel=n))
 
     run(rank_main, 3)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_announced_sums_are_those_that_are_not(size, dtype) -> None:
+    numels = [size * LARGE, size * LARGE + 1, 5, 2 * size * LARGE]
+
+    def rank_main(transport):
+        limit = TimeLimit(20)
+        plain = [part(transport.rank + i, dtype, n) for i, n in enumerate(numels)]
+        ahead = [buffer.clone() for buffer in plain]
+        for buffer in plain:
+            transport.all_reduce_(buffer, "sum", limit)
+        for buffer in ahead:
+            transport.send_ahead(buffer)
+        other = torch.ones(size * LARGE)
+        transport.all_reduce_(other, "max", limit)  # may come between them
+        for buffer in ahead:
+            transport.all_reduce_(buffer, "sum", limit)
+        return plain, ahead
+
+    for plain, ahead in run(rank_main, size):
+        assert all(map(torch.equal, plain, ahead))
+
+
+def test_announced_sums_are_made_in_their_order() -> None:
+    def rank_main(transport):
+        first, second = torch.ones(2 * LARGE), torch.ones(2 * LARGE)
+        transport.send_ahead(first)
+        transport.send_ahead(second)
+        with pytest.raises(CommunicationError, match="sum 2 is made before sum 1"):
+            transport.all_reduce_(second, "sum", TimeLimit(20))
+
+    run(rank_main, 2)
+
+
+def test_ranks_that_announce_something_else_are_told() -> None:
+    def rank_main(transport):
+        buffer = torch.ones(2 * LARGE)
+        if transport.rank == 1:
+            transport.send_ahead(torch.zeros(2 * LARGE))
+            transport._announced.popleft()
+        transport.send_ahead(buffer)
+        if transport.rank == 0:
+            with contextlib.suppress(PeerLostError):
+                transport.all_reduce_(buffer, "sum", TimeLimit(20))
+        else:
+            with pytest.raises(PeerLostError, match="with tag 1 where .* different collective"):
+                transport.all_reduce_(buffer, "sum", TimeLimit(20))
+
+    run(rank_main, 2)
 
 
 def test_a_part_has_connections_of_its_own() -> None:
