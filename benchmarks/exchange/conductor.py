@@ -44,6 +44,8 @@ def measure(
                     refused = [reply["not_built"] for reply in replies if "not_built" in reply]
                     status[current] = f"not built: {refused[0]}" if refused else "measured"
                     tell(f"{line.name}: {current}: {status[current]}")
+                    for words in replies[0].get("words", "").splitlines():
+                        tell(f"    {words}")
                 ready = [side for side in ready if status[side] == "measured"]
                 for unit in range(num_units):
                     for current in _round(line, ready):

@@ -29,10 +29,14 @@ TIMEOUT_S = 240
 
 @dataclass
 class Runner:
-    """One side, built: ``step`` trains once, ``drain`` returns when nothing is in flight."""
+    """One side, built: ``step`` trains once, ``drain`` returns when nothing is in flight.
+
+    ``words`` is what there is to say of it when it has run warm.
+    """
 
     step: Step
     drain: Step = lambda: None
+    words: Callable[[], str] = lambda: ""
 
 
 def build(side: Side) -> Runner:
@@ -229,7 +233,11 @@ def _torchmn(options: Mapping[str, object], schedule: object = None) -> Runner:
     if options.get("schedule") == "parameter_server":
         return Runner(step, optimizer.flush)
     # In the engine's queue behind whatever is under way; 'auto' may have chosen another engine.
-    return Runner(step, lambda: optimizer.exchange.comm.barrier())
+    return Runner(
+        step,
+        lambda: optimizer.exchange.comm.barrier(),
+        lambda: getattr(optimizer.schedule, "reason", ""),
+    )
 
 
 def _mlp() -> tuple[nn.Module, torch.optim.Optimizer]:

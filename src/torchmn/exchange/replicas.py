@@ -143,12 +143,22 @@ def different_tensors(comm: Communicator, models: Sequence[nn.Module]) -> list[s
     return [name for name in mine if len({sums[name] for sums in everybody}) > 1]
 
 
-def take_over(comm: Communicator, tensors: Sequence[Tensor], inner: Optimizer, source: int) -> None:
-    """Give all ranks the tensors and the optimizer's state of one of them. *Collective.*"""
+def take_over(
+    comm: Communicator,
+    tensors: Sequence[Tensor],
+    inner: Optimizer,
+    source: int,
+    *,
+    is_behind: bool | None = None,
+) -> None:
+    """Give ranks that are behind the tensors and the optimizer's state of another. *Collective.*
+
+    By default those are all but the ``source``.
+    """
     is_source = comm.rank == source
     state = comm.bcast_obj(inner.state_dict() if is_source else None, source)
     held = comm.bcast_obj([t.detach() for t in tensors] if is_source else None, source)
-    if not is_source:
+    if is_behind or (is_behind is None and not is_source):
         with torch.no_grad():
             for tensor, value in zip(tensors, held, strict=True):
                 tensor.copy_(value)

@@ -239,7 +239,8 @@ class LosesTheBlockInState(SmallBlocks):
 
     def load_state_dict(self, state):
         if state:
-            state = {**state, "cycle_samples": 0.0, "block_samples": [0.0]}
+            cadence = {**state["cadence"], "samples": 0.0}
+            state = {**state, "cadence": cadence, "block_samples": [0.0]}
         super().load_state_dict(state)
 
 

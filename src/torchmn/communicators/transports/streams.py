@@ -150,7 +150,7 @@ class StreamTransport(Transport):
         return found[0]
 
     def _pump(self, limit: TimeLimit) -> None:
-        """Move bytes until everything that is expected is done, and what was announced meanwhile."""
+        """Move bytes until all that is expected is done, and what was announced meanwhile."""
         poll = select.poll()
         streams = {
             stream.socket.fileno(): stream

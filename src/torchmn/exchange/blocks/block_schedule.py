@@ -47,6 +47,7 @@ from torchmn.communicators import Communicator
 from torchmn.compression import Codec
 from torchmn.errors import DisagreementError, UnsupportedError, UsageError
 from torchmn.exchange.base import Replicas
+from torchmn.exchange.blocks.cadence import Cadence
 from torchmn.exchange.blocks.fragments import (
     Fragment,
     Movement,
@@ -135,10 +136,12 @@ class BlockSchedule(ABC):
         self._every_step = EveryStep()
         self._codec: Codec | None = None
         self._fragments: list[Fragment] = []
+        self._cadence = Cadence(num_fragments, math.inf)
         self._begin_anew()
 
     def _begin_anew(self) -> None:
         self.num_samples = 0.0
+        self._cadence.restart()
         self._is_warm = self.distributed_after > 0
         self._is_last_warm_step = False
         """Whether p.grad is a mean over all ranks though the warm start has ended."""
@@ -146,10 +149,6 @@ class BlockSchedule(ABC):
         self._has_anchors = False
         self._are_anchors_proven = False
         self._pending: _Pending | None = None
-        self._next_fragment = 0
-        self._samples_of_cycle = 0.0
-        self._num_due = 0
-        """Exchanges whose part of the block is full, that the next step starts."""
         self._num_sharing = 1
         """How many ranks hold the parameters of this worker: those of the node that have data."""
         self._num_missed = 0
@@ -196,7 +195,7 @@ class BlockSchedule(ABC):
         if self.inside_node is not None:
             self._connect_node()
         num_ranks = self._node.size if self._node is not None else 1
-        self._share = self._block_size * num_ranks / size
+        self._cadence.share = self._block_size * num_ranks / size
         self.rebuild()
         self._aim_exchange()
 
@@ -237,7 +236,7 @@ class BlockSchedule(ABC):
                 strict=True,
             )
         ]
-        self._next_fragment, self._samples_of_cycle, self._num_due = 0, 0.0, 0
+        self._cadence.restart()
         self._has_anchors = self._are_anchors_proven = False
         self._anchors_laid_out()
 
@@ -355,16 +354,9 @@ class BlockSchedule(ABC):
 
     def _count_samples(self, num_samples: float) -> None:
         """This worker has seen samples. On all ranks of a node alike, whether they step or not."""
-        num_fragments = len(self._fragments)
         for fragment in self._fragments:
             fragment.num_samples += num_samples
-        self._samples_of_cycle += num_samples
-        place = (self._next_fragment + self._num_due) % num_fragments
-        while self._samples_of_cycle * num_fragments >= self._share * (place + 1):
-            self._num_due += 1
-            place += 1
-            if place == num_fragments:
-                place, self._samples_of_cycle = 0, 0.0
+        self._cadence.count(num_samples)
 
     def _progress(self, overlap_steps: float) -> None:
         """A step has ended: begin from new anchors that have arrived, exchange what is full."""
@@ -372,8 +364,7 @@ class BlockSchedule(ABC):
             self._pending.steps_left -= 1
             if self._pending.steps_left <= 0:
                 self._complete()
-        while self._num_due:
-            self._num_due -= 1
+        while self._cadence.take_due():
             self._exchange_next(overlap_steps, is_active=self._exchange.is_active)
 
     def _exchange_stopped(self) -> int:
@@ -397,18 +388,15 @@ class BlockSchedule(ABC):
         """
         self._complete()
         self._prove_anchors()
-        fragment = self._fragments[self._next_fragment]
+        fragment = self._fragments[self._cadence.advance()]
         weight = 0.0 if self._num_missed else fragment.num_samples / max(1, self._num_sharing)
         fragment.pack(weight, is_active=is_active)
         fragment.num_samples = 0.0
-        self._next_fragment = (self._next_fragment + 1) % len(self._fragments)
-        step = self._exchange.step
+        starts = fragment.copies() if overlap_steps else None
+        self._pending = _Pending(fragment, overlap_steps, starts)
+        fragment.start(self._exchange.step)
         if overlap_steps:
-            self._pending = _Pending(fragment, overlap_steps, fragment.copies())
-            fragment.start(step)
             return 1
-        self._pending = _Pending(fragment, 0, None)
-        fragment.sum_now(step)
         self._complete()
         return fragment.movements.num_active
 
@@ -445,7 +433,7 @@ class BlockSchedule(ABC):
         reset_smoothed_gradients_(self._inner.state, fragment.parameters)
 
     def _close_cycle(self) -> None:
-        self._next_fragment, self._samples_of_cycle, self._num_due = 0, 0.0, 0
+        self._cadence.restart()
         self._has_node_left, self._num_missed = False, 0
 
     # ---- ranks that have left their loops ----
@@ -494,19 +482,12 @@ class BlockSchedule(ABC):
                 "with a GradScaler clear gradients by optimizer.zero_grad()."
             )
         if len(present) < len(everybody):
-            self._take_over_anchors(min(present))
-
-    def _take_over_anchors(self, source: int) -> None:
-        is_source = self._comm.rank == source
-        held = self._comm.bcast_obj(list(self.anchors.values()) if is_source else None, source)
-        state = self._comm.bcast_obj(self._inner.state_dict() if is_source else None, source)
-        if self._num_missed_warm:
-            for anchor, value in zip(self.anchors.values(), held, strict=True):
-                anchor.copy_(value)
-            for fragment in self._fragments:
-                fragment.restart(None)
-            self._inner.load_state_dict(state)
-        self._num_missed_warm = 0
+            is_behind = self._num_missed_warm > 0
+            take_over(self._comm, anchors, self._inner, min(present), is_behind=is_behind)
+            if is_behind:
+                for fragment in self._fragments:
+                    fragment.restart(None)
+            self._num_missed_warm = 0
 
     # ---- state ----
 
@@ -518,9 +499,7 @@ class BlockSchedule(ABC):
             "anchors": {n: a.clone() for n, a in self.anchors.items()} if self._has_anchors else {},
             "recipe": self._recipe_state(),
             "block_samples": [fragment.num_samples for fragment in self._fragments],
-            "cycle_samples": self._samples_of_cycle,
-            "next_fragment": self._next_fragment,
-            "num_due": self._num_due,
+            "cadence": self._cadence.state_dict(),
             "num_sharing": self._num_sharing,
             "pending": self._pending_state(),
             "codecs": [codec_state(fragment.codec, self._comm) for fragment in self._fragments],
@@ -561,8 +540,7 @@ class BlockSchedule(ABC):
             load_codec_state(fragment.codec, self._comm, codec)
         if state:
             self.num_samples, self._is_warm = state["num_samples"], state["is_warm"]
-            self._samples_of_cycle = state["cycle_samples"]
-            self._next_fragment, self._num_due = state["next_fragment"], state["num_due"]
+            self._cadence.load_state_dict(state["cadence"])
             self._num_sharing = state["num_sharing"]
             for fragment, num_samples in zip(self._fragments, state["block_samples"], strict=True):
                 fragment.num_samples = num_samples

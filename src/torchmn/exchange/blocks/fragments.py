@@ -96,11 +96,6 @@ class Fragment:
         for chunk in self.movements.chunks:
             self.movements.start(chunk, step)
 
-    def sum_now(self, step: int) -> None:
-        """Sum all buckets, on the calling thread if it can be."""
-        for chunk in self.movements.chunks:
-            self.movements.sum_now(chunk, step)
-
     def means(self) -> list[Movement]:
         """What was agreed on, after the exchange was waited for."""
         return [
