@@ -3,9 +3,9 @@
     bench_accuracy.py [--tasks NAME,...] [--only SIDE,...] [--seeds 0,1,...] [--resume] [--report]
 
 Two workers with one thread each, without limits on their link: it does not change the mathematics.
-Every run is kept in `out/accuracy_runs.jsonl` as it comes, and the table is made of all that are
-there, with what is missing named. `--resume` leaves out what was done, otherwise it is done again;
-`--report` only makes the table. A name may be a pattern. Data: TORCHMN_TEST_DATA.
+Every run is kept in `records/accuracy_runs.jsonl` as it comes, and the table is made of all that
+are there, with what is missing named. `--resume` leaves out what was done, otherwise it is done
+again; `--report` only makes the table. A name may be a pattern. Data: TORCHMN_TEST_DATA.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pathlib import Path
 from accuracy.runs import Key, Run, append, load
 from accuracy.sides import SIDES
 from accuracy.tasks import NUM_WORKERS, TASKS
-from record import OUT, report
+from record import RECORDS, report
 
-RUNS = OUT / "accuracy_runs.jsonl"
+RUNS = RECORDS / "accuracy_runs.jsonl"
 MAX_STARTS = 5
 """How often workers are started anew that ended before their plan."""
 

@@ -4,8 +4,8 @@
     bench_exchange.py --list | --report
 
 All sides of a line of the table (`exchange/table.py`) live in the same workers and take turns.
-Every run adds to `out/exchange.json`, so that the table can be gathered in parts; a line that is
-measured anew replaces the old figures of the sides that were measured. Needs Linux and root.
+Every run adds to `records/exchange.json`, so that the table can be gathered in parts; a line that
+is measured anew replaces the old figures of the sides that were measured. Needs Linux and root.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 from exchange.table import LINES, SIDES, Line
-from record import OUT, environment, report
+from record import RECORDS, environment, report
 
 NUM_UNITS = 7
 PATIENCE_S = 10.0
@@ -95,7 +95,7 @@ def _print_table(lines: list[Line]) -> None:
 
 
 def _path() -> Any:
-    return OUT / "exchange.json"
+    return RECORDS / "exchange.json"
 
 
 def _load() -> dict[str, list[dict[str, Any]]]:
@@ -120,9 +120,9 @@ def _store(name: str, run: dict[str, Any]) -> None:
     _write(lines)
 
 
-def _write(lines: dict[str, list[dict[str, Any]]], **more: object) -> None:
-    OUT.mkdir(exist_ok=True)
-    _path().write_text(json.dumps({**more, "lines": lines}, indent=1) + "\n")
+def _write(lines: dict[str, list[dict[str, Any]]]) -> None:
+    RECORDS.mkdir(exist_ok=True)
+    _path().write_text(json.dumps({"lines": lines}, indent=1) + "\n")
 
 
 def _report() -> int:
@@ -131,7 +131,7 @@ def _report() -> int:
 
     lines = _load()
     bars = bars_of(lines)
-    status = report("exchange", bars, lines=lines)
+    status = report("exchange", bars)
     for name, runs in lines.items():
         said = {side: why for run in runs for side, why in run["sides"].items()}
         for side, why in said.items():

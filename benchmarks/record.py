@@ -2,7 +2,8 @@
 
 The JSON is a list of bars: {"bar", "value", "unit", "limit", "holds", "samples"}, and with it the
 environment. ``limit`` is a text such as ">= 0.98" and ``holds`` is None for figures that are only
-reported.
+reported. What takes hours to measure anew keeps its raw data in `benchmarks/records/`, which is part
+of the project.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rich.table import Table
 
 HERE = Path(__file__).parent
 OUT = HERE / "out"
+RECORDS = HERE / "records"
 
 
 @dataclass
@@ -95,8 +97,8 @@ def environment() -> dict[str, object]:
     }
 
 
-def report(name: str, bars: Sequence[Bar], **more: object) -> int:
-    """Print the table and write the JSON, with ``more`` in it; returns 1 if a bar does not hold."""
+def report(name: str, bars: Sequence[Bar]) -> int:
+    """Print the table and write the JSON; returns 1 if a bar does not hold."""
     table = Table(title=f"{name}  ({environment()['machine']})")
     for column in ("bar", "value", "95 % / quartiles", "limit", "holds"):
         table.add_column(column, justify="left" if column == "bar" else "right")
@@ -110,7 +112,7 @@ def report(name: str, bars: Sequence[Bar], **more: object) -> int:
     for entry in plain:
         if math.isnan(entry["value"]):  # JSON has no word for it
             entry["value"] = None
-    record = {"environment": environment(), "bars": plain, **more}
+    record = {"environment": environment(), "bars": plain}
     (OUT / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     print(f"written: {OUT / (name + '.json')}")
     return int(any(bar.holds is False for bar in bars))

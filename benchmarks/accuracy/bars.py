@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from record import OUT, Bar
+from record import RECORDS, Bar
 
 from accuracy.runs import Key, Run
 from accuracy.sides import BASELINE, SIDES, Side
@@ -165,7 +165,7 @@ def steps_to_goal(task: Task, run: Run) -> float:
 
 def _goal_bars(task: Task, runs: Runs) -> list[Bar]:
     """Steps to the goal times step time, of DDP over ours. DDP takes the baseline's steps."""
-    times = step_times(OUT / "exchange.json")
+    times = step_times(RECORDS / "exchange.json")
     bars: list[Bar] = []
     ratios: dict[str, tuple[float, float]] = {}
     baseline: dict[int, float] = {}
@@ -190,7 +190,7 @@ def _goal_bars(task: Task, runs: Runs) -> list[Bar]:
             )
     limit = f">= {SPEED_UP:g}"
     if not ratios:
-        why = "no step times in out/exchange.json" if "ddp" not in times else "no runs"
+        why = "no step times in records/exchange.json" if "ddp" not in times else "no runs"
         return [*bars, _missing("time to accuracy at 100 Mb/s: ddp / best", why, limit)]
     best = max(ratios, key=lambda name: ratios[name][0] / ratios[name][1])
     for name, (theirs, ours) in ratios.items():

@@ -66,8 +66,9 @@ _ALL = (
             ("periodic average", "periodic_average", 1.0, ""),
             # In the long run a block moves by W (1 + bm) = 3 mean movements of the workers ...
             ("block momentum", "block_momentum", 1 / 3, "rate / 3"),
-            # ... and here by 0.7 / (1 - 0.9) = 7, which are the outer optimizer's defaults.
-            ("DiLoCo", "diloco", 1 / 7, "rate / 7"),
+            # ... and here by 0.7 / (1 - 0.9) = 7 in the very long run, which are the outer
+            # optimizer's defaults; of 88 blocks it takes 20 to come near that.
+            ("DiLoCo", "diloco", 1 / 3, "rate / 3"),
         )
         for codec in (None, "int8")
         for is_overlapped in (False, True)

@@ -252,15 +252,17 @@ def _mlp_alone(options: Mapping[str, object]) -> Runner:
 
 def _mlp_with_cntk_names(options: Mapping[str, object]) -> Runner:
     """The learners that people know from CNTK, for `cntk_worker.py` to be measured beside."""
-    import torchmn
+    import torchmn.exchange
 
     model, inner = _mlp()
     comm = _communicator(options)
     if options.get("block"):
         size = BLOCK_STEPS * BATCH * dist.get_world_size()
-        learner = torchmn.block_momentum_distributed_learner(inner, size, comm=comm, model=model)
+        learner = torchmn.exchange.block_momentum_distributed_learner(
+            inner, size, comm=comm, model=model
+        )
     else:
-        learner = torchmn.data_parallel_distributed_learner(
+        learner = torchmn.exchange.data_parallel_distributed_learner(
             inner, num_quantization_bits=options["bits"], comm=comm, model=model
         )
     return Runner(_step_of(model, learner, shape=(784,)), comm.barrier)
