@@ -29,6 +29,8 @@ def main() -> int:
     if arguments.list:
         _print_table(lines)
         return 0
+    if arguments.report:
+        return _report()
     if not lines:
         print(f"There is no line {arguments.lines}; see --list.", file=sys.stderr)
         return 2
@@ -71,7 +73,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the table and end")
     parser.add_argument("--report", action="store_true", help="report what was measured before")
     arguments = parser.parse_args()
-    arguments.lines = [] if arguments.report else arguments.lines.split(",")
+    arguments.lines = arguments.lines.split(",")
     arguments.sides = arguments.sides.split(";")
     return arguments
 

@@ -2,8 +2,8 @@
 
 The JSON is a list of bars: {"bar", "value", "unit", "limit", "holds", "samples"}, and with it the
 environment. ``limit`` is a text such as ">= 0.98" and ``holds`` is None for figures that are only
-reported. What takes hours to measure anew keeps its raw data in `benchmarks/records/`, which is part
-of the project.
+reported. What takes hours to measure anew keeps its raw data in `benchmarks/records/`, which is
+part of the project.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def draw(bars: Sequence[Bar]) -> Path | None:
             [100 * (bar.value - bar.interval[0]) for bar in sides.values() if bar.interval],
             [100 * (bar.interval[1] - bar.value) for bar in sides.values() if bar.interval],
         ]
-        colours = ["tab:orange" if _is_peer(side) else "tab:blue" for side in sides]
+        colours = [_colour(side) for side in sides]
         axes.barh(list(sides), values, xerr=errors, color=colours)
         axes.axvline(100, color="grey", linewidth=0.8)
         axes.invert_yaxis()
@@ -58,11 +58,14 @@ def draw(bars: Sequence[Bar]) -> Path | None:
     return FIGURE
 
 
-def _is_peer(side: str) -> bool:
-    return side.startswith(("ddp", "post-local", "torchft"))
+def _colour(side: str) -> str:
+    if side.startswith(("ddp", "post-local", "torchft", "CNTK")):
+        return "tab:orange"
+    return "silver" if "no-exchange" in side else "tab:blue"
 
 
 def _title(name: str) -> str:
     line = LINES[name]
     each = f" x {line.workers_per_host} workers" if line.workers_per_host > 1 else ""
-    return f"{line.num_hosts} host{'s' * (line.num_hosts > 1)}{each}, {line.rate or 'no limit'}"
+    rate = (line.rate or "shared memory").replace("gbit", " Gb/s").replace("mbit", " Mb/s")
+    return f"{line.num_hosts} host{'s' * (line.num_hosts > 1)}{each}, {rate}"
