@@ -102,7 +102,7 @@ def test_bytes_must_lie_around_what_is_expected(load) -> None:  # type: ignore[n
 
 def test_a_new_run_replaces_the_sides_it_measured(load, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     bench = load("bench_exchange")
-    monkeypatch.setattr(bench, "OUT", tmp_path)
+    monkeypatch.setattr(bench, "RECORDS", tmp_path)
     first = {"sides": {"no-exchange": "measured", "ddp": "measured", "auto": "measured"}}
     second = {"sides": {"no-exchange": "measured", "ddp": "measured"}}
     third = {"sides": {"no-exchange": "measured", "auto": "measured"}}
