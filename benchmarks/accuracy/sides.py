@@ -68,7 +68,7 @@ _ALL = (
             ("block momentum", "block_momentum", 1 / 3, "rate / 3"),
             # ... and here by 0.7 / (1 - 0.9) = 7 in the very long run, which are the outer
             # optimizer's defaults; of 88 blocks it takes 20 to come near that.
-            ("DiLoCo", "diloco", 1 / 3, "rate / 3"),
+            ("DiLoCo", "diloco", 1 / 2, "rate / 2"),
         )
         for codec in (None, "int8")
         for is_overlapped in (False, True)
