@@ -1,12 +1,9 @@
 """Every route, over gloo threads and MPI processes, for all world sizes and placements."""
 
-import os
-
 import pytest
 
 from torchmn.communicators import ROUTES
 from torchmn.errors import UnsupportedError
-from torchmn.launch.detect import find_mpirun
 from torchmn.testing import MpiPool, run_ranks
 from torchmn.testing.contracts import check_all
 from torchmn.topology import Topology
@@ -45,14 +42,6 @@ def cases() -> list:
 def test_contracts_over_gloo(name: str, label: str) -> None:
     topology = PLACEMENTS[label]
     run_ranks(check_all, topology.size, name=name, topology=topology)
-
-
-@pytest.fixture(scope="module")
-def pool():
-    if find_mpirun(os.environ) is None:
-        pytest.skip(reason="no mpirun: install it with 'make setup'")
-    with MpiPool(4) as started:
-        yield started
 
 
 @pytest.mark.mpi

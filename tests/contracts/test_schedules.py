@@ -1,7 +1,5 @@
 """Every schedule with every codec, for all world sizes."""
 
-import os
-
 import pytest
 
 from tests.contracts.broken import codecs as broken_codecs
@@ -9,7 +7,6 @@ from tests.contracts.broken import schedules as broken
 from torchmn.communicators import ROUTES
 from torchmn.compression import CODECS
 from torchmn.exchange import SCHEDULES, EveryStep
-from torchmn.launch.detect import find_mpirun
 from torchmn.testing import MpiPool, run_ranks, schedule_contracts
 from torchmn.testing.contracts import ContractError
 from torchmn.testing.schedule_contracts import SCHEDULE_CONTRACTS, check_all
@@ -76,14 +73,6 @@ def test_contracts(schedule: str, codec: str, label: str) -> None:
         name=name,
         topology=topology,
     )
-
-
-@pytest.fixture(scope="module")
-def pool():
-    if find_mpirun(os.environ) is None:
-        pytest.skip(reason="no mpirun: install it with 'make setup'")
-    with MpiPool(3) as started:
-        yield started
 
 
 @pytest.mark.mpi

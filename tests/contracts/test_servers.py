@@ -1,11 +1,8 @@
 """The parameter server keeps its contracts, and each catches one that is made to break it."""
 
-import os
-
 import pytest
 
 from tests.contracts.broken import servers as broken
-from torchmn.launch.detect import find_mpirun
 from torchmn.testing import MpiPool, run_ranks
 from torchmn.testing import server_contracts as contracts
 from torchmn.testing.contracts import ContractError
@@ -38,14 +35,6 @@ CAUGHT_BY = {
 @pytest.mark.parametrize(("world_size", "servers", "codec"), SAMPLE)
 def test_contracts(world_size: int, servers: int | str, codec: str) -> None:
     run_ranks(lambda comm: contracts.check_all(comm, servers, codec), world_size)
-
-
-@pytest.fixture(scope="module")
-def pool():
-    if find_mpirun(os.environ) is None:
-        pytest.skip(reason="no mpirun: install it with 'make setup'")
-    with MpiPool(3) as started:
-        yield started
 
 
 @pytest.mark.mpi

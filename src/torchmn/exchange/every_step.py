@@ -6,7 +6,6 @@ not inside ``update()``: the user's clipping and unscaling see it.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +32,6 @@ class EveryStep:
         self.num_samples = 0.0
         """Samples of all ranks in the last exchange, where they are counted."""
         self._is_exchanged = False
-        self._has_warned = False
 
     def attach(self, exchange: GradientExchange, inner: Optimizer) -> None:
         """See `Schedule.attach`."""
@@ -42,8 +40,8 @@ class EveryStep:
     def backward_ended(self) -> None:
         """See `Schedule.backward_ended`."""
         exchange = self._exchange
-        if self._is_exchanged and exchange.is_accumulating:
-            self._warn_once()
+        if self._is_exchanged:
+            exchange.warn_of_second_pass()
         exchange.sum_rest()
         means = exchange.turn()
         means.wait()
@@ -90,14 +88,3 @@ class EveryStep:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Schedule.load_state_dict`."""
         self._is_exchanged = False
-
-    def _warn_once(self) -> None:
-        if self._has_warned:
-            return
-        self._has_warned = True
-        warnings.warn(
-            "More than one backward pass before step(): each one exchanges all gradients. The "
-            "result is right, but wrap all passes but the last in optimizer.no_sync() to exchange "
-            "once.",
-            stacklevel=2,
-        )

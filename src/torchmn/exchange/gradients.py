@@ -8,6 +8,7 @@ end of backward a callback packs what had no gradient, sends the rest, and tells
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from torchmn.errors import CommunicationError, UnsupportedError, UsageError
 from torchmn.exchange.bucket_set import NUM_FOOTER, BucketSet, NonfiniteGradients, weight_unit
 from torchmn.exchange.buckets import Bucket, NamedParameter, plan_buckets
 from torchmn.exchange.chunk_plan import ChunkPlan
+from torchmn.exchange.gradient_hook import watch_gradient
 from torchmn.exchange.own_codec import codec_state, load_codec_state
 
 
@@ -82,6 +84,7 @@ class GradientExchange:
         self.watcher: PassWatcher | None = None
         self.chunk_bytes: int | None = None
         """How buckets are cut at the next `rebuild`, see `cut`."""
+        self._has_warned = False
         self._num_sets = max(1, num_sets)
         self._on_backward_end = on_backward_end
         self._hooks: list[RemovableHandle] = []
@@ -134,7 +137,7 @@ class GradientExchange:
         self._order = self.sets[0].order
         if self.is_needed:
             self._hooks = [
-                _watch(p, self._on_gradient)
+                watch_gradient(p, self._on_gradient)
                 for _, p in known
                 if p.is_floating_point() or p.is_complex()
             ]
@@ -377,18 +380,21 @@ class GradientExchange:
         if self.problem is not None:
             self.problems.append(self.problem)
 
+    def warn_of_second_pass(self) -> None:
+        """Say once that gradients were added to means, if they were. Local."""
+        if self._has_warned or not self.is_accumulating:
+            return
+        self._has_warned = True
+        warnings.warn(
+            "More than one backward pass before step(): each one exchanges all gradients. The "
+            "result is right, but wrap all passes but the last in optimizer.no_sync() to exchange "
+            "once.",
+            stacklevel=2,
+        )
+
     def _fill_missing(self) -> None:
         """One rank alone treats a missing gradient as many do."""
         if self.zero_fill:
             for parameter, _ in self._flags:
                 if parameter.grad is None and parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter)
-
-
-def _watch(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    """Call ``hook`` when a gradient is final, now or, for a frozen parameter, once it is not."""
-    is_trainable = parameter.requires_grad
-    parameter.requires_grad_(True)
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
-    parameter.requires_grad_(is_trainable)
-    return handle

@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from torchmn.compression.layout import is_small
 from torchmn.exchange.buckets import NamedParameter
 from torchmn.exchange.choose import ReadyGradient, StepFacts
+from torchmn.exchange.gradient_hook import watch_gradient
 
 
 class StepClock:
@@ -56,7 +57,7 @@ class StepClock:
     def watch(self, parameters: list[NamedParameter]) -> None:
         """Note from now on when gradients are ready."""
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._note)
+            watch_gradient(parameter, self._note)
             for _, parameter in parameters
             if parameter.requires_grad
         ]

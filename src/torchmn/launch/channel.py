@@ -100,7 +100,9 @@ class Channel:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise LaunchError(f"The supervisor sent no {kind.__name__} within {limit_s:g} s.")
-            select.select([self._socket], [], [], left_s)
+            poll = select.poll()  # select() knows only the first 1024 descriptors
+            poll.register(self._socket, select.POLLIN)
+            poll.poll(1000 * left_s)
 
     def close(self) -> None:
         """Send what fits and close."""

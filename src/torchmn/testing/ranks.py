@@ -32,25 +32,34 @@ def run_ranks(
     and signals are shared by all ranks.
     """
     store = HashStore()
+
+    def rank_main(rank: int) -> Result:
+        transport = TorchDistributedTransport(
+            store, rank, world_size, timeout_s=timeout_s, is_trusted=is_trusted
+        )
+        comm = create_communicator(
+            name,
+            transport=transport,
+            topology=topology or Topology(("localhost",) * world_size),
+            timeout_s=timeout_s,
+            allreduce_grad_dtype=allreduce_grad_dtype,
+        )
+        try:
+            return function(comm)
+        finally:
+            comm.finalize()
+
+    return run_threads(rank_main, world_size)
+
+
+def run_threads(function: Callable[[int], Result], world_size: int) -> list[Result]:
+    """Call ``function(rank)`` for every rank, one thread each, as `run_ranks` does."""
     results: list[Result | None] = [None] * world_size
     errors: list[BaseException] = []
 
     def rank_main(rank: int) -> None:
         try:
-            transport = TorchDistributedTransport(
-                store, rank, world_size, timeout_s=timeout_s, is_trusted=is_trusted
-            )
-            comm = create_communicator(
-                name,
-                transport=transport,
-                topology=topology or Topology(("localhost",) * world_size),
-                timeout_s=timeout_s,
-                allreduce_grad_dtype=allreduce_grad_dtype,
-            )
-            try:
-                results[rank] = function(comm)
-            finally:
-                comm.finalize()
+            results[rank] = function(rank)
         except BaseException as error:  # raised again in the calling thread
             errors.append(error)
 

@@ -79,7 +79,7 @@ class LosesPendingInState(DoubleBuffering):
         return {}
 
 
-class ForgetsLocalPasses(EveryStep):
+class _Forgetful:
     """Throws away what was added under no_sync()."""
 
     def attach(self, exchange, inner):
@@ -92,6 +92,10 @@ class ForgetsLocalPasses(EveryStep):
         for group in inner.param_groups:
             for parameter in group["params"]:
                 parameter.register_post_accumulate_grad_hook(forget)
+
+
+class ForgetsLocalPasses(_Forgetful, EveryStep):
+    """Exchanges the gradient of the last backward pass only."""
 
 
 class CountsTheAbsent(EveryStep):
@@ -244,19 +248,8 @@ class LosesTheBlockInState(SmallBlocks):
         super().load_state_dict(state)
 
 
-class ForgetsLocalPassesOfBlocks(SmallBlocks):
+class ForgetsLocalPassesOfBlocks(_Forgetful, SmallBlocks):
     """Steps with the gradient of the last backward pass only."""
-
-    def attach(self, exchange, inner):
-        super().attach(exchange, inner)
-
-        def forget(parameter):
-            if not exchange.is_syncing:
-                parameter.grad.zero_()
-
-        for group in inner.param_groups:
-            for parameter in group["params"]:
-                parameter.register_post_accumulate_grad_hook(forget)
 
 
 class LosesWhatTheAbsentLearned(SmallBlocks):

@@ -21,6 +21,17 @@ def mlp(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
     return fill(model, seed)  # type: ignore[return-value]
 
 
+class OfList(nn.Module):
+    """Takes a list, whose number of samples cannot be seen from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = mlp()
+
+    def forward(self, xs: list[Tensor]) -> Tensor:
+        return self.layer(xs[0])
+
+
 def batch(rank: int, step: int, size: int = 4, dtype: torch.dtype = torch.float64) -> Tensor:
     return (seeded(rank, size, 5, salt=100 + step) / 10).to(dtype)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -473,3 +475,20 @@ def test_a_model_without_anything_to_train() -> None:
         assert near(grads(model), mean_over_ranks(model, comm.size))
 
     run_ranks(rank_main, 2, name="hierarchical")
+
+
+def test_what_is_thrown_away_is_freed() -> None:
+    """torch's own hook on a parameter would keep all that the exchange holds for ever."""
+
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model, schedule="auto")
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, batch(comm.rank, step)).backward()
+            optimizer.step()
+        return [weakref.ref(owner) for owner in (optimizer, next(model.parameters()))]
+
+    kept = sum(run_ranks(rank_main, 2, name="hierarchical"), [])
+    gc.collect()
+    assert [reference() for reference in kept] == [None] * 4

@@ -12,7 +12,7 @@ from torchmn.exchange.bucket_set import weight_unit
 from torchmn.testing import run_ranks
 from torchmn.testing.contracts import seeded
 
-from .models import batch, equal, fill, grads, local_grads, loss_of, mlp, near, values
+from .models import OfList, batch, equal, fill, grads, local_grads, loss_of, mlp, near, values
 
 SCHEDULES = ["every_step", "double_buffering"]
 
@@ -154,14 +154,6 @@ def test_weights_that_are_zero_everywhere(codec: str | None) -> None:
 
 
 def test_inputs_without_a_batch_dimension_are_told() -> None:
-    class OfList(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = mlp()
-
-        def forward(self, xs):
-            return self.layer(xs[0])
-
     def rank_main(comm):
         model = OfList()
         create_multi_node_optimizer(sgd(model), comm, model, weight="samples")

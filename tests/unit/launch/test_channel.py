@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import resource
 import socket
 from collections.abc import Iterator
 
@@ -92,6 +94,23 @@ def test_wait_for_refuses_silence_and_other_messages(pair: tuple[Channel, Channe
     one.post(End(signum=2))
     with pytest.raises(LaunchError, match="instead of sending Challenge"):
         other.wait_for(Challenge, 5)
+
+
+def test_wait_for_works_where_many_files_are_open(pair: tuple[Channel, Channel]) -> None:
+    """select() knows the first 1024 descriptors only."""
+    one, other = pair
+    many, limits = 1100, resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 2 * many), limits[1]))
+    number = fcntl.fcntl(other.fileno(), fcntl.F_DUPFD, many)
+    copy = Channel(socket.socket(fileno=number))
+    try:
+        with pytest.raises(LaunchError, match=r"no Challenge within 0\.05 s"):
+            copy.wait_for(Challenge, 0.05)
+        one.post(Challenge(number="n"))
+        assert copy.wait_for(Challenge, 5).number == "n"
+    finally:
+        copy.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_stranger_who_talks_http_is_cut_off() -> None:

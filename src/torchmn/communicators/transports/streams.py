@@ -137,17 +137,19 @@ class StreamTransport(Transport):
                 self._ahead[peer].post_send(tensor, self._num_announced)
 
     def _announced_number(self, sends: Sequence[Message]) -> int | None:
-        """Which announced sum begins with these messages, the next one; None if none does."""
-        announced = list(self._announced)
-        found = [number for number, messages in announced if _are_same(messages, sends)]
-        if not found:
+        """Of the next announced sum if it begins with these messages; None if none does."""
+        if not self._announced:
             return None
-        if found[0] != announced[0][0]:
-            raise CommunicationError(
-                f"sum {found[0]} is made before sum {announced[0][0]}, which was announced before."
-            )
-        self._announced.popleft()
-        return found[0]
+        number, messages = self._announced[0]
+        if _are_same(messages, sends):
+            self._announced.popleft()
+            return number
+        for later, messages in list(self._announced)[1:]:
+            if _are_same(messages, sends):
+                raise CommunicationError(
+                    f"sum {later} is made before sum {number}, which was announced before."
+                )
+        return None
 
     def _pump(self, limit: TimeLimit) -> None:
         """Move bytes until all that is expected is done, and what was announced meanwhile."""

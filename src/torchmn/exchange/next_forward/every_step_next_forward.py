@@ -77,7 +77,6 @@ class EveryStepNextForward:
         self._is_exposed = False
         self._is_exchanged = False
         self._is_in_closure = False
-        self._has_warned = False
         # From step to the next backward.
         self._uninspected: BucketSet | None = None
         """Sums that nobody has looked at for values that are not finite."""
@@ -102,7 +101,7 @@ class EveryStepNextForward:
         """See `Schedule.backward_ended`."""
         exchange = self._exchange
         if self._is_exchanged:
-            self._warn_of_second_pass()
+            exchange.warn_of_second_pass()
         if self.plan is None or self._is_in_closure:
             exchange.sum_rest()
             means = exchange.turn()
@@ -341,15 +340,4 @@ class EveryStepNextForward:
             "behind the next forward pass.",
             RuntimeWarning,
             stacklevel=4,
-        )
-
-    def _warn_of_second_pass(self) -> None:
-        if self._has_warned or not self._exchange.is_accumulating:
-            return
-        self._has_warned = True
-        warnings.warn(
-            "More than one backward pass before step(): each one exchanges all gradients. The "
-            "result is right, but wrap all passes but the last in optimizer.no_sync() to exchange "
-            "once.",
-            stacklevel=2,
         )

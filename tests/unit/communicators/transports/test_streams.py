@@ -15,34 +15,21 @@ from torchmn.communicators.transports.streams import StreamTransport
 from torchmn.communicators.transports.torch_distributed import TorchDistributedTransport
 from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError
 from torchmn.testing.contracts import seeded
+from torchmn.testing.ranks import run_threads
 
 LARGE = 70_001  # elements
 
 
 def run(function, size, timeout_s=20.0):
     """Call ``function(transport)`` on every rank, threads; results in rank order."""
-    store, results, errors = HashStore(), [None] * size, []
+    store = HashStore()
 
     def rank_main(rank):
-        transport = None
-        try:
-            inner = TorchDistributedTransport(store, rank, size, timeout_s=timeout_s)
-            transport = StreamTransport.over(inner, TimeLimit(timeout_s))
-            results[rank] = function(transport)
-        except BaseException as error:  # raised again in the calling thread
-            errors.append(error)
-        finally:
-            if transport is not None:
-                transport.close()
+        inner = TorchDistributedTransport(store, rank, size, timeout_s=timeout_s)
+        with contextlib.closing(StreamTransport.over(inner, TimeLimit(timeout_s))) as transport:
+            return function(transport)
 
-    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
+    return run_threads(rank_main, size)
 
 
 def part(rank, dtype=torch.float64, numel=LARGE):

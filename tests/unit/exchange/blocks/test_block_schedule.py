@@ -21,7 +21,7 @@ from torchmn.exchange.replicas import different_tensors
 from torchmn.testing import run_ranks
 from torchmn.topology import Topology
 
-from ..models import batch, equal, grads, local_grads, loss_of, mlp, near, values
+from ..models import OfList, batch, equal, grads, local_grads, loss_of, mlp, near, values
 from .runs import adam, average, momentum, set_values, sgd, simulate, train, wrap
 
 RECIPES = [PeriodicAverage, BlockMomentum, DiLoCo]
@@ -161,14 +161,6 @@ def test_samples_can_be_told() -> None:
 
 
 def test_without_counted_samples_a_sentence_says_what_to_do() -> None:
-    class OfList(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = mlp()
-
-        def forward(self, xs):
-            return self.layer(xs[0])
-
     def rank_main(comm):
         model = OfList()
         optimizer = create_multi_node_optimizer(
