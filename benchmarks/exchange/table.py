@@ -231,10 +231,13 @@ def _lines_of(num_hosts: int, shares: float, ratios: Mapping[str, float]) -> tup
         Line(
             name=f"{prefix}-1gbit-blocks",
             num_hosts=num_hosts,
-            sides=(*_PEER_BLOCKS, "periodic average", *_BLOCKING, *_OVERLAPPED),
+            sides=(*_PEER_BLOCKS, "periodic average", *_BLOCKING, *_OVERLAPPED, *_BLOCKING_INT8,
+                   *_OVERLAPPED_INT8),
             limits=(
-                *(Limit(ours=(side,), at_least=0.93 - shares) for side in _BLOCKING),
-                *(Limit(ours=(side,), at_least=0.98 - shares) for side in _OVERLAPPED),
+                *(Limit(ours=(side,), at_least=0.93 - shares)
+                  for side in (*_BLOCKING, *_BLOCKING_INT8)),
+                *(Limit(ours=(side,), at_least=0.98 - shares)
+                  for side in (*_OVERLAPPED, *_OVERLAPPED_INT8)),
             ),
             baseline_every=2,
             steps={BASELINE: 8},
