@@ -388,6 +388,8 @@ def netlab_command(*words: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         env=with_sources(),
+        # who runs the tests in the background ignores Ctrl-C, and so would it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 

@@ -59,8 +59,9 @@ class Runner:
         self, *args: str, preexec_fn: Callable[[], None] | None = None, **env: str
     ) -> subprocess.Popen[str]:
         def prepare() -> None:
-            # who runs the tests in the background of a shell ignores Ctrl-C, and so would we
+            # who runs the tests in the background or under nohup ignores these, and so would we
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
             if preexec_fn:
                 preexec_fn()
 

@@ -17,6 +17,7 @@ from torchmn.compression import Codec
 from torchmn.errors import NonFiniteGradientError, TorchmnError, UnsupportedError, UsageError
 from torchmn.exchange.base import Deferring, Schedule
 from torchmn.exchange.bucket_set import NonfiniteGradients
+from torchmn.exchange.gradient_hook import keep_with
 from torchmn.exchange.gradients import GradientExchange
 from torchmn.exchange.replicas import (
     broadcast_and_prove,
@@ -86,6 +87,7 @@ class MultiNodeOptimizer(Optimizer):
         self._on_nonfinite = on_nonfinite
         self._max_grad_norm = max_grad_norm
         self._step_hook = inner.register_step_pre_hook(self._before_step)
+        keep_with(self._models[0], self)
         self._reset_weight()
         if weight == "samples" or schedule.counts_samples:
             self._forward_hook = self._models[0].register_forward_pre_hook(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
 import warnings
 import weakref
@@ -492,3 +494,20 @@ def test_what_is_thrown_away_is_freed() -> None:
     kept = sum(run_ranks(rank_main, 2, name="hierarchical"), [])
     gc.collect()
     assert [reference() for reference in kept] == [None] * 4
+
+
+def test_gradients_are_means_even_if_nobody_keeps_the_optimizer() -> None:
+    def rank_main(comm):
+        model = mlp()
+        create_multi_node_optimizer(sgd(model), comm, model)
+        gc.collect()
+        loss_of(model, batch(comm.rank, 0)).backward()
+        assert near(grads(model), mean_over_ranks(model, comm.size))
+        copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+        assert len(comm.journal.entries()) > 0
+        num_before = len(comm.journal.entries())
+        loss_of(copied, batch(comm.rank, 0)).backward()
+        assert near(grads(copied), local_grads(copied, batch(comm.rank, 0)))
+        assert len(comm.journal.entries()) == num_before
+
+    run_ranks(rank_main, 2)
