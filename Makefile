@@ -3,11 +3,12 @@
 
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: help setup train test bench lint clean
+.PHONY: help setup train test test-slurm bench lint clean
 
 help:
 	@echo 'make train       train a network on real images with one worker, then two'
 	@echo 'make test        run the tests'
+	@echo 'make test-slurm  install Slurm (Debian, root) and run the tests under it'
 	@echo 'make bench       run all benchmarks; make bench-NAME runs benchmarks/bench_NAME.py'
 	@echo 'make lint        check style and types'
 	@echo 'make setup       make .venv with everything the others need (they do it themselves)'
@@ -21,6 +22,10 @@ train: setup
 
 test: setup
 	@$(VENV_PYTHON) -m pytest $(ARGS)
+
+test-slurm: setup
+	@bash scripts/setup_slurm.sh
+	@$(VENV_PYTHON) -m pytest tests/slurm $(ARGS)
 
 # One after another, for they measure time; all of them, even if one does not hold its limit.
 bench: setup

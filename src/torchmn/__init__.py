@@ -34,6 +34,9 @@ if TYPE_CHECKING:
         MultiNodeOptimizer,
         create_multi_node_optimizer,
     )
+    from torchmn.resilience import (
+        Preemption,
+    )
     from torchmn.topology import (
         Place,
         Topology,
@@ -59,6 +62,7 @@ _HOME = {
     "MultiprocessParallelUpdater": "torchmn.training",
     "ObservationAggregator": "torchmn.training",
     "Place": "torchmn.topology",
+    "Preemption": "torchmn.resilience",
     "Ratio": "torchmn.evaluation",
     "SerialIterator": "torchmn.data",
     "StandardUpdater": "torchmn.training",
@@ -85,6 +89,7 @@ __all__ = [
     "MultiprocessParallelUpdater",
     "ObservationAggregator",
     "Place",
+    "Preemption",
     "Ratio",
     "SerialIterator",
     "StandardUpdater",

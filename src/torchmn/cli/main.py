@@ -10,7 +10,7 @@ from typing import NoReturn
 import typer
 
 import torchmn
-from torchmn.cli import run
+from torchmn.cli import run, submit
 from torchmn.errors import LaunchError, TorchmnError
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("run", context_settings=run.CONTEXT)(run.run)
+app.command("submit", context_settings=submit.CONTEXT)(submit.submit)
 
 
 @app.callback(invoke_without_command=True)

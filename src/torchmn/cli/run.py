@@ -1,8 +1,9 @@
-"""``torchmn run``: run a script as several workers on this machine."""
+"""``torchmn run``: run a script as several workers, here or on many hosts."""
 
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -19,10 +20,35 @@ def run(
     args: Annotated[
         list[str] | None, typer.Argument(metavar="[ARGS]...", help="Its arguments, as they are.")
     ] = None,
-    num_ranks: Annotated[int, typer.Option("-n", help="Number of workers.")] = 1,
+    num_ranks: Annotated[
+        int | None,
+        typer.Option("-n", help="Number of workers: all slots of the hosts, or 1 without hosts."),
+    ] = None,
+    hostfile: Annotated[
+        Path | None, typer.Option(help="File with a line NAME slots=N for each host.")
+    ] = None,
+    hosts: Annotated[str | None, typer.Option(help="Hosts and slots, such as a:4,b:2.")] = None,
+    num_nodes: Annotated[int | None, typer.Option("--nodes", help="Number of hosts.")] = None,
+    per_node: Annotated[int | None, typer.Option(help="Number of workers on each host.")] = None,
+    launcher: Annotated[
+        str, typer.Option(help="auto, local, mpirun, torchrun, srun or ssh: who starts them.")
+    ] = "auto",
+    launcher_args: Annotated[
+        str, typer.Option(help="Words for the launcher's command line, as they are.")
+    ] = "",
+    exported: Annotated[
+        list[str] | None,
+        typer.Option("-x", metavar="NAME[=VALUE]", help="A variable for the workers of all hosts."),
+    ] = None,
     backend: Annotated[
         str, typer.Option(help="auto, gloo, nccl or mpi: what carries the bytes.")
     ] = "auto",
+    num_threads: Annotated[
+        int | None, typer.Option("--threads", help="Threads of a worker: its share of the cores.")
+    ] = None,
+    shows_binding: Annotated[
+        bool, typer.Option("--show-binding", help="Show the cores of each worker.")
+    ] = False,
     log_dir: Annotated[
         Path | None, typer.Option(help="Folder for rank0.log, rank0.exit.json, ...")
     ] = None,
@@ -30,25 +56,53 @@ def run(
         float,
         typer.Option("--grace", help="Seconds between asking a worker to end and killing it."),
     ] = 5.0,
+    is_dry: Annotated[
+        bool, typer.Option("--dry-run", help="Show the commands that would run, and end.")
+    ] = False,
     is_module: Annotated[
         bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")
     ] = False,
 ) -> None:
-    """Run SCRIPT as N workers on this machine.
+    """Run SCRIPT as N workers on this machine or on many.
 
-    The output of worker 0 is shown with [0] in front and kept in a file, and so on. When a worker
-    fails, the others are ended, and its exit code is the exit code of this command.
+    Inside a job of PBS, Slurm or Grid Engine its hosts are used; started by mpirun, srun or
+    torchrun it is the worker that they made. The output of worker 0 is shown
+    with [0] in front and kept in a file, and so on. When a worker fails, the others are ended, and
+    its exit code is the exit code of this command.
     """
-    from torchmn.launch import Job, choose_backend, python_command, run_job, this_machine
-    from torchmn.launch.job import default_log_dir
+    from torchmn.launch import (
+        Wish,
+        dry_run,
+        place_inside,
+        plan_job,
+        python_command,
+        run_as_rank,
+        run_job,
+    )
 
-    argv = python_command(target, args or [], is_module=is_module)
-    chosen, why = choose_backend(backend, this_machine(os.environ), num_ranks)
-    job = Job(
-        argv=tuple(argv),
+    wish = Wish(
+        argv=tuple(python_command(target, args or [], is_module=is_module)),
+        script="" if is_module else target,
         num_ranks=num_ranks,
-        backend=chosen,
-        log_dir=log_dir or default_log_dir(),
+        hostfile=hostfile,
+        hosts=hosts,
+        num_nodes=num_nodes,
+        per_node=per_node,
+        launcher=launcher,
+        launcher_args=tuple(shlex.split(launcher_args)),
+        exported=tuple(exported or ()),
+        backend=backend,
+        num_threads=num_threads,
+        shows_binding=shows_binding,
+        log_dir=log_dir,
         grace_s=grace_s,
     )
-    raise typer.Exit(run_job(job, os.environ, why="" if backend == chosen else why))
+    env = wish.environment(os.environ)
+    place = place_inside(wish, env)
+    if place is not None:
+        run_as_rank(wish.argv, env, place)
+    job, why = plan_job(wish, env)
+    if is_dry:
+        typer.echo(dry_run(job, env))
+        raise typer.Exit
+    raise typer.Exit(run_job(job, env, why=why))

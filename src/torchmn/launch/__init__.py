@@ -2,14 +2,22 @@
 
 from torchmn.launch.detect import BACKENDS, Machine, choose_backend, this_machine
 from torchmn.launch.job import Job, python_command
-from torchmn.launch.start import run_job
+from torchmn.launch.plan import LAUNCHERS, Wish, place_inside, plan_job
+from torchmn.launch.start import dry_run, run_job
+from torchmn.launch.worker import run_as_rank
 
 __all__ = [
     "BACKENDS",
+    "LAUNCHERS",
     "Job",
     "Machine",
+    "Wish",
     "choose_backend",
+    "dry_run",
+    "place_inside",
+    "plan_job",
     "python_command",
+    "run_as_rank",
     "run_job",
     "this_machine",
 ]

@@ -29,6 +29,7 @@ from torchmn.launch.messages import (
     EndedBy,
     Exit,
     Note,
+    Notice,
     Output,
     Refresh,
     Run,
@@ -69,13 +70,20 @@ class Agent:
     """Runs the script of one rank to its end and to the end of all that it started."""
 
     def __init__(
-        self, rank: int, order: Run, channel: Channel, wakeup: socket.socket, share: Share
+        self,
+        rank: int,
+        order: Run,
+        channel: Channel,
+        wakeup: socket.socket,
+        share: Share,
+        beside: str = "",
     ) -> None:
         self._rank = rank
         self._order = order
         self._channel = channel
         self._wakeup = wakeup
         self._share = share
+        self._beside = beside
         self._log: IO[bytes] | None = None
         self._pipes: list[_Pipe] = []
         self._script_pid = 0
@@ -109,6 +117,7 @@ class Agent:
     def _open_log(self) -> None:
         path = Path(self._order.log_dir) / f"rank{self._rank}.log"
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)  # another host's disk may lack it
             self._log = open(path, "wb", buffering=0)  # noqa: SIM115 - lives as long as the agent
         except OSError as error:
             self._channel.post(Note(text=f"cannot write {path}: {error}"))
@@ -137,9 +146,14 @@ class Agent:
             Started(
                 pid=process.pid,
                 cores=sorted(self._share.cores),
-                num_threads=self._share.num_threads,
+                num_threads=self._num_threads(env),
+                beside=self._beside,
             )
         )
+
+    def _num_threads(self, env: Mapping[str, str]) -> int:
+        text = env.get("OMP_NUM_THREADS", "")
+        return int(text) if text.isdigit() else self._share.num_threads
 
     # ---- the loop -----------------------------------------------------------------------------
 
@@ -186,6 +200,8 @@ class Agent:
         for message in self._channel.collect():
             if isinstance(message, End):
                 self._end(message.signum, "supervisor")
+            elif isinstance(message, Notice) and self._returncode is None:
+                send(self._script_pid, message.signum)  # its children know nothing of it
         if not self._channel.is_open:
             self._end(signal.SIGTERM, "outside")  # the supervisor is dead
 

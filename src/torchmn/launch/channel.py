@@ -38,6 +38,12 @@ class Channel:
         self._arrived: list[Message] = []
         self.is_open = True
 
+    @property
+    def own_address(self) -> str:
+        """The address that this side has on the connection."""
+        address: str = self._socket.getsockname()[0]
+        return address
+
     def fileno(self) -> int:
         """For selectors."""
         return self._socket.fileno()

@@ -13,24 +13,40 @@ from pathlib import Path
 from typing import Literal
 
 from torchmn.errors import UsageError
+from torchmn.topology import Host
 
 Backend = Literal["gloo", "nccl", "mpi"]
+Launcher = Literal["local", "mpirun", "torchrun", "srun", "ssh"]
 
+SAVED_STATUS = 85
+"""The exit code of ranks that saved and left before their job's time was over."""
 WORKER_MODULE = "torchmn.launch.worker"
+
+
+THIS_HOST = "localhost"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One command, run as ``num_ranks`` processes on this machine.
+    """One command, run as ``num_ranks`` processes, ranks counted along the hosts.
 
-    ``argv`` is the command of every rank. The time between asking a rank to end and killing it is
-    ``grace_s``; a rank whose agent says nothing within ``start_limit_s`` has not started.
+    ``argv`` is the command of every rank and ``script`` the file in it that every host must see.
+    The slots of ``hosts`` are the numbers of ranks on them. ``exported`` names variables that go to
+    all hosts, and ``launcher_args`` stands on the command line of the launcher as it is. The time
+    between asking a rank to end and killing it is ``grace_s``; a rank whose agent says nothing
+    within ``start_limit_s`` has not started.
     """
 
     argv: tuple[str, ...]
     num_ranks: int
     backend: Backend
     log_dir: Path
+    launcher: Launcher = "local"
+    script: str = ""
+    hosts: tuple[Host, ...] = ()
+    exported: tuple[str, ...] = ()
+    launcher_args: tuple[str, ...] = ()
+    shows_binding: bool = False
     cwd: Path = field(default_factory=Path.cwd)
     secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
     grace_s: float = 5.0
@@ -43,6 +59,8 @@ class Job:
             raise UsageError(f"--grace is a number of seconds, at least 0, got {self.grace_s}.")
         if not self.argv:
             raise UsageError("A job needs a command, got none.")
+        if not self.hosts:
+            object.__setattr__(self, "hosts", (Host(name=THIS_HOST, slots=self.num_ranks),))
 
     @property
     def transport(self) -> Literal["torch", "mpi"]:
@@ -61,21 +79,30 @@ class Job:
 
 @dataclass(frozen=True)
 class Command:
-    """A process for the supervisor to start: the agent of one rank, or a launcher of several."""
+    """A process for the supervisor to start: the agent of one rank, or a launcher of several.
+
+    ``ranks`` are those that it serves, all of the job if not given; ``stdin`` is what it reads.
+    """
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(repr=False)
     name: str = "the agent"
-    rank: int | None = None
+    ranks: range | None = None
+    stdin: bytes = field(default=b"", repr=False)
 
 
 def worker_command() -> tuple[str, ...]:
-    """The command of a rank's agent.
+    """The command of a rank's agent."""
+    return python_module(WORKER_MODULE)
 
-    ``-P`` where Python has it: the user's folder must not shadow modules that the agent imports.
+
+def python_module(module: str) -> tuple[str, ...]:
+    """The command of one of our own modules.
+
+    ``-P`` where Python has it: the user's folder must not shadow modules that ours import.
     """
     safe_path = ("-P",) if sys.version_info >= (3, 11) else ()
-    return (sys.executable, *safe_path, "-m", WORKER_MODULE)
+    return (sys.executable, *safe_path, "-m", module)
 
 
 def python_command(target: str, args: Sequence[str] = (), *, is_module: bool = False) -> list[str]:

@@ -1,4 +1,4 @@
-"""Start the agents ourselves, with the variables that torchrun would set."""
+"""Start the agents ourselves, with the variables that torchrun would set, here or through ssh."""
 
 from __future__ import annotations
 
@@ -23,22 +23,28 @@ def reserve_port(host: str = "127.0.0.1") -> tuple[socket.socket, int]:
 
 
 def commands(job: Job, env: Mapping[str, str]) -> list[Command]:
-    """One agent per rank. ``env`` holds MASTER_ADDR and MASTER_PORT already."""
-    size = str(job.num_ranks)
+    """One agent per rank on this machine."""
+    return host_commands(job, env, 0)
+
+
+def host_commands(job: Job, env: Mapping[str, str], inter_rank: int) -> list[Command]:
+    """One agent for each rank of one of the job's hosts. Where they meet, their orders say."""
+    first = sum(host.slots for host in job.hosts[:inter_rank])
+    slots = job.hosts[inter_rank].slots
     return [
         Command(
             worker_command(),
             {
                 **env,
-                "RANK": str(rank),
-                "WORLD_SIZE": size,
-                "LOCAL_RANK": str(rank),
-                "LOCAL_WORLD_SIZE": size,
-                "GROUP_RANK": "0",
-                "GROUP_WORLD_SIZE": "1",
+                "RANK": str(first + intra_rank),
+                "WORLD_SIZE": str(job.num_ranks),
+                "LOCAL_RANK": str(intra_rank),
+                "LOCAL_WORLD_SIZE": str(slots),
+                "GROUP_RANK": str(inter_rank),
+                "GROUP_WORLD_SIZE": str(len(job.hosts)),
             },
-            name=f"the agent of rank {rank}",
-            rank=rank,
+            name=f"the agent of rank {first + intra_rank}",
+            ranks=range(first + intra_rank, first + intra_rank + 1),
         )
-        for rank in range(job.num_ranks)
+        for intra_rank in range(slots)
     ]

@@ -19,18 +19,25 @@ class Challenge:
 
 @dataclass(frozen=True, kw_only=True)
 class Hello:
-    """Agent: who I am, the number signed, and a number for the supervisor to sign."""
+    """Agent: who I am, the number signed, and a number for the supervisor to sign.
+
+    ``address`` is the one of its host that the supervisor is reached from, ``port`` a free port
+    there that is kept until the end, ``versions`` what must be the same on all hosts.
+    """
 
     signature: str
     number: str
     rank: int
     host: str
     pid: int
+    address: str
+    port: int
+    versions: dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Supervisor: the command to run."""
+    """Supervisor: the command to run; ``env`` holds what the launcher has not set itself."""
 
     signature: str
     argv: list[str]
@@ -38,15 +45,25 @@ class Run:
     log_dir: str
     grace_s: float
     wants_refreshes: bool
+    script: str
+    env: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """Agent: the command cannot run here, and why."""
+
+    text: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """Agent: the script runs as this process, on these cores."""
+    """Agent: the script runs as this process, on these cores, ``beside`` a GPU or memory node."""
 
     pid: int
     cores: list[int]
     num_threads: int
+    beside: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +108,20 @@ class End:
     signum: int
 
 
-Message = Challenge | Hello | Run | Started | Output | Refresh | Note | Exit | End
+@dataclass(frozen=True, kw_only=True)
+class Notice:
+    """Supervisor: pass this signal on to the script, which goes on."""
+
+    signum: int
+
+
+Message = (
+    Challenge | Hello | Run | Refused | Started | Output | Refresh | Note | Exit | End | Notice
+)
 
 _KINDS = {
     kind.__name__: kind
-    for kind in (Challenge, Hello, Run, Started, Output, Refresh, Note, Exit, End)
+    for kind in (Challenge, Hello, Run, Refused, Started, Output, Refresh, Note, Exit, End, Notice)
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from typing import Literal
 
 from torchmn.errors import LaunchError
 from torchmn.launch.job import Command, Job, worker_command
+from torchmn.launch.remote import is_carried, remote_shell
 from torchmn.topology.environment import LAUNCHERS
 
 Flavour = Literal["Open MPI", "Hydra"]
@@ -35,8 +37,11 @@ _BEGINNINGS_LEFT = (
 """Variables with these names and beginnings make a process believe that it is itself a rank."""
 
 
-def flavour_of(mpirun: str) -> Flavour:
-    """Which mpirun this is, by its own words. Raises LaunchError: none we know, or it is broken."""
+def flavour_of(mpirun: str) -> tuple[Flavour, int]:
+    """Which mpirun this is, and its major version, by its own words.
+
+    Raises LaunchError: none we know, or it is broken.
+    """
     try:
         answer = subprocess.run(
             [mpirun, "--version"], capture_output=True, text=True, timeout=20, check=False
@@ -46,10 +51,12 @@ def flavour_of(mpirun: str) -> Flavour:
             f"{mpirun} does not answer --version: {error}. Use --backend gloo."
         ) from None
     words = answer.stdout + answer.stderr
+    version = re.search(r"(\d+)\.\d+", words)
+    major = int(version[1]) if version else 0
     if "Open MPI" in words or "OpenRTE" in words:
-        return "Open MPI"
+        return "Open MPI", major
     if "HYDRA" in words or "Intel(R) MPI" in words:
-        return "Hydra"
+        return "Hydra", major
     first = words.strip().splitlines()[:1]
     raise LaunchError(
         f"{mpirun} is neither Open MPI nor MPICH or Intel MPI (it says {first}). "
@@ -74,19 +81,56 @@ def command(
     flavour: Flavour,
     num_cores: int,
     is_root: bool,
+    major: int = 5,
+    network: str | None = None,
 ) -> Command:
-    """One mpirun for all ranks of this machine. The agents bind themselves to their cores."""
+    """One mpirun for all ranks. The agents bind themselves to their cores.
+
+    ``network`` connects the hosts, such as ``10.0.0.0/24``; ``None`` if there is only this one.
+    """
     count = str(job.num_ranks)
+    hosts = ",".join(f"{host.name}:{host.slots}" for host in job.hosts)
+    carried = [name for name in env if is_carried(job, name)] if network else []
     if flavour == "Hydra":
-        options = ["-launcher", "fork", "-rmk", "user", "-bind-to", "none", "-n", count]
+        options = ["-rmk", "user", "-bind-to", "none", "-n", count]
+        if network:
+            # Hydra wants the agent's path alone; what it adds itself is ssh's -x
+            options += ["-hosts", hosts, "-launcher", "ssh", "-genvlist", ",".join(carried)]
+            options += ["-launcher-exec", remote_shell(env)[0]]
+        else:
+            options += ["-launcher", "fork"]
     else:
-        options = ["--host", f"localhost:{count}", "--bind-to", "none", "-n", count]
+        options = ["--host", hosts, "--bind-to", "none", "-n", count]
         if is_root:
             options.insert(0, "--allow-run-as-root")
-        if job.num_ranks > num_cores:
+        if any(host.slots > num_cores for host in job.hosts):
             options += ["--mca", "mpi_yield_when_idle", "1"]  # spinning would starve the others
         if Path(mpirun).parent == Path(sys.executable).parent:
             # Open MPI's wheel looks for fabrics through libfabric, which takes more than a second
             # of MPI_Init and finds nothing that one machine needs. The user's own choice stays.
             env = {"OMPI_MCA_btl": "^ofi", **env}
+        if network:
+            options += _between_hosts(mpirun, env, network, major)
+            options += [word for name in carried for word in ("-x", name)]
+    options += job.launcher_args
     return Command((mpirun, *options, *worker_command()), env, name="mpirun")
+
+
+def _between_hosts(mpirun: str, env: Mapping[str, str], network: str, major: int) -> list[str]:
+    """What Open MPI must know to start daemons elsewhere and to use the right network."""
+    agent = " ".join(remote_shell(env))
+    if major >= 5:
+        options = ["--prtemca", "plm_ssh_agent", agent]
+        names = ("btl_tcp_if_include",)
+    else:
+        options = ["--mca", "plm_rsh_agent", agent]
+        names = ("btl_tcp_if_include", "oob_tcp_if_include")
+    for name in names:
+        if f"OMPI_MCA_{name}" not in env:
+            options += ["--mca", name, network]
+    prefix = Path(mpirun).resolve().parent.parent
+    if Path(mpirun).parent == Path(sys.executable).parent:
+        prefix = Path(mpirun).parent.parent  # the environment, not what its links lead to
+    if prefix != Path("/usr"):  # where a remote shell finds it by itself
+        options += ["--prefix", str(prefix)]
+    return options

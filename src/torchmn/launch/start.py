@@ -1,77 +1,131 @@
-"""Run a job on this machine: make its folder and its environment, choose its way, supervise it."""
+"""Run a job: make its folder and its environment, choose its way, supervise it."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 
-from torchmn.errors import LaunchError, TopologyError
-from torchmn.launch import local, mpirun
+from torchmn.errors import LaunchError
+from torchmn.launch import channel as channels
+from torchmn.launch import local, mpirun, srun, ssh, torchrun
 from torchmn.launch.detect import find_mpirun
 from torchmn.launch.job import Command, Job
+from torchmn.launch.remote import ask_hosts, has_remote_hosts
 from torchmn.launch.screen import Screen
 from torchmn.launch.supervisor import Supervisor
-from torchmn.topology import available_processors, launched_place
-
-Way = Callable[[Job, Mapping[str, str]], list[Command]]
+from torchmn.topology import Route, available_processors, route_to
 
 
 def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
     """Run the job to its end and return its exit code. Call it in the main thread of a process.
 
-    Raises TopologyError: this process is itself one of several. Raises LaunchError: the job could
-    not be started.
+    Raises LaunchError: the job could not be started.
     """
-    raise_if_one_of_several(env)
     screen = Screen(sys.stdout, sys.stderr)
-    keeper, port = local.reserve_port()
-    with closing(keeper):
-        base = {
-            **job.environment(mpirun.clean_environment(env)),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        commands = WAYS[job.transport](job, base)
+    route = route_between(job)
+    base = job.environment(mpirun.clean_environment(env))
+    meeting_port = _look_at_hosts(job, base)
+    with closing(channels.listen(route.address if route else "127.0.0.1")) as listener:
+        base[channels.ADDRESS_VARIABLE] = channels.address_of(listener)
+        commands = commands_of(job, base, route=route, meeting_port=meeting_port)
         _make_log_dir(job)
+        reason = f" ({why})" if why else ""
         screen.say(
-            f"{job.num_ranks} worker(s) with {job.backend}{f' ({why})' if why else ''} on "
-            f"{socket.gethostname()}, logs in {job.log_dir}"
+            f"{job.num_ranks} worker(s) with {job.backend}{reason} on {_places(job)}, logs in "
+            f"{job.log_dir}"
         )
-        return Supervisor(job, screen).run(commands)
+        return Supervisor(job, screen, listener).run(commands)
 
 
-def raise_if_one_of_several(env: Mapping[str, str]) -> None:
-    """Refuse to start a job in every process of another job."""
-    place = launched_place(env)
-    if place is not None and place.known_size is not None and place.known_size > 1:
-        raise TopologyError(
-            f"`torchmn run` was itself started several times: {place}. Start it once, or give the "
-            f"script directly to {place.launcher}."
+def dry_run(job: Job, env: Mapping[str, str]) -> str:
+    """What `run_job` would start, as a shell would write it, without asking any host."""
+    base = job.environment(mpirun.clean_environment(env))
+    base[channels.ADDRESS_VARIABLE] = "HOST:PORT"
+    shown = []
+    for command in commands_of(job, base, route=route_between(job), meeting_port=0):
+        new = {
+            name: "..." if name == "TORCHMN_SECRET" else text
+            for name, text in sorted(command.env.items())
+            if env.get(name) != text
+        }
+        words = [f"{name}={shlex.quote(text)}" for name, text in new.items()]
+        shown.append(" ".join([*words, shlex.join(command.argv)]))
+        if command.stdin:
+            order = command.stdin.decode().replace(job.secret, "...")
+            shown.append(f"  # on its standard input: {order.strip()}")
+    return "\n".join(shown)
+
+
+def route_between(job: Job) -> Route | None:
+    """How this host reaches the others; ``None`` if the job has no others. Raises LaunchError."""
+    if not has_remote_hosts(job):
+        return None
+    routes = [(host.name, route_to(host.name)) for host in job.hosts]
+    unknown = [name for name, route in routes if route is None]
+    if unknown:
+        raise LaunchError(
+            f"No way leads to {', '.join(unknown)}: see whether the name is right and known on "
+            f"{socket.gethostname()}."
         )
+    return next(route for _, route in routes if route is not None and not route.is_loopback)
 
 
-def _through_mpirun(job: Job, env: Mapping[str, str]) -> list[Command]:
+def commands_of(
+    job: Job, env: Mapping[str, str], *, route: Route | None, meeting_port: int
+) -> list[Command]:
+    """The processes that start all ranks, by the job's launcher. Raises LaunchError."""
+    if job.launcher == "local":
+        return local.commands(job, env)
+    if job.launcher == "ssh":
+        return ssh.commands(job, env)
+    if job.launcher == "srun":
+        return [srun.command(job, env)]
+    if job.launcher == "torchrun":
+        return torchrun.commands(
+            job,
+            env,
+            meeting_host=job.hosts[0].name if route else "127.0.0.1",
+            meeting_port=meeting_port,
+        )
     path = find_mpirun(env)
     if path is None:
         raise LaunchError("No mpirun was found: install torchmn[mpi], or use --backend gloo.")
+    flavour, major = mpirun.flavour_of(path)
     return [
         mpirun.command(
             job,
             env,
             mpirun=path,
-            flavour=mpirun.flavour_of(path),
+            flavour=flavour,
+            major=major,
             num_cores=len(available_processors().logical),
             is_root=os.geteuid() == 0,
+            network=route.network if route else None,
         )
     ]
 
 
-WAYS: dict[str, Way] = {"torch": local.commands, "mpi": _through_mpirun}
+def _look_at_hosts(job: Job, env: Mapping[str, str]) -> int:
+    """Ask the other hosts whether they can run the job. A port that is free on the first one."""
+    if job.launcher == "srun":
+        return 0  # Slurm knows its nodes, and the agents are looked at when they report
+    if has_remote_hosts(job):
+        return ask_hosts(job, env)[job.hosts[0].name].port
+    keeper, port = local.reserve_port()
+    keeper.close()
+    return port
+
+
+def _places(job: Job) -> str:
+    if len(job.hosts) == 1 and not has_remote_hosts(job):
+        return socket.gethostname()
+    return f"{', '.join(map(str, job.hosts))} through {job.launcher}"
 
 
 def _make_log_dir(job: Job) -> None:
@@ -80,6 +134,8 @@ def _make_log_dir(job: Job) -> None:
         "argv": list(job.argv),
         "cwd": str(job.cwd),
         "host": socket.gethostname(),
+        "hosts": [str(host) for host in job.hosts],
+        "launcher": job.launcher,
         "num_ranks": job.num_ranks,
         "backend": job.backend,
         "python": sys.version.split()[0],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from types import FrameType
 
 from torchmn.launch import channel as channels
 from torchmn.launch.channel import Channel
+from torchmn.launch.host_facts import differences
 from torchmn.launch.job import Command, Job
 from torchmn.launch.messages import (
     Challenge,
@@ -24,8 +26,10 @@ from torchmn.launch.messages import (
     Hello,
     Message,
     Note,
+    Notice,
     Output,
     Refresh,
+    Refused,
     Run,
     Started,
 )
@@ -54,6 +58,7 @@ class _Line:
     channel: Channel
     number: str
     record: RankRecord | None = None
+    hello: Hello | None = None
     script_pid: int = 0
 
 
@@ -64,18 +69,21 @@ class Supervisor:
     handlers of SIGINT, SIGTERM, SIGHUP and SIGCHLD are replaced: it should do nothing else.
     """
 
-    def __init__(self, job: Job, screen: Screen) -> None:
+    def __init__(self, job: Job, screen: Screen, listener: socket.socket) -> None:
         self._job = job
         self._screen = screen
         self._records = [RankRecord(rank) for rank in range(job.num_ranks)]
         self._lines: list[_Line] = []
         self._processes: dict[int, Command] = {}
         self._bystanders = descendants(os.getpid())
-        self._listener = channels.listen()
+        self._listener = listener
         self._wakeup = watch_signals(signal.SIGCHLD)
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(signum) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(signum, self._on_signal)
+        for signum in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(signum, self._on_notice)
+        self._notices: list[int] = []
         self._interrupted_by: int | None = None
         self._start_by = time.monotonic() + job.start_limit_s
         self._kill_at: float | None = None
@@ -100,23 +108,24 @@ class Supervisor:
             kill_descendants(os.getpid(), spare=self._bystanders)
             for line in self._lines:
                 line.channel.close()
-            self._listener.close()
         return self._report()
 
     def _start(self, commands: Sequence[Command]) -> None:
-        address = channels.address_of(self._listener)
         with open(self.launcher_log, "wb") as log:
             for command in commands:
                 process = subprocess.Popen(
                     command.argv,
-                    env={**command.env, channels.ADDRESS_VARIABLE: address},
-                    stdin=subprocess.DEVNULL,
+                    env=command.env,
+                    stdin=subprocess.PIPE if command.stdin else subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
                 process.returncode = 0  # this class reaps; without it Popen would warn
                 self._processes[process.pid] = command
+                if process.stdin is not None:
+                    with suppress(BrokenPipeError), process.stdin:
+                        process.stdin.write(command.stdin)
 
     def _is_over(self) -> bool:
         return not self._processes and not any(line.channel.is_open for line in self._lines)
@@ -143,6 +152,10 @@ class Supervisor:
             os._exit(shell_code(-signum))
         self._interrupted_by = self._interrupted_by or signum
 
+    def _on_notice(self, signum: int, _: FrameType | None) -> None:
+        """The scheduler says that the end is near: the ranks are told, and go on."""
+        self._notices.append(signum)
+
     def _on_wakeup(self) -> None:
         with suppress(BlockingIOError):
             self._wakeup.recv(64)
@@ -154,7 +167,9 @@ class Supervisor:
     def _on_end_of_process(self, command: Command, returncode: int) -> None:
         if returncode:
             self._launcher_returncode = self._launcher_returncode or returncode
-        served = self._records if command.rank is None else [self._records[command.rank]]
+        served = self._records
+        if command.ranks is not None:
+            served = served[command.ranks.start : command.ranks.stop]
         for record in served:
             if record.lost_at is not None and record.lost_returncode is None:
                 record.lost_returncode = returncode
@@ -183,11 +198,11 @@ class Supervisor:
         if not line.channel.is_open and line.record and not line.record.has_ended:
             line.record.lost_at = time.time()
             line.record.was_ending = self._is_ending
-            if line.script_pid:
+            if line.script_pid and line.record.host == socket.gethostname():
                 send_group(line.script_pid, signal.SIGKILL)
 
     def _admit(self, line: _Line, message: Message) -> None:
-        """Give the agent its orders if it knows the secret, the rank is free and nothing ends."""
+        """Take the agent in if it knows the secret, the rank is free and nothing ends."""
         job = self._job
         if (
             not isinstance(message, Hello)
@@ -198,18 +213,34 @@ class Supervisor:
         ):
             line.channel.close()
             return
-        line.record = self._records[message.rank]
+        line.record, line.hello = self._records[message.rank], message
         line.record.host = message.host
-        line.channel.post(
-            Run(
-                signature=channels.signature(job.secret, "supervisor", message.number),
-                argv=list(job.argv),
-                cwd=str(job.cwd),
-                log_dir=str(job.log_dir.absolute()),
-                grace_s=job.grace_s,
-                wants_refreshes=self._screen.shows_bars,
+        if all(record.host for record in self._records):
+            self._order_all()
+
+    def _order_all(self) -> None:
+        """Give all agents their orders, now that all are there: where rank 0 is, is known."""
+        job = self._job
+        agents = {line.hello.rank: line for line in self._lines if line.hello}
+        hellos = {rank: line.hello for rank, line in sorted(agents.items()) if line.hello}
+        differing = differences({h.host: h.versions for h in hellos.values()})
+        if differing:
+            self._launcher_problem = f"hosts differ: {differing}; install the same on all of them"
+            return
+        leader = hellos[0]
+        for rank, hello in hellos.items():
+            agents[rank].channel.post(
+                Run(
+                    signature=channels.signature(job.secret, "supervisor", hello.number),
+                    argv=list(job.argv),
+                    cwd=str(job.cwd),
+                    log_dir=str(job.log_dir.absolute()),
+                    grace_s=job.grace_s,
+                    wants_refreshes=self._screen.shows_bars,
+                    script=job.script,
+                    env={"MASTER_ADDR": leader.address, "MASTER_PORT": str(leader.port)},
+                )
             )
-        )
 
     def _on_message(self, line: _Line, record: RankRecord, message: Message) -> None:
         if isinstance(message, Output):
@@ -218,6 +249,10 @@ class Supervisor:
             record.exit = message
         elif isinstance(message, Started):
             line.script_pid = message.pid
+            if self._job.shows_binding:
+                self._show(partial(self._screen.say, _binding(record, message)))
+        elif isinstance(message, Refused):
+            self._launcher_problem = f"rank {record.rank} on {record.host}: {message.text}"
         elif isinstance(message, Refresh):
             self._show(partial(self._screen.refresh, record.rank, message.text))
         elif isinstance(message, Note):
@@ -238,6 +273,11 @@ class Supervisor:
     def _act(self) -> None:
         """End the job if there is a reason to, hang up on who is done, kill who is too slow."""
         now = time.monotonic()
+        while self._notices:
+            signum = self._notices.pop(0)
+            for line in self._lines:
+                if line.script_pid:
+                    line.channel.post(Notice(signum=signum))
         if not self._is_ending:
             unstarted = [r.rank for r in self._records if not r.host]
             if unstarted and now > self._start_by and not self._launcher_problem:
@@ -300,3 +340,11 @@ class Supervisor:
         if verdict.sentence:
             self._show(partial(self._screen.say, verdict.sentence))
         return verdict.exit_code
+
+
+def _binding(record: RankRecord, started: Started) -> str:
+    cores = ",".join(map(str, started.cores))
+    return (
+        f"rank {record.rank} on {record.host}: core(s) {cores}, {started.num_threads} thread(s)"
+        + (f", {started.beside}" if started.beside else "")
+    )

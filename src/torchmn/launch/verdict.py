@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torchmn.launch.job import SAVED_STATUS
 from torchmn.launch.messages import Exit
 from torchmn.launch.processes import shell_code, signal_name
 
@@ -88,6 +89,11 @@ def judge(
     )
     if failed and not failed[0][0]:
         culprit = ranks[failed[0][2]]
+        if _exit_code(culprit) == SAVED_STATUS:
+            return Verdict(
+                exit_code=SAVED_STATUS,
+                sentence=f"the ranks saved and left before the time limit (status {SAVED_STATUS}).",
+            )
         log = log_dir / f"rank{culprit.rank}.log"
         return Verdict(
             exit_code=_exit_code(culprit),

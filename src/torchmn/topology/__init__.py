@@ -1,19 +1,36 @@
 """Where things are: facts only. Starts without torch; reading a fact changes nothing."""
 
+from torchmn.topology.affinity import gpu_neighbourhoods, memory_nodes, share_beside
+from torchmn.topology.allocation import Allocation, allocation
 from torchmn.topology.environment import LaunchedPlace, launched_place, raise_if_contradicted
 from torchmn.topology.gpus import count_gpus
+from torchmn.topology.hosts import Host, parse_hostfile, parse_hosts, seat
+from torchmn.topology.interfaces import Route, is_this_host, route_of, route_to
 from torchmn.topology.placement import Place, Topology
 from torchmn.topology.processors import Processors, Share, available_processors, share_of
 
 __all__ = [
+    "Allocation",
+    "Host",
     "LaunchedPlace",
     "Place",
     "Processors",
+    "Route",
     "Share",
     "Topology",
+    "allocation",
     "available_processors",
     "count_gpus",
+    "gpu_neighbourhoods",
+    "is_this_host",
     "launched_place",
+    "memory_nodes",
+    "parse_hostfile",
+    "parse_hosts",
     "raise_if_contradicted",
+    "route_of",
+    "route_to",
+    "seat",
+    "share_beside",
     "share_of",
 ]

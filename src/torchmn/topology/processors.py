@@ -41,14 +41,14 @@ class Share:
     num_threads: int
 
 
-def available_processors(root: Path = Path("/")) -> Processors:
+def available_processors(root: Path = Path("/"), *, pid: int = 0) -> Processors:
     """The cores in this process's affinity mask and the CPU quota of its container. Local.
 
-    ``root`` is where ``sys`` and ``proc`` are looked up; a machine without them counts every
-    core as a physical one.
+    ``pid`` is another process of this host whose mask counts. ``root`` is where ``sys`` and
+    ``proc`` are looked up; a machine without them counts every core as a physical one.
     """
     if hasattr(os, "sched_getaffinity"):
-        numbers = sorted(os.sched_getaffinity(0))
+        numbers = sorted(os.sched_getaffinity(pid))
     else:
         numbers = list(range(os.cpu_count() or 1))
     cores = sorted((_physical_core(number, root), number) for number in numbers)

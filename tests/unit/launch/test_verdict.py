@@ -101,3 +101,9 @@ def test_last_words_begin_with_the_last_traceback() -> None:
     plain = RankRecord(0)
     plain.last_errors.extend(str(i) for i in range(30))
     assert plain.last_words == [str(i) for i in range(20, 30)]
+
+
+def test_ranks_that_saved_in_time_did_not_fail() -> None:
+    found = verdict(ended(0, 85, at=2.0), ended(1, 85, at=1.0))
+    assert found.exit_code == 85
+    assert "saved and left before the time limit" in found.sentence

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from torchmn.errors import LaunchError, UsageError
-from torchmn.launch import Job, local, mpirun, python_command
+from torchmn.launch import Job, local, mpirun, python_command, srun, ssh, torchrun
 from torchmn.launch.job import Command, worker_command
+from torchmn.launch.remote import SSH, remote_shell
+from torchmn.topology import Host
 
 
 def job(num_ranks: int = 2, **options: object) -> Job:
@@ -33,7 +37,7 @@ def test_local_ranks_have_the_variables_of_torchrun() -> None:
     assert [command.env["RANK"] for command in commands] == ["0", "1", "2"]
     assert {command.env["WORLD_SIZE"] for command in commands} == {"3"}
     assert all(command.env["KEPT"] == "1" for command in commands)
-    assert [command.rank for command in commands] == [0, 1, 2]
+    assert [command.ranks for command in commands] == [range(rank, rank + 1) for rank in range(3)]
 
 
 def test_reserved_port_is_for_rank_0_and_for_nobody_else() -> None:
@@ -62,7 +66,7 @@ def test_open_mpi(num_ranks: int, num_cores: int, yields: bool) -> None:
     assert command.argv[-len(worker_command()) :] == worker_command()
     assert ("mpi_yield_when_idle" in command.argv) is yields
     assert "--allow-run-as-root" not in command.argv
-    assert command.rank is None
+    assert command.ranks is None
 
 
 @pytest.mark.parametrize("env", [{}, {"OMPI_MCA_btl": "self,tcp"}])
@@ -89,7 +93,7 @@ def test_hydra_knows_no_option_of_open_mpi() -> None:
         job(), {}, mpirun="mpiexec", flavour="Hydra", num_cores=1, is_root=True
     )
     options = command.argv[1 : -len(worker_command())]
-    assert options == ("-launcher", "fork", "-rmk", "user", "-bind-to", "none", "-n", "2")
+    assert options == ("-rmk", "user", "-bind-to", "none", "-n", "2", "-launcher", "fork")
 
 
 @pytest.mark.processes
@@ -106,7 +110,7 @@ def test_flavours(tmp_path: Path, words: str, flavour: str) -> None:
     tool = tmp_path / "mpirun"
     tool.write_text(f"#!/bin/sh\necho '{words}'\n")
     tool.chmod(0o755)
-    assert mpirun.flavour_of(str(tool)) == flavour
+    assert mpirun.flavour_of(str(tool))[0] == flavour
 
 
 @pytest.mark.processes
@@ -146,3 +150,115 @@ def test_environment_of_the_job() -> None:
     assert job(backend="mpi").environment({})["TORCHMN_TRANSPORT"] == "mpi"
     assert env["TORCHMN_SECRET"] not in repr(job())
     assert len(env["TORCHMN_SECRET"]) == 64
+
+
+TWO_HOSTS = (Host(name="a", slots=2), Host(name="b", slots=1))
+
+
+def on_hosts(**options: object) -> Job:
+    return job(3, hosts=TWO_HOSTS, exported=("MINE",), **options)
+
+
+def order_of(command: Command) -> list[dict[str, Any]]:
+    """What a command for another host reads there."""
+    commands: list[dict[str, Any]] = json.loads(command.stdin)["commands"]
+    return commands
+
+
+def test_ssh_gives_each_host_its_ranks_and_no_secret_to_a_command_line() -> None:
+    env = on_hosts(launcher="ssh").environment({"MINE": "1", "OTHERS": "2", "NCCL_DEBUG": "INFO"})
+    first, second = ssh.commands(on_hosts(launcher="ssh"), {**env, "PATH": "/bin"})
+    assert first.argv[:6] == (*SSH, "a")
+    assert "torchmn.launch.node" in first.argv[-1]
+    assert (first.ranks, second.ranks) == (range(2), range(2, 3))
+    assert [one["env"]["RANK"] for one in order_of(first)] == ["0", "1"]
+    (order,) = order_of(second)
+    told = order["env"]
+    assert (told["RANK"], told["LOCAL_RANK"], told["GROUP_RANK"]) == ("2", "0", "1")
+    assert (told["WORLD_SIZE"], told["LOCAL_WORLD_SIZE"], told["GROUP_WORLD_SIZE"]) == (
+        *("3", "1", "2"),
+    )
+    assert (told["MINE"], told["NCCL_DEBUG"]) == ("1", "INFO")
+    assert "OTHERS" not in told
+    assert told["TORCHMN_SECRET"] == env["TORCHMN_SECRET"]
+    assert not any(env["TORCHMN_SECRET"] in word for word in (*first.argv, *second.argv))
+
+
+def test_another_remote_shell() -> None:
+    assert remote_shell({}) == SSH
+    assert remote_shell({"TORCHMN_RSH": "'my rsh' -v"}) == ("my rsh", "-v")
+
+
+def test_one_torchrun_for_each_host() -> None:
+    commands = torchrun.commands(
+        on_hosts(launcher="torchrun", launcher_args=("--max-restarts", "2")),
+        {},
+        meeting_host="a",
+        meeting_port=1234,
+    )
+    assert [command.ranks for command in commands] == [range(2), range(2, 3)]
+    for node, (command, count) in enumerate(zip(commands, ("2", "1"), strict=True)):
+        words = order_of(command)[0]["argv"]
+        for option, value in (
+            ("--nnodes", "2"),
+            ("--node-rank", str(node)),
+            ("--nproc-per-node", count),
+            ("--master-addr", "a"),
+            ("--master-port", "1234"),
+            ("--max-restarts", "2"),
+        ):
+            assert words[words.index(option) + 1] == value
+
+
+@pytest.mark.parametrize("major", [4, 5])
+def test_open_mpi_between_hosts(major: int) -> None:
+    command = mpirun.command(
+        on_hosts(launcher_args=("--mca", "pml", "^yalla")),
+        {"MINE": "1", "TORCHMN_RSH": "rsh -v", "UNKNOWN": "1"},
+        mpirun="/opt/mpi/bin/mpirun",
+        flavour="Open MPI",
+        major=major,
+        num_cores=2,
+        is_root=False,
+        network="10.0.0.0/24",
+    )
+    words = " ".join(command.argv)
+    assert "--host a:2,b:1 " in words
+    assert "--mca btl_tcp_if_include 10.0.0.0/24" in words
+    assert ("oob_tcp_if_include" in words) == (major == 4)
+    agent = "--mca plm_rsh_agent rsh -v" if major == 4 else "--prtemca plm_ssh_agent rsh -v"
+    assert agent in words
+    assert "--prefix /opt/mpi" in words
+    assert "-x MINE" in words
+    assert "-x TORCHMN_RSH" in words
+    assert "UNKNOWN" not in words
+    assert f"--mca pml ^yalla {' '.join(worker_command())}" in words
+
+
+@pytest.fixture
+def srun_path(tmp_path: Path) -> str:
+    (tmp_path / "srun").touch(mode=0o755)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_srun(srun_path: str, backend: str) -> None:
+    hosts = (Host(name="a", slots=2), Host(name="b", slots=2))
+    command = srun.command(
+        job(4, hosts=hosts, backend=backend, launcher_args=("--exclusive",)), {"PATH": srun_path}
+    )
+    words = " ".join(command.argv)
+    assert "--ntasks 4" in words
+    assert "--nodes 2 --ntasks-per-node 2 --nodelist a,b" in words
+    assert ("--mpi=pmix" in words) == (backend == "mpi")
+    assert f"--exclusive {' '.join(worker_command())}" in words
+
+
+def test_srun_with_unequal_hosts(srun_path: str) -> None:
+    words = " ".join(srun.command(on_hosts(), {"PATH": srun_path}).argv)
+    assert "--distribution=arbitrary --nodelist a,a,b" in words
+
+
+def test_no_srun() -> None:
+    with pytest.raises(LaunchError, match="no srun on the PATH"):
+        srun.command(on_hosts(), {"PATH": "/nowhere"})

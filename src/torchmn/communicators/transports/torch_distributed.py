@@ -43,7 +43,8 @@ class TorchDistributedTransport(Transport):
     """gloo and, where there is a GPU, NCCL, over one store.
 
     ``store`` must be reachable by all ranks and used by nobody else under the same prefix.
-    ``cuda_device`` is this rank's GPU or None. *Collective.*
+    ``cuda_device`` is this rank's GPU or None, ``own_address`` the one of this host that the other
+    ranks reach. *Collective.*
     """
 
     name = "torch.distributed"
@@ -58,17 +59,17 @@ class TorchDistributedTransport(Transport):
         cuda_device: torch.device | None = None,
         is_trusted: bool = False,
         scratch: Scratch | None = None,
+        own_address: str | None = None,
     ) -> None:
         super().__init__(rank, size, scratch)
+        self._own_address = own_address
         self.is_trusted = is_trusted
         self._store = store
         self._timeout_s = timeout_s
         self.cuda_device = cuda_device
         timeout = timedelta(seconds=timeout_s)
         try:
-            self._gloo: Any = dist.ProcessGroupGloo(
-                PrefixStore("gloo", store), rank, size, timeout=timeout
-            )
+            self._gloo: Any = _gloo(PrefixStore("gloo", store), rank, size, timeout, own_address)
         except (RuntimeError, ValueError) as error:
             raise _translate(error, f"joining a world of {size}", timeout_s) from error
         self._nccl: Any = None
@@ -153,6 +154,7 @@ class TorchDistributedTransport(Transport):
             cuda_device=self.cuda_device,
             is_trusted=self.is_trusted,
             scratch=self.scratch,
+            own_address=self._own_address,
         )
         if part.size > 1:  # who leaves at once would break the connections of who still makes them
             part.barrier(limit)
@@ -163,6 +165,16 @@ class TorchDistributedTransport(Transport):
         if self._nccl is not None:
             self._nccl.shutdown()
         self._nccl = self._gloo = None  # a gloo group closes its sockets when it is gone
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta, own_address: str | None) -> Any:
+    """gloo listens on ``own_address``; without one on GLOO_SOCKET_IFNAME or by the host's name."""
+    if own_address is None:
+        return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address)]
+    return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 def _sized_tag(tag: int, tensor: Tensor) -> int:

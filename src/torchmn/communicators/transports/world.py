@@ -17,7 +17,15 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torchmn.communicators.transports.base import TimeLimit, Transport
 from torchmn.communicators.transports.mpi import MpiTransport
 from torchmn.communicators.transports.torch_distributed import TorchDistributedTransport
-from torchmn.errors import LaunchError, PeerLostError, TimeLimitError, UnknownNameError
+from torchmn.errors import (
+    LaunchError,
+    PeerLostError,
+    TimeLimitError,
+    TopologyError,
+    UnknownNameError,
+)
+from torchmn.launch import meeting
+from torchmn.topology import route_to
 from torchmn.topology.environment import LaunchedPlace, launched_place, raise_if_contradicted
 
 TRANSPORTS = ("auto", "mpi", "torch")
@@ -70,17 +78,70 @@ def _join_torch(launched: LaunchedPlace | None, timeout_s: float) -> Transport:
     secret = bool(os.environ.get("TORCHMN_SECRET"))
     if launched is None or launched.size == 1:
         return TorchDistributedTransport(HashStore(), 0, 1, timeout_s=timeout_s, is_trusted=secret)
-    address, port = _meeting_point(launched, timeout_s)
-    timeout = timedelta(seconds=timeout_s)
+    address, store = _meet(launched, timeout_s)
+    store = PrefixStore("torchmn", store)
+    transport = TorchDistributedTransport(
+        store,
+        launched.rank,
+        launched.size,
+        timeout_s=timeout_s,
+        own_address=_own_address(launched, address, store),
+    )
+    try:
+        transport.barrier(TimeLimit(timeout_s))
+    except (TimeLimitError, PeerLostError) as error:
+        raise type(error)(
+            f"Rank {launched.rank} of {launched.size} on {socket.gethostname()}: not all ranks "
+            f"joined. {error}"
+        ) from error
+    return transport
+
+
+def _meet(launched: LaunchedPlace, timeout_s: float) -> tuple[str, TCPStore]:
+    """Rank 0's address as we reach it, and its store.
+
+    It is at MASTER_ADDR and MASTER_PORT, or at a free port that MPI, or rank 0 itself, makes known.
+    """
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if address and port:
+        if not port.isdigit() or not 0 < int(port) < 65536:
+            raise LaunchError(f"MASTER_PORT should be a port number but is {port!r}.")
+        _raise_if_everybody_is_the_leader(launched, address)
+        return address, _store(launched, address, int(port), timeout_s)
+    if launched.kind == "mpi" and _has_mpi4py():
+        address, number = _announce_port(join_world("mpi", timeout_s), timeout_s)
+        return address, _store(launched, address, number, timeout_s)
+    host, job = meeting.leader_host(launched, os.environ), meeting.job_name(os.environ)
+    if host is None or not job:
+        raise LaunchError(
+            f"Started by {launched.launcher} as rank {launched.rank} of {launched.size}, but there "
+            "is no meeting point for torch.distributed. Export MASTER_ADDR (the host of rank 0) "
+            "and MASTER_PORT (a free port) on all ranks, or install mpi4py."
+        )
+    if launched.rank == 0:
+        store = _store(launched, host, 0, timeout_s)
+        meeting.tell_port(job, store.port)
+        return host, store
+    found = meeting.ask_port(host, job, timeout_s)
+    if found is None:
+        raise TimeLimitError(
+            f"Rank {launched.rank} of {launched.size} on {socket.gethostname()} found no rank 0 of "
+            f"this job ({job}) on {host} within {timeout_s:g} s. See whether rank 0 runs there; if "
+            "not, export MASTER_ADDR and MASTER_PORT on all ranks."
+        )
+    return host, _store(launched, host, found, timeout_s)
+
+
+def _store(launched: LaunchedPlace, address: str, port: int, timeout_s: float) -> TCPStore:
     serves = launched.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         # multi_tenant: the user's own init_process_group() finds the same server and shares it.
-        store = TCPStore(
+        return TCPStore(
             address,
             port,
             launched.size,
             serves,
-            timeout=timeout,
+            timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
             multi_tenant=True,
         )
@@ -96,34 +157,43 @@ def _join_torch(launched: LaunchedPlace | None, timeout_s: float) -> Transport:
             f"0 at {address}:{port} within {timeout_s:g} s ({reason}). See whether rank 0 runs and "
             "whether MASTER_ADDR names its host for this one."
         ) from error
-    transport = TorchDistributedTransport(
-        PrefixStore("torchmn", store), launched.rank, launched.size, timeout_s=timeout_s
-    )
-    try:
-        transport.barrier(TimeLimit(timeout_s))
-    except (TimeLimitError, PeerLostError) as error:
-        raise type(error)(
-            f"Rank {launched.rank} of {launched.size} on {socket.gethostname()}: not all ranks "
-            f"joined. {error}"
-        ) from error
-    return transport
 
 
-def _meeting_point(launched: LaunchedPlace, timeout_s: float) -> tuple[str, int]:
-    """Where rank 0 listens: MASTER_ADDR and MASTER_PORT, or a free port that MPI makes known."""
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if address and port:
-        if not port.isdigit() or not 0 < int(port) < 65536:
-            raise LaunchError(f"MASTER_PORT should be a port number but is {port!r}.")
-        return address, int(port)
-    if launched.kind == "mpi" and _has_mpi4py():
-        mpi_world = join_world("mpi", timeout_s)
-        return _announce_port(mpi_world, timeout_s)
-    raise LaunchError(
-        f"Started by {launched.launcher} as rank {launched.rank} of {launched.size}, but there is "
-        "no meeting point for torch.distributed. Export MASTER_ADDR (the host of rank 0) and "
-        "MASTER_PORT (a free port) on all ranks, or install mpi4py."
-    )
+def _raise_if_everybody_is_the_leader(launched: LaunchedPlace, address: str) -> None:
+    """Refuse an address that leads each of several hosts to itself."""
+    if _spans_nodes(launched) and meeting.is_loopback(address) and not _names_own_host(address):
+        raise TopologyError(
+            f"MASTER_ADDR={address} leads every host to itself, but {launched}, on several hosts. "
+            "Export the name or address of rank 0's host as MASTER_ADDR on all ranks."
+        )
+
+
+def _names_own_host(address: str) -> bool:
+    """Whether it is this host's name, which may well lead to a loopback address here alone."""
+    return address not in ("localhost", "localhost.localdomain") and not address[0].isdigit()
+
+
+def _spans_nodes(launched: LaunchedPlace) -> bool:
+    if launched.inter_size is not None:
+        return launched.inter_size > 1
+    return launched.intra_size is not None and launched.intra_size < launched.size
+
+
+def _own_address(launched: LaunchedPlace, leader: str, store: PrefixStore) -> str | None:
+    """The address of ours that others reach us at, or ``None``: let gloo look for one itself.
+
+    It is the one from which we reach rank 0. On rank 0's own host that may be a loopback address:
+    there the ranks of other hosts say which address they reach. The user's own choice stays.
+    """
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return None
+    route = route_to(leader)
+    if route is None or not _spans_nodes(launched):
+        return None if route is None else route.address
+    if not route.is_loopback:
+        store.set("leader_address", socket.gethostbyname(leader))
+        return route.address
+    return bytes(store.get("leader_address")).decode()
 
 
 def _announce_port(mpi_world: Transport, timeout_s: float) -> tuple[str, int]:

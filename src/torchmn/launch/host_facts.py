@@ -1,0 +1,83 @@
+"""What all hosts of a job must have in common, looked at on each. Local, without torch.
+
+Run as ``python -m torchmn.launch.host_facts`` it reads what is needed from its standard input and
+answers there, as JSON: so one can ask a host before anything is started on it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+COMPARED = ("python", "torch", "torchmn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostFacts:
+    """Versions, a port that was free a moment ago, and why the command cannot run, if so."""
+
+    versions: dict[str, str]
+    port: int = 0
+    problem: str = ""
+
+
+def versions() -> dict[str, str]:
+    """What is installed here, by name; torch is read about, not imported."""
+    found = {"python": platform.python_version()}
+    for name in COMPARED[1:]:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "missing"
+    return found
+
+
+def why_not_here(cwd: str, script: str) -> str:
+    """Why this host cannot run a script, in words; empty if it can. ``script`` may be empty."""
+    if not os.path.isdir(cwd):
+        return f"there is no folder {cwd}: share it between the hosts, or start from one that is"
+    if script and not os.access(Path(cwd) / script, os.R_OK):
+        return f"the script {Path(cwd) / script} is not there: put it where all hosts see it"
+    return ""
+
+
+def differences(found: Mapping[str, Mapping[str, str]]) -> str:
+    """What differs in the versions of some hosts, in words; empty if nothing does.
+
+    >>> differences({"a": {"torch": "2.12"}, "b": {"torch": "2.13"}})
+    'torch is 2.12 on a and 2.13 on b'
+    """
+    words = []
+    for name in COMPARED:
+        hosts: dict[str, list[str]] = {}
+        for host, installed in found.items():
+            if name in installed:
+                hosts.setdefault(installed[name], []).append(host)
+        if len(hosts) > 1:
+            parts = [f"{version} on {', '.join(at)}" for version, at in hosts.items()]
+            words.append(f"{name} is {' and '.join(parts)}")
+    return "; ".join(words)
+
+
+def main() -> None:
+    """Answer on the standard output."""
+    from torchmn.launch.local import reserve_port
+
+    asked = json.loads(sys.stdin.readline())
+    keeper, port = reserve_port("")
+    with closing(keeper):
+        facts = HostFacts(
+            versions=versions(), port=port, problem=why_not_here(asked["cwd"], asked["script"])
+        )
+        print(json.dumps(asdict(facts)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

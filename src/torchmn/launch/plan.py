@@ -1,0 +1,182 @@
+"""From what the user asked for to a job: which hosts, which launcher, which backend, and why."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchmn.errors import TopologyError, UnknownNameError, UnsupportedError, UsageError
+from torchmn.launch.detect import Machine, choose_backend, this_machine
+from torchmn.launch.job import THIS_HOST, Backend, Job, Launcher, default_log_dir
+from torchmn.topology import (
+    Allocation,
+    Host,
+    LaunchedPlace,
+    allocation,
+    is_this_host,
+    launched_place,
+    parse_hostfile,
+    parse_hosts,
+    seat,
+)
+
+LAUNCHERS = ("auto", "local", "mpirun", "torchrun", "srun", "ssh")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What the user asked for, ``None`` or ``auto`` where nothing was said; see `torchmn run`."""
+
+    argv: tuple[str, ...]
+    script: str = ""
+    num_ranks: int | None = None
+    hostfile: Path | None = None
+    hosts: str | None = None
+    num_nodes: int | None = None
+    per_node: int | None = None
+    launcher: str = "auto"
+    launcher_args: tuple[str, ...] = ()
+    exported: tuple[str, ...] = ()
+    backend: str = "auto"
+    num_threads: int | None = None
+    shows_binding: bool = False
+    log_dir: Path | None = None
+    grace_s: float = 5.0
+
+    def environment(self, env: Mapping[str, str]) -> dict[str, str]:
+        """``env`` with the values of ``-x NAME=VALUE`` and the threads. Raises UsageError."""
+        if self.num_threads is not None and self.num_threads < 1:
+            raise UsageError(f"--threads is a number of at least 1, got {self.num_threads}.")
+        given = dict(word.split("=", 1) for word in self.exported if "=" in word)
+        unset = [word for word in self.exported if "=" not in word and word not in env]
+        if unset:
+            raise UsageError(
+                f"-x {unset[0]}: there is no such variable. Set it, or use -x {unset[0]}=VALUE."
+            )
+        threads = {} if self.num_threads is None else {"OMP_NUM_THREADS": str(self.num_threads)}
+        return {**env, **given, **threads}
+
+
+def place_inside(wish: Wish, env: Mapping[str, str]) -> LaunchedPlace | None:
+    """The place of this process if a launcher has started it as one of several, else ``None``.
+
+    Then there is nothing to be started. Raises TopologyError: other workers were asked for.
+    """
+    place = launched_place(env)
+    if place is None or place.known_size in (None, 1):
+        return None
+    lists = wish.hosts is not None or wish.hostfile is not None
+    if wish.num_ranks not in (None, place.size) or lists or wish.launcher != "auto":
+        raise TopologyError(
+            f"`torchmn run` was itself started several times: {place}. Then it runs the script as "
+            "that rank, and -n, --hosts, --hostfile and --launcher cannot ask for something else: "
+            "leave them out, or start `torchmn run` once."
+        )
+    return place
+
+
+def plan_job(wish: Wish, env: Mapping[str, str]) -> tuple[Job, str]:
+    """The job, and in words why its launcher and backend are these. Reads files, changes nothing.
+
+    Raises UsageError, UnknownNameError, UnsupportedError or TopologyError: what was asked for
+    cannot be, in itself or here.
+    """
+    if wish.launcher not in LAUNCHERS:
+        raise UnknownNameError("launcher", wish.launcher, LAUNCHERS)
+    given = allocation(env) if wish.hosts is None and wish.hostfile is None else None
+    hosts = seats(wish, given)
+    num_ranks = sum(host.slots for host in hosts)
+    is_remote = not all(is_this_host(host.name) for host in hosts)
+    machine = this_machine(env)
+    backend, why = _backend(wish, machine, hosts, is_remote=is_remote)
+    launcher = _launcher(wish, backend, given, env, is_remote=is_remote)
+    _raise_if_they_do_not_fit(launcher, backend, is_remote=is_remote)
+    reasons = [why if wish.backend == "auto" else "", str(given) if given else ""]
+    job = Job(
+        argv=wish.argv,
+        script=wish.script,
+        num_ranks=num_ranks,
+        hosts=hosts if is_remote else (Host(name=THIS_HOST, slots=num_ranks),),
+        launcher=launcher,
+        launcher_args=wish.launcher_args,
+        exported=tuple(word.partition("=")[0] for word in wish.exported),
+        backend=backend,
+        shows_binding=wish.shows_binding,
+        log_dir=wish.log_dir or default_log_dir(),
+        grace_s=wish.grace_s,
+    )
+    return job, "; ".join(reason for reason in reasons if reason)
+
+
+def seats(wish: Wish, given: Allocation | None) -> tuple[Host, ...]:
+    """The hosts, with as many slots as they get workers.
+
+    Without any list of hosts this one is used, with as many workers as asked for.
+    """
+    if wish.hosts is not None and wish.hostfile is not None:
+        raise UsageError("--hosts and --hostfile are two lists of hosts: give one of them.")
+    wanted = {"num_ranks": wish.num_ranks, "num_nodes": wish.num_nodes, "per_node": wish.per_node}
+    if wish.hosts is not None:
+        return seat(parse_hosts(wish.hosts), **wanted)
+    if wish.hostfile is not None:
+        try:
+            text = wish.hostfile.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(
+                f"The host file {str(wish.hostfile)!r} cannot be read: {error}."
+            ) from None
+        return seat(parse_hostfile(text, source=str(wish.hostfile)), **wanted)
+    if given is not None:
+        return seat(given.hosts, **wanted)
+    if (wish.num_nodes or 1) > 1:
+        raise UsageError(
+            f"--nodes {wish.num_nodes} needs a list of hosts: --hostfile, --hosts, or a job of "
+            "PBS, Slurm or Grid Engine, and this is none."
+        )
+    for number in (wish.num_ranks, wish.per_node):
+        if number is not None and number < 1:
+            raise UsageError(f"-n is the number of workers: at least 1, got {number}.")
+    if None not in (wish.num_ranks, wish.per_node) and wish.num_ranks != wish.per_node:
+        raise UsageError(f"-n {wish.num_ranks} contradicts --per-node {wish.per_node} on one host.")
+    return (Host(name=THIS_HOST, slots=wish.num_ranks or wish.per_node or 1),)
+
+
+def _backend(
+    wish: Wish, machine: Machine, hosts: tuple[Host, ...], *, is_remote: bool
+) -> tuple[Backend, str]:
+    """As `choose_backend`, for the hosts' largest number of ranks on one."""
+    if wish.backend == "auto" and wish.launcher in ("local", "ssh", "torchrun"):
+        most = max(host.slots for host in hosts)
+        return choose_backend("nccl" if machine.num_gpus >= most else "gloo", machine, most)
+    return choose_backend(wish.backend, machine, max(host.slots for host in hosts))
+
+
+def _launcher(
+    wish: Wish,
+    backend: Backend,
+    given: Allocation | None,
+    env: Mapping[str, str],
+    *,
+    is_remote: bool,
+) -> Launcher:
+    """Slurm's own where it gave the hosts, mpirun for MPI, else ssh or, on one host, none."""
+    if wish.launcher != "auto":
+        return wish.launcher  # type: ignore[return-value]
+    has_srun = shutil.which("srun", path=env.get("PATH")) is not None
+    if given is not None and given.scheduler == "Slurm" and is_remote and has_srun:
+        return "srun"
+    if backend == "mpi":
+        return "mpirun"
+    return "ssh" if is_remote else "local"
+
+
+def _raise_if_they_do_not_fit(launcher: Launcher, backend: Backend, *, is_remote: bool) -> None:
+    if launcher == "local" and is_remote:
+        raise UsageError("--launcher local starts workers on this host only: use ssh or mpirun.")
+    if backend == "mpi" and launcher in ("local", "ssh", "torchrun"):
+        raise UnsupportedError(
+            f"--backend mpi needs an MPI launcher, and {launcher} is none: use --launcher mpirun "
+            "or srun, or --backend gloo or nccl."
+        )

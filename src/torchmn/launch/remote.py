@@ -1,0 +1,132 @@
+"""Commands on other hosts, through ssh or what stands for it.
+
+What a command needs travels on its standard input, not on its command line, which everybody on
+the host could read.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from torchmn.errors import LaunchError
+from torchmn.launch.host_facts import HostFacts, differences
+from torchmn.launch.job import Command, Job, python_module
+from torchmn.topology import is_this_host
+
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
+RSH_VARIABLE = "TORCHMN_RSH"
+_ANSWER_S = 10.0
+_CARRIED = (
+    *("TORCHMN_", "NCCL_", "GLOO_", "OMP_", "MKL_", "KMP_", "CUDA_", "TORCH_", "PYTORCH_"),
+    *("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_", "I_MPI_", "UCX_", "FI_", "HF_", "CONDA_"),
+)
+_CARRIED_NAMES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "LANG", "LC_ALL", "TZ")
+
+
+def remote_shell(env: Mapping[str, str]) -> tuple[str, ...]:
+    """The command that runs another one on a host: ``TORCHMN_RSH``, else ssh without questions."""
+    words = tuple(shlex.split(env.get(RSH_VARIABLE, "")))
+    return words or SSH
+
+
+def is_carried(job: Job, name: str) -> bool:
+    """Whether a variable goes with a job to its other hosts: one named, or one of the field."""
+    return name in job.exported or name in _CARRIED_NAMES or name.startswith(_CARRIED)
+
+
+def node_command(
+    job: Job, inter_rank: int, env: Mapping[str, str], commands: Sequence[Command]
+) -> Command:
+    """One process that starts these commands on a host of the job.
+
+    There they get what is carried of their environment, and what they do not share with ``env``.
+    """
+    host = job.hosts[inter_rank]
+    first = sum(other.slots for other in job.hosts[:inter_rank])
+    order = {
+        "commands": [
+            {
+                "argv": list(command.argv),
+                "env": {
+                    name: text
+                    for name, text in command.env.items()
+                    if is_carried(job, name) or env.get(name) != text
+                },
+            }
+            for command in commands
+        ]
+    }
+    return Command(
+        (*remote_shell(env), host.name, _python(env, "torchmn.launch.node")),
+        env,
+        name=f"{remote_shell(env)[0]} to {host.name}",
+        ranks=range(first, first + host.slots),
+        stdin=json.dumps(order).encode() + b"\n",
+    )
+
+
+def ask_hosts(job: Job, env: Mapping[str, str]) -> dict[str, HostFacts]:
+    """The facts of every host of the job, asked at once.
+
+    Raises LaunchError with the name of every host that does not answer within seconds, that cannot
+    see the script, or whose versions differ.
+    """
+    names = [host.name for host in job.hosts]
+    with ThreadPoolExecutor(max_workers=min(64, len(names))) as pool:
+        answers = dict(zip(names, pool.map(lambda name: _ask(job, name, env), names), strict=True))
+    silent = {name: answer for name, answer in answers.items() if isinstance(answer, str)}
+    if silent:
+        words = "; ".join(f"{name}: {why}" for name, why in silent.items())
+        raise LaunchError(
+            f"{len(silent)} of {len(names)} host(s) did not answer: {words}. See whether "
+            f"`{shlex.join((*remote_shell(env), next(iter(silent)), 'true'))}` works from here."
+        )
+    facts = {name: answer for name, answer in answers.items() if isinstance(answer, HostFacts)}
+    problems = [f"on {name} {found.problem}" for name, found in facts.items() if found.problem]
+    if problems:
+        raise LaunchError("; ".join(problems) + ".")
+    differing = differences({name: found.versions for name, found in facts.items()})
+    if differing:
+        raise LaunchError(f"Hosts differ: {differing}. Install the same on all of them.")
+    return facts
+
+
+def _ask(job: Job, host: str, env: Mapping[str, str]) -> HostFacts | str:
+    """The facts of one host, or why there are none."""
+    try:
+        answer = subprocess.run(
+            [*remote_shell(env), host, _python(env, "torchmn.launch.host_facts")],
+            input=json.dumps({"cwd": str(job.cwd), "script": job.script}) + "\n",
+            env=dict(env),
+            capture_output=True,
+            text=True,
+            timeout=_ANSWER_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"nothing came within {_ANSWER_S:g} s"
+    except OSError as error:
+        return f"{remote_shell(env)[0]} cannot be run ({error.strerror})"
+    if answer.returncode == 0:
+        try:
+            return HostFacts(**json.loads(answer.stdout.splitlines()[-1]))
+        except (ValueError, TypeError, IndexError):
+            return f"it answered {answer.stdout[-80:]!r}"
+    said = answer.stderr.strip().splitlines()[-1:] or [f"exit code {answer.returncode}"]
+    return said[0]
+
+
+def _python(env: Mapping[str, str], module: str) -> str:
+    """The command of a module of ours for a shell, found through PYTHONPATH if it is so here."""
+    path = env.get("PYTHONPATH")
+    prefix = ("env", f"PYTHONPATH={path}") if path else ()
+    return shlex.join((*prefix, *python_module(module)))
+
+
+def has_remote_hosts(job: Job) -> bool:
+    """Whether any host of the job is another one than this."""
+    return not all(is_this_host(host.name) for host in job.hosts)

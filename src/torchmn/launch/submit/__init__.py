@@ -1,0 +1,33 @@
+"""Job scripts: made for PBS, Slurm and Grid Engine, given to them, and followed. Without torch."""
+
+from torchmn.launch.submit.choose import (
+    SCHEDULERS,
+    choose_scheduler,
+    installed_schedulers,
+    raise_if_no_command,
+)
+from torchmn.launch.submit.following import Follower
+from torchmn.launch.submit.request import JobRequest, default_name, find_environment
+from torchmn.launch.submit.script import job_script
+from torchmn.launch.submit.settings import Settings, parse_export
+from torchmn.launch.submit.site import Site, find_site, read_site
+from torchmn.launch.submit.submission import submit, write_script
+
+__all__ = [
+    "SCHEDULERS",
+    "Follower",
+    "JobRequest",
+    "Settings",
+    "Site",
+    "choose_scheduler",
+    "default_name",
+    "find_environment",
+    "find_site",
+    "installed_schedulers",
+    "job_script",
+    "parse_export",
+    "raise_if_no_command",
+    "read_site",
+    "submit",
+    "write_script",
+]

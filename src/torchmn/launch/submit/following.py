@@ -1,0 +1,175 @@
+"""Follow a submitted job: show what it prints until it ends, and learn its exit status."""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from torchmn.errors import LaunchError
+from torchmn.launch.job import SAVED_STATUS
+from torchmn.launch.submit.request import JobRequest
+from torchmn.launch.submit.requeue import GOES_ON
+from torchmn.launch.submit.scheduler import Ask, JobState, Scheduler, ask
+from torchmn.launch.submit.script import ENDED
+
+_MOST_SILENCES = 30
+_LOOKS_AFTER_THE_END = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Follower:
+    """Shows a job's output on ``out`` and ``err``."""
+
+    job: JobRequest
+    scheduler: Scheduler
+    out: TextIO
+    err: TextIO
+    ask: Ask = ask
+    sleep: Callable[[float], None] = time.sleep
+
+    def follow(self, job_id: str) -> int:
+        """Show the job's output until its end and return its exit status, as shells report it.
+
+        A job that goes on in a new one is followed there. Raises LaunchError: the scheduler stopped
+        answering, or nobody says how the job ended.
+        """
+        try:
+            while True:
+                log = _Log(self, job_id)
+                status = self._exit_status(log, self._end_of(log))
+                if status != SAVED_STATUS or log.next_job in (None, job_id):
+                    return status
+                job_id = str(log.next_job)
+                self.say(f"following {self.scheduler.title} job {job_id}")
+        except KeyboardInterrupt:
+            self.say(f"the job goes on; `{self.scheduler.cancel_command} {job_id}` ends it.")
+            raise
+
+    def say(self, sentence: str) -> None:
+        """A sentence of our own."""
+        print(f"torchmn: {sentence}", file=self.err, flush=True)
+
+    def _end_of(self, log: _Log) -> JobState:
+        """Wait for the end of a job and show what it prints meanwhile."""
+        word, num_silences = "", 0
+        for pause in _pauses():
+            # asked before the log is read, so that nothing of an ended job is missed
+            state = self.scheduler.state(log.job_id, self.ask)
+            log.show()
+            if state is None:
+                num_silences += 1
+                if num_silences > _MOST_SILENCES:
+                    break
+            elif state.has_ended:
+                return state
+            else:
+                num_silences = 0
+                if state.word != word:
+                    word = state.word
+                    self.say(f"{self.scheduler.title} job {log.job_id}: {word}")
+            self.sleep(pause)
+        raise LaunchError(
+            f"{self.scheduler.title} does not say any more how job {log.job_id} is. It may still "
+            f"run; its output is in {log.words}."
+        )
+
+    def _exit_status(self, log: _Log, state: JobState) -> int:
+        """From the scheduler, else from the last line of the log; both may come late."""
+        pauses = _pauses()
+        for look in range(_LOOKS_AFTER_THE_END):
+            if look > 0:
+                self.sleep(next(pauses))
+                state = self.scheduler.state(log.job_id, self.ask) or state
+                log.show()
+            status = log.exit_status if state.exit_status is None else state.exit_status
+            if status is not None:
+                return status
+        raise LaunchError(
+            f"{self.scheduler.title} job {log.job_id} ended, but neither {self.scheduler.title} "
+            "nor the job's log says with which exit status: it was probably killed. Its output is "
+            f"in {log.words}."
+        )
+
+
+def _pauses() -> Iterator[float]:
+    """Short at first, for short jobs; then long, for a scheduler serves many users."""
+    pause = 0.2
+    while True:
+        yield pause
+        pause = min(5.0, 2 * pause)
+
+
+@dataclass
+class _Shown:
+    """How much of a file was shown; a character may end in the next piece."""
+
+    num_bytes: int = 0
+    decoder: codecs.IncrementalDecoder = field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
+    )
+
+
+class _Log:
+    """The files of one job, shown as they grow."""
+
+    def __init__(self, follower: Follower, job_id: str) -> None:
+        self.job_id = job_id
+        self.exit_status: int | None = None
+        self.next_job: str | None = None
+        self._follower = follower
+        self._folder = Path(follower.job.log_dir)
+        self._stem = f"{follower.job.name}.{job_id.partition('.')[0]}"
+        self._shown: dict[Path, _Shown] = {}
+        self._unfinished = ""
+
+    @property
+    def words(self) -> str:
+        """Where the files are, for messages."""
+        return str(self._folder / f"{self._stem}.*")
+
+    def show(self) -> None:
+        """Show what is new in all files, and read what the script's own lines say."""
+        for path in self._files():
+            is_error = path.suffix in (".err", ".ER")
+            text = self._news(path)
+            if not text:
+                continue
+            stream = self._follower.err if is_error else self._follower.out
+            encoding = stream.encoding or "utf-8"
+            stream.write(text.encode(encoding, "replace").decode(encoding))
+            stream.flush()
+            if not is_error:
+                self._read(text)
+
+    def _files(self) -> list[Path]:
+        """A job that was put back into the queue has several: by their dates, the last one last."""
+        stem = glob.escape(self._stem)
+        own = self._follower.scheduler.own_output(self._follower.job, self.job_id)
+        patterns = [f"{stem}.*.{ending}" for ending in ("log", "out", "err")]
+        patterns += [glob.escape(name) for name in own]
+        return sorted(path for pattern in patterns for path in self._folder.glob(pattern))
+
+    def _news(self, path: Path) -> str:
+        shown = self._shown.setdefault(path, _Shown())
+        try:
+            with path.open("rb") as file:
+                file.seek(shown.num_bytes)
+                chunk = file.read()
+        except OSError:  # network file systems may be late
+            return ""
+        shown.num_bytes += len(chunk)
+        return shown.decoder.decode(chunk)
+
+    def _read(self, text: str) -> None:
+        *lines, self._unfinished = (self._unfinished + text).split("\n")
+        for line in lines:
+            if ended := re.fullmatch(rf"{ENDED} (\d+)", line):
+                self.exit_status = int(ended[1])
+            if goes_on := re.fullmatch(rf"{GOES_ON} (\S+)", line):
+                self.next_job = goes_on[1]

@@ -1,0 +1,98 @@
+"""What one job script is made for: a script, how many workers where, and the settings."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from torchmn.errors import UsageError
+from torchmn.launch.submit.settings import Settings
+
+DEFAULT_LOG_DIR = "torchmn-logs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PythonEnvironment:
+    """A virtual environment by its folder, or a conda environment by its name or folder."""
+
+    kind: Literal["venv", "conda"]
+    where: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRequest:
+    """``script`` with ``args`` as ``ranks_per_node`` workers on each of ``num_nodes`` nodes.
+
+    ``file`` is where the job script lies: absolute, or seen from the folder in which it is
+    submitted. With ``requeues`` the job goes on in a new one if it saved before its time limit.
+    Raises UsageError.
+    """
+
+    script: str
+    args: tuple[str, ...] = ()
+    name: str
+    file: str
+    num_nodes: int = 1
+    ranks_per_node: int = 1
+    requeues: bool = False
+    environment: PythonEnvironment | None = None
+    settings: Settings = field(default_factory=Settings)
+
+    def __post_init__(self) -> None:
+        for option, number, noun in (
+            ("--nodes", self.num_nodes, "nodes"),
+            ("--per-node", self.ranks_per_node, "workers on each node"),
+        ):
+            if number < 1:
+                raise UsageError(f"{option} is the number of {noun}: at least 1, got {number}.")
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_.-]*", self.name):
+            raise UsageError(
+                f"--name is letters, digits, _ . and -, with a letter first, got {self.name!r}: "
+                f"write --name {default_name(self.name)}."
+            )
+        for what, path in (("script", self.script), ("job script", self.file)):
+            if len(path.splitlines()) != 1:
+                raise UsageError(f"The path of a {what} is one line, got {path!r}: rename it.")
+
+    @property
+    def log_dir(self) -> str:
+        """The folder of what the job prints, without a slash at its end."""
+        return (self.settings.log_dir or DEFAULT_LOG_DIR).rstrip("/") or "/"
+
+    @property
+    def joins_output(self) -> bool:
+        """Whether output and errors go to one file."""
+        return bool(self.settings.join_output)
+
+
+def default_name(script: str) -> str:
+    """A job name that every scheduler takes, from the name of a script.
+
+    >>> default_name("jobs/3d train.py")
+    'job_3d_train'
+    """
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "_", Path(script).stem)
+    return name if re.match("[A-Za-z]", name) else f"job_{name}"
+
+
+def find_environment(text: str, folder: Path) -> PythonEnvironment:
+    """What ``--activate`` means, seen from ``folder``. Looks, changes nothing.
+
+    A folder with ``bin/activate`` is a virtual environment, one with ``conda-meta`` a conda
+    environment, and a name without a slash is the name of one. Raises UsageError.
+    """
+    path = Path(text).expanduser()
+    where = str(path) if "/" in str(path) else f"./{path}"
+    if (folder / path / "bin" / "activate").is_file():
+        return PythonEnvironment(kind="venv", where=where)
+    if (folder / path / "conda-meta").is_dir():
+        return PythonEnvironment(kind="conda", where=where)
+    if "/" in text:
+        raise UsageError(
+            f"--activate {text}: there is neither {path}/bin/activate (a virtual environment) nor "
+            f"{path}/conda-meta (a conda environment). Name one of these folders, or a conda "
+            "environment by its name."
+        )
+    return PythonEnvironment(kind="conda", where=text)

@@ -1,0 +1,90 @@
+"""Slurm: `sbatch` reads ``#SBATCH`` lines, `scontrol show job` tells the state."""
+
+from __future__ import annotations
+
+import re
+
+from torchmn.launch.submit.request import JobRequest
+from torchmn.launch.submit.requeue import GOES_ON
+from torchmn.launch.submit.scheduler import Answer, Ask, JobState
+
+REQUEUE_DIRECTIVES = ("--requeue", "--open-mode=append")
+"""What a job asks for that may go on later. A signal before its time limit is asked for here."""
+
+_ENDED = frozenset(
+    [
+        *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),
+        *("OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
+    ]
+)
+
+
+class Slurm:
+    """Slurm."""
+
+    name = "slurm"
+    title = "Slurm"
+    prefix = "#SBATCH"
+    submit_command = ("sbatch", "--parsable")
+    cancel_command = "scancel"
+    sign = "sbatch"
+    job_id = "$SLURM_JOB_ID"
+    folder = "$SLURM_SUBMIT_DIR"
+    tells_job_end = True
+
+    def directives(self, job: JobRequest) -> list[str]:
+        """The lines of the header. ``%x.%j`` is the job's name and number."""
+        settings = job.settings
+        own = f"{job.log_dir}/%x.%j.slurm"
+        options = [
+            *([f"--partition={settings.queue}"] if settings.queue else []),
+            *([f"--account={settings.group}"] if settings.group else []),
+            f"--nodes={job.num_nodes}",
+            f"--ntasks-per-node={job.ranks_per_node}",
+            *([f"--cpus-per-task={settings.threads}"] if settings.threads else []),
+            *([f"--time={settings.walltime}"] if settings.walltime else []),
+            f"--job-name={job.name}",
+            *(
+                [f"--output={own}.log"]
+                if job.joins_output
+                else [f"--output={own}.out", f"--error={own}.err"]
+            ),
+            *(REQUEUE_DIRECTIVES if job.requeues else []),
+        ]
+        return [f"{self.prefix} {option}" for option in options]
+
+    def resubmission(self, job: JobRequest) -> list[str]:
+        """The same job with the same number. Slurm may end this shell before the next line."""
+        return [
+            f'echo "{GOES_ON} $SLURM_JOB_ID"',
+            'scontrol requeue "$SLURM_JOB_ID" ||',
+            '  echo "torchmn: Slurm refused: submit this job again by hand" >&2',
+        ]
+
+    def state(self, job_id: str, ask: Ask) -> JobState | None:
+        """`scontrol` forgets a job some minutes after its end; then only its log says how."""
+        answer = ask(["scontrol", "show", "job", job_id, "--oneliner"])
+        if answer.returncode == 0:
+            return _state_of(answer)
+        if "Invalid job id" in answer.words:
+            return JobState(word="gone", has_ended=True)
+        return None
+
+    def own_output(self, job: JobRequest, job_id: str) -> tuple[str, ...]:
+        """None besides those that are named like the job's own, and so are found with them."""
+        return ()
+
+
+def _state_of(answer: Answer) -> JobState | None:
+    """The state in the ``Name=value`` words of `scontrol show job`."""
+    state = re.search(r"\bJobState=(\w+)", answer.out)
+    status = re.search(r"\bExitCode=(\d+):(\d+)", answer.out)
+    if state is None:
+        return None
+    word = state[1]
+    if word not in _ENDED:
+        return JobState(word=word)
+    code, signal = (int(status[1]), int(status[2])) if status else (0, 0)
+    if word != "COMPLETED" and (code, signal) == (0, 0):
+        code = 1  # Slurm ended it for a reason of its own
+    return JobState(word=word, has_ended=True, exit_status=128 + signal if signal else code)

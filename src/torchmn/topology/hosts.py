@@ -1,0 +1,181 @@
+"""Hosts and how many workers each may hold: host files, lists of the command line, node lists.
+
+Pure functions over text. A host that is named several times holds as many as all its lines say.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torchmn.errors import TopologyError, UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """A host by name or address, and its slots: how many workers it may hold."""
+
+    name: str
+    slots: int = 1
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._:%-]*[A-Za-z0-9])?", self.name):
+            raise UsageError(f"{self.name!r} is neither a host name nor an address.")
+        if self.slots < 1:
+            raise UsageError(f"Host {self.name} has {self.slots} slots: at least 1.")
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.slots}"
+
+
+def parse_hostfile(text: str, *, source: str) -> tuple[Host, ...]:
+    """The hosts of a file in Open MPI's format: ``name slots=4 # comment``, one on each line.
+
+    A line without ``slots`` counts 1, so that a scheduler's list with a line per worker works too.
+    ``max-slots`` (or ``max_slots``) is read and not needed: nobody gets more workers than slots.
+    ``source`` names the file in messages. Raises UsageError with the line's number and text.
+
+    >>> [str(host) for host in parse_hostfile("a slots=2  # first\\n10.0.0.2\\n", source="hosts")]
+    ['a:2', '10.0.0.2:1']
+    """
+    found = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        try:
+            found.append(_host_of(words))
+        except UsageError as error:
+            raise UsageError(
+                f"{source}, line {number}: {line.strip()!r}: {error} A line is NAME [slots=N]."
+            ) from None
+    if not found:
+        raise UsageError(f"{source} names no host: each line is NAME [slots=N].")
+    return _merged(found)
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """The hosts of ``--hosts``. Raises UsageError.
+
+    >>> [str(host) for host in parse_hosts("a:4,b")]
+    ['a:4', 'b:1']
+    """
+    hosts = []
+    for part in text.split(","):
+        name, colon, count = part.strip().rpartition(":")
+        if not colon:
+            name, count = count, "1"
+        if not name or not count.isdigit():
+            raise UsageError(f"--hosts is a list like a:4,b:2 but {part!r} stands in it.")
+        hosts.append(Host(name=name, slots=int(count)))
+    return _merged(hosts)
+
+
+def parse_node_list(text: str, *, variable: str = "SLURM_JOB_NODELIST") -> tuple[str, ...]:
+    """The names of Slurm's compressed list, in its order. Raises TopologyError.
+
+    >>> parse_node_list("login,gpu[08-10,12]")
+    ('login', 'gpu08', 'gpu09', 'gpu10', 'gpu12')
+    """
+    if not re.fullmatch(r"(?:[^,\[\]]|\[[^\[\]]*\]|,)+", text):
+        raise _no_node_list(variable, text)
+    names: list[str] = []
+    for part in re.split(r",(?![^\[]*\])", text):
+        names += _expanded(part.strip(), variable, text)
+    return tuple(names)
+
+
+def seat(
+    hosts: Sequence[Host],
+    *,
+    num_ranks: int | None = None,
+    num_nodes: int | None = None,
+    per_node: int | None = None,
+) -> tuple[Host, ...]:
+    """The hosts that are used, with the number of workers on each, filled one after another.
+
+    All slots are used if nothing is said. Raises UsageError: there are fewer hosts or slots than
+    asked for, or the numbers contradict each other.
+
+    >>> [str(host) for host in seat(parse_hosts("a:4,b:4"), num_ranks=5)]
+    ['a:4', 'b:1']
+    """
+    for option, value in (("-n", num_ranks), ("--nodes", num_nodes), ("--per-node", per_node)):
+        if value is not None and value < 1:
+            raise UsageError(f"{option} is a number of at least 1, got {value}.")
+    listed = ", ".join(map(str, hosts))
+    if num_nodes is not None:
+        if num_nodes > len(hosts):
+            raise UsageError(f"--nodes {num_nodes}, but there are {len(hosts)} host(s): {listed}.")
+        hosts = hosts[:num_nodes]
+    if per_node is not None:
+        small = [str(host) for host in hosts if host.slots < per_node]
+        if small:
+            raise UsageError(
+                f"--per-node {per_node} is more than the slots of {', '.join(small)}: raise their "
+                "slots, or ask for fewer workers."
+            )
+        hosts = [Host(name=host.name, slots=per_node) for host in hosts]
+    num_slots = sum(host.slots for host in hosts)
+    if num_ranks is None:
+        return tuple(hosts)
+    if num_ranks > num_slots:
+        raise UsageError(
+            f"{num_ranks} workers are more than the {num_slots} slot(s) of {listed}: ask for "
+            "fewer, or raise the number of slots in the list of hosts."
+        )
+    if num_nodes is not None and per_node is not None and num_ranks != num_slots:
+        raise UsageError(f"-n {num_ranks} contradicts --nodes {num_nodes} --per-node {per_node}.")
+    seated, left = [], num_ranks
+    for host in hosts:
+        if left:
+            seated.append(Host(name=host.name, slots=min(left, host.slots)))
+            left -= seated[-1].slots
+    return tuple(seated)
+
+
+def _host_of(words: Sequence[str]) -> Host:
+    name, slots = words[0], 1
+    for word in words[1:]:
+        key, _, value = word.partition("=")
+        if key.replace("_", "-") not in ("slots", "max-slots"):
+            raise UsageError(f"{word!r} is not known here.")
+        if not re.fullmatch("[0-9]+", value):
+            raise UsageError(f"{key} should be a whole number but is {value!r}.")
+        if key == "slots":
+            slots = int(value)
+    return Host(name=name, slots=slots)
+
+
+def _merged(hosts: Iterable[Host]) -> tuple[Host, ...]:
+    slots: dict[str, int] = {}
+    for host in hosts:
+        slots[host.name] = slots.get(host.name, 0) + host.slots
+    return tuple(Host(name=name, slots=number) for name, number in slots.items())
+
+
+def _expanded(part: str, variable: str, text: str) -> list[str]:
+    """The names of one element, which may hold several brackets."""
+    match = re.fullmatch(r"([^\[\]]*)\[([^\[\]]+)\](.*)", part)
+    if match is None:
+        if not part or "[" in part or "]" in part:
+            raise _no_node_list(variable, text)
+        return [part]
+    head, ranges, tail = match.groups()
+    numbers: list[str] = []
+    for piece in ranges.split(","):
+        ends = re.fullmatch(r"(\d+)(?:-(\d+))?", piece.strip())
+        if ends is None or int(ends[2] or ends[1]) < int(ends[1]):
+            raise _no_node_list(variable, text)
+        first, last = ends[1], ends[2] or ends[1]
+        numbers += [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
+    rests = _expanded(tail, variable, text) if tail else [""]
+    return [f"{head}{number}{rest}" for number in numbers for rest in rests]
+
+
+def _no_node_list(variable: str, text: str) -> TopologyError:
+    return TopologyError(
+        f"{variable} should look like 'n[01-03],m1' but is {text!r}. Unset it, or start the job "
+        "with the scheduler, which sets it."
+    )

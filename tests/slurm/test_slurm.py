@@ -1,0 +1,151 @@
+"""torchmn under a real Slurm: srun, sbatch by `torchmn submit`, and a limit of time."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Cluster, slurm, why_no_slurm
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.root,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(bool(why_no_slurm()), reason=str(why_no_slurm())),
+]
+
+PLACE = """
+import json, socket, sys, torch, torchmn
+comm = torchmn.create_communicator("naive")
+place = [comm.rank, comm.size, comm.intra_rank, comm.intra_size, comm.inter_rank, comm.inter_size]
+total = float(comm.allreduce(torch.ones(1)))
+with open(f"{sys.argv[1]}/{comm.rank}.json", "w") as file:
+    json.dump([socket.gethostname(), *place, total], file)
+"""
+STEPS = """
+import json, os, pathlib, sys, time, torch, torchmn
+out, num_steps, margin_s = pathlib.Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+comm = torchmn.create_communicator("naive")
+state = out / "state.json"
+step = json.loads(state.read_text()) if state.exists() else 0
+job = os.environ["SLURM_JOB_ID"] + "." + os.environ.get("SLURM_RESTART_COUNT", "0")
+
+def save():
+    if comm.rank == 0:
+        draft = state.with_suffix(".draft")
+        draft.write_text(json.dumps(step))
+        draft.replace(state)
+
+preemption = torchmn.Preemption(comm, save, margin_s=margin_s, period_s=0.3)
+while step < num_steps:
+    time.sleep(0.1)
+    step += 1
+    with open(out / f"steps-{comm.rank}", "a") as file:
+        file.write(f"{step} {job}\\n")
+    preemption.step_ended()
+if comm.rank == 0:
+    (out / "finished").touch()
+"""
+EXPECTED = [
+    *(["n1", 0, 4, 0, 2, 0, 2, 4.0], ["n1", 1, 4, 1, 2, 0, 2, 4.0]),
+    *(["n2", 2, 4, 0, 2, 1, 2, 4.0], ["n2", 3, 4, 1, 2, 1, 2, 4.0]),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with slurm(tmp_path_factory.mktemp("slurm")) as started:
+        yield started
+
+
+def places(folder: Path) -> list[list[object]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("[0-9].json"))]
+
+
+def test_a_script_given_to_srun(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "place.py").write_text(PLACE)
+    command = ["srun", "-N", 2, "-n", 4, sys.executable, "place.py", tmp_path]
+    done = cluster.run(command, tmp_path, TORCHMN_TRANSPORT="torch")
+    assert done.returncode == 0, done.stderr
+    assert places(tmp_path) == EXPECTED
+
+
+def test_two_steps_at_once_do_not_meet(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "place.py").write_text(PLACE)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    step = f"srun --overlap -N 2 -n 2 {sys.executable} place.py"
+    script = f"{step} a & {step} b & wait"
+    done = cluster.run(["salloc", "-N", 2, "-n", 4, "sh", "-c", script], tmp_path)
+    assert done.returncode == 0, done.stderr
+    for name in ("a", "b"):
+        assert [place[1:3] for place in places(tmp_path / name)] == [[0, 2], [1, 2]]
+
+
+@pytest.mark.parametrize("launcher", ["auto", "mpirun"])
+def test_torchmn_run_inside_of_an_allocation(
+    cluster: Cluster, tmp_path: Path, launcher: str
+) -> None:
+    if launcher == "mpirun" and " " in sys.prefix:
+        pytest.skip("Open MPI does not quote --prefix for its remote shell")
+    (tmp_path / "place.py").write_text(PLACE)
+    run = [sys.executable, "-m", "torchmn", "run", "--per-node", "2", "--launcher", launcher]
+    command = ["salloc", "-N", 2, "-n", 4, *run, "--backend", "gloo", "place.py", tmp_path]
+    done = cluster.run(command, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert places(tmp_path) == EXPECTED
+    assert ("through srun" if launcher == "auto" else "through mpirun") in done.stderr
+
+
+def test_worlds_of_one_are_refused_on_every_rank(cluster: Cluster, tmp_path: Path) -> None:
+    """srun without the PMI that the MPI speaks gives every task a world of its own."""
+    (tmp_path / "place.py").write_text(PLACE)
+    command = ["srun", "--mpi=none", "-N", 2, "-n", 2, sys.executable, "place.py", tmp_path]
+    done = cluster.run(command, tmp_path, TORCHMN_TRANSPORT="mpi", OMPI_MCA_btl="^ofi")
+    assert done.returncode != 0
+    assert done.stderr.count("but MPI.COMM_WORLD says rank 0 of 1") == 2
+    assert "srun --mpi=pmix" in done.stderr
+    assert places(tmp_path) == []
+
+
+def test_a_job_that_torchmn_submits(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "place.py").write_text(PLACE)
+    command = [sys.executable, "-m", "torchmn", "submit", "--scheduler", "slurm", "--nodes", 2]
+    command += ["--per-node", 2, "--walltime", "00:05:00", "--name", "places", "--wait"]
+    done = cluster.run([*command, "place.py", tmp_path], tmp_path, timeout_s=180)
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    assert places(tmp_path) == EXPECTED
+
+
+def test_an_unknown_partition_is_refused_in_slurms_own_words(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    (tmp_path / "place.py").write_text(PLACE)
+    command = [sys.executable, "-m", "torchmn", "submit", "--scheduler", "slurm", "--nodes", 1]
+    command += ["--per-node", 1, "--walltime", "00:05:00", "--queue", "nowhere", "place.py"]
+    done = cluster.run(command, tmp_path)
+    assert done.returncode == 1
+    assert "invalid partition specified: nowhere" in done.stderr
+
+
+def test_a_job_goes_on_in_the_next_one_when_its_time_is_over(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    (tmp_path / "steps.py").write_text(STEPS)
+    command = [sys.executable, "-m", "torchmn", "submit", "--scheduler", "slurm", "--nodes", 2]
+    command += ["--per-node", 1, "--walltime", "00:01:00", "--name", "steps", "--requeue"]
+    done = cluster.run([*command, "steps.py", tmp_path, 300, 40], tmp_path)
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    deadline = time.monotonic() + 400
+    while not (tmp_path / "finished").exists():
+        assert time.monotonic() < deadline, [p.read_text() for p in tmp_path.glob("*.log")]
+        time.sleep(1)
+    for rank in (0, 1):
+        rows = [line.split() for line in (tmp_path / f"steps-{rank}").read_text().splitlines()]
+        assert [int(step) for step, _ in rows] == list(range(1, 301))
+        assert len({job for _, job in rows}) > 1

@@ -1,0 +1,72 @@
+"""What a job script is made for, and what an environment's name means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from torchmn.errors import UsageError
+from torchmn.launch.submit import JobRequest, Settings, default_name, find_environment
+from torchmn.launch.submit.request import PythonEnvironment
+
+
+def request(**options: object) -> JobRequest:
+    return JobRequest(  # type: ignore[arg-type]
+        **{"script": "train.py", "name": "train", "file": "train.pbs.sh", **options}
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"ranks_per_node": 0}, "--per-node is the number of workers on each node: at least 1"),
+        ({"num_nodes": -1}, "--nodes is the number of nodes: at least 1, got -1"),
+        ({"name": "my job"}, "got 'my job': write --name my_job"),
+        ({"name": "3d"}, "with a letter first, got '3d': write --name job_3d"),
+        ({"name": ""}, "got ''"),
+        ({"script": ""}, "path of a script is one line, got ''"),
+        ({"file": "a\nrm"}, "path of a job script is one line"),
+    ],
+)
+def test_refused_with_the_cure(options: dict[str, object], words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        request(**options)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [
+        ("train_cifar_multi_node.py", "train_cifar_multi_node"),
+        ("jobs/3d train.py", "job_3d_train"),
+        ("überall.py", "job__berall"),
+        ("a.b.py", "a.b"),
+    ],
+)
+def test_default_name_is_taken_by_every_scheduler(script: str, name: str) -> None:
+    assert default_name(script) == name
+    assert request(name=name).name == name
+
+
+def test_log_folder() -> None:
+    assert request().log_dir == "torchmn-logs"
+    assert request(settings=Settings(log_dir="logs/")).log_dir == "logs"
+    assert request(settings=Settings(log_dir="/")).log_dir == "/"
+
+
+def test_environments_are_told_apart_by_what_is_in_them(tmp_path: Path) -> None:
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    (tmp_path / "venv" / "bin" / "activate").touch()
+    (tmp_path / "conda" / "conda-meta").mkdir(parents=True)
+
+    def found(text: str) -> PythonEnvironment:
+        return find_environment(text, tmp_path)
+
+    assert found("venv") == PythonEnvironment(kind="venv", where="./venv")
+    assert found("venv/") == PythonEnvironment(kind="venv", where="./venv")
+    assert found(str(tmp_path / "venv")).where == str(tmp_path / "venv")
+    assert found("./conda") == PythonEnvironment(kind="conda", where="./conda")
+    assert found("chainerMN") == PythonEnvironment(kind="conda", where="chainerMN")
+    with pytest.raises(UsageError, match="neither missing/venv/bin/activate"):
+        found("missing/venv")

@@ -1,0 +1,216 @@
+"""The whole text of a job script, and that every part of it is quoted for the shell."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.unit.launch.submit.examples import BODY_OF_ROW_3_5, tutorial
+from torchmn.errors import UsageError
+from torchmn.launch.submit import SCHEDULERS, job_script
+from torchmn.launch.submit.request import PythonEnvironment
+
+WHOLE = """\
+#!/bin/bash
+#PBS -q h-tutorial
+#PBS -l select=2:mpiprocs=2:ompthreads=1
+#PBS -W group_list=gt00
+#PBS -l walltime=00:10:00
+#PBS -N multi_node_training
+#PBS -j oe
+#PBS -o torchmn-logs/
+#PBS -S /bin/bash
+#PBS -l place=scatter
+
+# Made by `torchmn submit` for PBS. Edit it as you like and submit it from
+# the same folder: qsub multi_node_training.sh
+
+cd "$PBS_O_WORKDIR" || exit 1
+job=${PBS_JOBID%%.*}
+log=torchmn-logs/multi_node_training.$job.$(date +%Y%m%d-%H%M%S)
+mkdir -p torchmn-logs || exit 1
+exec >>"$log.log" 2>&1
+end_job() {
+  echo "torchmn: the job ended with exit status $1"
+  exit "$1"
+}
+
+export TORCHMN_JOB_END=$(($(date +%s) + 600))  # the walltime above
+export NCCL_SHM_DISABLE=1
+. ./venv/bin/activate || end_job 1
+command -v torchmn >/dev/null || {
+  echo "torchmn: no torchmn on $(hostname): name its environment with --activate" >&2
+  end_job 127
+}
+
+echo "PBS job $job on $(hostname), $(date '+%Y-%m-%d %H:%M:%S %z')"
+python3 - <<'VERSIONS'
+import importlib.metadata, sys
+wanted = ("torch", "numpy", "mpi4py", "nvidia-nccl", "nvidia-cudnn", "nvidia-cuda-runtime")
+found = {(d.name or "").lower(): d.version for d in importlib.metadata.distributions()}
+versions = [f"{name} {found[name]}" for name in sorted(found) if name.startswith(wanted)]
+print(", ".join([f"python {sys.version.split()[0]}", *versions]))
+VERSIONS
+
+torchmn run --per-node 2 --threads 1 -x NCCL_SHM_DISABLE --log-dir "$log" \\
+  train_cifar_multi_node.py --no_snapshot --epoch 4 --batchsize 32
+status=$?
+
+# Exit status 85: saved before the time limit, go on in a new job.
+if [ "$status" -eq 85 ]; then
+  if next=$(qsub multi_node_training.sh); then
+    echo "torchmn: the job goes on as $next"
+  else
+    echo "torchmn: qsub refused on $(hostname): submit this job again by hand" >&2
+  fi
+fi
+end_job "$status"
+"""
+
+
+def script(scheduler: str = "pbs", *, requeues: bool = False, **settings: object) -> str:
+    job = replace(tutorial(**settings), requeues=requeues)
+    return job_script(job, SCHEDULERS[scheduler])
+
+
+def test_the_whole_script() -> None:
+    job = replace(
+        tutorial(
+            directives=("#PBS -l place=scatter",),
+            exports=(("NCCL_SHM_DISABLE", "1"),),
+        ),
+        requeues=True,
+        environment=PythonEnvironment(kind="venv", where="./venv"),
+    )
+    assert job_script(job, SCHEDULERS["pbs"]) == WHOLE
+
+
+def test_the_steps_of_row_3_5() -> None:
+    job = replace(
+        tutorial(
+            modules=(
+                "cuda/8.0.44-cuDNN7",
+                "anaconda3",
+                "switch intel-mpi openmpi-gdr/2.1.1/intel",
+            ),
+            exports=(
+                ("HOME", "/lustre/gi99/i12345"),
+                ("NCCL_SHM_DISABLE", "1"),
+                ("NCCL_NET_GDR_READ", "1"),
+            ),
+        ),
+        environment=PythonEnvironment(kind="conda", where="chainerMN"),
+    )
+    lines = [
+        line.removesuffix(" || end_job 1")
+        for line in job_script(job, SCHEDULERS["pbs"]).splitlines()
+    ]
+    places = [lines.index(line) for line in BODY_OF_ROW_3_5.splitlines()]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "folder", "number"),
+    [
+        ("pbs", '"$PBS_O_WORKDIR"', "${PBS_JOBID%%.*}"),
+        ("slurm", '"$SLURM_SUBMIT_DIR"', "$SLURM_JOB_ID"),
+        ("grid_engine", '"$SGE_O_WORKDIR"', "$JOB_ID"),
+    ],
+)
+def test_each_goes_to_its_folder_and_names_its_log(
+    scheduler: str, folder: str, number: str
+) -> None:
+    text = script(scheduler, parallel_environment="mpi")
+    assert f"cd {folder} || exit 1\njob={number}\nlog=" in text
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_only_slurm_tells_its_jobs_when_their_time_is_over(scheduler: str) -> None:
+    def says(walltime: str | None) -> bool:
+        return "TORCHMN_JOB_END" in script(
+            scheduler, walltime=walltime, parallel_environment="mpi"
+        )
+
+    assert says("00:10:00") == (scheduler != "slurm")
+    assert not says(None)
+
+
+def test_separate_output() -> None:
+    assert 'exec >>"$log.out" 2>>"$log.err"' in script(join_output=False)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "words"),
+    [
+        ("pbs", "next=$(qsub multi_node_training.sh)"),
+        ("slurm", 'scontrol requeue "$SLURM_JOB_ID"'),
+        ("grid_engine", "status=99"),
+    ],
+)
+def test_last_lines_with_and_without_requeue(scheduler: str, words: str) -> None:
+    with_it = script(scheduler, requeues=True, parallel_environment="mpi")
+    without = script(scheduler, parallel_environment="mpi")
+    assert words in with_it
+    assert '[ "$status" -eq 85 ]' in with_it
+    assert words not in without
+    assert "85" not in without
+
+
+def test_directives_stand_before_the_first_command() -> None:
+    """PBS and Slurm read no directive behind it."""
+    lines = script(directives=("#PBS -m abe",)).splitlines()
+    first = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
+    assert lines.index("#PBS -m abe") < first
+    assert not [line for line in lines[first:] if line.startswith("#PBS")]
+
+
+@pytest.mark.parametrize("line", ["#SBATCH --mem=1G", "-l place=scatter", "#PBSX -q a", "# PBS"])
+def test_a_directive_of_another_scheduler_is_refused(line: str) -> None:
+    with pytest.raises(UsageError, match="A directive for PBS begins with #PBS and a blank"):
+        script(directives=(line,))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_shells_can_read_it_and_nothing_breaks_out_of_its_quotes(
+    scheduler: str, tmp_path: Path
+) -> None:
+    """The lines that are free text are run by a shell in which `torchmn` only shows its words."""
+    hostile = ["$(touch broken)", "`touch broken`", "a 'b' \"c\"", "; touch broken", "x\ny", "*", ""]
+    job = replace(
+        tutorial(
+            modules=("cuda/12; touch broken",),
+            exports=(("A", "$(touch broken) 'x'"),),
+            parallel_environment="mpi",
+        ),
+        script="my train.py",
+        args=tuple(hostile),
+        requeues=True,
+        environment=PythonEnvironment(kind="venv", where="./my $(touch broken) venv"),
+    )
+    text = job_script(job, SCHEDULERS[scheduler])
+    checked = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
+    assert (checked.returncode, checked.stderr) == (0, "")
+    place = text.index("torchmn run")
+    rest = text[place : text.index("status=$?")]
+    harmless = "\n".join(
+        ["module() { :; }", "end_job() { :; }", "torchmn() { printf '%s\\0' \"$@\"; }", "log=logs/x"]
+    )
+    parts = [line for line in text.splitlines() if line.startswith((". ", "module ", "export A="))]
+    assert len(parts) == 3
+    shown = subprocess.run(
+        ["bash", "-c", "\n".join([harmless, *parts[:2], rest, 'printf "%s\\0" "$A"'])],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    words = shown.stdout.split("\0")[:-1]
+    assert words[-2 - len(hostile) : -1] == ["my train.py", *hostile]
+    assert words[-1] == "$(touch broken) 'x'"
+    assert not (tmp_path / "broken").exists()
+    assert shlex.split(parts[2])[1] == "./my $(touch broken) venv/bin/activate"

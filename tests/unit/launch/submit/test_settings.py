@@ -1,0 +1,79 @@
+"""Settings are checked before they become lines of a script, and the stronger side wins."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchmn.errors import UsageError
+from torchmn.launch.submit import Settings, parse_export
+
+
+def test_the_stronger_side_wins_and_lists_are_joined() -> None:
+    site = Settings(
+        queue="h-regular",
+        group="gt00",
+        modules=("cuda/12",),
+        directives=("#PBS -l place=scatter",),
+        exports=(("HOME", "/lustre/gt00/me"), ("NCCL_SHM_DISABLE", "1")),
+        join_output=True,
+    )
+    user = Settings(
+        queue="h-tutorial", modules=("hdf5",), exports=(("HOME", "/tmp"),), join_output=False
+    )
+    both = user.over(site)
+    assert (both.queue, both.group, both.join_output) == ("h-tutorial", "gt00", False)
+    assert both.modules == ("cuda/12", "hdf5")
+    assert both.directives == ("#PBS -l place=scatter",)
+    assert dict(both.exports) == {"HOME": "/tmp", "NCCL_SHM_DISABLE": "1"}
+    assert Settings().over(site) == site
+    assert site.over(Settings()) == site
+
+
+@pytest.mark.parametrize(
+    "walltime", ["10 minutes", "00:10", "0:60:00", "1-00:00:00", "00:00:00", "-1:00:00", ""]
+)
+def test_walltime_of_a_wrong_form(walltime: str) -> None:
+    with pytest.raises(UsageError, match="hours:minutes:seconds") as caught:
+        Settings(walltime=walltime)
+    assert repr(walltime) in str(caught.value)
+    assert "00:10:00" in str(caught.value)
+
+
+@pytest.mark.parametrize("walltime", ["00:10:00", "4:00:00", "100:00:01"])
+def test_walltime(walltime: str) -> None:
+    assert Settings(walltime=walltime).walltime == walltime
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"queue": "a b"}, "A queue is one word, got 'a b'"),
+        ({"queue": "a\n#PBS -l walltime=99:00:00"}, "one word"),
+        ({"group": ""}, "A group is one word, got ''"),
+        ({"chunk": "ncpus=36 ngpus=2"}, "A chunk is one word"),
+        ({"parallel_environment": "my pe"}, "A parallel environment is one word"),
+        ({"threads": 0}, "at least 1, got 0"),
+        ({"log_dir": "my logs"}, "log folder stands in a directive"),
+        ({"log_dir": "logs%j"}, "got 'logs%j'"),
+        ({"modules": ("cuda/12\nrm",)}, "one line each"),
+        ({"modules": (" ",)}, "one line each"),
+        ({"directives": ("",)}, "one line each"),
+        ({"activate": "a\nb"}, "one line each"),
+        ({"exports": (("1A", "x"),)}, "'1A' is no name of a variable"),
+        ({"exports": (("A B", "x"),)}, "'A B' is no name of a variable"),
+    ],
+)
+def test_what_would_break_the_script_is_refused(settings: dict[str, object], words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Settings(**settings)  # type: ignore[arg-type]
+    assert words in str(caught.value)
+
+
+def test_exports() -> None:
+    assert parse_export("NCCL_SHM_DISABLE=1") == ("NCCL_SHM_DISABLE", "1")
+    assert parse_export("A=b=c d") == ("A", "b=c d")
+    assert parse_export("EMPTY=") == ("EMPTY", "")
+    with pytest.raises(UsageError, match="NAME=VALUE, got 'HOME': write --export HOME=VALUE"):
+        parse_export("HOME")
+    with pytest.raises(UsageError, match="got '=1'"):
+        parse_export("=1")

@@ -1,0 +1,118 @@
+"""Scripts are written without losing an edited one, and a refusal keeps the scheduler's words."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.unit.launch.submit.examples import tutorial
+from torchmn.errors import LaunchError, UsageError
+from torchmn.launch.submit import SCHEDULERS, submit, write_script
+from torchmn.launch.submit.scheduler import Answer, ask
+
+
+def test_an_edited_script_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "job.sh"
+    assert write_script("one\n", path) is None
+    assert os.access(path, os.X_OK)
+    assert write_script("one\n", path) is None
+    path.write_text("one, edited\n")
+    kept = write_script("two\n", path)
+    assert kept == tmp_path / "job.sh~"
+    assert (kept.read_text(), path.read_text()) == ("one, edited\n", "two\n")
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--output"):
+        write_script("one\n", tmp_path / "missing" / "job.sh")
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "command", "said", "job_id"),
+    [
+        ("pbs", ["qsub"], "4256957.pbs02\n", "4256957.pbs02"),
+        ("slurm", ["sbatch", "--parsable"], "7625\n", "7625"),
+        ("slurm", ["sbatch", "--parsable"], "7625;cluster\n", "7625"),
+        ("grid_engine", ["qsub", "-terse"], "123\n", "123"),
+        ("grid_engine", ["qsub", "-terse"], "a word of the site\n123\n", "123"),
+    ],
+)
+def test_the_name_of_the_job(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    scheduler: str,
+    command: list[str],
+    said: str,
+    job_id: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked: list[list[str]] = []
+
+    def answering(argv: Sequence[str]) -> Answer:
+        asked.append(list(argv))
+        assert (tmp_path / "torchmn-logs").is_dir()  # before the scheduler opens a file there
+        return Answer(returncode=0, out=said)
+
+    assert submit(tutorial(), SCHEDULERS[scheduler], ask=answering) == job_id
+    assert asked == [[*command, "multi_node_training.sh"]]
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "answer"),
+    [
+        ("pbs", Answer(returncode=170, err="qsub: Unknown queue\n")),
+        (
+            "slurm",
+            Answer(
+                returncode=1,
+                err="sbatch: error: invalid partition specified: h-tutorial\nsbatch: error: Batch "
+                "job submission failed: Invalid partition name specified\n",
+            ),
+        ),
+        (
+            "grid_engine",
+            Answer(
+                returncode=1,
+                err='Unable to run job: Job was rejected because job requests unknown queue "a".\n'
+                "Exiting.\n",
+            ),
+        ),
+    ],
+)
+def test_a_refusal_shows_the_schedulers_own_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheduler: str, answer: Answer
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LaunchError) as caught:
+        submit(tutorial(), SCHEDULERS[scheduler], ask=lambda _: answer)
+    message = str(caught.value)
+    assert answer.err.strip() in message
+    assert f"exit status {answer.returncode}" in message
+    assert "multi_node_training.sh" in message
+
+
+def test_no_name_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LaunchError, match="named no job"):
+        submit(tutorial(), SCHEDULERS["pbs"], ask=lambda _: Answer(returncode=0, out="welcome\n"))
+
+
+def test_a_log_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "logs").touch()
+    with pytest.raises(UsageError, match="--log-dir"):
+        submit(tutorial(log_dir="logs"), SCHEDULERS["pbs"])
+
+
+@pytest.mark.processes
+def test_a_command_that_cannot_be_run_is_an_answer(tmp_path: Path) -> None:
+    missing = ask([str(tmp_path / "qsub")])
+    assert missing.returncode == 127
+    assert "cannot be run" in missing.words
+    slow = ask(["sleep", "5"], limit_s=0.05)
+    assert slow.returncode == 124
+    assert "did not end within" in slow.words
+    assert ask(["true"]).words == "nothing"

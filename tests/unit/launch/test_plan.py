@@ -1,0 +1,124 @@
+"""From what was asked for to hosts, launcher and backend."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from torchmn.errors import TopologyError, UnknownNameError, UnsupportedError, UsageError
+from torchmn.launch.plan import Wish, place_inside, plan_job
+
+PATH = {"PATH": os.environ["PATH"]}
+
+
+def planned(env: dict[str, str] | None = None, **options: object):
+    wish = Wish(argv=("python", "x.py"), script="x.py", **options)  # type: ignore[arg-type]
+    return plan_job(wish, env or PATH)[0]
+
+
+def places(job) -> list[str]:
+    return [str(host) for host in job.hosts]
+
+
+def test_without_hosts_it_is_one_worker_here() -> None:
+    job = planned(backend="gloo")
+    assert (job.launcher, job.num_ranks, places(job)) == ("local", 1, ["localhost:1"])
+
+
+@pytest.mark.parametrize("options", [{"num_ranks": 3}, {"per_node": 3}])
+def test_numbers_on_this_host(options: dict[str, int]) -> None:
+    assert planned(backend="gloo", **options).num_ranks == 3
+
+
+def test_other_hosts_are_reached_by_ssh_without_mpi() -> None:
+    job = planned(backend="gloo", hosts="a.invalid:2,b.invalid:1")
+    assert (job.launcher, job.num_ranks) == ("ssh", 3)
+    assert places(job) == ["a.invalid:2", "b.invalid:1"]
+
+
+def test_a_host_file(tmp_path: Path) -> None:
+    path = tmp_path / "my hosts"
+    path.write_text("a.invalid slots=2\nb.invalid slots=2\n")
+    job = planned(backend="gloo", hostfile=path, num_ranks=3)
+    assert places(job) == ["a.invalid:2", "b.invalid:1"]
+
+
+def test_a_list_that_names_only_this_host_is_this_host() -> None:
+    job = planned(backend="gloo", hosts="localhost:2")
+    assert (job.launcher, places(job)) == ("local", ["localhost:2"])
+
+
+def test_slurm_starts_its_own_job(tmp_path: Path) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text("")
+    srun.chmod(0o755)
+    env = {
+        "PATH": str(tmp_path),
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NODELIST": "x[1-2]",
+        "SLURM_JOB_CPUS_PER_NODE": "4(x2)",
+    }
+    job = planned(env, backend="gloo", per_node=2)
+    assert (job.launcher, places(job)) == ("srun", ["x1:2", "x2:2"])
+    env["PATH"] = "/nowhere"
+    assert planned(env, backend="gloo", per_node=2).launcher == "ssh"
+
+
+def test_a_job_of_pbs_gives_the_hosts_unless_others_are_named(tmp_path: Path) -> None:
+    nodes = tmp_path / "nodes"
+    nodes.write_text("x1\nx1\nx2\nx2\n")
+    env = {**PATH, "PBS_NODEFILE": str(nodes), "PBS_JOBID": "1"}
+    assert places(planned(env, backend="gloo")) == ["x1:2", "x2:2"]
+    assert places(planned(env, backend="gloo", hosts="localhost:1")) == ["localhost:1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"launcher": "rsh"}, UnknownNameError, "Unknown launcher 'rsh'. Known: auto, local"),
+        ({"hosts": "a", "hostfile": Path("h")}, UsageError, "two lists of hosts"),
+        ({"hostfile": Path("no such")}, UsageError, "'no such' cannot be read"),
+        ({"num_nodes": 2}, UsageError, "--nodes 2 needs a list of hosts"),
+        ({"num_ranks": 0}, UsageError, "at least 1, got 0"),
+        ({"num_ranks": 2, "per_node": 3}, UsageError, "-n 2 contradicts --per-node 3"),
+        ({"hosts": "a.invalid:2", "num_ranks": 3}, UsageError, "3 workers are more than the 2"),
+        ({"hosts": "a.invalid", "launcher": "local"}, UsageError, "on this host only"),
+    ],
+)
+def test_what_cannot_be(options: dict[str, object], error: type, words: str) -> None:
+    with pytest.raises(error, match=words):
+        planned(backend="gloo", **options)
+
+
+@pytest.mark.parametrize("launcher", ["local", "ssh", "torchrun"])
+def test_mpi_needs_a_launcher_of_mpi(launcher: str) -> None:
+    with pytest.raises(UnsupportedError, match="needs an MPI launcher|--backend mpi needs"):
+        planned(backend="mpi", launcher=launcher)
+
+
+def test_exported_variables() -> None:
+    wish = Wish(argv=("x",), exported=("A=1=2", "B"), num_threads=3)
+    assert wish.environment({"B": "b"}) == {"A": "1=2", "B": "b", "OMP_NUM_THREADS": "3"}
+    with pytest.raises(UsageError, match="-x B: there is no such variable"):
+        wish.environment({})
+    with pytest.raises(UsageError, match="--threads is a number of at least 1"):
+        Wish(argv=("x",), num_threads=0).environment({})
+
+
+INSIDE = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
+
+
+def test_inside_of_an_mpirun_there_is_nothing_to_start() -> None:
+    place = place_inside(Wish(argv=("x",)), INSIDE)
+    assert place is not None
+    assert (place.rank, place.size) == (1, 4)
+    assert place_inside(Wish(argv=("x",), num_ranks=4), INSIDE) is not None
+    assert place_inside(Wish(argv=("x",)), {}) is None
+
+
+@pytest.mark.parametrize("options", [{"num_ranks": 2}, {"hosts": "a"}, {"launcher": "ssh"}])
+def test_inside_of_an_mpirun_nothing_else_can_be_asked_for(options: dict[str, object]) -> None:
+    with pytest.raises(TopologyError, match="was itself started several times: Open MPI says rank"):
+        place_inside(Wish(argv=("x",), **options), INSIDE)  # type: ignore[arg-type]
