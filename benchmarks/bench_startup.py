@@ -1,17 +1,21 @@
-"""From the command to the first training step on 2 workers: `torchmn run` beside torchrun."""
+"""How long starting takes: to the first step beside torchrun, and what we add to each engine."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from record import Bar, median_bar, ratio_bar, report
+from record import Bar, median_bar, median_interval, ratio_bar, report
 
 NUM_RUNS = 7
-SCRIPT = """
+HELP_S = 0.3
+ADDED_S = 0.5
+FIRST_STEP = """
 import os, time, torch
 import torchmn
 comm = torchmn.create_communicator("auto")
@@ -25,43 +29,84 @@ if comm.rank == 0:
         file.write(repr(time.time()))
 comm.barrier()
 """
-COMMANDS = {
-    "torchmn run (auto)": ["-m", "torchmn", "run", "-n", "2"],
-    "torchmn run --backend gloo": ["-m", "torchmn", "run", "-n", "2", "--backend", "gloo"],
-    "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node", "2"],
+RUN = (sys.executable, "-m", "torchmn", "run", "-n", "2")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+MPIRUN = (str(Path(sys.executable).parent / "mpirun"), "--map-by", ":OVERSUBSCRIBE", "-n", "2")
+TO_FIRST_STEP = {
+    "torchmn run (auto)": RUN,
+    "torchmn run --backend gloo": (*RUN, "--backend", "gloo"),
+    "torchrun": TORCHRUN,
 }
-
-
-def first_step_s(command: list[str], script: str, stamp: Path) -> float:
-    """Seconds from the command's start to the end of the first step."""
-    import os
-
-    started = time.time()
-    subprocess.run(
-        [sys.executable, *command, script],
-        check=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=dict(os.environ, STAMP=str(stamp)),
-        cwd=stamp.parent,
-    )
-    return float(stamp.read_text()) - started
+WITH_AND_WITHOUT_US = {
+    "mpirun": ((*RUN, "--backend", "mpi"), (*MPIRUN, sys.executable)),
+    "torchrun": ((*RUN, "--backend", "gloo", "--launcher", "torchrun"), TORCHRUN),
+    "no engine": ((*RUN, "--backend", "gloo"), (sys.executable,)),
+}
+"""A script that does nothing, started by the engine through us and by the engine itself."""
 
 
 def main() -> int:
-    times: dict[str, list[float]] = {name: [] for name in COMMANDS}
+    bars: list[Bar] = []
     with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / "first_step.py"
-        script.write_text(SCRIPT)
-        for _ in range(NUM_RUNS):
-            for name, command in COMMANDS.items():
-                times[name].append(first_step_s(command, str(script), Path(folder) / "stamp"))
-    bars: list[Bar] = [median_bar(name, seconds, "s") for name, seconds in times.items()]
-    for name in list(COMMANDS)[:2]:
+        bars += _to_first_step(Path(folder))
+        bars += _added(Path(folder))
+        bars.append(_help(Path(folder)))
+    return report("startup", bars)
+
+
+def _to_first_step(folder: Path) -> list[Bar]:
+    script, stamp = folder / "first_step.py", folder / "stamp"
+    script.write_text(FIRST_STEP)
+    times: dict[str, list[float]] = {name: [] for name in TO_FIRST_STEP}
+    for _ in range(NUM_RUNS):
+        for name, command in TO_FIRST_STEP.items():
+            started = time.time()
+            _run((*command, str(script)), folder, {"STAMP": str(stamp)})
+            times[name].append(float(stamp.read_text()) - started)
+    bars = [median_bar(name, seconds, "s") for name, seconds in times.items()]
+    for name in list(TO_FIRST_STEP)[:2]:
         bar = ratio_bar(f"time, {name} / torchrun", times[name], times["torchrun"], "<= 1.0")
         bar.limit = bar.holds = None
         bars.append(bar)
-    return report("startup", bars)
+    return bars
+
+
+def _added(folder: Path) -> list[Bar]:
+    script = folder / "nothing.py"
+    script.write_text("")
+    bars = []
+    for engine, (with_us, without_us) in WITH_AND_WITHOUT_US.items():
+        added = []
+        for _ in range(NUM_RUNS):
+            seconds = [_run((*command, str(script)), folder) for command in (with_us, without_us)]
+            added.append(seconds[0] - seconds[1])
+        bar = median_bar(f"torchmn run adds to {engine}", added, "s")
+        bar.interval = median_interval(added)
+        bar.limit, bar.holds = f"<= {ADDED_S}", bar.interval[1] <= ADDED_S
+        bars.append(bar)
+    return bars
+
+
+def _help(folder: Path) -> Bar:
+    command = (str(Path(sys.executable).parent / "torchmn"), "--help")
+    bar = median_bar("torchmn --help", [_run(command, folder) for _ in range(NUM_RUNS)], "s")
+    bar.limit, bar.holds = f"<= {HELP_S}", bar.value <= HELP_S
+    return bar
+
+
+def _run(command: Sequence[str], folder: Path, env: Mapping[str, str] | None = None) -> float:
+    """Seconds of a command from its start to its end."""
+    more = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    started = time.perf_counter()
+    subprocess.run(
+        command,
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, **more, **(env or {})},
+        cwd=folder,
+    )
+    return time.perf_counter() - started
 
 
 if __name__ == "__main__":

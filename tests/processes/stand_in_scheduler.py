@@ -7,9 +7,9 @@ from their manuals, what a job script and its follower can notice:
   of the real one, prints the job's name and returns before the job has run.
 - The job starts with the environment of a login on a compute node and not with that of the
   submission: it gets ``PATH`` and ``HOME`` from ``login.json``, and the variables of its scheduler.
-  PBS (qsub(1B)): ``PBS_JOBID PBS_JOBNAME PBS_ENVIRONMENT PBS_QUEUE PBS_O_*``, ``PBS_NODEFILE`` with a
-  line for each worker, ``OMP_NUM_THREADS`` from ``ompthreads``. Grid Engine (submit(1), sge_pe(5)):
-  ``JOB_ID JOB_NAME QUEUE NSLOTS NHOSTS PE PE_HOSTFILE SGE_O_* RESTARTED``.
+  PBS (qsub(1B)): ``PBS_JOBID PBS_JOBNAME PBS_ENVIRONMENT PBS_QUEUE PBS_O_*``, ``PBS_NODEFILE``
+  with a line for each worker, ``OMP_NUM_THREADS`` from ``ompthreads``. Grid Engine (submit(1),
+  sge_pe(5)): ``JOB_ID JOB_NAME QUEUE NSLOTS NHOSTS PE PE_HOSTFILE SGE_O_* RESTARTED``.
 - PBS starts a job in the home folder, spools its output, and copies it to the place of ``-o`` when
   the job has ended: ``<job>.OU`` in a folder. Grid Engine opens the files before the job starts, in
   the folder of the submission with ``-cwd``, and puts a job back that ends with exit status 99.
@@ -71,7 +71,7 @@ class StandIn:
                 fail("qsub: Unknown queue", 170)
             fail(
                 "Unable to run job: Job was rejected because job requests unknown queue "
-                f"\"{options['-q']}\".\nExiting.",
+                f'"{options["-q"]}".\nExiting.',
                 1,
             )
         number = str(1 + len(list(self.folder.glob("*.sh"))))
@@ -155,9 +155,7 @@ class StandIn:
         else:
             env = self.grid_engine_variables(number, record, is_restarted=is_restarted)
             cwd = submitted_in if "-cwd" in record["options"] else Path(login["HOME"])
-            out, err = (
-                cwd / self.expanded(record, number, option) for option in ("-o", "-e")
-            )
+            out, err = (cwd / self.expanded(record, number, option) for option in ("-o", "-e"))
             joins = record["options"].get("-j") == "y"
         with open(out, "ab") as out_file, open(out if joins else err, "ab") as err_file:
             done = subprocess.run(
@@ -224,7 +222,10 @@ class StandIn:
         }
 
     def hosts(self, num_hosts: int) -> list[str]:
-        return [f"n{i}" for i in range(num_hosts)]
+        """Names that nobody knows, or those in ``hosts``, where the job really uses its nodes."""
+        real = self.folder / "hosts"
+        names = real.read_text().split() if real.exists() else [f"n{i}" for i in range(num_hosts)]
+        return names[:num_hosts]
 
     def directives(self, text: str) -> tuple[dict[str, str], dict[str, str]]:
         """Options and resources. PBS reads up to the first command, Grid Engine the whole file."""

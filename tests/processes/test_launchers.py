@@ -66,3 +66,23 @@ def test_same_script(tmp_path: Path, name: str, asked: str, size: int, carries: 
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size)]
     total = size * (size + 1) // 2
     assert found == [[[r, size, r, size, 0, 1], carries, total] for r in range(size)]
+
+
+LEAVES_ITS_COMMUNICATOR_OPEN = """
+import atexit, torch
+atexit.register(lambda: print("groups", kept.world.transport._gloo, flush=True))  # runs last
+import torchmn
+kept = torchmn.create_communicator("naive")
+kept.allreduce(torch.ones(1))
+"""
+
+
+@pytest.mark.processes
+def test_groups_are_closed_before_python_takes_itself_apart(tmp_path: Path) -> None:
+    """gloo's threads end the process with SIGABRT otherwise, now and then."""
+    (tmp_path / "script.py").write_text(LEAVES_ITS_COMMUNICATOR_OPEN)
+    done = subprocess.run(
+        [*launcher("torchmn run"), "script.py"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] groups None", "[1] groups None"]

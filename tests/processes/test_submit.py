@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -52,18 +53,22 @@ class Cluster:
     def __init__(self, flavour: str, folder: Path) -> None:
         self.flavour = flavour
         self.work, self.state = folder / "work", folder / "state"
-        self.bin, self.node_bin, self.home = folder / "bin", folder / "venv" / "bin", folder / "home"
+        self.bin, self.node_bin, self.home = (
+            folder / "bin",
+            folder / "venv" / "bin",
+            folder / "home",
+        )
         for path in (self.work, self.state, self.bin, self.node_bin, self.home):
             path.mkdir(parents=True)
         for command in COMMANDS[flavour]:
-            self._program(
+            self.program(
                 self.bin / command,
                 f'#!/bin/sh\nexec "{sys.executable}" -S -E "{stand_in_scheduler.__file__}" '
                 f'{flavour} "{self.state}" {command} "$@"\n',
             )
-        self._program(self.node_bin / "torchmn", TORCHMN.format(folder=self.state))
+        self.program(self.node_bin / "torchmn", TORCHMN.format(folder=self.state))
         (self.node_bin / "activate").write_text(f'PATH="{self.node_bin}:$PATH"\nexport PATH\n')
-        self._program(self.bin / "python3", f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+        self.program(self.bin / "python3", f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
         login = {"HOME": str(self.home), "PATH": f"{self.bin}:/usr/bin:/bin"}
         (self.state / "login.json").write_text(json.dumps(login))
         (self.work / "train.py").write_text(SCRIPT)
@@ -74,7 +79,7 @@ class Cluster:
         )
 
     @staticmethod
-    def _program(path: Path, text: str) -> None:
+    def program(path: Path, text: str) -> None:
         path.write_text(text)
         path.chmod(0o755)
 
@@ -86,7 +91,7 @@ class Cluster:
             [sys.executable, "-m", "torchmn", "submit", *args],
             cwd=self.work,
             env={
-                "PATH": f"{self.bin}:/usr/bin:/bin",
+                "PATH": str(self.bin),  # nothing else: the machine may have a Slurm of its own
                 "HOME": str(self.home),
                 "PYTHONPATH": SOURCES,
                 "ONLY_AT_LOGIN": "1",
@@ -155,9 +160,9 @@ def test_a_job_is_made_submitted_followed_and_its_exit_status_is_ours(cluster: C
     assert re.search(r"python 3\.\d+.*\btorch \d", output)
     assert output.endswith("torchmn: the job ended with exit status 3\n")
     logs = [path.name for path in cluster.work.glob("torchmn-logs/multi_node_training.1.*")]
-    assert any(
-        re.fullmatch(r"multi_node_training\.1\.\d{8}-\d{6}\.log", name) for name in logs
-    ), logs
+    assert any(re.fullmatch(r"multi_node_training\.1\.\d{8}-\d{6}\.log", name) for name in logs), (
+        logs
+    )
 
 
 def test_the_job_finds_what_the_scheduler_gives_it(cluster: Cluster) -> None:
@@ -255,6 +260,36 @@ def test_nothing_is_submitted_in_a_dry_run(cluster: Cluster) -> None:
     assert os.access(cluster.work / "job.sh", os.X_OK)
     assert not list(cluster.state.glob("*.json.new"))
     assert not (cluster.state / "1.json").exists()
+
+
+SAVES_ONCE = """
+import os, pathlib, sys, time
+rank = int(os.environ.get("RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
+marks = [pathlib.Path("saved-by-0"), pathlib.Path("saved-by-1")]
+if not marks[rank].exists():
+    marks[rank].touch()
+    while not all(mark.exists() for mark in marks):  # who leaves first has the other ended
+        time.sleep(0.01)
+    sys.exit(85)
+print("done by rank", rank)
+"""
+
+
+def test_the_real_torchmn_run_takes_its_node_from_the_scheduler(cluster: Cluster) -> None:
+    """One node, this machine; the workers save once, and go on in a second job."""
+    (cluster.work / "train.py").write_text(SAVES_ONCE)
+    (cluster.state / "hosts").write_text(socket.gethostname())
+    cluster.program(
+        cluster.node_bin / "torchmn",
+        f'#!/bin/sh\nPYTHONPATH="{SOURCES}" exec "{sys.executable}" -m torchmn "$@"\n',
+    )
+    asked = ("--per-node", "2", "--threads", "1", "--join-output", "--activate", "../venv")
+    done = cluster.submit(*asked, "--requeue", "--wait", "train.py")
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    assert {"[0] done by rank 0", "[1] done by rank 1"} <= set(done.stdout.splitlines())
+    assert len(re.findall(r"the job goes on as \d", done.stdout)) == 1
+    folders = [path for path in cluster.work.glob("torchmn-logs/train.*") if path.is_dir()]
+    assert all((folder / "rank1.log").exists() for folder in folders)
 
 
 REFUSED = {

@@ -71,9 +71,7 @@ def submit(
     found = jobs.read_site(jobs.find_site(site, folder=folder, home=Path.home()))
     if found.path is not None:
         _say(f"the site's file is {found.path}")
-    chosen = jobs.choose_scheduler(
-        scheduler or found.scheduler, jobs.installed_schedulers(path)
-    )
+    chosen = jobs.choose_scheduler(scheduler or found.scheduler, jobs.installed_schedulers(path))
     if not dry_run:
         jobs.raise_if_no_command(chosen, path)
     python_command(script)  # refuses a script that is not there

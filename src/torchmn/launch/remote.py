@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,10 @@ from torchmn.topology import is_this_host
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
 RSH_VARIABLE = "TORCHMN_RSH"
+_OF_SCHEDULERS = (
+    (("PBS_JOBID", "PBS_NODEFILE"), ("pbs_tmrsh",)),
+    (("JOB_ID", "PE_HOSTFILE"), ("qrsh", "-inherit")),
+)
 _ANSWER_S = 10.0
 _CARRIED = (
     *("TORCHMN_", "NCCL_", "GLOO_", "OMP_", "MKL_", "KMP_", "CUDA_", "TORCH_", "PYTORCH_"),
@@ -28,9 +33,28 @@ _CARRIED_NAMES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "LANG"
 
 
 def remote_shell(env: Mapping[str, str]) -> tuple[str, ...]:
-    """The command that runs another one on a host: ``TORCHMN_RSH``, else ssh without questions."""
-    words = tuple(shlex.split(env.get(RSH_VARIABLE, "")))
-    return words or SSH
+    """The command that runs another one on a host of this job.
+
+    ``TORCHMN_RSH``, else the scheduler's own where it has one (inside a job of PBS or Grid Engine:
+    it counts and ends what it starts, and many sites allow no other), else ssh without questions.
+    """
+    chosen = tuple(shlex.split(env.get(RSH_VARIABLE, "")))
+    if chosen:
+        return chosen
+    for variables, words in _OF_SCHEDULERS:
+        is_inside = all(env.get(name) for name in variables)
+        if is_inside and shutil.which(words[0], path=env.get("PATH")):
+            return words
+    return SSH
+
+
+def to_host(env: Mapping[str, str], host: str, module: str) -> tuple[str, ...]:
+    """The command that runs one of our modules on a host; without any shell on this one."""
+    if is_this_host(host):
+        return python_module(module)
+    path = env.get("PYTHONPATH")  # where torchmn may be found here
+    prefix = ("env", f"PYTHONPATH={path}") if path else ()
+    return (*remote_shell(env), host, shlex.join((*prefix, *python_module(module))))
 
 
 def is_carried(job: Job, name: str) -> bool:
@@ -61,7 +85,7 @@ def node_command(
         ]
     }
     return Command(
-        (*remote_shell(env), host.name, _python(env, "torchmn.launch.node")),
+        to_host(env, host.name, "torchmn.launch.node"),
         env,
         name=f"{remote_shell(env)[0]} to {host.name}",
         ranks=range(first, first + host.slots),
@@ -99,7 +123,7 @@ def _ask(job: Job, host: str, env: Mapping[str, str]) -> HostFacts | str:
     """The facts of one host, or why there are none."""
     try:
         answer = subprocess.run(
-            [*remote_shell(env), host, _python(env, "torchmn.launch.host_facts")],
+            to_host(env, host, "torchmn.launch.host_facts"),
             input=json.dumps({"cwd": str(job.cwd), "script": job.script}) + "\n",
             env=dict(env),
             capture_output=True,
@@ -118,13 +142,6 @@ def _ask(job: Job, host: str, env: Mapping[str, str]) -> HostFacts | str:
             return f"it answered {answer.stdout[-80:]!r}"
     said = answer.stderr.strip().splitlines()[-1:] or [f"exit code {answer.returncode}"]
     return said[0]
-
-
-def _python(env: Mapping[str, str], module: str) -> str:
-    """The command of a module of ours for a shell, found through PYTHONPATH if it is so here."""
-    path = env.get("PYTHONPATH")
-    prefix = ("env", f"PYTHONPATH={path}") if path else ()
-    return shlex.join((*prefix, *python_module(module)))
 
 
 def has_remote_hosts(job: Job) -> bool:

@@ -26,6 +26,8 @@ def command(job: Job, env: Mapping[str, str]) -> Command:
         )
     options = ["--ntasks", str(job.num_ranks), "--cpu-bind=none", "--kill-on-bad-exit=1"]
     options += ["--export=ALL", "--unbuffered"]
+    if env.get("SLURM_CPUS_PER_TASK"):  # which srun does not take over from sbatch since 22.05
+        options += ["--cpus-per-task", env["SLURM_CPUS_PER_TASK"]]
     if job.backend == "mpi" and not any(word.startswith("--mpi") for word in job.launcher_args):
         options.append(f"--mpi={PMIX}")
     names = [host.name for host in job.hosts]

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from torchmn.errors import LaunchError, UsageError
 from torchmn.launch import Job, local, mpirun, python_command, srun, ssh, torchrun
-from torchmn.launch.job import Command, worker_command
-from torchmn.launch.remote import SSH, remote_shell
+from torchmn.launch.job import Command, python_module, worker_command
+from torchmn.launch.remote import SSH, remote_shell, to_host
 from torchmn.topology import Host
 
 
@@ -184,9 +184,21 @@ def test_ssh_gives_each_host_its_ranks_and_no_secret_to_a_command_line() -> None
     assert not any(env["TORCHMN_SECRET"] in word for word in (*first.argv, *second.argv))
 
 
-def test_another_remote_shell() -> None:
+def test_another_remote_shell(tmp_path: Path) -> None:
     assert remote_shell({}) == SSH
     assert remote_shell({"TORCHMN_RSH": "'my rsh' -v"}) == ("my rsh", "-v")
+    for name in ("pbs_tmrsh", "qrsh"):
+        (tmp_path / name).touch(mode=0o755)
+    path = {"PATH": str(tmp_path)}
+    assert remote_shell({**path, "PBS_JOBID": "1", "PBS_NODEFILE": "x"}) == ("pbs_tmrsh",)
+    assert remote_shell({**path, "JOB_ID": "1", "PE_HOSTFILE": "x"}) == ("qrsh", "-inherit")
+    assert remote_shell({"PBS_JOBID": "1", "PBS_NODEFILE": "x", "PATH": "/nowhere"}) == SSH
+    assert remote_shell(path) == SSH
+
+
+def test_this_host_needs_no_remote_shell() -> None:
+    assert to_host({}, "localhost", "a.module") == python_module("a.module")
+    assert to_host({}, "a.invalid", "a.module")[: len(SSH)] == SSH
 
 
 def test_one_torchrun_for_each_host() -> None:

@@ -57,8 +57,7 @@ def choose_scheduler(wanted: str | None, installed: Sequence[str]) -> Scheduler:
         )
     if len(installed) > 1:
         names = " and ".join(
-            f"{SCHEDULERS[name].title} ({SCHEDULERS[name].submit_command[0]})"
-            for name in installed
+            f"{SCHEDULERS[name].title} ({SCHEDULERS[name].submit_command[0]})" for name in installed
         )
         raise UnsupportedError(
             f"{names} might all take the job: say which one is meant with --scheduler "
@@ -72,6 +71,6 @@ def raise_if_no_command(scheduler: Scheduler, path: str | None) -> None:
     command = scheduler.submit_command[0]
     if shutil.which(command, path=path) is None:
         raise UnsupportedError(
-            f"A job for {scheduler.title} is submitted with {command}, which is not on the PATH: do "
-            "this on a login node of the cluster, or only make the script with --dry-run."
+            f"A job for {scheduler.title} is submitted with {command}, which is not on the PATH: "
+            "do this on a login node of the cluster, or only make the script with --dry-run."
         )

@@ -1,4 +1,4 @@
-"""Grid Engine: `qsub` reads ``#$`` lines, `qstat -j` knows a job until its end, `qacct` from then on.
+"""Grid Engine: `qsub` reads ``#$`` lines, `qstat -j` knows a job until its end, then `qacct` does.
 
 It counts slots, not nodes: how many lie on one host is a rule of the parallel environment, which a
 site makes (sge_pe(5), ``allocation_rule``). A slot stands for a core, so threads count as slots.
@@ -79,7 +79,7 @@ def _slots(job: JobRequest) -> list[str]:
         return []
     raise UsageError(
         f"Grid Engine gives {num_slots} slots only through a parallel environment, and none is "
-        "named: `qconf -spl` lists those of the site; write parallel_environment = \"NAME\" into "
+        'named: `qconf -spl` lists those of the site; write parallel_environment = "NAME" into '
         "torchmn.toml."
     )
 

@@ -51,7 +51,7 @@ class PBS:
         return [f"{self.prefix} {option}" for option in options]
 
     def resubmission(self, job: JobRequest) -> list[str]:
-        """The same file once more. Sites may forbid `qsub` on compute nodes: then the log says so."""
+        """The same file once more. Some sites forbid `qsub` on compute nodes: the log says so."""
         file = shlex.quote(job.file)
         return [
             f"if next=$(qsub {file}); then",
@@ -93,7 +93,7 @@ def _state_of(answer: Answer) -> JobState | None:
 
 
 def _shell_status(status: int) -> int:
-    """As a shell reports it: PBS adds 256 to a signal, and is below zero where it gave up itself."""
+    """As a shell reports it: PBS adds 256 to a signal and is below zero where it gave up itself."""
     if status < 0:
         return 1
     return status if status < 256 else 128 + (status - 256)

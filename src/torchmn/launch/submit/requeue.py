@@ -1,8 +1,8 @@
 """A job that is not done when its time is up: it saves, says so, and goes on in a new job.
 
-Who saves (`torchmn.resilience`) ends the workers with `SAVED_STATUS`, `torchmn run` hands it on, and
-the last lines of the job script see it. A scheduler may be asked to warn a job before its limit: such
-a line belongs to the header, in the file of the scheduler (`slurm.REQUEUE_DIRECTIVES`).
+Who saves (`torchmn.resilience`) ends the workers with `SAVED_STATUS`, `torchmn run` hands it on,
+and the last lines of the job script see it. A scheduler may be asked to warn a job before its
+limit: such a line belongs to the header, in the file of the scheduler (`slurm.REQUEUE_DIRECTIVES`).
 """
 
 from __future__ import annotations

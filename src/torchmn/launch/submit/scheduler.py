@@ -106,7 +106,7 @@ class Scheduler(Protocol):
         """Shell lines that let the job go on in a new one; ``$status`` is 85."""
 
     def state(self, job_id: str, ask: Ask) -> JobState | None:
-        """The state of a job, ``None`` if the scheduler does not answer. Called every few seconds."""
+        """The state of a job, ``None`` if it does not answer. Called every few seconds."""
 
     def own_output(self, job: JobRequest, job_id: str) -> tuple[str, ...]:
         """Patterns, below the log folder, of files in which only the scheduler writes."""

@@ -46,7 +46,7 @@ def job_script(job: JobRequest, scheduler: Scheduler) -> str:
         "  end_job 127",
         "}",
         "",
-        f'echo "{scheduler.title} job $job on $(hostname), $(date \'+%Y-%m-%d %H:%M:%S %z\')"',
+        f"echo \"{scheduler.title} job $job on $(hostname), $(date '+%Y-%m-%d %H:%M:%S %z')\"",
         _VERSIONS,
         "",
         *_work(job),
@@ -108,7 +108,7 @@ def _modules(modules: tuple[str, ...]) -> list[str]:
         return []
     lines = [
         "type module >/dev/null 2>&1 || {",
-        '  for file in "$MODULESHOME/init/bash" /etc/profile.d/modules.sh /etc/profile.d/lmod.sh; do',
+        '  for file in "$MODULESHOME/init/bash" /etc/profile.d/{modules,lmod}.sh; do',
         '    if [ -r "$file" ]; then . "$file"; break; fi',
         "  done",
         "}",

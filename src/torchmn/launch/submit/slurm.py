@@ -63,7 +63,7 @@ class Slurm:
 
     def state(self, job_id: str, ask: Ask) -> JobState | None:
         """`scontrol` forgets a job some minutes after its end; then only its log says how."""
-        answer = ask(["scontrol", "show", "job", job_id, "--oneliner"])
+        answer = ask(["scontrol", "--oneliner", "show", "job", job_id])
         if answer.returncode == 0:
             return _state_of(answer)
         if "Invalid job id" in answer.words:

@@ -16,8 +16,12 @@ from torchmn.errors import TopologyError
 from torchmn.topology import launched_place
 
 TORCHRUN = {
-    "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
-    "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2",
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "0",
+    "GROUP_WORLD_SIZE": "2",
 }
 RANK = """
 import json, sys, torch, torchmn
@@ -60,9 +64,14 @@ def start_ranks(tmp_path: Path, size: int, env: dict[str, str]) -> list[subproce
 def slurm_step(step: str, size: int) -> dict[str, str]:
     """What srun sets for a step on one node, by its manual."""
     return {
-        "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": step, "SLURM_NTASKS": str(size),
-        "SLURM_STEP_NUM_TASKS": str(size), "SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "1",
-        "SLURM_STEP_TASKS_PER_NODE": str(size), "SLURM_STEP_NODELIST": "n1",
+        "SLURM_JOB_ID": "4711",
+        "SLURM_STEP_ID": step,
+        "SLURM_NTASKS": str(size),
+        "SLURM_STEP_NUM_TASKS": str(size),
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_TASKS_PER_NODE": str(size),
+        "SLURM_STEP_NODELIST": "n1",
     }
 
 

@@ -55,9 +55,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def followed(scheduler: Scripted, job_id: str = "7") -> tuple[int, str, str, list[float]]:
     out, err, pauses = io.StringIO(), io.StringIO(), []
-    follower = Follower(
-        job=tutorial(), scheduler=scheduler, out=out, err=err, sleep=pauses.append
-    )
+    follower = Follower(job=tutorial(), scheduler=scheduler, out=out, err=err, sleep=pauses.append)
     return follower.follow(job_id), out.getvalue(), err.getvalue(), pauses
 
 

@@ -131,9 +131,7 @@ def test_each_goes_to_its_folder_and_names_its_log(
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_only_slurm_tells_its_jobs_when_their_time_is_over(scheduler: str) -> None:
     def says(walltime: str | None) -> bool:
-        return "TORCHMN_JOB_END" in script(
-            scheduler, walltime=walltime, parallel_environment="mpi"
-        )
+        return "TORCHMN_JOB_END" in script(scheduler, walltime=walltime, parallel_environment="mpi")
 
     assert says("00:10:00") == (scheduler != "slurm")
     assert not says(None)
@@ -180,7 +178,15 @@ def test_shells_can_read_it_and_nothing_breaks_out_of_its_quotes(
     scheduler: str, tmp_path: Path
 ) -> None:
     """The lines that are free text are run by a shell in which `torchmn` only shows its words."""
-    hostile = ["$(touch broken)", "`touch broken`", "a 'b' \"c\"", "; touch broken", "x\ny", "*", ""]
+    hostile = [
+        "$(touch broken)",
+        "`touch broken`",
+        "a 'b' \"c\"",
+        "; touch broken",
+        "x\ny",
+        "*",
+        "",
+    ]
     job = replace(
         tutorial(
             modules=("cuda/12; touch broken",),
@@ -198,7 +204,12 @@ def test_shells_can_read_it_and_nothing_breaks_out_of_its_quotes(
     place = text.index("torchmn run")
     rest = text[place : text.index("status=$?")]
     harmless = "\n".join(
-        ["module() { :; }", "end_job() { :; }", "torchmn() { printf '%s\\0' \"$@\"; }", "log=logs/x"]
+        [
+            "module() { :; }",
+            "end_job() { :; }",
+            "torchmn() { printf '%s\\0' \"$@\"; }",
+            "log=logs/x",
+        ]
     )
     parts = [line for line in text.splitlines() if line.startswith((". ", "module ", "export A="))]
     assert len(parts) == 3

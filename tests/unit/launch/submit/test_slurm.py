@@ -13,8 +13,9 @@ from torchmn.launch.submit.slurm import Slurm
 # scontrol show job --oneliner, shortened
 ONE_LINE = (
     "JobId=7625 JobName=multi_node_training UserId=user(777) GroupId=group(888) MCS_label=N/A "
-    "Priority=4294901494 Nice=0 Account=(null) QOS=(null) JobState={} Reason=None Dependency=(null) "
-    "Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode={} RunTime=00:00:22 TimeLimit=00:10:00\n"
+    "Priority=4294901494 Nice=0 Account=(null) QOS=(null) JobState={} Reason=None "
+    "Dependency=(null) Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode={} "
+    "RunTime=00:00:22 TimeLimit=00:10:00\n"
 )
 
 
