@@ -118,13 +118,12 @@ def command(
 
 def _between_hosts(mpirun: str, env: Mapping[str, str], network: str, major: int) -> list[str]:
     """What Open MPI must know to start daemons elsewhere and to use the right network."""
-    agent = " ".join(remote_shell(env))
-    if major >= 5:
-        options = ["--prtemca", "plm_ssh_agent", agent]
-        names = ("btl_tcp_if_include",)
-    else:
-        options = ["--mca", "plm_rsh_agent", agent]
-        names = ("btl_tcp_if_include", "oob_tcp_if_include")
+    shell = remote_shell(env)
+    options = []
+    if shell[0] != "srun":  # Slurm's it finds itself
+        agent = ("--prtemca", "plm_ssh_agent") if major >= 5 else ("--mca", "plm_rsh_agent")
+        options += [*agent, " ".join(shell)]
+    names = ["btl_tcp_if_include", *(["oob_tcp_if_include"] if major < 5 else [])]
     for name in names:
         if f"OMPI_MCA_{name}" not in env:
             options += ["--mca", name, network]

@@ -90,8 +90,11 @@ def plan_job(wish: Wish, env: Mapping[str, str]) -> tuple[Job, str]:
     num_ranks = sum(host.slots for host in hosts)
     is_remote = not all(is_this_host(host.name) for host in hosts)
     machine = this_machine(env)
-    backend, why = _backend(wish, machine, hosts, is_remote=is_remote)
-    launcher = _launcher(wish, backend, given, env, is_remote=is_remote)
+    has_srun = shutil.which("srun", path=env.get("PATH")) is not None
+    is_slurms = given is not None and given.scheduler == "Slurm" and is_remote and has_srun
+    wanted = "srun" if wish.launcher == "auto" and is_slurms else wish.launcher
+    backend, why = _backend(wish.backend, wanted, machine, max(host.slots for host in hosts))
+    launcher = _launcher(wanted, backend, is_remote=is_remote)
     _raise_if_they_do_not_fit(launcher, backend, is_remote=is_remote)
     reasons = [why if wish.backend == "auto" else "", str(given) if given else ""]
     job = Job(
@@ -144,29 +147,23 @@ def seats(wish: Wish, given: Allocation | None) -> tuple[Host, ...]:
 
 
 def _backend(
-    wish: Wish, machine: Machine, hosts: tuple[Host, ...], *, is_remote: bool
+    wanted: str, launcher: str, machine: Machine, most_on_a_host: int
 ) -> tuple[Backend, str]:
-    """As `choose_backend`, for the hosts' largest number of ranks on one."""
-    if wish.backend == "auto" and wish.launcher in ("local", "ssh", "torchrun"):
-        most = max(host.slots for host in hosts)
-        return choose_backend("nccl" if machine.num_gpus >= most else "gloo", machine, most)
-    return choose_backend(wish.backend, machine, max(host.slots for host in hosts))
+    """As `choose_backend`, but MPI only where its own mpirun starts the ranks.
+
+    Under srun it must be asked for: whether Slurm has a PMI that this MPI speaks shows only there.
+    """
+    if wanted == "auto" and launcher not in ("auto", "mpirun"):
+        if machine.num_gpus >= most_on_a_host:
+            return "nccl", "a GPU for every worker"
+        return "gloo", f"no GPU for every worker, and {launcher} is no launcher of MPI"
+    return choose_backend(wanted, machine, most_on_a_host)
 
 
-def _launcher(
-    wish: Wish,
-    backend: Backend,
-    given: Allocation | None,
-    env: Mapping[str, str],
-    *,
-    is_remote: bool,
-) -> Launcher:
-    """Slurm's own where it gave the hosts, mpirun for MPI, else ssh or, on one host, none."""
-    if wish.launcher != "auto":
-        return wish.launcher  # type: ignore[return-value]
-    has_srun = shutil.which("srun", path=env.get("PATH")) is not None
-    if given is not None and given.scheduler == "Slurm" and is_remote and has_srun:
-        return "srun"
+def _launcher(wanted: str, backend: Backend, *, is_remote: bool) -> Launcher:
+    """mpirun for MPI, else ssh or, on one host, none."""
+    if wanted != "auto":
+        return wanted  # type: ignore[return-value]
     if backend == "mpi":
         return "mpirun"
     return "ssh" if is_remote else "local"

@@ -23,7 +23,9 @@ RSH_VARIABLE = "TORCHMN_RSH"
 _OF_SCHEDULERS = (
     (("PBS_JOBID", "PBS_NODEFILE"), ("pbs_tmrsh",)),
     (("JOB_ID", "PE_HOSTFILE"), ("qrsh", "-inherit")),
+    (("SLURM_JOB_ID", "SLURM_JOB_NODELIST"), ("srun", "--overlap", "-Q", "-N1", "-n1", "-w")),
 )
+_NO_SHELL = ("srun",)  # runs words, not a line for a shell
 _ANSWER_S = 10.0
 _CARRIED = (
     *("TORCHMN_", "NCCL_", "GLOO_", "OMP_", "MKL_", "KMP_", "CUDA_", "TORCH_", "PYTORCH_"),
@@ -54,7 +56,9 @@ def to_host(env: Mapping[str, str], host: str, module: str) -> tuple[str, ...]:
         return python_module(module)
     path = env.get("PYTHONPATH")  # where torchmn may be found here
     prefix = ("env", f"PYTHONPATH={path}") if path else ()
-    return (*remote_shell(env), host, shlex.join((*prefix, *python_module(module))))
+    words = (*prefix, *python_module(module))
+    shell = remote_shell(env)
+    return (*shell, host, *(words if shell[0] in _NO_SHELL else (shlex.join(words),)))
 
 
 def is_carried(job: Job, name: str) -> bool:

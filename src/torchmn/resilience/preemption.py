@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -118,7 +119,7 @@ class Preemption:
             signal.signal(signum, handler)
         self._before = {}
 
-    def _watch(self, signums: Iterable[signal.Signals]) -> dict[signal.Signals, object]:
+    def _watch(self, signums: Iterable[signal.Signals]) -> dict[signal.Signals, Any]:
         if threading.current_thread() is not threading.main_thread():
             return {}
         return {signum: signal.signal(signum, self._on_signal) for signum in signums}

@@ -187,13 +187,17 @@ def test_ssh_gives_each_host_its_ranks_and_no_secret_to_a_command_line() -> None
 def test_another_remote_shell(tmp_path: Path) -> None:
     assert remote_shell({}) == SSH
     assert remote_shell({"TORCHMN_RSH": "'my rsh' -v"}) == ("my rsh", "-v")
-    for name in ("pbs_tmrsh", "qrsh"):
+    for name in ("pbs_tmrsh", "qrsh", "srun"):
         (tmp_path / name).touch(mode=0o755)
     path = {"PATH": str(tmp_path)}
     assert remote_shell({**path, "PBS_JOBID": "1", "PBS_NODEFILE": "x"}) == ("pbs_tmrsh",)
     assert remote_shell({**path, "JOB_ID": "1", "PE_HOSTFILE": "x"}) == ("qrsh", "-inherit")
     assert remote_shell({"PBS_JOBID": "1", "PBS_NODEFILE": "x", "PATH": "/nowhere"}) == SSH
     assert remote_shell(path) == SSH
+    slurm = {**path, "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "a"}
+    assert remote_shell(slurm)[0] == "srun"
+    words = to_host(slurm, "a.invalid", "a.module")
+    assert words == (*remote_shell(slurm), "a.invalid", *python_module("a.module"))
 
 
 def test_this_host_needs_no_remote_shell() -> None:

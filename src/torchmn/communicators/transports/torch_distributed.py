@@ -192,7 +192,7 @@ def _gloo(store: Any, rank: int, size: int, timeout: timedelta, own_address: str
     """gloo listens on ``own_address``; without one on GLOO_SOCKET_IFNAME or by the host's name."""
     if own_address is None:
         return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-    options = dist.ProcessGroupGloo._Options()
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address)]
     return dist.ProcessGroupGloo(store, rank, size, options)

@@ -78,8 +78,8 @@ def _join_torch(launched: LaunchedPlace | None, timeout_s: float) -> Transport:
     secret = bool(os.environ.get("TORCHMN_SECRET"))
     if launched is None or launched.size == 1:
         return TorchDistributedTransport(HashStore(), 0, 1, timeout_s=timeout_s, is_trusted=secret)
-    address, store = _meet(launched, timeout_s)
-    store = PrefixStore("torchmn", store)
+    address, server = _meet(launched, timeout_s)
+    store = PrefixStore("torchmn", server)
     transport = TorchDistributedTransport(
         store,
         launched.rank,
