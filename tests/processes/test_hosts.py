@@ -104,6 +104,14 @@ def mpirun_of(kind: str) -> str:
     return found
 
 
+def has_mpirun_of(kind: str) -> bool:
+    try:
+        mpirun_of(kind)
+    except pytest.skip.Exception:
+        return False
+    return True
+
+
 HERE = ["n0", 0, 2, 0, 1, 0, 2, 2.0]
 THERE = ["n1", 1, 2, 0, 1, 1, 2, 2.0]
 
@@ -140,9 +148,7 @@ def test_several_workers_on_each_host(lab: Lab, tmp_path: Path) -> None:
 def test_the_same_losses_under_every_launcher(lab: Lab, tmp_path: Path) -> None:
     """Bit by bit, since all of them bring the same ranks to the same transport."""
     curves = {}
-    ways = ["ssh", "torchrun"]
-    if find_mpirun(os.environ) and " " not in sys.prefix:
-        ways.append("mpirun")
+    ways = ["ssh", "torchrun", *(["mpirun"] if has_mpirun_of("wheel") else [])]
     for launcher in ways:
         out = tmp_path / launcher
         words = ("--hosts", "n0:1,n1:1", "--launcher", launcher, "--backend", "gloo")
@@ -150,6 +156,12 @@ def test_the_same_losses_under_every_launcher(lab: Lab, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         curves[launcher] = curve(out)
     curves["torchrun itself"] = torchrun_itself(lab, tmp_path / "itself")
+    for kind in ("wheel", "Debian"):
+        if has_mpirun_of(kind):
+            script = (EXAMPLE, *OPTIONS, "--out", tmp_path / kind)
+            done = mpirun_itself(lab, kind, *script, TORCHMN_TRANSPORT="torch")
+            assert done.returncode == 0, done.stderr
+            curves[f"mpirun itself, {kind}"] = curve(tmp_path / kind)
     first, *others = curves.values()
     assert len(first) == 1
     assert first[0]["main/loss"] > 0
@@ -177,22 +189,39 @@ def torchrun_itself(lab: Lab, out: Path) -> list[dict[str, float]]:
     return curve(out)
 
 
+def mpirun_itself(
+    lab: Lab, kind: str, *script: object, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """A script on the first two hosts, started by an mpirun as its users do."""
+    agent: list[object] = ["--mca", "plm_rsh_agent", lab.rsh_agent]
+    if kind == "wheel":
+        agent = ["--prtemca", "plm_ssh_agent", lab.rsh_agent, "--prefix", sys.prefix]
+    names = [word for name in ("PYTHONPATH", "OMP_NUM_THREADS", *env) for word in ("-x", name)]
+    command = [mpirun_of(kind), "--allow-run-as-root", "--host", "n0:1,n1:1", "-n", "2"]
+    return lab.hosts[0].run(
+        [*command, *agent, *names, sys.executable, *map(str, script)],
+        env=environment(lab, **env),
+        check=False,
+        timeout_s=120,
+    )
+
+
 @pytest.mark.parametrize("kind", ["wheel", "Debian"])
 def test_a_script_given_to_mpirun(lab: Lab, tmp_path: Path, kind: str) -> None:
     (tmp_path / "place.py").write_text(PLACE)
-    mpirun = mpirun_of(kind)
-    agent = ["--mca", "plm_rsh_agent", lab.rsh_agent]
-    if kind == "wheel":
-        agent = ["--prtemca", "plm_ssh_agent", lab.rsh_agent, "--prefix", sys.prefix]
-    done = lab.hosts[0].run(
-        [mpirun, "--allow-run-as-root", "--host", "n0:1,n1:1", "-n", "2", *agent]
-        + ["-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS", sys.executable]
-        + [tmp_path / "place.py", tmp_path],
-        env=environment(lab),
-        check=False,
-    )
+    done = mpirun_itself(lab, kind, tmp_path / "place.py", tmp_path)
     assert done.returncode == 0, done.stderr
     assert [place[:8] for place in places(tmp_path)] == [HERE, THERE]
+
+
+def test_four_hosts(tmp_path: Path) -> None:
+    (tmp_path / "place.py").write_text(PLACE)
+    with netlab(4, None) as lab:
+        words = ("--hostfile", lab.hostfile(), "--backend", "gloo")
+        done = torchmn_run(lab, *words, "place.py", tmp_path, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    expected = [[f"n{rank}", rank, 4, 0, 1, rank, 4, 4.0] for rank in range(4)]
+    assert [place[:8] for place in places(tmp_path)] == expected
 
 
 # What goes wrong: a sentence, a status, in seconds, and nothing is left on any host
