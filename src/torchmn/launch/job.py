@@ -67,6 +67,11 @@ class Job:
         """What `torchmn.create_communicator` will use in the ranks."""
         return "mpi" if self.backend == "mpi" else "torch"
 
+    def ranks_on(self, inter_rank: int) -> range:
+        """The ranks of one of the hosts."""
+        first = sum(host.slots for host in self.hosts[:inter_rank])
+        return range(first, first + self.hosts[inter_rank].slots)
+
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """``env`` with the variables that the ranks of every way of starting get."""
         return {

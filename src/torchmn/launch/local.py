@@ -29,22 +29,21 @@ def commands(job: Job, env: Mapping[str, str]) -> list[Command]:
 
 def host_commands(job: Job, env: Mapping[str, str], inter_rank: int) -> list[Command]:
     """One agent for each rank of one of the job's hosts. Where they meet, their orders say."""
-    first = sum(host.slots for host in job.hosts[:inter_rank])
-    slots = job.hosts[inter_rank].slots
+    ranks = job.ranks_on(inter_rank)
     return [
         Command(
             worker_command(),
             {
                 **env,
-                "RANK": str(first + intra_rank),
+                "RANK": str(rank),
                 "WORLD_SIZE": str(job.num_ranks),
                 "LOCAL_RANK": str(intra_rank),
-                "LOCAL_WORLD_SIZE": str(slots),
+                "LOCAL_WORLD_SIZE": str(len(ranks)),
                 "GROUP_RANK": str(inter_rank),
                 "GROUP_WORLD_SIZE": str(len(job.hosts)),
             },
-            name=f"the agent of rank {first + intra_rank}",
-            ranks=range(first + intra_rank, first + intra_rank + 1),
+            name=f"the agent of rank {rank}",
+            ranks=range(rank, rank + 1),
         )
-        for intra_rank in range(slots)
+        for intra_rank, rank in enumerate(ranks)
     ]

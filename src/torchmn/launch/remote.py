@@ -74,7 +74,6 @@ def node_command(
     There they get what is carried of their environment, and what they do not share with ``env``.
     """
     host = job.hosts[inter_rank]
-    first = sum(other.slots for other in job.hosts[:inter_rank])
     order = {
         "commands": [
             {
@@ -92,7 +91,7 @@ def node_command(
         to_host(env, host.name, "torchmn.launch.node"),
         env,
         name=f"{remote_shell(env)[0]} to {host.name}",
-        ranks=range(first, first + host.slots),
+        ranks=job.ranks_on(inter_rank),
         stdin=json.dumps(order).encode() + b"\n",
     )
 

@@ -14,7 +14,7 @@ def commands(
 ) -> list[Command]:
     """One torchrun per host, which meet at a port of the first one."""
     return [
-        _on_host(job, env, inter_rank, f"{meeting_host}", meeting_port)
+        _on_host(job, env, inter_rank, meeting_host, meeting_port)
         for inter_rank in range(len(job.hosts))
     ]
 
@@ -22,10 +22,9 @@ def commands(
 def _on_host(
     job: Job, env: Mapping[str, str], inter_rank: int, meeting_host: str, meeting_port: int
 ) -> Command:
-    count = str(job.hosts[inter_rank].slots)
-    first = sum(host.slots for host in job.hosts[:inter_rank])
+    ranks = job.ranks_on(inter_rank)
     options = ["--nnodes", str(len(job.hosts)), "--node-rank", str(inter_rank)]
-    options += ["--nproc-per-node", count]
+    options += ["--nproc-per-node", str(len(ranks))]
     options += ["--master-addr", meeting_host, "--master-port", str(meeting_port)]
     command = Command(
         (
@@ -34,6 +33,6 @@ def _on_host(
         ),
         env,
         name=f"torchrun on {job.hosts[inter_rank].name}",
-        ranks=range(first, first + int(count)),
+        ranks=ranks,
     )
     return node_command(job, inter_rank, env, [command]) if has_remote_hosts(job) else command

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -86,3 +87,29 @@ def test_two_steps_of_one_job_find_their_own_ranks_without_any_port(tmp_path: Pa
             assert process.returncode == 0, err
             found.append(json.loads(out))
         assert found == [[0, 2, 2.0], [1, 2, 2.0]]
+
+
+@pytest.mark.processes
+def test_a_port_that_another_program_has(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import torchmn\n"
+        "torchmn.run_main(lambda: torchmn.create_communicator('naive', timeout_s=10))\n"
+    )
+    with socket.create_server(("", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        env = {
+            **os.environ,
+            "PYTHONPATH": str(Path(torchmn.__file__).parents[1]),
+            "RANK": "0",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        done = subprocess.run(
+            [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=50
+        )
+    assert done.returncode != 0
+    assert f"Rank 0 could not listen on 127.0.0.1:{port}" in done.stderr
+    assert "choose another MASTER_PORT" in done.stderr
+    assert "Traceback" not in done.stderr
