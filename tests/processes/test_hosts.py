@@ -326,7 +326,7 @@ def test_a_rank_that_fails_ends_the_ranks_of_all_hosts(lab: Lab, tmp_path: Path)
 
 def test_no_srun(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "place.py").write_text(PLACE)
-    said = failing(lab, "--launcher", "srun", "place.py", cwd=tmp_path, PATH="/usr/bin:/bin")
+    said = failing(lab, "--launcher", "srun", "place.py", cwd=tmp_path, PATH=str(tmp_path))
     assert "there is no srun on the PATH" in said
 
 
