@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -79,7 +80,7 @@ def test_two_steps_at_once_do_not_meet(cluster: Cluster, tmp_path: Path) -> None
     (tmp_path / "place.py").write_text(PLACE)
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-    step = f"srun --overlap -N 2 -n 2 {sys.executable} place.py"
+    step = f"srun --overlap -N 2 -n 2 {shlex.quote(sys.executable)} place.py"
     script = f"{step} a & {step} b & wait"
     done = cluster.run(["salloc", "-N", 2, "-n", 4, "sh", "-c", script], tmp_path)
     assert done.returncode == 0, done.stderr
