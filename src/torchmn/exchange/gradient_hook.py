@@ -42,6 +42,12 @@ def keep_with(model: nn.Module, owner: object) -> None:
     model.__dict__.setdefault(_KEPT, _Kept()).owners.append(owner)
 
 
+def release(model: nn.Module, owner: object) -> None:
+    """End what `keep_with` began. Local; nothing happens the second time."""
+    kept: _Kept = model.__dict__.get(_KEPT, _Kept())
+    kept.owners = [other for other in kept.owners if other is not owner]
+
+
 _KEPT = "_torchmn_kept"
 
 

@@ -17,7 +17,7 @@ from torchmn.compression import Codec
 from torchmn.errors import NonFiniteGradientError, TorchmnError, UnsupportedError, UsageError
 from torchmn.exchange.base import Deferring, Schedule
 from torchmn.exchange.bucket_set import NonfiniteGradients
-from torchmn.exchange.gradient_hook import keep_with
+from torchmn.exchange.gradient_hook import keep_with, release
 from torchmn.exchange.gradients import GradientExchange
 from torchmn.exchange.replicas import (
     broadcast_and_prove,
@@ -322,6 +322,7 @@ class MultiNodeOptimizer(Optimizer):
         self._step_hook.remove()
         if self._forward_hook is not None:
             self._forward_hook.remove()
+        release(self._models[0], self)
 
     # ---- inside ----
 

@@ -25,11 +25,13 @@ _FIRST_PORT, _LAST_PORT = 20_000, 32_000  # below what systems give to connectio
 _ASK_S = 2.0
 _PAUSE_S = 0.05
 _PORT = struct.Struct("!H")
-_JOB_VARIABLES = (
+_VARIABLES = (
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
-    *("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "PMI_ID", "PALS_APID"),
+    *("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "PALS_APID"),
     *("PBS_JOBID", "JOB_ID"),
 )
+"""What is the same for all ranks of one start."""
+_OF_ALL_STARTS = frozenset({"SLURM_JOB_ID", "SLURM_RESTART_COUNT", "PBS_JOBID", "JOB_ID"})
 
 
 def job_name(env: Mapping[str, str]) -> str:
@@ -37,9 +39,10 @@ def job_name(env: Mapping[str, str]) -> str:
 
     A scheduler's number alone is not enough: one job may start several worlds.
     """
-    found = [f"{name}={env[name]}" for name in _JOB_VARIABLES if env.get(name)]
-    has_step = any(not word.startswith(("PBS_", "JOB_ID", "SLURM_JOB_ID")) for word in found)
-    return " ".join(found) if has_step else ""
+    names = [name for name in _VARIABLES if env.get(name)]
+    if _OF_ALL_STARTS.issuperset(names):
+        return ""
+    return " ".join(f"{name}={env[name]}" for name in names)
 
 
 def leader_host(place: LaunchedPlace, env: Mapping[str, str]) -> str | None:

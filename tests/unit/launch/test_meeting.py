@@ -73,6 +73,8 @@ def test_an_unknown_host() -> None:
         ({"SLURM_JOB_ID": "7"}, ""),
         ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}, "SLURM_JOB_ID=7 SLURM_STEP_ID=0"),
         ({"PBS_JOBID": "1", "PMIX_NAMESPACE": "a@1"}, "PMIX_NAMESPACE=a@1 PBS_JOBID=1"),
+        ({"PMI_ID": "3", "PMI_JOBID": "j"}, "PMI_JOBID=j"),  # the first is this rank's own
+        ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}, ""),
     ],
 )
 def test_names_of_jobs(env: dict[str, str], name: str) -> None:
