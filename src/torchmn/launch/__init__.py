@@ -3,8 +3,8 @@
 from torchmn.launch.detect import BACKENDS, Machine, choose_backend, this_machine
 from torchmn.launch.job import Job, python_command
 from torchmn.launch.plan import LAUNCHERS, Wish, place_inside, plan_job
+from torchmn.launch.rank_environment import run_as_rank
 from torchmn.launch.start import dry_run, run_job
-from torchmn.launch.worker import run_as_rank
 
 __all__ = [
     "BACKENDS",

@@ -1,18 +1,11 @@
-"""What all hosts of a job must have in common, looked at on each. Local, without torch.
-
-Run as ``python -m torchmn.launch.host_facts`` it reads what is needed from its standard input and
-answers there, as JSON: so one can ask a host before anything is started on it.
-"""
+"""What all hosts of a job must have in common, looked at on each. Local, without torch."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-import sys
 from collections.abc import Mapping
-from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -64,20 +57,3 @@ def differences(found: Mapping[str, Mapping[str, str]]) -> str:
             parts = [f"{version} on {', '.join(at)}" for version, at in hosts.items()]
             words.append(f"{name} is {' and '.join(parts)}")
     return "; ".join(words)
-
-
-def main() -> None:
-    """Answer on the standard output."""
-    from torchmn.launch.local import reserve_port
-
-    asked = json.loads(sys.stdin.readline())
-    keeper, port = reserve_port("")
-    with closing(keeper):
-        facts = HostFacts(
-            versions=versions(), port=port, problem=why_not_here(asked["cwd"], asked["script"])
-        )
-        print(json.dumps(asdict(facts)), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -67,6 +67,11 @@ class Job:
         """What `torchmn.create_communicator` will use in the ranks."""
         return "mpi" if self.backend == "mpi" else "torch"
 
+    @property
+    def has_other_hosts(self) -> bool:
+        """Whether any host is not this one, which `THIS_HOST` stands for."""
+        return any(host.name != THIS_HOST for host in self.hosts)
+
     def ranks_on(self, inter_rank: int) -> range:
         """The ranks of one of the hosts."""
         first = sum(host.slots for host in self.hosts[:inter_rank])

@@ -126,7 +126,7 @@ def _ask(job: Job, host: str, env: Mapping[str, str]) -> HostFacts | str:
     """The facts of one host, or why there are none."""
     try:
         answer = subprocess.run(
-            to_host(env, host, "torchmn.launch.host_facts"),
+            to_host(env, host, "torchmn.launch.answer"),
             input=json.dumps({"cwd": str(job.cwd), "script": job.script}) + "\n",
             env=dict(env),
             capture_output=True,
@@ -145,8 +145,3 @@ def _ask(job: Job, host: str, env: Mapping[str, str]) -> HostFacts | str:
             return f"it answered {answer.stdout[-80:]!r}"
     said = answer.stderr.strip().splitlines()[-1:] or [f"exit code {answer.returncode}"]
     return said[0]
-
-
-def has_remote_hosts(job: Job) -> bool:
-    """Whether any host of the job is another one than this."""
-    return not all(is_this_host(host.name) for host in job.hosts)

@@ -16,7 +16,7 @@ from torchmn.launch import channel as channels
 from torchmn.launch import local, mpirun, srun, ssh, torchrun
 from torchmn.launch.detect import find_mpirun
 from torchmn.launch.job import Command, Job
-from torchmn.launch.remote import ask_hosts, has_remote_hosts
+from torchmn.launch.remote import ask_hosts
 from torchmn.launch.screen import Screen
 from torchmn.launch.supervisor import Supervisor
 from torchmn.topology import Route, available_processors, route_to
@@ -64,7 +64,7 @@ def dry_run(job: Job, env: Mapping[str, str]) -> str:
 
 def route_between(job: Job) -> Route | None:
     """How this host reaches the others; ``None`` if the job has no others. Raises LaunchError."""
-    if not has_remote_hosts(job):
+    if not job.has_other_hosts:
         return None
     routes = [(host.name, route_to(host.name)) for host in job.hosts]
     unknown = [name for name, route in routes if route is None]
@@ -115,7 +115,7 @@ def _look_at_hosts(job: Job, env: Mapping[str, str]) -> int:
     """Ask the other hosts whether they can run the job. A port that is free on the first one."""
     if job.launcher == "srun":
         return 0  # Slurm knows its nodes, and the agents are looked at when they report
-    if has_remote_hosts(job):
+    if job.has_other_hosts:
         return ask_hosts(job, env)[job.hosts[0].name].port
     keeper, port = local.reserve_port()
     keeper.close()
@@ -123,7 +123,7 @@ def _look_at_hosts(job: Job, env: Mapping[str, str]) -> int:
 
 
 def _places(job: Job) -> str:
-    if len(job.hosts) == 1 and not has_remote_hosts(job):
+    if not job.has_other_hosts:
         return socket.gethostname()
     return f"{', '.join(map(str, job.hosts))} through {job.launcher}"
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 
 from torchmn.launch.job import WORKER_MODULE, Command, Job
-from torchmn.launch.remote import has_remote_hosts, node_command
+from torchmn.launch.remote import node_command
 
 
 def commands(
@@ -35,4 +35,4 @@ def _on_host(
         name=f"torchrun on {job.hosts[inter_rank].name}",
         ranks=ranks,
     )
-    return node_command(job, inter_rank, env, [command]) if has_remote_hosts(job) else command
+    return node_command(job, inter_rank, env, [command]) if job.has_other_hosts else command

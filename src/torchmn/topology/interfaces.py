@@ -53,6 +53,12 @@ def route_of(address: str) -> Route | None:
     return None
 
 
+def address_of(interface: str) -> str | None:
+    """The IPv4 address of an interface of this host, or ``None``: it has none, or is not there."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        return _ask(probe, interface, _SIOCGIFADDR)
+
+
 def is_this_host(name: str) -> bool:
     """Whether a host name or address is this host's, by name or because packets stay here."""
     if name in ("localhost", socket.gethostname(), socket.gethostname().partition(".")[0]):

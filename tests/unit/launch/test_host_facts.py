@@ -36,12 +36,13 @@ def test_scripts_and_folders_that_are_not_here(tmp_path: Path) -> None:
 
 def test_a_host_answers(tmp_path: Path) -> None:
     answer = subprocess.run(
-        [sys.executable, "-m", "torchmn.launch.host_facts"],
+        [sys.executable, "-m", "torchmn.launch.answer"],
         input=json.dumps({"cwd": str(tmp_path), "script": ""}) + "\n",
         capture_output=True,
         text=True,
         check=True,
     )
+    assert answer.stderr == ""
     facts = json.loads(answer.stdout)
     assert facts["versions"] == versions()
     assert facts["problem"] == ""

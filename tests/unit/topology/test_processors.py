@@ -77,7 +77,7 @@ def test_order_follows_sockets_and_cores(tmp_path: Path) -> None:
         (folder / "physical_package_id").write_text(f"{socket}\n")
         (folder / "core_id").write_text(f"{core}\n")
     if not {0, 1} <= os.sched_getaffinity(0):
-        pytest.skip("this process may not use cores 0 and 1")
+        pytest.skip(reason="this process may not use cores 0 and 1")
     order = available_processors(tmp_path).logical
     assert order.index(1) < order.index(0)
 

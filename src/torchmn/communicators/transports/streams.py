@@ -20,7 +20,6 @@ the sums before it, over a second connection with an order of its own.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import secrets
 import select
@@ -28,7 +27,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -42,6 +41,7 @@ from torchmn.communicators.transports.base import (
     Transport,
 )
 from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError
+from torchmn.topology.interfaces import address_of
 from torchmn.units import KiB
 
 MOST_PEERS = 15
@@ -53,7 +53,6 @@ _CONNECT_S = 5.0
 _HEAD = struct.Struct("<QQ")  # tag, bytes: what comes next on a connection
 _TOKEN_BYTES = 16
 _ROW_BYTES = 128
-_SIOCGIFADDR = 0x8915
 
 
 class StreamTransport(Transport):
@@ -362,7 +361,7 @@ def _connect_all(inner: Transport, limit: TimeLimit) -> dict[int, socket.socket]
         listener.bind(("", 0))
         listener.listen(inner.size)
         token = secrets.token_bytes(_TOKEN_BYTES)
-        addresses = list(_own_addresses())[: (_ROW_BYTES - _TOKEN_BYTES - 3) // 4]
+        addresses = _own_addresses()[: (_ROW_BYTES - _TOKEN_BYTES - 3) // 4]
         row = token + struct.pack("<HB", listener.getsockname()[1], len(addresses))
         row += b"".join(socket.inet_aton(address) for address in addresses)
         table = torch.zeros(inner.size, _ROW_BYTES, dtype=torch.uint8)
@@ -427,16 +426,10 @@ def _accept(
     return None
 
 
-def _own_addresses() -> Iterator[str]:
+def _own_addresses() -> list[str]:
     """Where other hosts may reach this one: the interface that gloo was given, else all of them."""
     asked = os.environ.get("GLOO_SOCKET_IFNAME", "")
     names = asked.split(",") if asked else [name for _, name in socket.if_nameindex()]
     # The loopback leads to other ranks of this host only; last, for those.
-    for name in sorted(names, key=lambda name: name == "lo"):
-        with (
-            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
-            contextlib.suppress(OSError),
-        ):
-            request = struct.pack("256s", name.encode()[:15])
-            reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            yield socket.inet_ntoa(reply[20:24])
+    found = map(address_of, sorted(names, key=lambda name: name == "lo"))
+    return [address for address in found if address is not None]

@@ -29,7 +29,7 @@ def test_another_user_is_told_to_be_root(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_root_of_a_container_is_told_what_the_kernel_said() -> None:
     setpriv = shutil.which("setpriv")
     if os.geteuid() != 0 or setpriv is None:
-        pytest.skip("needs root and setpriv, to give capabilities away")
+        pytest.skip(reason="needs root and setpriv, to give capabilities away")
     without = [setpriv, "--bounding-set", "-all", "--inh-caps", "-all"]
     done = subprocess.run([*without, sys.executable, "-c", ASK], capture_output=True, text=True)
     assert "test hosts cannot be made: unshare failed: " in done.stdout, done.stderr
