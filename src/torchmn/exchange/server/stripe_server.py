@@ -109,6 +109,7 @@ class StripeServer:
         self._alive = set(range(num_workers))
         self._lost: dict[int, str] = {}
         self._closed_because: str | None = None
+        self._gave_up: TimeLimitError | None = None
         self._version = 0
         self._opened = self._episode = -1
         self._arrived = dict.fromkeys(range(num_workers), -1)
@@ -223,6 +224,8 @@ class StripeServer:
 
     def _raise_if_closed(self) -> None:
         if self._closed_because is not None:
+            if self._gave_up is not None:  # that is why it was closed, and names who is missed
+                raise TimeLimitError(str(self._gave_up))
             raise PeerLostError(
                 f"{self._closed_because} Its part of the parameters is lost to the others: end "
                 "the training on all ranks with flush() or optimizer.join()."
@@ -302,7 +305,8 @@ class StripeServer:
             self._raise_if_closed()
             now = time.monotonic()
             if now >= self._news_s + limit_s:
-                raise TimeLimitError(self._whom_we_wait_for(episode))
+                self._gave_up = TimeLimitError(self._whom_we_wait_for(episode))
+                raise self._gave_up
             if now < sign_s:
                 self._changed.wait(min(sign_s, self._news_s + limit_s) - now)
                 continue

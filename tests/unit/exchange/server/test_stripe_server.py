@@ -234,6 +234,17 @@ def test_a_closed_one_says_so() -> None:
         bench.push(1, torch.ones(3))
 
 
+def test_one_closed_because_it_gave_up_names_whom_it_missed() -> None:
+    """Who asks after that is told the cause, not that the server is gone."""
+    bench = Bench(max_staleness=0, timeout_s=0.1)
+    bench.begin()
+    with pytest.raises(TimeLimitError, match="rank 1 has made 0 steps"):
+        bench.push(0, torch.ones(3))
+    bench.server.close("The end.")
+    with pytest.raises(TimeLimitError, match="rank 1 has made 0 steps"):
+        bench.push(0, torch.ones(3))
+
+
 def test_one_that_leaves_in_the_middle_is_lost_and_one_at_the_end_is_not() -> None:
     bench = Bench(num_workers=3)
     bench.begin()
