@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 Stream = Literal["out", "err"]
@@ -115,13 +115,79 @@ class Notice:
     signum: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Failed:
+    """Script: I am about to end with this status; ``words`` are the last ones.
+
+    ``is_consequence``: because another rank has ended or does not answer. ``at`` is the time since
+    the epoch in seconds.
+    """
+
+    status: int
+    words: str
+    is_consequence: bool
+    at: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaving:
+    """Script: the end of the program is reached, most likely with this status."""
+
+    status: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overdue:
+    """Script: this collective of this group has not completed in time."""
+
+    group: str
+    number: int
+    limit_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tell:
+    """Supervisor: what are you doing?"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """Script, or its agent in its place: what it is doing.
+
+    ``collectives`` holds the last one of each group; see `Collective`. ``state`` is the process's
+    state in words where the script itself did not answer.
+    """
+
+    collectives: list[dict[str, object]] = field(default_factory=list)
+    stacks: str = ""
+    state: str = ""
+
+
 Message = (
-    Challenge | Hello | Run | Refused | Started | Output | Refresh | Note | Exit | End | Notice
+    Challenge
+    | Hello
+    | Run
+    | Refused
+    | Started
+    | Output
+    | Refresh
+    | Note
+    | Exit
+    | End
+    | Notice
+    | Failed
+    | Leaving
+    | Overdue
+    | Tell
+    | Told
 )
 
 _KINDS = {
     kind.__name__: kind
-    for kind in (Challenge, Hello, Run, Refused, Started, Output, Refresh, Note, Exit, End, Notice)
+    for kind in (
+        *(Challenge, Hello, Run, Refused, Started, Output, Refresh, Note, Exit, End, Notice),
+        *(Failed, Leaving, Overdue, Tell, Told),
+    )
 }
 
 

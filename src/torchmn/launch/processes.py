@@ -67,6 +67,43 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+_STATES = {
+    "R": "runs",
+    "S": "sleeps",
+    "D": "waits for a disk or another device",
+    "T": "is stopped by a signal",
+    "t": "is stopped by a debugger",
+    "Z": "has ended",
+    "X": "has ended",
+}
+
+
+def state_of(pid: int) -> str:
+    """What a process does, in words; empty where the system does not tell. Linux only."""
+    if not IS_LINUX:
+        return ""
+    letter = _state_letter(pid)
+    if not letter:
+        return "is gone"
+    place = ""
+    with suppress(OSError), open(f"/proc/{pid}/wchan") as wchan:
+        place = wchan.read().strip().strip("0")
+    return _STATES.get(letter, f"is in state {letter}") + (f" (in {place})" if place else "")
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal or a debugger has stopped the process. Linux only, else no."""
+    return IS_LINUX and _state_letter(pid) in ("T", "t")
+
+
+def _state_letter(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0].decode()
+    except OSError:
+        return ""
+
+
 def send(pid: int, signum: int) -> None:
     """Send a signal to a process that may have ended."""
     with suppress(ProcessLookupError, PermissionError):

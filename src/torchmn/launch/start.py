@@ -19,6 +19,7 @@ from torchmn.launch.job import Command, Job
 from torchmn.launch.remote import ask_hosts
 from torchmn.launch.screen import Screen
 from torchmn.launch.supervisor import Supervisor
+from torchmn.launch.verdict import FAILURE_FILE, HANG_FILE
 from torchmn.topology import Route, available_processors, route_to
 
 
@@ -143,8 +144,9 @@ def _make_log_dir(job: Job) -> None:
     }
     try:
         job.log_dir.mkdir(parents=True, exist_ok=True)
-        for old in (*job.log_dir.glob("rank*.log"), *job.log_dir.glob("rank*.exit.json")):
-            old.unlink()
+        for pattern in ("rank*.log", "rank*.exit.json", HANG_FILE, FAILURE_FILE):
+            for old in job.log_dir.glob(pattern):
+                old.unlink()
         (job.log_dir / "launcher.log").touch()
         (job.log_dir / "job.json").write_text(json.dumps(record, indent=1) + "\n")
     except OSError as error:

@@ -18,7 +18,7 @@ from types import FrameType
 from torchmn.launch import channel as channels
 from torchmn.launch.channel import Channel
 from torchmn.launch.host_facts import differences
-from torchmn.launch.job import Command, Job
+from torchmn.launch.job import SAVED_STATUS, Command, Job
 from torchmn.launch.messages import (
     Challenge,
     End,
@@ -32,6 +32,7 @@ from torchmn.launch.messages import (
     Refused,
     Run,
     Started,
+    Tell,
 )
 from torchmn.launch.processes import (
     adopt_orphans,
@@ -44,7 +45,8 @@ from torchmn.launch.processes import (
     watch_signals,
 )
 from torchmn.launch.screen import Screen
-from torchmn.launch.verdict import RankRecord, judge
+from torchmn.launch.verdict import FAILURE_FILE, HANG_FILE, RankRecord, judge
+from torchmn.launch.watch import Watch
 
 _MARGIN_S = 3.0
 """How much longer than the ranks' grace we wait before we kill the agents themselves."""
@@ -73,6 +75,7 @@ class Supervisor:
         self._job = job
         self._screen = screen
         self._records = [RankRecord(rank) for rank in range(job.num_ranks)]
+        self._watch = Watch(self._records)
         self._lines: list[_Line] = []
         self._processes: dict[int, Command] = {}
         self._bystanders = descendants(os.getpid())
@@ -142,7 +145,7 @@ class Supervisor:
                     selector.register(
                         line.channel, selectors.EVENT_READ, partial(self._on_line, line)
                     )
-            for key, _ in selector.select(0.5):
+            for key, _ in selector.select(0.2):
                 key.data()
 
     def _on_signal(self, signum: int, _: FrameType | None) -> None:
@@ -257,6 +260,8 @@ class Supervisor:
             self._show(partial(self._screen.refresh, record.rank, message.text))
         elif isinstance(message, Note):
             self._show(partial(self._screen.say, f"rank {record.rank}: {message.text}"))
+        else:
+            self._watch.hear(record, message, time.monotonic())
 
     def _on_output(self, record: RankRecord, message: Output) -> None:
         record.num_lines += len(message.lines)
@@ -285,8 +290,12 @@ class Supervisor:
                     f"rank(s) {', '.join(map(str, unstarted))} did not start within "
                     f"{self._job.start_limit_s:g} s"
                 )
-            has_failed = any(record.failed_at is not None for record in self._records)
-            if has_failed or self._launcher_problem or self._interrupted_by is not None:
+            if self._watch.must_ask(now):
+                for line in self._lines:
+                    line.channel.post(Tell())
+            must_end = self._watch.must_end(now)
+            if must_end or self._launcher_problem or self._interrupted_by is not None:
+                self._tell_of_hang()
                 self._end_all()
         connected = [line for line in self._lines if line.record]
         all_have_ended = all(line.record.has_ended for line in connected if line.record)
@@ -300,6 +309,20 @@ class Supervisor:
             for pid in self._processes:
                 send_group(pid, signal.SIGKILL)
             kill_descendants(os.getpid(), spare=self._bystanders)
+
+    def _tell_of_hang(self) -> None:
+        hang = self._watch.hang
+        if hang is not None:
+            self._show(partial(self._screen.quote, hang.text))
+            self._keep(HANG_FILE, hang.text)
+
+    def _keep(self, name: str, text: str) -> None:
+        """Write a file beside the logs; a full disk costs the file only."""
+        path = self._job.log_dir / name
+        try:
+            path.write_text(text)
+        except OSError as error:
+            self._show(partial(self._screen.say, f"cannot write {path}: {error}"))
 
     def _end_all(self) -> None:
         self._is_ending = True
@@ -327,6 +350,7 @@ class Supervisor:
             interrupted_by=self._interrupted_by,
             launcher_problem=self._launcher_problem,
             launcher_returncode=self._launcher_returncode,
+            hang=self._watch.hang,
         )
         culprit = verdict.culprit
         if culprit and culprit.num_lines_of_others_since and culprit.last_errors:
@@ -338,6 +362,9 @@ class Supervisor:
             if lines:
                 self._show(partial(self._screen.quote, "\n".join(lines[-_NUM_QUOTED_LINES:])))
         if verdict.sentence:
+            words = culprit.last_words if culprit else []
+            if verdict.exit_code != SAVED_STATUS:
+                self._keep(FAILURE_FILE, "\n".join([*words, verdict.sentence]) + "\n")
             self._show(partial(self._screen.say, verdict.sentence))
         return verdict.exit_code
 
