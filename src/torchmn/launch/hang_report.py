@@ -117,7 +117,7 @@ def _lines_of(rank: int, told: Told | None, hosts: Mapping[int, str]) -> list[st
     if told is None:
         return [f"{who}: no answer, neither from it nor from its agent."]
     if told.state:
-        return [f"{who}: its Python does not answer; the process {told.state}."]
+        return [f"{who} {told.state}."]
     lines = [f"{who}:"]
     for mine in told.collectives:
         where = f", {mine['where']}" if mine.get("where") else ""

@@ -69,4 +69,5 @@ class ScriptLink:
         """Answer in the place of a script that had its time."""
         if self.answer_by is not None and time.monotonic() >= self.answer_by:
             self.answer_by = None
-            self._tell(Told(state=state_of(self._pid)))
+            state = state_of(self._pid) or "cannot be looked at on this system"
+            self._tell(Told(state=f"does not answer: its process {state}"))

@@ -51,6 +51,7 @@ from torchmn.launch.watch import Watch
 _MARGIN_S = 3.0
 """How much longer than the ranks' grace we wait before we kill the agents themselves."""
 _NUM_QUOTED_LINES = 40
+_NUM_HANG_LINES = 200
 
 
 @dataclass
@@ -313,7 +314,13 @@ class Supervisor:
     def _tell_of_hang(self) -> None:
         hang = self._watch.hang
         if hang is not None:
-            self._show(partial(self._screen.quote, hang.text))
+            *lines, _ = hang.text.split("\n")
+            left = len(lines) - _NUM_HANG_LINES
+            shown = [
+                *lines[:_NUM_HANG_LINES],
+                *([f"... and {left} more lines"] if left > 0 else []),
+            ]
+            self._show(partial(self._screen.quote, "\n".join(shown)))
             self._keep(HANG_FILE, hang.text)
 
     def _keep(self, name: str, text: str) -> None:

@@ -27,6 +27,7 @@ class RankRecord:
     host: str = ""
     exit: Exit | None = None
     failed: Failed | None = None
+    is_leaving: bool = False
     leaving_status: int = 0
     overdue: Overdue | None = None
     told: Told | None = None

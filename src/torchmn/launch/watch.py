@@ -34,7 +34,7 @@ class Watch:
             if message.is_consequence:
                 self._suspect(now)
         elif isinstance(message, Leaving):
-            record.leaving_status = message.status
+            record.is_leaving, record.leaving_status = True, message.status
             if message.status:
                 self._suspect(now)
         elif isinstance(message, Overdue):
@@ -87,4 +87,6 @@ def _last_told(record: RankRecord) -> Told | None:
         return Told(state=f"has ended with exit code {record.exit.returncode}")
     if record.lost_at is not None:
         return Told(state="is lost with its agent")
+    if record.is_leaving:
+        return Told(state="has come to the end of its script")
     return record.told

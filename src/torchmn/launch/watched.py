@@ -68,6 +68,7 @@ class Watched:
         self._followed: list[weakref.ref[Collectives]] = []
         self._must_end = threading.Event()
         self._is_waiting = False
+        self._last_words = ""
         self._has_told_of_hang = False
         self._exit_note: tuple[int, int] | None = None
 
@@ -93,6 +94,9 @@ class Watched:
     def follow(self, collectives: Collectives) -> None:
         """Look after the collectives of a communicator as long as it lives."""
         self._followed.append(weakref.ref(collectives))
+        # Called before what transports do at exit, which may be to wait for the others.
+        atexit.unregister(self._leave)
+        atexit.register(self._leave)
 
     def fail(self, error: BaseException) -> None:
         """Tell the last words of an exception that ends this process.
@@ -105,9 +109,10 @@ class Watched:
             return
         follows = is_consequence(error)
         words = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        words = self._last_words = words[-_WORDS:]
         if follows:
             self._look_for_hang()
-        self._post(Failed(status=1, words=words[-_WORDS:], is_consequence=follows, at=time.time()))
+        self._post(Failed(status=1, words=words, is_consequence=follows, at=time.time()))
         if follows:
             self._is_waiting = True
             self._must_end.wait(_VERDICT_S)
@@ -127,7 +132,8 @@ class Watched:
                 messages = self._channel.collect()
             for message in messages:
                 if isinstance(message, Tell):
-                    self._post(Told(collectives=self._collectives(), stacks=_stacks()))
+                    stacks = self._last_words or _stacks()
+                    self._post(Told(collectives=self._collectives(), stacks=stacks))
                 elif isinstance(message, End):
                     self._must_end.set()
             self._look_for_hang()
