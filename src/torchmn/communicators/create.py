@@ -36,8 +36,8 @@ from torchmn.errors import (
     UsageError,
 )
 from torchmn.launch import watched
-from torchmn.topology import Topology
-from torchmn.topology.environment import launched_place
+from torchmn.topology import Place, Topology
+from torchmn.topology.environment import LaunchedPlace, launched_place
 
 ROUTES: dict[str, type[Communicator]] = {
     "naive": NaiveCommunicator,
@@ -239,19 +239,29 @@ def _checked_topology(given: Topology | None, found_hosts: list[str], world: Tra
         return given
     topology = Topology(tuple(found_hosts))
     launched = launched_place(os.environ)
-    place = topology.place(world.rank)
-    if (
-        launched is not None
-        and launched.known_size == world.size
-        and launched.intra_rank is not None
-        and launched.intra_rank != place.intra_rank
-    ):
-        raise TopologyError(
-            f"{launched.launcher} says that rank {world.rank} is number {launched.intra_rank} on "
-            f"its node, but by host names ({', '.join(found_hosts)}) it is number "
-            f"{place.intra_rank}. Give every node its own host name, or pass topology=."
-        )
+    if launched is not None and launched.known_size == world.size:
+        _raise_if_nodes_differ(launched, topology.place(world.rank), found_hosts)
     return topology
+
+
+def _raise_if_nodes_differ(launched: LaunchedPlace, place: Place, found_hosts: list[str]) -> None:
+    """Compare the launcher's nodes with those of the host names: containers may share a name.
+
+    Where the launcher says how many ranks a node has, their order is its own business: Open MPI
+    counts those beyond the number of cores first.
+    """
+    if launched.intra_size is not None:
+        said, seen = f"one of {launched.intra_size} on its node", f"one of {place.intra_size}"
+        is_same = launched.intra_size == place.intra_size
+    else:
+        said, seen = f"number {launched.intra_rank} on its node", f"number {place.intra_rank}"
+        is_same = launched.intra_rank in (None, place.intra_rank)
+    if not is_same:
+        raise TopologyError(
+            f"{launched.launcher} says that rank {place.rank} is {said}, but by host names "
+            f"({', '.join(found_hosts)}) it is {seen}. Give every node its own host name, or pass "
+            "topology=."
+        )
 
 
 def _own_device(intra_rank: int) -> torch.device:

@@ -36,6 +36,15 @@ class Hello:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Present:
+    """Sentinel: I watch the script of this rank, this process on this host."""
+
+    rank: int
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """Supervisor: the command to run; ``env`` holds what the launcher has not set itself."""
 
@@ -93,12 +102,14 @@ class Exit:
     """Agent: the script has ended. ``returncode`` is minus the signal if one ended it.
 
     ``ended_at`` is the time since the epoch in seconds. ``ended_by`` says who asked it to end:
-    nobody, the supervisor, or somebody else, such as mpirun.
+    nobody, the supervisor, or somebody else, such as mpirun. ``note`` says how in words where the
+    code is a guess.
     """
 
     returncode: int
     ended_at: float
     ended_by: EndedBy
+    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +177,7 @@ class Told:
 Message = (
     Challenge
     | Hello
+    | Present
     | Run
     | Refused
     | Started
@@ -185,7 +197,20 @@ Message = (
 _KINDS = {
     kind.__name__: kind
     for kind in (
-        *(Challenge, Hello, Run, Refused, Started, Output, Refresh, Note, Exit, End, Notice),
+        *(
+            Challenge,
+            Hello,
+            Present,
+            Run,
+            Refused,
+            Started,
+            Output,
+            Refresh,
+            Note,
+            Exit,
+            End,
+            Notice,
+        ),
         *(Failed, Leaving, Overdue, Tell, Told),
     )
 }

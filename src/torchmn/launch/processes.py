@@ -96,6 +96,26 @@ def is_stopped(pid: int) -> bool:
     return IS_LINUX and _state_letter(pid) in ("T", "t")
 
 
+def is_running(pid: int) -> bool:
+    """Whether the process is there and has not ended; one of our user, or we may not ask."""
+    if IS_LINUX:
+        return _state_letter(pid) not in ("", "Z", "X")
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def exit_of_zombie(pid: int) -> int | None:
+    """How a process ended whose parent has not asked yet, as `os.waitpid` says it. Linux only."""
+    with suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+        if fields[0] == b"Z":
+            return os.waitstatus_to_exitcode(int(fields[49]))
+    return None
+
+
 def _state_letter(pid: int) -> str:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:

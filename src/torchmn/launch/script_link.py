@@ -18,11 +18,18 @@ _ANSWER_S = 2.0
 
 
 class ScriptLink:
-    """A connection to one script. ``tell`` takes what is to be passed on to the others."""
+    """A connection to one script. ``tell`` takes what is to be passed on to the others.
 
-    def __init__(self, tell: Callable[[Message], None]) -> None:
-        own, self._others = socket.socketpair()
-        self._channel = Channel(own)
+    Without a ``connection`` there will be one when the script accepts the `invitation`.
+    """
+
+    def __init__(
+        self, tell: Callable[[Message], None], connection: socket.socket | None = None
+    ) -> None:
+        self._others: socket.socket | None = None
+        if connection is None:
+            connection, self._others = socket.socketpair()
+        self._channel = Channel(connection)
         self._tell = tell
         self._pid = 0
         self.answer_by: float | None = None
@@ -39,13 +46,16 @@ class ScriptLink:
 
     def invitation(self) -> str:
         """What the script finds in its environment."""
+        if self._others is None:
+            return ""
         self._others.set_inheritable(True)
         return f"{self._others.fileno()}:{os.getpid()}"
 
     def begin(self, pid: int) -> None:
         """The script runs as this process and holds its end."""
         self._pid = pid
-        self._others.close()
+        if self._others is not None:
+            self._others.close()
 
     def post(self, message: Message) -> None:
         """Tell the script something."""

@@ -104,12 +104,13 @@ def judge(
     launcher_problem: str = "",
     launcher_returncode: int = 0,
     hang: HangReport | None = None,
+    keeps_output: bool = True,
 ) -> Verdict:
     """The verdict over a job whose ranks have all ended or never started.
 
     The first rank that failed by itself is the culprit. Ranks that only say that a peer is lost
     follow from it, and ranks that a launcher ended are its victims: neither is blamed as long as
-    there is a cause.
+    there is a cause. ``keeps_output`` says whether the folder has a file with each rank's output.
     """
     if interrupted_by is not None:
         name = signal_name(-interrupted_by)
@@ -125,11 +126,11 @@ def judge(
     causes = [ranks[rank] for _, rank in by_itself if not ranks[rank].is_victim]
     causes += [r for r in ranks if r.leaving_status and r not in causes]
     if causes:
-        return _blame(causes[0], log_dir)
+        return _blame(causes[0], log_dir if keeps_output else None)
     followers = sorted((r.failed.at, r.rank) for r in ranks if r.failed is not None and r.follows)
     if followers and not launcher_problem:
         early = [r for r in ranks if r.exit is not None and r.exit.returncode == 0]
-        verdict = _blame(ranks[followers[0][1]], log_dir)
+        verdict = _blame(ranks[followers[0][1]], log_dir if keeps_output else None)
         return replace(verdict, sentence=_with_early(verdict.sentence, early))
     if by_itself or launcher_problem:
         victims = [ranks[rank] for _, rank in by_itself]
@@ -143,17 +144,15 @@ def judge(
     return Verdict(exit_code=0)
 
 
-def _blame(culprit: RankRecord, log_dir: Path) -> Verdict:
+def _blame(culprit: RankRecord, log_dir: Path | None) -> Verdict:
     code = _exit_code(culprit)
     if code == SAVED_STATUS:
         return Verdict(
             exit_code=SAVED_STATUS,
             sentence=f"the ranks saved and left before the time limit (status {SAVED_STATUS}).",
         )
-    log = log_dir / f"rank{culprit.rank}.log"
-    return Verdict(
-        exit_code=code, sentence=f"{_obituary(culprit)}; its output is in {log}.", culprit=culprit
-    )
+    where = f"; its output is in {log_dir / f'rank{culprit.rank}.log'}" if log_dir else ""
+    return Verdict(exit_code=code, sentence=f"{_obituary(culprit)}{where}.", culprit=culprit)
 
 
 def _with_early(sentence: str, early: Sequence[RankRecord]) -> str:
@@ -176,6 +175,8 @@ def _obituary(record: RankRecord) -> str:
         )
     if record.leaving_status:
         return f"{who} failed with exit code {record.leaving_status}"
+    if record.exit is not None and record.exit.note:
+        return f"{who} {record.exit.note}"
     if record.exit is None:
         name = signal_name(record.lost_returncode or 0)
         return f"{who} was lost: its agent died" + (f" of {name}" if name else "")
