@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 Stream = Literal["out", "err"]
 EndedBy = Literal["itself", "supervisor", "outside"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Challenge:
-    """Supervisor, first: sign this number."""
-
-    number: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Hello:
-    """Agent: who I am, the number signed, and a number for the supervisor to sign.
+    """Agent, at the gate: who I am.
 
     ``address`` is the one of its host that the supervisor is reached from, ``port`` a free port
     there that is kept until the end, ``versions`` what must be the same on all hosts.
     """
 
-    signature: str
-    number: str
     rank: int
     host: str
     pid: int
@@ -48,7 +39,6 @@ class Present:
 class Run:
     """Supervisor: the command to run; ``env`` holds what the launcher has not set itself."""
 
-    signature: str
     argv: list[str]
     cwd: str
     log_dir: str
@@ -175,8 +165,7 @@ class Told:
 
 
 Message = (
-    Challenge
-    | Hello
+    Hello
     | Present
     | Run
     | Refused
@@ -194,26 +183,7 @@ Message = (
     | Told
 )
 
-_KINDS = {
-    kind.__name__: kind
-    for kind in (
-        *(
-            Challenge,
-            Hello,
-            Present,
-            Run,
-            Refused,
-            Started,
-            Output,
-            Refresh,
-            Note,
-            Exit,
-            End,
-            Notice,
-        ),
-        *(Failed, Leaving, Overdue, Tell, Told),
-    )
-}
+_KINDS = {kind.__name__: kind for kind in get_args(Message)}
 
 
 def encode(message: Message) -> bytes:
@@ -226,6 +196,6 @@ def decode(line: bytes) -> Message:
     try:
         kind, content = json.loads(line)
         message: Message = _KINDS[kind](**content)
-    except (TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, ValueError, RecursionError):
         raise ValueError(f"No message: {line[:80]!r}") from None
     return message

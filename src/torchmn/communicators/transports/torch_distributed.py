@@ -65,7 +65,7 @@ class TorchDistributedTransport(Transport):
         own_address: str | None = None,
     ) -> None:
         super().__init__(rank, size, scratch)
-        self._own_address = own_address
+        self.own_address = own_address
         self.is_trusted = is_trusted
         self._store = store
         self._timeout_s = timeout_s
@@ -160,7 +160,7 @@ class TorchDistributedTransport(Transport):
             cuda_device=self.cuda_device,
             is_trusted=self.is_trusted,
             scratch=self.scratch,
-            own_address=self._own_address,
+            own_address=self.own_address,
         )
         if part.size > 1:  # who leaves at once would break the connections of who still makes them
             part.barrier(limit)
