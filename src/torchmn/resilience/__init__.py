@@ -1,6 +1,7 @@
-"""What keeps a training alive: an end in seconds with the cause named, and leaving in time."""
+"""What keeps a training alive and right: an end in seconds with the cause named, leaving in time."""
 
 from torchmn.resilience.crash import install_crash_handler
 from torchmn.resilience.preemption import SAVED_STATUS, Preemption
+from torchmn.resilience.replica_check import ReplicaCheck
 
-__all__ = ["SAVED_STATUS", "Preemption", "install_crash_handler"]
+__all__ = ["SAVED_STATUS", "Preemption", "ReplicaCheck", "install_crash_handler"]
