@@ -478,7 +478,8 @@ class BlockSchedule(ABC):
             raise DisagreementError(
                 f"{self._comm.speaker}: the ranks set out from different parameters (checksums "
                 f"{present}). Between steps parameters may be changed only on all ranks alike; "
-                "with a GradScaler clear gradients by optimizer.zero_grad()."
+                "with a GradScaler clear gradients by optimizer.zero_grad(); states must be saved "
+                "where all ranks have seen equally many samples, or after optimizer.flush()."
             )
         if len(present) < len(everybody):
             is_behind = self._num_missed_warm > 0
