@@ -1,4 +1,4 @@
-"""Disks that are full, read-only or gone: the checkpoint is given up on all ranks, training goes on."""
+"""Disks that are full, read-only or gone: the checkpoint is given up, and training goes on."""
 
 from __future__ import annotations
 
