@@ -1,4 +1,4 @@
-"""Processes that die, stop or leave in the middle of a save; hosts that do not share their disks."""
+"""Processes that die, stop or leave in the middle of a save; hosts that do not share a folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ torch.set_num_threads(1)
 
 
 def children():
-    # Reads jobs, {"size", "event", "folder"}, and starts a process for each rank: only these return.
+    # Reads jobs and starts a process for each rank: only these return.
     for line in sys.stdin:
         job = json.loads(line)
         pids = []
@@ -113,7 +113,7 @@ def main():
     state = {"model": model, "own": own}
     first = checkpointer.resume(state)
     if event == "resume":
-        values = {round(float(p), 3) for m in (model, own) for p in m.parameters() for p in p.detach().view(-1)}
+        values = {round(v, 3) for m in (model, own) for p in m.parameters() for v in p.ravel().tolist()}
         print("resumed", first, sorted(values))
         return
     for step in (1, 2, 3):
@@ -125,7 +125,7 @@ def main():
         if event == "small files" and step == 3 and rank == 1:
             checkpointer.finish()
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
         checkpointer.save(step, state)
     if event == "exception" and rank == 1:
         raise RuntimeError("a failure of the script")
@@ -199,6 +199,8 @@ def test_kill_in_the_middle(
         assert status == 0, err
         assert out.split("\n")[0] == f"resumed {step} {sorted({float(step), step + rank / 10})}"
         assert "Warning" not in err
+    if event not in ("between files", "before the rename", "in a removal"):
+        return  # one of each kind will do for what is left behind
     outcomes = start("all is well")
     assert [status for status, *_ in outcomes] == [0, 0], outcomes
     left = sorted(path.name for path in (tmp_path / "checkpoints" / "run").iterdir())

@@ -1,4 +1,4 @@
-"""Files that are cut short, flipped by one bit, gone: the checkpoint before is used, and it is said."""
+"""Files cut short, flipped by one bit, gone: the checkpoint before is used, and it is said."""
 
 from __future__ import annotations
 
