@@ -113,7 +113,8 @@ def main():
     state = {"model": model, "own": own}
     first = checkpointer.resume(state)
     if event == "resume":
-        values = {round(v, 3) for m in (model, own) for p in m.parameters() for v in p.ravel().tolist()}
+        found = [p for m in (model, own) for p in m.parameters()]
+        values = {round(v, 3) for p in found for v in p.ravel().tolist()}
         print("resumed", first, sorted(values))
         return
     for step in (1, 2, 3):

@@ -82,3 +82,18 @@ def test_best_of_the_observation(tmp_path: Path) -> None:
     with pytest.warns(RuntimeWarning, match="has no 'validation/main/accuracy'"):
         train(tmp_path, 2, 3, keep=1, best=best)
     assert "step-00000015" in names(tmp_path)
+
+
+def test_the_loop_of_the_page_runs_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = Path(__file__).parents[3] / "docs" / "how-to" / "checkpoints.md"
+    code = page.read_text().split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        names_of_it: dict[str, Any] = {}
+        exec(code, names_of_it)
+        names_of_it["comm"].finalize()
+    folder = tmp_path / "checkpoints" / "first-try"
+    assert sorted(path.name for path in folder.iterdir())[-1] == "step-00000300"
+    assert names_of_it["checkpointer"].resumed_from == "step-00000300"
