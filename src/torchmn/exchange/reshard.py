@@ -38,6 +38,12 @@ def reshard_object(target: object, states: Sequence[State], comm: Communicator) 
     return states[0]
 
 
+def notes_of(target: object) -> list[str]:
+    """What ``target`` says of what does not hold on another number of ranks. Local."""
+    notes = getattr(target, "resume_notes", None)
+    return list(notes()) if callable(notes) else []
+
+
 def reshard_codec(states: Sequence[State], comm: Communicator, *, scale: float = 1.0) -> State:
     """The `codec_state` that this rank loads, from those of all old ranks. Local.
 
