@@ -106,7 +106,7 @@ def mean_tensor(tensors: Sequence[Any], weights: Sequence[float] | None = None) 
     alike = [t for t in tensors if isinstance(t, Tensor) and t.shape == first.shape]
     is_number = first.is_floating_point() or first.is_complex()
     if first.dim() == 0 or not is_number or all(torch.equal(first, t) for t in alike[1:]):
-        return first
+        return first.clone()  # torch's optimizers go on in what they load, and others hold it too
     if weights is None or len(alike) < len(tensors) or not sum(weights):
         weights = [1.0] * len(alike)
     wide = torch.complex128 if first.is_complex() else torch.float64
