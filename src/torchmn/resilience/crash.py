@@ -86,8 +86,10 @@ def _start_hub(comm: Communicator, secret: str) -> str:
         "log_dir": str(log_dir.absolute()),
     }
     process = _start("torchmn.launch.hub", order, stdout=subprocess.PIPE)
-    with process.stdout or open(os.devnull, "rb") as answer:
-        address = answer.readline().decode().strip()
+    address = ""
+    if process.stdout is not None:
+        with process.stdout as answer:
+            address = answer.readline().decode().strip()
     if not address:
         raise OSError(f"it cannot listen on {order['address']}")
     return address
