@@ -101,11 +101,11 @@ class Job:
             text=True,
         )
 
-    def listeners(self) -> list[tuple[psutil.Process, str, int]]:
-        """Of all processes of the job: the address and the port on which each listens."""
+    def listeners(self) -> list[tuple[int, tuple[str, int]]]:
+        """Of all processes of the job: who listens, and at which address."""
         own = psutil.Process(self.process.pid)
         return [
-            (process, connection.laddr.ip, connection.laddr.port)
+            (process.pid, (connection.laddr.ip, connection.laddr.port))
             for process in (own, *own.children(recursive=True))
             for connection in process.net_connections("inet")
             if connection.status == psutil.CONN_LISTEN
@@ -116,12 +116,11 @@ class Job:
         found: list[tuple[str, int]] = []
 
         def look() -> bool:
-            found[:] = [at for process, *at in self.listeners() if process.pid == self.process.pid]
+            found[:] = [address for pid, address in self.listeners() if pid == self.process.pid]
             return bool(found)
 
         until(look)
-        host, port = found[0]
-        return host, port
+        return found[0]
 
     def secret(self) -> str:
         for process in psutil.Process(self.process.pid).children(recursive=True):
@@ -196,25 +195,16 @@ def test_ten_thousand_strangers_keep_no_rank_out(
     assert most_open <= MOST_WAITING + 4
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
-def test_training_beside_strangers(start: Callable[..., Job], backend: str) -> None:
-    if backend == "mpi" and (missing := this_machine(os.environ).missing_for_mpi):
-        pytest.skip(reason=f"MPI lacks {missing}: install it with 'make setup'")
-    undisturbed = start(TRAIN, "-n", "2", "--backend", backend)
-    until(undisturbed.is_ready)
+def test_training_beside_strangers(start: Callable[..., Job]) -> None:
+    undisturbed, job = [start(TRAIN, "-n", "2", "--backend", "gloo") for _ in range(2)]
+    until(lambda: undisturbed.is_ready() and job.is_ready())
     expected = undisturbed.finish()
-    job = start(TRAIN, "-n", "2", "--backend", backend)
-    until(job.is_ready)
-    listeners = job.listeners()
-    if backend == "gloo":
-        assert len(listeners) > 3  # the supervisor, torch's store, gloo
-        assert {host for _, host, _ in listeners} == {"127.0.0.1"}
+    listeners = [address for _, address in job.listeners()]
+    assert len(listeners) > 3  # the supervisor, torch's store, gloo
+    assert {host for host, _ in listeners} == {"127.0.0.1"}
     with contextlib.ExitStack() as held:
-        for process, host, port in listeners:
-            address = ("::1" if ":" in host else "127.0.0.1", port)
-            long, short = (os.urandom(5000), bytes(5000)), (b"", b"GET / HTTP/1.1\r\n\r\n")
-            # mpirun waits for whoever connects and says too little: see docs/security.md
-            for words in long if "mpirun" in process.cmdline()[0] else (*long, *short):
+        for address in listeners:
+            for words in (b"", os.urandom(5000), bytes(5000), b"GET / HTTP/1.1\r\n\r\n"):
                 for _ in range(5):
                     stranger = socket.create_connection(address, timeout=20)
                     held.enter_context(stranger)
@@ -292,13 +282,8 @@ def raise_if_told(secret: str, folder: Path, *texts: str) -> None:
         assert secret not in text
 
 
-@pytest.mark.parametrize("launcher", ["local", "torchrun", "mpirun"])
-def test_secret_stands_in_no_command_line_and_no_file(
-    start: Callable[..., Job], launcher: str
-) -> None:
-    if launcher == "mpirun" and (missing := this_machine(os.environ).missing_for_mpi):
-        pytest.skip(reason=f"MPI lacks {missing}: install it with 'make setup'")
-    job = start(LOOK, "-n", "2", "--launcher", launcher, "--backend", "gloo")
+def test_secret_stands_in_no_command_line_and_no_file(start: Callable[..., Job]) -> None:
+    job = start(LOOK, "-n", "2", "--backend", "gloo")
     out, err = job.process.communicate(timeout=90)
     assert job.process.returncode == 0, err
     for secret, found, listening in looked(job.folder):
