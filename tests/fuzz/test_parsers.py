@@ -18,9 +18,10 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from torchmn.checkpoint import manifest, shard_file
 from torchmn.communicators import objects
 from torchmn.communicators.objects import Trust
-from torchmn.errors import CommunicationError, LaunchError, TopologyError, UsageError
+from torchmn.errors import CommunicationError, DataError, LaunchError, TopologyError, UsageError
 from torchmn.launch import channel as channels
 from torchmn.launch.channel import Channel
 from torchmn.launch.gate import MOST_BYTES, Gate, connect
@@ -181,6 +182,50 @@ def test_channels_end_with_who_does_not_speak_in_messages(chunks: list[bytes]) -
     while channel.is_open:
         channel.collect()
     channel.close()
+
+
+MANIFEST = {
+    "format": 1,
+    "step": 3,
+    "world_size": 2,
+    "route": "flat",
+    "created": "now",
+    "versions": {"torch": "2"},
+    "metric": 0.5,
+    "files": {"a": {"nbytes": 1, "checksum": "0", "tensors": {"w": "0"}}},
+}
+
+
+@fuzzed
+@given(
+    st.binary(max_size=80)
+    | JSON.map(lambda value: json.dumps(value).encode())
+    | st.tuples(st.sampled_from(sorted(MANIFEST)), JSON).map(
+        lambda pair: json.dumps({**MANIFEST, "format": manifest.FORMAT, pair[0]: pair[1]}).encode()
+    )
+)
+@example(b"[" * 100_000)
+def test_manifests(body: bytes) -> None:
+    """Also with a checksum that is right: whoever writes one can count it as well."""
+    framed = b'{"checksum":"%s","manifest":%s}\n' % (manifest.digest(body).encode(), body)
+    for raw in (body, framed):
+        with suppress(DataError):
+            manifest.parse(raw)
+
+
+@fuzzed
+@given(
+    st.binary(max_size=60)
+    | JSON.map(lambda value: json.dumps(value).encode())
+    | st.lists(JSON, max_size=3).map(
+        lambda ends: json.dumps({"w": {"data_offsets": ends}}).encode()
+    )
+)
+@example(b'{"w": {"data_offsets": [0, Infinity]}}')
+@example(b"[" * 100_000)
+def test_headers_of_shards(header: bytes) -> None:
+    with suppress(DataError):
+        shard_file._places("shard", header)
 
 
 KINDS = st.sampled_from(
