@@ -102,7 +102,8 @@ class Writer:
         owned = owners(catalogues)
         draft = f"{DRAFT}{request.step:08d}-{said[0]['nonce']}"
         told = self._write_shard(draft, request.copy, catalogues[self.rank], owned[self.rank])
-        reports = self.agreement.all_gather(told, "a checkpoint was written")
+        nbytes = sum(entry.nbytes for catalogue in catalogues for entry in catalogue)
+        reports = self.agreement.all_gather(told, "a checkpoint was written", nbytes=nbytes)
         problems = [each["problem"] for each in reports if each["problem"]]
         result: dict[str, Any] = {"problem": None, "name": None, "note": None}
         if self.rank == 0:
@@ -110,7 +111,7 @@ class Writer:
                 self._give_up(draft)
             else:
                 result = self._commit(draft, request, said, reports)
-        result = self.agreement.all_gather(result, "a checkpoint was completed")[0]
+        result = self.agreement.all_gather(result, "a checkpoint was completed", nbytes=nbytes)[0]
         if problems or result["problem"]:
             return self._failed(request, problems or [result["problem"]])
         return Outcome(
@@ -140,7 +141,8 @@ class Writer:
             "tensors": tensors,
             "promised": promised,
         }
-        return self.agreement.all_gather(mine, "a checkpoint was begun")
+        nbytes = 0 if request.copy is None else request.copy.nbytes
+        return self.agreement.all_gather(mine, "a checkpoint was begun", nbytes=nbytes)
 
     # ---- round 2 ----
 
