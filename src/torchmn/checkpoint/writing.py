@@ -129,10 +129,10 @@ class Writer:
         problem, tensors, promised = request.problem, [], []
         if request.copy is not None:
             promised = request.copy.promised
-            tensors = [
-                [n, str(t.dtype).removeprefix("torch."), list(t.shape), digest(t), t.nbytes]
-                for n, t in request.copy.tensors.items()
-            ]
+            try:
+                tensors = _catalogue(request.copy)
+            except Exception as error:  # the other ranks must not wait for this one
+                problem = self._words(error)
         mine = {
             "problem": problem,
             "step": request.step,
@@ -275,6 +275,13 @@ def _pieces(
     for entry in entries:
         if entry.nbytes:
             yield as_bytes(copy.tensors[entry.name]).numpy().data
+
+
+def _catalogue(copy: Copy) -> list[list[Any]]:
+    return [
+        [name, str(t.dtype).removeprefix("torch."), list(t.shape), digest(t), t.nbytes]
+        for name, t in copy.tensors.items()
+    ]
 
 
 def _entry(row: Sequence[Any]) -> TensorEntry:
