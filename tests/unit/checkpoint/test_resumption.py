@@ -127,7 +127,9 @@ def test_a_training_goes_on_with_another_number_of_workers(
 ) -> None:
     """With residues, which the optimizer shares out; all ranks have the same model."""
     train(tmp_path, old, 2)
-    results = train(tmp_path, new, 4)
+    with pytest.warns(RuntimeWarning, match="1bit.residue"):  # what does not hold exactly
+        results = train(tmp_path, new, 4)
     assert [start for start, _ in results] == [2] * new
     assert_same(results[1:], [results[0]] * (new - 1))
-    assert [start for start, _ in train(tmp_path, old, 4)] == [4] * old
+    with pytest.warns(RuntimeWarning, match="1bit.residue"):
+        assert [start for start, _ in train(tmp_path, old, 4)] == [4] * old
