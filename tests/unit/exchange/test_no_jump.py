@@ -15,7 +15,9 @@ def test_the_training_loss_of_digits_does_not_jump(monkeypatch: pytest.MonkeyPat
     pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     bench = importlib.import_module("bench_resume")
-    every_step = bench.measure(bench.WAYS["every step, 1bit"], 2, 3, num_seeds=3)
-    assert max(every_step.jumps) < max(every_step.jumps_of_model_only) / 3
-    blocks = bench.measure(bench.WAYS["diloco, overlap, fragments, int8"], 3, 2, num_seeds=3)
-    assert max(*every_step.jumps, *blocks.jumps) <= 1
+    monkeypatch.setattr(bench, "STEPS_BEFORE", 40)
+    every_step = bench.measure(bench.WAYS["every step, 1bit"], 2, 3, num_seeds=2)
+    blocks = bench.measure(bench.WAYS["diloco, overlap, fragments, int8"], 3, 2, num_seeds=2)
+    for found in (every_step, blocks):
+        assert max(found.jumps) <= 1
+        assert max(found.jumps) < max(found.jumps_of_model_only) / 3
