@@ -29,8 +29,8 @@ def run_ranks(
     """Call ``function(comm)`` on every rank, one thread each; results in rank order.
 
     The first error by time is raised, after all ranks have ended, those that only follow from it
-    aside; so a rank that fails alone must end the others by the communicator's own means. The default random generator, the environment
-    and signals are shared by all ranks.
+    aside; so a rank that fails alone must end the others by the communicator's own means. The
+    default random generator, the environment and signals are shared by all ranks.
     """
     store = HashStore()
 
