@@ -2,14 +2,11 @@
 
 mpirun and srun mix the output of ranks in chunks, so the lines travel here instead. The end of
 the connection tells either side that the other one is dead, on any host and operating system.
-Both sides prove that they know the job's secret before anything is said or done.
+Both sides have proved that they know the job's secret, at the gate, before there is a channel.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import secrets
 import select
 import socket
 import time
@@ -19,6 +16,8 @@ from torchmn.errors import LaunchError
 from torchmn.launch.messages import Message, decode, encode
 
 ADDRESS_VARIABLE = "TORCHMN_SUPERVISOR"
+SUPERVISOR = "supervisor"
+"""Whose gate it is, see `torchmn.launch.gate`."""
 _CHUNK_BYTES = 1 << 16
 _NUM_CHUNKS_AT_ONCE = 16
 """A peer that never stops talking must not keep us from everything else."""
@@ -37,12 +36,6 @@ class Channel:
         self._outbox = bytearray()
         self._arrived: list[Message] = []
         self.is_open = True
-
-    @property
-    def own_address(self) -> str:
-        """The address that this side has on the connection."""
-        address: str = self._socket.getsockname()[0]
-        return address
 
     def fileno(self) -> int:
         """For selectors."""
@@ -128,27 +121,3 @@ def address_of(listener: socket.socket) -> str:
     """``host:port`` of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"{host}:{port}"
-
-
-def connect(address: str, limit_s: float = 30.0) -> Channel:
-    """Connect an agent to its supervisor. Raises LaunchError."""
-    host, _, port = address.rpartition(":")
-    try:
-        return Channel(socket.create_connection((host, int(port)), timeout=limit_s))
-    except (OSError, ValueError) as error:
-        raise LaunchError(f"The supervisor at {address!r} does not answer: {error}.") from None
-
-
-def new_number() -> str:
-    """A number that the other side must sign."""
-    return secrets.token_hex(16)
-
-
-def signature(secret: str, role: str, number: str) -> str:
-    """Proof that ``role`` knows the secret, good for this number only."""
-    return hmac.new(secret.encode(), f"{role}:{number}".encode(), hashlib.sha256).hexdigest()
-
-
-def is_signature(text: str, secret: str, role: str, number: str) -> bool:
-    """Whether ``text`` is the signature of ``role`` under this number."""
-    return hmac.compare_digest(text.encode(), signature(secret, role, number).encode())

@@ -11,22 +11,13 @@ EndedBy = Literal["itself", "supervisor", "outside"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Challenge:
-    """Supervisor, first: sign this number."""
-
-    number: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Hello:
-    """Agent: who I am, the number signed, and a number for the supervisor to sign.
+    """Agent, at the gate: who I am.
 
     ``address`` is the one of its host that the supervisor is reached from, ``port`` a free port
     there that is kept until the end, ``versions`` what must be the same on all hosts.
     """
 
-    signature: str
-    number: str
     rank: int
     host: str
     pid: int
@@ -39,7 +30,6 @@ class Hello:
 class Run:
     """Supervisor: the command to run; ``env`` holds what the launcher has not set itself."""
 
-    signature: str
     argv: list[str]
     cwd: str
     log_dir: str
@@ -115,13 +105,11 @@ class Notice:
     signum: int
 
 
-Message = (
-    Challenge | Hello | Run | Refused | Started | Output | Refresh | Note | Exit | End | Notice
-)
+Message = Hello | Run | Refused | Started | Output | Refresh | Note | Exit | End | Notice
 
 _KINDS = {
     kind.__name__: kind
-    for kind in (Challenge, Hello, Run, Refused, Started, Output, Refresh, Note, Exit, End, Notice)
+    for kind in (Hello, Run, Refused, Started, Output, Refresh, Note, Exit, End, Notice)
 }
 
 
@@ -135,6 +123,6 @@ def decode(line: bytes) -> Message:
     try:
         kind, content = json.loads(line)
         message: Message = _KINDS[kind](**content)
-    except (TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, ValueError, RecursionError):
         raise ValueError(f"No message: {line[:80]!r}") from None
     return message

@@ -15,6 +15,7 @@ from torchmn.errors import LaunchError
 from torchmn.launch import channel as channels
 from torchmn.launch import local, mpirun, srun, ssh, torchrun
 from torchmn.launch.detect import find_mpirun
+from torchmn.launch.gate import Gate
 from torchmn.launch.job import Command, Job
 from torchmn.launch.remote import ask_hosts
 from torchmn.launch.screen import Screen
@@ -31,7 +32,8 @@ def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
     route = route_between(job)
     base = job.environment(mpirun.clean_environment(env))
     meeting_port = _look_at_hosts(job, base)
-    with closing(channels.listen(route.address if route else "127.0.0.1")) as listener:
+    listener = channels.listen(route.address if route else "127.0.0.1")
+    with closing(Gate(listener, secret=job.secret, role=channels.SUPERVISOR)) as gate:
         base[channels.ADDRESS_VARIABLE] = channels.address_of(listener)
         commands = commands_of(job, base, route=route, meeting_port=meeting_port)
         _make_log_dir(job)
@@ -40,7 +42,7 @@ def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
             f"{job.num_ranks} worker(s) with {job.backend}{reason} on {_places(job)}, logs in "
             f"{job.log_dir}"
         )
-        return Supervisor(job, screen, listener).run(commands)
+        return Supervisor(job, screen, gate).run(commands)
 
 
 def dry_run(job: Job, env: Mapping[str, str]) -> str:

@@ -15,12 +15,11 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from torchmn.launch import channel as channels
 from torchmn.launch.channel import Channel
+from torchmn.launch.gate import Gate
 from torchmn.launch.host_facts import differences
 from torchmn.launch.job import Command, Job
 from torchmn.launch.messages import (
-    Challenge,
     End,
     Exit,
     Hello,
@@ -53,12 +52,11 @@ _NUM_QUOTED_LINES = 40
 
 @dataclass
 class _Line:
-    """A connection to an agent; ``record`` is known once the agent has proved who it is."""
+    """The connection to an agent."""
 
     channel: Channel
-    number: str
-    record: RankRecord | None = None
-    hello: Hello | None = None
+    record: RankRecord
+    hello: Hello
     script_pid: int = 0
 
 
@@ -69,14 +67,14 @@ class Supervisor:
     handlers of SIGINT, SIGTERM, SIGHUP and SIGCHLD are replaced: it should do nothing else.
     """
 
-    def __init__(self, job: Job, screen: Screen, listener: socket.socket) -> None:
+    def __init__(self, job: Job, screen: Screen, gate: Gate) -> None:
         self._job = job
         self._screen = screen
         self._records = [RankRecord(rank) for rank in range(job.num_ranks)]
         self._lines: list[_Line] = []
         self._processes: dict[int, Command] = {}
         self._bystanders = descendants(os.getpid())
-        self._listener = listener
+        self._gate = gate
         self._wakeup = watch_signals(signal.SIGCHLD)
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(signum) is not signal.SIG_IGN:  # as under nohup
@@ -135,7 +133,7 @@ class Supervisor:
     def _wait(self) -> None:
         """Wait for messages, visitors, the end of processes or a deadline, and take note."""
         with selectors.DefaultSelector() as selector:
-            selector.register(self._listener, selectors.EVENT_READ, self._on_visitor)
+            selector.register(self._gate, selectors.EVENT_READ)
             selector.register(self._wakeup, selectors.EVENT_READ, self._on_wakeup)
             for line in self._lines:
                 if line.channel.is_open:
@@ -143,7 +141,10 @@ class Supervisor:
                         line.channel, selectors.EVENT_READ, partial(self._on_line, line)
                     )
             for key, _ in selector.select(0.5):
-                key.data()
+                if key.data is not None:
+                    key.data()
+        for channel, message in self._gate.admit():
+            self._admit(channel, message)
 
     def _on_signal(self, signum: int, _: FrameType | None) -> None:
         """Noted here, acted upon in the loop; a second Ctrl-C does not wait for anything."""
@@ -180,40 +181,29 @@ class Supervisor:
         when = "while its ranks were running" if is_running else "before its ranks had started"
         self._launcher_problem = f"{command.name} ended with {how} {when}"
 
-    def _on_visitor(self) -> None:
-        with suppress(OSError):
-            connection, _ = self._listener.accept()
-            line = _Line(Channel(connection), channels.new_number())
-            line.channel.post(Challenge(number=line.number))
-            self._lines.append(line)
-
     def _on_line(self, line: _Line) -> None:
         for message in line.channel.collect():
-            if line.record is None:
-                self._admit(line, message)
-            else:
-                self._on_message(line, line.record, message)
+            self._on_message(line, line.record, message)
             if line.channel.is_open:
                 line.channel.flush()
-        if not line.channel.is_open and line.record and not line.record.has_ended:
+        if not line.channel.is_open and not line.record.has_ended:
             line.record.lost_at = time.time()
             line.record.was_ending = self._is_ending
             if line.script_pid and line.record.host == socket.gethostname():
                 send_group(line.script_pid, signal.SIGKILL)
 
-    def _admit(self, line: _Line, message: Message) -> None:
-        """Take the agent in if it knows the secret, the rank is free and nothing ends."""
-        job = self._job
+    def _admit(self, channel: Channel, message: Message) -> None:
+        """Take in who has passed the gate if it is an agent, its rank is free and nothing ends."""
         if (
             not isinstance(message, Hello)
-            or not channels.is_signature(message.signature, job.secret, "agent", line.number)
-            or message.rank not in range(job.num_ranks)
+            or message.rank not in range(self._job.num_ranks)
             or any(other.record is self._records[message.rank] for other in self._lines)
             or self._is_ending
         ):
-            line.channel.close()
+            channel.close()
             return
-        line.record, line.hello = self._records[message.rank], message
+        line = _Line(channel, self._records[message.rank], message)
+        self._lines.append(line)
         line.record.host = message.host
         if all(record.host for record in self._records):
             self._order_all()
@@ -221,17 +211,16 @@ class Supervisor:
     def _order_all(self) -> None:
         """Give all agents their orders, now that all are there: where rank 0 is, is known."""
         job = self._job
-        agents = {line.hello.rank: line for line in self._lines if line.hello}
-        hellos = {rank: line.hello for rank, line in sorted(agents.items()) if line.hello}
+        agents = {line.hello.rank: line for line in self._lines}
+        hellos = {rank: line.hello for rank, line in sorted(agents.items())}
         differing = differences({h.host: h.versions for h in hellos.values()})
         if differing:
             self._launcher_problem = f"hosts differ: {differing}; install the same on all of them"
             return
         leader = hellos[0]
-        for rank, hello in hellos.items():
-            agents[rank].channel.post(
+        for line in agents.values():
+            line.channel.post(
                 Run(
-                    signature=channels.signature(job.secret, "supervisor", hello.number),
                     argv=list(job.argv),
                     cwd=str(job.cwd),
                     log_dir=str(job.log_dir.absolute()),
@@ -288,10 +277,9 @@ class Supervisor:
             has_failed = any(record.failed_at is not None for record in self._records)
             if has_failed or self._launcher_problem or self._interrupted_by is not None:
                 self._end_all()
-        connected = [line for line in self._lines if line.record]
-        all_have_ended = all(line.record.has_ended for line in connected if line.record)
-        for line in connected:
-            ending = line.record.exit if line.record else None
+        all_have_ended = all(line.record.has_ended for line in self._lines)
+        for line in self._lines:
+            ending = line.record.exit
             if ending and (all_have_ended or ending.returncode == 0):
                 line.channel.close()
         if self._kill_at is None and all(record.has_ended for record in self._records):
@@ -306,9 +294,8 @@ class Supervisor:
         self._kill_at = time.monotonic() + self._job.grace_s + _MARGIN_S
         signum = signal.SIGINT if self._interrupted_by == signal.SIGINT else signal.SIGTERM
         for line in self._lines:
-            if line.record:
-                line.channel.post(End(signum=signum))
-        if not any(line.record for line in self._lines):
+            line.channel.post(End(signum=signum))
+        if not self._lines:
             for pid in self._processes:
                 send_group(pid, signal.SIGTERM)
 

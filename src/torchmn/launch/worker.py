@@ -16,12 +16,19 @@ from torchmn.errors import LaunchError, TorchmnError
 from torchmn.launch import channel as channels
 from torchmn.launch.agent import Agent
 from torchmn.launch.channel import Channel
+from torchmn.launch.gate import knock
 from torchmn.launch.host_facts import versions, why_not_here
 from torchmn.launch.local import reserve_port
-from torchmn.launch.messages import Challenge, Hello, Refused, Run
+from torchmn.launch.messages import Hello, Refused, Run
 from torchmn.launch.processes import adopt_orphans, watch_signals
 from torchmn.launch.rank_environment import script_environment, take_share
-from torchmn.topology import Route, available_processors, launched_place, route_of
+from torchmn.topology import (
+    Route,
+    available_processors,
+    launched_place,
+    own_address_towards,
+    route_of,
+)
 
 _OTHERS_S = 600.0
 """The supervisor hangs up much earlier if the other ranks do not come."""
@@ -57,34 +64,28 @@ def report_for_work(
 
     Also returns the way to it, and the socket that keeps the port on which rank 0 may meet all.
 
-    Raises LaunchError: there is no supervisor, or it does not know the secret of the job.
+    Raises LaunchError: there is no supervisor, or it does not know the secret of the job, or it
+    does not want us.
     """
     address, secret = env.get(channels.ADDRESS_VARIABLE), env.get("TORCHMN_SECRET")
     if not address or not secret:
         raise LaunchError(
             f"{channels.ADDRESS_VARIABLE} or TORCHMN_SECRET is not set: run `torchmn run` instead."
         )
-    channel = channels.connect(address)
-    challenge = channel.wait_for(Challenge, limit_s=30.0)
-    number = channels.new_number()
-    own_address = channel.own_address
+    own_address = own_address_towards(address.rpartition(":")[0])
+    if own_address is None:
+        raise LaunchError(f"No way leads from {socket.gethostname()} to the supervisor, {address}.")
     keeper, port = reserve_port(own_address)
-    channel.post(
-        Hello(
-            signature=channels.signature(secret, "agent", challenge.number),
-            number=number,
-            rank=rank,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            address=own_address,
-            port=port,
-            versions=versions(),
-        )
+    identity = Hello(
+        rank=rank,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        address=own_address,
+        port=port,
+        versions=versions(),
     )
-    order = channel.wait_for(Run, limit_s=_OTHERS_S)
-    if not channels.is_signature(order.signature, secret, "supervisor", number):
-        raise LaunchError(f"Who answers at {address} does not know the secret of this job.")
-    return channel, order, route_of(own_address), keeper
+    channel = knock(address, secret=secret, role=channels.SUPERVISOR, identity=identity)
+    return channel, channel.wait_for(Run, limit_s=_OTHERS_S), route_of(own_address), keeper
 
 
 if __name__ == "__main__":

@@ -5,7 +5,13 @@ from torchmn.topology.allocation import Allocation, allocation
 from torchmn.topology.environment import LaunchedPlace, launched_place, raise_if_contradicted
 from torchmn.topology.gpus import count_gpus
 from torchmn.topology.hosts import Host, parse_hostfile, parse_hosts, seat
-from torchmn.topology.interfaces import Route, is_this_host, route_of, route_to
+from torchmn.topology.interfaces import (
+    Route,
+    is_this_host,
+    own_address_towards,
+    route_of,
+    route_to,
+)
 from torchmn.topology.placement import Place, Topology
 from torchmn.topology.processors import Processors, Share, available_processors, share_of
 
@@ -25,6 +31,7 @@ __all__ = [
     "is_this_host",
     "launched_place",
     "memory_nodes",
+    "own_address_towards",
     "parse_hostfile",
     "parse_hosts",
     "raise_if_contradicted",

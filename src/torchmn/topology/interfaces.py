@@ -32,10 +32,20 @@ def route_to(host: str) -> Route | None:
     ``None`` where the name is unknown or no way leads there. IPv4 only, as gloo's and MPI's own
     choices can be set for it everywhere.
     """
+    address = own_address_towards(host)
+    return None if address is None else route_of(address)
+
+
+def own_address_towards(host: str) -> str | None:
+    """The address of ours that packets to ``host`` come from; ``None`` as for `route_to`. Local.
+
+    It may be a second one of its interface, which `route_of` does not find.
+    """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, _ANY_PORT))  # of a datagram socket: looks up the route, no more
-            return route_of(probe.getsockname()[0])
+            address: str = probe.getsockname()[0]
+            return address
     except OSError:
         return None
 
