@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from torchmn.launch.elastic.messages import ELASTIC_KINDS, ElasticMessage
+
 Stream = Literal["out", "err"]
 EndedBy = Literal["itself", "supervisor", "outside"]
 
@@ -105,11 +107,16 @@ class Notice:
     signum: int
 
 
-Message = Hello | Run | Refused | Started | Output | Refresh | Note | Exit | End | Notice
+Message = (
+    Hello | Run | Refused | Started | Output | Refresh | Note | Exit | End | Notice | ElasticMessage
+)
 
 _KINDS = {
     kind.__name__: kind
-    for kind in (Hello, Run, Refused, Started, Output, Refresh, Note, Exit, End, Notice)
+    for kind in (
+        *(Hello, Run, Refused, Started, Output, Refresh, Note, Exit, End, Notice),
+        *ELASTIC_KINDS,
+    )
 }
 
 

@@ -1,0 +1,251 @@
+"""Copies of what the ranks would save, in the memory of their own host and of the next one.
+
+Workers die at every change, the process of their host does not: so it holds the copies. A rank
+hands its part over after a step, the process sends it on to the next host of the round, and the
+rendezvous hears from both. When all parts of a step are held twice, older ones are forgotten. So
+a host holds up to two steps of its own ranks and of those of the host before it.
+
+Workers reach their host's process through an abstract socket, which only processes of the same
+user may use and which leaves no file behind; hosts reach each other through a gate.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from torchmn.errors import LaunchError
+from torchmn.launch.channel import Channel
+from torchmn.launch.elastic.frames import Header, receive_frame, send_frame
+from torchmn.launch.elastic.links import end_with_host
+from torchmn.launch.elastic.messages import (
+    Announced,
+    Copy,
+    ElasticMessage,
+    Neighbour,
+    Round,
+    Stored,
+)
+from torchmn.launch.gate import Gate, knock
+
+ROLE = "copies"
+"""Whose gate it is, see `torchmn.launch.gate`."""
+SOCKET_VARIABLE = "TORCHMN_COPIES"
+ROUND_VARIABLE = "TORCHMN_ROUND"
+_MOST_STEPS = 3
+"""Of one rank at a time: a third one means that something upstream is stuck."""
+_CREDENTIALS = struct.Struct("3i")
+_CONNECT_S = 10.0
+
+
+class Copies:
+    """Serves the copies of one host to its workers and to other hosts, in daemon threads.
+
+    ``post`` tells the rendezvous what is held, and what the leader's checkpointer announces.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        secret: str,
+        listener: socket.socket,
+        post: Callable[[ElasticMessage], None],
+    ) -> None:
+        self._host = host
+        self._secret = secret
+        self._post = post
+        self._held: dict[Copy, bytearray] = {}
+        self._lock = threading.Lock()
+        self._round: Round | None = None
+        self._next: socket.socket | None = None  # to the next host of the round
+        self._next_lock = threading.Lock()
+        self.name = f"torchmn-{os.getpid()}-{secrets.token_hex(8)}"
+        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._door.bind(f"\0{self.name}")
+        self._door.listen(256)
+        self._gate = Gate(listener, secret=secret, role=ROLE)
+
+    def start(self) -> None:
+        """Begin to serve."""
+        for work in (self._serve_workers, self._serve_hosts):
+            threading.Thread(target=work, name="copies", daemon=True).start()
+
+    def held(self) -> list[Copy]:
+        """What is held now."""
+        with self._lock:
+            return list(self._held)
+
+    def begin(self, found: Round) -> None:
+        """A round starts: only what it may be restored from is of use any more."""
+        with self._next_lock:
+            if self._next is not None:
+                self._next.close()
+            self._next = None
+        with self._lock:
+            self._round = found
+            kept = tuple(found.restored)
+            self._held = {copy: part for copy, part in self._held.items() if copy[:3] == kept}
+
+    def forget(self, number: int, step: int) -> None:
+        """Drop what is older than the copies of this round and step."""
+        with self._lock:
+            old = [copy for copy in self._held if copy[:2] < (number, step)]
+            for copy in old:
+                del self._held[copy]
+
+    # ---- who comes ----------------------------------------------------------------------------
+
+    def _serve_workers(self) -> None:
+        while True:
+            connection, _ = self._door.accept()
+            words = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            _, uid, _ = _CREDENTIALS.unpack(words)
+            if uid != os.getuid():
+                connection.close()
+                continue
+            self._attend(connection, is_worker=True)
+
+    def _serve_hosts(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._gate, selectors.EVENT_READ)
+            while True:
+                selector.select(1.0)
+                for channel, identity in self._gate.admit():
+                    if isinstance(identity, Neighbour):
+                        self._attend(_bare(channel), is_worker=False)
+                    else:
+                        channel.close()
+
+    def _attend(self, connection: socket.socket, *, is_worker: bool) -> None:
+        threading.Thread(
+            target=self._converse, args=(connection, is_worker), name="copies", daemon=True
+        ).start()
+
+    def _converse(self, connection: socket.socket, is_worker: bool) -> None:
+        """Answer one visitor, frame by frame, until it leaves."""
+        with connection, suppress(OSError, ValueError):
+            while (frame := receive_frame(connection)) is not None:
+                header, payload = frame
+                try:
+                    answer, part = self._answer(header, payload, is_worker)
+                except (KeyError, TypeError, LaunchError) as error:
+                    answer, part = {"problem": str(error)}, None
+                send_frame(connection, answer, () if part is None else (part,))
+
+    # ---- what they want -----------------------------------------------------------------------
+
+    def _answer(
+        self, header: Header, payload: bytearray, is_worker: bool
+    ) -> tuple[Header, bytearray | None]:
+        wish = header["wish"]
+        if wish == "put":
+            return self._put(header, payload, is_worker), None
+        if wish == "get":
+            copy = _copy_of(header)
+            return {}, self._get(copy) if is_worker else self._own(copy)
+        if wish == "restored":
+            found = self._round
+            return {"restored": [] if found is None else found.restored}, None
+        if wish == "announce":
+            self._post(Announced(step=int(header["step"])))  # type: ignore[arg-type]
+            return {}, None
+        raise LaunchError(f"Nobody here knows the wish {wish!r}.")
+
+    def _put(self, header: Header, payload: bytearray, is_worker: bool) -> Header:
+        copy = _copy_of(header)
+        with self._lock:
+            now = self._round.number if self._round else 0
+            if copy[0] != now and is_worker:
+                raise LaunchError(f"Round {copy[0]} is over, this is round {now}.")
+            same = [other for other in self._held if (other[0], other[3]) == (copy[0], copy[3])]
+            if len(same) >= _MOST_STEPS and copy not in same:
+                raise LaunchError(
+                    f"Copies of {len(same)} steps of rank {copy[3]} are held and none of them is "
+                    "complete on all hosts."
+                )
+            self._held[copy] = payload
+        self._post(Stored(copy=copy))
+        return {"is_held_twice": is_worker and self._send_on(header, payload)}
+
+    def _send_on(self, header: Header, payload: bytearray) -> bool:
+        """Give the next host of the round a copy. Whether it has it now."""
+        with self._next_lock:
+            try:
+                connection = self._next or self._connect_next()
+                if connection is None:
+                    return False
+                self._next = connection
+                send_frame(connection, header, (payload,))
+                answer = receive_frame(connection)
+                return answer is not None and "problem" not in answer[0]
+            except (OSError, ValueError, LaunchError):
+                if self._next is not None:
+                    self._next.close()
+                self._next = None  # the rendezvous will notice if that host is gone
+                return False
+
+    def _connect_next(self) -> socket.socket | None:
+        found = self._round
+        if found is None or len(found.members) < 2:
+            return None
+        names = [member["host"] for member in found.members]
+        index = (names.index(self._host) + 1) % len(names)
+        return self._connect(found, index)
+
+    def _get(self, copy: Copy) -> bytearray:
+        """A copy for a worker, from here or from a host that holds it. Raises LaunchError."""
+        with self._lock:
+            part, found = self._held.get(copy), self._round
+        if part is not None:
+            return part
+        if found is None or copy[:3] != tuple(found.restored):
+            raise LaunchError(f"Copies of step {copy[1]} are not what this round goes on from.")
+        for index in found.holders[copy[3]]:
+            with suppress(OSError, ValueError, LaunchError):
+                with self._connect(found, index) as connection:
+                    send_frame(connection, {"wish": "get", "copy": list(copy)})
+                    answer = receive_frame(connection)
+                if answer is not None and "problem" not in answer[0]:
+                    return answer[1]
+        raise LaunchError(f"Nobody holds the copy of rank {copy[3]} at step {copy[1]} any more.")
+
+    def _own(self, copy: Copy) -> bytearray:
+        with self._lock:
+            if copy not in self._held:
+                raise LaunchError(f"{self._host} does not hold this copy: {copy}.")
+            return self._held[copy]
+
+    def _connect(self, found: Round, index: int) -> socket.socket:
+        member = found.members[index]
+        return _bare(
+            knock(
+                f"{member['address']}:{member['copies_port']}",
+                secret=self._secret,
+                role=ROLE,
+                identity=Neighbour(host=self._host),
+                limit_s=_CONNECT_S,
+            )
+        )
+
+
+def _copy_of(header: Header) -> Copy:
+    words = header["copy"]
+    if not isinstance(words, list) or len(words) != 4:
+        raise LaunchError(f"A copy is named by four numbers, got {words!r}.")
+    number, step, num_ranks, rank = (int(word) for word in words)
+    return number, step, num_ranks, rank
+
+
+def _bare(channel: Channel) -> socket.socket:
+    """The connection of a channel on which nothing has been said yet, for bytes, blocking."""
+    end_with_host(channel.fileno())
+    connection = socket.socket(fileno=os.dup(channel.fileno()))
+    channel.close()
+    connection.setblocking(True)
+    return connection

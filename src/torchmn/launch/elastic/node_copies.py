@@ -1,0 +1,78 @@
+"""What a rank of an elastic job says to the process that holds its host's copies in memory."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+
+from torchmn.errors import LaunchError
+from torchmn.launch.elastic.copies import ROUND_VARIABLE, SOCKET_VARIABLE
+from torchmn.launch.elastic.frames import Buffer, Header, receive_frame, send_frame
+
+
+class NodeCopies:
+    """A rank's connection to the process of its host, which outlives the rank. Local.
+
+    One thread at a time. Raises LaunchError from every method: that process is gone, or refused.
+    """
+
+    def __init__(self, name: str, number: int) -> None:
+        self._round = number
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.connect(f"\0{name}")
+        except OSError as error:
+            self._socket.close()
+            raise LaunchError(
+                f"The process that holds copies on {socket.gethostname()} does not answer: {error}."
+            ) from None
+
+    @classmethod
+    def of(cls, env: Mapping[str, str]) -> NodeCopies | None:
+        """The connection of a rank that `torchmn run --elastic` started; else ``None``."""
+        name, number = env.get(SOCKET_VARIABLE), env.get(ROUND_VARIABLE)
+        return cls(name, int(number)) if name and number else None
+
+    def restored(self) -> tuple[int, int, int] | None:
+        """(round, step, number of ranks) of the newest complete copies; the same on all ranks."""
+        answer, _ = self._ask({"wish": "restored"})
+        found = answer["restored"]
+        if not isinstance(found, list) or len(found) != 3:
+            return None
+        return found[0], found[1], found[2]
+
+    def get(self, copy: tuple[int, int, int], rank: int) -> bytearray:
+        """What a rank of that time put, from this host or another one."""
+        _, part = self._ask({"wish": "get", "copy": [*copy, rank]})
+        return part
+
+    def put(self, step: int, *, rank: int, num_ranks: int, parts: Sequence[Buffer]) -> bool:
+        """Hand over the bytes of this rank. Whether the next host has them now, too.
+
+        The buffers are of use again when this returns.
+        """
+        copy = [self._round, step, num_ranks, rank]
+        answer, _ = self._ask({"wish": "put", "copy": copy}, parts)
+        return bool(answer["is_held_twice"])
+
+    def announce(self, step: int) -> None:
+        """Leader: the checkpoint of this step is finished, so hosts that wait may enter."""
+        self._ask({"wish": "announce", "step": step})
+
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
+
+    def _ask(self, header: Header, parts: Sequence[Buffer] = ()) -> tuple[Header, bytearray]:
+        try:
+            send_frame(self._socket, header, parts)
+            answer = receive_frame(self._socket)
+        except (OSError, ValueError) as error:
+            raise LaunchError(
+                f"The process that holds copies on {socket.gethostname()} is gone: {error}."
+            ) from None
+        if answer is None:
+            raise LaunchError(f"The process that holds copies on {socket.gethostname()} hung up.")
+        if "problem" in answer[0]:
+            raise LaunchError(f"A copy in memory was refused: {answer[0]['problem']}")
+        return answer
