@@ -437,10 +437,13 @@ class ElasticLauncher:
         if not self._end and verdict.exit_code != SAVED_STATUS:
             return 0
         culprit = verdict.culprit
-        if culprit and culprit.last_errors:
+        reason = self._end or ""
+        if culprit is None:  # ranks that only did what they were told are not to blame
+            self._say(f"{reason[:1].upper()}{reason[1:]}.")
+            return 1
+        if culprit.last_errors:
             words = [f"The last words of rank {culprit.rank}:", *culprit.last_words]
             self._show(partial(self._screen.quote, "\n".join(words)))
-        reason = self._end or ""
         sentences = [reason[:1].upper() + reason[1:] + "." if reason else "", verdict.sentence]
         self._say(" ".join(sentence for sentence in sentences if sentence))
         return verdict.exit_code or 1

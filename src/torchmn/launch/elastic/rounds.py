@@ -167,7 +167,7 @@ class Rounds:
         self._post(LAUNCHER, HostLost(host=host, text=why))
         if host in self._members and seat.state != "finished":
             self._has_loss = True
-            self._gather(f"{host} was lost ({why})", now)
+            self._gather(f"{host} was lost", now)
         if self._phase == "gathering" and self._number == 0:
             self._absent.add(host)
         self._start_if_complete(now)
