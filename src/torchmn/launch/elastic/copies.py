@@ -1,9 +1,10 @@
 """Copies of what the ranks would save, in the memory of their own host and of the next one.
 
 Workers die at every change, the process of their host does not: so it holds the copies. A rank
-hands its part over after a step, the process sends it on to the next host of the round, and the
-rendezvous hears from both. When all parts of a step are held twice, older ones are forgotten. So
-a host holds up to two steps of its own ranks and of those of the host before it.
+hands the files of a checkpoint over, the process sends them on to the next host of the round, and
+the rendezvous hears from both. When all files that the manifest names are held twice, older ones
+are forgotten. So a host holds up to two checkpoints' files of its own ranks and of those of the
+host before it.
 
 Workers reach their host's process through an abstract socket, which only processes of the same
 user may use and which leaves no file behind; hosts reach each other through a gate.
@@ -26,7 +27,7 @@ from torchmn.launch.elastic.frames import Header, receive_frame, send_frame
 from torchmn.launch.elastic.links import end_with_host
 from torchmn.launch.elastic.messages import (
     Announced,
-    Copy,
+    Draft,
     ElasticMessage,
     Neighbour,
     Round,
@@ -38,8 +39,8 @@ ROLE = "copies"
 """Whose gate it is, see `torchmn.launch.gate`."""
 SOCKET_VARIABLE = "TORCHMN_COPIES"
 ROUND_VARIABLE = "TORCHMN_ROUND"
-_MOST_STEPS = 3
-"""Of one rank at a time: a third one means that something upstream is stuck."""
+_MOST_DRAFTS = 3
+"""Of one file at a time. Some may have been given up by their ranks, who do not say so."""
 _CREDENTIALS = struct.Struct("3i")
 _CONNECT_S = 10.0
 
@@ -60,7 +61,8 @@ class Copies:
         self._host = host
         self._secret = secret
         self._post = post
-        self._held: dict[Copy, bytearray] = {}
+        self._held: dict[tuple[Draft, str], tuple[Stored, bytearray]] = {}
+        self._kept: Draft = (0, -1, "")
         self._lock = threading.Lock()
         self._round: Round | None = None
         self._next: socket.socket | None = None  # to the next host of the round
@@ -76,10 +78,10 @@ class Copies:
         for work in (self._serve_workers, self._serve_hosts):
             threading.Thread(target=work, name="copies", daemon=True).start()
 
-    def held(self) -> list[Copy]:
+    def held(self) -> list[Stored]:
         """What is held now."""
         with self._lock:
-            return list(self._held)
+            return [stored for stored, _ in self._held.values()]
 
     def begin(self, found: Round) -> None:
         """A round starts: only what it may be restored from is of use any more."""
@@ -89,15 +91,14 @@ class Copies:
             self._next = None
         with self._lock:
             self._round = found
-            kept = tuple(found.restored)
-            self._held = {copy: part for copy, part in self._held.items() if copy[:3] == kept}
+            kept = _draft_of(found)
+            self._held = {key: each for key, each in self._held.items() if key[0] == kept}
 
-    def forget(self, number: int, step: int) -> None:
-        """Drop what is older than the copies of this round and step."""
+    def keep(self, draft: Draft) -> None:
+        """This checkpoint is complete: drop what is older."""
         with self._lock:
-            old = [copy for copy in self._held if copy[:2] < (number, step)]
-            for copy in old:
-                del self._held[copy]
+            self._kept = draft
+            self._held = {key: each for key, each in self._held.items() if key[0] >= draft}
 
     # ---- who comes ----------------------------------------------------------------------------
 
@@ -147,30 +148,35 @@ class Copies:
         if wish == "put":
             return self._put(header, payload, is_worker), None
         if wish == "get":
-            copy = _copy_of(header)
-            return {}, self._get(copy) if is_worker else self._own(copy)
+            draft, file = _named(header)
+            return {}, self._get(draft, file) if is_worker else self._own(draft, file)
         if wish == "restored":
             found = self._round
             return {"restored": [] if found is None else found.restored}, None
         if wish == "announce":
-            self._post(Announced(step=int(header["step"])))  # type: ignore[arg-type]
+            self._post(Announced(step=int(str(header["step"]))))
             return {}, None
         raise LaunchError(f"Nobody here knows the wish {wish!r}.")
 
     def _put(self, header: Header, payload: bytearray, is_worker: bool) -> Header:
-        copy = _copy_of(header)
+        draft, file = _named(header)
+        needs = header["needs"]
+        stored = Stored(
+            round=draft[0],
+            step=draft[1],
+            draft=draft[2],
+            file=file,
+            needs=[str(name) for name in needs] if isinstance(needs, list) else [],
+        )
         with self._lock:
             now = self._round.number if self._round else 0
-            if copy[0] != now and is_worker:
-                raise LaunchError(f"Round {copy[0]} is over, this is round {now}.")
-            same = [other for other in self._held if (other[0], other[3]) == (copy[0], copy[3])]
-            if len(same) >= _MOST_STEPS and copy not in same:
-                raise LaunchError(
-                    f"Copies of {len(same)} steps of rank {copy[3]} are held and none of them is "
-                    "complete on all hosts."
-                )
-            self._held[copy] = payload
-        self._post(Stored(copy=copy))
+            if draft[0] != now and is_worker:
+                raise LaunchError(f"Round {draft[0]} is over, this is round {now}.")
+            self._held[draft, file] = stored, payload
+            same = sorted(key for key in self._held if key[1] == file and key[0] != self._kept)
+            for key in same[:-_MOST_DRAFTS]:
+                del self._held[key]
+        self._post(stored)
         return {"is_held_twice": is_worker and self._send_on(header, payload)}
 
     def _send_on(self, header: Header, payload: bytearray) -> bool:
@@ -198,28 +204,29 @@ class Copies:
         index = (names.index(self._host) + 1) % len(names)
         return self._connect(found, index)
 
-    def _get(self, copy: Copy) -> bytearray:
-        """A copy for a worker, from here or from a host that holds it. Raises LaunchError."""
+    def _get(self, draft: Draft, file: str) -> bytearray:
+        """A file for a worker, from here or from a host that holds it. Raises LaunchError."""
         with self._lock:
-            part, found = self._held.get(copy), self._round
-        if part is not None:
-            return part
-        if found is None or copy[:3] != tuple(found.restored):
-            raise LaunchError(f"Copies of step {copy[1]} are not what this round goes on from.")
-        for index in found.holders[copy[3]]:
+            own, found = self._held.get((draft, file)), self._round
+        if own is not None:
+            return own[1]
+        if found is None or draft != _draft_of(found):
+            raise LaunchError(f"This round does not go on from the copies of step {draft[1]}.")
+        name: Header = {"wish": "get", "draft": list(draft), "file": file}
+        for index in found.holders.get(file, []):
             with suppress(OSError, ValueError, LaunchError):
                 with self._connect(found, index) as connection:
-                    send_frame(connection, {"wish": "get", "copy": list(copy)})
+                    send_frame(connection, name)
                     answer = receive_frame(connection)
                 if answer is not None and "problem" not in answer[0]:
                     return answer[1]
-        raise LaunchError(f"Nobody holds the copy of rank {copy[3]} at step {copy[1]} any more.")
+        raise LaunchError(f"Nobody holds {file} of step {draft[1]} in memory any more.")
 
-    def _own(self, copy: Copy) -> bytearray:
+    def _own(self, draft: Draft, file: str) -> bytearray:
         with self._lock:
-            if copy not in self._held:
-                raise LaunchError(f"{self._host} does not hold this copy: {copy}.")
-            return self._held[copy]
+            if (draft, file) not in self._held:
+                raise LaunchError(f"{self._host} does not hold {file} of {draft}.")
+            return self._held[draft, file][1]
 
     def _connect(self, found: Round, index: int) -> socket.socket:
         member = found.members[index]
@@ -234,12 +241,19 @@ class Copies:
         )
 
 
-def _copy_of(header: Header) -> Copy:
-    words = header["copy"]
-    if not isinstance(words, list) or len(words) != 4:
-        raise LaunchError(f"A copy is named by four numbers, got {words!r}.")
-    number, step, num_ranks, rank = (int(word) for word in words)
-    return number, step, num_ranks, rank
+def _named(header: Header) -> tuple[Draft, str]:
+    words, file = header["draft"], header["file"]
+    if not isinstance(words, list) or len(words) != 3 or not isinstance(file, str):
+        raise LaunchError(f"A file is named by round, step, draft and file, got {words!r}.")
+    return (int(words[0]), int(words[1]), str(words[2])), file
+
+
+def _draft_of(found: Round) -> Draft | None:
+    """What a round goes on from, if it is held in memory."""
+    if len(found.restored) != 3:
+        return None
+    number, step, name = found.restored
+    return int(number), int(step), str(name)
 
 
 def _bare(channel: Channel) -> socket.socket:

@@ -8,11 +8,11 @@ import struct
 from collections.abc import Sequence
 from typing import TypeAlias
 
-Header: TypeAlias = "dict[str, int | str | bool | list[int]]"
+Header: TypeAlias = "dict[str, int | str | bool | list[int | str]]"
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
 _LENGTHS = struct.Struct("!IQ")
-_MOST_HEADER_BYTES = 1 << 16
+_MOST_HEADER_BYTES = 1 << 24
 NUM_BYTES_LIMIT = 1 << 40
 
 

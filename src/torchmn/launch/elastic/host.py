@@ -9,18 +9,20 @@ import selectors
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 from torchmn.errors import LaunchError
 from torchmn.launch.channel import Channel
 from torchmn.launch.elastic.messages import (
     Arrived,
-    Copy,
+    Draft,
     ElasticMessage,
     Finished,
     Keep,
     Leave,
     Restart,
     Round,
+    Stored,
 )
 from torchmn.launch.messages import Message
 
@@ -44,8 +46,8 @@ class Host:
         self,
         channel: Channel,
         *,
-        held: Callable[[], Sequence[Copy]],
-        on_keep: Callable[[int, int], None],
+        held: Callable[[], Sequence[Stored]],
+        on_keep: Callable[[Draft], None],
         stdin: int,
     ) -> None:
         self._channel = channel
@@ -80,7 +82,7 @@ class Host:
 
     def next_round(self) -> Round | None:
         """Wait for the next round; ``None``: there is none. No worker runs here now."""
-        self.post(Arrived(held=list(self._held())))
+        self.post(Arrived(held=[asdict(stored) for stored in self._held()]))
         with self._changed:
             while self._round is None and self._leave is None:
                 self._changed.wait(_POLL_S)
@@ -120,7 +122,7 @@ class Host:
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, Keep):
-            self._on_keep(message.round, message.step)
+            self._on_keep((message.round, message.step, message.draft))
         elif isinstance(message, Leave):
             self._go(message)
         elif isinstance(message, Restart):

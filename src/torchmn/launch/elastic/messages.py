@@ -6,9 +6,10 @@ A host says who it is at the gate (`Member`), the launcher too (`Watcher`); the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-Copy = tuple[int, int, int, int]
-"""(round, step, number of ranks, rank) of a copy in memory."""
+Draft = tuple[int, int, str]
+"""(round, step, name) of a checkpoint in memory, complete or not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,17 +38,29 @@ class Neighbour:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arrived:
-    """Host: none of my workers runs, I wait for the next round, and hold these copies."""
+class Stored:
+    """Host: now I hold this file of a checkpoint, too.
 
-    held: list[Copy]
+    ``needs`` are all files of a checkpoint, known with the last one of them, its manifest.
+    """
+
+    round: int
+    step: int
+    draft: str
+    file: str
+    needs: list[str]
+
+    @property
+    def of(self) -> Draft:
+        """The checkpoint that it is a part of."""
+        return self.round, self.step, self.draft
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stored:
-    """Host: now I hold this copy, too."""
+class Arrived:
+    """Host: none of my workers runs, I wait for the next round, and hold these (`Stored`)."""
 
-    copy: Copy
+    held: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,25 +84,26 @@ class Restart:
 class Round:
     """Rendezvous, to the hosts that take part, in this order, and to the launcher.
 
-    ``restored`` is the newest step of which every rank's copy is held in memory by one of them:
-    (round, step, number of ranks), empty if there is none, and ``holders`` says for each of these
-    ranks which members hold its copy. ``why`` says what ended the round before.
+    ``restored`` is the newest checkpoint of which every file is held in memory by one of them:
+    (round, step, name), empty if there is none, and ``holders`` says for each file which members
+    hold it. ``why`` says what ended the round before.
     """
 
     number: int
     members: list[dict[str, str | int]]
     num_restarts: int
     why: str
-    restored: list[int]
-    holders: list[list[int]]
+    restored: list[int | str]
+    holders: dict[str, list[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """Rendezvous: the copies of this step are complete, forget those that are older."""
+    """Rendezvous: this checkpoint is complete in memory, forget those that are older."""
 
     round: int
     step: int
+    draft: str
 
 
 @dataclass(frozen=True, kw_only=True)

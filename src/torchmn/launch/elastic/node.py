@@ -83,7 +83,7 @@ def _take_part(order: dict[str, Any], hosts: list[Host]) -> None:
     )
     channel = knock(order["rendezvous"], secret=secret, role=ROLE, identity=identity)
     end_with_host(channel.fileno())
-    host = Host(channel, held=copies.held, on_keep=copies.forget, stdin=sys.stdin.fileno())
+    host = Host(channel, held=copies.held, on_keep=copies.keep, stdin=sys.stdin.fileno())
     hosts.append(host)
     os.environ["TORCHMN_HOST"] = order["host"]
     os.environ[ADDRESS_VARIABLE] = order["supervisor"]

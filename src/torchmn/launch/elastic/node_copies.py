@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Mapping, Sequence
 
 from torchmn.errors import LaunchError
 from torchmn.launch.elastic.copies import ROUND_VARIABLE, SOCKET_VARIABLE
 from torchmn.launch.elastic.frames import Buffer, Header, receive_frame, send_frame
+from torchmn.launch.elastic.messages import Draft
 
 
 class NodeCopies:
     """A rank's connection to the process of its host, which outlives the rank. Local.
 
-    One thread at a time. Raises LaunchError from every method: that process is gone, or refused.
+    Any thread. Raises LaunchError from every method: that process is gone, or refused.
     """
 
     def __init__(self, name: str, number: int) -> None:
         self._round = number
+        self._lock = threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.connect(f"\0{name}")
@@ -33,26 +36,40 @@ class NodeCopies:
         name, number = env.get(SOCKET_VARIABLE), env.get(ROUND_VARIABLE)
         return cls(name, int(number)) if name and number else None
 
-    def restored(self) -> tuple[int, int, int] | None:
-        """(round, step, number of ranks) of the newest complete copies; the same on all ranks."""
+    def restored(self) -> Draft | None:
+        """What this round goes on from if it is held in memory; the same on all ranks."""
         answer, _ = self._ask({"wish": "restored"})
         found = answer["restored"]
         if not isinstance(found, list) or len(found) != 3:
             return None
-        return found[0], found[1], found[2]
+        return int(found[0]), int(found[1]), str(found[2])
 
-    def get(self, copy: tuple[int, int, int], rank: int) -> bytearray:
-        """What a rank of that time put, from this host or another one."""
-        _, part = self._ask({"wish": "get", "copy": [*copy, rank]})
-        return part
+    def get(self, draft: Draft, file: str) -> bytearray:
+        """A file that a rank has put, from this host or another one."""
+        _, payload = self._ask({"wish": "get", "draft": list(draft), "file": file})
+        return payload
 
-    def put(self, step: int, *, rank: int, num_ranks: int, parts: Sequence[Buffer]) -> bool:
-        """Hand over the bytes of this rank. Whether the next host has them now, too.
+    def put(
+        self,
+        step: int,
+        draft: str,
+        file: str,
+        parts: Sequence[Buffer],
+        *,
+        needs: Sequence[str] = (),
+    ) -> bool:
+        """Hand over the bytes of a file. Whether the next host has them now, too.
 
-        The buffers are of use again when this returns.
+        ``needs`` names all files of the checkpoint, which is complete when they all are held: given
+        with the last one. The buffers are of use again when this returns.
         """
-        copy = [self._round, step, num_ranks, rank]
-        answer, _ = self._ask({"wish": "put", "copy": copy}, parts)
+        words: Header = {
+            "wish": "put",
+            "draft": [self._round, step, draft],
+            "file": file,
+            "needs": list(needs),
+        }
+        answer, _ = self._ask(words, parts)
         return bool(answer["is_held_twice"])
 
     def announce(self, step: int) -> None:
@@ -65,8 +82,9 @@ class NodeCopies:
 
     def _ask(self, header: Header, parts: Sequence[Buffer] = ()) -> tuple[Header, bytearray]:
         try:
-            send_frame(self._socket, header, parts)
-            answer = receive_frame(self._socket)
+            with self._lock:
+                send_frame(self._socket, header, parts)
+                answer = receive_frame(self._socket)
         except (OSError, ValueError) as error:
             raise LaunchError(
                 f"The process that holds copies on {socket.gethostname()} is gone: {error}."

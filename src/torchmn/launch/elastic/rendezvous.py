@@ -125,7 +125,7 @@ class Rendezvous:
         elif isinstance(message, Arrived):
             self._rounds.arrived(name, message.held, now)
         elif isinstance(message, Stored):
-            self._rounds.stored(name, message.copy, now)
+            self._rounds.stored(name, message, now)
         elif isinstance(message, Announced):
             self._rounds.announced(message.step, now)
         elif isinstance(message, Finished):

@@ -11,11 +11,11 @@ import signal
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from torchmn.errors import UsageError
 from torchmn.launch.elastic.messages import (
-    Copy,
+    Draft,
     ElasticMessage,
     Gathering,
     HostLost,
@@ -25,6 +25,7 @@ from torchmn.launch.elastic.messages import (
     Over,
     Restart,
     Round,
+    Stored,
     Told,
 )
 from torchmn.launch.host_facts import differences
@@ -69,7 +70,7 @@ class _Seat:
 
     member: Member
     state: State = "starting"
-    held: set[Copy] = field(default_factory=set)
+    held: dict[tuple[Draft, str], Stored] = field(default_factory=dict)
 
 
 class Rounds:
@@ -88,7 +89,7 @@ class Rounds:
         self._whys: list[str] = []
         self._has_failure = False
         self._has_loss = False
-        self._complete: tuple[int, int] = (0, -1)
+        self._complete: Draft = (0, -1, "")
         self._posts: list[tuple[str, ElasticMessage]] = []
 
     @property
@@ -119,27 +120,28 @@ class Rounds:
             )
         return True
 
-    def arrived(self, host: str, held: Sequence[Copy], now: float) -> None:
+    def arrived(self, host: str, held: Sequence[dict[str, Any]], now: float) -> None:
         """A host has no workers now and waits: at the start, asked to, or since one failed."""
         seat = self._seats[host]
         was_running = seat.state == "running"
         seat.state = "ready"
-        seat.held = {(copy[0], copy[1], copy[2], copy[3]) for copy in held}
+        files = [Stored(**words) for words in held]
+        seat.held = {(stored.of, stored.file): stored for stored in files}
         if was_running:
             self._has_failure = True
             self._gather(f"a worker on {host} failed", now)
         self._start_if_complete(now)
 
-    def stored(self, host: str, copy: Copy, now: float) -> None:
-        """A host holds one more copy in memory; a complete set of them is a finished checkpoint."""
-        self._seats[host].held.add((copy[0], copy[1], copy[2], copy[3]))
+    def stored(self, host: str, stored: Stored, now: float) -> None:
+        """A host holds one more file in memory; all files of one are a finished checkpoint."""
+        self._seats[host].held[stored.of, stored.file] = stored
         # held twice, so that the older ones are still there if a host is lost right now
         found = self._newest_copies(self._members, min(2, len(self._members)))
-        if found is not None and found[:2] > self._complete:
-            self._complete = found[:2]
+        if found is not None and found > self._complete:
+            self._complete = found
             for name, seat in self._seats.items():
-                seat.held = {copy for copy in seat.held if copy[:2] >= self._complete}
-                self._post(name, Keep(round=found[0], step=found[1]))
+                seat.held = {key: held for key, held in seat.held.items() if key[0] >= found}
+                self._post(name, Keep(round=found[0], step=found[1], draft=found[2]))
             self.announced(found[1], now)
 
     def announced(self, step: int, now: float) -> None:
@@ -257,11 +259,12 @@ class Rounds:
         self._number += 1
         self._members, self._phase = chosen, "running"
         found = self._newest_copies(chosen)
-        holders: list[list[int]] = []
-        if found is not None:
-            for rank in range(found[2]):
-                copy = (*found, rank)
-                holders.append([i for i, name in enumerate(chosen) if self._holds(name, copy)])
+        holders: dict[str, list[int]] = {}
+        for index, name in enumerate(chosen):
+            seat = self._seats[name]
+            seat.held = {key: held for key, held in seat.held.items() if key[0] == found}
+            for _, file in seat.held:
+                holders.setdefault(file, []).append(index)
         message = Round(
             number=self._number,
             members=[self._described(name) for name in chosen],
@@ -271,9 +274,7 @@ class Rounds:
             holders=holders,
         )
         for name in chosen:
-            seat = self._seats[name]
-            seat.state = "running"
-            seat.held = {copy for copy in seat.held if copy[:3] == found}  # as the host itself does
+            self._seats[name].state = "running"
             self._post(name, message)
         self._post(LAUNCHER, message)
         self._whys, self._has_failure, self._has_loss = [], False, False
@@ -287,26 +288,26 @@ class Rounds:
             "copies_port": member.copies_port,
         }
 
-    def _holds(self, name: str, copy: Copy) -> bool:
-        return name in self._seats and copy in self._seats[name].held
-
-    def _newest_copies(
-        self, names: Sequence[str], num_holders: int = 1
-    ) -> tuple[int, int, int] | None:
-        """(round, step, number of ranks) of the newest step whose copies these hosts hold whole.
-
-        Each rank's copy is held by ``num_holders`` of them.
+    def _newest_copies(self, names: Sequence[str], num_holders: int = 1) -> Draft | None:
+        """The newest checkpoint that these hosts hold whole, each file by ``num_holders`` of them.
 
         A later round is newer even at a lower step: it may have gone on from an older checkpoint.
         """
-        held = Counter(
-            copy for name in names if name in self._seats for copy in self._seats[name].held
-        )
-        for number, step, num_ranks in sorted({copy[:3] for copy in held}, reverse=True):
-            copies = ((number, step, num_ranks, rank) for rank in range(num_ranks))
-            if all(held[copy] >= num_holders for copy in copies):
-                return number, step, num_ranks
+        held = Counter(key for name in names if name in self._seats for key in self._held(name))
+        manifests = {
+            stored.of: stored.needs
+            for name in names
+            if name in self._seats
+            for stored in self._seats[name].held.values()
+            if stored.needs
+        }
+        for draft in sorted(manifests, reverse=True):
+            if all(held[draft, file] >= num_holders for file in manifests[draft]):
+                return draft
         return None
+
+    def _held(self, name: str) -> list[tuple[Draft, str]]:
+        return list(self._seats[name].held)
 
     def _give_up(self) -> None:
         here = [name for name in self._hosts if name in self._seats]
