@@ -72,11 +72,23 @@ class Copies:
         self._door.bind(f"\0{self.name}")
         self._door.listen(256)
         self._gate = Gate(listener, secret=secret, role=ROLE)
+        self._is_closed = False
+        self._threads = [
+            threading.Thread(target=work, name="copies", daemon=True)
+            for work in (self._serve_workers, self._serve_hosts)
+        ]
 
     def start(self) -> None:
         """Begin to serve."""
-        for work in (self._serve_workers, self._serve_hosts):
-            threading.Thread(target=work, name="copies", daemon=True).start()
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Serve nobody any more."""
+        self._is_closed = True
+        self._door.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
 
     def held(self) -> list[Stored]:
         """What is held now."""
@@ -104,7 +116,11 @@ class Copies:
 
     def _serve_workers(self) -> None:
         while True:
-            connection, _ = self._door.accept()
+            try:
+                connection, _ = self._door.accept()
+            except OSError:
+                self._door.close()
+                return
             words = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             _, uid, _ = _CREDENTIALS.unpack(words)
             if uid != os.getuid():
@@ -115,13 +131,17 @@ class Copies:
     def _serve_hosts(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._gate, selectors.EVENT_READ)
-            while True:
-                selector.select(1.0)
+            while not self._is_closed:
+                selector.select(0.5)
                 for channel, identity in self._gate.admit():
                     if isinstance(identity, Neighbour):
                         self._attend(_bare(channel), is_worker=False)
                     else:
                         channel.close()
+        self._gate.close()
+        with self._next_lock:
+            if self._next is not None:
+                self._next.close()
 
     def _attend(self, connection: socket.socket, *, is_worker: bool) -> None:
         threading.Thread(

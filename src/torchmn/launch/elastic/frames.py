@@ -13,7 +13,8 @@ Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
 _LENGTHS = struct.Struct("!IQ")
 _MOST_HEADER_BYTES = 1 << 24
-NUM_BYTES_LIMIT = 1 << 40
+_MOST_BYTES = 1 << 40
+_FIRST_BYTES = 1 << 26
 
 
 def send_frame(connection: socket.socket, header: Header, parts: Sequence[Buffer] = ()) -> None:
@@ -35,7 +36,7 @@ def receive_frame(connection: socket.socket) -> tuple[Header, bytearray] | None:
     if lengths is None:
         return None
     num_words, num_bytes = _LENGTHS.unpack(lengths)
-    if num_words > _MOST_HEADER_BYTES or num_bytes > NUM_BYTES_LIMIT:
+    if num_words > _MOST_HEADER_BYTES or num_bytes > _MOST_BYTES:
         raise ValueError(f"A frame of {num_words} and {num_bytes} bytes is none of ours.")
     words, payload = _receive(connection, num_words), _receive(connection, num_bytes)
     if words is None or payload is None:
@@ -47,11 +48,16 @@ def receive_frame(connection: socket.socket) -> tuple[Header, bytearray] | None:
 
 
 def _receive(connection: socket.socket, num_bytes: int) -> bytearray | None:
-    """So many bytes, or ``None`` if the connection has ended before the first of them."""
-    buffer = bytearray(num_bytes)
-    view, at = memoryview(buffer), 0
+    """So many bytes, or ``None`` if the connection has ended before the first of them.
+
+    Memory is taken as they come, not as they are promised.
+    """
+    buffer, at = bytearray(min(num_bytes, _FIRST_BYTES)), 0
     while at < num_bytes:
-        count = connection.recv_into(view[at:])
+        if at == len(buffer):
+            buffer.extend(bytes(min(len(buffer), num_bytes - at)))
+        with memoryview(buffer) as view, view[at:] as rest:
+            count = connection.recv_into(rest)
         if not count:
             if at == 0:
                 return None

@@ -259,6 +259,7 @@ class Rounds:
         self._number += 1
         self._members, self._phase = chosen, "running"
         found = self._newest_copies(chosen)
+        self._complete = found or self._complete  # what comes from now on is newer
         holders: dict[str, list[int]] = {}
         for index, name in enumerate(chosen):
             seat = self._seats[name]
