@@ -1,6 +1,7 @@
-"""A small real training that logs which samples every step used: FOLDER STEPS PAUSE COPY SAVE.
+"""A small real training that logs which samples every step used: FOLDER PAUSE COPY SAVE.
 
-COPY and SAVE are periods in steps, 0 for never.
+COPY and SAVE are periods in steps, 0 for never. It ends with the epoch in which a file ``enough``
+appears in the folder.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ NUM_SAMPLES, GLOBAL_BATCH = 96, 12
 
 
 def main() -> None:
-    folder, num_steps, pause_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-    copy_period, save_period = int(sys.argv[4]), int(sys.argv[5])
+    folder, pause_s = Path(sys.argv[1]), float(sys.argv[2])
+    copy_period, save_period = int(sys.argv[3]), int(sys.argv[4])
     comm = torchmn.create_communicator("naive", timeout_s=20)
     numbers = torch.Generator().manual_seed(1)
     x = torch.randn(NUM_SAMPLES, 5, generator=numbers)
@@ -37,7 +38,7 @@ def main() -> None:
     number = int(os.environ.get("TORCHMN_ROUND", "0"))
     print(f"rank {comm.rank} of {comm.size} begins at step {step} in round {number}")
     with (folder / f"steps-{number}-{comm.rank}").open("a") as log:
-        while step < num_steps:
+        while not comm.bcast_obj((folder / "enough").exists()):
             for samples in sampler:
                 optimizer.zero_grad()
                 loss = ((model(x[samples]) - y[samples]) ** 2).mean()
@@ -54,8 +55,6 @@ def main() -> None:
                     checkpointer.save(step, state)
                 if comm.rank == 0:
                     print(f"step {step}")
-                if step == num_steps:
-                    break
     checkpointer.finish()
     if comm.rank == 0:
         torch.save(model.state_dict(), folder / "final.pt")

@@ -118,6 +118,7 @@ class ElasticLauncher:
         }
         self._store: subprocess.Popen[bytes] | None = None
         self._store_end: int | None = None
+        self._has_lost_store = False
         self._channel: Channel | None = None
         self._end: str | None = None  # why the job ended, empty if it went well
         self._kill_at = float("inf")
@@ -320,13 +321,8 @@ class ElasticLauncher:
             elif isinstance(message, Over):
                 self._finish(message.text)
         if not self._channel.is_open and self._end is None:
-            how = signal_name(self._store_end or 0)
-            self._finish(
-                f"the rendezvous at {self._rendezvous} was lost"
-                + (f" (its process was ended by {how})" if how else "")
-                + ", which knows who takes part, so all workers are ended. Start the job again: it "
-                "goes on from its last checkpoint"
-            )
+            self._has_lost_store = True
+            self._finish("lost")
 
     def _on_lost_host(self, lost: HostLost) -> None:
         """Hang up on its ranks, whose agents then end them, should they still run."""
@@ -437,8 +433,10 @@ class ElasticLauncher:
         if not self._end and verdict.exit_code != SAVED_STATUS:
             return 0
         culprit = verdict.culprit
-        reason = self._end or ""
-        if culprit is None:  # ranks that only did what they were told are not to blame
+        reason = self._loss_of_store() if self._has_lost_store else self._end or ""
+        if (
+            culprit is None or self._has_lost_store
+        ):  # ranks that only did what they were told are not to blame
             self._say(f"{reason[:1].upper()}{reason[1:]}.")
             return 1
         if culprit.last_errors:
@@ -447,6 +445,14 @@ class ElasticLauncher:
         sentences = [reason[:1].upper() + reason[1:] + "." if reason else "", verdict.sentence]
         self._say(" ".join(sentence for sentence in sentences if sentence))
         return verdict.exit_code or 1
+
+    def _loss_of_store(self) -> str:
+        how = signal_name(self._store_end or 0)
+        ended = f" (its process was ended by {how})" if how else ""
+        return (
+            f"the rendezvous at {self._rendezvous} was lost{ended}, which knows who takes part, so "
+            "all workers were ended. Start the job again: it goes on from its last checkpoint"
+        )
 
 
 def _ranks_of(found: Round, name: str) -> range:

@@ -33,6 +33,8 @@ from torchmn.launch.host_facts import differences
 LAUNCHER = ""
 """Receives what is for the launcher; no host has an empty name."""
 _STOP_MARGIN_S = 30.0
+_START_LIMIT_S = 60.0
+"""How long a host that is connected may take until its agent runs, which imports torch."""
 
 State = Literal["starting", "ready", "running", "stopping", "finished"]
 
@@ -194,9 +196,12 @@ class Rounds:
             late = [name for name, seat in self._seats.items() if seat.state == "stopping"]
             for name in late:
                 self.lost(name, f"its workers did not stop within {stop_s:g} s", now)
-        if self._phase == "gathering" and now > self._since + self._limits.join_timeout_s:
+        late_s = now - self._since - self._limits.join_timeout_s
+        if self._phase == "gathering" and late_s > 0:
             self._start_if_complete(now)
-            if self._phase == "gathering" and not self._is_stopping:
+            has_enough = len(self._seats) >= self._limits.least
+            is_starting = has_enough and late_s < _START_LIMIT_S
+            if self._phase == "gathering" and not self._is_stopping and not is_starting:
                 self._give_up()
         return late
 

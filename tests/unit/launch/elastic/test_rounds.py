@@ -106,6 +106,19 @@ def test_too_few_hosts_end_the_job_with_their_names_and_the_limit() -> None:
     assert "--join-timeout" in text
 
 
+def test_a_connected_host_whose_agent_still_starts_is_waited_for() -> None:
+    play = Play("a", "b", least=2)
+    play.come("a")
+    member = Member(host="b", slots=2, address="a", copies_port=1, versions=VERSIONS)
+    play.rounds.came(member)
+    play.now = 61.0
+    play.rounds.tick(play.now)
+    assert play.over() is None
+    play.now = 121.0
+    play.rounds.tick(play.now)
+    assert play.over() is not None
+
+
 def test_a_failed_worker_restarts_all_and_counts() -> None:
     play = Play("a", "b", max_restarts=1)
     play.come("a", "b")
