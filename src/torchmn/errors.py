@@ -97,6 +97,14 @@ class DisagreementError(CommunicationError):
     """Ranks came to the same collective with different intentions."""
 
 
+_before_exit: list[Callable[[BaseException], None]] = []
+
+
+def before_exit(callback: Callable[[BaseException], None]) -> None:
+    """Have it called with the error for which `run_main` is about to end this process. Local."""
+    _before_exit.append(callback)
+
+
 def run_main(main: Callable[[], object]) -> None:
     """Run a script's ``main`` and turn a `TorchmnError` into one sentence and exit status 1.
 
@@ -109,6 +117,8 @@ def run_main(main: Callable[[], object]) -> None:
         if os.environ.get("TORCHMN_TRACEBACK"):
             raise
         print(f"torchmn: {error}", file=sys.stderr, flush=True)
+        for callback in _before_exit:
+            callback(error)
         if mpi := sys.modules.get("mpi4py.MPI"):
             mpi.COMM_WORLD.Abort(1)
         raise SystemExit(1) from None

@@ -26,6 +26,7 @@ from torchmn.communicators.transports.shared_memory import SharedMemoryTransport
 from torchmn.communicators.wire import Cargo, Wire, create_wire
 from torchmn.compression import Codec
 from torchmn.errors import DisagreementError, UnknownNameError, UnsupportedError, UsageError
+from torchmn.launch import watched
 from torchmn.topology import Topology
 from torchmn.units import MiB
 
@@ -69,6 +70,8 @@ class Communicator(ABC):
         trust: objects.Trust,
         codec: Codec | None = None,
         reason: str = "",
+        first_timeout_s: float | None = None,
+        job_ranks: Sequence[int] | None = None,
     ) -> None:
         self.topology = topology
         self.place = topology.place(transport.rank)
@@ -78,10 +81,12 @@ class Communicator(ABC):
         self.host = topology.hosts[self.rank]
         self.device = device
         self.timeout_s = timeout_s
+        self.first_timeout_s = timeout_s if first_timeout_s is None else first_timeout_s
         self.codec = codec
         self.reason = reason
         self.trust = trust
-        self.journal = Journal()
+        self.journal = Journal(job_ranks=range(self.size) if job_ranks is None else job_ranks)
+        watched.follow(self.journal)
         self.engine = Engine(device, is_threaded=getattr(transport, "is_threaded", True))
         self.world = Group(
             "world",
@@ -90,6 +95,7 @@ class Communicator(ABC):
             engine=self.engine,
             timeout_s=timeout_s,
             speaker=self.speaker,
+            first_timeout_s=first_timeout_s,
         )
         self._delivery = Delivery(self.world, trust, device)
         self._num_splits = 0
@@ -139,7 +145,7 @@ class Communicator(ABC):
         shared = self._shared_memory
         if shared is None or device.type != "cpu":
             return torch.zeros(numel, dtype=dtype, device=device)
-        limit = TimeLimit(self.timeout_s)
+        limit = TimeLimit(self.world.limit_s)
         try:
             return self.engine.call(lambda: shared.allocate(numel, dtype, limit))
         except UnsupportedError as error:
@@ -233,6 +239,7 @@ class Communicator(ABC):
         if self.rank not in ranks:
             return None
         group = self.world.split(name, ranks, f"{name}{self._num_splits}-{ranks[0]}")
+        self.journal.know(name, ranks)
         self._subgroups.append(group)
         return group
 
@@ -245,7 +252,7 @@ class Communicator(ABC):
             return group
         try:
             transport = self.engine.call(
-                lambda: SharedMemoryTransport(group.transport, TimeLimit(self.timeout_s))
+                lambda: SharedMemoryTransport(group.transport, TimeLimit(group.limit_s))
             )
         except UnsupportedError as error:
             if group.rank == 0:
@@ -475,6 +482,8 @@ class Communicator(ABC):
             trust=self.trust,
             codec=self.codec,
             reason=self.reason,
+            first_timeout_s=self.first_timeout_s,
+            job_ranks=[self.journal.job_ranks[rank] for rank in ranks],
         )
 
     def before_end(self, callback: Callable[[], None]) -> None:

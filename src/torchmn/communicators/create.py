@@ -35,8 +35,9 @@ from torchmn.errors import (
     UnknownNameError,
     UsageError,
 )
-from torchmn.topology import Topology
-from torchmn.topology.environment import launched_place
+from torchmn.launch import watched
+from torchmn.topology import Place, Topology
+from torchmn.topology.environment import LaunchedPlace, launched_place
 
 ROUTES: dict[str, type[Communicator]] = {
     "naive": NaiveCommunicator,
@@ -55,6 +56,9 @@ _WIRE_DTYPES: dict[str, type[Codec] | None] = {
     "bfloat16": BFloat16,
 }
 _num_created: Counter[int] = Counter()
+_FIRST_FACTOR = 5.0
+_NO_LIMIT_S = 30 * 24 * 3600.0
+"""Longer than any job; gloo's own limits have no infinity."""
 
 
 def create_communicator(
@@ -63,6 +67,7 @@ def create_communicator(
     transport: str | Transport = "auto",
     topology: Topology | None = None,
     timeout_s: float = 60,
+    first_timeout_s: float | None = None,
     allreduce_grad_dtype: torch.dtype | str | None = None,
 ) -> Communicator:
     """Join the other ranks of this job. *Collective*: every rank, with the same arguments.
@@ -74,7 +79,9 @@ def create_communicator(
             ``pure_nccl``.
         transport: ``auto``, ``mpi``, ``torch``, or a `Transport`.
         topology: which rank stands on which node; found from host names when not given.
-        timeout_s: the limit of every single collective in seconds.
+        timeout_s: the limit of every single collective in seconds; 0 is none.
+        first_timeout_s: the limit up to the end of the first exchange of gradients, while ranks
+            still read data or compile, each at its pace; 5 times ``timeout_s`` when not given.
         allreduce_grad_dtype: float16 or bfloat16 on the wire, else the gradients' own dtype.
 
     Raises:
@@ -82,25 +89,25 @@ def create_communicator(
         UnsupportedError: the route cannot serve this placement, device or transport.
         TopologyError: launcher, MPI and host names contradict each other.
         DisagreementError: ranks asked for different communicators.
-        TimeLimitError: not all ranks came within ``timeout_s``.
+        TimeLimitError: not all ranks came within ``first_timeout_s``.
 
     Names: ChainerMN's `create_communicator` (ancestors 1.2).
     """
     if name != "auto" and name not in ROUTES:
         raise UnknownNameError("communicator", name, ["auto", *ROUTES])
-    if not timeout_s > 0:
-        raise UsageError(f"timeout_s={timeout_s} must be a positive number of seconds.")
+    timeout_s, first_s = _limits(timeout_s, first_timeout_s)
+    watched.of_this_process()  # from now on, for joining may fail as well
     codec = _wire_codec(allreduce_grad_dtype)
-    world, is_own = _world(transport, timeout_s)
+    world, is_own = _world(transport, first_s)
     greeting = {"name": name, "dtype": codec.name if codec else None, "torch": torch.__version__}
-    found = _exchange_hosts(world, greeting, timeout_s)
+    found = _exchange_hosts(world, greeting, first_s)
     topology = _checked_topology(topology, found, world)
     device = _own_device(topology.place(world.rank).intra_rank)
 
     secret: bytes | None = None
 
     def make(route: str, over: Transport, reason: str) -> Communicator:
-        own = over if is_own and over is world else _own_part(over, topology, device, timeout_s)
+        own = over if is_own and over is world else _own_part(over, topology, device, first_s)
         return ROUTES[route](
             own,
             topology,
@@ -109,6 +116,7 @@ def create_communicator(
             trust=_trust(own, secret),
             codec=codec,
             reason=reason,
+            first_timeout_s=first_s,
         )
 
     if name != "auto":
@@ -116,9 +124,9 @@ def create_communicator(
     routes = candidate_routes(topology, device)
     worlds = {world.name: world}
     if transport == "auto" and len(topology.nodes) > 1:
-        worlds |= _other_worlds(world, timeout_s)
+        worlds |= _other_worlds(world, first_s)
         if len(worlds) > 1:
-            secret = _shared_secret(world, timeout_s)
+            secret = _shared_secret(world, first_s)
     if is_own and len(routes) > 1:  # a given transport can be used once
         routes = dict([next(iter(routes.items()))])
     route, comm, measured = fastest(
@@ -131,6 +139,15 @@ def create_communicator(
     if measured:
         comm.reason = f"{route}; {comm.reason}; {measured}"
     return comm
+
+
+def _limits(timeout_s: float, first_timeout_s: float | None) -> tuple[float, float]:
+    """Both limits in seconds, a long time where there is none. Raises UsageError."""
+    first_s = _FIRST_FACTOR * timeout_s if first_timeout_s is None else first_timeout_s
+    for name, seconds in (("timeout_s", timeout_s), ("first_timeout_s", first_s)):
+        if not 0 <= seconds < float("inf"):
+            raise UsageError(f"{name}={seconds} must be a number of seconds, or 0 for no limit.")
+    return timeout_s or _NO_LIMIT_S, first_s or _NO_LIMIT_S
 
 
 def _world(transport: str | Transport, timeout_s: float) -> tuple[Transport, bool]:
@@ -222,19 +239,29 @@ def _checked_topology(given: Topology | None, found_hosts: list[str], world: Tra
         return given
     topology = Topology(tuple(found_hosts))
     launched = launched_place(os.environ)
-    place = topology.place(world.rank)
-    if (
-        launched is not None
-        and launched.known_size == world.size
-        and launched.intra_rank is not None
-        and launched.intra_rank != place.intra_rank
-    ):
-        raise TopologyError(
-            f"{launched.launcher} says that rank {world.rank} is number {launched.intra_rank} on "
-            f"its node, but by host names ({', '.join(found_hosts)}) it is number "
-            f"{place.intra_rank}. Give every node its own host name, or pass topology=."
-        )
+    if launched is not None and launched.known_size == world.size:
+        _raise_if_nodes_differ(launched, topology.place(world.rank), found_hosts)
     return topology
+
+
+def _raise_if_nodes_differ(launched: LaunchedPlace, place: Place, found_hosts: list[str]) -> None:
+    """Compare the launcher's nodes with those of the host names: containers may share a name.
+
+    Where the launcher says how many ranks a node has, their order is its own business: Open MPI
+    counts those beyond the number of cores first.
+    """
+    if launched.intra_size is not None:
+        said, seen = f"one of {launched.intra_size} on its node", f"one of {place.intra_size}"
+        is_same = launched.intra_size == place.intra_size
+    else:
+        said, seen = f"number {launched.intra_rank} on its node", f"number {place.intra_rank}"
+        is_same = launched.intra_rank in (None, place.intra_rank)
+    if not is_same:
+        raise TopologyError(
+            f"{launched.launcher} says that rank {place.rank} is {said}, but by host names "
+            f"({', '.join(found_hosts)}) it is {seen}. Give every node its own host name, or pass "
+            "topology=."
+        )
 
 
 def _own_device(intra_rank: int) -> torch.device:

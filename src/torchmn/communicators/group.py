@@ -40,6 +40,7 @@ class Group:
         engine: Engine,
         timeout_s: float,
         speaker: str,
+        first_timeout_s: float | None = None,
     ) -> None:
         self.name = name
         self.transport = transport
@@ -48,7 +49,13 @@ class Group:
         self.journal = journal
         self.engine = engine
         self.timeout_s = timeout_s
+        self.first_timeout_s = timeout_s if first_timeout_s is None else first_timeout_s
         self.speaker = speaker
+
+    @property
+    def limit_s(self) -> float:
+        """Of the next collective: the first ones wait for what ranks do at different speeds."""
+        return self.timeout_s if self.journal.has_stepped else self.first_timeout_s
 
     def over(self, transport: Transport) -> Group:
         """The same ranks over another transport."""
@@ -59,6 +66,7 @@ class Group:
             engine=self.engine,
             timeout_s=self.timeout_s,
             speaker=self.speaker,
+            first_timeout_s=self.first_timeout_s,
         )
 
     def split(self, name: str, ranks: Sequence[int], key: str) -> Group:
@@ -152,11 +160,12 @@ class Group:
         body: Callable[[TimeLimit], Result],
     ) -> Result:
         dtype = _DTYPE_NAMES.get(tensor.dtype, "?") if tensor is not None else "-"
-        entry = self.journal.begin(self.name, name, shape, dtype)
+        limit_s = self.limit_s
+        entry = self.journal.begin(self.name, name, shape, dtype, limit_s)
         try:
-            result = body(TimeLimit(self.timeout_s, self.engine.is_eager))
+            result = body(TimeLimit(limit_s, self.engine.is_eager))
         except (TimeLimitError, PeerLostError) as error:
-            self.journal.end(entry, "failed")
+            self.journal.end(entry, "late" if isinstance(error, TimeLimitError) else "failed")
             cure = (
                 "Another rank may be slower than the limit (raise timeout_s=), may have ended, or "
                 "may be in a different collective: look at the other ranks' last words."

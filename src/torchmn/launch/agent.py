@@ -35,10 +35,12 @@ from torchmn.launch.messages import (
     Run,
     Started,
     Stream,
+    Tell,
 )
 from torchmn.launch.processes import (
     death_with_parent,
     descendants,
+    is_stopped,
     kill_descendants,
     reap_children,
     send,
@@ -46,6 +48,8 @@ from torchmn.launch.processes import (
     shell_code,
     signal_name,
 )
+from torchmn.launch.script_link import ScriptLink
+from torchmn.launch.watched import WATCH_VARIABLE
 from torchmn.topology import Share
 
 _FULL_BYTES = 1 << 20
@@ -94,6 +98,7 @@ class Agent:
         self._tell_leftovers_at: float | None = None
         self._kill_leftovers_at = 0.0
         self._refreshed_at = 0.0
+        self._link = ScriptLink(channel.post)
 
     def run(self, env: Mapping[str, str]) -> int:
         """Start the script, carry its output and signals, and report how it ended."""
@@ -127,7 +132,7 @@ class Agent:
         process = subprocess.Popen(
             self._order.argv,
             cwd=self._order.cwd,
-            env=env,
+            env={**env, WATCH_VARIABLE: self._link.invitation()},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -137,6 +142,7 @@ class Agent:
             preexec_fn=death_with_parent(),
         )
         self._script_pid = process.pid
+        self._link.begin(process.pid)
         process.returncode = 0  # this class reaps; without it Popen would warn
         for stream, pipe in (("out", process.stdout), ("err", process.stderr)):
             if pipe is not None:
@@ -164,6 +170,8 @@ class Agent:
         """Wait for output, messages or signals, and deal with them."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._wakeup, selectors.EVENT_READ, self._on_signals)
+            if self._link.is_open:
+                selector.register(self._link, selectors.EVENT_READ, self._link.pass_on)
             if self._channel.is_open:
                 events = selectors.EVENT_READ
                 if self._channel.waiting_bytes:
@@ -181,9 +189,8 @@ class Agent:
     def _patience_s(self) -> float | None:
         if self._returncode is not None:
             return 0.02  # looking at what the script has left behind
-        if self._kill_at is not None:
-            return max(0.0, self._kill_at - time.monotonic())
-        return None
+        deadlines = [at for at in (self._kill_at, self._link.answer_by) if at is not None]
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def _on_signals(self) -> None:
         numbers = self._wakeup.recv(64)
@@ -191,6 +198,7 @@ class Agent:
             if pid == self._script_pid:
                 self._returncode = returncode
                 self._ended_at = time.time()
+                self._link.pass_on()  # its last words, before it is reported to have ended
         for number in numbers:
             if number in _ENDING_SIGNALS:
                 self._end(number, "outside")
@@ -199,7 +207,10 @@ class Agent:
         self._channel.flush()
         for message in self._channel.collect():
             if isinstance(message, End):
+                self._link.post(message)
                 self._end(message.signum, "supervisor")
+            elif isinstance(message, Tell):
+                self._link.ask()
             elif isinstance(message, Notice) and self._returncode is None:
                 send(self._script_pid, message.signum)  # its children know nothing of it
         if not self._channel.is_open:
@@ -250,11 +261,14 @@ class Agent:
         if self._kill_at is None:
             self._ended_by = who
             self._kill_at = time.monotonic() + self._order.grace_s
+            if is_stopped(self._script_pid):  # it would hear of no other signal
+                self._kill_at = time.monotonic()
         send_group(self._script_pid, signum)
 
     def _enforce_deadlines(self) -> None:
         """Kill what had its time: first the script, then what the script has left behind."""
         now = time.monotonic()
+        self._link.answer_if_silent()
         if self._returncode is None:
             if self._kill_at is not None and now >= self._kill_at:
                 send_group(self._script_pid, signal.SIGKILL)

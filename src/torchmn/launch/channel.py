@@ -30,7 +30,8 @@ class Channel:
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if connection.family != socket.AF_UNIX:
+            _watch_host(connection)
         self._socket = connection
         self._inbox = bytearray()
         self._outbox = bytearray()
@@ -108,6 +109,23 @@ class Channel:
         self.flush()
         self.is_open = False
         self._socket.close()
+
+
+def _watch_host(connection: socket.socket) -> None:
+    """Send at once, and notice a host that is lost: its kernel answers as long as it lives.
+
+    So a process that is stopped is not taken for lost. The connection then ends with an error.
+    """
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", 2),
+        ("TCP_KEEPINTVL", 2),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", 8000),  # milliseconds, for what was sent and not acknowledged
+    ):
+        if hasattr(socket, name):  # as on Linux
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def listen(host: str = "127.0.0.1") -> socket.socket:

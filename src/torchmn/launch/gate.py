@@ -70,9 +70,9 @@ class _Stranger:
 class Gate:
     """A listener that lets in who knows the secret, in one thread and without ever waiting.
 
-    Watch it with a selector, and call `admit` when it is ready and about every second. ``role``
-    says whose gate it is. The listener, which stands on the address that it was bound to, is closed
-    with the gate.
+    Watch it with a selector, and call `admit` or `accept` when it is ready and about every second.
+    ``role`` says whose gate it is. The listener, which stands on the address that it was bound to,
+    is closed with the gate.
     """
 
     def __init__(
@@ -113,12 +113,22 @@ class Gate:
         Whether such a visitor is wanted is for the caller to say: close the channel if not.
         """
         admitted = []
+        for connection, identity in self.accept():
+            try:
+                admitted.append((Channel(connection), decode(identity)))
+            except ValueError:
+                connection.close()
+        return admitted
+
+    def accept(self) -> list[tuple[socket.socket, bytes]]:
+        """As `admit`, for visitors who do not speak in messages: their sockets and first lines."""
+        accepted = []
         is_knocking = False
         for key, _ in self._selector.select(0):
             if key.data is None:
                 is_knocking = True
             elif (visitor := self._hear(key.data)) is not None:
-                admitted.append(visitor)
+                accepted.append(visitor)
         now = time.monotonic()
         for stranger in [each for each in self._waiting if now > each.hang_up_at]:
             self._turn_away(stranger)  # heard first: it may be us who were late
@@ -127,7 +137,7 @@ class Gate:
             self._selector.register(self._listener, selectors.EVENT_READ)
         if is_knocking:
             self._greet()
-        return admitted
+        return accepted
 
     def close(self) -> None:
         """Turn everybody away who waits, and stop listening."""
@@ -164,7 +174,7 @@ class Gate:
             ((host, _),) = Counter(each.host for each in self._waiting).most_common(1)
             self._turn_away(next(each for each in self._waiting if each.host == host))
 
-    def _hear(self, stranger: _Stranger) -> tuple[Channel, Message] | None:
+    def _hear(self, stranger: _Stranger) -> tuple[socket.socket, bytes] | None:
         try:
             chunk = stranger.connection.recv(MOST_BYTES + 1 - len(stranger.said))
         except (BlockingIOError, InterruptedError):
@@ -179,7 +189,7 @@ class Gate:
             self._turn_away(stranger)
         return visitor
 
-    def _recognize(self, stranger: _Stranger) -> tuple[Channel, Message] | None:
+    def _recognize(self, stranger: _Stranger) -> tuple[socket.socket, bytes] | None:
         """Let a visitor in whose line is whole and signed, and which says nothing more yet."""
         words = _ANSWER.fullmatch(bytes(stranger.said))
         if words is None:
@@ -188,15 +198,11 @@ class Gate:
         signed = (self._role, stranger.number.encode(), number, identity)
         if not hmac.compare_digest(proof, _proof(self._secret, b"visitor", *signed)):
             return None
-        try:
-            message = decode(identity)
-        except ValueError:
-            return None
         if not self._say(stranger, _proof(self._secret, b"gate", *signed) + b"\n"):
             return None
         self._selector.unregister(stranger.connection)
         del self._waiting[stranger]
-        return Channel(stranger.connection), message
+        return stranger.connection, identity
 
     def _say(self, stranger: _Stranger, line: bytes) -> bool:
         """Whether the line has left; there is room for so few words, or nobody to hear them."""
@@ -220,9 +226,25 @@ def knock(
     It comes again if it was turned away, until the limit. Raises LaunchError: nobody listens there,
     or not the one who knows the secret, or nobody let us in.
     """
+    line = encode(identity)
+    return Channel(connect(address, secret=secret, role=role, line=line, limit_s=limit_s))
+
+
+def connect(
+    address: str,
+    *,
+    secret: str,
+    role: str,
+    line: bytes,
+    limit_s: float = 30.0,
+    insists: bool = True,
+) -> socket.socket:
+    """As `knock`, for a visitor who does not speak in messages. ``line`` says who it is.
+
+    One that does not insist takes being turned away for an answer.
+    """
     deadline = time.monotonic() + limit_s
     pause_s = _FIRST_PAUSE_S
-    line = encode(identity)
     if len(line) + _NUMBER_CHARS + _PROOF_CHARS + 2 > MOST_BYTES:
         raise LaunchError(
             f"What is said to the {role} before it opens must be shorter than {MOST_BYTES} "
@@ -246,7 +268,7 @@ def knock(
             except BaseException:
                 connection.close()
                 raise
-        if time.monotonic() + pause_s > deadline:
+        if not insists or time.monotonic() + pause_s > deadline:
             raise LaunchError(
                 f"The {role} at {address!r} does not answer: {problem}. See whether it runs, and "
                 f"whether TORCHMN_SECRET is the same here, on {socket.gethostname()}, as there."
@@ -257,7 +279,7 @@ def knock(
 
 def _introduce(
     connection: socket.socket, secret: str, role: str, identity: bytes, deadline: float
-) -> Channel:
+) -> socket.socket:
     """The visitor's part of the handshake. Raises OSError: turned away; LaunchError: not a gate."""
     greeting = _read(connection, len(_GREETING) + _NUMBER_CHARS + 1, deadline)
     found = re.fullmatch(_GREETING + rb"([0-9a-f]{%d})\n" % _NUMBER_CHARS, greeting)
@@ -269,7 +291,7 @@ def _introduce(
     answer = _read(connection, _PROOF_CHARS + 1, deadline)
     if not hmac.compare_digest(answer, _proof(secret, b"gate", *signed) + b"\n"):
         raise LaunchError(f"Who answers instead of the {role} does not know the secret of the job.")
-    return Channel(connection)
+    return connection
 
 
 def _read(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:

@@ -2,13 +2,14 @@
 
 A fixed port would let two jobs on one host meet. So rank 0 listens on a port that the system chose,
 and tells it at one of a few others that follow from the name of the job, which all its ranks know.
-It tells only who asks for this very job. Nothing secret is told: whoever may look at the host's
-sockets sees the port as well.
+It tells only who asks for this very job, and where TORCHMN_SECRET is set who knows that as well.
+Nothing secret is told: whoever may look at the host's sockets sees the port as well.
 """
 
 from __future__ import annotations
 
 import hashlib
+import selectors
 import socket
 import struct
 import threading
@@ -17,7 +18,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from torchmn.errors import LaunchError, TopologyError
-from torchmn.topology import LaunchedPlace, allocation
+from torchmn.launch.gate import Gate, connect
+from torchmn.topology import LaunchedPlace, allocation, route_of
 from torchmn.topology.hosts import parse_node_list
 
 _NUM_PORTS = 8
@@ -25,6 +27,7 @@ _FIRST_PORT, _LAST_PORT = 20_000, 32_000  # below what systems give to connectio
 _ASK_S = 2.0
 _PAUSE_S = 0.05
 _PORT = struct.Struct("!H")
+_ROLE = "meeting"
 _VARIABLES = (
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
     *("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "PALS_APID"),
@@ -60,17 +63,17 @@ def leader_host(place: LaunchedPlace, env: Mapping[str, str]) -> str | None:
     return given.hosts[0].name if given is not None else None
 
 
-def tell_port(job: str, port: int) -> None:
+def tell_port(job: str, port: int, *, host: str = "127.0.0.1", secret: str = "") -> None:
     """Rank 0: tell the others ``port`` as long as this process lives, in a daemon thread.
 
-    Raises LaunchError: all ports of this job are taken.
+    ``host`` is where the others look for us, ``secret`` that of the job if it has one. Raises
+    LaunchError: all ports of this job are taken.
     """
     for candidate in _candidates(job):
         with suppress(OSError):
-            listener = socket.create_server(("", candidate), backlog=1024, reuse_port=False)
-            threading.Thread(
-                target=_answer, args=(listener, _digest(job), port), name="meeting", daemon=True
-            ).start()
+            listener = socket.create_server((_interface(host), candidate), backlog=1024)
+            gate = Gate(listener, secret=_word(job, secret), role=_ROLE)
+            threading.Thread(target=_answer, args=(gate, port), name="meeting", daemon=True).start()
             return
     raise LaunchError(
         f"All of the ports {', '.join(map(str, _candidates(job)))} are taken on "
@@ -79,7 +82,7 @@ def tell_port(job: str, port: int) -> None:
     )
 
 
-def ask_port(host: str, job: str, limit_s: float) -> int | None:
+def ask_port(host: str, job: str, limit_s: float, *, secret: str = "") -> int | None:
     """The other ranks: rank 0's port, or ``None`` if nobody told it within the limit.
 
     Raises TopologyError: the name of the host is unknown here.
@@ -95,10 +98,17 @@ def ask_port(host: str, job: str, limit_s: float) -> int | None:
     while time.monotonic() < deadline:
         for candidate in _candidates(job):
             with (
-                suppress(OSError, struct.error),
-                socket.create_connection((address, candidate), timeout=_ASK_S) as connection,
+                suppress(OSError, struct.error, LaunchError),
+                connect(
+                    f"{address}:{candidate}",
+                    secret=_word(job, secret),
+                    role=_ROLE,
+                    line=b"a rank\n",
+                    limit_s=_ASK_S,
+                    insists=False,  # it may be the gate of another job
+                ) as connection,
             ):
-                connection.sendall(_digest(job))
+                connection.settimeout(_ASK_S)
                 return int(_PORT.unpack(connection.recv(_PORT.size, socket.MSG_WAITALL))[0])
         time.sleep(_PAUSE_S)
     return None
@@ -112,17 +122,29 @@ def is_loopback(name: str) -> bool:
         return False
 
 
-def _answer(listener: socket.socket, expected: bytes, port: int) -> None:
-    while True:
-        connection, _ = listener.accept()
-        with connection, suppress(OSError):
-            connection.settimeout(_ASK_S)
-            if connection.recv(len(expected), socket.MSG_WAITALL) == expected:
-                connection.sendall(_PORT.pack(port))
+def _answer(gate: Gate, port: int) -> None:
+    with selectors.DefaultSelector() as selector:
+        selector.register(gate, selectors.EVENT_READ)
+        while True:
+            selector.select(1.0)
+            for connection, _ in gate.accept():
+                with connection, suppress(OSError):
+                    connection.send(_PORT.pack(port))
 
 
-def _digest(job: str) -> bytes:
-    return hashlib.sha256(f"torchmn meeting {job}".encode()).digest()
+def _interface(host: str) -> str:
+    """The address of ours that ``host`` stands for; all, where others are led elsewhere by it."""
+    with suppress(OSError):
+        address = socket.gethostbyname(host)
+        is_plain = host in (address, "localhost") or not address.startswith("127.")
+        if is_plain and route_of(address) is not None:
+            return address
+    return ""
+
+
+def _word(job: str, secret: str) -> str:
+    """What who asks must know: without a secret, the name of the job, which others may know too."""
+    return hashlib.sha256(f"torchmn meeting {job} {secret}".encode()).hexdigest()
 
 
 def _candidates(job: str) -> list[int]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Literal, get_args
 
-from torchmn.launch.elastic.messages import ELASTIC_KINDS, ElasticMessage
+from torchmn.launch.elastic.messages import ElasticMessage
 
 Stream = Literal["out", "err"]
 EndedBy = Literal["itself", "supervisor", "outside"]
@@ -26,6 +26,15 @@ class Hello:
     address: str
     port: int
     versions: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Present:
+    """Sentinel: I watch the script of this rank, this process on this host."""
+
+    rank: int
+    host: str
+    pid: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +94,14 @@ class Exit:
     """Agent: the script has ended. ``returncode`` is minus the signal if one ended it.
 
     ``ended_at`` is the time since the epoch in seconds. ``ended_by`` says who asked it to end:
-    nobody, the supervisor, or somebody else, such as mpirun.
+    nobody, the supervisor, or somebody else, such as mpirun. ``note`` says how in words where the
+    code is a guess.
     """
 
     returncode: int
     ended_at: float
     ended_by: EndedBy
+    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,17 +118,75 @@ class Notice:
     signum: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Failed:
+    """Script: I am about to end with this status; ``words`` are the last ones.
+
+    ``is_consequence``: because another rank has ended or does not answer. ``at`` is the time since
+    the epoch in seconds.
+    """
+
+    status: int
+    words: str
+    is_consequence: bool
+    at: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaving:
+    """Script: the end of the program is reached, most likely with this status."""
+
+    status: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overdue:
+    """Script: this collective of this group has not completed in time."""
+
+    group: str
+    number: int
+    limit_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tell:
+    """Supervisor: what are you doing?"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """Script, or its agent in its place: what it is doing.
+
+    ``collectives`` holds the last one of each group; see `Collective`. ``state`` is the process's
+    state in words where the script itself did not answer.
+    """
+
+    collectives: list[dict[str, object]] = field(default_factory=list)
+    stacks: str = ""
+    state: str = ""
+
+
 Message = (
-    Hello | Run | Refused | Started | Output | Refresh | Note | Exit | End | Notice | ElasticMessage
+    Hello
+    | Present
+    | Run
+    | Refused
+    | Started
+    | Output
+    | Refresh
+    | Note
+    | Exit
+    | End
+    | Notice
+    | Failed
+    | Leaving
+    | Overdue
+    | Tell
+    | Told
+    | ElasticMessage
 )
 
-_KINDS = {
-    kind.__name__: kind
-    for kind in (
-        *(Hello, Run, Refused, Started, Output, Refresh, Note, Exit, End, Notice),
-        *ELASTIC_KINDS,
-    )
-}
+_KINDS = {kind.__name__: kind for kind in get_args(Message)}
 
 
 def encode(message: Message) -> bytes:

@@ -67,6 +67,63 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+_STATES = {
+    "R": "runs",
+    "S": "sleeps",
+    "D": "waits for a disk or another device",
+    "T": "is stopped by a signal",
+    "t": "is stopped by a debugger",
+    "Z": "has ended",
+    "X": "has ended",
+}
+
+
+def state_of(pid: int) -> str:
+    """What a process does, in words; empty where the system does not tell. Linux only."""
+    if not IS_LINUX:
+        return ""
+    letter = _state_letter(pid)
+    if not letter:
+        return "is gone"
+    place = ""
+    with suppress(OSError), open(f"/proc/{pid}/wchan") as wchan:
+        place = wchan.read().strip().strip("0")
+    return _STATES.get(letter, f"is in state {letter}") + (f" (in {place})" if place else "")
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal or a debugger has stopped the process. Linux only, else no."""
+    return IS_LINUX and _state_letter(pid) in ("T", "t")
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process is there and has not ended; one of our user, or we may not ask."""
+    if IS_LINUX:
+        return _state_letter(pid) not in ("", "Z", "X")
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def exit_of_zombie(pid: int) -> int | None:
+    """How a process ended whose parent has not asked yet, as `os.waitpid` says it. Linux only."""
+    with suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+        if fields[0] == b"Z":
+            return os.waitstatus_to_exitcode(int(fields[49]))
+    return None
+
+
+def _state_letter(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0].decode()
+    except OSError:
+        return ""
+
+
 def send(pid: int, signum: int) -> None:
     """Send a signal to a process that may have ended."""
     with suppress(ProcessLookupError, PermissionError):

@@ -22,6 +22,7 @@ from torchmn.launch.job import Command, Job
 from torchmn.launch.remote import ask_hosts
 from torchmn.launch.screen import Screen
 from torchmn.launch.supervisor import Supervisor
+from torchmn.launch.verdict import FAILURE_FILE, HANG_FILE
 from torchmn.topology import Route, available_processors, route_to
 
 
@@ -184,9 +185,10 @@ def _make_log_dir(job: Job) -> None:
     }
     try:
         job.log_dir.mkdir(parents=True, exist_ok=True)
-        kinds = ("rank*.log", "rank*.exit.json", "host-*.log", "round*/rank*")
-        for old in (path for kind in kinds for path in job.log_dir.glob(kind)):
-            old.unlink()
+        kinds = ("rank*.log", "rank*.exit.json", HANG_FILE, FAILURE_FILE)
+        for pattern in (*kinds, "host-*.log", "round*/*"):
+            for old in job.log_dir.glob(pattern):
+                old.unlink()
         (job.log_dir / "launcher.log").write_bytes(b"")
         (job.log_dir / "job.json").write_text(json.dumps(record, indent=1) + "\n")
     except OSError as error:

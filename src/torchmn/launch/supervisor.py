@@ -18,7 +18,7 @@ from types import FrameType
 from torchmn.launch.channel import Channel
 from torchmn.launch.gate import Gate
 from torchmn.launch.host_facts import differences
-from torchmn.launch.job import Command, Job
+from torchmn.launch.job import SAVED_STATUS, Command, Job
 from torchmn.launch.messages import (
     End,
     Exit,
@@ -31,6 +31,7 @@ from torchmn.launch.messages import (
     Refused,
     Run,
     Started,
+    Tell,
 )
 from torchmn.launch.processes import (
     adopt_orphans,
@@ -43,11 +44,13 @@ from torchmn.launch.processes import (
     watch_signals,
 )
 from torchmn.launch.screen import Screen
-from torchmn.launch.verdict import RankRecord, judge
+from torchmn.launch.verdict import FAILURE_FILE, HANG_FILE, RankRecord, judge
+from torchmn.launch.watch import Watch
 
 _MARGIN_S = 3.0
 """How much longer than the ranks' grace we wait before we kill the agents themselves."""
 _NUM_QUOTED_LINES = 40
+_NUM_HANG_LINES = 200
 
 
 @dataclass
@@ -71,6 +74,7 @@ class Supervisor:
         self._job = job
         self._screen = screen
         self._records = [RankRecord(rank) for rank in range(job.num_ranks)]
+        self._watch = Watch(self._records)
         self._lines: list[_Line] = []
         self._processes: dict[int, Command] = {}
         self._bystanders = descendants(os.getpid())
@@ -140,7 +144,7 @@ class Supervisor:
                     selector.register(
                         line.channel, selectors.EVENT_READ, partial(self._on_line, line)
                     )
-            for key, _ in selector.select(0.5):
+            for key, _ in selector.select(0.2):
                 if key.data is not None:
                     key.data()
         for channel, message in self._gate.admit():
@@ -246,6 +250,8 @@ class Supervisor:
             self._show(partial(self._screen.refresh, record.rank, message.text))
         elif isinstance(message, Note):
             self._show(partial(self._screen.say, f"rank {record.rank}: {message.text}"))
+        else:
+            self._watch.hear(record, message, time.monotonic())
 
     def _on_output(self, record: RankRecord, message: Output) -> None:
         record.num_lines += len(message.lines)
@@ -274,8 +280,12 @@ class Supervisor:
                     f"rank(s) {', '.join(map(str, unstarted))} did not start within "
                     f"{self._job.start_limit_s:g} s"
                 )
-            has_failed = any(record.failed_at is not None for record in self._records)
-            if has_failed or self._launcher_problem or self._interrupted_by is not None:
+            if self._watch.must_ask(now):
+                for line in self._lines:
+                    line.channel.post(Tell())
+            must_end = self._watch.must_end(now)
+            if must_end or self._launcher_problem or self._interrupted_by is not None:
+                self._tell_of_hang()
                 self._end_all()
         all_have_ended = all(line.record.has_ended for line in self._lines)
         for line in self._lines:
@@ -288,6 +298,26 @@ class Supervisor:
             for pid in self._processes:
                 send_group(pid, signal.SIGKILL)
             kill_descendants(os.getpid(), spare=self._bystanders)
+
+    def _tell_of_hang(self) -> None:
+        hang = self._watch.hang
+        if hang is not None:
+            *lines, _ = hang.text.split("\n")
+            left = len(lines) - _NUM_HANG_LINES
+            shown = [
+                *lines[:_NUM_HANG_LINES],
+                *([f"... and {left} more lines"] if left > 0 else []),
+            ]
+            self._show(partial(self._screen.quote, "\n".join(shown)))
+            self._keep(HANG_FILE, hang.text)
+
+    def _keep(self, name: str, text: str) -> None:
+        """Write a file beside the logs; a full disk costs the file only."""
+        path = self._job.log_dir / name
+        try:
+            path.write_text(text)
+        except OSError as error:
+            self._show(partial(self._screen.say, f"cannot write {path}: {error}"))
 
     def _end_all(self) -> None:
         self._is_ending = True
@@ -314,6 +344,7 @@ class Supervisor:
             interrupted_by=self._interrupted_by,
             launcher_problem=self._launcher_problem,
             launcher_returncode=self._launcher_returncode,
+            hang=self._watch.hang,
         )
         culprit = verdict.culprit
         if culprit and culprit.num_lines_of_others_since and culprit.last_errors:
@@ -325,6 +356,9 @@ class Supervisor:
             if lines:
                 self._show(partial(self._screen.quote, "\n".join(lines[-_NUM_QUOTED_LINES:])))
         if verdict.sentence:
+            words = culprit.last_words if culprit else []
+            if verdict.exit_code != SAVED_STATUS:
+                self._keep(FAILURE_FILE, "\n".join([*words, verdict.sentence]) + "\n")
             self._show(partial(self._screen.say, verdict.sentence))
         return verdict.exit_code
 

@@ -5,12 +5,18 @@ from __future__ import annotations
 import signal
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from torchmn.launch.hang_report import HangReport
 from torchmn.launch.job import SAVED_STATUS
-from torchmn.launch.messages import Exit
+from torchmn.launch.messages import Exit, Failed, Overdue, Told
 from torchmn.launch.processes import shell_code, signal_name
+
+HANG_FILE = "hang.txt"
+"""In the folder of the logs: what all ranks did when the job was found to hang."""
+FAILURE_FILE = "failure.txt"
+"""In the folder of the logs: the sentence and the last words of the rank that failed first."""
 
 
 @dataclass
@@ -20,6 +26,11 @@ class RankRecord:
     rank: int
     host: str = ""
     exit: Exit | None = None
+    failed: Failed | None = None
+    is_leaving: bool = False
+    leaving_status: int = 0
+    overdue: Overdue | None = None
+    told: Told | None = None
     lost_at: float | None = None  # its agent died without a report
     lost_returncode: int | None = None
     was_ending: bool = False  # it got lost after the supervisor had asked it to end
@@ -34,11 +45,31 @@ class RankRecord:
 
     @property
     def failed_at(self) -> float | None:
-        """When it failed, or ``None``. A rank that ended because we asked it to did not fail."""
+        """When it failed by itself, or ``None``.
+
+        A rank that ended because we asked it to did not, nor did one that only says that another
+        has ended.
+        """
+        if self.failed is not None:
+            return None if self.failed.is_consequence else self.failed.at
         if self.exit is not None:
             has_failed = self.exit.returncode != 0 and self.exit.ended_by != "supervisor"
             return self.exit.ended_at if has_failed else None
         return None if self.was_ending else self.lost_at
+
+    @property
+    def follows(self) -> bool:
+        """Whether it failed only because of another rank."""
+        return self.failed is not None and self.failed.is_consequence
+
+    @property
+    def status(self) -> int:
+        """The exit status that is its own; 0 if it has none."""
+        if self.failed is not None:
+            return self.failed.status
+        if self.exit is not None and self.exit.ended_by != "supervisor":
+            return shell_code(self.exit.returncode)
+        return self.leaving_status or shell_code(self.lost_returncode or 0)
 
     @property
     def is_victim(self) -> bool:
@@ -48,6 +79,8 @@ class RankRecord:
     @property
     def last_words(self) -> list[str]:
         """Its last error lines, from the last traceback on."""
+        if self.failed is not None:
+            return self.failed.words.splitlines()
         lines = list(self.last_errors)
         starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent")]
         return lines[starts[-1] :] if starts else lines[-10:]
@@ -70,11 +103,14 @@ def judge(
     interrupted_by: int | None = None,
     launcher_problem: str = "",
     launcher_returncode: int = 0,
+    hang: HangReport | None = None,
+    keeps_output: bool = True,
 ) -> Verdict:
     """The verdict over a job whose ranks have all ended or never started.
 
-    The first rank that failed by itself is the culprit: ranks that follow have lost their peer,
-    and ranks that a launcher ended are its victims.
+    The first rank that failed by itself is the culprit. Ranks that only say that a peer is lost
+    follow from it, and ranks that a launcher ended are its victims: neither is blamed as long as
+    there is a cause. ``keeps_output`` says whether the folder has a file with each rank's output.
     """
     if interrupted_by is not None:
         name = signal_name(-interrupted_by)
@@ -82,26 +118,22 @@ def judge(
             exit_code=shell_code(-interrupted_by),
             sentence=f"interrupted by {name}; all {len(ranks)} ranks have ended.",
         )
-    failed = sorted(
-        (record.is_victim, record.failed_at, record.rank)
-        for record in ranks
-        if record.failed_at is not None
-    )
-    if failed and not failed[0][0]:
-        culprit = ranks[failed[0][2]]
-        if _exit_code(culprit) == SAVED_STATUS:
-            return Verdict(
-                exit_code=SAVED_STATUS,
-                sentence=f"the ranks saved and left before the time limit (status {SAVED_STATUS}).",
-            )
-        log = log_dir / f"rank{culprit.rank}.log"
+    if hang is not None:
         return Verdict(
-            exit_code=_exit_code(culprit),
-            sentence=f"{_obituary(culprit)}; its output is in {log}.",
-            culprit=culprit,
+            exit_code=1, sentence=f"{hang.sentence}. All that is known is in {log_dir / HANG_FILE}."
         )
-    if failed or launcher_problem:
-        victims = [ranks[rank] for _, _, rank in failed]
+    by_itself = sorted((r.failed_at, r.rank) for r in ranks if r.failed_at is not None)
+    causes = [ranks[rank] for _, rank in by_itself if not ranks[rank].is_victim]
+    causes += [r for r in ranks if r.leaving_status and r not in causes]
+    if causes:
+        return _blame(causes[0], log_dir if keeps_output else None)
+    followers = sorted((r.failed.at, r.rank) for r in ranks if r.failed is not None and r.follows)
+    if followers and not launcher_problem:
+        early = [r for r in ranks if r.exit is not None and r.exit.returncode == 0]
+        verdict = _blame(ranks[followers[0][1]], log_dir if keeps_output else None)
+        return replace(verdict, sentence=_with_early(verdict.sentence, early))
+    if by_itself or launcher_problem:
+        victims = [ranks[rank] for _, rank in by_itself]
         own_code = _exit_code(victims[0]) if victims else 1
         problem = launcher_problem or f"{_obituary(victims[0])}, which neither it nor we sent"
         return Verdict(
@@ -112,13 +144,39 @@ def judge(
     return Verdict(exit_code=0)
 
 
+def _blame(culprit: RankRecord, log_dir: Path | None) -> Verdict:
+    code = _exit_code(culprit)
+    if code == SAVED_STATUS:
+        return Verdict(
+            exit_code=SAVED_STATUS,
+            sentence=f"the ranks saved and left before the time limit (status {SAVED_STATUS}).",
+        )
+    where = f"; its output is in {log_dir / f'rank{culprit.rank}.log'}" if log_dir else ""
+    return Verdict(exit_code=code, sentence=f"{_obituary(culprit)}{where}.", culprit=culprit)
+
+
+def _with_early(sentence: str, early: Sequence[RankRecord]) -> str:
+    if not early:
+        return sentence
+    who = ", ".join(str(record.rank) for record in early)
+    return f"{sentence} Before that rank {who} had ended with exit code 0, while others needed it."
+
+
 def _exit_code(record: RankRecord) -> int:
-    returncode = record.exit.returncode if record.exit else record.lost_returncode
-    return shell_code(returncode) if returncode else 1
+    return record.status or 1
 
 
 def _obituary(record: RankRecord) -> str:
     who = f"rank {record.rank}" + (f" on {record.host}" if record.host else "")
+    if record.failed is not None:
+        error = record.failed.words.strip().splitlines()[-1:]
+        return f"{who} failed with exit code {record.failed.status}" + "".join(
+            f" ({line[:200]})" for line in error
+        )
+    if record.leaving_status:
+        return f"{who} failed with exit code {record.leaving_status}"
+    if record.exit is not None and record.exit.note:
+        return f"{who} {record.exit.note}"
     if record.exit is None:
         name = signal_name(record.lost_returncode or 0)
         return f"{who} was lost: its agent died" + (f" of {name}" if name else "")

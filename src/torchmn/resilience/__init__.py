@@ -1,6 +1,7 @@
-"""What keeps a training alive: leaving in time before a scheduler ends the job, equal replicas."""
+"""What keeps a training alive and right: an end in seconds with the cause named, leaving in time."""
 
+from torchmn.resilience.crash import install_crash_handler
 from torchmn.resilience.preemption import SAVED_STATUS, Preemption
 from torchmn.resilience.replica_check import ReplicaCheck, ReplicaReport
 
-__all__ = ["SAVED_STATUS", "Preemption", "ReplicaCheck", "ReplicaReport"]
+__all__ = ["SAVED_STATUS", "Preemption", "ReplicaCheck", "ReplicaReport", "install_crash_handler"]

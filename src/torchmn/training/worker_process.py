@@ -11,6 +11,7 @@ import contextlib
 import multiprocessing
 import pickle
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -75,10 +76,13 @@ def join(store: Store, plan: WorkerPlan) -> Communicator:
 
 def serve_store(timeout_s: float) -> TCPStore:
     """Where main and workers find each other: a free port of this machine that main listens on."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    port = listener.getsockname()[1]
     return TCPStore(
         "127.0.0.1",
-        0,
+        port,
         is_master=True,
+        master_listen_fd=listener.detach(),  # else torch listens on all interfaces
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout_s),
     )

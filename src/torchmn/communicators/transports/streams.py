@@ -40,7 +40,9 @@ from torchmn.communicators.transports.base import (
     TimeLimit,
     Transport,
 )
-from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError
+from torchmn.communicators.transports.torch_distributed import TorchDistributedTransport
+from torchmn.errors import CommunicationError, LaunchError, PeerLostError, TimeLimitError
+from torchmn.launch.gate import Gate, connect
 from torchmn.topology.interfaces import address_of
 from torchmn.units import KiB
 
@@ -53,6 +55,7 @@ _CONNECT_S = 5.0
 _HEAD = struct.Struct("<QQ")  # tag, bytes: what comes next on a connection
 _TOKEN_BYTES = 16
 _ROW_BYTES = 128
+_ROLE = "streams"
 
 
 class StreamTransport(Transport):
@@ -354,14 +357,14 @@ def _memory(tensor: Tensor) -> memoryview:
 def _connect_all(inner: Transport, limit: TimeLimit) -> dict[int, socket.socket]:
     """One connection to each peer, by rank; those that failed are not in it. *Collective.*
 
-    Every rank listens and tells the others where; the higher rank of a pair connects. A token shows
-    that it reached whom it meant to, and that nobody else came.
+    Every rank listens and tells the others where; the higher rank of a pair connects. Each listener
+    is a gate whose secret is a token told to the ranks alone, beside that of the job where it has
+    one: so each side knows that it reached whom it meant to, and strangers do not get in.
     """
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        listener.listen(inner.size)
-        token = secrets.token_bytes(_TOKEN_BYTES)
-        addresses = _own_addresses()[: (_ROW_BYTES - _TOKEN_BYTES - 3) // 4]
+    addresses = _own_addresses(inner)[: (_ROW_BYTES - _TOKEN_BYTES - 3) // 4]
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    listener = socket.create_server((addresses[0] if len(addresses) == 1 else "", 0), backlog=1024)
+    with contextlib.closing(Gate(listener, secret=_secret(token), role=_ROLE)) as gate:
         row = token + struct.pack("<HB", listener.getsockname()[1], len(addresses))
         row += b"".join(socket.inet_aton(address) for address in addresses)
         table = torch.zeros(inner.size, _ROW_BYTES, dtype=torch.uint8)
@@ -374,10 +377,7 @@ def _connect_all(inner: Transport, limit: TimeLimit) -> dict[int, socket.socket]
             if found is not None:
                 connections[peer] = found
         # Whoever could not reach somebody has said so by now, or does not come any more.
-        for _ in range(inner.rank + 1, inner.size):
-            accepted = _accept(listener, token, deadline)
-            if accepted is not None:
-                connections[accepted[0]] = accepted[1]
+        connections |= _let_in(gate, range(inner.rank + 1, inner.size), deadline)
         return connections
 
 
@@ -387,48 +387,50 @@ def _reach(row: bytes, rank: int, deadline: float) -> socket.socket | None:
     port, num_addresses = struct.unpack_from("<HB", rest)
     for index in range(num_addresses):
         address = socket.inet_ntoa(rest[3 + 4 * index : 7 + 4 * index])
-        left_s = deadline - time.monotonic()
+        is_last = index == num_addresses - 1
+        left_s = (deadline - time.monotonic()) / (1 if is_last else 2)
         if left_s <= 0:
             return None
-        connection = None
-        try:
-            connection = socket.create_connection((address, port), timeout=left_s / 2)
-            connection.sendall(token + struct.pack("<I", rank))
-            if connection.recv(1, socket.MSG_WAITALL) == b"!":
-                return connection
-        except OSError:
-            pass
-        if connection is not None:
-            connection.close()
+        with contextlib.suppress(LaunchError):
+            return connect(
+                f"{address}:{port}",
+                secret=_secret(token),
+                role=_ROLE,
+                line=b"%d\n" % rank,
+                limit_s=left_s,
+            )
     return None
 
 
-def _accept(
-    listener: socket.socket, token: bytes, deadline: float
-) -> tuple[int, socket.socket] | None:
-    """The next rank that connects and knows the token."""
-    while (left_s := deadline - time.monotonic()) > 0:
-        listener.settimeout(left_s)
-        connection = None
-        try:
-            connection, _ = listener.accept()
-            connection.settimeout(left_s)
-            greeting = connection.recv(_TOKEN_BYTES + 4, socket.MSG_WAITALL)
-            if len(greeting) == _TOKEN_BYTES + 4 and secrets.compare_digest(
-                greeting[:_TOKEN_BYTES], token
-            ):
-                connection.sendall(b"!")
-                return struct.unpack("<I", greeting[_TOKEN_BYTES:])[0], connection
-        except OSError:
-            pass
-        if connection is not None:
-            connection.close()
-    return None
+def _let_in(gate: Gate, peers: range, deadline: float) -> dict[int, socket.socket]:
+    """The connections of these ranks, as far as they come in time."""
+    found: dict[int, socket.socket] = {}
+    poll = select.poll()
+    poll.register(gate, select.POLLIN)
+    while len(found) < len(peers) and (left_s := deadline - time.monotonic()) > 0:
+        poll.poll(min(left_s, 1.0) * 1e3)
+        for connection, line in gate.accept():
+            rank = int(line)
+            if rank in peers and rank not in found:
+                found[rank] = connection
+            else:
+                connection.close()
+    return found
 
 
-def _own_addresses() -> list[str]:
-    """Where other hosts may reach this one: the interface that gloo was given, else all of them."""
+def _secret(token: bytes) -> str:
+    return f"{os.environ.get('TORCHMN_SECRET', '')} {token.hex()}"
+
+
+def _own_addresses(inner: Transport) -> list[str]:
+    """Where others may reach this rank, best first.
+
+    The address or the interface that gloo was given, else those of all interfaces.
+    """
     asked = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    own = inner.own_address if isinstance(inner, TorchDistributedTransport) else None
+    if own is not None and not asked:
+        return [own]
     names = asked.split(",") if asked else [name for _, name in socket.if_nameindex()]
     # The loopback leads to other ranks of this host only; last, for those.
     found = map(address_of, sorted(names, key=lambda name: name == "lo"))

@@ -65,7 +65,7 @@ class TorchDistributedTransport(Transport):
         own_address: str | None = None,
     ) -> None:
         super().__init__(rank, size, scratch)
-        self._own_address = own_address
+        self.own_address = own_address
         self.is_trusted = is_trusted
         self._store = store
         self._timeout_s = timeout_s
@@ -117,7 +117,7 @@ class TorchDistributedTransport(Transport):
             if coalesce:
                 works = [group._end_coalescing()]
             for work in works:
-                work.wait(timedelta(seconds=max(limit.left_s, 0.001)))
+                work.wait(_left(limit))
         except RuntimeError as error:
             raise _translate(error, "an exchange", limit.seconds) from error
 
@@ -129,6 +129,7 @@ class TorchDistributedTransport(Transport):
             return
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(_OPS[op])
+        options.timeout = _left(limit)  # of gloo's own thread, which `close` waits for
         self._wait(lambda group: group.allreduce([buffer], options), buffer, "all_reduce", limit)
 
     def broadcast_(self, buffer: Tensor, root: int, limit: TimeLimit) -> None:
@@ -138,13 +139,14 @@ class TorchDistributedTransport(Transport):
         options = dist.BroadcastOptions()
         options.rootRank = root
         options.rootTensor = 0
+        options.timeout = _left(limit)
         flat = _bytes(buffer)
         self._wait(lambda group: group.broadcast([flat], options), buffer, "broadcast", limit)
 
     def _wait(self, start: Any, buffer: Tensor, what: str, limit: TimeLimit) -> None:
         group = self._group(buffer)
         try:
-            start(group).wait(timedelta(seconds=max(limit.left_s, 0.001)))
+            start(group).wait(_left(limit))
         except RuntimeError as error:
             raise _translate(error, what, limit.seconds) from error
 
@@ -158,7 +160,7 @@ class TorchDistributedTransport(Transport):
             cuda_device=self.cuda_device,
             is_trusted=self.is_trusted,
             scratch=self.scratch,
-            own_address=self._own_address,
+            own_address=self.own_address,
         )
         if part.size > 1:  # who leaves at once would break the connections of who still makes them
             part.barrier(limit)
@@ -204,6 +206,10 @@ def _sized_tag(tag: int, tensor: Tensor) -> int:
     Ranks in different collectives then wait for messages that do not come, until their time limit.
     """
     return (tag << 16 | zlib.crc32(str(tensor.nbytes).encode()) & 0xFFFF) & 0x7FFFFFFF
+
+
+def _left(limit: TimeLimit) -> timedelta:
+    return timedelta(seconds=max(limit.left_s, 0.001))
 
 
 def _bytes(tensor: Tensor) -> Tensor:

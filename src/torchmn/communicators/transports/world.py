@@ -6,6 +6,7 @@ and later ones are split off.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -29,6 +30,8 @@ from torchmn.topology import route_to
 from torchmn.topology.environment import LaunchedPlace, launched_place, raise_if_contradicted
 
 TRANSPORTS = ("auto", "mpi", "torch")
+
+_STORE_BACKLOG = 4096
 
 _joined: dict[str, Transport] = {}
 
@@ -75,9 +78,11 @@ def join_world(kind: str, timeout_s: float) -> Transport:
 
 
 def _join_torch(launched: LaunchedPlace | None, timeout_s: float) -> Transport:
-    secret = bool(os.environ.get("TORCHMN_SECRET"))
     if launched is None or launched.size == 1:
-        return TorchDistributedTransport(HashStore(), 0, 1, timeout_s=timeout_s, is_trusted=secret)
+        has_secret = bool(_secret())
+        return TorchDistributedTransport(
+            HashStore(), 0, 1, timeout_s=timeout_s, is_trusted=has_secret
+        )
     address, server = _meet(launched, timeout_s)
     store = PrefixStore("torchmn", server)
     transport = TorchDistributedTransport(
@@ -120,9 +125,9 @@ def _meet(launched: LaunchedPlace, timeout_s: float) -> tuple[str, TCPStore]:
         )
     if launched.rank == 0:
         store = _store(launched, host, 0, timeout_s)
-        meeting.tell_port(job, store.port)
+        meeting.tell_port(job, store.port, host=host, secret=_secret())
         return host, store
-    found = meeting.ask_port(host, job, timeout_s)
+    found = meeting.ask_port(host, job, timeout_s, secret=_secret())
     if found is None:
         raise TimeLimitError(
             f"Rank {launched.rank} of {launched.size} on {socket.gethostname()} found no rank 0 of "
@@ -132,8 +137,15 @@ def _meet(launched: LaunchedPlace, timeout_s: float) -> tuple[str, TCPStore]:
     return host, _store(launched, host, found, timeout_s)
 
 
+def _secret() -> str:
+    return os.environ.get("TORCHMN_SECRET", "")
+
+
 def _store(launched: LaunchedPlace, address: str, port: int, timeout_s: float) -> TCPStore:
     serves = launched.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    listener = _store_listener(launched, address, port) if serves else None
+    if listener is not None:
+        port = listener.getsockname()[1]
     try:
         # multi_tenant: the user's own init_process_group() finds the same server and shares it.
         return TCPStore(
@@ -144,6 +156,7 @@ def _store(launched: LaunchedPlace, address: str, port: int, timeout_s: float) -
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
             multi_tenant=True,
+            master_listen_fd=None if listener is None else listener.detach(),
         )
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
@@ -157,6 +170,21 @@ def _store(launched: LaunchedPlace, address: str, port: int, timeout_s: float) -
             f"0 at {address}:{port} within {timeout_s:g} s ({reason}). See whether rank 0 runs and "
             "whether MASTER_ADDR names its host for this one."
         ) from error
+
+
+def _store_listener(launched: LaunchedPlace, address: str, port: int) -> socket.socket | None:
+    """Where rank 0 serves its store: on the interface of this address alone.
+
+    torch would listen on all of them. That is left to it (``None``) where a host's own name leads
+    to a loopback address there, which is not how others reach it, and where something listens
+    already: torch knows the server that the user has made in this process, or says what is wrong.
+    """
+    is_alone = launched.intra_size == launched.size
+    if meeting.is_loopback(address) and _names_own_host(address) and not is_alone:
+        return None
+    with contextlib.suppress(OSError):
+        return socket.create_server((socket.gethostbyname(address), port), backlog=_STORE_BACKLOG)
+    return None
 
 
 def _raise_if_everybody_is_the_leader(launched: LaunchedPlace, address: str) -> None:

@@ -24,7 +24,6 @@ from contextlib import suppress
 from torchmn.errors import LaunchError
 from torchmn.launch.channel import Channel
 from torchmn.launch.elastic.frames import Header, receive_frame, send_frame
-from torchmn.launch.elastic.links import end_with_host
 from torchmn.launch.elastic.messages import (
     Announced,
     Draft,
@@ -278,7 +277,6 @@ def _draft_of(found: Round) -> Draft | None:
 
 def _bare(channel: Channel) -> socket.socket:
     """The connection of a channel on which nothing has been said yet, for bytes, blocking."""
-    end_with_host(channel.fileno())
     connection = socket.socket(fileno=os.dup(channel.fileno()))
     channel.close()
     connection.setblocking(True)

@@ -23,21 +23,21 @@ from torchmn.launch import channel as channels
 from torchmn.launch.channel import Channel
 from torchmn.launch.elastic.elastic_job import ElasticJob, node_process, store_process
 from torchmn.launch.elastic.host import round_secret
-from torchmn.launch.elastic.links import end_with_host
 from torchmn.launch.elastic.messages import (
     Absent,
     Gathering,
     HostLost,
     Over,
     Round,
+    Sentence,
     Stop,
-    Told,
     Watcher,
 )
 from torchmn.launch.elastic.rendezvous import ROLE
 from torchmn.launch.gate import Gate, knock
 from torchmn.launch.job import SAVED_STATUS, Command
 from torchmn.launch.messages import (
+    End,
     Exit,
     Hello,
     Message,
@@ -47,6 +47,7 @@ from torchmn.launch.messages import (
     Refresh,
     Refused,
     Run,
+    Tell,
 )
 from torchmn.launch.processes import (
     adopt_orphans,
@@ -59,7 +60,8 @@ from torchmn.launch.processes import (
     watch_signals,
 )
 from torchmn.launch.screen import Screen
-from torchmn.launch.verdict import RankRecord, judge
+from torchmn.launch.verdict import FAILURE_FILE, HANG_FILE, RankRecord, judge
+from torchmn.launch.watch import Watch
 
 _STORE_START_S = 20.0
 _MARGIN_S = 10.0
@@ -111,6 +113,8 @@ class ElasticLauncher:
         self._gate: Gate | None = None
         self._lines: list[_Line] = []
         self._records: list[RankRecord] = []
+        self._watch = Watch(self._records)
+        self._has_ended_round = False
         self._round: Round | None = None
         self._hosts = {
             host.name: _HostProcess(host.name, log=self._job.log_dir / f"host-{host.name}.log")
@@ -160,7 +164,6 @@ class ElasticLauncher:
         channel = knock(
             found, secret=self._job.secret, role=ROLE, identity=Watcher(pid=os.getpid())
         )
-        end_with_host(channel.fileno())
         self._channel = channel
         return found
 
@@ -305,6 +308,8 @@ class ElasticLauncher:
             self._show(partial(self._screen.refresh, record.rank, message.text))
         elif isinstance(message, Note):
             self._say(f"rank {record.rank}: {message.text}")
+        else:
+            self._watch.hear(record, message, time.monotonic())
 
     def _on_rendezvous(self) -> None:
         if self._channel is None:
@@ -316,7 +321,7 @@ class ElasticLauncher:
                 self._hang_up([line for line in self._lines if not line.has_order])
             elif isinstance(message, HostLost):
                 self._on_lost_host(message)
-            elif isinstance(message, Told):
+            elif isinstance(message, Sentence):
                 self._say_once(message.text)
             elif isinstance(message, Over):
                 self._finish(message.text)
@@ -347,6 +352,7 @@ class ElasticLauncher:
             self._hosts[str(member["host"])].pause_s = _FIRST_PAUSE_S
         size = sum(int(member["slots"]) for member in found.members)
         self._records = [RankRecord(rank) for rank in range(size)]
+        self._watch, self._has_ended_round = Watch(self._records), False
         if self._gate is not None:
             self._gate.close()
         secret = round_secret(self._job.secret, found.number)
@@ -356,7 +362,11 @@ class ElasticLauncher:
         """What ended the last round, and with whom and from where all go on."""
         why = found.why
         if found.num_restarts > previous.num_restarts:
-            verdict = judge(self._records, log_dir=self._round_log_dir_of(previous))
+            verdict = judge(
+                self._records,
+                log_dir=self._round_log_dir_of(previous),
+                hang=self._watch.hang,
+            )
             why = verdict.sentence.rstrip(".") or why
             why += f"; restart {found.num_restarts} of {self._elastic.limits.max_restarts}"
         names = ", ".join(str(member["host"]) for member in found.members)
@@ -374,6 +384,12 @@ class ElasticLauncher:
                     line.channel.post(Notice(signum=signum))
         if self._gate is not None:
             self._on_visitors()
+        now = time.monotonic()
+        if self._watch.must_ask(now):
+            for line in self._lines:
+                line.channel.post(Tell())
+        if self._watch.must_end(now) and not self._has_ended_round:
+            self._end_round()
         has_saved = any(
             record.exit is not None and record.exit.returncode == SAVED_STATUS
             for record in self._records
@@ -385,6 +401,22 @@ class ElasticLauncher:
             self._kill_at = time.monotonic() + self._job.grace_s + 2 * _MARGIN_S
         if self._channel is not None:
             self._channel.flush()
+
+    def _end_round(self) -> None:
+        """A rank has failed or hangs, so no rank can go on: their agents let all start again."""
+        self._has_ended_round = True
+        if self._watch.hang is not None:
+            self._show(partial(self._screen.quote, self._watch.hang.text))
+            self._keep(self._round_log_dir / HANG_FILE, self._watch.hang.text)
+        for line in self._lines:
+            line.channel.post(End(signum=signal.SIGTERM))
+
+    def _keep(self, path: Path, text: str) -> None:
+        """Write a file beside the logs; a full disk costs the file only."""
+        try:
+            path.write_text(text)
+        except OSError as error:
+            self._say(f"cannot write {path}: {error}")
 
     def _finish(self, text: str) -> None:
         """The job is over: hosts end by themselves, and are killed if they do not in time."""
@@ -425,26 +457,31 @@ class ElasticLauncher:
     def _report(self) -> int:
         """Say how the job ended, and whose fault it was."""
         verdict = judge(
-            self._records, log_dir=self._round_log_dir, interrupted_by=self._interrupted_by
+            self._records,
+            log_dir=self._round_log_dir,
+            interrupted_by=self._interrupted_by,
+            hang=self._watch.hang,
         )
-        if self._interrupted_by is not None:
+        if self._interrupted_by is not None or verdict.exit_code == SAVED_STATUS:
             self._say(verdict.sentence)
             return verdict.exit_code
-        if not self._end and verdict.exit_code != SAVED_STATUS:
+        if not self._end:
             return 0
-        culprit = verdict.culprit
-        reason = self._loss_of_store() if self._has_lost_store else self._end or ""
-        if (
-            culprit is None or self._has_lost_store
-        ):  # ranks that only did what they were told are not to blame
-            self._say(f"{reason[:1].upper()}{reason[1:]}.")
-            return 1
-        if culprit.last_errors:
+        reason = self._loss_of_store() if self._has_lost_store else self._end
+        sentences = [f"{reason[:1].upper()}{reason[1:]}."]
+        # ranks that only did as they were told are not to blame
+        is_blamed = not (verdict.blames_launcher or self._has_lost_store)
+        culprit = verdict.culprit if is_blamed else None
+        if culprit is not None and culprit.last_errors:
             words = [f"The last words of rank {culprit.rank}:", *culprit.last_words]
             self._show(partial(self._screen.quote, "\n".join(words)))
-        sentences = [reason[:1].upper() + reason[1:] + "." if reason else "", verdict.sentence]
-        self._say(" ".join(sentence for sentence in sentences if sentence))
-        return verdict.exit_code or 1
+        if is_blamed and verdict.sentence:
+            sentences.append(verdict.sentence)
+        words = culprit.last_words if culprit is not None else []
+        text = " ".join(sentences)
+        self._keep(self._job.log_dir / FAILURE_FILE, "\n".join([*words, text]) + "\n")
+        self._say(text)
+        return (verdict.exit_code or 1) if is_blamed else 1
 
     def _loss_of_store(self) -> str:
         how = signal_name(self._store_end or 0)

@@ -115,7 +115,7 @@ class Leave:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class Sentence:
     """Rendezvous, to the launcher: a sentence for the user."""
 
     text: str
@@ -170,15 +170,10 @@ ElasticMessage = (
     | Round
     | Keep
     | Leave
-    | Told
+    | Sentence
     | Gathering
     | HostLost
     | Over
     | Absent
     | Stop
-)
-
-ELASTIC_KINDS = (
-    *(Watcher, Member, Neighbour, Arrived, Stored, Announced, Finished, Restart, Round, Keep),
-    *(Leave, Told, Gathering, HostLost, Over, Absent, Stop),
 )

@@ -20,7 +20,6 @@ from torchmn.errors import LaunchError, TorchmnError
 from torchmn.launch.channel import ADDRESS_VARIABLE
 from torchmn.launch.elastic.copies import ROUND_VARIABLE, SOCKET_VARIABLE, Copies
 from torchmn.launch.elastic.host import Host, round_secret
-from torchmn.launch.elastic.links import end_with_host
 from torchmn.launch.elastic.messages import ElasticMessage, Member, Round
 from torchmn.launch.elastic.rendezvous import ROLE
 from torchmn.launch.gate import knock
@@ -82,7 +81,6 @@ def _take_part(order: dict[str, Any], hosts: list[Host]) -> None:
         versions=versions(),
     )
     channel = knock(order["rendezvous"], secret=secret, role=ROLE, identity=identity)
-    end_with_host(channel.fileno())
     host = Host(channel, held=copies.held, on_keep=copies.keep, stdin=sys.stdin.fileno())
     hosts.append(host)
     os.environ["TORCHMN_HOST"] = order["host"]

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 from torchmn.launch.channel import Channel
-from torchmn.launch.elastic.links import LOST_AFTER_S, end_with_host
 from torchmn.launch.elastic.messages import (
     Absent,
     Announced,
@@ -79,7 +78,6 @@ class Rendezvous:
 
     def _on_gate(self) -> None:
         for channel, identity in self._gate.admit():
-            end_with_host(channel.fileno())
             if isinstance(identity, Watcher) and LAUNCHER not in self._channels:
                 self._channels[LAUNCHER] = channel
             elif isinstance(identity, Member):
@@ -110,7 +108,7 @@ class Rendezvous:
             if name == LAUNCHER:
                 self._rounds.stop(signal.SIGTERM)
             else:
-                why = f"its connection ended, or was silent for {LOST_AFTER_S} s"
+                why = "its connection ended, or nothing came for 8 s"
                 self._rounds.lost(name, why, time.monotonic())
         self._deliver()
 

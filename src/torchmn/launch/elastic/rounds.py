@@ -25,8 +25,8 @@ from torchmn.launch.elastic.messages import (
     Over,
     Restart,
     Round,
+    Sentence,
     Stored,
-    Told,
 )
 from torchmn.launch.host_facts import differences
 
@@ -111,14 +111,14 @@ class Rounds:
         problem = self._why_not(member)
         if problem:
             self._post(member.host, Leave(signum=signal.SIGTERM, text=problem))
-            self._post(LAUNCHER, Told(text=f"{member.host} cannot take part: {problem}."))
+            self._post(LAUNCHER, Sentence(text=f"{member.host} cannot take part: {problem}."))
             return False
         self._seats[member.host] = _Seat(member)
         self._absent.discard(member.host)
         if self._phase == "running":
             self._post(
                 LAUNCHER,
-                Told(text=f"{member.host} is here and waits for the next finished checkpoint."),
+                Sentence(text=f"{member.host} is here and waits for the next finished checkpoint."),
             )
         return True
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
+import struct
 import threading
 
 import pytest
@@ -184,7 +187,7 @@ def test_a_message_of_another_collective_is_not_taken() -> None:
 
 def test_where_ranks_cannot_reach_each_other_all_go_on_without(monkeypatch) -> None:
     monkeypatch.setattr(streams, "_CONNECT_S", 0.3)
-    monkeypatch.setattr(streams, "_own_addresses", list)
+    monkeypatch.setattr(streams, "_own_addresses", lambda inner: [])
 
     def rank_main(transport):
         assert isinstance(transport, TorchDistributedTransport)
@@ -193,3 +196,78 @@ def test_where_ranks_cannot_reach_each_other_all_go_on_without(monkeypatch) -> N
         assert (buffer == 3).all()
 
     run(rank_main, 3)
+
+
+class Meddler(TorchDistributedTransport):
+    """A transport beside which a stranger is busy at the listener of rank 0 from the beginning."""
+
+    def all_gather_stripes_(self, buffer, limit) -> None:
+        super().all_gather_stripes_(buffer, limit)
+        if buffer.numel() != self.size * streams._ROW_BYTES or self.rank == 0:
+            return
+        row = buffer[: streams._ROW_BYTES].numpy().tobytes()
+        token, rest = row[: streams._TOKEN_BYTES], row[streams._TOKEN_BYTES :]
+        port, _ = struct.unpack_from("<HB", rest)
+        for number in range(100):
+            stranger = socket.create_connection((socket.inet_ntoa(rest[3:7]), port), timeout=10)
+            self.strangers.append(stranger)
+            if number % 3 == 1:
+                stranger.sendall(os.urandom(100))
+            elif number % 3 == 2:  # the token was told over an open network, and not the secret
+                stranger.sendall(token + struct.pack("<I", 1))
+
+
+def test_strangers_neither_get_in_nor_keep_ranks_out(monkeypatch) -> None:
+    monkeypatch.setenv("TORCHMN_SECRET", "of this job")
+    store, strangers = HashStore(), []
+
+    def rank_main(rank):
+        inner = Meddler(store, rank, 2, timeout_s=20, own_address="127.0.0.1")
+        inner.strangers = strangers
+        with contextlib.closing(StreamTransport.over(inner, TimeLimit(20))) as transport:
+            assert transport.name == "streams"
+            buffer = part(rank, numel=2 * LARGE)
+            transport.all_reduce_(buffer, "sum", TimeLimit(20))
+            return buffer
+
+    results = run_threads(rank_main, 2)
+    assert torch.equal(results[0], part(0, numel=2 * LARGE) + part(1, numel=2 * LARGE))
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_ranks_without_the_secret_do_not_connect(monkeypatch) -> None:
+    """They know the token, which travels by the inner transport, and not the secret of the job."""
+    monkeypatch.setattr(streams, "_CONNECT_S", 0.3)
+    known = threading.local()
+    monkeypatch.setattr(streams, "_secret", lambda token: f"{known.secret} {token.hex()}")
+    store = HashStore()
+
+    def rank_main(rank):
+        known.secret = f"of job {rank}"
+        inner = TorchDistributedTransport(store, rank, 2, timeout_s=20)
+        with contextlib.closing(StreamTransport.over(inner, TimeLimit(20))) as transport:
+            return transport.name
+
+    assert run_threads(rank_main, 2) == ["torch.distributed"] * 2
+
+
+def test_listens_at_the_address_that_gloo_was_given(monkeypatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    hosts = []
+
+    def listen(address, **options):
+        hosts.append(address[0])
+        return create_server(address, **options)
+
+    create_server = socket.create_server
+    monkeypatch.setattr(streams.socket, "create_server", listen)
+    store = HashStore()
+
+    def rank_main(rank):
+        inner = TorchDistributedTransport(store, rank, 2, timeout_s=20, own_address="127.0.0.1")
+        with contextlib.closing(StreamTransport.over(inner, TimeLimit(20))) as transport:
+            return transport.name
+
+    assert run_threads(rank_main, 2) == ["streams"] * 2
+    assert set(hosts) == {"127.0.0.1"}

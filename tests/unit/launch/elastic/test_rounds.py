@@ -15,8 +15,8 @@ from torchmn.launch.elastic.messages import (
     Over,
     Restart,
     Round,
+    Sentence,
     Stored,
-    Told,
 )
 from torchmn.launch.elastic.rounds import LAUNCHER, Limits, Rounds
 
@@ -177,7 +177,7 @@ def test_a_host_that_comes_back_waits_for_an_announcement() -> None:
     assert names(play.round()) == ["a"]
     play.come("b")
     posts = play.rounds.take_posts()
-    assert [type(message) for _, message in posts] == [Told]  # nobody is disturbed
+    assert [type(message) for _, message in posts] == [Sentence]  # nobody is disturbed
     play.rounds.announced(40, play.now)
     assert play.said("a", Restart)
     play.arrive("a")

@@ -1,0 +1,147 @@
+"""What a hang looks like from all ranks at once: who waits, who has not come, and what he does.
+
+Pure functions of what the ranks, or their agents, have told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+
+from torchmn.launch.messages import Overdue, Told
+
+_NUM_STACK_LINES = 60
+_FRAME = 'File "'
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangReport:
+    """``sentence`` for the end of the output, ``text`` with all that is known, and the culprits."""
+
+    sentence: str
+    text: str
+    missing: tuple[int, ...]
+
+
+def report(
+    overdue: Overdue, asker: int, told: Mapping[int, Told], hosts: Mapping[int, str]
+) -> HangReport:
+    """The report of a collective that ``asker`` has found overdue.
+
+    ``told`` holds who has answered, ``hosts`` all ranks of the job.
+    """
+    group = _group_of(overdue, told.get(asker))
+    members = [int(rank) for rank in _list(group.get("ranks"))] or sorted(hosts)
+    waiting = {
+        rank: mine
+        for rank in members
+        if (mine := _in_group(told.get(rank), group)) is not None and mine["state"] != "done"
+    }
+    missing = tuple(rank for rank in members if rank not in waiting)
+    where = f" ({group['where']})" if group.get("where") else ""
+    what = f"{group.get('what', 'a collective')}{where} of group '{overdue.group}'"
+    head = f"{what} has not completed within {overdue.limit_s:g} s"
+    if missing:
+        cause = f"{_ranks(missing)} did not come to it: " + "; ".join(
+            f"{_who(rank, hosts)} {_doing(told.get(rank), group)}" for rank in missing[:8]
+        )
+    else:
+        cause = _disagreement(waiting, hosts) or (
+            f"all of {_ranks(members)} have come to it, so messages do not get through. Look at "
+            "the network between the hosts (interface, firewall, MTU), or raise timeout_s= if it "
+            "is slow"
+        )
+    lines = [f"A hang: {head}.", f"{cause[0].upper()}{cause[1:]}.", ""]
+    for rank in sorted(hosts):
+        lines += _lines_of(rank, told.get(rank), hosts)
+    return HangReport(sentence=f"{head}; {cause}", text="\n".join(lines) + "\n", missing=missing)
+
+
+def _group_of(overdue: Overdue, told: Told | None) -> Mapping[str, object]:
+    for mine in told.collectives if told else ():
+        if mine.get("group") == overdue.group and mine.get("state") != "done":
+            return mine
+    return {"group": overdue.group, "number": overdue.number}
+
+
+def _in_group(told: Told | None, group: Mapping[str, object]) -> Mapping[str, object] | None:
+    """What a rank did last in this group. Communicators with the same ranks may be several."""
+    found = None
+    for mine in told.collectives if told else ():
+        if mine.get("group") == group.get("group") and mine.get("ranks") == group.get("ranks"):
+            if mine.get("state") != "done":
+                return mine
+            found = mine
+    return found
+
+
+def _disagreement(waiting: Mapping[int, Mapping[str, object]], hosts: Mapping[int, str]) -> str:
+    """A sentence if the ranks are in different collectives, or in the same of other steps."""
+    kinds: dict[tuple[object, object], list[int]] = {}
+    for rank, mine in waiting.items():
+        kinds.setdefault((mine.get("what"), mine.get("where")), []).append(rank)
+    if len(kinds) < 2:
+        return ""
+    said = [
+        f"{_ranks(ranks)} in {what}" + (f" ({where})" if where else "")
+        for (what, where), ranks in kinds.items()
+    ]
+    return (
+        f"the ranks are in different collectives: {'; '.join(said)}. All ranks must call the same "
+        "ones, in the same order and with the same shapes"
+    )
+
+
+def _doing(told: Told | None, group: Mapping[str, object]) -> str:
+    if told is None:
+        return "has not answered"
+    if told.state:
+        return told.state
+    mine = _in_group(told, group)
+    last = f"its last one was number {mine['number']}, {mine['what']}" if mine else "it had none"
+    place = _own_line(told.stacks)
+    return f"runs{f' at {place}' if place else ''} ({last} of this group)"
+
+
+def _own_line(stacks: str) -> str:
+    """Where the main thread is, whose stack comes first: ``file:line in function``."""
+    _, *lines = stacks.splitlines() or [""]
+    frames = [
+        line for line in takewhile(lambda line: line.startswith(" "), lines) if _FRAME in line
+    ]
+    if not frames:
+        return ""
+    file, line, function = (part.strip() for part in frames[-1].split(",", 2))
+    return f"{file[len(_FRAME) : -1]}:{line[len('line ') :]} {function}"
+
+
+def _lines_of(rank: int, told: Told | None, hosts: Mapping[int, str]) -> list[str]:
+    who = _who(rank, hosts)
+    if told is None:
+        return [f"{who}: no answer, neither from it nor from its agent."]
+    if told.state:
+        return [f"{who} {told.state}."]
+    lines = [f"{who}:"]
+    for mine in told.collectives:
+        where = f", {mine['where']}" if mine.get("where") else ""
+        lines.append(
+            f"  group '{mine.get('group')}': number {mine.get('number')}, {mine.get('what')}"
+            f"{where}, {mine.get('state')}, began {mine.get('age_s')} s ago"
+        )
+    lines += [f"  {line}" for line in told.stacks.splitlines()[:_NUM_STACK_LINES]]
+    return lines
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    known = sorted(ranks)
+    some = ", ".join(map(str, known[:8])) + (", ..." if len(known) > 8 else "")
+    return f"rank {some}" if len(known) == 1 else f"ranks {some}"
+
+
+def _who(rank: int, hosts: Mapping[int, str]) -> str:
+    return f"rank {rank} on {hosts[rank]}" if hosts.get(rank) else f"rank {rank}"
+
+
+def _list(value: object) -> list[int]:
+    return list(value) if isinstance(value, (list, tuple)) else []
