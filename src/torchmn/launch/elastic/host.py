@@ -100,6 +100,14 @@ class Host:
     # ---- the thread ---------------------------------------------------------------------------
 
     def _listen(self) -> None:
+        """Whatever goes wrong here ends this host's part: nobody would hear the rendezvous."""
+        try:
+            self._follow()
+        except Exception as error:
+            text = f"what the rendezvous said was not understood ({type(error).__name__}: {error})"
+            self._go(Leave(signum=signal.SIGTERM, text=text))
+
+    def _follow(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ)
             selector.register(self._stdin, selectors.EVENT_READ)
