@@ -14,6 +14,7 @@ from torchmn.checkpoint.manifest import parse
 from torchmn.checkpoint.retention import DRAFT, name_of
 from torchmn.checkpoint.storage import MANIFEST, Reader
 from torchmn.errors import DataError, LaunchError
+from torchmn.launch.elastic.frames import Payload
 from torchmn.launch.elastic.messages import Draft
 from torchmn.launch.elastic.node_copies import NodeCopies
 
@@ -82,7 +83,7 @@ class NodeMemory:
 class _MemoryReader:
     """See `Reader`."""
 
-    def __init__(self, name: str, held: bytearray) -> None:
+    def __init__(self, name: str, held: Payload) -> None:
         self._name = name
         self._held = memoryview(held)
         self.nbytes = self._held.nbytes

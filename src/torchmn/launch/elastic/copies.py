@@ -23,7 +23,7 @@ from contextlib import suppress
 
 from torchmn.errors import LaunchError
 from torchmn.launch.channel import Channel
-from torchmn.launch.elastic.frames import Header, receive_frame, send_frame
+from torchmn.launch.elastic.frames import Header, Payload, receive_frame, send_frame
 from torchmn.launch.elastic.messages import (
     Announced,
     Draft,
@@ -60,7 +60,7 @@ class Copies:
         self._host = host
         self._secret = secret
         self._post = post
-        self._held: dict[tuple[Draft, str], tuple[Stored, bytearray]] = {}
+        self._held: dict[tuple[Draft, str], tuple[Stored, Payload]] = {}
         self._kept: Draft = (0, -1, "")
         self._lock = threading.Lock()
         self._round: Round | None = None
@@ -161,8 +161,8 @@ class Copies:
     # ---- what they want -----------------------------------------------------------------------
 
     def _answer(
-        self, header: Header, payload: bytearray, is_worker: bool
-    ) -> tuple[Header, bytearray | None]:
+        self, header: Header, payload: Payload, is_worker: bool
+    ) -> tuple[Header, Payload | None]:
         wish = header["wish"]
         if wish == "put":
             return self._put(header, payload, is_worker), None
@@ -177,7 +177,7 @@ class Copies:
             return {}, None
         raise LaunchError(f"Nobody here knows the wish {wish!r}.")
 
-    def _put(self, header: Header, payload: bytearray, is_worker: bool) -> Header:
+    def _put(self, header: Header, payload: Payload, is_worker: bool) -> Header:
         draft, file = _named(header)
         needs = header["needs"]
         stored = Stored(
@@ -198,7 +198,7 @@ class Copies:
         self._post(stored)
         return {"is_held_twice": is_worker and self._send_on(header, payload)}
 
-    def _send_on(self, header: Header, payload: bytearray) -> bool:
+    def _send_on(self, header: Header, payload: Payload) -> bool:
         """Give the next host of the round a copy. Whether it has it now."""
         with self._next_lock:
             try:
@@ -223,7 +223,7 @@ class Copies:
         index = (names.index(self._host) + 1) % len(names)
         return self._connect(found, index)
 
-    def _get(self, draft: Draft, file: str) -> bytearray:
+    def _get(self, draft: Draft, file: str) -> Payload:
         """A file for a worker, from here or from a host that holds it. Raises LaunchError."""
         with self._lock:
             own, found = self._held.get((draft, file)), self._round
@@ -241,7 +241,7 @@ class Copies:
                     return answer[1]
         raise LaunchError(f"Nobody holds {file} of step {draft[1]} in memory any more.")
 
-    def _own(self, draft: Draft, file: str) -> bytearray:
+    def _own(self, draft: Draft, file: str) -> Payload:
         with self._lock:
             if (draft, file) not in self._held:
                 raise LaunchError(f"{self._host} does not hold {file} of {draft}.")

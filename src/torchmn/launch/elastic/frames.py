@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import mmap
 import socket
 import struct
 from collections.abc import Sequence
 from typing import TypeAlias
 
 Header: TypeAlias = "dict[str, int | str | bool | list[int | str]]"
-Buffer: TypeAlias = "bytes | bytearray | memoryview"
+Payload: TypeAlias = "bytearray | mmap.mmap"
+Buffer: TypeAlias = "bytes | bytearray | memoryview | mmap.mmap"
 
 _LENGTHS = struct.Struct("!IQ")
 _MOST_HEADER_BYTES = 1 << 24
 _MOST_BYTES = 1 << 40
-_FIRST_BYTES = 1 << 26
+_LARGE_BYTES = 1 << 20
 
 
 def send_frame(connection: socket.socket, header: Header, parts: Sequence[Buffer] = ()) -> None:
@@ -27,7 +29,7 @@ def send_frame(connection: socket.socket, header: Header, parts: Sequence[Buffer
         connection.sendall(view)
 
 
-def receive_frame(connection: socket.socket) -> tuple[Header, bytearray] | None:
+def receive_frame(connection: socket.socket) -> tuple[Header, Payload] | None:
     """The next header and its bytes; ``None`` at the end. Blocks.
 
     Raises OSError: the connection broke. Raises ValueError: this is no frame.
@@ -41,23 +43,19 @@ def receive_frame(connection: socket.socket) -> tuple[Header, bytearray] | None:
     words, payload = _receive(connection, num_words), _receive(connection, num_bytes)
     if words is None or payload is None:
         raise ConnectionResetError("the connection ended inside a frame")
-    header = json.loads(words)
+    header = json.loads(bytes(words))
     if not isinstance(header, dict):
         raise ValueError(f"The header of a frame is an object, got {header!r}.")
     return header, payload
 
 
-def _receive(connection: socket.socket, num_bytes: int) -> bytearray | None:
-    """So many bytes, or ``None`` if the connection has ended before the first of them.
-
-    Memory is taken as they come, not as they are promised.
-    """
-    buffer, at = bytearray(min(num_bytes, _FIRST_BYTES)), 0
+def _receive(connection: socket.socket, num_bytes: int) -> Payload | None:
+    """So many bytes, or ``None`` if the connection has ended before the first of them."""
+    # a large bytearray would be filled with zeros first; pages of a map are taken as bytes come
+    buffer = bytearray(num_bytes) if num_bytes < _LARGE_BYTES else mmap.mmap(-1, num_bytes)
+    view, at = memoryview(buffer), 0
     while at < num_bytes:
-        if at == len(buffer):
-            buffer.extend(bytes(min(len(buffer), num_bytes - at)))
-        with memoryview(buffer) as view, view[at:] as rest:
-            count = connection.recv_into(rest)
+        count = connection.recv_into(view[at:])
         if not count:
             if at == 0:
                 return None

@@ -315,7 +315,7 @@ class ElasticLauncher:
         if self._channel is None:
             return
         for message in self._channel.collect():
-            if isinstance(message, Round):
+            if isinstance(message, Round) and not self._has_told_stop:
                 self._begin(message)
             elif isinstance(message, Gathering):
                 self._hang_up([line for line in self._lines if not line.has_order])

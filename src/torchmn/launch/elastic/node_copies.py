@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from torchmn.errors import LaunchError
 from torchmn.launch.elastic.copies import ROUND_VARIABLE, SOCKET_VARIABLE
-from torchmn.launch.elastic.frames import Buffer, Header, receive_frame, send_frame
+from torchmn.launch.elastic.frames import Buffer, Header, Payload, receive_frame, send_frame
 from torchmn.launch.elastic.messages import Draft
 
 
@@ -44,7 +44,7 @@ class NodeCopies:
             return None
         return int(found[0]), int(found[1]), str(found[2])
 
-    def get(self, draft: Draft, file: str) -> bytearray:
+    def get(self, draft: Draft, file: str) -> Payload:
         """A file that a rank has put, from this host or another one."""
         _, payload = self._ask({"wish": "get", "draft": list(draft), "file": file})
         return payload
@@ -80,7 +80,7 @@ class NodeCopies:
         """Hang up."""
         self._socket.close()
 
-    def _ask(self, header: Header, parts: Sequence[Buffer] = ()) -> tuple[Header, bytearray]:
+    def _ask(self, header: Header, parts: Sequence[Buffer] = ()) -> tuple[Header, Payload]:
         try:
             with self._lock:
                 send_frame(self._socket, header, parts)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 import socket
+import threading
 
 import pytest
 
@@ -18,6 +19,18 @@ def test_headers_and_parts_arrive_as_one() -> None:
         assert receive_frame(there) == (header, bytearray(b"abcd"))
         assert receive_frame(there) == ({}, bytearray())
         assert receive_frame(there) is None
+
+
+def test_a_large_part_arrives_as_it_is() -> None:
+    here, there = socket.socketpair()
+    part = bytes(range(256)) * (1 << 14)
+    with here, there:
+        sender = threading.Thread(target=send_frame, args=(here, {}, [part]))
+        sender.start()
+        frame = receive_frame(there)
+        sender.join()
+    assert frame is not None
+    assert bytes(frame[1]) == part
 
 
 def test_an_end_inside_a_frame_is_an_error() -> None:
