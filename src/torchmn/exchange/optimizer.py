@@ -25,7 +25,13 @@ from torchmn.exchange.replicas import (
     raise_if_ranks_differ,
     take_over,
 )
-from torchmn.exchange.reshard import mean_state, reshard_codec, reshard_inner, reshard_object
+from torchmn.exchange.reshard import (
+    mean_state,
+    notes_of,
+    reshard_codec,
+    reshard_inner,
+    reshard_object,
+)
 
 _NOT_THE_SCHEDULES = ("schedule", "codec", "progress", "accumulated")
 """What of our part of the state is the optimizer's own."""
@@ -276,7 +282,7 @@ class MultiNodeOptimizer(Optimizer):
 
     def resume_notes(self) -> list[str]:
         """What does not hold when a state is loaded by another number of ranks, in sentences."""
-        notes = list(getattr(self.schedule, "resume_notes", list)())
+        notes = notes_of(self.schedule)
         if self.exchange.codec is not None:
             notes.append(
                 f"What {self.exchange.codec.name} owes to the model is kept, but gradients are "

@@ -38,6 +38,12 @@ def reshard_object(target: object, states: Sequence[State], comm: Communicator) 
     return states[0]
 
 
+def notes_of(target: object) -> list[str]:
+    """What ``target`` says of what does not hold on another number of ranks. Local."""
+    notes = getattr(target, "resume_notes", None)
+    return list(notes()) if callable(notes) else []
+
+
 def reshard_codec(states: Sequence[State], comm: Communicator, *, scale: float = 1.0) -> State:
     """The `codec_state` that this rank loads, from those of all old ranks. Local.
 
@@ -100,7 +106,7 @@ def mean_tensor(tensors: Sequence[Any], weights: Sequence[float] | None = None) 
     alike = [t for t in tensors if isinstance(t, Tensor) and t.shape == first.shape]
     is_number = first.is_floating_point() or first.is_complex()
     if first.dim() == 0 or not is_number or all(torch.equal(first, t) for t in alike[1:]):
-        return first
+        return first.clone()  # torch's optimizers go on in what they load, and others hold it too
     if weights is None or len(alike) < len(tensors) or not sum(weights):
         weights = [1.0] * len(alike)
     wide = torch.complex128 if first.is_complex() else torch.float64

@@ -1,4 +1,4 @@
-"""What keeps a training alive and right: an end in seconds with the cause named, leaving in time."""
+"""What keeps a training alive and right: a named cause at its end, leaving in time, replicas."""
 
 from torchmn.resilience.crash import install_crash_handler
 from torchmn.resilience.preemption import SAVED_STATUS, Preemption

@@ -150,7 +150,8 @@ class Run:
     def save(self) -> dict[str, Any]:
         """The states of all objects, as they come out of a file."""
         states = {name: each.state_dict() for name, each in self.objects.items()}
-        return described({**states, "num_passes": self.num_passes})
+        saved: dict[str, Any] = described({**states, "num_passes": self.num_passes})
+        return saved
 
     def load(self, states: dict[str, Any]) -> None:
         """Go on from `save`, or from `resharded`. *Collective* under some schedules."""
@@ -167,7 +168,8 @@ class Run:
             else everybody[0][name]
             for name, each in self.objects.items()
         }
-        return described({**states, "num_passes": everybody[0]["num_passes"]})
+        own: dict[str, Any] = described({**states, "num_passes": everybody[0]["num_passes"]})
+        return own
 
     def parameters(self) -> list[Tensor]:
         """Copies of them."""
