@@ -72,8 +72,11 @@ class Run:
 
     def wait_for(self, words: str) -> None:
         """Until a line with these words was shown."""
+        self.wait_until(lambda: any(words in line for line in list(self.lines)))
+
+    def wait_until(self, holds: Callable[[], object]) -> None:
         deadline = time.monotonic() + LIMIT_S
-        while not any(words in line for line in list(self.lines)):
+        while not holds():
             assert time.monotonic() < deadline, self.text
             assert self.process.poll() is None, self.text
             time.sleep(0.02)
@@ -101,6 +104,8 @@ class Run:
         found = []
         for path in sorted(self.folder.glob("steps-*")):
             for line in path.read_text().splitlines():
+                if not line.endswith("]"):
+                    continue  # it is being written, or its writer was killed
                 number, size, step, samples, pid, parent, _ = json.loads(line)
                 found.append((number, size, step, samples, pid, parent))
         return found
@@ -275,7 +280,7 @@ class TestHosts:
         link = ["ip", "link", "set", lab.hosts[1].interface]
         lab.hosts[1].run([*link, "down"])
         try:
-            run.wait_for("in round 2")
+            run.wait_until(lambda: run.steps_of(2))
             psutil.wait_procs(cut_off, timeout=30)
             assert not any(process.is_running() for process in cut_off)
         finally:
