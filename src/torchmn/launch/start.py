@@ -77,7 +77,7 @@ def run_elastic_job(elastic: ElasticJob, env: Mapping[str, str], *, why: str = "
         f"{elastic.job.backend}{f' ({why})' if why else ''} on "
         f"{', '.join(map(str, elastic.job.hosts))}, logs in {elastic.job.log_dir}"
     )
-    return ElasticLauncher(elastic, screen, _address_for(elastic.job)).run(base)
+    return ElasticLauncher(elastic, screen, _address_for(elastic.job), base).run()
 
 
 def dry_run_elastic(elastic: ElasticJob, env: Mapping[str, str]) -> str:
