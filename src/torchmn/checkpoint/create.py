@@ -74,14 +74,14 @@ def create_multi_node_checkpointer(
         UnsupportedError: the ranks do not share the file system.
     """
     _check(name, keep, best, check_replicas, on_failure)
-    where = Path(path) / name
-    asked = repr((str(where), keep, best, is_async, check_replicas, on_failure))
+    asked = repr((str(path), name, keep, best, is_async, check_replicas, on_failure))
     everybody = comm.allgather_obj(asked)
     if len(set(everybody)) > 1:
         raise DisagreementError(
             f"{comm.speaker}: ranks ask for different checkpointers: {sorted(set(everybody))}. "
             "All ranks must give the same arguments."
         )
+    where = Path(path).absolute() / name  # the working directory may change
     if is_async and not comm.engine.is_threaded:
         is_async = False
         if comm.rank == 0:
@@ -97,7 +97,7 @@ def create_multi_node_checkpointer(
     return MultiNodeCheckpointer(
         comm,
         FolderStorage(where),
-        Agreement(transport, comm.speaker),
+        Agreement(transport, comm.speaker, comm.timeout_s),
         where=str(where),
         keep=keep,
         best=best,
@@ -120,10 +120,11 @@ def _memory_of_hosts(
     if copies is None:
         return None, lambda _: None
     comm.before_end(copies.close)
+    transport = comm.channels("copies") if comm.size > 1 else None
     memory = MultiNodeCheckpointer(
         comm,
         NodeMemory(copies),
-        Agreement(comm.channels("copies") if comm.size > 1 else None, comm.speaker),
+        Agreement(transport, comm.speaker, comm.timeout_s),
         where="the memory of the hosts",
         keep=1,
         best=None,

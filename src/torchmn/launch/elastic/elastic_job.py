@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from torchmn.errors import LaunchError, UsageError
 from torchmn.launch.elastic.rendezvous import order_of
 from torchmn.launch.elastic.rounds import Limits
-from torchmn.launch.job import Command, Job
+from torchmn.launch.job import SECRET_VARIABLE, Command, Job
 from torchmn.launch.remote import is_carried, remote_shell, to_host
 from torchmn.topology import is_this_host
 
@@ -105,7 +105,7 @@ def node_process(
         "env": {
             name: text
             for name, text in env.items()
-            if is_carried(job, name) and name != "TORCHMN_SECRET"
+            if is_carried(job, name) and name != SECRET_VARIABLE
         },
     }
     return Command(

@@ -24,6 +24,7 @@ from torchmn.launch.elastic.messages import ElasticMessage, Member, Round
 from torchmn.launch.elastic.rendezvous import ROLE
 from torchmn.launch.gate import knock
 from torchmn.launch.host_facts import versions, why_not_here
+from torchmn.launch.job import SECRET_VARIABLE
 from torchmn.launch.processes import adopt_orphans, kill_descendants
 from torchmn.topology import own_address_towards
 
@@ -89,7 +90,7 @@ def _take_part(order: dict[str, Any], hosts: list[Host]) -> None:
 
     def on_round(found: Round) -> None:
         copies.begin(found)
-        os.environ["TORCHMN_SECRET"] = round_secret(secret, found.number)
+        os.environ[SECRET_VARIABLE] = round_secret(secret, found.number)
         os.environ[ROUND_VARIABLE] = str(found.number)
 
     host.start()
