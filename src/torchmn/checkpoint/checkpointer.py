@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -77,8 +77,11 @@ class MultiNodeCheckpointer(Extension):
         is_async: bool,
         check_replicas: bool | Literal["warn"],
         on_failure: OnFailure,
+        memory: MultiNodeCheckpointer | None = None,
+        announce: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._comm = comm
+        self._hosts_memory = memory
         self._storage = storage
         self._agreement = agreement
         self._where = where
@@ -98,6 +101,7 @@ class MultiNodeCheckpointer(Extension):
             keep=keep,
             best=best,
             gives_up_on_difference=check_replicas is True,
+            announce=announce,
         )
         self._thread: threading.Thread | None = None
         self._outcome: Outcome | Exception | None = None
@@ -160,6 +164,17 @@ class MultiNodeCheckpointer(Extension):
         if not self.is_async:
             self._settle()
 
+    def copy(self, step: int, state: Mapping[str, Stateful]) -> None:
+        """Keep the state in the memory of the hosts, where a lost worker or host leaves it.
+
+        *Collective*, like `save`, with the same objects under the same names. Only `torchmn run
+        --elastic` has such a memory; without it nothing is done. It is cheap enough for every few
+        steps: going on after a loss costs the steps since the last copy. `resume` takes the newest
+        copy if no checkpoint is newer. A copy that cannot be kept is a warning. Raises as `save`.
+        """
+        if self._hosts_memory is not None:
+            self._hosts_memory.save(step, state)
+
     def finish(self) -> None:
         """Wait until everything is written. *Collective.*
 
@@ -180,6 +195,8 @@ class MultiNodeCheckpointer(Extension):
         if self._is_closed:
             return
         self._is_closed = True
+        if self._hosts_memory is not None:
+            self._hosts_memory.close()
         atexit.unregister(self.close)
         has_failed = hasattr(sys, "last_type") or sys.exc_info()[0] is not None
         grace_s = min(self._comm.timeout_s, _GRACE_S if has_failed else math.inf)
@@ -253,6 +270,12 @@ class MultiNodeCheckpointer(Extension):
         self._wait()
         self._settle()
         found = self._candidates()
+        newest_step = next((saved.step for _, saved, _ in found if saved is not None), -1)
+        if self._hosts_memory is not None:
+            step = self._hosts_memory.resume_newer(newest_step, state)
+            if step is not None:
+                self.resumed_from = self._hosts_memory.resumed_from
+                return step
         problems: list[str] = []
         for name, manifest, problem in found:
             if manifest is not None:
@@ -268,6 +291,20 @@ class MultiNodeCheckpointer(Extension):
                 f"{'; '.join(problems)}. Move the folder away to begin anew."
             )
         return 0
+
+    def resume_newer(self, step: int, state: Mapping[str, Stateful]) -> int | None:
+        """Load the newest checkpoint if it is of a later step. Its step, or None. *Collective.*
+
+        One that is not good is a warning on rank 0, and nothing is loaded.
+        """
+        found = [each for each in self._candidates() if each[1] is None or each[1].step > step]
+        for name, manifest, problem in found[:1]:
+            if manifest is not None:
+                problem = self._load(name, manifest, state)
+                if problem is None:
+                    return manifest.step
+            self._warn_once_per_job(f"{name} in {self._where} is not good: {problem}.")
+        return None
 
     def _candidates(self) -> list[tuple[str, Manifest | None, str | None]]:
         """(name, manifest or None, why none), the newest first, as rank 0 sees them."""

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 import warnings
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from torchmn.checkpoint.agreement import Agreement
 from torchmn.checkpoint.checkpointer import MultiNodeCheckpointer, OnFailure
+from torchmn.checkpoint.node_memory import NodeMemory
 from torchmn.checkpoint.retention import Best
 from torchmn.checkpoint.storage import FolderStorage
 from torchmn.communicators import Communicator
-from torchmn.errors import DataError, DisagreementError, UnsupportedError, UsageError
+from torchmn.errors import (
+    DataError,
+    DisagreementError,
+    LaunchError,
+    UnsupportedError,
+    UsageError,
+)
+from torchmn.launch.elastic.node_copies import NodeCopies
 
 _TOKEN = ".token-"
 _PATIENCE_S = 5.0  # a file system over a network remembers for some seconds that there was no file
@@ -82,6 +93,7 @@ def create_multi_node_checkpointer(
             )
     _raise_if_not_shared(comm, where)
     transport = comm.channels("checkpoint") if comm.size > 1 else None
+    memory, announce = _memory_of_hosts(comm, is_async, check_replicas)
     return MultiNodeCheckpointer(
         comm,
         FolderStorage(where),
@@ -92,7 +104,40 @@ def create_multi_node_checkpointer(
         is_async=is_async,
         check_replicas=check_replicas,
         on_failure=on_failure,
+        memory=memory,
+        announce=announce,
     )
+
+
+def _memory_of_hosts(
+    comm: Communicator, is_async: bool, check_replicas: bool | Literal["warn"]
+) -> tuple[MultiNodeCheckpointer | None, Callable[[int], None]]:
+    """The checkpointer of `MultiNodeCheckpointer.copy`, and what hears of finished checkpoints.
+
+    Nothing outside of `torchmn run --elastic`. *Collective*, since all ranks are inside or outside.
+    """
+    copies = NodeCopies.of(os.environ)
+    if copies is None:
+        return None, lambda _: None
+    comm.before_end(copies.close)
+    transport = comm.channels("copies") if comm.size > 1 else None
+    memory = MultiNodeCheckpointer(
+        comm,
+        NodeMemory(copies),
+        Agreement(transport, comm.speaker, comm.timeout_s),
+        where="the memory of the hosts",
+        keep=1,
+        best=None,
+        is_async=is_async,
+        check_replicas=check_replicas,
+        on_failure="warn",
+    )
+
+    def announce(step: int) -> None:
+        with suppress(LaunchError):  # the round is over, and nobody waits for the answer
+            copies.announce(step)
+
+    return memory, announce
 
 
 def _check(name: str, keep: int, best: object, check_replicas: object, on_failure: object) -> None:

@@ -33,8 +33,11 @@ class Reader(Protocol):
 class Storage(Protocol):
     """Keeps checkpoints. Every method is local; who calls it stands at each.
 
-    OSError from any method means that this storage failed at it.
+    OSError from any method means that this storage failed at it. ``sees_all_ranks`` says whether
+    rank 0 can open what others have written to a draft, and so look whether all of it is there.
     """
+
+    sees_all_ranks: bool
 
     def write(self, draft: str, file: str, pieces: Iterable[bytes | memoryview]) -> None:
         """Write one file of a draft; when it returns the file is durable. Any rank."""
@@ -54,6 +57,8 @@ class Storage(Protocol):
 
 class FolderStorage:
     """A folder with one folder for each checkpoint, on a file system that all ranks see."""
+
+    sees_all_ranks = True
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from typing import Any
@@ -69,7 +69,10 @@ class Outcome:
 
 @dataclass(kw_only=True)
 class Writer:
-    """Writes for one rank. ``bad`` are checkpoints that were found damaged when reading."""
+    """Writes for one rank. ``bad`` are checkpoints that were found damaged when reading.
+
+    ``announce`` is called on rank 0 with the step of a checkpoint that is finished.
+    """
 
     rank: int
     speaker: str
@@ -80,6 +83,7 @@ class Writer:
     keep: int
     best: Best | None
     gives_up_on_difference: bool
+    announce: Callable[[int], None] = lambda _: None
     bad: set[str] = field(default_factory=set)
 
     def write(self, request: Request) -> Outcome:
@@ -184,7 +188,8 @@ class Writer:
                 for report in reports
                 for name, entry in report["files"].items()
             }
-            self._raise_if_not_all_here(draft, files)
+            if self.storage.sees_all_ranks:
+                self._raise_if_not_all_here(draft, files)
             name = name_of(request.step, self.storage.names())
             manifest = Manifest(
                 step=request.step,
@@ -199,6 +204,7 @@ class Writer:
         except Exception as error:
             self._give_up(draft)
             return {"problem": self._words(error), "name": None, "note": None}
+        self.announce(request.step)
         return {"problem": None, "name": name, "note": self._remove_old(name)}
 
     def _raise_if_not_all_here(self, draft: str, files: Mapping[str, FileEntry]) -> None:

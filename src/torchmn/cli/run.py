@@ -56,6 +56,21 @@ def run(
         float,
         typer.Option("--grace", help="Seconds between asking a worker to end and killing it."),
     ] = 5.0,
+    elastic: Annotated[
+        str | None,
+        typer.Option(metavar="MIN:MAX", help="Go on with this few and this many of the hosts."),
+    ] = None,
+    max_restarts: Annotated[
+        int | None, typer.Option(help="How often all may start again after a failure [3].")
+    ] = None,
+    rendezvous: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Where hosts of --elastic meet [on this one]."),
+    ] = None,
+    join_timeout_s: Annotated[
+        float | None,
+        typer.Option("--join-timeout", help="Seconds to wait for MIN hosts [120]."),
+    ] = None,
     is_dry: Annotated[
         bool, typer.Option("--dry-run", help="Show the commands that would run, and end.")
     ] = False,
@@ -73,10 +88,13 @@ def run(
     from torchmn.launch import (
         Wish,
         dry_run,
+        dry_run_elastic,
         place_inside,
+        plan_elastic,
         plan_job,
         python_command,
         run_as_rank,
+        run_elastic_job,
         run_job,
     )
 
@@ -96,11 +114,21 @@ def run(
         shows_binding=shows_binding,
         log_dir=log_dir,
         grace_s=grace_s,
+        elastic=elastic,
+        max_restarts=max_restarts,
+        rendezvous=rendezvous,
+        join_timeout_s=join_timeout_s,
     )
     env = wish.environment(os.environ)
     place = place_inside(wish, env)
     if place is not None:
         run_as_rank(wish.argv, env, place)
+    if elastic is not None:
+        elastic_job, why = plan_elastic(wish, env)
+        if is_dry:
+            typer.echo(dry_run_elastic(elastic_job, env))
+            raise typer.Exit
+        raise typer.Exit(run_elastic_job(elastic_job, env, why=why))
     job, why = plan_job(wish, env)
     if is_dry:
         typer.echo(dry_run(job, env))

@@ -2,9 +2,9 @@
 
 from torchmn.launch.detect import BACKENDS, Machine, choose_backend, this_machine
 from torchmn.launch.job import Job, python_command
-from torchmn.launch.plan import LAUNCHERS, Wish, place_inside, plan_job
+from torchmn.launch.plan import LAUNCHERS, Wish, place_inside, plan_elastic, plan_job
 from torchmn.launch.rank_environment import run_as_rank
-from torchmn.launch.start import dry_run, run_job
+from torchmn.launch.start import dry_run, dry_run_elastic, run_elastic_job, run_job
 
 __all__ = [
     "BACKENDS",
@@ -14,10 +14,13 @@ __all__ = [
     "Wish",
     "choose_backend",
     "dry_run",
+    "dry_run_elastic",
     "place_inside",
+    "plan_elastic",
     "plan_job",
     "python_command",
     "run_as_rank",
+    "run_elastic_job",
     "run_job",
     "this_machine",
 ]

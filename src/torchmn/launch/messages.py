@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Literal, get_args
 
+from torchmn.launch.elastic.messages import ElasticMessage
+
 Stream = Literal["out", "err"]
 EndedBy = Literal["itself", "supervisor", "outside"]
 
@@ -181,6 +183,7 @@ Message = (
     | Overdue
     | Tell
     | Told
+    | ElasticMessage
 )
 
 _KINDS = {kind.__name__: kind for kind in get_args(Message)}

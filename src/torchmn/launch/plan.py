@@ -9,6 +9,8 @@ from pathlib import Path
 
 from torchmn.errors import TopologyError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.launch.detect import Machine, choose_backend, this_machine
+from torchmn.launch.elastic.elastic_job import ElasticJob, parse_elastic, parse_rendezvous
+from torchmn.launch.elastic.rounds import Limits
 from torchmn.launch.job import (
     SECRET_VARIABLE,
     THIS_HOST,
@@ -51,6 +53,10 @@ class Wish:
     shows_binding: bool = False
     log_dir: Path | None = None
     grace_s: float = 5.0
+    elastic: str | None = None
+    max_restarts: int | None = None
+    rendezvous: str | None = None
+    join_timeout_s: float | None = None
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """``env`` with the values of ``-x NAME=VALUE`` and the threads. Raises UsageError."""
@@ -80,11 +86,12 @@ def place_inside(wish: Wish, env: Mapping[str, str]) -> LaunchedPlace | None:
     if place is None or place.known_size in (None, 1):
         return None
     lists = wish.hosts is not None or wish.hostfile is not None
-    if wish.num_ranks not in (None, place.size) or lists or wish.launcher != "auto":
+    asks = lists or wish.launcher != "auto" or wish.elastic is not None
+    if wish.num_ranks not in (None, place.size) or asks:
         raise TopologyError(
             f"`torchmn run` was itself started several times: {place}. Then it runs the script as "
-            "that rank, and -n, --hosts, --hostfile and --launcher cannot ask for something else: "
-            "leave them out, or start `torchmn run` once."
+            "that rank, and -n, --hosts, --hostfile, --launcher and --elastic cannot ask for "
+            "something else: leave them out, or start `torchmn run` once."
         )
     return place
 
@@ -97,6 +104,7 @@ def plan_job(wish: Wish, env: Mapping[str, str]) -> tuple[Job, str]:
     """
     if wish.launcher not in LAUNCHERS:
         raise UnknownNameError("launcher", wish.launcher, LAUNCHERS)
+    _raise_if_elastic_options_stand_alone(wish)
     given = allocation(env) if wish.hosts is None and wish.hostfile is None else None
     hosts = seats(wish, given)
     num_ranks = sum(host.slots for host in hosts)
@@ -123,6 +131,60 @@ def plan_job(wish: Wish, env: Mapping[str, str]) -> tuple[Job, str]:
         grace_s=wish.grace_s,
     )
     return job, "; ".join(reason for reason in reasons if reason)
+
+
+def plan_elastic(wish: Wish, env: Mapping[str, str]) -> tuple[ElasticJob, str]:
+    """As `plan_job`, for a job that ``--elastic`` lets go on when hosts are lost and come back.
+
+    Raises UnsupportedError: MPI, or a launcher whose world is fixed.
+    """
+    least, most = parse_elastic(wish.elastic or "")
+    if wish.backend == "mpi" or wish.launcher == "mpirun":
+        raise UnsupportedError(
+            "--elastic needs a world that can be made anew, and MPI_COMM_WORLD is fixed when "
+            "mpirun starts: it can neither shrink nor take in a process that comes later, and "
+            "mpirun ends all ranks when one is lost. Use --backend gloo or nccl."
+        )
+    if wish.launcher not in ("auto", "local", "ssh", "torchrun"):
+        raise UnsupportedError(
+            f"--elastic starts the hosts itself, and again when they come back, with torchrun's "
+            f"agent on each: {wish.launcher} has a fixed set of them. Leave --launcher out."
+        )
+    if wish.launcher_args:
+        raise UnsupportedError("--launcher-args has no launcher to go to with --elastic.")
+    given = allocation(env) if wish.hosts is None and wish.hostfile is None else None
+    hosts = seats(wish, given)
+    if most > len(hosts):
+        has_list = given is not None or wish.hosts is not None or wish.hostfile is not None
+        cure = "" if has_list else " Without a list of hosts there is this one: --elastic 1:1."
+        raise UsageError(
+            f"--elastic {wish.elastic} counts hosts, of which there are {len(hosts)}.{cure}"
+        )
+    limits = Limits(
+        least=least,
+        most=most,
+        grace_s=wish.grace_s,
+        max_restarts=3 if wish.max_restarts is None else wish.max_restarts,
+        join_timeout_s=120.0 if wish.join_timeout_s is None else wish.join_timeout_s,
+    )
+    is_remote = not all(is_this_host(host.name) for host in hosts)
+    num_ranks = max(host.slots for host in hosts)
+    backend, why = _backend(wish.backend, "ssh", this_machine(env), num_ranks)
+    job = Job(
+        argv=wish.argv,
+        script=wish.script,
+        num_ranks=sum(host.slots for host in hosts),
+        hosts=hosts,
+        launcher="ssh" if is_remote else "local",
+        exported=tuple(word.partition("=")[0] for word in wish.exported),
+        backend=backend,
+        log_dir=wish.log_dir or default_log_dir(),
+        grace_s=wish.grace_s,
+    )
+    host, port = parse_rendezvous(wish.rendezvous) if wish.rendezvous else ("", 0)
+    reasons = [why if wish.backend == "auto" else "", str(given) if given else ""]
+    elastic = ElasticJob(job=job, limits=limits, rendezvous=host, rendezvous_port=port)
+    return elastic, "; ".join(reason for reason in reasons if reason)
 
 
 def seats(wish: Wish, given: Allocation | None) -> tuple[Host, ...]:
@@ -156,6 +218,16 @@ def seats(wish: Wish, given: Allocation | None) -> tuple[Host, ...]:
     if None not in (wish.num_ranks, wish.per_node) and wish.num_ranks != wish.per_node:
         raise UsageError(f"-n {wish.num_ranks} contradicts --per-node {wish.per_node} on one host.")
     return (Host(name=THIS_HOST, slots=wish.num_ranks or wish.per_node or 1),)
+
+
+def _raise_if_elastic_options_stand_alone(wish: Wish) -> None:
+    for name, value in (
+        ("--max-restarts", wish.max_restarts),
+        ("--rendezvous", wish.rendezvous),
+        ("--join-timeout", wish.join_timeout_s),
+    ):
+        if value is not None:
+            raise UsageError(f"{name} says how --elastic works: give --elastic MIN:MAX, too.")
 
 
 def _backend(

@@ -15,6 +15,8 @@ from torchmn.errors import LaunchError
 from torchmn.launch import channel as channels
 from torchmn.launch import local, mpirun, srun, ssh, torchrun
 from torchmn.launch.detect import find_mpirun
+from torchmn.launch.elastic.elastic_job import ElasticJob, node_process, store_process
+from torchmn.launch.elastic.launcher import ElasticLauncher
 from torchmn.launch.gate import Gate
 from torchmn.launch.job import Command, Job
 from torchmn.launch.remote import ask_hosts
@@ -63,6 +65,43 @@ def dry_run(job: Job, env: Mapping[str, str]) -> str:
             order = command.stdin.decode().replace(job.secret, "...")
             shown.append(f"  # on its standard input: {order.strip()}")
     return "\n".join(shown)
+
+
+def run_elastic_job(elastic: ElasticJob, env: Mapping[str, str], *, why: str = "") -> int:
+    """As `run_job`, for a job whose hosts may be lost and come back. Raises LaunchError."""
+    base = elastic.job.environment(mpirun.clean_environment(env))
+    _make_log_dir(elastic.job)
+    screen = Screen(sys.stdout, sys.stderr)
+    screen.say(
+        f"{elastic.limits.least} to {elastic.limits.most} of {len(elastic.job.hosts)} host(s) with "
+        f"{elastic.job.backend}{f' ({why})' if why else ''} on "
+        f"{', '.join(map(str, elastic.job.hosts))}, logs in {elastic.job.log_dir}"
+    )
+    return ElasticLauncher(elastic, screen, _address_for(elastic.job), base).run()
+
+
+def dry_run_elastic(elastic: ElasticJob, env: Mapping[str, str]) -> str:
+    """What `run_elastic_job` would start, as a shell would write it, without asking any host."""
+    base = elastic.job.environment(mpirun.clean_environment(env))
+    commands = [store_process(elastic, base, _address_for(elastic.job))]
+    commands += [
+        node_process(elastic, base, host.name, rendezvous="HOST:PORT", supervisor="HOST:PORT")
+        for host in elastic.job.hosts
+    ]
+    shown = []
+    for command in commands:
+        order = json.loads(command.stdin)
+        order["secret"] = "..."
+        order.pop("env", None)
+        shown += [shlex.join(command.argv), f"  # on its standard input: {json.dumps(order)}"]
+    return "\n".join(shown)
+
+
+def _address_for(job: Job) -> str:
+    """An address of ours that all hosts of the job reach, as far as we can see from here."""
+    routes = [route_to(host.name) for host in job.hosts]
+    outward = [route.address for route in routes if route is not None and not route.is_loopback]
+    return outward[0] if outward else "127.0.0.1"
 
 
 def route_between(job: Job) -> Route | None:
@@ -146,10 +185,11 @@ def _make_log_dir(job: Job) -> None:
     }
     try:
         job.log_dir.mkdir(parents=True, exist_ok=True)
-        for pattern in ("rank*.log", "rank*.exit.json", HANG_FILE, FAILURE_FILE):
+        kinds = ("rank*.log", "rank*.exit.json", HANG_FILE, FAILURE_FILE)
+        for pattern in (*kinds, "host-*.log", "round*/*"):
             for old in job.log_dir.glob(pattern):
                 old.unlink()
-        (job.log_dir / "launcher.log").touch()
+        (job.log_dir / "launcher.log").write_bytes(b"")
         (job.log_dir / "job.json").write_text(json.dumps(record, indent=1) + "\n")
     except OSError as error:
         raise LaunchError(

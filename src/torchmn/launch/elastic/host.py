@@ -1,0 +1,151 @@
+"""One host's side of the rendezvous: what its agent waits for, and what it is told meanwhile."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import selectors
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+from torchmn.errors import LaunchError
+from torchmn.launch.channel import Channel
+from torchmn.launch.elastic.messages import (
+    Arrived,
+    Draft,
+    ElasticMessage,
+    Finished,
+    Keep,
+    Leave,
+    Restart,
+    Round,
+    Stored,
+)
+from torchmn.launch.messages import Message
+
+_POLL_S = 0.2
+
+
+def round_secret(secret: str, number: int) -> str:
+    """The secret of a round's workers: those of an earlier round are strangers to this one."""
+    return hmac.new(secret.encode(), f"round {number}".encode(), hashlib.sha256).hexdigest()
+
+
+class Host:
+    """Listens to the rendezvous in a thread, for the main thread, which runs torch's agent.
+
+    ``held`` lists the copies in memory of this host, and ``on_keep`` is told which are outdated.
+    When the rendezvous says so, or is lost, or ``stdin`` ends since the launcher died, the workers
+    are ended: the process sends itself a signal, which torch's agent passes on to them.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        *,
+        held: Callable[[], Sequence[Stored]],
+        on_keep: Callable[[Draft], None],
+        stdin: int,
+    ) -> None:
+        self._channel = channel
+        self._held = held
+        self._on_keep = on_keep
+        self._stdin = stdin
+        self._lock = threading.Lock()  # of the channel
+        self._changed = threading.Condition()
+        self._round: Round | None = None
+        self._must_restart = False
+        self._leave: Leave | None = None
+        self._thread = threading.Thread(target=self._listen, name="rendezvous", daemon=True)
+
+    @property
+    def must_restart(self) -> bool:
+        """Whether the workers are to be ended and the next round waited for."""
+        return self._must_restart
+
+    @property
+    def leave(self) -> Leave | None:
+        """What ended this host's part in the job, if anything."""
+        return self._leave
+
+    def start(self) -> None:
+        """Begin to listen."""
+        self._thread.start()
+
+    def post(self, message: ElasticMessage) -> None:
+        """Tell the rendezvous something. Any thread."""
+        with self._lock:
+            self._channel.post(message)
+
+    def next_round(self) -> Round | None:
+        """Wait for the next round; ``None``: there is none. No worker runs here now."""
+        self.post(Arrived(held=[asdict(stored) for stored in self._held()]))
+        with self._changed:
+            while self._round is None and self._leave is None:
+                self._changed.wait(_POLL_S)
+            found, self._round = self._round, None
+            return None if self._leave is not None else found
+
+    def finish(self) -> bool:
+        """All workers of this host have ended well. Whether they must start once more after all."""
+        self.post(Finished())
+        with self._changed:
+            while not self._must_restart and self._leave is None:
+                self._changed.wait(_POLL_S)
+            return self._leave is None
+
+    # ---- the thread ---------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """Whatever goes wrong here ends this host's part: nobody would hear the rendezvous."""
+        try:
+            self._follow()
+        except Exception as error:
+            text = f"what the rendezvous said was not understood ({type(error).__name__}: {error})"
+            self._go(Leave(signum=signal.SIGTERM, text=text))
+
+    def _follow(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._channel, selectors.EVENT_READ)
+            selector.register(self._stdin, selectors.EVENT_READ)
+            while self._leave is None:
+                events = selector.select(_POLL_S)
+                if any(key.fd == self._stdin for key, _ in events) and not os.read(
+                    self._stdin, 1 << 12
+                ):
+                    self._go(Leave(signum=signal.SIGTERM, text="the launcher died"))
+                    return
+                with self._lock:
+                    self._channel.flush()
+                    messages = self._channel.collect()
+                    is_open = self._channel.is_open
+                for message in messages:
+                    self._on_message(message)
+                if not is_open and self._leave is None:
+                    text = "the rendezvous was lost: its process ended, or no way leads there"
+                    self._go(Leave(signum=signal.SIGTERM, text=text))
+
+    def _on_message(self, message: Message) -> None:
+        if isinstance(message, Keep):
+            self._on_keep((message.round, message.step, message.draft))
+        elif isinstance(message, Leave):
+            self._go(message)
+        elif isinstance(message, Restart):
+            with self._changed:
+                self._must_restart = True
+                self._changed.notify_all()
+        elif isinstance(message, Round):
+            with self._changed:
+                self._round, self._must_restart = message, False
+                self._changed.notify_all()
+        else:
+            raise LaunchError(f"The rendezvous sent {type(message).__name__} to a host.")
+
+    def _go(self, leave: Leave) -> None:
+        with self._changed:
+            self._leave = leave
+            self._changed.notify_all()
+        os.kill(os.getpid(), leave.signum)

@@ -1,0 +1,114 @@
+"""The processes here that run the hosts' parts of an elastic job: ssh to them, or the parts."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchmn.launch.job import Command
+from torchmn.launch.processes import kill_descendants, send_group, signal_name
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+
+
+@dataclass
+class _HostProcess:
+    """One of them. ``pause_s`` is the time before the next attempt."""
+
+    name: str
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+    pause_s: float = _FIRST_PAUSE_S
+    start_at: float = 0.0
+    kill_at: float | None = None
+
+
+class HostProcesses:
+    """Starts all hosts, and those that have ended again and again, with growing pauses.
+
+    ``command`` is what runs a host's part, by its name; their words go to files in ``log_dir``.
+    """
+
+    def __init__(self, names: list[str], command: Callable[[str], Command], log_dir: Path) -> None:
+        self._command = command
+        self._hosts = {name: _HostProcess(name, log_dir / f"host-{name}.log") for name in names}
+
+    @property
+    def are_gone(self) -> bool:
+        """Whether none of them runs."""
+        return not any(host.process for host in self._hosts.values())
+
+    def start_due(self) -> None:
+        """Start what is due, and kill what had its time."""
+        now = time.monotonic()
+        for host in self._hosts.values():
+            if host.process is None and now >= host.start_at:
+                host.process = start_process(self._command(host.name), host.log)
+                host.kill_at = None
+            elif host.process and host.kill_at is not None and now > host.kill_at:
+                kill_descendants(host.process.pid, limit_s=1.0)
+                send_group(host.process.pid, signal.SIGKILL)
+
+    def ended(self, pid: int, returncode: int) -> tuple[str, str] | None:
+        """A child has ended: which host that was, and how it went; it is started again later."""
+        for host in self._hosts.values():
+            if host.process is not None and host.process.pid == pid:
+                _close(host.process)
+                host.process = None
+                host.start_at = time.monotonic() + host.pause_s
+                host.pause_s = min(2 * host.pause_s, _LONGEST_PAUSE_S)
+                how = signal_name(returncode) or f"exit code {returncode}"
+                words = _last_line(host.log)
+                return host.name, f"{how}: {words}" if words else how
+        return None
+
+    def is_in(self, name: str) -> None:
+        """A host takes part: should it be lost, it is tried again soon."""
+        self._hosts[name].pause_s = _FIRST_PAUSE_S
+
+    def give_up(self, name: str, kill_after_s: float) -> None:
+        """Nothing is heard of a host: what runs for it here must end before it is tried again."""
+        host = self._hosts[name]
+        if host.process is not None:
+            _close(host.process)
+            host.kill_at = time.monotonic() + kill_after_s
+
+
+def start_process(
+    command: Command, log: Path, stdout: int | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a process whose standard input stays open: its end tells it that we are gone."""
+    with open(log, "ab") as file:
+        process = subprocess.Popen(
+            command.argv,
+            env=command.env,
+            stdin=subprocess.PIPE,
+            stdout=file if stdout is None else stdout,
+            stderr=file,
+            bufsize=0,
+            start_new_session=True,
+        )
+    process.returncode = 0  # the launcher reaps; without it Popen would warn
+    if process.stdin is not None:
+        with suppress(BrokenPipeError):
+            process.stdin.write(command.stdin)
+    return process
+
+
+def _close(process: subprocess.Popen[bytes]) -> None:
+    """End its standard input, at which it leaves."""
+    if process.stdin is not None:
+        process.stdin.close()
+
+
+def _last_line(path: Path) -> str:
+    """The last sentence in a log, for a message."""
+    with suppress(OSError):
+        lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+        return lines[-1].removeprefix("torchmn: ").rstrip(".") if lines else ""
+    return ""

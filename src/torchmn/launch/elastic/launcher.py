@@ -1,0 +1,310 @@
+"""Run an elastic job: start the rendezvous and the hosts, show the ranks' output, bring hosts back.
+
+What happens to the job is decided by the rendezvous (`rounds`). This process only reaches hosts,
+listens to the ranks of the round that runs, and says at the end who was to blame.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from types import FrameType
+
+from torchmn.errors import LaunchError
+from torchmn.launch import channel as channels
+from torchmn.launch.channel import Channel
+from torchmn.launch.elastic.elastic_job import ElasticJob, node_process, store_process
+from torchmn.launch.elastic.host import round_secret
+from torchmn.launch.elastic.host_processes import HostProcesses, start_process
+from torchmn.launch.elastic.messages import (
+    Absent,
+    Gathering,
+    HostLost,
+    Over,
+    Round,
+    Sentence,
+    Stop,
+    Watcher,
+)
+from torchmn.launch.elastic.rendezvous import ROLE
+from torchmn.launch.elastic.round_ranks import RoundRanks, num_ranks_of
+from torchmn.launch.gate import Gate, knock
+from torchmn.launch.job import SAVED_STATUS, Command
+from torchmn.launch.processes import (
+    adopt_orphans,
+    descendants,
+    kill_descendants,
+    reap_children,
+    shell_code,
+    signal_name,
+    watch_signals,
+)
+from torchmn.launch.screen import Screen
+from torchmn.launch.verdict import FAILURE_FILE
+
+_STORE_START_S = 20.0
+_MARGIN_S = 10.0
+"""How much longer than the ranks' grace the hosts have to end by themselves."""
+
+
+class ElasticLauncher:
+    """Runs an elastic job to its end. It owns the process as the `Supervisor` does.
+
+    ``address`` is one of ours that all hosts of the job reach.
+    """
+
+    def __init__(
+        self, elastic: ElasticJob, screen: Screen, address: str, env: Mapping[str, str]
+    ) -> None:
+        self._elastic = elastic
+        self._job = elastic.job
+        self._screen = screen
+        self._address = address
+        self._env = env
+        self._bystanders = descendants(os.getpid())
+        self._wakeup = watch_signals(signal.SIGCHLD)
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(signum) is not signal.SIG_IGN:  # as under nohup
+                signal.signal(signum, self._on_signal)
+        for signum in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(signum, self._on_notice)
+        self._notices: list[int] = []
+        self._interrupted_by: int | None = None
+        self._has_told_stop = False
+        self._listener = channels.listen(address)
+        names = [host.name for host in self._job.hosts]
+        self._hosts = HostProcesses(names, self._part_of, self._job.log_dir)
+        self._ranks: RoundRanks | None = None
+        self._store: subprocess.Popen[bytes] | None = None
+        self._store_end: int | None = None
+        self._rendezvous = ""
+        self._has_lost_store = False
+        self._channel: Channel | None = None
+        self._end: str | None = None  # why the job ended, empty if it went well
+        self._kill_at = float("inf")
+        self._said: set[str] = set()
+
+    def run(self) -> int:
+        """Run to the common end, and return the job's exit code. Raises LaunchError."""
+        adopt_orphans()
+        try:
+            channel = self._channel = self._start_store()
+            while not self._is_over():
+                if self._end is None and not self._has_told_stop:
+                    self._hosts.start_due()
+                self._wait(channel)
+                self._act(channel)
+        finally:
+            kill_descendants(os.getpid(), spare=self._bystanders)
+            reap_children()
+            if self._ranks is not None:
+                self._ranks.close()
+            self._listener.close()
+            if self._channel is not None:
+                self._channel.close()
+        return self._report()
+
+    def _start_store(self) -> Channel:
+        """Start the rendezvous and connect to it."""
+        command = store_process(self._elastic, self._env, self._address)
+        log = self._job.log_dir / "launcher.log"
+        self._store = start_process(command, log, stdout=subprocess.PIPE)
+        if self._store.stdout is None:  # cannot be: it was asked for
+            raise LaunchError("The rendezvous has no standard output.")
+        said = _first_line(self._store.stdout.fileno(), _STORE_START_S)
+        self._rendezvous = self._elastic.read_store_answer(said)
+        identity = Watcher(pid=os.getpid())
+        return knock(self._rendezvous, secret=self._job.secret, role=ROLE, identity=identity)
+
+    def _part_of(self, host: str) -> Command:
+        return node_process(
+            self._elastic,
+            self._env,
+            host,
+            rendezvous=self._rendezvous,
+            supervisor=channels.address_of(self._listener),
+        )
+
+    def _is_over(self) -> bool:
+        """Whether the job has ended and nothing of it runs any more, or had its time."""
+        is_quiet = self._hosts.are_gone and self._store is None
+        return (self._end is not None and is_quiet) or time.monotonic() > self._kill_at
+
+    # ---- what happens -------------------------------------------------------------------------
+
+    def _wait(self, channel: Channel) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wakeup, selectors.EVENT_READ, self._on_wakeup)
+            if channel.is_open:
+                hear = partial(self._on_rendezvous, channel)
+                selector.register(channel, selectors.EVENT_READ, hear)
+            if self._ranks is not None:
+                self._ranks.register(selector)
+            for key, _ in selector.select(0.2):
+                key.data()
+
+    def _on_signal(self, signum: int, _: FrameType | None) -> None:
+        """Noted here, acted upon in the loop; a second Ctrl-C does not wait for anything."""
+        if self._interrupted_by == signum == signal.SIGINT:
+            kill_descendants(os.getpid(), spare=self._bystanders)
+            os._exit(shell_code(-signum))
+        self._interrupted_by = self._interrupted_by or signum
+
+    def _on_notice(self, signum: int, _: FrameType | None) -> None:
+        """The scheduler says that the end is near: the ranks are told, and go on."""
+        self._notices.append(signum)
+
+    def _on_wakeup(self) -> None:
+        with suppress(BlockingIOError):
+            self._wakeup.recv(64)
+        for pid, returncode in reap_children():
+            if self._store is not None and pid == self._store.pid:
+                self._store, self._store_end = None, returncode
+            ended = self._hosts.ended(pid, returncode)
+            is_going_on = self._end is None and not self._has_told_stop
+            if ended is not None and is_going_on and self._channel is not None:
+                host, how = ended
+                self._channel.post(Absent(host=host, text=how))
+                self._say_once(f"{host} is not there ({how}); it is tried again and again.")
+
+    def _on_rendezvous(self, channel: Channel) -> None:
+        for message in channel.collect():
+            if isinstance(message, Round) and not self._has_told_stop:
+                self._begin(message)
+            elif isinstance(message, Gathering) and self._ranks is not None:
+                self._ranks.call_off()
+            elif isinstance(message, HostLost):
+                self._say(f"{message.host} was lost: {message.text}")
+                self._hosts.give_up(message.host, self._job.grace_s + _MARGIN_S)
+                if self._ranks is not None:
+                    self._ranks.lose(message.host)
+            elif isinstance(message, Sentence):
+                self._say_once(message.text)
+            elif isinstance(message, Over):
+                self._finish(message.text)
+        if not channel.is_open and self._end is None:
+            self._has_lost_store = True
+            self._finish("")
+
+    def _begin(self, found: Round) -> None:
+        """A round begins: its ranks will knock here, with a secret of their own."""
+        if self._ranks is not None:
+            self._say(self._why_again(self._ranks, found))
+            self._ranks.close()
+        for member in found.members:
+            self._hosts.is_in(str(member["host"]))
+        self._said.clear()
+        secret = round_secret(self._job.secret, found.number)
+        gate = Gate(self._listener.dup(), secret=secret, role=channels.SUPERVISOR)
+        self._ranks = RoundRanks(found, self._job, gate, self._screen, self._show)
+
+    def _why_again(self, before: RoundRanks, found: Round) -> str:
+        """What ended the round before, and with whom and from where all go on."""
+        why = found.why
+        if found.num_restarts > before.round.num_restarts:
+            why = before.verdict().sentence.rstrip(".") or why
+            why += f"; restart {found.num_restarts} of {self._elastic.limits.max_restarts}"
+        names = ", ".join(str(member["host"]) for member in found.members)
+        memory = f", in memory: step {found.restored[1]}" if found.restored else ""
+        return (
+            f"{why}: {num_ranks_of(found)} worker(s) on {names} go on from the last "
+            f"checkpoint{memory}."
+        )
+
+    # ---- what is done about it ----------------------------------------------------------------
+
+    def _act(self, channel: Channel) -> None:
+        ranks = self._ranks
+        while self._notices:
+            signum = self._notices.pop(0)
+            if ranks is not None:
+                ranks.pass_on(signum)
+        if ranks is not None:
+            ranks.act()
+        must_stop = self._interrupted_by is not None or (ranks is not None and ranks.have_saved)
+        if must_stop and not self._has_told_stop:
+            self._has_told_stop = True
+            is_ctrl_c = self._interrupted_by == signal.SIGINT
+            channel.post(Stop(signum=signal.SIGINT if is_ctrl_c else signal.SIGTERM))
+            self._kill_at = time.monotonic() + self._job.grace_s + 2 * _MARGIN_S
+        channel.flush()
+
+    def _finish(self, text: str) -> None:
+        """The job is over: hosts end by themselves, and are killed if they do not in time."""
+        if self._end is None:
+            self._end = text
+            self._kill_at = time.monotonic() + self._job.grace_s + _MARGIN_S
+            if self._ranks is not None:
+                self._ranks.call_off()
+
+    def _say(self, text: str) -> None:
+        self._show(partial(self._screen.say, text))
+
+    def _say_once(self, text: str) -> None:
+        """Until the next round."""
+        if text not in self._said:
+            self._said.add(text)
+            self._say(text)
+
+    def _show(self, write: partial[None]) -> None:
+        """Write to the screen; a reader who left (``| head``) ends the job like a signal."""
+        try:
+            write()
+        except BrokenPipeError:
+            self._interrupted_by = self._interrupted_by or signal.SIGPIPE
+            self._screen.close()
+
+    def _report(self) -> int:
+        """Say how the job ended, and whose fault it was; its exit code."""
+        verdict = self._ranks.verdict(self._interrupted_by) if self._ranks is not None else None
+        if self._interrupted_by is not None and verdict is None:
+            self._say(f"interrupted by {signal_name(-self._interrupted_by)} before a worker ran.")
+            return shell_code(-self._interrupted_by)
+        if verdict and (self._interrupted_by is not None or verdict.exit_code == SAVED_STATUS):
+            self._say(verdict.sentence)
+            return verdict.exit_code
+        reason = self._loss_of_store() if self._has_lost_store else self._end or ""
+        if not reason:
+            return 0
+        sentences, words, code = [f"{reason[:1].upper()}{reason[1:]}."], [], 1
+        # ranks that only did as they were told are not to blame
+        if verdict and not (verdict.blames_launcher or self._has_lost_store):
+            code = verdict.exit_code or 1
+            sentences += [verdict.sentence] if verdict.sentence else []
+            if verdict.culprit is not None and verdict.culprit.last_errors:
+                words = verdict.culprit.last_words
+                quoted = [f"The last words of rank {verdict.culprit.rank}:", *words]
+                self._show(partial(self._screen.quote, "\n".join(quoted)))
+        text = " ".join(sentences)
+        with suppress(OSError):  # a full disk costs the file only
+            path = self._job.log_dir / FAILURE_FILE
+            path.write_text("\n".join([*words, text]) + "\n")
+        self._say(text)
+        return code
+
+    def _loss_of_store(self) -> str:
+        how = signal_name(self._store_end or 0)
+        ended = f" (its process was ended by {how})" if how else ""
+        return (
+            f"the rendezvous at {self._rendezvous} was lost{ended}, which knows who takes part, so "
+            "all workers were ended. Start the job again: it goes on from its last checkpoint"
+        )
+
+
+def _first_line(descriptor: int, limit_s: float) -> str:
+    """The first line that a process writes; what there is of it when the limit is over."""
+    said, deadline = b"", time.monotonic() + limit_s
+    with selectors.DefaultSelector() as selector:
+        selector.register(descriptor, selectors.EVENT_READ)
+        while b"\n" not in said and selector.select(max(0.0, deadline - time.monotonic())):
+            chunk = os.read(descriptor, 1 << 12)
+            if not chunk:
+                break
+            said += chunk
+    return said.decode(errors="replace").partition("\n")[0]
