@@ -20,7 +20,12 @@ import os, signal, sys, time
 import torch, torchmn
 from torchmn.resilience import install_crash_handler
 fault = sys.argv[1]
-comm = torchmn.create_communicator("naive", timeout_s=2, first_timeout_s=20)
+first_timeout_s = 20
+if fault == "stop at the start":
+    first_timeout_s = 3
+    if os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+comm = torchmn.create_communicator("naive", timeout_s=2, first_timeout_s=first_timeout_s)
 install_crash_handler(comm)
 model = torch.nn.Linear(8, 8)
 optimizer = torchmn.create_multi_node_optimizer(
@@ -112,6 +117,18 @@ def test_a_hang_is_named(runner: Runner, backend: str, fault: str, words: str) -
     report = (runner.folder / "logs" / "hang.txt").read_text()
     assert f"rank 0 on {host}:" in report
     assert "optimizer" in report  # the stacks of those that wait
+    runner.wait_until_nothing_is_left()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"], indirect=True)
+def test_a_rank_that_does_not_join_is_named(runner: Runner, backend: str) -> None:
+    script = runner.script(TRAINING)
+    done = runner.run("-n", "2", "--backend", backend, script, "stop at the start", limit_s=50)
+    assert done.returncode == 1, done.stderr
+    sentence = done.stderr.splitlines()[-1]
+    assert "joining all ranks (create_communicator) has not completed within 3 s" in sentence
+    assert "rank 1 did not come to it" in sentence
+    assert "is stopped by a signal" in sentence
     runner.wait_until_nothing_is_left()
 
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchmn.communicators.journal import Journal
 from torchmn.communicators.transports.base import Patience, Transport, break_off
 from torchmn.errors import PeerLostError, TimeLimitError
+from torchmn.launch import watched
 
 _SLOWEST_BYTES_PER_S = 10e6
 _LONGEST_PAUSE_S = 0.01
@@ -23,7 +26,16 @@ _LONGEST_PAUSE_S = 0.01
 class Agreement:
     """Values of all ranks for all, over a transport of its own. One thread of a rank at a time."""
 
-    def __init__(self, transport: Transport | None, speaker: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        transport: Transport | None,
+        speaker: str,
+        timeout_s: float,
+        *,
+        job_ranks: Sequence[int] = (),
+    ) -> None:
+        self._journal = Journal(job_ranks=job_ranks)
+        watched.follow(self._journal)  # so that who does not come is named
         self._transport = transport
         self._timeout_s = timeout_s
         self._speaker = speaker
@@ -46,6 +58,7 @@ class Agreement:
         size = torch.tensor([mine.numel()])
         limit_s = self._timeout_s + nbytes / _SLOWEST_BYTES_PER_S
         self._waiting_since_s = time.monotonic()
+        entry = self._journal.begin("checkpoint", f"the round in which {what}", (), "-", limit_s)
         try:
             self._exchange(dict.fromkeys(others, size), sizes, limit_s)
             received = {
@@ -53,11 +66,13 @@ class Agreement:
             }
             self._exchange(dict.fromkeys(others, mine), received, self._timeout_s)
         except (PeerLostError, TimeLimitError) as error:
+            self._journal.end(entry, "late" if isinstance(error, TimeLimitError) else "failed")
             raise type(error)(
                 f"{self._speaker}: another rank was lost while {what}: {error}"
             ) from error
         finally:
             self._waiting_since_s = None
+        self._journal.end(entry, "done")
         received[transport.rank] = mine
         return [json.loads(received[rank].numpy().tobytes()) for rank in range(transport.size)]
 

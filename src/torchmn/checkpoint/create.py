@@ -97,7 +97,7 @@ def create_multi_node_checkpointer(
     return MultiNodeCheckpointer(
         comm,
         FolderStorage(where),
-        Agreement(transport, comm.speaker, comm.timeout_s),
+        Agreement(transport, comm.speaker, comm.timeout_s, job_ranks=comm.journal.job_ranks),
         where=str(where),
         keep=keep,
         best=best,
@@ -124,7 +124,7 @@ def _memory_of_hosts(
     memory = MultiNodeCheckpointer(
         comm,
         NodeMemory(copies),
-        Agreement(transport, comm.speaker, comm.timeout_s),
+        Agreement(transport, comm.speaker, comm.timeout_s, job_ranks=comm.journal.job_ranks),
         where="the memory of the hosts",
         keep=1,
         best=None,

@@ -96,9 +96,9 @@ def create_communicator(
     if name != "auto" and name not in ROUTES:
         raise UnknownNameError("communicator", name, ["auto", *ROUTES])
     timeout_s, first_s = _limits(timeout_s, first_timeout_s)
-    watched.of_this_process()  # from now on, for joining may fail as well
     codec = _wire_codec(allreduce_grad_dtype)
-    world, is_own = _world(transport, first_s)
+    with watched.joining(first_s):
+        world, is_own = _world(transport, first_s)
     greeting = {"name": name, "dtype": codec.name if codec else None, "torch": torch.__version__}
     found = _exchange_hosts(world, greeting, first_s)
     topology = _checked_topology(topology, found, world)

@@ -7,6 +7,7 @@ Both sides have proved that they know the job's secret, at the gate, before ther
 
 from __future__ import annotations
 
+import errno
 import select
 import socket
 import time
@@ -18,6 +19,7 @@ from torchmn.launch.messages import Message, decode, encode
 ADDRESS_VARIABLE = "TORCHMN_SUPERVISOR"
 SUPERVISOR = "supervisor"
 """Whose gate it is, see `torchmn.launch.gate`."""
+_SILENT = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH})
 _CHUNK_BYTES = 1 << 16
 _NUM_CHUNKS_AT_ONCE = 16
 """A peer that never stops talking must not keep us from everything else."""
@@ -60,8 +62,8 @@ class Channel:
                 sent = self._socket.send(self._outbox)
             except (BlockingIOError, InterruptedError):
                 return
-            except OSError:
-                self.is_open = False
+            except OSError as error:
+                self._end(error)
                 return
             del self._outbox[:sent]
 
@@ -72,8 +74,9 @@ class Channel:
                 chunk = self._socket.recv(_CHUNK_BYTES)
             except (BlockingIOError, InterruptedError):
                 break
-            except OSError:
-                chunk = b""
+            except OSError as error:
+                self._end(error)
+                break
             if not chunk:
                 self.is_open = False
                 break
@@ -103,6 +106,10 @@ class Channel:
             poll = select.poll()  # select() knows only the first 1024 descriptors
             poll.register(self._socket, select.POLLIN)
             poll.poll(1000 * left_s)
+
+    def _end(self, error: OSError) -> None:
+        self.is_open = False
+        self.is_silent = error.errno in _SILENT
 
     def close(self) -> None:
         """Send what fits and close."""

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 
-from torchmn.launch.messages import Overdue, Told
+from torchmn.launch.messages import Joining, Overdue, Told
+from torchmn.launch.processes import HALTED
 
 _NUM_STACK_LINES = 60
 _FRAME = 'File "'
@@ -49,10 +50,61 @@ def report(
             "at the network between the hosts (interface, firewall, MTU), or raise timeout_s= if "
             "it is slow"
         )
+    return _written(head, cause, missing, told, hosts)
+
+
+def report_of_joining(
+    joining: Joining,
+    on_the_way: Iterable[int],
+    told: Mapping[int, Told],
+    hosts: Mapping[int, str],
+) -> HangReport:
+    """The report of ranks that wait for others at `create_communicator`.
+
+    ``on_the_way`` are those that have come there. They need not answer: MPI joins with Python's
+    lock held.
+    """
+    here = set(on_the_way)
+    missing = tuple(
+        rank for rank in sorted(hosts) if rank not in here or _is_halted(told.get(rank))
+    )
+    head = f"joining all ranks (create_communicator) has not completed within {joining.limit_s:g} s"
+    if missing:
+        cause = f"{_ranks(missing)} did not come to it: " + "; ".join(
+            f"{_who(rank, hosts)} {_elsewhere(told.get(rank))}" for rank in missing[:8]
+        )
+    else:
+        cause = (
+            "all have come to it, so messages do not get through. Look at the network between the "
+            "hosts (MASTER_ADDR, interface, firewall), or raise first_timeout_s= if it is slow"
+        )
+    return _written(head, cause, missing, told, hosts)
+
+
+def _written(
+    head: str,
+    cause: str,
+    missing: tuple[int, ...],
+    told: Mapping[int, Told],
+    hosts: Mapping[int, str],
+) -> HangReport:
     lines = [f"A hang: {head}.", f"{cause[0].upper()}{cause[1:]}.", ""]
     for rank in sorted(hosts):
         lines += _lines_of(rank, told.get(rank), hosts)
     return HangReport(sentence=f"{head}; {cause}", text="\n".join(lines) + "\n", missing=missing)
+
+
+def _is_halted(told: Told | None) -> bool:
+    return told is not None and any(words in told.state for words in HALTED)
+
+
+def _elsewhere(told: Told | None) -> str:
+    if told is None:
+        return "has not answered"
+    if told.state:
+        return told.state
+    place = _own_line(told.stacks)
+    return f"runs at {place}" if place else "runs"
 
 
 @dataclass(frozen=True, kw_only=True)

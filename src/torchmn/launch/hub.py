@@ -87,6 +87,7 @@ class Hub:
                 self._watch.hear(record, message, time.monotonic())
         if not channel.is_open and not record.has_ended:
             record.lost_at = time.time()
+            record.is_silent = channel.is_silent
             record.was_ending = self._leave_at is not None
 
     def _act(self, now: float) -> None:

@@ -140,6 +140,18 @@ class Leaving:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Joining:
+    """Script: I join the other ranks, which must have come within the limit."""
+
+    limit_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """Script: all ranks have come."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Overdue:
     """Script: this collective of this group has not completed in time."""
 
@@ -180,6 +192,8 @@ Message = (
     | Notice
     | Failed
     | Leaving
+    | Joining
+    | Joined
     | Overdue
     | Tell
     | Told

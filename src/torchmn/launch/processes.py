@@ -77,6 +77,16 @@ _STATES = {
     "X": "has ended",
 }
 
+HALTED = (
+    "waits for a disk",
+    "is stopped",
+    "has ended",
+    "is gone",
+    "is lost",
+    "has come to the end",
+)
+"""In the words for a process that will not go on by itself."""
+
 
 def state_of(pid: int) -> str:
     """What a process does, in words; empty where the system does not tell. Linux only."""

@@ -11,10 +11,20 @@ import time
 from collections.abc import Callable
 
 from torchmn.launch.channel import Channel
-from torchmn.launch.messages import Failed, Leaving, Message, Overdue, Tell, Told
+from torchmn.launch.messages import (
+    Failed,
+    Joined,
+    Joining,
+    Leaving,
+    Message,
+    Overdue,
+    Tell,
+    Told,
+)
 from torchmn.launch.processes import state_of
 
 _ANSWER_S = 2.0
+_OF_SCRIPTS = (Failed, Joined, Joining, Leaving, Overdue, Told)
 
 
 class ScriptLink:
@@ -72,7 +82,7 @@ class ScriptLink:
         for message in self._channel.collect():
             if isinstance(message, Told):
                 self.answer_by = None
-            if isinstance(message, (Failed, Leaving, Overdue, Told)):
+            if isinstance(message, _OF_SCRIPTS):
                 self._tell(message)
 
     def answer_if_silent(self) -> None:

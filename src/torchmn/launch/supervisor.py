@@ -176,7 +176,11 @@ class Supervisor:
         if command.ranks is not None:
             served = served[command.ranks.start : command.ranks.stop]
         for record in served:
-            if record.lost_at is not None and record.lost_returncode is None:
+            if (
+                record.lost_at is not None
+                and record.lost_returncode is None
+                and not record.is_silent
+            ):
                 record.lost_returncode = returncode
         if all(record.has_ended for record in served) or self._is_ending:
             return
@@ -192,6 +196,7 @@ class Supervisor:
                 line.channel.flush()
         if not line.channel.is_open and not line.record.has_ended:
             line.record.lost_at = time.time()
+            line.record.is_silent = line.channel.is_silent
             line.record.was_ending = self._is_ending
             if line.script_pid and line.record.host == socket.gethostname():
                 send_group(line.script_pid, signal.SIGKILL)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torchmn.launch.hang_report import HangReport
 from torchmn.launch.job import SAVED_STATUS
-from torchmn.launch.messages import Exit, Failed, Overdue, Told
+from torchmn.launch.messages import Exit, Failed, Joining, Overdue, Told
 from torchmn.launch.processes import shell_code, signal_name
 
 HANG_FILE = "hang.txt"
@@ -29,9 +29,13 @@ class RankRecord:
     failed: Failed | None = None
     is_leaving: bool = False
     leaving_status: int = 0
+    joining: Joining | None = None
+    joining_since: float | None = None  # of the listener's monotonic clock
+    has_joined: bool = False
     overdue: Overdue | None = None
     told: Told | None = None
     lost_at: float | None = None  # its agent died without a report
+    is_silent: bool = False  # it is not known to be dead: nothing comes from its host
     lost_returncode: int | None = None
     was_ending: bool = False  # it got lost after the supervisor had asked it to end
     num_lines: int = 0
@@ -177,6 +181,11 @@ def _obituary(record: RankRecord) -> str:
         return f"{who} failed with exit code {record.leaving_status}"
     if record.exit is not None and record.exit.note:
         return f"{who} {record.exit.note}"
+    if record.is_silent:
+        return (
+            f"{who} was lost: nothing has come from its host for 8 s (the network, or the host "
+            "itself)"
+        )
     if record.exit is None:
         name = signal_name(record.lost_returncode or 0)
         return f"{who} was lost: its agent died" + (f" of {name}" if name else "")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchmn.launch.hang_report import HangReport, report
-from torchmn.launch.messages import Failed, Leaving, Message, Overdue, Told
+from torchmn.launch.hang_report import HangReport, report, report_of_joining
+from torchmn.launch.messages import Failed, Joined, Joining, Leaving, Message, Overdue, Told
 from torchmn.launch.verdict import RankRecord
 
 _CAUSE_S = 1.0
@@ -33,6 +33,12 @@ class Watch:
             record.failed = record.failed or message
             if message.is_consequence:
                 self._suspect(now)
+                if record.joining and not record.has_joined and self._asker is None:
+                    self._asker = record
+        elif isinstance(message, Joining):
+            record.joining, record.joining_since = message, now
+        elif isinstance(message, Joined):
+            record.has_joined = True
         elif isinstance(message, Leaving):
             record.is_leaving, record.leaving_status = True, message.status
             if message.status:
@@ -46,6 +52,8 @@ class Watch:
 
     def must_ask(self, now: float) -> bool:
         """Whether all ranks are to be asked now. True once."""
+        if self._asker is None:
+            self._asker = next((r for r in self._records if _is_late(r, now)), None)
         if self._asker is None or self._asked_at is not None:
             return False
         self._asked_at = now
@@ -62,23 +70,31 @@ class Watch:
 
     def _is_answered(self, now: float) -> bool:
         asker = self._asker
-        if self._asked_at is None or asker is None or asker.overdue is None:
+        if self._asked_at is None or asker is None:
             return False
         is_complete = all(r.told is not None or r.has_ended for r in self._records)
         if not is_complete and now - self._asked_at < _ANSWERS_S:
             return False
         if self.hang is None:
-            self.hang = report(
-                asker.overdue,
-                asker.rank,
-                {r.rank: told for r in self._records if (told := _last_told(r)) is not None},
-                {r.rank: r.host for r in self._records},
-            )
+            told = {r.rank: said for r in self._records if (said := _last_told(r)) is not None}
+            hosts = {r.rank: r.host for r in self._records}
+            if asker.overdue is not None:
+                self.hang = report(asker.overdue, asker.rank, told, hosts)
+            elif asker.joining is not None:
+                on_the_way = [r.rank for r in self._records if r.joining or r.has_joined]
+                self.hang = report_of_joining(asker.joining, on_the_way, told, hosts)
         return True
 
     def _suspect(self, now: float) -> None:
         if self._suspicious_since is None:
             self._suspicious_since = now
+
+
+def _is_late(record: RankRecord, now: float) -> bool:
+    """Whether it has been joining the others for too long."""
+    if record.joining is None or record.joining_since is None or record.has_joined:
+        return False
+    return now - record.joining_since >= record.joining.limit_s
 
 
 def _last_told(record: RankRecord) -> Told | None:

@@ -21,13 +21,24 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
 from torchmn import errors
 from torchmn.errors import CommunicationError
 from torchmn.launch.channel import Channel
-from torchmn.launch.messages import End, Failed, Leaving, Message, Overdue, Tell, Told
+from torchmn.launch.messages import (
+    End,
+    Failed,
+    Joined,
+    Joining,
+    Leaving,
+    Message,
+    Overdue,
+    Tell,
+    Told,
+)
 
 WATCH_VARIABLE = "TORCHMN_WATCH"
 """``descriptor:process`` of the connection to the agent, which the script inherits."""
@@ -66,6 +77,7 @@ class Watched:
         self._pid = os.getpid()
         self._followed: list[weakref.ref[Collectives]] = []
         self._must_end = threading.Event()
+        self._has_joined = False
         self._is_waiting = False
         self._last_words = ""
         self._has_told_of_hang = False
@@ -97,6 +109,17 @@ class Watched:
         # Called before what transports do at exit, which may be to wait for the others.
         atexit.unregister(self._leave)
         atexit.register(self._leave)
+
+    def join(self, limit_s: float) -> None:
+        """Tell that this process joins the others now. It may hold Python's lock meanwhile."""
+        if not self._has_joined:
+            self._post(Joining(limit_s=limit_s))
+
+    def has_joined(self) -> None:
+        """Tell that all have come."""
+        if not self._has_joined:
+            self._has_joined = True
+            self._post(Joined())
 
     def fail(self, error: BaseException) -> None:
         """Tell the last words of an exception that ends this process.
@@ -245,6 +268,17 @@ def follow(collectives: Collectives) -> None:
     watched = of_this_process()
     if watched is not None:
         watched.follow(collectives)
+
+
+@contextmanager
+def joining(limit_s: float) -> Iterator[None]:
+    """Around what joins all ranks: that of this one, and how long it may take, is told."""
+    watched = of_this_process()
+    if watched is not None:
+        watched.join(limit_s)
+    yield
+    if watched is not None:
+        watched.has_joined()
 
 
 def is_consequence(error: BaseException) -> bool:

@@ -164,3 +164,10 @@ def test_without_files_of_output_none_is_named() -> None:
     found = verdict(RankRecord(0, host="node7", exit=exit_), keeps_output=False)
     assert found.sentence == "rank 0 on node7 ended without a word."
     assert found.exit_code == 137
+
+
+def test_a_silent_host_is_not_said_to_have_died() -> None:
+    lost = RankRecord(1, host="node8", lost_at=1.0, is_silent=True)
+    found = verdict(ended(0, -15, at=2.0, by="supervisor"), lost)
+    assert found.exit_code == 1
+    assert "rank 1 on node8 was lost: nothing has come from its host for 8 s" in found.sentence

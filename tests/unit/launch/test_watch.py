@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchmn.launch.messages import Exit, Failed, Leaving, Overdue, Told
+from torchmn.launch.messages import Exit, Failed, Joined, Joining, Leaving, Overdue, Told
 from torchmn.launch.verdict import RankRecord
 from torchmn.launch.watch import Watch
 
@@ -89,3 +89,56 @@ def test_a_cause_that_comes_while_ranks_are_asked_ends_the_asking() -> None:
     watch.hear(records[1], failed(follows=False), 20.1)
     assert watch.must_end(20.1)
     assert watch.hang is None
+
+
+def test_a_rank_that_does_not_join_is_named_with_its_state() -> None:
+    """Rank 1 was stopped on its way; rank 0 is in MPI_Init, where it cannot answer."""
+    watch, records = watch_over(3)
+    watch.hear(records[0], Joining(limit_s=20), 5.0)
+    watch.hear(records[2], Joining(limit_s=20), 6.0)
+    assert not watch.must_ask(24.9)
+    assert watch.must_ask(25.0)
+    watch.hear(records[0], Told(state="does not answer: its process sleeps"), 25.1)
+    watch.hear(records[1], Told(state="does not answer: its process is stopped by a signal"), 25.2)
+    watch.hear(records[2], Told(state="does not answer: its process is stopped by a signal"), 25.2)
+    assert watch.must_end(25.3)
+    assert watch.hang is not None
+    assert watch.hang.missing == (1, 2)
+    assert watch.hang.sentence.startswith(
+        "joining all ranks (create_communicator) has not completed within 20 s; "
+        "ranks 1, 2 did not come to it: rank 1 on node does not answer: its process is stopped"
+    )
+
+
+def test_who_gives_up_joining_has_the_others_asked() -> None:
+    watch, records = watch_over(2)
+    watch.hear(records[0], Joining(limit_s=20), 5.0)
+    watch.hear(records[0], failed(follows=True), 24.0)
+    assert watch.must_ask(24.0)
+    watch.hear(
+        records[1], Told(stacks='MainThread:\n  File "a.py", line 3, in load\n    x()'), 24.1
+    )
+    watch.hear(records[0], Told(), 24.1)
+    assert watch.must_end(24.2)
+    assert watch.hang is not None
+    assert "rank 1 did not come to it: rank 1 on node runs at a.py:3 in load" in watch.hang.sentence
+
+
+def test_ranks_that_have_joined_are_not_late() -> None:
+    watch, records = watch_over(2)
+    for record in records:
+        watch.hear(record, Joining(limit_s=20), 5.0)
+        watch.hear(record, Joined(), 6.0)
+    assert not watch.must_ask(100.0)
+
+
+def test_when_all_are_joining_the_network_is_named() -> None:
+    watch, records = watch_over(2)
+    for record in records:
+        watch.hear(record, Joining(limit_s=20), 5.0)
+    assert watch.must_ask(25.0)
+    for record in records:
+        watch.hear(record, Told(), 25.1)
+    assert watch.must_end(25.2)
+    assert watch.hang is not None
+    assert "all have come to it" in watch.hang.sentence
