@@ -17,7 +17,7 @@ from torch import Tensor
 from torchmn.communicators.journal import Journal
 from torchmn.communicators.transports.base import Patience, Transport, break_off
 from torchmn.errors import PeerLostError, TimeLimitError
-from torchmn.launch import watched
+from torchmn.launch.watch import watched
 
 _SLOWEST_BYTES_PER_S = 10e6
 _LONGEST_PAUSE_S = 0.01

@@ -15,8 +15,8 @@ from torchmn.checkpoint.retention import DRAFT, name_of
 from torchmn.checkpoint.storage import MANIFEST, Reader
 from torchmn.errors import DataError, LaunchError
 from torchmn.launch.elastic.frames import Payload
-from torchmn.launch.elastic.messages import Draft
 from torchmn.launch.elastic.node_copies import NodeCopies
+from torchmn.launch.messages.elastic import Draft
 
 _STEP = re.compile(re.escape(DRAFT) + r"(\d+)-")
 

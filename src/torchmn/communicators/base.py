@@ -26,7 +26,7 @@ from torchmn.communicators.transports.shared_memory import SharedMemoryTransport
 from torchmn.communicators.wire import Cargo, Wire, create_wire
 from torchmn.compression import Codec
 from torchmn.errors import DisagreementError, UnknownNameError, UnsupportedError, UsageError
-from torchmn.launch import watched
+from torchmn.launch.watch import watched
 from torchmn.topology import Topology
 from torchmn.units import MiB
 

@@ -35,7 +35,7 @@ from torchmn.errors import (
     UnknownNameError,
     UsageError,
 )
-from torchmn.launch import watched
+from torchmn.launch.watch import watched
 from torchmn.topology import Place, Topology
 from torchmn.topology.environment import LaunchedPlace, launched_place
 

@@ -48,8 +48,8 @@ from torchmn.launch.processes import (
     shell_code,
     signal_name,
 )
-from torchmn.launch.script_link import ScriptLink
-from torchmn.launch.watched import WATCH_VARIABLE
+from torchmn.launch.watch.script_link import ScriptLink
+from torchmn.launch.watch.watched import WATCH_VARIABLE
 from torchmn.topology import Share
 
 _FULL_BYTES = 1 << 20

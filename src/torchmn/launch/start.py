@@ -22,7 +22,7 @@ from torchmn.launch.job import Command, Job
 from torchmn.launch.remote import ask_hosts
 from torchmn.launch.screen import Screen
 from torchmn.launch.supervisor import Supervisor
-from torchmn.launch.verdict import FAILURE_FILE, HANG_FILE
+from torchmn.launch.watch.verdict import FAILURE_FILE, HANG_FILE
 from torchmn.topology import Route, available_processors, route_to
 
 

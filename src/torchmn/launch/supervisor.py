@@ -44,8 +44,8 @@ from torchmn.launch.processes import (
     watch_signals,
 )
 from torchmn.launch.screen import Screen
-from torchmn.launch.verdict import FAILURE_FILE, HANG_FILE, RankRecord, judge
-from torchmn.launch.watch import Watch
+from torchmn.launch.watch.alarm import Watch
+from torchmn.launch.watch.verdict import FAILURE_FILE, HANG_FILE, RankRecord, judge
 
 _MARGIN_S = 3.0
 """How much longer than the ranks' grace we wait before we kill the agents themselves."""

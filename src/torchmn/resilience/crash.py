@@ -3,8 +3,8 @@
 Under ``torchmn run`` this is always so, for an agent is the parent of every rank. Other launchers
 end a job at a rank's death or do not (``srun`` without ``--kill-on-bad-exit``), and none of them
 knows of an exception that one rank meets while the others wait for it. So each rank starts a
-sentinel beside itself, and rank 0 a hub that hears all sentinels (`torchmn.launch.sentinel`,
-`torchmn.launch.hub`).
+sentinel beside itself, and rank 0 a hub that hears all sentinels (`torchmn.launch.watch.sentinel`,
+`torchmn.launch.watch.hub`).
 
 After ChainerMN's ``global_except_hook.add_hook()`` (ancestors 1.11), which saw exceptions of the
 main thread only and called MPI_Abort.
@@ -22,8 +22,8 @@ from pathlib import Path
 
 from torchmn.communicators import Communicator
 from torchmn.errors import CommunicationError
-from torchmn.launch import watched
 from torchmn.launch.job import python_module
+from torchmn.launch.watch import watched
 from torchmn.topology import route_to
 
 _START_S = 30.0
@@ -64,7 +64,9 @@ def install_crash_handler(comm: Communicator, *, grace_s: float = 5.0) -> None:
         "grace_s": grace_s,
         "descriptor": others.fileno(),
     }
-    _start("torchmn.launch.sentinel", order, stdout=subprocess.DEVNULL, keep=(others.fileno(),))
+    _start(
+        "torchmn.launch.watch.sentinel", order, stdout=subprocess.DEVNULL, keep=(others.fileno(),)
+    )
     others.close()
     watched.watch_over(own).follow(comm.journal)
 
@@ -85,7 +87,7 @@ def _start_hub(comm: Communicator, secret: str) -> str:
         "size": comm.size,
         "log_dir": str(log_dir.absolute()),
     }
-    process = _start("torchmn.launch.hub", order, stdout=subprocess.PIPE)
+    process = _start("torchmn.launch.watch.hub", order, stdout=subprocess.PIPE)
     address = ""
     if process.stdout is not None:
         with process.stdout as answer:

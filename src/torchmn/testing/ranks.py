@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import HashStore
 
 from torchmn.communicators import Communicator, create_communicator
 from torchmn.communicators.transports.torch_distributed import TorchDistributedTransport
-from torchmn.launch.watched import is_consequence
+from torchmn.launch.watch.watched import is_consequence
 from torchmn.topology import Topology
 
 Result = TypeVar("Result")

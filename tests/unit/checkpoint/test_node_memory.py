@@ -16,8 +16,8 @@ from torchmn.checkpoint.node_memory import NodeMemory
 from torchmn.communicators import Communicator
 from torchmn.errors import DataError
 from torchmn.launch.elastic.copies import ROUND_VARIABLE, SOCKET_VARIABLE, Copies
-from torchmn.launch.elastic.messages import Announced, ElasticMessage, Round, Stored
 from torchmn.launch.elastic.node_copies import NodeCopies
+from torchmn.launch.messages.elastic import Announced, ElasticMessage, Round, Stored
 from torchmn.testing.ranks import run_ranks
 
 

@@ -35,7 +35,7 @@ from torchmn.communicators.transports.base import (
     poll_until,
 )
 from torchmn.errors import LaunchError, TimeLimitError, UnsupportedError
-from torchmn.launch import watched
+from torchmn.launch.watch import watched
 from torchmn.units import GiB, KiB
 
 _NATIVE_BYTES = 16 * KiB

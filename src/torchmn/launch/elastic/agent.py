@@ -22,8 +22,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from torchmn.launch.elastic.host import Host
-from torchmn.launch.elastic.messages import Round
 from torchmn.launch.job import worker_command
+from torchmn.launch.messages.elastic import Round
 
 _POLL_S = 0.1
 _NO_LIMIT = 1_000_000_000

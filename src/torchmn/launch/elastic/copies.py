@@ -24,7 +24,8 @@ from contextlib import suppress
 from torchmn.errors import LaunchError
 from torchmn.launch.channel import Channel
 from torchmn.launch.elastic.frames import Header, Payload, receive_frame, send_frame
-from torchmn.launch.elastic.messages import (
+from torchmn.launch.gate import Gate, knock
+from torchmn.launch.messages.elastic import (
     Announced,
     Draft,
     ElasticMessage,
@@ -32,7 +33,6 @@ from torchmn.launch.elastic.messages import (
     Round,
     Stored,
 )
-from torchmn.launch.gate import Gate, knock
 
 ROLE = "copies"
 """Whose gate it is, see `torchmn.launch.gate`."""

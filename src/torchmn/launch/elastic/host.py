@@ -13,7 +13,8 @@ from dataclasses import asdict
 
 from torchmn.errors import LaunchError
 from torchmn.launch.channel import Channel
-from torchmn.launch.elastic.messages import (
+from torchmn.launch.messages import Message
+from torchmn.launch.messages.elastic import (
     Arrived,
     Draft,
     ElasticMessage,
@@ -24,7 +25,6 @@ from torchmn.launch.elastic.messages import (
     Round,
     Stored,
 )
-from torchmn.launch.messages import Message
 
 _POLL_S = 0.2
 

@@ -22,7 +22,11 @@ from torchmn.launch.channel import Channel
 from torchmn.launch.elastic.elastic_job import ElasticJob, node_process, store_process
 from torchmn.launch.elastic.host import round_secret
 from torchmn.launch.elastic.host_processes import HostProcesses, start_process
-from torchmn.launch.elastic.messages import (
+from torchmn.launch.elastic.rendezvous import ROLE
+from torchmn.launch.elastic.round_ranks import RoundRanks, num_ranks_of
+from torchmn.launch.gate import Gate, knock
+from torchmn.launch.job import SAVED_STATUS, Command
+from torchmn.launch.messages.elastic import (
     Absent,
     Gathering,
     HostLost,
@@ -32,10 +36,6 @@ from torchmn.launch.elastic.messages import (
     Stop,
     Watcher,
 )
-from torchmn.launch.elastic.rendezvous import ROLE
-from torchmn.launch.elastic.round_ranks import RoundRanks, num_ranks_of
-from torchmn.launch.gate import Gate, knock
-from torchmn.launch.job import SAVED_STATUS, Command
 from torchmn.launch.processes import (
     adopt_orphans,
     descendants,
@@ -46,7 +46,7 @@ from torchmn.launch.processes import (
     watch_signals,
 )
 from torchmn.launch.screen import Screen
-from torchmn.launch.verdict import FAILURE_FILE
+from torchmn.launch.watch.verdict import FAILURE_FILE
 
 _STORE_START_S = 20.0
 _MARGIN_S = 10.0

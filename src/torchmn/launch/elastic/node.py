@@ -20,11 +20,11 @@ from torchmn.errors import LaunchError, TorchmnError
 from torchmn.launch.channel import ADDRESS_VARIABLE
 from torchmn.launch.elastic.copies import ROUND_VARIABLE, SOCKET_VARIABLE, Copies
 from torchmn.launch.elastic.host import Host, round_secret
-from torchmn.launch.elastic.messages import ElasticMessage, Member, Round
 from torchmn.launch.elastic.rendezvous import ROLE
 from torchmn.launch.gate import knock
 from torchmn.launch.host_facts import versions, why_not_here
 from torchmn.launch.job import SECRET_VARIABLE
+from torchmn.launch.messages.elastic import ElasticMessage, Member, Round
 from torchmn.launch.processes import adopt_orphans, kill_descendants
 from torchmn.topology import own_address_towards
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from torchmn.errors import LaunchError
 from torchmn.launch.elastic.copies import ROUND_VARIABLE, SOCKET_VARIABLE
 from torchmn.launch.elastic.frames import Buffer, Header, Payload, receive_frame, send_frame
-from torchmn.launch.elastic.messages import Draft
+from torchmn.launch.messages.elastic import Draft
 
 
 class NodeCopies:

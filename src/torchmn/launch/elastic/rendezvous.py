@@ -17,7 +17,10 @@ from functools import partial
 from typing import Any
 
 from torchmn.launch.channel import Channel
-from torchmn.launch.elastic.messages import (
+from torchmn.launch.elastic.rounds import LAUNCHER, Rounds
+from torchmn.launch.gate import Gate
+from torchmn.launch.messages import Message
+from torchmn.launch.messages.elastic import (
     Absent,
     Announced,
     Arrived,
@@ -27,9 +30,6 @@ from torchmn.launch.elastic.messages import (
     Stored,
     Watcher,
 )
-from torchmn.launch.elastic.rounds import LAUNCHER, Rounds
-from torchmn.launch.gate import Gate
-from torchmn.launch.messages import Message
 
 ROLE = "rendezvous"
 """Whose gate it is, see `torchmn.launch.gate`."""

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 from torchmn.launch.channel import Channel
-from torchmn.launch.elastic.messages import Round
 from torchmn.launch.gate import Gate
 from torchmn.launch.job import SAVED_STATUS, Job
 from torchmn.launch.messages import (
@@ -27,9 +26,10 @@ from torchmn.launch.messages import (
     Run,
     Tell,
 )
+from torchmn.launch.messages.elastic import Round
 from torchmn.launch.screen import Screen
-from torchmn.launch.verdict import HANG_FILE, RankRecord, Verdict, judge
-from torchmn.launch.watch import Watch
+from torchmn.launch.watch.alarm import Watch
+from torchmn.launch.watch.verdict import HANG_FILE, RankRecord, Verdict, judge
 
 
 @dataclass

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torchmn.errors import UsageError
-from torchmn.launch.elastic.messages import (
+from torchmn.launch.host_facts import differences
+from torchmn.launch.messages.elastic import (
     Draft,
     ElasticMessage,
     Gathering,
@@ -28,7 +29,6 @@ from torchmn.launch.elastic.messages import (
     Sentence,
     Stored,
 )
-from torchmn.launch.host_facts import differences
 
 LAUNCHER = ""
 """Receives what is for the launcher; no host has an empty name."""

@@ -8,9 +8,9 @@ import pytest
 
 from torchmn.errors import LaunchError
 from torchmn.launch.elastic.copies import ROUND_VARIABLE, SOCKET_VARIABLE, Copies
-from torchmn.launch.elastic.messages import Announced, ElasticMessage, Neighbour, Round, Stored
 from torchmn.launch.elastic.node_copies import NodeCopies
 from torchmn.launch.gate import knock
+from torchmn.launch.messages.elastic import Announced, ElasticMessage, Neighbour, Round, Stored
 
 SECRET = "the secret of the job"
 

@@ -6,7 +6,8 @@ from dataclasses import asdict
 import pytest
 
 from torchmn.errors import UsageError
-from torchmn.launch.elastic.messages import (
+from torchmn.launch.elastic.rounds import LAUNCHER, Limits, Rounds
+from torchmn.launch.messages.elastic import (
     ElasticMessage,
     HostLost,
     Keep,
@@ -18,7 +19,6 @@ from torchmn.launch.elastic.messages import (
     Sentence,
     Stored,
 )
-from torchmn.launch.elastic.rounds import LAUNCHER, Limits, Rounds
 
 VERSIONS = {"torch": "2.13"}
 

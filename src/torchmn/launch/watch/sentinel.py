@@ -1,4 +1,4 @@
-"""``python -m torchmn.launch.sentinel``: stands beside one rank that a foreign launcher started.
+"""``python -m torchmn.launch.watch.sentinel``: stands beside one rank of a foreign launcher.
 
 Under ``torchmn run`` the agent is the parent of the script and hears of its end from the system.
 Here somebody else is the parent, so the sentinel watches from beside: it carries the script's
@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from torchmn.errors import LaunchError
 from torchmn.launch.channel import Channel
 from torchmn.launch.gate import knock
-from torchmn.launch.hub import ROLE
 from torchmn.launch.messages import End, EndedBy, Exit, Failed, Leaving, Message, Present, Tell
 from torchmn.launch.processes import exit_of_zombie, is_running, is_stopped, send
-from torchmn.launch.script_link import ScriptLink
+from torchmn.launch.watch.hub import ROLE
+from torchmn.launch.watch.script_link import ScriptLink
 
 _PERIOD_S = 0.2
 _GOODBYE_S = 10.0

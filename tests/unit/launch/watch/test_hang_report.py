@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from torchmn.launch.hang_report import report
 from torchmn.launch.messages import Overdue, Told
+from torchmn.launch.watch.hang_report import report
 
 HOSTS = {0: "node0", 1: "node0", 2: "node1"}
 OVERDUE = Overdue(group="world", number=5, limit_s=60.0)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from torchmn.launch.hang_report import HangReport
 from torchmn.launch.messages import EndedBy, Exit, Failed
-from torchmn.launch.verdict import RankRecord, Verdict, judge
+from torchmn.launch.watch.hang_report import HangReport
+from torchmn.launch.watch.verdict import RankRecord, Verdict, judge
 
 
 def ended(rank: int, code: int, at: float = 0.0, by: EndedBy = "itself") -> RankRecord:

@@ -15,10 +15,10 @@ from torchmn.errors import (
     TimeLimitError,
     UsageError,
 )
-from torchmn.launch import watched
 from torchmn.launch.channel import Channel
 from torchmn.launch.messages import Leaving, Tell, Told
-from torchmn.launch.script_link import ScriptLink
+from torchmn.launch.watch import watched
+from torchmn.launch.watch.script_link import ScriptLink
 
 
 def chained(error: Exception, cause: Exception) -> Exception:

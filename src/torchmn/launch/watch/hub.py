@@ -1,4 +1,4 @@
-"""``python -m torchmn.launch.hub``: hears the sentinels of all ranks of a foreign launcher's job.
+"""``python -m torchmn.launch.watch.hub``: hears all ranks of a foreign launcher's job.
 
 What the supervisor is under ``torchmn run``, without being anybody's parent: it finds out who
 failed first or hangs, says so, and has all ranks ended. It stands on the host of rank 0, whose
@@ -19,8 +19,8 @@ from pathlib import Path
 from torchmn.launch.channel import Channel, address_of, listen
 from torchmn.launch.gate import Gate
 from torchmn.launch.messages import End, Exit, Present, Tell
-from torchmn.launch.verdict import FAILURE_FILE, HANG_FILE, RankRecord, Verdict, judge
-from torchmn.launch.watch import Watch
+from torchmn.launch.watch.alarm import Watch
+from torchmn.launch.watch.verdict import FAILURE_FILE, HANG_FILE, RankRecord, Verdict, judge
 
 ROLE = "hub"
 _PERIOD_S = 0.2

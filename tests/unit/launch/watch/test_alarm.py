@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from torchmn.launch.messages import Exit, Failed, Joined, Joining, Leaving, Overdue, Told
-from torchmn.launch.verdict import RankRecord
-from torchmn.launch.watch import Watch
+from torchmn.launch.watch.alarm import Watch
+from torchmn.launch.watch.verdict import RankRecord
 
 OVERDUE = Overdue(group="world", number=1, limit_s=10.0)
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from torchmn.launch.hang_report import HangReport
 from torchmn.launch.job import SAVED_STATUS
 from torchmn.launch.messages import Exit, Failed, Joining, Overdue, Told
 from torchmn.launch.processes import shell_code, signal_name
+from torchmn.launch.watch.hang_report import HangReport
 
 HANG_FILE = "hang.txt"
 """In the folder of the logs: what all ranks did when the job was found to hang."""

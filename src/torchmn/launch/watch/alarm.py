@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchmn.launch.hang_report import HangReport, report, report_of_joining
 from torchmn.launch.messages import Failed, Joined, Joining, Leaving, Message, Overdue, Told
-from torchmn.launch.verdict import RankRecord
+from torchmn.launch.watch.hang_report import HangReport, report, report_of_joining
+from torchmn.launch.watch.verdict import RankRecord
 
 _CAUSE_S = 1.0
 """How long the cause may be known later than what follows from it."""

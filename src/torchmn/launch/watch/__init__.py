@@ -1,0 +1,1 @@
+"""Watching over a job: last words, hangs, and the verdict; under any launcher."""
