@@ -9,6 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torchmn.checkpoint import (
+        create_multi_node_checkpointer,
+    )
     from torchmn.communicators import (
         Communicator,
         create_communicator,
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     )
     from torchmn.resilience import (
         Preemption,
+        ReplicaCheck,
     )
     from torchmn.topology import (
         Place,
@@ -64,6 +68,7 @@ _HOME = {
     "Place": "torchmn.topology",
     "Preemption": "torchmn.resilience",
     "Ratio": "torchmn.evaluation",
+    "ReplicaCheck": "torchmn.resilience",
     "SerialIterator": "torchmn.data",
     "StandardUpdater": "torchmn.training",
     "Topology": "torchmn.topology",
@@ -71,6 +76,7 @@ _HOME = {
     "Trainer": "torchmn.training",
     "create_communicator": "torchmn.communicators",
     "create_empty_dataset": "torchmn.data",
+    "create_multi_node_checkpointer": "torchmn.checkpoint",
     "create_multi_node_evaluator": "torchmn.evaluation",
     "create_multi_node_optimizer": "torchmn.exchange",
     "run_main": "torchmn.errors",
@@ -91,6 +97,7 @@ __all__ = [
     "Place",
     "Preemption",
     "Ratio",
+    "ReplicaCheck",
     "SerialIterator",
     "StandardUpdater",
     "Topology",
@@ -98,6 +105,7 @@ __all__ = [
     "Trainer",
     "create_communicator",
     "create_empty_dataset",
+    "create_multi_node_checkpointer",
     "create_multi_node_evaluator",
     "create_multi_node_optimizer",
     "run_main",

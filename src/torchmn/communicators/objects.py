@@ -3,7 +3,8 @@
 Nothing is pickled that JSON can describe. What it cannot describe is pickled only where the
 receiver may trust the sender: over MPI, where the ranks of a job are the only peers, or in
 messages that carry an HMAC-SHA256 under the secret of the job (``TORCHMN_SECRET``, set by
-``torchmn run``). Else it is refused.
+``torchmn run``). Else it is refused. Checkpoints hold the same descriptions (`describe`, `build`)
+and never a pickle.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ import json
 import math
 import pickle
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from torchmn.errors import CommunicationError, UnsupportedError
+from torchmn.errors import CommunicationError, DataError, UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -42,22 +43,62 @@ class Message:
     buffers: list[Tensor]
 
 
+Path = tuple[str, ...]
+"""Where in an object something is, as text: keys and positions from the root."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of an object, and where in the object it is: ``("'optimizer'", "0")``."""
+
+    path: Path
+    tensor: Tensor
+
+
 def pack(obj: object, trust: Trust, *, note: str = "") -> Message:
     """Turn an object into a message. ``note`` says what the sender is doing.
 
     Raises UnsupportedError: an object needs pickle and there is no trust.
     """
-    buffers: list[Tensor] = []
-    body = _describe(obj, buffers, trust)
+    parts: list[Part] = []
+    body = _describe(obj, parts, trust, ())
+    buffers = [as_bytes(part.tensor.contiguous()) for part in parts]
     return Message(json.dumps([note, body], separators=(",", ":")).encode(), buffers)
+
+
+def describe(obj: object, root: str = "state") -> tuple[Any, list[Part]]:
+    """A JSON value for an object, and the tensors in it, in order; never a pickle. Local.
+
+    The tensors are the object's own memory, of any strides. Raises UnsupportedError: something in
+    it is no plain value; the sentence says where, as in ``state['scheduler'][0]``.
+    """
+    parts: list[Part] = []
+    try:
+        return _describe(obj, parts, None, (root,)), parts
+    except RecursionError:
+        raise UnsupportedError(f"{root} contains itself, or is nested too deeply.") from None
+
+
+def build(body: Any, tensors: Sequence[Tensor]) -> Any:
+    """The object again, from what `describe` gave. Local.
+
+    Raises DataError: this is no description, or the tensors are not those of it.
+    """
+    waiting = iter(tensors)
+    try:
+        obj = _build(body, waiting, None)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, StopIteration,
+            RuntimeError, OverflowError, RecursionError) as error:  # fmt: skip
+        raise DataError(f"no description of a state: {type(error).__name__}: {error}") from error
+    if next(waiting, None) is not None:
+        raise DataError("the description of a state has fewer tensors than were saved with it.")
+    return obj
 
 
 def unpack_head(head: bytes, device: torch.device) -> tuple[str, Any, list[Tensor]]:
     """(note, body, empty tensors to receive the buffers into). CUDA tensors go to ``device``."""
     note, body = json.loads(head)
-    tensors: list[Tensor] = []
-    _allocate(body, tensors, device)
-    return note, body, tensors
+    return note, body, [_allocate(kind, device) for kind in kinds_of(body)]
 
 
 def unpack(body: Any, tensors: Sequence[Tensor], trust: Trust) -> Any:
@@ -73,40 +114,68 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
-def _describe(obj: Any, buffers: list[Tensor], trust: Trust) -> Any:
+def _describe(obj: Any, parts: list[Part], trust: Trust | None, path: Path) -> Any:
     """One JSON value: plain values as they are, everything else as [kind, ...]."""
     if obj is None or obj is True or obj is False or type(obj) is str:
         return obj
     if type(obj) is int:
-        return obj if abs(obj) < 2**53 else ["int", str(obj)]
+        return obj if abs(obj) < 2**53 else ["int", hex(obj)]
     if type(obj) is float:
         return obj if math.isfinite(obj) else ["float", repr(obj)]
     if type(obj) is complex:
         return ["complex", repr(obj.real), repr(obj.imag)]
     if type(obj) is bytes:
-        buffers.append(torch.frombuffer(bytearray(obj), dtype=torch.uint8) if obj else _EMPTY)
+        flat = torch.frombuffer(bytearray(obj), dtype=torch.uint8) if obj else _EMPTY
+        parts.append(Part(path, flat))
         return ["bytes", len(obj)]
     if type(obj) in _SEQUENCES.values():
-        return [type(obj).__name__, [_describe(item, buffers, trust) for item in obj]]
+        items = [_describe(x, parts, trust, (*path, str(i))) for i, x in enumerate(obj)]
+        return [type(obj).__name__, items]
     if type(obj) in _MAPPINGS.values():  # the state of a model is an OrderedDict
         pairs = [
-            [_describe(k, buffers, trust), _describe(v, buffers, trust)] for k, v in obj.items()
+            [_describe(k, parts, trust, path), _describe(v, parts, trust, (*path, repr(k)))]
+            for k, v in obj.items()
         ]
         return [type(obj).__name__, pairs]
-    if isinstance(obj, Tensor) and obj.layout == torch.strided and not obj.is_quantized:
-        flat = obj.detach().resolve_conj().resolve_neg().contiguous()
-        buffers.append(as_bytes(flat))
+    if isinstance(obj, Tensor) and _is_dense(obj) and (trust or type(obj) in _TENSORS):
+        parts.append(Part(path, obj.detach().resolve_conj().resolve_neg()))
         return ["tensor", str(obj.dtype).removeprefix("torch."), list(obj.shape), obj.is_cuda]
     if (type(obj) is np.ndarray or isinstance(obj, np.generic)) and _is_plain(obj.dtype):
         array = np.ascontiguousarray(obj)
         kind = "array" if isinstance(obj, np.ndarray) else "scalar"
-        buffers.append(torch.from_numpy(np.frombuffer(array.tobytes() or b"", np.uint8).copy()))
+        flat = torch.from_numpy(np.frombuffer(array.tobytes() or b"", np.uint8).copy())
+        parts.append(Part(path, flat))
         return [kind, array.dtype.str, list(obj.shape)]
     if isinstance(obj, torch.dtype):
         return ["dtype", str(obj).removeprefix("torch.")]
     if isinstance(obj, torch.device):
         return ["device", str(obj)]
+    if trust is None:
+        raise UnsupportedError(
+            f"{place(path)} is {_kind(obj)}. Only numbers, text, bytes, dense tensors, arrays, and "
+            "dicts, lists, tuples and sets of them are saved: nothing in a checkpoint is pickled."
+        )
     return _pickled(obj, trust)
+
+
+def place(path: Path) -> str:
+    """A path as Python writes it: ``state['scheduler']['lr_lambdas'][0]``."""
+    root, *keys = path or ("the object",)
+    return root + "".join(f"[{key}]" for key in keys)
+
+
+def _kind(obj: Any) -> str:
+    if type(obj) in _TENSORS:
+        return f"a tensor of layout {obj.layout}, dtype {obj.dtype} on {obj.device}"
+    if type(obj) is np.ndarray:
+        return f"an array of dtype {obj.dtype}"
+    name = type(obj).__qualname__
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether dtype, shape and memory say all."""
+    return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta
 
 
 def _is_plain(dtype: Any) -> bool:
@@ -136,29 +205,34 @@ def _seal(payload: bytes, secret: bytes) -> str:
     return hmac.new(secret, payload, hashlib.sha256).hexdigest()
 
 
-def _allocate(body: Any, tensors: list[Tensor], device: torch.device) -> None:
-    """Make the tensors that the buffers of this description are received into, in order."""
+def kinds_of(body: Any) -> Iterator[Any]:
+    """The places of the tensors in a description, in order: ``["tensor", ...]`` and others."""
     if not isinstance(body, list):
         return
     kind = body[0]
     if kind in _SEQUENCES:
         for item in body[1]:
-            _allocate(item, tensors, device)
+            yield from kinds_of(item)
     elif kind in _MAPPINGS:
         for key, value in body[1]:
-            _allocate(key, tensors, device)
-            _allocate(value, tensors, device)
-    elif kind == "bytes":
-        tensors.append(torch.empty(body[1], dtype=torch.uint8))
-    elif kind == "tensor":
-        place = device if body[3] else torch.device("cpu")
-        tensors.append(torch.empty(body[2], dtype=getattr(torch, body[1]), device=place))
-    elif kind in ("array", "scalar"):
-        nbytes = np.dtype(body[1]).itemsize * math.prod(body[2])
-        tensors.append(torch.empty(nbytes, dtype=torch.uint8))
+            yield from kinds_of(key)
+            yield from kinds_of(value)
+    elif kind in ("bytes", "tensor", "array", "scalar"):
+        yield body
 
 
-def _build(body: Any, tensors: Any, trust: Trust) -> Any:
+def _allocate(kind: Any, device: torch.device) -> Tensor:
+    """What the buffer of this place in a description is received into."""
+    if kind[0] == "bytes":
+        return torch.empty(kind[1], dtype=torch.uint8)
+    if kind[0] == "tensor":
+        home = device if kind[3] else torch.device("cpu")
+        return torch.empty(kind[2], dtype=torch_dtype(kind[1]), device=home)
+    nbytes = _plain_dtype(kind[1]).itemsize * math.prod(kind[2])
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def _build(body: Any, tensors: Any, trust: Trust | None) -> Any:
     if not isinstance(body, list):
         return body
     kind = body[0]
@@ -170,7 +244,7 @@ def _build(body: Any, tensors: Any, trust: Trust) -> Any:
     if kind == "complex":
         return complex(float(body[1]), float(body[2]))
     if kind == "int":
-        return int(body[1])
+        return int(body[1], 16)
     if kind == "float":
         return float(body[1])
     if kind == "bytes":
@@ -178,12 +252,14 @@ def _build(body: Any, tensors: Any, trust: Trust) -> Any:
     if kind == "tensor":
         return next(tensors)
     if kind in ("array", "scalar"):
-        array = next(tensors).numpy().view(np.dtype(body[1])).reshape(body[2])
+        array = next(tensors).numpy().view(_plain_dtype(body[1])).reshape(body[2])
         return array if kind == "array" else array[()]
     if kind == "dtype":
-        return getattr(torch, body[1])
+        return torch_dtype(body[1])
     if kind == "device":
         return torch.device(body[1])
+    if kind != "pickle" or trust is None:
+        raise ValueError(f"{kind!r} is no kind of value that may be read here")
     payload = base64.b64decode(body[1])
     if not trust.is_private and (
         trust.secret is None or not hmac.compare_digest(_seal(payload, trust.secret), body[2])
@@ -195,6 +271,23 @@ def _build(body: Any, tensors: Any, trust: Trust) -> Any:
     return pickle.loads(payload)
 
 
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of a name such as ``float32``. Raises ValueError: there is none."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype of torch")
+    return dtype
+
+
+def _plain_dtype(text: str) -> Any:
+    dtype = np.dtype(text)
+    if not _is_plain(dtype):
+        raise ValueError(f"{text!r} is no plain dtype of numpy")
+    return dtype
+
+
+_TENSORS = (Tensor, nn.Parameter)
+"""Not their subclasses, which may hold a part of a tensor, or none of its memory."""
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 _SEQUENCES: dict[str, Any] = {
     kind.__name__: kind for kind in (list, tuple, set, frozenset, torch.Size)

@@ -174,6 +174,16 @@ class MultiNodeOptimizer(Optimizer):
         self.exchange.step += 1
         return result
 
+    def promised_replicas(self) -> list[Tensor]:
+        """The parameters, where the schedule promises the same bits on all ranks now. Local.
+
+        Empty where replicas differ by design: what a replica check may compare.
+        """
+        self._complete()
+        if self.schedule.keeps_replicas != "every step":
+            return []
+        return [p for group in self.inner.param_groups for p in group["params"]]
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the inner optimizer's. *Collective*: rank 0's parameters and buffers are taken over.
 

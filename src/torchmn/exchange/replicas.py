@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchmn.communicators import Communicator
-from torchmn.communicators.objects import as_bytes
+from torchmn.communicators.checksums import checksum, differences
 from torchmn.errors import CommunicationError, DisagreementError, UnsupportedError, UsageError
 from torchmn.exchange.buckets import NamedParameter
 
@@ -140,7 +139,7 @@ def different_tensors(comm: Communicator, models: Sequence[nn.Module]) -> list[s
     """Names of the tensors that are not bit-identical on all ranks. *Collective.*"""
     mine = {name: checksum([tensor]) for name, tensor in named_tensors(models).items()}
     everybody = comm.allgather_obj(mine)
-    return [name for name in mine if len({sums[name] for sums in everybody}) > 1]
+    return [difference.name for difference in differences(everybody)]
 
 
 def take_over(
@@ -163,11 +162,3 @@ def take_over(
             for tensor, value in zip(tensors, held, strict=True):
                 tensor.copy_(value)
         inner.load_state_dict(state)
-
-
-def checksum(tensors: Iterable[Tensor]) -> int:
-    """Of the bits of some tensors. Local."""
-    total = 0
-    for tensor in tensors:
-        total = zlib.crc32(as_bytes(tensor.detach().cpu().contiguous()).numpy().data, total)
-    return total

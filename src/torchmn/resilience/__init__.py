@@ -1,6 +1,7 @@
-"""What keeps a training alive: an end in seconds with the cause named, and leaving in time."""
+"""What keeps a training alive: a prompt end with its cause, leaving in time, equal replicas."""
 
 from torchmn.resilience.crash import install_crash_handler
 from torchmn.resilience.preemption import SAVED_STATUS, Preemption
+from torchmn.resilience.replica_check import ReplicaCheck, ReplicaReport
 
-__all__ = ["SAVED_STATUS", "Preemption", "install_crash_handler"]
+__all__ = ["SAVED_STATUS", "Preemption", "ReplicaCheck", "ReplicaReport", "install_crash_handler"]

@@ -20,6 +20,7 @@ from torchmn.training.updater import Updater
 
 if TYPE_CHECKING:
     from pytorch_pfn_extras.training.extension import ExtensionLike
+    from torch import Tensor
 
     from torchmn.communicators import Communicator
 
@@ -167,6 +168,15 @@ class Trainer(ExtensionsManager):
             "elapsed_time_s": elapsed_s,
             "stop_trigger": self._stop_trigger.state_dict(),
         }
+
+    def promised_replicas(self) -> list[Tensor]:
+        """What the optimizers promise to be the same on all ranks now. Local."""
+        return [
+            tensor
+            for optimizer in self._optimizers.values()
+            if hasattr(optimizer, "promised_replicas")
+            for tensor in optimizer.promised_replicas()
+        ]
 
     def load_state_dict(self, to_load: dict[str, Any]) -> None:
         """Go on from a saved state. Local. Raises UsageError: an extension is not in it."""

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from torchmn.errors import CommunicationError
 from torchmn.units import KiB
 
 ReduceOp = Literal["sum", "max", "min"]
@@ -25,6 +26,7 @@ Message = tuple[int, Tensor]  # (peer rank, one-dimensional contiguous tensor)
 _SMALL_BYTES = 64 * KiB
 _EAGER_S = 0.01
 _POLL_S = 0.00003
+_NEVER_TAG = 3  # no message of ours has it
 
 COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -269,6 +271,22 @@ class Transport(ABC):
     def _others(self) -> list[int]:
         """All other ranks, starting behind this one, so that no rank is everybody's first."""
         return [(self.rank + i) % self.size for i in range(1, self.size)]
+
+
+def break_off(transport: Transport) -> None:
+    """End what waits on this transport in other threads, where it does not poll. Local.
+
+    A gloo group closes its connections when a receive has passed its time limit, and nothing else
+    ends a thread that waits in it. Those to peers that are gone are closed already.
+    """
+    nothing = torch.zeros(1, dtype=torch.uint8)
+    for peer in range(transport.size):
+        if peer != transport.rank:
+            try:
+                limit = TimeLimit(0.001, lambda: False)
+                transport.exchange([], [(peer, nothing)], limit, _NEVER_TAG)
+            except CommunicationError:
+                continue
 
 
 def fold(into: Tensor, pieces: Sequence[Tensor], op: ReduceOp) -> None:

@@ -44,6 +44,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchmn.communicators import Communicator
+from torchmn.communicators.checksums import checksum
 from torchmn.compression import Codec
 from torchmn.errors import DisagreementError, UnsupportedError, UsageError
 from torchmn.exchange.base import Replicas
@@ -59,7 +60,7 @@ from torchmn.exchange.bucket_set import weight_unit
 from torchmn.exchange.every_step import EveryStep
 from torchmn.exchange.gradients import GradientExchange
 from torchmn.exchange.own_codec import codec_state, load_codec_state
-from torchmn.exchange.replicas import checksum, take_over
+from torchmn.exchange.replicas import take_over
 
 InsideNode = Literal["every_step"]
 DEFAULT_SAMPLES_PER_WORKER = 512

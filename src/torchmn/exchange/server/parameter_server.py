@@ -32,7 +32,7 @@ from torch.optim import LBFGS, Optimizer
 
 from torchmn.communicators import Communicator
 from torchmn.communicators.engine import Engine, Work
-from torchmn.communicators.transports.base import Transport
+from torchmn.communicators.transports.base import Transport, break_off
 from torchmn.compression import StripeCodec
 from torchmn.errors import DisagreementError, UnsupportedError, UsageError
 from torchmn.exchange.base import Replicas
@@ -46,7 +46,6 @@ from torchmn.exchange.server.server_channels import (
     LocalChannel,
     NetworkChannel,
     ServerLinks,
-    break_off,
     start_threads,
 )
 from torchmn.exchange.server.staleness import Staleness, StalenessRecord, report

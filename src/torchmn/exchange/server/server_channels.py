@@ -30,7 +30,7 @@ from torchmn.exchange.buckets import NamedParameter
 from torchmn.exchange.server.stripe_server import Push, Reply, StripeServer
 from torchmn.exchange.server.stripes import StripeMemory
 
-_REQUEST, _REPLY, _NEVER = 1, 2, 3
+_REQUEST, _REPLY = 1, 2
 _HEADER = 8
 _YEAR_S = 365 * 86400.0
 _PAUSE_S = 0.001
@@ -448,21 +448,6 @@ def start_threads(server: StripeServer, channels: Sequence[Channel]) -> list[thr
     for thread in threads:
         thread.start()
     return threads
-
-
-def break_off(transport: Transport) -> None:
-    """End what waits on this transport in other threads, where it does not poll.
-
-    A gloo group closes its connections when a receive has passed its time limit, and nothing else
-    ends a thread that waits in it. Those to peers that are gone are closed already.
-    """
-    nothing = torch.zeros(1, dtype=torch.uint8)
-    for peer in range(transport.size):
-        if peer != transport.rank:
-            try:
-                transport.exchange([], [(peer, nothing)], TimeLimit(0.001, lambda: False), _NEVER)
-            except CommunicationError:
-                continue
 
 
 def wire_memory(memory: StripeMemory, codec: StripeCodec | None) -> list[Tensor]:

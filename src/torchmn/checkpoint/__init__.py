@@ -1,0 +1,24 @@
+"""Checkpoints: everything a training needs to go on, written by all ranks, never half."""
+
+from torchmn.checkpoint.capture import PromisesReplicas, Stateful
+from torchmn.checkpoint.checkpointer import MultiNodeCheckpointer, SaveRecord
+from torchmn.checkpoint.create import create_multi_node_checkpointer
+from torchmn.checkpoint.dcp import export_dcp, import_dcp
+from torchmn.checkpoint.resumption import Noting, Resharding
+from torchmn.checkpoint.retention import Best
+from torchmn.checkpoint.storage import FolderStorage, Storage
+
+__all__ = [
+    "Best",
+    "FolderStorage",
+    "MultiNodeCheckpointer",
+    "Noting",
+    "PromisesReplicas",
+    "Resharding",
+    "SaveRecord",
+    "Stateful",
+    "Storage",
+    "create_multi_node_checkpointer",
+    "export_dcp",
+    "import_dcp",
+]

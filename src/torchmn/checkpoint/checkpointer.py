@@ -1,0 +1,423 @@
+"""The checkpointer that users hold: save, resume, finish."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torchmn.checkpoint import random_state
+from torchmn.checkpoint.agreement import Agreement
+from torchmn.checkpoint.capture import CopyMemory, Stateful
+from torchmn.checkpoint.dcp import export_dcp
+from torchmn.checkpoint.manifest import Manifest, parse
+from torchmn.checkpoint.reading import SavedCheckpoint
+from torchmn.checkpoint.resumption import Resumption
+from torchmn.checkpoint.retention import Best, is_checkpoint, order_of
+from torchmn.checkpoint.storage import Storage
+from torchmn.checkpoint.writing import Outcome, Request, Writer, read_manifest
+from torchmn.communicators import Communicator
+from torchmn.errors import (
+    CommunicationError,
+    DataError,
+    DisagreementError,
+    TorchmnError,
+    UsageError,
+)
+
+OnFailure = Literal["warn", "raise"]
+_PAUSE_S = 0.05
+
+
+@dataclass(kw_only=True)
+class SaveRecord:
+    """What one save has cost this rank: seconds, bytes."""
+
+    step: int
+    waited_s: float
+    """for the checkpoint before, which was still being written"""
+    stopped_s: float
+    """in `save`, waiting left out: what training has lost"""
+    copied_nbytes: int
+    written_s: float = math.nan
+    written_nbytes: int = 0
+    problem: str | None = None
+
+
+class MultiNodeCheckpointer:
+    """Made by `create_multi_node_checkpointer`. A trainer's extension, or called from a loop.
+
+    It saves everything that has a ``state_dict``, and the random generators of every rank.
+    """
+
+    trigger = (1, "epoch")
+    priority = -100  # behind whatever changes what is saved, as snapshots
+    default_name = "checkpointer"
+
+    def __init__(
+        self,
+        comm: Communicator,
+        storage: Storage,
+        agreement: Agreement,
+        *,
+        where: str,
+        keep: int,
+        best: Best | None,
+        is_async: bool,
+        check_replicas: bool | Literal["warn"],
+        on_failure: OnFailure,
+    ) -> None:
+        self._comm = comm
+        self._storage = storage
+        self._agreement = agreement
+        self._where = where
+        self._best = best
+        self.is_async = is_async
+        """Whether training goes on while a checkpoint is written."""
+        self._checks_replicas = bool(check_replicas)
+        self._on_failure = on_failure
+        self._memory = CopyMemory()
+        self._writer = Writer(
+            rank=comm.rank,
+            speaker=comm.speaker,
+            route=comm.name,
+            storage=storage,
+            where=where,
+            agreement=agreement,
+            keep=keep,
+            best=best,
+            gives_up_on_difference=check_replicas is True,
+        )
+        self._thread: threading.Thread | None = None
+        self._outcome: Outcome | Exception | None = None
+        self._last_problem: TorchmnError | None = None
+        self._broken: Exception | None = None
+        self._is_closed = False
+        self.records: list[SaveRecord] = []
+        """One for each `save`."""
+        self.resumed_from: str | None = None
+        """The checkpoint that `resume` has loaded; None if there was none."""
+        comm.before_end(self.close)
+        # Before the interpreter takes down its threads and connections.
+        atexit.register(self.close)
+
+    def __repr__(self) -> str:
+        return f"<MultiNodeCheckpointer {self._comm.speaker}, {self._where}>"
+
+    # ---- saving ----
+
+    def save(
+        self, step: int, state: Mapping[str, Stateful], *, metric: float | None = None
+    ) -> None:
+        """Save the state after ``step`` steps. *Collective.*
+
+        ``metric`` is what ``best=`` compares; that of rank 0 counts. It returns when a copy is made
+        in memory, or when all is written if not ``is_async``. If the save before is still being
+        written, it waits for that one first.
+
+        A checkpoint that some rank cannot write is given up on all, and those before it stay. The
+        next `save` or `finish` says so, by a warning, or DataError with ``on_failure="raise"``.
+
+        Raises:
+            UsageError: an object has no ``state_dict``, or the step is negative.
+            UnsupportedError: a state holds something that would have to be pickled.
+            DisagreementError: replicas that must be equal were not when the checkpoint before was
+                taken, which is given up; with ``check_replicas="warn"`` a warning.
+        """
+        self._raise_if_unusable()
+        if type(step) is not int or step < 0:
+            raise UsageError(f"step={step!r} must be a number of steps from 0 on.")
+        began_s = time.monotonic()
+        self._wait()
+        waited_s = time.monotonic() - began_s
+        self._settle()
+        try:
+            copy = self._memory.copy(
+                state,
+                random_state.capture(self._comm.device),
+                asks_promises=self._checks_replicas,
+            )
+        except Exception as error:  # the other ranks must not wait for this one
+            words = f"{self._comm.speaker}: {type(error).__name__}: {error}"
+            self._start(Request(step=step, copy=None, problem=words))
+            raise
+        self.records.append(
+            SaveRecord(step=step, waited_s=waited_s, stopped_s=0.0, copied_nbytes=copy.nbytes)
+        )
+        self._start(Request(step=step, copy=copy, metric=_finite(metric)))
+        self.records[-1].stopped_s = time.monotonic() - began_s - waited_s
+        if not self.is_async:
+            self._settle()
+
+    def finish(self) -> None:
+        """Wait until everything is written. *Collective.*
+
+        Raises DataError: the last checkpoint could not be written; DisagreementError as `save`.
+        """
+        self._wait()
+        self._settle(is_last=True)
+        problem, self._last_problem = self._last_problem, None
+        if problem is not None:
+            raise problem
+
+    def close(self) -> None:
+        """Finish what is being written and let the connections go. Local; no error, no hang.
+
+        `Communicator.finalize` and the end of the interpreter call it. It waits for other ranks no
+        longer than the communicator's time limit.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        atexit.unregister(self.close)
+        thread = self._thread
+        while thread is not None and thread.is_alive():
+            thread.join(_PAUSE_S)
+            if self._agreement.waited_s() > self._comm.timeout_s:
+                self._agreement.give_up()
+                thread.join(self._comm.timeout_s)
+                break
+        outcome = self._outcome
+        if isinstance(outcome, Exception):
+            self._warn(str(outcome))
+        elif outcome is not None:
+            for text in (outcome.problem, outcome.disagreement, outcome.note):
+                self._warn(text)
+
+    def get_stats(self) -> str:
+        """How long saving has stopped the training, in ChainerMN's words. Local."""
+        seconds = [record.stopped_s + record.waited_s for record in self.records]
+        if not seconds:
+            return "No stats available"
+        mean = sum(seconds) / len(seconds)
+        return (
+            f"Snapshot duration stats (sec): avg={mean:f}, min={min(seconds):f}, "
+            f"max={max(seconds):f}"
+        )
+
+    # ---- as an extension of a trainer ----
+
+    def __call__(self, trainer: Any) -> None:
+        """Save the trainer. *Collective.* ``best`` looks into its observation."""
+        metric = None
+        if self._best is not None:
+            metric = trainer.observation.get(self._best.key)
+            if metric is None and self._comm.rank == 0:
+                self._warn(
+                    f"the observation has no '{self._best.key}' for the best checkpoint at "
+                    f"iteration {trainer.iteration}; it has {', '.join(trainer.observation)}."
+                )
+        self.save(trainer.iteration, {"trainer": trainer}, metric=metric)
+
+    def maybe_load(self, trainer: Any) -> int:
+        """`resume` for a trainer, after its last `extend`; returns its iteration. *Collective.*"""
+        return self.resume({"trainer": trainer})
+
+    def finalize(self, trainer: object = None) -> None:
+        """Called by a trainer at its end, also by an exception: waits, and deletes nothing."""
+        if sys.exc_info()[0] is None:
+            self.finish()
+            return
+        self._wait(self._comm.timeout_s)
+
+    # ---- going on ----
+
+    def resume(self, state: Mapping[str, Stateful]) -> int:
+        """Load the newest good checkpoint in place; returns its step, 0 if there is none.
+
+        *Collective.* Nothing is loaded before all ranks have read and checked everything. What is
+        damaged is named in a warning, and the one before it is tried.
+
+        Of a run with as many workers each rank loads what it has saved. Otherwise an object with
+        ``reshard_state_dict(states, comm)`` gets the states of all old ranks and returns what this
+        rank loads; any other loads that of old rank 0. Random generators: see `random_state`.
+
+        Raises:
+            DataError: there are checkpoints and none is good; the sentence has all reasons.
+            UsageError: it was saved with other names of objects.
+        """
+        self._raise_if_unusable()
+        self._wait()
+        self._settle()
+        found = self._candidates()
+        problems: list[str] = []
+        for name, manifest, problem in found:
+            if manifest is not None:
+                problem = self._load(name, manifest, state)
+                if problem is None:
+                    self._tell_what_was_passed_over(problems, name)
+                    return manifest.step
+            problems.append(f"{name}: {problem}")
+            self._writer.bad.add(name)
+        if problems:
+            raise DataError(
+                f"{self._comm.speaker}: no checkpoint in {self._where} is good. "
+                f"{'; '.join(problems)}. Move the folder away to begin anew."
+            )
+        return 0
+
+    def _candidates(self) -> list[tuple[str, Manifest | None, str | None]]:
+        """(name, manifest or None, why none), the newest first, as rank 0 sees them."""
+        if self._comm.rank == 0:
+            mine: dict[str, Any] = {"problem": None, "found": []}
+            try:
+                names = sorted(
+                    filter(is_checkpoint, self._storage.names()), key=order_of, reverse=True
+                )
+                for name in names:
+                    try:
+                        text = read_manifest(self._storage, name).to_bytes().decode()
+                        mine["found"].append([name, text, None])
+                    except DataError as error:
+                        mine["found"].append([name, None, str(error)])
+            except OSError as error:
+                mine["problem"] = error.strerror or str(error)
+        else:
+            mine = {}
+        said = self._agreement.all_gather(mine, "checkpoints were looked for")[0]
+        if said["problem"]:
+            raise DataError(
+                f"{self._comm.speaker}: {self._where} cannot be read: {said['problem']}."
+            )
+        return [
+            (name, None if text is None else parse(text.encode()), problem)
+            for name, text, problem in said["found"]
+        ]
+
+    def _load(self, name: str, manifest: Manifest, state: Mapping[str, Stateful]) -> str | None:
+        """Load one checkpoint; returns why not, the same on all ranks."""
+        resumption = Resumption(self._comm, manifest)
+        problem: str | None = None
+        refusal: UsageError | None = None
+        try:
+            with SavedCheckpoint(self._storage, name, manifest) as saved:
+                resumption.read(saved, state)
+        except DataError as caught:
+            problem = str(caught)
+        except UsageError as caught:
+            refusal = caught
+        mine = [problem, None if refusal is None else str(refusal)]
+        said = self._agreement.all_gather(mine, f"{name} was read")
+        if refusals := [theirs for _, theirs in said if theirs]:
+            raise refusal or UsageError(refusals[0])
+        if any(theirs for theirs, _ in said):
+            return "; ".join(dict.fromkeys(theirs for theirs, _ in said if theirs))
+        error = resumption.load(state)
+        told = self._agreement.all_gather(
+            None if error is None else f"{type(error).__name__}: {error}", f"{name} was loaded"
+        )
+        if error is not None:
+            raise error
+        if any(told):
+            rank = next(rank for rank, text in enumerate(told) if text)
+            raise CommunicationError(
+                f"{self._comm.speaker}: rank {rank} could not load {name}: {told[rank]}"
+            )
+        self.resumed_from = name
+        for note in resumption.notes(state) if self._comm.rank == 0 else ():
+            self._warn(note)
+        return None
+
+    def _tell_what_was_passed_over(self, problems: Sequence[str], name: str) -> None:
+        if self._comm.rank == 0 and problems:
+            self._warn(
+                f"{self._where}: not every checkpoint is good. {'; '.join(problems)}. "
+                f"Training goes on from {name}."
+            )
+
+    def export_dcp(self, folder: str | Path) -> None:
+        """Write the newest checkpoint for `torch.distributed.checkpoint`. *Collective.*
+
+        Rank 0 writes its state, the others wait; see `torchmn.checkpoint.export_dcp`. Raises
+        DataError on all ranks: there is no good checkpoint, or it cannot be written.
+        """
+        self._wait()
+        self._settle()
+        found = [name for name, manifest, _ in self._candidates() if manifest is not None]
+        problem = None if found else "there is no checkpoint"
+        if self._comm.rank == 0 and found:
+            try:
+                export_dcp(Path(self._where) / found[0], folder)
+            except DataError as error:
+                problem = str(error)
+        problem = self._agreement.all_gather(problem, "a checkpoint was exported")[0]
+        if problem is not None:
+            raise DataError(f"{self._comm.speaker}: no export of {self._where}: {problem}.")
+
+    # ---- inside ----
+
+    def _start(self, request: Request) -> None:
+        if not self.is_async:
+            self._run(request)
+            return
+        self._thread = threading.Thread(
+            target=self._run, args=(request,), name="torchmn-checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, request: Request) -> None:
+        try:
+            self._outcome = self._writer.write(request)
+        except Exception as error:  # raised by whoever comes next
+            self._outcome = error
+
+    def _wait(self, timeout_s: float | None = None) -> None:
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _settle(self, *, is_last: bool = False) -> None:
+        """Say what has become of the save before; of the last one `finish` raises it."""
+        outcome, self._outcome, self._thread = self._outcome, None, None
+        if outcome is None:
+            return
+        if isinstance(outcome, Exception):
+            if isinstance(outcome, CommunicationError):
+                self._broken = outcome
+            raise outcome
+        if self.records and self.records[-1].step == outcome.step:
+            self.records[-1].written_s = outcome.written_s
+            self.records[-1].written_nbytes = outcome.written_nbytes
+            self.records[-1].problem = outcome.problem or outcome.disagreement
+        self._last_problem = None
+        if outcome.disagreement is not None:
+            if outcome.name is None:
+                raise DisagreementError(f"{self._comm.speaker}: {outcome.disagreement}")
+            self._warn_once_per_job(outcome.disagreement)
+        if outcome.note is not None and self._comm.rank == 0:
+            self._warn(outcome.note)
+        if outcome.problem is not None:
+            error = DataError(f"{self._comm.speaker}: {outcome.problem}")
+            if self._on_failure == "raise":
+                raise error
+            self._last_problem = error
+            if not is_last:
+                self._warn_once_per_job(outcome.problem)
+
+    def _warn_once_per_job(self, text: str) -> None:
+        if self._comm.rank == 0:
+            self._warn(text)
+
+    def _warn(self, text: str | None) -> None:
+        if text:
+            warnings.warn(f"{self._comm.speaker}: {text}", RuntimeWarning, stacklevel=3)
+
+    def _raise_if_unusable(self) -> None:
+        if self._is_closed:
+            raise UsageError(f"{self._comm.speaker}: this checkpointer was closed.")
+        if self._broken is not None:
+            raise CommunicationError(
+                f"No checkpoint can be made since a rank was lost: {self._broken}"
+            ) from self._broken
+
+
+def _finite(metric: Any) -> float | None:
+    """A number that JSON has, from a number, a tensor or an array of one element."""
+    value = math.nan if metric is None else float(metric)
+    return value if math.isfinite(value) else None

@@ -1,0 +1,161 @@
+"""Making a checkpointer, once on all ranks."""
+
+from __future__ import annotations
+
+import secrets
+import time
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+from torchmn.checkpoint.agreement import Agreement
+from torchmn.checkpoint.checkpointer import MultiNodeCheckpointer, OnFailure
+from torchmn.checkpoint.retention import Best
+from torchmn.checkpoint.storage import FolderStorage
+from torchmn.communicators import Communicator
+from torchmn.errors import DataError, DisagreementError, UnsupportedError, UsageError
+
+_TOKEN = ".token-"
+_PATIENCE_S = 5.0  # a file system over a network remembers for some seconds that there was no file
+
+
+def create_multi_node_checkpointer(
+    comm: Communicator,
+    path: str | Path,
+    name: str,
+    *,
+    keep: int = 3,
+    best: Best | None = None,
+    is_async: bool = True,
+    check_replicas: bool | Literal["warn"] = True,
+    on_failure: OnFailure = "warn",
+) -> MultiNodeCheckpointer:
+    """Keep checkpoints of all ranks in the folder ``path/name``. *Collective.*
+
+    ```python
+    checkpointer = torchmn.create_multi_node_checkpointer(comm, "checkpoints", "cifar")
+    state = {"model": model, "optimizer": optimizer, "sampler": sampler}
+    for step in range(checkpointer.resume(state), num_steps):
+        ...
+        if (step + 1) % 100 == 0:
+            checkpointer.save(step + 1, state)
+    checkpointer.finish()
+    ```
+    With `Trainer`: ``trainer.extend(checkpointer, trigger=(1, "epoch"))``, then
+    ``checkpointer.maybe_load(trainer)``. See docs/reference/checkpoint.md.
+
+    Args:
+        comm: the ranks that train together.
+        path: a folder on a file system that all ranks see; it is made if it is not there.
+        name: the folder of this training in it. One job at a time.
+        keep: how many of the last checkpoints stay.
+        best: which one stays beside them.
+        is_async: write while training goes on.
+        check_replicas: compare what must be the same on all ranks, by the checksums that a
+            checkpoint needs anyway. A difference gives the checkpoint up and raises; ``"warn"``
+            keeps it and warns.
+        on_failure: whether the next save raises or warns if a checkpoint could not be written.
+
+    Raises:
+        UsageError: an argument is out of range.
+        DisagreementError: ranks gave different arguments.
+        DataError: the folder cannot be made or read.
+        UnsupportedError: the ranks do not share the file system.
+    """
+    _check(name, keep, best, check_replicas, on_failure)
+    where = Path(path) / name
+    asked = repr((str(where), keep, best, is_async, check_replicas, on_failure))
+    everybody = comm.allgather_obj(asked)
+    if len(set(everybody)) > 1:
+        raise DisagreementError(
+            f"{comm.speaker}: ranks ask for different checkpointers: {sorted(set(everybody))}. "
+            "All ranks must give the same arguments."
+        )
+    if is_async and not comm.engine.is_threaded:
+        is_async = False
+        if comm.rank == 0:
+            warnings.warn(
+                f"{comm.speaker}: MPI allows no calls from a second thread here, so training waits "
+                "while a checkpoint is written.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    _raise_if_not_shared(comm, where)
+    transport = comm.channels("checkpoint") if comm.size > 1 else None
+    return MultiNodeCheckpointer(
+        comm,
+        FolderStorage(where),
+        Agreement(transport, comm.speaker),
+        where=str(where),
+        keep=keep,
+        best=best,
+        is_async=is_async,
+        check_replicas=check_replicas,
+        on_failure=on_failure,
+    )
+
+
+def _check(name: str, keep: int, best: object, check_replicas: object, on_failure: object) -> None:
+    if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise UsageError(
+            f"name={name!r} must be the name of a folder, without '/'. Folders above it belong "
+            "into path."
+        )
+    if type(keep) is not int or keep < 1:
+        raise UsageError(f"keep={keep!r} must be a number of checkpoints from 1 on.")
+    if best is not None and not isinstance(best, Best):
+        raise UsageError(f"best={best!r} must be a torchmn.checkpoint.Best, or None.")
+    if check_replicas not in (True, False, "warn"):
+        raise UsageError(f"check_replicas={check_replicas!r} must be True, False or 'warn'.")
+    if on_failure not in ("warn", "raise"):
+        raise UsageError(f"on_failure={on_failure!r} must be 'warn' or 'raise'.")
+
+
+def _raise_if_not_shared(comm: Communicator, where: Path) -> None:
+    """Rank 0 makes the folder and a file in it, which all must see.
+
+    Where rank 0 may not write, checkpoints can still be read: a warning says that no more come.
+    """
+    token, problem, is_readable = f"{_TOKEN}{secrets.token_hex(8)}", None, True
+    if comm.rank == 0:
+        try:
+            where.mkdir(parents=True, exist_ok=True)
+            for old in where.glob(f"{_TOKEN}*"):
+                old.unlink(missing_ok=True)
+            (where / token).touch(exist_ok=False)
+        except OSError as error:
+            problem = f"{error.filename or where}: {error.strerror} (errno {error.errno})"
+            is_readable = where.is_dir()
+    said: Any = comm.bcast_obj((token, problem, is_readable))
+    token, problem, is_readable = said
+    if problem is not None and not is_readable:
+        raise DataError(f"{comm.speaker}: no folder for checkpoints can be made: {problem}.")
+    if problem is not None:
+        if comm.rank == 0:
+            warnings.warn(
+                f"{comm.speaker}: no checkpoint can be written: {problem}. Those that are there "
+                "can be read.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return
+    seen = comm.allgather_obj(_sees(where / token, comm))
+    blind = [rank for rank, sees in enumerate(seen) if not sees]
+    if comm.rank == 0:
+        (where / token).unlink(missing_ok=True)
+    if blind:
+        hosts = sorted({comm.topology.hosts[rank] for rank in blind})
+        raise UnsupportedError(
+            f"{comm.speaker}: ranks {blind} on {', '.join(hosts)} do not see {where}, which rank 0 "
+            "has made. Checkpoints need a folder on a file system that all hosts share: each rank "
+            "writes a part, and on another number of workers reads the parts of others."
+        )
+
+
+def _sees(token: Path, comm: Communicator) -> bool:
+    deadline_s = time.monotonic() + min(_PATIENCE_S, comm.timeout_s / 2)
+    while not token.exists():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.1)
+    return True

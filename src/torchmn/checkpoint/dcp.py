@@ -1,0 +1,56 @@
+"""To and from `torch.distributed.checkpoint`, for tools that read nothing else.
+
+Its metadata is a pickle: whoever can write into its folder runs code in whoever loads it. So export
+is offered freely, import only for folders that the caller says it trusts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torchmn.checkpoint.capture import RANDOM, Stateful
+from torchmn.checkpoint.reading import SavedCheckpoint
+from torchmn.checkpoint.storage import FolderStorage
+from torchmn.checkpoint.writing import read_manifest
+from torchmn.errors import DataError, UnsupportedError
+
+
+def export_dcp(checkpoint: str | Path, folder: str | Path) -> None:
+    """Write a checkpoint's state of rank 0 in the format of DCP. Local: call it on one rank.
+
+    ``checkpoint`` is one folder such as ``checkpoints/cifar/step-00000100``. DCP pickles what is
+    no tensor. Raises DataError: the checkpoint is damaged, or the folder cannot be written.
+    """
+    from torch.distributed.checkpoint import state_dict_saver as dcp
+
+    source = Path(checkpoint)
+    storage = FolderStorage(source.parent)
+    with SavedCheckpoint(storage, source.name, read_manifest(storage, source.name)) as saved:
+        state = {label: saved.state_of(0, label) for label in saved.labels(0) if label != RANDOM}
+    try:
+        dcp.save(state, checkpoint_id=Path(folder), no_dist=True)
+    except Exception as error:
+        raise DataError(f"{folder} cannot be written by DCP: {error}") from error
+
+
+def import_dcp(folder: str | Path, state: Mapping[str, Stateful], *, trust: bool = False) -> None:
+    """Load objects from a folder of DCP, in place. Local: every rank reads all of it.
+
+    Raises UnsupportedError without ``trust=True``; DataError: the folder is not what it should be.
+    """
+    if not trust:
+        raise UnsupportedError(
+            f"Loading {folder} unpickles its metadata, which runs whatever code was put there. "
+            "If you know who wrote it, pass trust=True."
+        )
+    from torch.distributed.checkpoint import state_dict_loader as dcp
+
+    states: dict[str, Any] = {label: obj.state_dict() for label, obj in state.items()}
+    try:
+        dcp.load(states, checkpoint_id=Path(folder), no_dist=True)
+    except Exception as error:
+        raise DataError(f"{folder} cannot be loaded by DCP: {error}") from error
+    for label, obj in state.items():
+        obj.load_state_dict(states[label])

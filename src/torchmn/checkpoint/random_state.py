@@ -1,0 +1,52 @@
+"""The random generators of a rank: Python's, numpy's, torch's on the CPU and on its GPU.
+
+With another number of workers a rank that was there before goes on with its own streams. A new one
+gets streams from the seed of the saved run's rank 0, the step and its rank, so that no two ranks
+draw the same numbers and the same resume draws the same again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def capture(device: torch.device) -> dict[str, Any]:
+    """The state of all generators, as plain values and tensors. Local."""
+    state = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "seed": torch.initial_seed(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore(state: Mapping[str, Any], device: torch.device) -> None:
+    """Go on with the numbers that would have come next. Local.
+
+    A GPU whose state was not saved (a run that moved to GPUs) keeps its stream.
+    """
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def start(seed: int, step: int, rank: int, device: torch.device) -> None:
+    """Begin streams for a rank that was not there when the state was saved. Local."""
+    text = f"torchmn {seed} {step} {rank}".encode()
+    number = int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.default_generator.manual_seed(number % 2**63)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(number % 2**63)

@@ -1,0 +1,89 @@
+"""Checksums of tensors, and which ranks differ from which: a replica that went astray is named."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from torchmn.communicators.objects import as_bytes
+
+_MOST_NAMED = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A tensor that is not the same on all ranks.
+
+    ``groups`` are the ranks that agree with each other, the largest group first.
+    """
+
+    name: str
+    groups: tuple[tuple[int, ...], ...]
+
+    def __str__(self) -> str:
+        most, *others = self.groups
+        if len(most) == len(others[0]):
+            said = [_ranks(group) for group in self.groups]
+            return f"'{self.name}': {', '.join(said)} have different values, none the majority"
+        astray = ", ".join(_ranks(group) for group in others)
+        return f"'{self.name}': {astray} differ{'s' * _is_one(others)} from {_ranks(most)}"
+
+
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """Of the bits of some tensors: fast, for comparing replicas. Local."""
+    total = 0
+    for tensor in tensors:
+        total = zlib.crc32(as_bytes(tensor.detach().cpu().contiguous()).numpy().data, total)
+    return total
+
+
+def digest(*pieces: bytes | memoryview | Tensor) -> str:
+    """SHA-256 of bytes, or of the memory of contiguous tensors, as text. Local.
+
+    It is what files are compared by: two tensors with one digest are written once.
+    """
+    total = hashlib.sha256()
+    for piece in pieces:
+        total.update(as_bytes(piece).numpy().data if isinstance(piece, Tensor) else piece)
+    return total.hexdigest()
+
+
+def differences(everybody: Sequence[Mapping[str, int | str]]) -> list[Difference]:
+    """What is not the same on all ranks, from the checksums by name of all ranks. Local.
+
+    Ranks that lack a name have no say in it.
+    """
+    found = []
+    for name in dict.fromkeys(name for sums in everybody for name in sums):
+        groups: dict[int | str, list[int]] = {}
+        for rank, sums in enumerate(everybody):
+            if name in sums:
+                groups.setdefault(sums[name], []).append(rank)
+        if len(groups) > 1:
+            ordered = sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks))
+            found.append(Difference(name=name, groups=tuple(tuple(ranks) for ranks in ordered)))
+    return found
+
+
+def sentence(found: Sequence[Difference], step: int | None = None) -> str:
+    """What an error or a warning says about some differences."""
+    when = "" if step is None else f" after step {step}"
+    text = f"replicas differ{when} in {'; '.join(str(each) for each in found[:_MOST_NAMED])}"
+    if len(found) > _MOST_NAMED:
+        text += f"; and in {len(found) - _MOST_NAMED} more"
+    return (
+        f"{text}. The schedule promises the same bits on all ranks: something changed them beside "
+        "the optimizer, or memory is faulty. Go on from a checkpoint before this step."
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _is_one(groups: Sequence[Sequence[int]]) -> bool:
+    return len(groups) == 1 and len(groups[0]) == 1
