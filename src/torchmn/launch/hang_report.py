@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 
 from torchmn.launch.messages import Overdue, Told
 
 _NUM_STACK_LINES = 60
+_FRAME = 'File "'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,13 +105,15 @@ def _doing(told: Told | None, group: Mapping[str, object]) -> str:
 
 
 def _own_line(stacks: str) -> str:
-    """The innermost line of the main thread: ``file:line in function``."""
-    main = stacks.split("\n  File ")
-    ends = [i for i, part in enumerate(main[1:], 1) if ":\n" in part.split("\n", 1)[-1]]
-    last = main[ends[0]] if ends else main[-1]
-    if len(main) < 2:
+    """Where the main thread is, whose stack comes first: ``file:line in function``."""
+    _, *lines = stacks.splitlines() or [""]
+    frames = [
+        line for line in takewhile(lambda line: line.startswith(" "), lines) if _FRAME in line
+    ]
+    if not frames:
         return ""
-    return last.split("\n", 1)[0].replace('"', "").replace(", line ", ":").replace(", in", " in")
+    file, line, function = (part.strip() for part in frames[-1].split(",", 2))
+    return f"{file[len(_FRAME) : -1]}:{line[len('line ') :]} {function}"
 
 
 def _lines_of(rank: int, told: Told | None, hosts: Mapping[int, str]) -> list[str]:

@@ -52,6 +52,50 @@ def test_keeps_the_last_ones() -> None:
     assert [e.number for e in journal.entries()] == [8, 9, 10]
 
 
+def test_overdue_is_what_has_not_completed_in_time() -> None:
+    journal = Journal(job_ranks=[0, 1])
+    journal.end(journal.begin("world", "barrier", (), "-", 0.0), "done")
+    assert journal.overdue() is None
+    journal.end(journal.begin("world", "barrier", (), "-", 100.0), "failed")  # a peer was lost
+    assert journal.overdue() is None
+    late = journal.begin("world", "barrier", (), "-", 0.0)
+    assert journal.overdue() is late
+    journal.end(late, "failed")
+    assert journal.overdue() is late
+
+
+def test_a_description_has_the_ranks_as_the_job_calls_them() -> None:
+    journal = Journal(job_ranks=[4, 6, 7])
+    journal.know("leaders", [0, 2])
+    for _ in range(2):
+        journal.end(journal.begin("leaders", "all_reduce", (3,), "float32"), "done")
+    with journal.label(bucket=1, step=9):
+        journal.begin("world", "gather", (5,), "uint8")
+    leaders, world = journal.describe()
+    assert leaders["ranks"] == [4, 7]
+    assert leaders["number"] == 2
+    assert leaders["what"] == "all_reduce of float32[3]"
+    assert leaders["state"] == "done"
+    assert world["ranks"] == [4, 6, 7]
+    assert world["what"] == "gather"  # ranks come to it with different shapes
+    assert world["where"] == "bucket 1, step 9"
+
+
+def test_ranks_keep_pace_from_the_first_exchange_of_gradients_on() -> None:
+    def rank_main(comm):
+        before = comm.world.limit_s
+        comm.allreduce(torch.ones(2))
+        still = comm.world.limit_s
+        comm.sum_(torch.ones(2), bucket=0, step=0)
+        return before, still, comm.world.limit_s
+
+    def rank_main_with_limits(comm):
+        comm.world.first_timeout_s = 50.0
+        return rank_main(comm)
+
+    assert run_ranks(rank_main_with_limits, 2, timeout_s=5) == [(50.0, 50.0, 5.0)] * 2
+
+
 def test_every_collective_of_every_group_is_recorded_in_order() -> None:
     inputs, targets = training_data(num_steps=2)
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from torchmn.launch.messages import EndedBy, Exit
+from torchmn.launch.hang_report import HangReport
+from torchmn.launch.messages import EndedBy, Exit, Failed
 from torchmn.launch.verdict import RankRecord, Verdict, judge
 
 
@@ -107,3 +108,59 @@ def test_ranks_that_saved_in_time_did_not_fail() -> None:
     found = verdict(ended(0, 85, at=2.0), ended(1, 85, at=1.0))
     assert found.exit_code == 85
     assert "saved and left before the time limit" in found.sentence
+
+
+def failed(rank: int, at: float, *, follows: bool, code: int = 1) -> RankRecord:
+    record = ended(rank, code, at=at + 0.5)
+    record.failed = Failed(
+        status=1, words=f"Traceback\nError: of {rank}", is_consequence=follows, at=at
+    )
+    return record
+
+
+def test_who_only_lost_a_peer_is_not_blamed_though_it_ended_first() -> None:
+    found = verdict(failed(0, 1.0, follows=True), failed(1, 2.0, follows=False))
+    assert found.culprit is not None
+    assert found.culprit.rank == 1
+    assert found.culprit.last_words == ["Traceback", "Error: of 1"]
+    assert "failed with exit code 1 (Error: of 1)" in found.sentence
+
+
+def test_a_signal_is_the_cause_of_what_follows() -> None:
+    found = verdict(failed(0, 1.0, follows=True), ended(1, -9, at=3.0))
+    assert found.exit_code == 137
+    assert "rank 1 on node7 was ended by SIGKILL" in found.sentence
+
+
+def test_a_rank_killed_by_us_keeps_the_status_it_told() -> None:
+    """MPI_Finalize would have waited for the others, so the supervisor ended it."""
+    record = ended(1, -15, at=2.0, by="supervisor")
+    record.leaving_status = 3
+    found = verdict(ended(0, -15, at=2.0, by="supervisor"), record)
+    assert found.exit_code == 3
+    assert "rank 1 on node7 failed with exit code 3" in found.sentence
+
+
+def test_without_a_cause_the_first_that_lost_a_peer_and_who_had_left_before() -> None:
+    ranks = [failed(0, 2.0, follows=True), failed(1, 1.0, follows=True), ended(2, 0)]
+    found = verdict(*ranks)
+    assert found.culprit is ranks[1]
+    assert "Before that rank 2 had ended with exit code 0" in found.sentence
+
+
+def test_a_hang_is_told_by_its_report() -> None:
+    hang = HangReport(sentence="barrier has not completed", text="all", missing=(1,))
+    found = verdict(failed(0, 1.0, follows=True), ended(1, -9, by="supervisor"), hang=hang)
+    assert found.exit_code == 1
+    assert found.sentence == (
+        f"barrier has not completed. All that is known is in {Path('logs/hang.txt')}."
+    )
+
+
+def test_without_files_of_output_none_is_named() -> None:
+    found = verdict(ended(0, 3), keeps_output=False)
+    assert found.sentence == "rank 0 on node7 failed with exit code 3."
+    exit_ = Exit(returncode=-9, ended_at=1.0, ended_by="itself", note="ended without a word")
+    found = verdict(RankRecord(0, host="node7", exit=exit_), keeps_output=False)
+    assert found.sentence == "rank 0 on node7 ended without a word."
+    assert found.exit_code == 137

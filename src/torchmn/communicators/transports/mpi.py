@@ -35,6 +35,7 @@ from torchmn.communicators.transports.base import (
     poll_until,
 )
 from torchmn.errors import LaunchError, TimeLimitError, UnsupportedError
+from torchmn.launch import watched
 from torchmn.units import GiB, KiB
 
 _NATIVE_BYTES = 16 * KiB
@@ -251,7 +252,8 @@ def _see_to_the_end(mpi: Any) -> None:
 
     def abort_after_report(kind: Any, value: Any, trace: Any) -> None:
         hook(kind, value, trace)
-        _abort(mpi, 1)
+        if watched.of_this_process() is None:  # else all ranks are ended, with the cause last
+            _abort(mpi, 1)
 
     sys.excepthook = abort_after_report
     atexit.register(_leave, mpi)

@@ -1,0 +1,103 @@
+"""Who is named when a collective hangs."""
+
+from __future__ import annotations
+
+from torchmn.launch.hang_report import report
+from torchmn.launch.messages import Overdue, Told
+
+HOSTS = {0: "node0", 1: "node0", 2: "node1"}
+OVERDUE = Overdue(group="world", number=5, limit_s=60.0)
+STACKS = """MainThread:
+  File "/home/me/train.py", line 90, in <module>
+    main()
+  File "/home/me/train.py", line 17, in main
+    time.sleep(100)
+worker:
+  File "/usr/lib/other.py", line 3, in run
+    wait()"""
+
+
+def told(
+    state: str,
+    what: str = "all_reduce of float32[10]",
+    *,
+    number: int = 5,
+    group: str = "world",
+    ranks: tuple[int, ...] = (0, 1, 2),
+    where: str = "bucket 1, step 7",
+) -> Told:
+    collective = {
+        "group": group,
+        "ranks": list(ranks),
+        "number": number,
+        "what": what,
+        "where": where,
+        "state": state,
+        "age_s": 60.1,
+    }
+    return Told(collectives=[collective], stacks=STACKS)
+
+
+def test_a_rank_that_computes_is_named_with_its_line() -> None:
+    found = report(
+        OVERDUE, 0, {0: told("running"), 1: told("done", number=4), 2: told("running")}, HOSTS
+    )
+    assert found.missing == (1,)
+    assert found.sentence.startswith(
+        "all_reduce of float32[10] (bucket 1, step 7) of group 'world' has not completed within "
+        "60 s; rank 1 did not come to it: rank 1 on node0 runs at /home/me/train.py:17 in main"
+    )
+    assert "number 4" in found.text
+    assert "rank 2 on node1:" in found.text
+
+
+def test_a_process_that_does_not_answer_is_described_from_outside() -> None:
+    stopped = Told(state="does not answer: its process is stopped by a signal")
+    found = report(OVERDUE, 0, {0: told("failed"), 1: told("running"), 2: stopped}, HOSTS)
+    assert found.missing == (2,)
+    assert "rank 2 on node1 does not answer: its process is stopped" in found.sentence
+
+
+def test_a_rank_of_which_nothing_is_heard() -> None:
+    found = report(OVERDUE, 0, {0: told("running"), 2: told("running")}, HOSTS)
+    assert found.missing == (1,)
+    assert "rank 1 on node0 has not answered" in found.sentence
+    assert "neither from it nor from its agent" in found.text
+
+
+def test_different_collectives_are_told_apart() -> None:
+    found = report(
+        OVERDUE,
+        0,
+        {
+            0: told("running"),
+            1: told("running", "broadcast of int64[1]", where=""),
+            2: told("failed"),
+        },
+        HOSTS,
+    )
+    assert found.missing == ()
+    assert "ranks 0, 2 in all_reduce of float32[10] (bucket 1, step 7)" in found.sentence
+    assert "rank 1 in broadcast of int64[1]" in found.sentence
+    assert "in the same order and with the same shapes" in found.sentence
+
+
+def test_the_same_collective_of_other_steps_is_a_difference() -> None:
+    late = told("running", where="bucket 1, step 6")
+    found = report(OVERDUE, 0, {0: told("running"), 1: late, 2: told("running")}, HOSTS)
+    assert "rank 1 in all_reduce of float32[10] (bucket 1, step 6)" in found.sentence
+
+
+def test_when_all_have_come_the_network_is_named() -> None:
+    found = report(OVERDUE, 1, {rank: told("running") for rank in HOSTS}, HOSTS)
+    assert found.missing == ()
+    assert "ranks 0, 1, 2 have come to it" in found.sentence
+    assert "Look at the network" in found.sentence
+
+
+def test_only_members_of_the_group_are_waited_for() -> None:
+    node = told("running", group="node", ranks=(0, 1))
+    other_node = told("running", group="node", ranks=(2,))
+    overdue = Overdue(group="node", number=3, limit_s=10)
+    found = report(overdue, 0, {0: node, 1: told("running"), 2: other_node}, HOSTS)
+    assert found.missing == (1,)
