@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -40,6 +41,7 @@ def parse_options() -> argparse.Namespace:
 
 def main() -> int:
     options = parse_options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left behind
     if not options.report:
         conduct(options)
     records = table.read(options.results)
@@ -79,7 +81,7 @@ def conduct(options: argparse.Namespace) -> None:
                 "number": number,
                 "at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
                 "commit": commit,
-                "hang_limit_s": hang_limit_s(fault),
+                "hang_limit_s": hang_limit_s(fault, setting),
                 **found,
             }
             with options.results.open("a") as file:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from chaos.settings import SETTINGS, Setting
-from chaos.training import NUM_STEPS, PERIOD_STEPS
 
 Kind = Literal[
     "kill",
@@ -101,20 +100,21 @@ def _setting_for(kind: Kind, source: random.Random, *, has_hosts: bool) -> Setti
 def fault_of(kind: Kind, setting: Setting, source: random.Random) -> Fault:
     """A fault of this kind at a random moment on a random rank."""
     rank = source.randrange(setting.num_workers)
-    step = source.randrange(1, NUM_STEPS - 5)
+    num_steps, period_steps = setting.num_steps, setting.period_steps
+    step = source.randrange(1, num_steps - 5)
     if kind in ("exception", "exit"):
         place = source.choice(_INSIDE if kind == "exception" else _but("backward", _INSIDE))
         if place == "save":
-            step = min(step, NUM_STEPS - 2 * PERIOD_STEPS)
+            step = min(step, num_steps - 2 * period_steps)
         status = source.choice((3, 7, 3, -4, 0)) if kind == "exit" else 0
         return Fault(kind=kind, rank=rank, step=step, place=place, status=status)
     delay_s = source.uniform(0, 0.02)
     if kind == "flipped byte":  # of the newest of two at least
-        step = source.randrange(3 * PERIOD_STEPS + 2, NUM_STEPS - 5)
+        step = source.randrange(3 * period_steps + 2, num_steps - 5)
         return Fault(kind=kind, rank=rank, step=step, delay_s=delay_s)
     if kind == "disk full":
         lasts_s = source.choice((None, source.uniform(0.2, 2)))
-        step = source.randrange(PERIOD_STEPS + 2, NUM_STEPS - 3 * PERIOD_STEPS)
+        step = source.randrange(period_steps + 2, num_steps - 3 * period_steps)
         return Fault(
             kind=kind,
             rank=rank,
@@ -126,7 +126,7 @@ def fault_of(kind: Kind, setting: Setting, source: random.Random) -> Fault:
     lasts_s = source.uniform(0.5, 6) if kind == "network pause" else None
     moment: Moment = source.choice(("step", "step", "step", "write", "start"))
     if moment == "write":
-        step, delay_s = min(step, NUM_STEPS - 2 * PERIOD_STEPS), source.uniform(0, 0.01)
+        step, delay_s = min(step, num_steps - 2 * period_steps), source.uniform(0, 0.01)
     if moment == "start":
         step, delay_s = 0, source.uniform(0, 4)
     return Fault(kind=kind, rank=rank, moment=moment, step=step, delay_s=delay_s, lasts_s=lasts_s)

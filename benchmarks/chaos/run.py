@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import random
-import shutil
 import tempfile
 import time
 from contextlib import ExitStack, suppress
@@ -27,6 +25,7 @@ from chaos.strike import TooLateError, complete, flip_one_bit, free, strike
 
 LIMIT_S = 90.0
 _DISK_MEGABYTES = 8
+_DECIDE_BITS = ("communicators", "compression", "data", "exchange")
 Tensors = list[dict[str, torch.Tensor]]
 
 
@@ -44,22 +43,23 @@ class References:
         """The tensors of every rank; the run is made if it has not been."""
         key = "-".join([*map(str, setting.workers), setting.launcher, *setting.training])
         folder = self._folder / key.replace(" ", "_")
-        if not (folder / "accuracy").exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-            job = stage.start(setting, folder)
+        if not folder.exists():
+            self._make(folder, setting, stage)
+        return finals(folder, setting)
+
+    def _make(self, folder: Path, setting: Setting, stage: Stage) -> None:
+        """Train without a fault; the folder appears when all is in it."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self._folder, prefix="draft-") as draft:
+            job = stage.start(setting, Path(draft))
             left = [] if job.wait_until_gone(LIMIT_S) is not None else job.processes()
             words = f"{setting.name}: {job.describe(left)}"
             job.kill_all()
             if left or job.process.returncode != 0:
-                shutil.rmtree(folder)
                 words = f"{words} status {job.process.returncode}: {job.text[-3000:]}"
                 raise ReferenceFailedError(words)
-        return finals(folder, setting)
-
-    def accuracy_of(self, folder: Path) -> float:
-        """On the digits that were not trained."""
-        return float(json.loads((folder / "accuracy").read_text()))
+            with suppress(OSError):  # another invocation was faster
+                Path(draft).rename(folder)
 
 
 def finals(folder: Path, setting: Setting) -> Tensors:
@@ -179,7 +179,7 @@ class _Run:
         seen["named"] = verdicts.is_named(job.lines, fault, setting)
         if seen["named"] is False:
             self._problems.append("culprit not named")
-        limit_s = verdicts.hang_limit_s(fault)
+        limit_s = verdicts.hang_limit_s(fault, setting)
         if fault.kind == "SIGSTOP" and (seen["detection_s"] or 0) > limit_s:
             self._problems.append(f"hang named after {seen['detection_s']} s")
 
@@ -238,7 +238,8 @@ class _Run:
 def _digest_of_sources() -> str:
     """Of all that decides the bits of a reference, so that a stale one is never used."""
     digest = hashlib.sha256(torch.__version__.encode())
-    sources = sorted(Path(torchmn.__file__).parent.rglob("*.py"))
+    package = Path(torchmn.__file__).parent
+    sources = sorted(path for name in _DECIDE_BITS for path in (package / name).rglob("*.py"))
     for path in (*sources, TRAINING):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -14,7 +14,9 @@ class Setting:
     """One way to train. Under mpirun and torchrun the script installs the crash handler itself.
 
     ``workers`` has the number on each host: one entry is this machine, several are test hosts.
-    ``is_exact`` says whether a resumed run must end with the bits of one that was not disturbed.
+    A checkpoint is written each
+    ``period_steps``. ``timeout_s`` is that of a collective, the first one's is twice as long.
+    ``share`` is how often it is drawn. ``is_exact`` says whether a resumed run must end with the bits of one that was not disturbed.
     """
 
     workers: tuple[int, ...] = (2,)
@@ -23,6 +25,9 @@ class Setting:
     route: str = "hierarchical"
     schedule: str = "every_step"
     codec: str = "float32"
+    num_steps: int = 100
+    period_steps: int = 8
+    timeout_s: float = 10.0
     share: float = 1.0
     is_exact: bool = True
 
@@ -39,7 +44,7 @@ class Setting:
     @property
     def training(self) -> tuple[str, ...]:
         """What decides the bits of the result: the key of the reference run, with ``workers``."""
-        return (self.backend, self.route, self.schedule, self.codec)
+        return (self.backend, self.route, self.schedule, self.codec, str(self.num_steps))
 
     @property
     def name(self) -> str:

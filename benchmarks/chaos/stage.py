@@ -43,15 +43,20 @@ class Stage:
         env |= _of_launcher(setting)
         if setting.has_hosts:
             env["TORCHMN_RSH"] = str(self.lab.rsh_agent)
-        script = (TRAINING, folder, "--route", setting.route, "--schedule", setting.schedule)
-        return Job(
-            [*_launch(setting), *script, "--codec", setting.codec, *args],
+        script = [TRAINING, folder, "--route", setting.route, "--schedule", setting.schedule]
+        script += ["--codec", setting.codec, "--steps", str(setting.num_steps)]
+        script += ["--period", str(setting.period_steps)]
+        script += ["--timeout", str(setting.timeout_s), *args]
+        job = Job(
+            [*_launch(setting), *script],
             start=self.lab.hosts[0].popen if setting.has_hosts else _popen,
             env=env,
             folder=folder,
             mark=mark,
             networks=self._networks() if setting.has_hosts else (),
         )
+        self._stack.callback(job.kill_all)  # for a benchmark that is ended itself
+        return job
 
     def _networks(self) -> list[str]:
         return [f"net:[{os.stat(host.namespaces['net']).st_ino}]" for host in self.lab.hosts]

@@ -31,10 +31,6 @@ from torchmn.resilience import install_crash_handler
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 from models.small_cnn import SmallCNN
 
-TIMEOUT_S = 10.0
-FIRST_TIMEOUT_S = 20.0
-NUM_STEPS = 100
-PERIOD_STEPS = 8
 GLOBAL_BATCH = 48
 _BLOCK_STEPS = 8
 
@@ -92,6 +88,13 @@ def parse_options() -> argparse.Namespace:
     add("--schedule", default="every_step")
     add("--codec", default=None)
     add("--fault", default="", help="KIND:RANK:STEP:PLACE")
+    add("--steps", type=int, default=NUM_STEPS)
+    add(
+        "--timeout",
+        type=float,
+        default=TIMEOUT_S,
+        help="in seconds; the first one is twice as long",
+    )
     return parser.parse_args()
 
 
@@ -103,7 +106,7 @@ def main() -> None:
     fault.may_come(launched_rank, 0, "start")
     torch.set_num_threads(1)
     comm = torchmn.create_communicator(
-        options.route, timeout_s=TIMEOUT_S, first_timeout_s=FIRST_TIMEOUT_S
+        options.route, timeout_s=options.timeout, first_timeout_s=2 * options.timeout
     )
     install_crash_handler(comm)
     images = load_images("digits").normalised()
@@ -118,7 +121,7 @@ def main() -> None:
     optimizer = torchmn.create_multi_node_optimizer(
         sgd, comm, model, codec=options.codec, schedule=schedule
     )
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(sgd, 0.05, total_steps=NUM_STEPS + 1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(sgd, 0.05, total_steps=options.steps + 1)
     sampler = torchmn.GlobalSampler(len(images.train), comm, GLOBAL_BATCH)
     checkpointer = torchmn.create_multi_node_checkpointer(comm, folder, "checkpoints")
     step = 0
@@ -140,7 +143,7 @@ def main() -> None:
         os.write(progress, b"." * (1 + step))  # one more: it has begun
     model.train()
     inputs, labels = images.train.tensors
-    while step < NUM_STEPS:
+    while step < options.steps:
         for batch in sampler:
             fault.may_come(comm.rank, step, "step")
             loss = cross_entropy(model(inputs[batch]), labels[batch])
@@ -152,9 +155,9 @@ def main() -> None:
             step += 1
             if comm.rank == 0:
                 os.write(progress, b".")
-            if step % PERIOD_STEPS == 0 and step < NUM_STEPS:
+            if step % options.period == 0 and step < options.steps:
                 checkpointer.save(step, state)
-            if step == NUM_STEPS:
+            if step == options.steps:
                 break
     try:
         checkpointer.finish()

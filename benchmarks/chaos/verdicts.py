@@ -9,7 +9,6 @@ from chaos.faults import Fault
 from chaos.job import Line
 from chaos.settings import Setting
 from chaos.strike import NO_SPACE
-from chaos.training import FIRST_TIMEOUT_S, TIMEOUT_S
 
 _OURS = "torchmn: "
 HANG_MARGIN_S = 5.0
@@ -76,7 +75,7 @@ def has_right_status(status: int, fault: Fault, setting: Setting) -> bool:
     return status == expected.get(fault.kind, 1)
 
 
-def hang_limit_s(fault: Fault) -> float:
-    """Within what time a hang has to be named: the time-out, the first one longer."""
-    limit_s = FIRST_TIMEOUT_S if fault.when == "start" or fault.step < 2 else TIMEOUT_S
-    return limit_s + HANG_MARGIN_S
+def hang_limit_s(fault: Fault, setting: Setting) -> float:
+    """Within what time a hang has to be named: the time-out, the first one twice as long."""
+    is_first = fault.when == "start" or fault.step < 2
+    return setting.timeout_s * (2 if is_first else 1) + HANG_MARGIN_S
