@@ -69,6 +69,10 @@ def main() -> None:
     extend_with_reports(
         trainer, comm, images_per_epoch=num_images, has_snapshot=not options.no_snapshot
     )
+    if options.checkpoint:
+        checkpointer = torchmn.create_multi_node_checkpointer(comm, options.checkpoint, "cifar")
+        trainer.extend(checkpointer, trigger=(1, "epoch"))
+        checkpointer.maybe_load(trainer)
 
     trainer.run()
     if comm.rank == 0:

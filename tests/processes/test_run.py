@@ -7,23 +7,16 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 import time
-import uuid
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
-import torchmn
+from tests.processes.runner import Runner
 from torchmn.launch.detect import this_machine
 
 pytestmark = pytest.mark.processes
 
-MARK = "TORCHMN_TEST_MARK"
-SOURCES = str(Path(torchmn.__file__).parents[1])
-RANK = 'import os; rank = int(os.environ.get("RANK") or os.environ["OMPI_COMM_WORLD_RANK"])\n'
 WITH_GRANDCHILDREN = """
 import subprocess, sys, time
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -31,108 +24,6 @@ subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_n
 print("ready", flush=True)
 time.sleep(600)
 """
-
-
-@pytest.fixture(params=["gloo", "mpi"])
-def backend(request: pytest.FixtureRequest) -> str:
-    missing = this_machine(os.environ).missing_for_mpi
-    if request.param == "mpi" and missing:
-        pytest.skip(reason=f"MPI lacks {missing}: install it with 'make setup'")
-    return str(request.param)
-
-
-class Runner:
-    """Starts `torchmn run` in a folder of its own and finds every process of the job."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.mark = uuid.uuid4().hex
-        self._started: list[subprocess.Popen[str]] = []
-
-    def script(self, text: str, name: str = "script.py") -> str:
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(RANK + text)
-        return name
-
-    def start(
-        self, *args: str, preexec_fn: Callable[[], None] | None = None, **env: str
-    ) -> subprocess.Popen[str]:
-        def prepare() -> None:
-            # who runs the tests in the background or under nohup ignores these, and so would we
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            signal.signal(signal.SIGHUP, signal.SIG_DFL)
-            if preexec_fn:
-                preexec_fn()
-
-        process = subprocess.Popen(
-            [sys.executable, "-m", "torchmn", "run", "--log-dir", "logs", *args],
-            cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": SOURCES, MARK: self.mark, **env},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=prepare,
-        )
-        self._started.append(process)
-        return process
-
-    def close(self) -> None:
-        for process in self._started:
-            process.kill()
-            process.wait(10)
-            for pipe in (process.stdout, process.stderr):
-                if pipe:
-                    pipe.close()
-
-    def run(self, *args: str, limit_s: float = 30, **env: str) -> subprocess.CompletedProcess[str]:
-        process = self.start(*args, **env)
-        out, err = process.communicate(timeout=limit_s)
-        return subprocess.CompletedProcess(args, process.returncode, out, err)
-
-    def log(self, rank: int) -> str:
-        return (self.folder / "logs" / f"rank{rank}.log").read_text()
-
-    def exit_record(self, rank: int) -> dict[str, object]:
-        return json.loads((self.folder / "logs" / f"rank{rank}.exit.json").read_text())
-
-    def processes(self, *words: str) -> list[psutil.Process]:
-        """The living processes of the job whose command holds all of the words."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if (
-                    process.environ().get(MARK) == self.mark
-                    and process.status() != psutil.STATUS_ZOMBIE
-                    and all(word in " ".join(process.cmdline()) for word in words)
-                ):
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
-
-    def wait_until(self, condition: Callable[[], bool], what: str, limit_s: float = 15) -> None:
-        deadline = time.monotonic() + limit_s
-        while not condition():
-            assert time.monotonic() < deadline, what
-            time.sleep(0.02)
-
-    def wait_until_nothing_is_left(self) -> None:
-        deadline = time.monotonic() + 15
-        while left := self.processes():
-            assert time.monotonic() < deadline, [process.cmdline() for process in left]
-            time.sleep(0.02)
-
-
-@pytest.fixture
-def runner(tmp_path: Path) -> Iterator[Runner]:
-    runner = Runner(tmp_path)
-    yield runner
-    left = [(process, process.cmdline()) for process in runner.processes()]
-    for process, _ in left:
-        process.kill()
-    runner.close()
-    assert not left, f"the job left processes behind: {[words for _, words in left]}"
 
 
 def lines_of(text: str, rank: int) -> list[str]:

@@ -52,6 +52,18 @@ while step < num_steps:
 if comm.rank == 0:
     (out / "finished").touch()
 """
+CRASH = """
+import os, signal, sys, torch, torchmn
+from torchmn.resilience import install_crash_handler
+comm = torchmn.create_communicator("naive", timeout_s=300)
+install_crash_handler(comm)
+comm.barrier()
+if comm.rank == 2 and sys.argv[1] == "raise":
+    raise ValueError("the cause")
+if comm.rank == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+comm.recv(2)
+"""
 EXPECTED = [
     *(["n1", 0, 4, 0, 2, 0, 2, 4.0], ["n1", 1, 4, 1, 2, 0, 2, 4.0]),
     *(["n2", 2, 4, 0, 2, 1, 2, 4.0], ["n2", 3, 4, 1, 2, 1, 2, 4.0]),
@@ -121,6 +133,21 @@ def test_a_job_that_torchmn_submits(cluster: Cluster, tmp_path: Path) -> None:
     done = cluster.run([*command, "place.py", tmp_path], tmp_path, timeout_s=180)
     assert done.returncode == 0, (done.stdout, done.stderr)
     assert places(tmp_path) == EXPECTED
+
+
+def test_all_end_with_the_rank_that_failed_though_srun_lets_them_wait(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    (tmp_path / "crash.py").write_text(CRASH)
+    for fault, words in (("raise", "ValueError: the cause"), ("kill", "SIGKILL")):
+        command = ["srun", "-K0", "-N", 2, "-n", 4, sys.executable, "crash.py", fault]
+        began = time.monotonic()
+        done = cluster.run(command, tmp_path, TORCHMN_TRANSPORT="torch", timeout_s=100)
+        assert time.monotonic() - began < 60  # alone the others would wait for their limit
+        assert done.returncode != 0
+        said = [line for line in done.stderr.splitlines() if line.startswith("torchmn:")]
+        assert "rank 2 on n2" in said[-1]
+        assert words in said[-1]
 
 
 def test_an_unknown_partition_is_refused_in_slurms_own_words(

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pytorch_pfn_extras.training.extension import Extension
+
 from torchmn.checkpoint import random_state
 from torchmn.checkpoint.agreement import Agreement
 from torchmn.checkpoint.capture import CopyMemory, Stateful
@@ -51,7 +53,7 @@ class SaveRecord:
     problem: str | None = None
 
 
-class MultiNodeCheckpointer:
+class MultiNodeCheckpointer(Extension):
     """Made by `create_multi_node_checkpointer`. A trainer's extension, or called from a loop.
 
     It saves everything that has a ``state_dict``, and the random generators of every rank.
@@ -60,6 +62,7 @@ class MultiNodeCheckpointer:
     trigger = (1, "epoch")
     priority = -100  # behind whatever changes what is saved, as snapshots
     default_name = "checkpointer"
+    needs_model_state = True
 
     def __init__(
         self,
@@ -363,10 +366,13 @@ class MultiNodeCheckpointer:
         self._thread.start()
 
     def _run(self, request: Request) -> None:
+        outcome: Outcome | Exception
         try:
-            self._outcome = self._writer.write(request)
+            outcome = self._writer.write(request)
         except Exception as error:  # raised by whoever comes next
-            self._outcome = error
+            outcome = error
+        if request.copy is not None:  # else this rank has raised it already
+            self._outcome = outcome
 
     def _wait(self, timeout_s: float | None = None) -> None:
         if self._thread is not None:

@@ -24,6 +24,7 @@ def export_dcp(checkpoint: str | Path, folder: str | Path) -> None:
     no tensor. Raises DataError: the checkpoint is damaged, or the folder cannot be written.
     """
     from torch.distributed.checkpoint import state_dict_saver as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
 
     source = Path(checkpoint)
     storage = FolderStorage(source.parent)
@@ -31,8 +32,8 @@ def export_dcp(checkpoint: str | Path, folder: str | Path) -> None:
         state = {label: saved.state_of(0, label) for label in saved.labels(0) if label != RANDOM}
     try:
         dcp.save(state, checkpoint_id=Path(folder), no_dist=True)
-    except Exception as error:
-        raise DataError(f"{folder} cannot be written by DCP: {error}") from error
+    except (Exception, CheckpointException) as error:  # which is no Exception
+        raise DataError(f"{folder} cannot be written by DCP: {_words(error)}") from error
 
 
 def import_dcp(folder: str | Path, state: Mapping[str, Stateful], *, trust: bool = False) -> None:
@@ -46,11 +47,17 @@ def import_dcp(folder: str | Path, state: Mapping[str, Stateful], *, trust: bool
             "If you know who wrote it, pass trust=True."
         )
     from torch.distributed.checkpoint import state_dict_loader as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
 
     states: dict[str, Any] = {label: obj.state_dict() for label, obj in state.items()}
     try:
         dcp.load(states, checkpoint_id=Path(folder), no_dist=True)
-    except Exception as error:
-        raise DataError(f"{folder} cannot be loaded by DCP: {error}") from error
+    except (Exception, CheckpointException) as error:
+        raise DataError(f"{folder} cannot be loaded by DCP: {_words(error)}") from error
     for label, obj in state.items():
         obj.load_state_dict(states[label])
+
+
+def _words(error: BaseException) -> str:
+    """The last line: DCP puts whole tracebacks into its messages."""
+    return next(reversed(str(error).strip().splitlines()), type(error).__name__).strip()

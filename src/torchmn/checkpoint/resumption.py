@@ -69,10 +69,14 @@ class Resumption:
         self._random = saved.state_of(comm.rank if comm.rank < num_old else 0, RANDOM)
 
     def load(self, state: Mapping[str, Stateful]) -> Exception | None:
-        """Load it, the random generators last; returns the error of an object that refused."""
+        """Load it, the random generators last; returns the error of an object that refused.
+
+        With another number of workers those that reshard come behind the others: an optimizer in
+        the middle of a block puts its parameters in the place of what the model has loaded.
+        """
         comm = self._comm
         try:
-            for label, obj in state.items():
+            for label, obj in sorted(state.items(), key=lambda item: item[0] in self._old_states):
                 if isinstance(obj, Resharding) and label in self._old_states:
                     theirs = obj.reshard_state_dict(self._old_states.pop(label), comm)
                 else:

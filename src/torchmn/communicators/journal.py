@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-State = Literal["running", "done", "failed"]
+State = Literal["running", "done", "failed", "late"]
 
 _ALIKE = {"all_reduce", "broadcast", "reduce", "reduce_scatter", "all_gather", "split"}
 """To these all ranks come with tensors of the same shape."""
@@ -132,8 +132,8 @@ class Journal:
         """A collective that has not completed within its limit. From any thread."""
         now = time.monotonic()
         for entry in self._last_of.copy().values():
-            is_late = (entry.ended_s or now) - entry.started_s >= entry.limit_s
-            if entry.state != "done" and is_late:
+            is_running_late = entry.state == "running" and now - entry.started_s >= entry.limit_s
+            if entry.state == "late" or is_running_late:
                 return entry
         return None
 

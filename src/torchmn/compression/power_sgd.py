@@ -159,6 +159,7 @@ class PowerSGD(Codec):
             **{n: (e["q"], e["values"]) for n, e in self._loaded.items()},
             **{n: (m.q, m.residue.flatten()) for n, m in self._memories.items()},
         }
+        memories = dict(sorted(memories.items()))  # as other codecs: see `Residues.state_dict`
         return {
             "step": self._step,
             "q": {name: q.clone() for name, (q, _) in memories.items()},

@@ -77,7 +77,10 @@ class Residues:
         self._loose.clear()
 
     def state_dict(self) -> list[State]:
-        """One entry for each run of elements of a parameter, as copies."""
+        """One entry for each run of elements of a parameter, as copies, in an order of their own.
+
+        The order of encoding may come from measured times, and a state should not.
+        """
         entries: list[State] = [
             {
                 "side": side,
@@ -93,7 +96,7 @@ class Residues:
             for (side, name), pieces in self._loose.items()
             for offset, values in pieces
         ]
-        return entries
+        return sorted(entries, key=lambda entry: (entry["side"], entry["name"], entry["offset"]))
 
     def load_state_dict(self, entries: Sequence[State]) -> None:
         """Go on from `state_dict`, in whatever layout comes next."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from torch.utils.data import default_collate
@@ -13,6 +13,18 @@ from torchmn.data.sub_dataset import SizedDataset
 from torchmn.errors import UsageError
 
 Batch = TypeVar("Batch")
+
+
+class Ranks(Protocol):
+    """What of a communicator the state of an iterator depends on."""
+
+    @property
+    def rank(self) -> int:
+        """Of the caller."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
 
 
 class SerialIterator(Generic[Batch]):
@@ -144,6 +156,29 @@ class SerialIterator(Generic[Batch]):
         self.is_new_epoch = bool(state["is_new_epoch"])
         self._previous_epoch_detail = float(state["previous_epoch_detail"])
         self._order = self._order_of(self.epoch)
+
+    def reshard_state_dict(
+        self, states: Sequence[Mapping[str, Any]], comm: Ranks
+    ) -> dict[str, int | float | bool]:
+        """The state that this rank loads, from those of all old ranks, in rank order. Local.
+
+        As many samples of the epoch are done as before, over all ranks; which ones they are is not
+        kept, see `resume_notes`. A seed that each rank has of its own stays with the rank's number.
+        """
+        own = states[comm.rank % len(states)]
+        epoch = int(own["epoch"])
+        done = sum(int(s["current_position"]) for s in states if int(s["epoch"]) == epoch)
+        length = len(self.dataset)
+        position = min(done // comm.size, max(length - 1, 0))
+        before = epoch + (position - self.batch_size) / max(length, 1)
+        return {**own, "current_position": position, "previous_epoch_detail": max(before, 0.0)}
+
+    def resume_notes(self) -> list[str]:
+        """What does not hold when a state is loaded by another number of ranks, in sentences."""
+        return [
+            "The shards of another number of ranks hold other samples: of the epoch under way some "
+            "are seen twice and some not at all. With GlobalSampler none are lost or repeated."
+        ]
 
     def _begin_epoch(self, epoch: int) -> None:
         self.epoch = epoch

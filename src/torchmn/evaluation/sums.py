@@ -24,6 +24,14 @@ class WeightedSums:
         self._totals: dict[str, Any] = {}
         self._weights: dict[str, float] = {}
 
+    @classmethod
+    def of(cls, sums: Mapping[str, Sequence[float]]) -> WeightedSums:
+        """Go on from `sums`, with the same bits."""
+        held = cls()
+        held._totals = {name: pair[0] for name, pair in sums.items()}
+        held._weights = {name: pair[1] for name, pair in sums.items()}
+        return held
+
     def __contains__(self, name: str) -> bool:
         return name in self._weights
 

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchmn.communicators import Communicator
 from torchmn.communicators.link_speed import LinkSpeed, measure_links
 from torchmn.compression import ErrorFeedback, create_codec
 from torchmn.compression.speed import coding_s_per_element
@@ -36,6 +37,7 @@ from torchmn.exchange.choose import (
     shortlist,
 )
 from torchmn.exchange.gradients import GradientExchange
+from torchmn.exchange.reshard import reshard_object
 from torchmn.exchange.step_clock import StepClock
 from torchmn.units import MiB
 
@@ -97,6 +99,8 @@ class Auto:
         self.trials: list[Trial] = []
         self._untried: list[Plan] = []
         self._trying: Plan | None = None
+        self._using: Plan | None = None
+        self._must_start_over = False
         self._planned_s = 0.0
         self._is_attached = False
         self._models: Sequence[nn.Module] = ()
@@ -125,6 +129,7 @@ class Auto:
 
     def _start_over(self) -> None:
         self.plan, self.trials, self._untried, self._trying = None, [], [], None
+        self._must_start_over = False
         self._clock = StepClock()
         self._use(self._default)
 
@@ -166,19 +171,63 @@ class Auto:
         self.current.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Schedule.state_dict`: the plan, and the state of what is in use."""
-        state: dict[str, Any] = {"current": self.current.state_dict()}
+        """See `Schedule.state_dict`: the plan, or how far measuring is, and what is in use."""
+        state: dict[str, Any] = {
+            "current": self.current.state_dict(),
+            "using": asdict(self._using or self._default),
+            "reason": self.reason,
+        }
         if self.plan is not None:
-            state["plan"] = asdict(self.plan)
-        return state
+            return {**state, "plan": asdict(self.plan), "planned_s": self._planned_s}
+        return {
+            **state,
+            "is_trial": self._trying is not None,
+            "untried": [asdict(plan) for plan in self._untried],
+            "trials": [(asdict(trial.plan), trial.step_s) for trial in self.trials],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Schedule.load_state_dict`. *Collective*: what is in use may change."""
+        """See `Schedule.load_state_dict`. *Collective*: what is in use may change.
+
+        A state with a plan goes on with it. One that was saved while plans were measured goes on
+        measuring, with the plan that was in use: that one's steps are timed anew.
+        """
         if "plan" in state:
             self._decide(Plan(**state["plan"]), "the plan was saved with the state")
+            self._planned_s = state.get("planned_s", 0.0)
+        elif "using" in state:
+            self._start_over()
+            self._use(Plan(**state["using"]))
+            self.reason = state["reason"]
+            self._trying = Plan(**state["using"]) if state["is_trial"] else None
+            self._untried = [Plan(**row) for row in state["untried"]]
+            self.trials = [Trial(Plan(**row), step_s) for row, step_s in state["trials"]]
+            self._must_start_over = state.get("is_of_other_ranks", False)
         elif state:
             self._start_over()
         self.current.load_state_dict(state.get("current", {}))
+
+    def reshard_state_dict(
+        self, states: Sequence[dict[str, Any]], comm: Communicator
+    ) -> dict[str, Any]:
+        """See `Resharding`. The old plan is used for one step, then all is measured anew."""
+        if any("using" not in state for state in states):
+            return states[0]
+        using = states[0]["using"]
+        schedule = self.choices.schedules.get(using["schedule"], lambda: self.current)()
+        return {
+            "current": reshard_object(schedule, [state["current"] for state in states], comm),
+            "using": using,
+            "reason": "",
+            "is_trial": False,
+            "untried": [],
+            "trials": [],
+            "is_of_other_ranks": True,
+        }
+
+    def resume_notes(self) -> list[str]:
+        """See `MultiNodeOptimizer.resume_notes`."""
+        return ["'auto' measures anew and may choose another plan: its plan was for the old ranks."]
 
     # ---- Deferring, if the schedule in use is ----
 
@@ -201,6 +250,9 @@ class Auto:
     # ---- measuring and deciding; collective, at the end of a step ----
 
     def _step_ended(self) -> None:
+        if self._must_start_over:
+            self._start_over()
+            return
         if self.plan is not None and not self.replan:
             return
         self._clock.step_ended()
@@ -294,7 +346,7 @@ class Auto:
         if self._is_attached:
             self.current.flush()
             self.current.close()
-        self._is_attached = True
+        self._is_attached, self._using = True, plan
         before, codec = exchange.codec, create_codec(plan.codec)
         codec = codec.fresh() if codec is not None else None
         if isinstance(before, ErrorFeedback) and isinstance(codec, ErrorFeedback):

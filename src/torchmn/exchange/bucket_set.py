@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -314,8 +315,22 @@ class BucketSet:
                 copies[name] = None
         return copies
 
-    def load_means(self, means: dict[str, Tensor | None]) -> None:
-        """Hold saved means. Raises UsageError: they are of other parameters."""
+    def record(self) -> dict[str, Any]:
+        """What is known of the sums that were waited for, beside their means: to be saved."""
+        narrow = [name for name, total in self._sums if not torch.isfinite(total)]
+        return {
+            "step": self._step,
+            "next_unit": self.next_unit,
+            "is_finite": self.is_finite,
+            "here": list(dict.fromkeys([*self._nonfinite_here, *narrow])),
+            "encoded": self._nonfinite_encoded,
+            "decoded": self._nonfinite_decoded,
+        }
+
+    def load_means(
+        self, means: dict[str, Tensor | None], record: dict[str, Any] | None = None
+    ) -> None:
+        """Hold saved means, and their `record`. Raises UsageError: they are of other parameters."""
         names = [name for bucket in self.buckets for name in bucket.names]
         if set(names) != means.keys():
             odd = sorted(set(names) ^ means.keys())
@@ -326,11 +341,18 @@ class BucketSet:
             for name, slot in zip(bucket.names, bucket.slots, strict=True):
                 mean = means[name]
                 slot.zero_() if mean is None else slot.copy_(mean)
+        self._sums.clear()
         num_flags = self._footer.numel() - NUM_FOOTER
         presence = [means[name] is not None for name in names][:num_flags]
         self.write_footer(float(self.comm.size), is_active=True, presence=presence)
         self.next_unit = None
         self._holds_means = True
+        if record is not None:
+            self._step, self.next_unit = record["step"], record["next_unit"]
+            self._is_valid = record["is_finite"]
+            self._nonfinite_here = list(record["here"])
+            self._nonfinite_encoded = list(record["encoded"])
+            self._nonfinite_decoded = list(record["decoded"])
 
 
 def weight_unit(total: float, num_active: int) -> float:

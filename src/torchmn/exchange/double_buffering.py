@@ -119,7 +119,7 @@ class DoubleBuffering:
         if self._pending is None:
             return {}
         self._pending.wait()
-        return {"pending": self._pending.means()}
+        return {"pending": self._pending.means(), "pending_record": self._pending.record()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Schedule.load_state_dict`. Raises UsageError: other parameters than saved."""
@@ -127,5 +127,5 @@ class DoubleBuffering:
             self._pending.drain()  # its memory is used again
         self._pending, self._has_mean, self._num_backwards = None, False, 0
         if "pending" in state:
-            self._exchange.filling.load_means(state["pending"])
+            self._exchange.filling.load_means(state["pending"], state.get("pending_record"))
             self._pending = self._exchange.turn()

@@ -62,6 +62,8 @@ class FullPrecisionFirst(EveryStep):
         """See `Schedule.load_state_dict`."""
         super().load_state_dict(state)
         self.total_samples = state.get("total_samples", 0.0)
+        if self._codec is not None:
+            self._codec.load_state_dict({})  # nothing was owed before it came in
         self._choose_codec()
 
     def _count(self) -> None:

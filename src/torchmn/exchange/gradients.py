@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import torch
@@ -85,6 +86,8 @@ class GradientExchange:
         self.chunk_bytes: int | None = None
         """How buckets are cut at the next `rebuild`, see `cut`."""
         self._has_warned = False
+        self._unit: float | None = None
+        """In which weights are counted, see `BucketSet`; None: to be agreed on."""
         self._num_sets = max(1, num_sets)
         self._on_backward_end = on_backward_end
         self._hooks: list[RemovableHandle] = []
@@ -99,6 +102,28 @@ class GradientExchange:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict`. What another rank owes is not ours to pay: it is left out."""
         load_codec_state(self.codec, self.comm, state)
+
+    def progress(self) -> dict[str, Any]:
+        """Where it stands: the same on all ranks. Local.
+
+        With the unit of weights, for residues count in it: in another one they would be worth more
+        or less beside the next gradients.
+        """
+        return {
+            "step": self.step,
+            "unit": self._unit,
+            "problems": [asdict(problem) for problem in self.problems],
+        }
+
+    def load_progress(self, state: dict[str, Any]) -> None:
+        """Go on from `progress`; an empty dict keeps the count of steps. On all ranks alike."""
+        self.forget_weights()
+        if not state:
+            return
+        self.step = state["step"]
+        self.problems[:] = [NonfiniteGradients(**problem) for problem in state["problems"]]
+        if self.filling.is_narrow:
+            self._unit = state["unit"]
 
     # ---- layout ----
 
@@ -200,7 +225,7 @@ class GradientExchange:
 
     def forget_weights(self) -> None:
         """Agree anew on the unit of weights at the next exchange. On all ranks alike."""
-        self._unit: float | None = None if self.filling.is_narrow else 1.0
+        self._unit = None if self.filling.is_narrow else 1.0
 
     # ---- during backward ----
 

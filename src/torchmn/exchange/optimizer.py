@@ -16,7 +16,7 @@ from torchmn.communicators import Communicator
 from torchmn.compression import Codec
 from torchmn.errors import NonFiniteGradientError, TorchmnError, UnsupportedError, UsageError
 from torchmn.exchange.base import Deferring, Schedule
-from torchmn.exchange.bucket_set import NonfiniteGradients
+from torchmn.exchange.bucket_set import NonfiniteGradients, weight_unit
 from torchmn.exchange.gradient_hook import keep_with, release
 from torchmn.exchange.gradients import GradientExchange
 from torchmn.exchange.replicas import (
@@ -25,7 +25,16 @@ from torchmn.exchange.replicas import (
     raise_if_ranks_differ,
     take_over,
 )
+from torchmn.exchange.reshard import (
+    mean_state,
+    notes_of,
+    reshard_codec,
+    reshard_inner,
+    reshard_object,
+)
 
+_NOT_THE_SCHEDULES = ("schedule", "codec", "progress", "accumulated")
+"""What of our part of the state is the optimizer's own."""
 Weight = Literal["rank", "samples"]
 OnNonfinite = Literal["raise", "warn", "pass"]
 
@@ -62,6 +71,8 @@ class MultiNodeOptimizer(Optimizer):
         self._is_joining = False
         self._forward_hook: RemovableHandle | None = None
         self._has_counted = False
+        self._has_local_passes = False
+        """Whether p.grad may hold gradients of passes under no_sync()."""
         self._asked = {
             "schedule": schedule.name,
             "codec": codec.name if codec is not None else None,
@@ -154,6 +165,7 @@ class MultiNodeOptimizer(Optimizer):
         """As the inner optimizer's. Local."""
         self.schedule.forget_backward()
         self.inner.zero_grad(set_to_none)
+        self._has_local_passes = False
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the parameters. *Collective*: every rank calls it equally often.
@@ -172,6 +184,7 @@ class MultiNodeOptimizer(Optimizer):
         if not self.exchange.is_needed:  # no backward pass does it
             self._reset_weight()
         self.exchange.step += 1
+        self._has_local_passes = False
         return result
 
     def promised_replicas(self) -> list[Tensor]:
@@ -202,12 +215,19 @@ class MultiNodeOptimizer(Optimizer):
         self.schedule.rebuild()
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner state, which a plain optimizer loads too; under ``torchmn`` what is ours."""
+        """The inner state, which a plain optimizer loads too; under ``torchmn`` what is ours.
+
+        Each rank has its own: save it on every rank, between two steps or, with `no_sync`, between
+        two of the passes of one. On as many ranks every rank loads its own, and goes on as if
+        nothing had been; on another number see `reshard_state_dict`.
+        """
         ours = self.schedule.state_dict()  # first: it waits for what is under way
         state = self.inner.state_dict()
         state["torchmn"] = {
             "schedule": self.schedule.name,
             "codec": self.exchange.state_dict(),
+            "progress": self.exchange.progress(),
+            **({"accumulated": self._accumulated()} if self._has_local_passes else {}),
             **ours,
         }
         return state
@@ -216,17 +236,64 @@ class MultiNodeOptimizer(Optimizer):
         """Load our own state or a plain optimizer's. Raises UsageError: another schedule's."""
         ours = dict(state_dict.get("torchmn", {}))
         saved = ours.pop("schedule", self.schedule.name)
-        codec = ours.pop("codec", {})
-        if ours and saved != self.schedule.name:
+        codec, progress = ours.pop("codec", {}), ours.pop("progress", {})
+        accumulated = ours.pop("accumulated", None)
+        # A plan is a matter of speed alone.
+        if ours.keys() - {"plan"} and saved != self.schedule.name:
             raise UsageError(
                 f"This state was saved with schedule {saved!r} and holds something that "
                 f"{self.schedule.name!r} would lose. Call flush() before saving, or use {saved!r}."
             )
         self._complete()
         self.inner.load_state_dict({k: v for k, v in state_dict.items() if k != "torchmn"})
-        self.schedule.load_state_dict(ours)
+        self.schedule.load_state_dict(ours if saved == self.schedule.name else {})
         self.exchange.load_state_dict(codec)
-        self.exchange.forget_weights()
+        self.exchange.load_progress(progress)
+        self._load_accumulated(accumulated)
+
+    def reshard_state_dict(
+        self, states: Sequence[dict[str, Any]], comm: Communicator
+    ) -> dict[str, Any]:
+        """The state that this rank loads, made from `state_dict` of all old ranks. Local, pure.
+
+        ``states`` are in rank order, and there may be more or fewer than there are ranks now. What
+        is owed to the model, pending means, anchors and half full blocks are shared out anew (see
+        `torchmn.exchange.reshard`). Where ranks' parameters differ, in the middle of a block, the
+        state holds what the parameters become, so load the models before the optimizer: any old
+        rank's. Raises UsageError: the old ranks were saved at different places.
+        """
+        ours = [state.get("torchmn", {}) for state in states]
+        state = reshard_inner(states)
+        if not all(ours):
+            return state
+        schedules = [{k: v for k, v in own.items() if k not in _NOT_THE_SCHEDULES} for own in ours]
+        is_same = ours[0]["schedule"] == self.schedule.name
+        unit, scale = self._rescaled_unit(ours[0].get("progress", {}), len(states), comm.size)
+        state["torchmn"] = {
+            "schedule": ours[0]["schedule"],
+            "codec": reshard_codec([own["codec"] for own in ours], comm, scale=scale),
+            "progress": {**ours[0]["progress"], "unit": unit} if "progress" in ours[0] else {},
+            **(reshard_object(self.schedule, schedules, comm) if is_same else schedules[0]),
+        }
+        accumulated = [own["accumulated"] for own in ours if "accumulated" in own]
+        if accumulated:
+            state["torchmn"]["accumulated"] = _shared_out(accumulated, comm.size)
+        return state
+
+    def resume_notes(self) -> list[str]:
+        """What does not hold when a state is loaded by another number of ranks, in sentences."""
+        notes = notes_of(self.schedule)
+        if self.exchange.codec is not None:
+            notes.append(
+                f"What {self.exchange.codec.name} owes to the model is kept, but gradients are "
+                "rounded in other parts: the run takes a path of its own, as with another seed."
+            )
+        if any(True for model in self._models for _ in model.buffers()):
+            notes.append(
+                "Buffers that differ between ranks, such as running statistics of batch "
+                "normalization, become those of rank 0, as when the optimizer is made."
+            )
+        return notes
 
     # ---- what is ours ----
 
@@ -234,6 +301,7 @@ class MultiNodeOptimizer(Optimizer):
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients here; the first backward pass outside exchanges the sum. Local."""
         before, self.exchange.is_syncing = self.exchange.is_syncing, False
+        self._has_local_passes = True
         try:
             yield
         finally:
@@ -424,8 +492,55 @@ class MultiNodeOptimizer(Optimizer):
 
         return mean_of_closure
 
+    def _accumulated(self) -> dict[str, Any]:
+        """The gradients of the passes under no_sync() so far, by name, and their weight."""
+        exchange = self.exchange
+        return {
+            "gradients": {
+                name: parameter.grad.detach().clone()
+                for name, parameter in exchange.parameters()
+                if parameter.grad is not None
+            },
+            "weight": exchange.weight,
+            "num_samples": exchange.num_samples,
+        }
+
+    def _load_accumulated(self, state: dict[str, Any] | None) -> None:
+        self._reset_weight()
+        self._has_local_passes = state is not None
+        if state is None:
+            return
+        for name, parameter in self.exchange.parameters():
+            gradient = state["gradients"].get(name)
+            parameter.grad = None if gradient is None else gradient.to(parameter).clone()
+        self.exchange.weight, self.exchange.num_samples = state["weight"], state["num_samples"]
+
+    def _rescaled_unit(
+        self, progress: dict[str, Any], num_old: int, num_new: int
+    ) -> tuple[float | None, float]:
+        """The unit of weights for the new ranks, and what one unit of old residues is in it.
+
+        Of weights by samples the sum over ranks stays when the global batch does, so that each is
+        num_old / num_new times what it was; weights of 1 for each rank stay as they are.
+        """
+        unit = progress.get("unit")
+        if unit is None or (unit == 1.0 and self._weight_kind == "rank"):
+            return unit, 1.0
+        new = weight_unit(unit * num_old / num_new, 1)
+        return new, num_old * unit / (num_new * new)
+
     def _take_over(self, source: int) -> None:
         tensors = [t for m in self._models for t in (*m.parameters(), *m.buffers())]
         take_over(self.communicator, tensors, self.inner, source)
         if self.communicator.rank != source:
             self.schedule.forget_backward()
+
+
+def _shared_out(accumulated: Sequence[dict[str, Any]], num_new: int) -> dict[str, Any]:
+    """Gradients of unfinished steps: each new rank has their mean, and an equal part of weights."""
+    weights = [state["weight"] for state in accumulated]
+    return {
+        "gradients": mean_state([state["gradients"] for state in accumulated], weights),
+        "weight": sum(weights) / num_new,
+        "num_samples": sum(state["num_samples"] for state in accumulated) / num_new,
+    }

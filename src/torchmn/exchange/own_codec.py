@@ -44,6 +44,13 @@ def codec_state(codec: Codec | None, comm: Communicator) -> dict[str, Any]:
 def load_codec_state(codec: Codec | None, comm: Communicator, state: dict[str, Any]) -> None:
     """Go on from `codec_state`. What another rank owes is not ours to pay: it is left out."""
     if codec is None:
+        if state.get("state", {}).get("residues"):
+            warnings.warn(
+                f"{comm.speaker}: the saved state has residues of a codec, and here is none: what "
+                "was owed to the model is left out. Use the codec of the saved run.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
         return
     is_ours = (state.get("rank"), state.get("size")) == (comm.rank, comm.size)
     if state.get("state") and not is_ours:
@@ -51,7 +58,7 @@ def load_codec_state(codec: Codec | None, comm: Communicator, state: dict[str, A
             f"{comm.speaker}: the saved state of the codec {codec.name} is that of "
             f"rank {state['rank']} of {state['size']}, so this rank starts without residues. "
             "Save and load optimizer.state_dict() on every rank; for another number of ranks "
-            "see torchmn.compression.reshard.",
+            "load what optimizer.reshard_state_dict() makes of the states of all old ranks.",
             RuntimeWarning,
             stacklevel=4,
         )

@@ -80,6 +80,7 @@ class Watched:
         def on_exception(
             kind: type[BaseException], error: BaseException, trace: TracebackType | None
         ) -> None:
+            self._last_words = _words_of(error)  # shown in place of the stack of this hook
             previous(kind, error, trace)
             if not isinstance(error, KeyboardInterrupt):
                 self.fail(error)
@@ -107,8 +108,7 @@ class Watched:
         if os.getpid() != self._pid:
             return
         follows = is_consequence(error)
-        words = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        words = self._last_words = words[-_WORDS:]
+        words = self._last_words = _words_of(error)
         if follows:
             self._look_for_hang()
         self._post(Failed(status=1, words=words, is_consequence=follows, at=time.time()))
@@ -259,6 +259,11 @@ def is_consequence(error: BaseException) -> bool:
             return True
         current = current.__cause__ or current.__context__
     return False
+
+
+def _words_of(error: BaseException) -> str:
+    words = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return words[-_WORDS:]
 
 
 def _is_of_an_engine(error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-"""What keeps a training alive: a prompt end with its cause, leaving in time, equal replicas."""
+"""What keeps a training alive and right: a named cause at its end, leaving in time, replicas."""
 
 from torchmn.resilience.crash import install_crash_handler
 from torchmn.resilience.preemption import SAVED_STATUS, Preemption

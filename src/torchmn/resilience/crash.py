@@ -71,18 +71,25 @@ def install_crash_handler(comm: Communicator, *, grace_s: float = 5.0) -> None:
 
 def _start_hub(comm: Communicator, secret: str) -> str:
     """Start it on the interface that leads to the other hosts; its address."""
-    host = next((name for name in comm.topology.hosts if name != comm.host), None)
-    route = None if host is None else route_to(host)
+    others = [name for name in comm.topology.hosts if name != comm.host]
+    routes = [route for name in others if (route := route_to(name)) is not None]
+    if others and not routes:
+        raise OSError(
+            f"this host knows no way to {others[0]}, by that name; the ranks there could not reach "
+            "the hub"
+        )
     log_dir = Path("torchmn-logs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     order = {
-        "address": "127.0.0.1" if route is None else route.address,
+        "address": routes[0].address if routes else "127.0.0.1",
         "secret": secret,
         "size": comm.size,
         "log_dir": str(log_dir.absolute()),
     }
     process = _start("torchmn.launch.hub", order, stdout=subprocess.PIPE)
-    with process.stdout or open(os.devnull, "rb") as answer:
-        address = answer.readline().decode().strip()
+    address = ""
+    if process.stdout is not None:
+        with process.stdout as answer:
+            address = answer.readline().decode().strip()
     if not address:
         raise OSError(f"it cannot listen on {order['address']}")
     return address

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Protocol, cast
 
 import torch
 
 from torchmn.data import GlobalSampler
+from torchmn.data.serial_iterator import Ranks
 from torchmn.errors import UsageError
 
 _END = object()
@@ -73,8 +74,9 @@ class LoaderPasses:
 
     ``set_epoch`` of its samplers is called at the beginning of each pass. With a `GlobalSampler` as
     ``batch_sampler`` the state is the sampler's, and holds for any number of ranks. For any other
-    loader the state holds that of its random generator, and resuming draws the batches that were
-    done once more.
+    loader resuming draws the batches that were done once more. In both cases the state holds that
+    of the random generator that loaders take a number from when a pass begins: a pass that is gone
+    on with takes the same one, and the generator is then where it was.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -88,6 +90,8 @@ class LoaderPasses:
         self._batches: Iterator[Any] | None = None
         self._ahead: Any = _END
         self._generator_state: torch.Tensor | None = None
+        self._is_resumed = False
+        """Whether the next pass goes on with one that was begun before the state was saved."""
         sampler = getattr(loader, "batch_sampler", None)
         self._sampler = sampler if isinstance(sampler, GlobalSampler) else None
         if self._sampler is not None:
@@ -129,11 +133,41 @@ class LoaderPasses:
 
     def state_dict(self) -> dict[str, Any]:
         """See `BatchSource`."""
-        if self._sampler is not None:
-            return {"epoch": self.epoch, "sampler": dict(self._sampler_state())}
-        is_under_way = self._batches is not None
+        is_under_way = self._batches is not None or self._is_resumed
         state = self._generator_state if is_under_way else self._own_generator_state()
+        if self._sampler is not None:
+            sampler = dict(self._sampler_state())
+            return {
+                "epoch": self.epoch,
+                "sampler": sampler,
+                "generator": state,
+                "is_under_way": is_under_way,
+            }
         return {"epoch": self.epoch, "num_done": self._num_done, "generator": state}
+
+    def reshard_state_dict(
+        self, states: Sequence[Mapping[str, Any]], comm: Ranks
+    ) -> Mapping[str, Any]:
+        """The state that this rank loads, from those of all old ranks, in rank order. Local."""
+        own = states[comm.rank % len(states)]
+        if self._sampler is not None:
+            # Workers of the loader begin with other random numbers, on each rank its own.
+            return {**own, "generator": None}
+        length = self.full_length()
+        num_done = int(own["num_done"]) * len(states) // comm.size
+        if length is not None:
+            num_done = min(num_done, max(length - 1, 0))
+        return {**own, "num_done": num_done}
+
+    def resume_notes(self) -> list[str]:
+        """What does not hold when a state is loaded by another number of ranks, in sentences."""
+        if self._sampler is not None:
+            return []
+        return [
+            "The batches come from a loader without GlobalSampler, which gives other samples to "
+            "another number of ranks: of the epoch under way some are seen twice and some not at "
+            "all. With DataLoader(batch_sampler=GlobalSampler(...)) none are lost or repeated."
+        ]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `BatchSource`. Raises UsageError: the state of something else."""
@@ -149,6 +183,11 @@ class LoaderPasses:
             self._sampler.load_state_dict(state["sampler"])
             self._num_drawn, self._num_done = 0, 0
             self.epoch = self._sampler.epoch
+            self._is_resumed = bool(state.get("is_under_way", False))
+            self._generator_state = state.get("generator")
+            own = getattr(self.loader, "generator", None)
+            if not self._is_resumed and own is not None and self._generator_state is not None:
+                own.set_state(self._generator_state)
         else:
             self._num_done = int(state["num_done"])
             self._restore_pass(state["generator"])
@@ -162,13 +201,20 @@ class LoaderPasses:
             set_epoch = getattr(getattr(loader, name, None), "set_epoch", None)
             if set_epoch is not None:
                 set_epoch(self.epoch)
-        self._generator_state = self._generator().get_state()
+        generator = self._generator()
+        now = generator.get_state()
+        is_resumed, self._is_resumed = self._is_resumed, False
+        if is_resumed and self._generator_state is not None:
+            generator.set_state(self._generator_state)
+        self._generator_state = generator.get_state()
         self._pass_length = self.full_length()
         if self._sampler is not None:
             left = self._sampler.dataset_length - self._sampler.position
             self._pass_length = -(-left // self._sampler.global_batch)
         self._num_drawn = 0
         self._batches = iter(loader)
+        if is_resumed and generator is torch.default_generator:
+            generator.set_state(now)  # the number was taken from it before the state was saved
         self._ahead = next(self._batches, _END) if self._pass_length is None else _END
 
     def _draw(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pytorch_pfn_extras.training.trigger import Trigger, TriggerLike  # type: ignore[attr-defined]
@@ -82,6 +83,13 @@ class MultiNodeEarlyStoppingTrigger(Trigger):
         self._trigger.count, self._trigger.best = state["count"], state["best"]
         self._trigger._summary.load_state_dict(state["summary"])
         self._aggregator.load_state_dict(state["aggregator"])
+
+    def reshard_state_dict(
+        self, states: Sequence[dict[str, Any]], comm: Communicator
+    ) -> dict[str, Any]:
+        """The state that this rank loads, from those of all old ranks, in rank order. Local."""
+        parts = [state["aggregator"] for state in states]
+        return {**states[0], "aggregator": self._aggregator.reshard_state_dict(parts, comm)}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MultiNodeEarlyStoppingTrigger:
         """Share the communicator: managers of pytorch-pfn-extras copy their stop trigger."""

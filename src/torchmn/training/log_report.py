@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pytorch_pfn_extras.training.extensions import log_report
 from pytorch_pfn_extras.training.trigger import TriggerLike  # type: ignore[attr-defined]
 
 from torchmn.errors import UnknownNameError
-from torchmn.evaluation import Sums, WeightedSums, means_of, merge_sums, scalars_of
+from torchmn.evaluation import WeightedSums, means_of, merge_sums, scalars_of
 
 if TYPE_CHECKING:
     from torchmn.communicators import Communicator
@@ -48,10 +48,26 @@ class LogReport(log_report.LogReport):
         super().__init__(keys, trigger, postprocess, filename)
 
     def _init_summary(self) -> None:
-        if self._observations == "rank0" or self._comm.size == 1:
+        if self._observations == "rank0":
             super()._init_summary()
         else:
             self._summary: Any = SummaryOverRanks(self._comm)
+
+    def reshard_state_dict(
+        self, states: Sequence[dict[str, Any]], comm: Communicator
+    ) -> dict[str, Any]:
+        """The state that this rank loads, from those of all old ranks, in rank order. Local.
+
+        What was observed since the last entry counts once: rank 0 goes on with all of it.
+        """
+        if self._observations == "rank0":
+            return states[0]
+        parts = [
+            {name: (pair[0], pair[1]) for name, pair in state["_summary"].items()}
+            for state in states
+        ]
+        merged = {name: list(pair) for name, pair in merge_sums(parts).items()}
+        return {**states[0], "_summary": merged if comm.rank == 0 else {}}
 
 
 class SummaryOverRanks:
@@ -60,7 +76,6 @@ class SummaryOverRanks:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._sums = WeightedSums()
-        self._loaded: Sums = {}
 
     def add(self, observation: Mapping[str, Any]) -> None:
         """Count the scalars of an iteration. Local."""
@@ -69,15 +84,12 @@ class SummaryOverRanks:
 
     def compute_mean(self) -> dict[str, float]:
         """The means over ranks and iterations; a key counts where it was observed. *Collective*."""
-        mine = merge_sums([self._loaded, self._sums.sums()])
-        return means_of(merge_sums(self._comm.allgather_obj(mine)))
+        return means_of(merge_sums(self._comm.allgather_obj(self._sums.sums())))
 
     def state_dict(self) -> dict[str, list[float]]:
         """The sums of this rank. Local."""
-        mine = merge_sums([self._loaded, self._sums.sums()])
-        return {name: list(pair) for name, pair in mine.items()}
+        return {name: list(pair) for name, pair in self._sums.sums().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from saved sums. Local."""
-        self._loaded = {name: (pair[0], pair[1]) for name, pair in state.items()}
-        self._sums = WeightedSums()
+        self._sums = WeightedSums.of(state)

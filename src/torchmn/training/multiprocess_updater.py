@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torchmn.errors import CommunicationError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.exchange import MultiNodeOptimizer
 from torchmn.exchange.replicas import named_parameters
+from torchmn.topology import Topology
 from torchmn.topology.processors import available_processors, share_of
 from torchmn.training.batch_source import batch_source, iterations_per_epoch
 from torchmn.training.log_report import OBSERVATIONS, Observations
@@ -96,6 +97,8 @@ class MultiprocessParallelUpdater:
         self._replica: Replica | None = None
         self._store: Any = None
         self._is_sound = True
+        self._random_states: dict[int, list[Tensor]] = {}
+        """Of workers, by rank, as they were saved."""
         self._num_threads_before: int | None = None
         self._at_exit: multiprocessing.util.Finalize | None = None
 
@@ -157,6 +160,7 @@ class MultiprocessParallelUpdater:
         self._store = serve_store(self.timeout_s)
         plans = [self._plan(rank) for rank in range(len(self.devices))]
         self._workers = start_workers(plans[1:])
+        self._tell_random_states()
         # Before multiprocessing waits for its processes at the end of the script.
         self._at_exit = multiprocessing.util.Finalize(None, self.finalize, exitpriority=100)
         torch.set_num_threads(plans[0].num_threads)
@@ -192,28 +196,56 @@ class MultiprocessParallelUpdater:
             self._num_threads_before = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The iteration and the places of all iterators, also in the middle of an epoch."""
+        """The iteration, the places of all iterators, also in the middle of an epoch, and the
+        random numbers of the workers; those of main belong to the script.
+        """
         states = [dict(source.state_dict()) for source in self._sources]
+        random_states = dict(self._random_states)
         for worker in self._workers:
             worker.tell("get state")
-            states[worker.plan.rank] = worker.hear()
-        return {"iteration": self.iteration, "sources": states}
+            states[worker.plan.rank], random_states[worker.plan.rank] = worker.hear()
+        return {"iteration": self.iteration, "sources": states, "random_states": random_states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the very next batches. Raises UsageError: saved with more or fewer devices."""
+        """Go on with the very next batches.
+
+        On another number of devices with as many samples of the epoch done as there were; which
+        ones they are is not kept. Raises UsageError: an iterator cannot do that.
+        """
         states = state["sources"]
-        if len(states) != len(self._sources):
-            raise UsageError(
-                f"The state was saved with {len(states)} devices, here are {len(self._sources)}. "
-                "Give as many."
-            )
+        is_same = len(states) == len(self._sources)
+        if not is_same:
+            states = self._shared_out(states)
         self.iteration = int(state["iteration"])
+        self._random_states = dict(state.get("random_states", {})) if is_same else {}
         for source, saved in zip(self._sources, states, strict=True):
             source.load_state_dict(saved)
         for worker in self._workers:
             worker.tell("set state", states[worker.plan.rank])
+        self._tell_random_states()
 
     # ---- inside ----
+
+    def _shared_out(self, states: Sequence[Any]) -> list[Any]:
+        """One state for each iterator, of those of another number of devices."""
+        size = len(self._sources)
+        topology = Topology(("localhost",) * size)
+        reshards = [getattr(source, "reshard_state_dict", None) for source in self._sources]
+        if None in reshards:
+            raise UsageError(
+                f"The state was saved with {len(states)} devices, here are {size}. Give as many, "
+                "or iterators that can share out their places: SerialIterator or a DataLoader."
+            )
+        return [
+            reshard(states, topology.place(rank))
+            for rank, reshard in enumerate(reshards)
+            if reshard is not None
+        ]
+
+    def _tell_random_states(self) -> None:
+        for worker in self._workers:
+            if worker.plan.rank in self._random_states:
+                worker.tell("set random states", self._random_states[worker.plan.rank])
 
     def _plan(self, rank: int) -> WorkerPlan:
         name, device = list(self.devices.items())[rank]

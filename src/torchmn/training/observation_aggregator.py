@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pytorch_pfn_extras.training import extension
@@ -101,6 +101,16 @@ class ObservationAggregator(extension.Extension):
         """Go on from a saved state."""
         self._history = list(to_load["history"])
         self.comm_trigger.load_state_dict(to_load["trigger"])
+
+    def reshard_state_dict(
+        self, states: Sequence[dict[str, Any]], comm: Communicator
+    ) -> dict[str, Any]:
+        """The state that this rank loads, from those of all old ranks, in rank order. Local.
+
+        Every value that was kept is kept once: those of old rank i by rank i modulo their number.
+        """
+        mine = [state["history"] for state in states[comm.rank :: comm.size]]
+        return {**states[0], "history": [value for history in mine for value in history]}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ObservationAggregator:
         """Share the communicator: managers of pytorch-pfn-extras copy their stop trigger."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,11 @@ from torch.optim import Optimizer
 
 from torchmn.errors import UsageError
 from torchmn.evaluation import batch_to, call_with_batch, num_samples
+from torchmn.exchange.reshard import notes_of, reshard_object
 from torchmn.training.batch_source import batch_source, iterations_per_epoch
+
+if TYPE_CHECKING:
+    from torchmn.communicators import Communicator
 
 
 class StandardUpdater:
@@ -108,6 +112,17 @@ class StandardUpdater:
         """Go on with the very next batch."""
         self.iteration = int(state["iteration"])
         self.source.load_state_dict(state["source"])
+
+    def reshard_state_dict(
+        self, states: Sequence[dict[str, Any]], comm: Communicator
+    ) -> dict[str, Any]:
+        """The state that this rank loads, from those of all old ranks, in rank order. Local."""
+        sources = [state["source"] for state in states]
+        return {**states[0], "source": reshard_object(self.source, sources, comm)}
+
+    def resume_notes(self) -> list[str]:
+        """What does not hold when a state is loaded by another number of ranks, in sentences."""
+        return notes_of(self.source)
 
     def _take_part_without_samples(self) -> None:
         set_weight = getattr(self.optimizer, "set_weight", None)

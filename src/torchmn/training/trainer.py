@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,6 +15,7 @@ from pytorch_pfn_extras.training.trigger import (  # type: ignore[attr-defined]
 from pytorch_pfn_extras.writing import SimpleWriter, Writer  # type: ignore[attr-defined]
 
 from torchmn.errors import DataError, DisagreementError, UsageError
+from torchmn.exchange.reshard import notes_of, reshard_object
 from torchmn.training.epoch_length import EpochLength
 from torchmn.training.updater import Updater
 
@@ -189,6 +190,48 @@ class Trainer(ExtensionsManager):
         super().load_state_dict(to_load)
         self._elapsed_before_s = float(to_load.get("elapsed_time_s", 0.0))
         self._stop_trigger.load_state_dict(to_load.get("stop_trigger", {}))
+
+    def reshard_state_dict(
+        self, states: Sequence[dict[str, Any]], comm: Communicator
+    ) -> dict[str, Any]:
+        """The state that this rank loads, from those of all old ranks, in rank order. Local.
+
+        Optimizers, the updater, extensions and triggers share theirs out; whatever does not know
+        how gets old rank 0's.
+        """
+
+        def shared_out(group: str, targets: Mapping[str, object]) -> dict[str, Any]:
+            return {
+                name: reshard_object(
+                    target, [s[group][name] for s in states if name in s[group]], comm
+                )
+                for name, target in targets.items()
+                if any(name in s[group] for s in states)
+            }
+
+        held = {name: entry.extension for name, entry in self._extensions.items()}
+        extensions: dict[str, Any] = {}
+        for name, extension in held.items():
+            entries = [s["extensions"][name] for s in states if name in s["extensions"]]
+            if entries:
+                parts = [entry["extension"] for entry in entries]
+                extensions[name] = {
+                    **entries[0],
+                    "extension": reshard_object(extension, parts, comm),
+                }
+        stops = [state["stop_trigger"] for state in states]
+        return {
+            **states[0],
+            "optimizers": shared_out("optimizers", self._optimizers),
+            "state_objects": shared_out("state_objects", self._state_objects),
+            "extensions": extensions,
+            "stop_trigger": reshard_object(self._stop_trigger, stops, comm),
+        }
+
+    def resume_notes(self) -> list[str]:
+        """What does not hold when a state is loaded by another number of ranks, in sentences."""
+        parts = [*self._optimizers.values(), *self._state_objects.values()]
+        return [note for part in parts for note in notes_of(part)]
 
     def _raise_if_ranks_disagree(self) -> None:
         if self._comm is None:

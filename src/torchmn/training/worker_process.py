@@ -23,6 +23,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
 
 from torchmn.communicators import ROUTES, Communicator
@@ -133,12 +134,26 @@ def _work(plan: WorkerPlan, pipe: Connection) -> None:
             replica.gradients_to_main()
             replica.parameters_from_main()
         elif command == "get state":
-            pipe.send(("state", dict(source.state_dict())))
+            pipe.send(("state", (dict(source.state_dict()), _random_states(plan.device))))
         elif command == "set state":
             source.load_state_dict(value)
+        elif command == "set random states":
+            _set_random_states(value, plan.device)
         else:
             comm.finalize()
             return
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    """Of the default generators that dropout uses."""
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def _set_random_states(states: Sequence[Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda" and len(states) > 1:
+        torch.cuda.set_rng_state(states[1], device)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def test_overdue_is_what_has_not_completed_in_time() -> None:
     assert journal.overdue() is None
     late = journal.begin("world", "barrier", (), "-", 0.0)
     assert journal.overdue() is late
-    journal.end(late, "failed")
+    journal.end(late, "late")
     assert journal.overdue() is late
 
 

@@ -48,6 +48,7 @@ from torchmn.communicators.checksums import checksum
 from torchmn.compression import Codec
 from torchmn.errors import DisagreementError, UnsupportedError, UsageError
 from torchmn.exchange.base import Replicas
+from torchmn.exchange.blocks.block_reshard import reshard_blocks
 from torchmn.exchange.blocks.cadence import Cadence
 from torchmn.exchange.blocks.fragments import (
     Fragment,
@@ -75,8 +76,6 @@ class _Pending:
     steps_left: float
     starts: list[Tensor] | None
     """The parameters when it was started; None to begin again from the anchor."""
-    is_spoilt: bool = False
-    """It was saved when it was known that its result is not finite."""
 
 
 class BlockSchedule(ABC):
@@ -409,7 +408,7 @@ class BlockSchedule(ABC):
         fragment, movements = pending.fragment, pending.fragment.movements
         movements.drain()
         self._exchange.inspect(movements)
-        if self._exchange.problem is not None or pending.is_spoilt:
+        if self._exchange.problem is not None:
             self._abandon(fragment)
             return
         num_samples = movements.total_weight
@@ -480,7 +479,8 @@ class BlockSchedule(ABC):
             raise DisagreementError(
                 f"{self._comm.speaker}: the ranks set out from different parameters (checksums "
                 f"{present}). Between steps parameters may be changed only on all ranks alike; "
-                "with a GradScaler clear gradients by optimizer.zero_grad()."
+                "with a GradScaler clear gradients by optimizer.zero_grad(); states must be saved "
+                "where all ranks have seen equally many samples, or after optimizer.flush()."
             )
         if len(present) < len(everybody):
             is_behind = self._num_missed_warm > 0
@@ -504,6 +504,20 @@ class BlockSchedule(ABC):
             "num_sharing": self._num_sharing,
             "pending": self._pending_state(),
             "codecs": [codec_state(fragment.codec, self._comm) for fragment in self._fragments],
+            "unit": self.unit,
+            "names": [fragment.names for fragment in self._fragments],
+            "parameters": self._parameters_off_anchors(),
+        }
+
+    def _parameters_off_anchors(self) -> dict[str, Tensor]:
+        """What this rank has learned in the block: another number of ranks shares it out."""
+        if not self._has_anchors:
+            return {}
+        return {
+            name: parameter.detach().clone()
+            for fragment in self._fragments
+            for name, parameter in zip(fragment.names, fragment.parameters, strict=True)
+            if not torch.equal(parameter, self.anchors[name])
         }
 
     def _pending_state(self) -> dict[str, Any]:
@@ -512,7 +526,7 @@ class BlockSchedule(ABC):
             return {}
         fragment, movements = pending.fragment, pending.fragment.movements
         movements.drain()
-        total_weight, is_finite = movements.total_weight, movements.is_finite
+        total_weight = movements.total_weight
         if total_weight:
             movements.wait()
         starts = pending.starts
@@ -522,8 +536,24 @@ class BlockSchedule(ABC):
             "starts": None if starts is None else [start.clone() for start in starts],
             "means": movements.means(),
             "total_weight": total_weight,
-            "is_spoilt": pending.is_spoilt or not is_finite,
+            "record": movements.record(),
         }
+
+    def reshard_state_dict(
+        self, states: Sequence[dict[str, Any]], comm: Communicator
+    ) -> dict[str, Any]:
+        """See `Resharding` and `reshard_blocks`."""
+        return reshard_blocks(
+            states, comm, unit=self.unit, num_sharing=self._node.size if self._node else 1
+        )
+
+    def resume_notes(self) -> list[str]:
+        """See `MultiNodeOptimizer.resume_notes`."""
+        return [
+            "In the middle of a block the new workers go on from the mean of the old ones' "
+            "parameters, weighted by samples: what is averaged at its end is the same, but not the "
+            "path until there."
+        ]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Schedule.load_state_dict`. Raises UsageError: of other parameters or fragments."""
@@ -548,6 +578,7 @@ class BlockSchedule(ABC):
             for name, value in state["anchors"].items():
                 self.anchors[name].copy_(value)
             self._has_anchors = bool(state["anchors"])
+            self._load_parameters(state.get("parameters", {}))
             self._load_pending(state["pending"])
         if was_warm is not self._is_warm:
             self._aim_exchange()
@@ -566,11 +597,19 @@ class BlockSchedule(ABC):
                 f"The saved anchors are of other parameters; they differ in {odd[:5]}."
             )
 
+    @torch.no_grad()
+    def _load_parameters(self, values: dict[str, Tensor]) -> None:
+        """On as many ranks as before they are the model's own; on others they take their place."""
+        for fragment in self._fragments:
+            for name, parameter in zip(fragment.names, fragment.parameters, strict=True):
+                if name in values:
+                    parameter.copy_(values[name])
+
     def _load_pending(self, state: dict[str, Any]) -> None:
         if not state:
             return
         fragment = self._fragments[state["fragment"]]
-        fragment.movements.load_means(state["means"])
+        fragment.movements.load_means(state["means"], state["record"])
         fragment.movements.write_footer(state["total_weight"], is_active=True, presence=[])
         starts = state["starts"]
         if starts is not None:
@@ -578,7 +617,7 @@ class BlockSchedule(ABC):
                 start.to(parameter.device, copy=True)
                 for start, parameter in zip(starts, fragment.parameters, strict=True)
             ]
-        self._pending = _Pending(fragment, state["steps_left"], starts, state["is_spoilt"])
+        self._pending = _Pending(fragment, state["steps_left"], starts)
 
 
 def _is_concurrent(comm: Communicator) -> bool:

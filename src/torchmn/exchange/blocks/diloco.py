@@ -13,6 +13,7 @@ Optimization*, 2021. Difference: the mean is weighted by samples.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -91,4 +92,5 @@ class DiLoCo(BlockSchedule):
         return {"outer": self.outer.state_dict()}
 
     def _load_recipe_state(self, state: dict[str, Any]) -> None:
-        self.outer.load_state_dict(state.get("outer", self._blank))
+        # A copy: torch's optimizers go on in the tensors that they load.
+        self.outer.load_state_dict(copy.deepcopy(state.get("outer", self._blank)))

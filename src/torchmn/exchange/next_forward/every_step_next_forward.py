@@ -18,12 +18,13 @@ alike whether there is an update at all. docs/explain/next-forward.md says what 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchmn.communicators import Communicator
 from torchmn.errors import UnsupportedError, UsageError
 from torchmn.exchange.base import Replicas
 from torchmn.exchange.bucket_set import BucketSet, NonfiniteGradients
@@ -71,6 +72,7 @@ class EveryStepNextForward:
         self._models: list[nn.Module] = []
         self._why_wait: str | None = None
         self._maker: PlanMaker | None = None
+        self._readers: dict[nn.Parameter, set[nn.Module]] = {}
         # From backward to step: the sums under way, and the gradients that are in them.
         self._flying: BucketSet | None = None
         self._grads: dict[nn.Parameter, SeenGradient] = {}
@@ -159,14 +161,57 @@ class EveryStepNextForward:
         self._inspect_last()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Schedule.state_dict`: all is applied first, nothing outlives a step."""
+        """See `Schedule.state_dict`: all is applied first. The plan, which needs three exchanges.
+
+        No bit depends on the plan: chunks are cut the same under each.
+        """
         self.complete()
-        return {}
+        if self.plan is None:
+            return {}
+        names, modules = self._names(), self._module_names()
+        readers = {
+            names[parameter]: [modules[module] for module in read_by if module in modules]
+            for parameter, read_by in self._readers.items()
+            if parameter in names
+        }
+        plan = {
+            "order": list(self.plan.order),
+            "num_behind_backward": self.plan.num_behind_backward,
+            "readers": readers,
+        }
+        return {"plan": plan}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Schedule.load_state_dict`."""
+        """See `Schedule.load_state_dict`. Without a plan that fits one is measured."""
         self.complete()
         self.forget_backward()
+        saved = state.get("plan")
+        if saved is None:
+            return
+        self.layout_changed()
+        if self._maker is None or len(saved["order"]) != len(self._exchange.sets[0].chunks):
+            return
+        modules = {name: module for module, name in self._module_names().items()}
+        parameters = {name: parameter for parameter, name in self._names().items()}
+        if not set(saved["readers"]) <= parameters.keys() or not all(
+            set(read_by) <= modules.keys() for read_by in saved["readers"].values()
+        ):
+            return
+        self._follow(
+            ChunkPlan(
+                order=tuple(saved["order"]), num_behind_backward=saved["num_behind_backward"]
+            ),
+            {
+                parameters[name]: {modules[read_by] for read_by in names}
+                for name, names in saved["readers"].items()
+            },
+        )
+
+    def reshard_state_dict(
+        self, states: Sequence[dict[str, Any]], comm: Communicator
+    ) -> dict[str, Any]:
+        """See `Resharding`: the plan was measured for the old ranks, a new one is made."""
+        return {}
 
     def rebuild(self) -> None:
         """See `Schedule.rebuild`: all layout is the exchange's, see `layout_changed`."""
@@ -310,19 +355,35 @@ class EveryStepNextForward:
         plan = self._maker.exchange_ended()
         if plan is None:
             return
-        maker, self._maker = self._maker, None
-        maker.meter.close()
+        self._follow(plan, self._maker.meter.readers)
+
+    def _follow(self, plan: ChunkPlan, readers: Mapping[nn.Parameter, set[nn.Module]]) -> None:
+        """From now on, on all ranks alike; ``readers``: in which modules a parameter was read."""
+        if self._maker is not None:
+            self._maker.meter.close()
+            self._maker = None
         self.plan = self._exchange.plan = plan
-        names = {
+        self._readers = dict(readers)
+        self._updates.hook_into(
+            self._models,
+            *update_sites(self._models, self._names(), readers, self.before_forward),
+            self._before_graph,
+        )
+
+    def _names(self) -> dict[nn.Parameter, str]:
+        return {
             parameter: name
             for bucket in self._exchange.sets[0].buckets
             for parameter, name in zip(bucket.parameters, bucket.names, strict=True)
         }
-        self._updates.hook_into(
-            self._models,
-            *update_sites(self._models, names, maker.meter.readers, self.before_forward),
-            self._before_graph,
-        )
+
+    def _module_names(self) -> dict[nn.Module, str]:
+        """By the number of the model and the path in it."""
+        return {
+            module: f"{index}.{name}"
+            for index, model in enumerate(self._models)
+            for name, module in model.named_modules()
+        }
 
     def _unhook(self) -> None:
         self._updates.unhook()

@@ -1,0 +1,117 @@
+"""A saved optimizer on another number of workers: what each new rank loads, from all old states.
+
+    inner optimizer    equal on all old ranks: as it is. Else, inside of a block, the mean over
+                       ranks; whole numbers and counts of steps are rank 0's
+    codecs             what is owed to the model is shared out among those that encode
+    the schedule       its own `reshard_state_dict`; without one, rank 0's state
+
+Everything here is local and pure: every new rank is given the states of all old ones and comes to
+its own part of one and the same whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from torchmn.communicators import Communicator
+from torchmn.compression import reshard
+
+State = dict[str, Any]
+
+
+@runtime_checkable
+class Resharding(Protocol):
+    """Something whose state differs between ranks, or depends on how many there are."""
+
+    def reshard_state_dict(self, states: Sequence[State], comm: Communicator) -> State:
+        """The state that this rank loads, from those of all old ranks, in rank order. Local."""
+
+
+def reshard_object(target: object, states: Sequence[State], comm: Communicator) -> State:
+    """What this rank loads into ``target``: rank 0's state, unless it knows better. Local."""
+    if isinstance(target, Resharding):
+        return target.reshard_state_dict(states, comm)
+    return states[0]
+
+
+def notes_of(target: object) -> list[str]:
+    """What ``target`` says of what does not hold on another number of ranks. Local."""
+    notes = getattr(target, "resume_notes", None)
+    return list(notes()) if callable(notes) else []
+
+
+def reshard_codec(states: Sequence[State], comm: Communicator, *, scale: float = 1.0) -> State:
+    """The `codec_state` that this rank loads, from those of all old ranks. Local.
+
+    ``scale``: what one unit of the old residues is in new ones. Ranks that encode nothing on this
+    route (all but the leaders of nodes) owe nothing.
+    """
+    held = [state["state"] for state in states if state.get("state")]
+    if not any("residues" in state for state in held):
+        return {"rank": comm.rank, "size": comm.size, "state": held[0]} if held else {}
+    group = comm.link_group
+    # Old ranks that encoded nothing have an empty memory: take what all share from one that has.
+    fullest = max(held, key=lambda state: len(state["residues"]))
+    state = {**reshard(held, 1 if group is None else group.size)}
+    state = {**fullest, "residues": [] if group is None else state["residues"]}
+    if scale != 1.0:
+        state["residues"] = [{**e, "values": e["values"] * scale} for e in state["residues"]]
+    return {"rank": comm.rank, "size": comm.size, "state": state}
+
+
+def reshard_inner(states: Sequence[State]) -> State:
+    """The inner optimizer's state: one for all ranks. Local."""
+    return {
+        **{name: value for name, value in states[0].items() if name != "torchmn"},
+        "state": mean_state([state["state"] for state in states]),
+    }
+
+
+def mean_state(values: Sequence[Any], weights: Sequence[float] | None = None) -> Any:
+    """Mappings and lists, element by element: means of tensors, rank 0's of everything else.
+
+    What is missing on some ranks is the mean of the others. Tensors that are the same bits on all
+    ranks stay so; those of whole numbers, and scalars such as Adam's count of steps, are rank 0's.
+    """
+    first = values[0]
+    if isinstance(first, Mapping):
+        weights = weights or [1.0] * len(values)
+        keys = dict.fromkeys(key for value in values for key in value)
+        parts = {
+            key: [(v[key], w) for v, w in zip(values, weights, strict=True) if key in v]
+            for key in keys
+        }
+        return {
+            key: mean_state([v for v, _ in part], [w for _, w in part])
+            for key, part in parts.items()
+        }
+    if isinstance(first, (list, tuple)):
+        same = [value for value in values if len(value) == len(first)]
+        return type(first)(
+            mean_state(part, weights if len(same) == len(values) else None)
+            for part in zip(*same, strict=True)
+        )
+    if isinstance(first, Tensor):
+        return mean_tensor(values, weights)
+    return first
+
+
+def mean_tensor(tensors: Sequence[Any], weights: Sequence[float] | None = None) -> Tensor:
+    """The mean of one tensor over ranks, in float64, weighted if asked for. Local."""
+    first: Tensor = tensors[0]
+    alike = [t for t in tensors if isinstance(t, Tensor) and t.shape == first.shape]
+    is_number = first.is_floating_point() or first.is_complex()
+    if first.dim() == 0 or not is_number or all(torch.equal(first, t) for t in alike[1:]):
+        return first.clone()  # torch's optimizers go on in what they load, and others hold it too
+    if weights is None or len(alike) < len(tensors) or not sum(weights):
+        weights = [1.0] * len(alike)
+    wide = torch.complex128 if first.is_complex() else torch.float64
+    total = torch.zeros(first.shape, dtype=wide, device=first.device)
+    for tensor, weight in zip(alike, weights, strict=True):
+        if weight:
+            total += tensor.to(total) * weight
+    return (total / sum(weights)).to(first.dtype)

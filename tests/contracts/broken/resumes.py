@@ -1,0 +1,214 @@
+"""Wrong ways to save, to load and to share out; each says in which runs it shows."""
+
+from __future__ import annotations
+
+from torchmn.compression import ErrorFeedback, Quantized
+from torchmn.exchange import DoubleBuffering, MultiNodeOptimizer, PeriodicAverage
+from torchmn.exchange.gradients import GradientExchange
+from torchmn.testing.resume_contracts import Recipe
+
+# ---- other bits on as many ranks ----
+
+
+class ForgetsItsResidues(ErrorFeedback):
+    """Saves nothing of what it owes."""
+
+    def fresh(self):
+        return ForgetsItsResidues(self.codec.fresh())
+
+    def state_dict(self):
+        return {**super().state_dict(), "residues": []}
+
+    @classmethod
+    def recipe(cls, monkeypatch):
+        return Recipe(codec=cls(Quantized(bits=1)))
+
+
+class DropsItsPendingMean(DoubleBuffering):
+    """Begins again with nothing under way."""
+
+    def load_state_dict(self, state):
+        super().load_state_dict({})
+
+    @classmethod
+    def recipe(cls, monkeypatch):
+        return Recipe(schedule=lambda _: cls())
+
+
+class ForgetsTheUnit:
+    """Agrees anew in which unit weights are counted, and residues are worth something else."""
+
+    @classmethod
+    def recipe(cls, monkeypatch):
+        monkeypatch.setattr(
+            GradientExchange, "load_progress", lambda self, state: self.forget_weights()
+        )
+        return Recipe(codec="1bit")
+
+
+class ForgetsLocalPasses:
+    """Saves no gradients of passes under no_sync()."""
+
+    @classmethod
+    def recipe(cls, monkeypatch):
+        monkeypatch.setattr(MultiNodeOptimizer, "_load_accumulated", lambda self, state: None)
+        return Recipe(num_passes=2)
+
+
+class ForgetsWhereItWasGoing(PeriodicAverage):
+    """What was learned since the exchange began is not in the state."""
+
+    def __init__(self):
+        super().__init__(24, overlap_steps=2)
+
+    def state_dict(self):
+        state = super().state_dict()
+        if state["pending"]:
+            state["pending"]["starts"] = None
+        return state
+
+    @classmethod
+    def recipe(cls, monkeypatch):
+        return Recipe(num_samples=48, schedule=lambda _: cls())
+
+
+class EndsBlocksLater(PeriodicAverage):
+    """Counts the samples of a block from the beginning when it is loaded."""
+
+    def __init__(self):
+        super().__init__(36)
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self._cadence.restart()
+
+    @classmethod
+    def recipe(cls, monkeypatch):
+        return Recipe(num_samples=48, schedule=lambda _: cls())
+
+
+class IsNotTheSameAfterSaving(DoubleBuffering):
+    """Saving applies what is under way."""
+
+    def state_dict(self):
+        self.flush()
+        return super().state_dict()
+
+    @classmethod
+    def recipe(cls, monkeypatch):
+        return Recipe(schedule=lambda _: cls())
+
+
+# ---- something lost or added on another number of ranks ----
+
+
+class OwesOncePerRank(ErrorFeedback):
+    """Every new rank takes over all that is owed: it is paid once by each."""
+
+    def load_state_dict(self, state):
+        entries = [{**e, "values": e["values"] * 3} for e in state.get("residues", [])]
+        super().load_state_dict({**state, "residues": entries})
+
+    def fresh(self):
+        return OwesOncePerRank(self.codec.fresh())
+
+    @classmethod
+    def recipe(cls, monkeypatch):
+        return Recipe(codec=cls(Quantized(bits=1)))
+
+
+class TakesTheFirstRanksBlock(PeriodicAverage):
+    """What the others have learned in the block is thrown away."""
+
+    def __init__(self):
+        super().__init__(48)
+
+    def reshard_state_dict(self, states, comm):
+        return super().reshard_state_dict([states[0]] * len(states), comm)
+
+    @classmethod
+    def recipe(cls, monkeypatch):
+        return Recipe(num_samples=48, has_noise=False, schedule=lambda _: cls())
+
+
+class LeavesParametersAlone(PeriodicAverage):
+    """Every new rank trains on with old rank 0's parameters, but all weights are right."""
+
+    def __init__(self):
+        super().__init__(48)
+
+    def _load_parameters(self, values):
+        pass
+
+    @classmethod
+    def recipe(cls, monkeypatch):
+        return Recipe(num_samples=48, has_noise=False, schedule=lambda _: cls())
+
+
+class BeginsAnEmptyBlock(PeriodicAverage):
+    """The samples of the block so far are counted no more."""
+
+    def __init__(self):
+        super().__init__(48)
+
+    def reshard_state_dict(self, states, comm):
+        return {**super().reshard_state_dict(states, comm), "block_samples": [0.0]}
+
+    @classmethod
+    def recipe(cls, monkeypatch):
+        return Recipe(num_samples=48, has_noise=False, schedule=lambda _: cls())
+
+
+class LosesThePendingMean(DoubleBuffering):
+    """Only as many ranks as before get it."""
+
+    def reshard_state_dict(self, states, comm):
+        return {}
+
+    @classmethod
+    def recipe(cls, monkeypatch):
+        return Recipe(has_noise=False, schedule=lambda _: cls())
+
+
+class GivesEachRankItsOwnGradients(MultiNodeOptimizer):
+    """Accumulated gradients of old rank 0 for everybody."""
+
+    @classmethod
+    def recipe(cls, monkeypatch):
+        from torchmn.exchange import optimizer
+
+        monkeypatch.setattr(optimizer, "_shared_out", lambda accumulated, num_new: accumulated[0])
+        return Recipe(has_noise=False, num_passes=3, num_samples=48)
+
+
+class WritesIntoOldStates(DoubleBuffering):
+    """What it was given to read is other after that."""
+
+    def reshard_state_dict(self, states, comm):
+        for mean in states[0]["pending"].values():
+            mean.mul_(2)
+        return states[0]
+
+    @classmethod
+    def recipe(cls, monkeypatch):
+        return Recipe(schedule=lambda _: cls())
+
+
+INEXACT = (
+    ForgetsItsResidues,
+    DropsItsPendingMean,
+    ForgetsTheUnit,
+    ForgetsLocalPasses,
+    ForgetsWhereItWasGoing,
+    EndsBlocksLater,
+    IsNotTheSameAfterSaving,
+)
+LOSING = (
+    OwesOncePerRank,
+    TakesTheFirstRanksBlock,
+    LeavesParametersAlone,
+    BeginsAnEmptyBlock,
+    LosesThePendingMean,
+    GivesEachRankItsOwnGradients,
+    WritesIntoOldStates,
+)

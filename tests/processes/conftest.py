@@ -1,0 +1,31 @@
+"""What the tests of processes share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.processes.runner import Runner
+from torchmn.launch.detect import this_machine
+
+
+@pytest.fixture(params=["gloo", "mpi"])
+def backend(request: pytest.FixtureRequest) -> str:
+    missing = this_machine(os.environ).missing_for_mpi
+    if request.param == "mpi" and missing:
+        pytest.skip(reason=f"MPI lacks {missing}: install it with 'make setup'")
+    return str(request.param)
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> Iterator[Runner]:
+    runner = Runner(tmp_path)
+    yield runner
+    left = [(process, process.cmdline()) for process in runner.processes()]
+    for process, _ in left:
+        process.kill()
+    runner.close()
+    assert not left, f"the job left processes behind: {[words for _, words in left]}"

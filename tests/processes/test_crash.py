@@ -1,0 +1,207 @@
+"""A rank that fails or hangs: all end in seconds, and the guilty one is named last."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes.runner import MARK, SOURCES, Runner
+from torchmn.launch.detect import find_mpirun, this_machine
+
+pytestmark = pytest.mark.processes
+
+TRAINING = """
+import os, signal, sys, time
+import torch, torchmn
+from torchmn.resilience import install_crash_handler
+fault = sys.argv[1]
+comm = torchmn.create_communicator("naive", timeout_s=2, first_timeout_s=20)
+install_crash_handler(comm)
+model = torch.nn.Linear(8, 8)
+optimizer = torchmn.create_multi_node_optimizer(
+    torch.optim.SGD(model.parameters(), 0.1), comm, model
+)
+
+def main():
+    for step in range(10_000):
+        if comm.rank == 1 and step == 5:
+            FAULTS[fault]()
+        optimizer.zero_grad()
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+
+def fail():
+    raise ValueError("the cause")
+
+FAULTS = {
+    "exception": fail,
+    "exit": lambda: sys.exit(3),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "segmentation": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "sleep": lambda: time.sleep(1000),
+    "other": lambda: comm.allgather_obj("something else"),
+    "leave": lambda: sys.exit(0),
+}
+main()
+"""
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.mark.parametrize(
+    ("backend", "fault", "code", "words"),
+    [
+        ("gloo", "exception", 1, "failed with exit code 1 (ValueError: the cause)"),
+        ("mpi", "exit", 3, "failed with exit code 3"),
+        ("gloo", "kill", 137, "was ended by SIGKILL"),
+    ],
+    indirect=["backend"],
+)
+def test_the_guilty_rank_is_named_last(
+    runner: Runner, backend: str, fault: str, code: int, words: str
+) -> None:
+    done = runner.run("-n", "3", "--backend", backend, runner.script(TRAINING), fault, limit_s=50)
+    assert done.returncode == code, done.stderr
+    sentence = done.stderr.splitlines()[-1]
+    assert "rank 1 on " in sentence
+    assert words in sentence
+    kept = (runner.folder / "logs" / "failure.txt").read_text().splitlines()
+    assert kept[-1] in sentence
+    if fault == "exception":
+        assert "ValueError: the cause" in done.stderr.splitlines()[-2]
+        assert kept[-2] == "ValueError: the cause"
+    runner.wait_until_nothing_is_left()
+
+
+def test_a_crash_shows_the_line_of_python(runner: Runner) -> None:
+    done = runner.run(
+        "-n", "2", "--backend", "gloo", runner.script(TRAINING), "segmentation", limit_s=50
+    )
+    assert done.returncode == 139
+    assert "Fatal Python error: Segmentation fault" in done.stderr
+    assert 'script.py", line' in done.stderr
+    assert "SIGSEGV" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("backend", "fault", "words"),
+    [
+        ("gloo", "stop", "rank 1 on {host} does not answer: its process is stopped by a signal"),
+        ("mpi", "sleep", "rank 1 on {host} runs at {folder}/script.py:"),
+        ("gloo", "other", "rank 1 in allgather"),
+        ("mpi", "leave", "rank 1 on {host} has come to the end of its script"),
+    ],
+    indirect=["backend"],
+)
+def test_a_hang_is_named(runner: Runner, backend: str, fault: str, words: str) -> None:
+    done = runner.run("-n", "3", "--backend", backend, runner.script(TRAINING), fault, limit_s=50)
+    assert done.returncode == 1, done.stderr
+    sentence = done.stderr.splitlines()[-1]
+    assert "has not completed within 2 s" in sentence
+    host = os.uname().nodename
+    assert words.format(host=host, folder=runner.folder) in sentence
+    report = (runner.folder / "logs" / "hang.txt").read_text()
+    assert f"rank 0 on {host}:" in report
+    assert "optimizer" in report  # the stacks of those that wait
+    runner.wait_until_nothing_is_left()
+
+
+def foreign(runner: Runner, *command: str) -> subprocess.CompletedProcess[str]:
+    """Under a launcher that knows nothing of us."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": SOURCES,
+        MARK: runner.mark,
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
+    return subprocess.run(
+        command,
+        cwd=runner.folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        errors="replace",
+    )
+
+
+def mpirun() -> list[str]:
+    missing = this_machine(os.environ).missing_for_mpi
+    path = find_mpirun(os.environ)
+    if missing or path is None:
+        pytest.skip(reason=f"MPI lacks {missing or 'mpirun'}: install it with 'make setup'")
+    return [path, "--oversubscribe", "-n", "3", sys.executable]
+
+
+def kept_by_hub(folder: Path, name: str) -> str:
+    (path,) = (folder / "torchmn-logs").glob(f"*/{name}")
+    return path.read_text()
+
+
+def test_an_exception_under_mpirun(runner: Runner) -> None:
+    done = foreign(runner, *mpirun(), runner.script(TRAINING), "exception")
+    assert done.returncode != 0
+    ours = [line for line in done.stderr.splitlines() if line.startswith("torchmn:")]
+    assert ours[-1].endswith("failed with exit code 1 (ValueError: the cause).")
+    assert "ValueError: the cause" in kept_by_hub(runner.folder, "failure.txt")
+    runner.wait_until_nothing_is_left()
+
+
+def test_a_stopped_rank_under_mpirun(runner: Runner) -> None:
+    done = foreign(runner, *mpirun(), runner.script(TRAINING), "stop")
+    assert done.returncode != 0
+    assert "rank 1 did not come to it" in kept_by_hub(runner.folder, "failure.txt")
+    assert "is stopped by a signal" in done.stderr
+    runner.wait_until_nothing_is_left()
+
+
+def test_a_killed_rank_where_the_launcher_does_nothing(runner: Runner) -> None:
+    """Ranks started by hand, as by srun without --kill-on-bad-exit."""
+    environment = {**os.environ, "PYTHONPATH": SOURCES, MARK: runner.mark}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
+    script = runner.script(TRAINING)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, "kill"],
+            cwd=runner.folder,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            | {"LOCAL_WORLD_SIZE": "3"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    said = [rank.communicate(timeout=50)[1] for rank in ranks]
+    assert [rank.returncode != 0 for rank in ranks] == [True] * 3
+    assert ranks[1].returncode == -9
+    assert "torchmn: rank 1 on " in said[0]
+    assert "SIGKILL" in said[0].splitlines()[-1]
+    runner.wait_until_nothing_is_left()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_nothing_stays_after_a_good_end(runner: Runner) -> None:
+    script = runner.script(
+        TRAINING.replace("range(10_000)", "range(4)") + "print('done', flush=True)\n"
+    )
+    done = foreign(runner, *mpirun(), script, "kill")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done") == 3
+    assert "torchmn:" not in done.stderr
+    assert not list(runner.folder.glob("torchmn-logs/*"))
+    runner.wait_until_nothing_is_left()

@@ -1,0 +1,329 @@
+"""Files cut short, flipped by one bit, gone: the checkpoint before is used, and it is said."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchmn
+from tests.unit.checkpoint.training import Training, checkpointer_of, names, on_ranks, train
+from torchmn.checkpoint import manifest as manifest_file
+from torchmn.checkpoint import shard_file
+from torchmn.checkpoint.manifest import Manifest
+from torchmn.errors import DataError
+
+NUM_RANKS = 2
+NEWEST, BEFORE = "step-00000002", "step-00000001"
+FILES = ["manifest.json"] + [
+    f"rank{r:04d}.{kind}" for r in range(NUM_RANKS) for kind in ("json", "safetensors")
+]
+OFFSETS = [0, 3, 7, 8, 9, 40, 1 / 4, 1 / 2, 3 / 4, -9, -2, -1]
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("good")
+    train(path, NUM_RANKS, 2)
+    return path
+
+
+@pytest.fixture
+def path(two_checkpoints: Path, tmp_path: Path) -> Path:
+    shutil.copytree(two_checkpoints, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def resume(path: Path, num_ranks: int = NUM_RANKS) -> list[tuple[int, list[str]]]:
+    """(step, sentences) on every rank."""
+
+    def rank_main(comm: torchmn.Communicator) -> tuple[int, list[str]]:
+        said: list[str] = []
+        training = Training(comm)
+        checkpointer = checkpointer_of(comm, path)
+        checkpointer._warn = said.append
+        return checkpointer.resume(training.state), said
+
+    return on_ranks(rank_main, num_ranks)
+
+
+def flip(file: Path, offset: float, bit: int) -> None:
+    raw = bytearray(file.read_bytes())
+    place = int(offset * len(raw)) if isinstance(offset, float) else offset
+    raw[place] ^= 1 << bit
+    file.write_bytes(raw)
+
+
+def test_nothing_is_said_of_what_is_good(path: Path) -> None:
+    assert resume(path) == [(2, []), (2, [])]
+
+
+@pytest.mark.parametrize("offset", OFFSETS)
+@pytest.mark.parametrize("file", FILES)
+def test_one_flipped_bit(path: Path, file: str, offset: float) -> None:
+    bit = FILES.index(file) + OFFSETS.index(offset)
+    flip(path / "a run" / NEWEST / file, offset, bit % 8)
+    (step, said), (other_step, nothing) = resume(path)
+    assert (step, other_step, nothing) == (1, 1, [])
+    (words,) = said
+    assert file in words or "header" in words
+    assert "damaged" in words
+    assert NEWEST in words
+    assert f"goes on from {BEFORE}" in words
+
+
+@pytest.mark.parametrize("left", [0, 5, 1 / 2, -1])
+@pytest.mark.parametrize("file", FILES)
+def test_truncated(path: Path, file: str, left: float) -> None:
+    whole = path / "a run" / NEWEST / file
+    raw = whole.read_bytes()
+    whole.write_bytes(raw[: int(left * len(raw)) if isinstance(left, float) else left])
+    (step, said), _ = resume(path)
+    assert step == 1
+    assert file in said[0]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_missing_and_longer(path: Path, file: str) -> None:
+    target = path / "a run" / NEWEST / file
+    with target.open("ab") as out:
+        out.write(b"\0")
+    assert resume(path)[0][0] == 1
+    target.unlink()
+    (step, said), _ = resume(path)
+    assert step == 1
+    assert f"{file} is missing" in said[0]
+
+
+def test_swapped_files(path: Path) -> None:
+    folder = path / "a run" / NEWEST
+    (folder / "rank0000.safetensors").rename(folder / "x")
+    (folder / "rank0001.safetensors").rename(folder / "rank0000.safetensors")
+    (folder / "x").rename(folder / "rank0001.safetensors")
+    assert resume(path)[0][0] == 1
+
+
+def test_file_that_is_a_folder(path: Path) -> None:
+    target = path / "a run" / NEWEST / "rank0001.json"
+    target.unlink()
+    target.mkdir()
+    (step, said), _ = resume(path)
+    assert step == 1
+    assert "rank0001.json cannot be opened: Is a directory" in said[0]
+
+
+def test_none_is_good(path: Path) -> None:
+    flip(path / "a run" / NEWEST / "manifest.json", 1 / 2, 0)
+    flip(path / "a run" / BEFORE / "rank0001.safetensors", -1, 7)
+    with pytest.raises(DataError) as caught:
+        resume(path)
+    words = str(caught.value)
+    assert f"{NEWEST}: manifest.json is damaged" in words
+    assert f"{BEFORE}: rank0001.safetensors is damaged" in words
+    assert "Move the folder away to begin anew" in words
+
+
+def test_drafts_and_strangers_are_no_checkpoints(path: Path) -> None:
+    run = path / "a run"
+    shutil.copytree(run / NEWEST, run / ".draft-00000009-abcd")
+    shutil.copytree(run / NEWEST, run / "step-00000009.bak")
+    (run / "step-00000010").write_text("a file")
+    assert [step for step, _ in resume(path)] == [2, 2]
+
+
+def test_torn_newest_does_not_shadow_and_goes_later(path: Path) -> None:
+    run = path / "a run"
+    (run / NEWEST / "manifest.json").unlink()
+    (run / ".draft-00000003-abcd").mkdir()
+    assert resume(path)[0][0] == 1
+    with pytest.warns(RuntimeWarning, match="manifest.json is missing"):
+        train(path, NUM_RANKS, 3, keep=1)
+    assert names(path) == ["step-00000003"]
+
+
+def test_damaged_one_counts_for_nothing_when_old_ones_are_removed(path: Path) -> None:
+    """With keep=2 the good one before a damaged one must stay."""
+    flip(path / "a run" / NEWEST / "rank0000.safetensors", -1, 0)
+    with pytest.warns(RuntimeWarning, match="rank0000.safetensors is damaged"):
+        train(path, NUM_RANKS, 2, keep=2)
+    assert names(path) == [BEFORE, NEWEST, f"{NEWEST}-2"]
+
+
+# ---- parsers ----
+
+
+def mutations(raw: bytes, num: int) -> list[bytes]:
+    """Changes of all kinds: bits, cuts, repeats, words of JSON in the wrong place."""
+    generator = torch.Generator().manual_seed(len(raw))
+
+    def draw(high: int) -> int:
+        return int(torch.randint(high, (1,), generator=generator))
+
+    words = [
+        b"null",
+        b"-1",
+        b"1e999",
+        b"[]",
+        b"{}",
+        b'""',
+        b"NaN",
+        b"true",
+        b"[" * 50,
+        b'"\\ud800"',
+    ]
+    words += [b"9" * 5000, b"\xff\xfe", b'{"a":', b"}"]
+    found = []
+    for _ in range(num):
+        begin = draw(len(raw))
+        end = min(len(raw), begin + draw(40))
+        found.append(raw[:begin] + words[draw(len(words))] + raw[end:])
+        found.append(raw[:begin] + raw[end:])
+        found.append(raw[:end] + raw[begin:])
+    return found
+
+
+def manifest_of(path: Path) -> bytes:
+    return (path / "a run" / NEWEST / "manifest.json").read_bytes()
+
+
+def test_mutated_manifests_are_refused(path: Path) -> None:
+    raw = manifest_of(path)
+    assert isinstance(manifest_file.parse(raw), Manifest)
+    for mutated in mutations(raw, 300):
+        if mutated != raw:
+            with pytest.raises(DataError):
+                manifest_file.parse(mutated)
+
+
+def sealed(body: bytes) -> bytes:
+    """A manifest with the right checksum, whatever is in it."""
+    return b'{"checksum":"%s","manifest":%s}\n' % (manifest_file.digest(body).encode(), body)
+
+
+def test_mutated_manifests_with_the_right_checksum(path: Path) -> None:
+    """Whoever forges a manifest gets an error of ours, or a manifest, and nothing else."""
+    body = manifest_of(path).split(b'"manifest":', 1)[1][:-2]
+    assert manifest_file.parse(sealed(body)).step == 2
+    num_read = 0
+    for mutated in mutations(body, 300):
+        try:
+            manifest_file.parse(sealed(mutated))
+            num_read += 1
+        except DataError:
+            continue
+    assert num_read < 600
+    for text in ("[]", "1", "null", '{"format":1}', '{"format":2}', '{"format":[]}', "{" * 9):
+        with pytest.raises(DataError):
+            manifest_file.parse(sealed(text.encode()))
+
+
+@pytest.mark.parametrize(
+    "name", ["../x.json", "rank0000.json/../y", "/etc/passwd", "rank1.json", ""]
+)
+def test_names_of_files_are_those_of_shards(path: Path, name: str) -> None:
+    body = json.loads(manifest_of(path))["manifest"]
+    body["files"][name] = next(iter(body["files"].values()))
+    with pytest.raises(DataError, match="no name of a shard"):
+        manifest_file.parse(sealed(json.dumps(body).encode()))
+
+
+def reseal(path: Path, file: str, raw: bytes) -> None:
+    """Replace a file, and the checksums with it."""
+    folder = path / "a run" / NEWEST
+    (folder / file).write_bytes(raw)
+    body = json.loads((folder / "manifest.json").read_bytes())["manifest"]
+    body["files"][file] |= {"nbytes": len(raw), "checksum": manifest_file.digest(raw)}
+    (folder / "manifest.json").write_bytes(sealed(json.dumps(body).encode()))
+
+
+def test_forged_descriptions_of_a_state(path: Path) -> None:
+    """With checksums that fit: at no mutation anything but "the one before" comes out."""
+    raw = (path / "a run" / NEWEST / "rank0000.json").read_bytes()
+
+    def rank_main(comm: torchmn.Communicator) -> list[Any]:
+        checkpointer = checkpointer_of(comm, path)
+        checkpointer._warn = lambda text: None
+        outcomes = []
+        for mutated in mutations(raw, 25):
+            reseal(path, "rank0000.json", mutated)
+            training = Training(comm)
+            training.state.pop("optimizer").close()
+            try:
+                outcomes.append(checkpointer.resume(training.state))
+            except torchmn.TorchmnError:
+                outcomes.append("error")
+            except (KeyError, TypeError, ValueError, RuntimeError):
+                outcomes.append("refused by the object")  # a valid state of something else
+        return outcomes
+
+    (path / "a run" / NEWEST / "rank0001.json").write_bytes(raw)
+    outcomes = on_ranks(rank_main, 1)[0]
+    assert len(outcomes) == 75
+
+
+FORGED = [
+    ["pickle", "gASVKAAAAAAAAACMBXBvc2l4lIwGc3lzdGVtlJOUjA10b3VjaCAvdG1wL3h4lIWUUpQu", ""],
+    ["dtype", "load"],
+    ["tensor", "load", [2], False],
+    ["tensor", "float32", [10**12], False],
+    ["tensor", "float32", [-1], False],
+    ["array", "|O", [1]],
+    ["array", "<f4", [10**9]],
+    ["device", "nowhere"],
+    ["int", "1" * 9],
+    ["set", [["list", []]]],
+    ["dict", [[["list", []], 1]]],
+    ["unknown", []],
+    [],
+    [["list"]],
+]
+
+
+@pytest.mark.parametrize("body", FORGED, ids=lambda body: str(body)[:30])
+def test_forged_values(path: Path, body: Any) -> None:
+    raw = json.loads((path / "a run" / NEWEST / "rank0000.json").read_bytes())
+    raw["objects"]["scheduler"]["body"] = body
+    for rank in range(NUM_RANKS):
+        reseal(path, f"rank{rank:04d}.json", json.dumps(raw).encode())
+    if body == ["int", "1" * 9]:
+        return
+    (step, said), _ = resume(path)
+    assert step == 1
+    assert said
+
+
+def test_forged_headers_of_tensors() -> None:
+    class Memory:
+        def __init__(self, raw: bytes) -> None:
+            self.raw, self.nbytes = raw, len(raw)
+
+        def read_into(self, offset: int, memory: memoryview) -> None:
+            if offset + len(memory) > len(self.raw):
+                raise DataError("too short")
+            memory[:] = self.raw[offset : offset + len(memory)]
+
+        def close(self) -> None:
+            pass
+
+    def framed(text: bytes) -> bytes:
+        return len(text).to_bytes(8, "little") + text
+
+    good = b'{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}'
+    reader = shard_file.ShardReader(
+        Memory(framed(good) + b"xy"), "f", shard_file.digest(framed(good))
+    )
+    assert reader.read("a", shard_file.digest(b"xy")).tolist() == [120, 121]
+    for text in [*mutations(good, 200), b"", b"[]", b"null", b'{"a":1}', b"[" * 100_000]:
+        header = framed(text)
+        try:
+            shard = shard_file.ShardReader(Memory(header + b"xy"), "f", shard_file.digest(header))
+            shard.read("a", shard_file.digest(b"xy"))
+        except DataError:
+            continue
+    for length in (2**63, 2**64 - 1, 10):
+        with pytest.raises(DataError):
+            shard_file.ShardReader(Memory(length.to_bytes(8, "little")), "f", "")

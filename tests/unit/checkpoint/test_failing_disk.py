@@ -1,0 +1,200 @@
+"""Disks that are full, read-only or gone: the checkpoint is given up, and training goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchmn
+from tests.unit.checkpoint.training import checkpointer_of, names, on_ranks
+from torchmn.errors import DataError
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+
+
+def mount(*words: str) -> None:
+    done = subprocess.run(["mount", *words], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(reason=f"nothing can be mounted here: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount("-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk))
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def model_of(numel: int, value: float) -> nn.Module:
+    model = nn.Linear(numel, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(value)
+    return model
+
+
+@pytest.mark.root
+@needs_root
+@pytest.mark.parametrize("is_async", [True, False])
+def test_full_disk(small_disk: Path, is_async: bool) -> None:
+    """Two checkpoints fit, a third only when an old one is gone; 500 kB for each rank never fit."""
+
+    def rank_main(comm: torchmn.Communicator) -> Any:
+        said: list[str] = []
+        checkpointer = checkpointer_of(comm, small_disk, keep=1, is_async=is_async)
+        checkpointer._warn = said.append
+        small = {"model": model_of(20_000, 1.0 + comm.rank)}
+        large = {"model": model_of(200_000, 1.0 + comm.rank)}
+        checkpointer.save(1, small)
+        checkpointer.save(2, large)
+        checkpointer.save(3, small)
+        checkpointer.save(4, large)
+        with pytest.raises(DataError) as caught:
+            checkpointer.finish()
+        return said, str(caught.value), checkpointer.resume(small), checkpointer.records
+
+    results = on_ranks(rank_main, 2)
+    said, error, step, records = results[0]
+    assert len(said) >= 1
+    assert "the checkpoint of step 2 was given up and those before it stay" in said[0]
+    assert f"No space left on device (errno {errno.ENOSPC})" in said[0]
+    assert str(small_disk) in said[0]
+    assert "step 4 was given up" in error
+    assert [r.problem is None for r in records] == [True, False, True, False]
+    assert (step, results[1][2]) == (3, 3)
+    assert results[1][0] == []  # one rank says it
+    assert names(small_disk) == ["step-00000003"]  # nothing of those that failed
+
+
+@pytest.mark.root
+@needs_root
+def test_full_disk_raises_where_asked(small_disk: Path) -> None:
+    def rank_main(comm: torchmn.Communicator) -> None:
+        checkpointer = checkpointer_of(comm, small_disk, on_failure="raise")
+        checkpointer.save(1, {"model": model_of(900_000, comm.rank)})
+        with pytest.raises(DataError, match="No space left on device"):
+            checkpointer.save(2, {"model": model_of(9, comm.rank)})
+        checkpointer.save(2, {"model": model_of(9, comm.rank)})
+        checkpointer.finish()
+
+    on_ranks(rank_main, 3)
+    assert names(small_disk) == ["step-00000002"]
+
+
+@pytest.mark.root
+@needs_root
+def test_folder_that_has_become_read_only(small_disk: Path) -> None:
+    def save(comm: torchmn.Communicator) -> None:
+        checkpointer = checkpointer_of(comm, small_disk)
+        checkpointer.save(1, {"model": model_of(9, 5.0)})
+        checkpointer.finish()
+
+    def resume(comm: torchmn.Communicator) -> Any:
+        said: list[str] = []
+        model = model_of(9, 0.0)
+        checkpointer = checkpointer_of(comm, small_disk)
+        checkpointer._warn = said.append
+        step = checkpointer.resume({"model": model})
+        checkpointer.save(2, {"model": model})
+        with pytest.raises(DataError, match="Read-only file system"):
+            checkpointer.finish()
+        return step, float(model.weight.detach().sum())
+
+    on_ranks(save, 2)
+    mount("-o", "remount,ro", str(small_disk))
+    with pytest.warns(RuntimeWarning, match=r"no checkpoint can be written: .*Read-only"):
+        assert on_ranks(resume, 2) == [(1, 45.0), (1, 45.0)]
+
+
+def test_path_below_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"no folder for checkpoints can be made: .*errno 20"):
+        on_ranks(lambda comm: checkpointer_of(comm, tmp_path / "file" / "below"), 2)
+
+
+def test_folder_that_is_removed_meanwhile(tmp_path: Path) -> None:
+    """A save makes no folder above its own: a mount that is gone is not written under."""
+
+    def rank_main(comm: torchmn.Communicator) -> None:
+        checkpointer = checkpointer_of(comm, tmp_path)
+        comm.barrier()
+        if comm.rank == 0:
+            (tmp_path / "a run").rename(tmp_path / "gone")
+        comm.barrier()
+        checkpointer.save(1, {"model": model_of(9, 1.0)})
+        with pytest.raises(DataError, match=r"No such file or directory \(errno 2\)"):
+            checkpointer.finish()
+
+    on_ranks(rank_main, 2)
+
+
+class OneRankFails:
+    """A storage whose disk fails on one rank only, which threads cannot have for real."""
+
+    def __init__(self, storage: Any) -> None:
+        self.storage = storage
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.storage, name)
+
+    def write(self, draft: str, file: str, pieces: Any) -> None:
+        if file.endswith(".safetensors"):
+            raise OSError(errno.EIO, "Input/output error", f"/disk/{file}")
+        self.storage.write(draft, file, pieces)
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_one_rank_fails(tmp_path: Path, failing: int) -> None:
+    def rank_main(comm: torchmn.Communicator) -> str:
+        checkpointer = checkpointer_of(comm, tmp_path)
+        model = {"model": model_of(9, float(comm.rank))}
+        checkpointer.save(1, model)
+        checkpointer.finish()
+        storage = checkpointer._writer.storage
+        if comm.rank == failing:
+            checkpointer._writer.storage = OneRankFails(storage)
+        checkpointer.save(2, model)
+        with pytest.raises(DataError) as caught:
+            checkpointer.finish()
+        checkpointer._writer.storage = storage
+        checkpointer.save(3, model)
+        checkpointer.finish()
+        return str(caught.value)
+
+    for words in on_ranks(rank_main, 3):
+        assert f"rank {failing} of 3 on localhost" in words
+        assert f"/disk/rank000{failing}.safetensors: Input/output error (errno 5)" in words
+    assert names(tmp_path) == ["step-00000001", "step-00000003"]
+
+
+def test_old_one_that_cannot_be_removed(tmp_path: Path) -> None:
+    """The new one counts all the same."""
+
+    class NoRemoval(OneRankFails):
+        def write(self, draft: str, file: str, pieces: Any) -> None:
+            self.storage.write(draft, file, pieces)
+
+        def remove(self, name: str) -> None:
+            raise OSError(errno.EBUSY, "Device or resource busy", name)
+
+    def rank_main(comm: torchmn.Communicator) -> list[str]:
+        said: list[str] = []
+        checkpointer = checkpointer_of(comm, tmp_path, keep=1)
+        checkpointer._warn = said.append
+        checkpointer._writer.storage = NoRemoval(checkpointer._writer.storage)
+        for step in (1, 2):
+            checkpointer.save(step, {"model": model_of(9, 1.0)})
+        checkpointer.finish()
+        return said
+
+    assert "old checkpoints could not be removed" in on_ranks(rank_main, 1)[0][0]
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
