@@ -14,9 +14,9 @@ class Setting:
     """One way to train. Under mpirun and torchrun the script installs the crash handler itself.
 
     ``workers`` has the number on each host: one entry is this machine, several are test hosts.
-    A checkpoint is written each
-    ``period_steps``. ``timeout_s`` is that of a collective, the first one's is twice as long.
-    ``share`` is how often it is drawn. ``is_exact`` says whether a resumed run must end with the bits of one that was not disturbed.
+    ``timeout_s`` is that of a collective, the first one's is twice as long. ``share`` is how often
+    the setting is drawn. ``is_exact`` says whether a resumed run must end with the bits of one that
+    was not disturbed.
     """
 
     workers: tuple[int, ...] = (2,)

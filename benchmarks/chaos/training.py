@@ -86,15 +86,11 @@ def parse_options() -> argparse.Namespace:
     add("folder", type=Path, help="where it writes what it did")
     add("--route", default="hierarchical")
     add("--schedule", default="every_step")
-    add("--codec", default=None)
+    add("--codec", default="float32")
+    add("--steps", type=int, default=100)
+    add("--period", type=int, default=8, help="steps from checkpoint to checkpoint")
+    add("--timeout", type=float, default=10.0, help="in seconds; the first is twice as long")
     add("--fault", default="", help="KIND:RANK:STEP:PLACE")
-    add("--steps", type=int, default=NUM_STEPS)
-    add(
-        "--timeout",
-        type=float,
-        default=TIMEOUT_S,
-        help="in seconds; the first one is twice as long",
-    )
     return parser.parse_args()
 
 
