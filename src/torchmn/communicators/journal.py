@@ -73,8 +73,9 @@ class Journal:
         self._in_group: Counter[str] = Counter()
         self._bucket: int | None = None
         self._step: int | None = None
+        self._first_step: int | None = None
         self.has_stepped = False
-        """Whether a sum of gradients has been completed: from then on ranks keep the same pace."""
+        """Whether the first step's sums are over: from then on ranks keep the same pace."""
 
     def begin(
         self,
@@ -107,14 +108,15 @@ class Journal:
         """Record how it ended."""
         entry.ended_s = time.monotonic()
         entry.state = state
-        if entry.step is not None and state == "done":
-            self.has_stepped = True
 
     @contextmanager
     def label(self, *, bucket: int | None = None, step: int | None = None) -> Iterator[None]:
         """Name the bucket and the step that the collectives inside belong to."""
         before = self._bucket, self._step
         self._bucket, self._step = bucket, step
+        if step is not None and self._first_step is None:
+            self._first_step = step
+        self.has_stepped = self.has_stepped or step not in (None, self._first_step)
         try:
             yield
         finally:

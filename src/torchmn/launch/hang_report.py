@@ -31,31 +31,88 @@ def report(
 
     ``told`` holds who has answered, ``hosts`` all ranks of the job.
     """
-    group = _group_of(overdue, told.get(asker))
+    sight, is_ring = _source(_sight(_group_of(overdue, told.get(asker)), told, hosts), told, hosts)
+    group, missing = sight.group, sight.missing
+    where = f" ({group['where']})" if group.get("where") else ""
+    what = f"{group.get('what', 'a collective')}{where} of group '{group.get('group')}'"
+    head = f"{what} has not completed within {overdue.limit_s:g} s"
+    if is_ring:
+        cause = _disagreement(_waiting(sorted(hosts), told))
+        missing = ()
+    elif missing:
+        cause = f"{_ranks(missing)} did not come to it: " + "; ".join(
+            f"{_who(rank, hosts)} {_doing(told.get(rank), group)}" for rank in missing[:8]
+        )
+    else:
+        cause = _disagreement(sight.waiting) or (
+            f"all of {_ranks(sight.members)} have come to it, so messages do not get through. Look "
+            "at the network between the hosts (interface, firewall, MTU), or raise timeout_s= if "
+            "it is slow"
+        )
+    lines = [f"A hang: {head}.", f"{cause[0].upper()}{cause[1:]}.", ""]
+    for rank in sorted(hosts):
+        lines += _lines_of(rank, told.get(rank), hosts)
+    return HangReport(sentence=f"{head}; {cause}", text="\n".join(lines) + "\n", missing=missing)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sight:
+    """One group's newest collective: its ranks, what those do that are in it, and who is not."""
+
+    group: Mapping[str, object]
+    members: list[int]
+    waiting: dict[int, Mapping[str, object]]
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        return tuple(rank for rank in self.members if rank not in self.waiting)
+
+
+def _sight(
+    group: Mapping[str, object], told: Mapping[int, Told], hosts: Mapping[int, str]
+) -> _Sight:
     members = [int(rank) for rank in _list(group.get("ranks"))] or sorted(hosts)
     waiting = {
         rank: mine
         for rank in members
         if (mine := _in_group(told.get(rank), group)) is not None and mine["state"] != "done"
     }
-    missing = tuple(rank for rank in members if rank not in waiting)
-    where = f" ({group['where']})" if group.get("where") else ""
-    what = f"{group.get('what', 'a collective')}{where} of group '{overdue.group}'"
-    head = f"{what} has not completed within {overdue.limit_s:g} s"
-    if missing:
-        cause = f"{_ranks(missing)} did not come to it: " + "; ".join(
-            f"{_who(rank, hosts)} {_doing(told.get(rank), group)}" for rank in missing[:8]
-        )
-    else:
-        cause = _disagreement(waiting, hosts) or (
-            f"all of {_ranks(members)} have come to it, so messages do not get through. Look at "
-            "the network between the hosts (interface, firewall, MTU), or raise timeout_s= if it "
-            "is slow"
-        )
-    lines = [f"A hang: {head}.", f"{cause[0].upper()}{cause[1:]}.", ""]
-    for rank in sorted(hosts):
-        lines += _lines_of(rank, told.get(rank), hosts)
-    return HangReport(sentence=f"{head}; {cause}", text="\n".join(lines) + "\n", missing=missing)
+    return _Sight(group=group, members=members, waiting=waiting)
+
+
+def _source(
+    sight: _Sight, told: Mapping[int, Told], hosts: Mapping[int, str]
+) -> tuple[_Sight, bool]:
+    """Follow who waits for whom, from group to group, to where somebody does not wait himself.
+
+    And whether there is no such place: all wait for each other in a ring.
+    """
+    seen = [sight.group]
+    while sight.missing:
+        elsewhere = _waiting(sight.missing, told)
+        if len(elsewhere) < len(sight.missing):
+            return sight, False  # one of them waits for nobody
+        ahead = [g for g in elsewhere.values() if not any(_is_same(g, other) for other in seen)]
+        if not ahead:
+            return sight, True
+        seen.append(ahead[0])
+        sight = _sight(ahead[0], told, hosts)
+    return sight, False
+
+
+def _waiting(ranks: Iterable[int], told: Mapping[int, Told]) -> dict[int, Mapping[str, object]]:
+    """In which collective each of the ranks waits, of those that wait in any."""
+    found: dict[int, Mapping[str, object]] = {}
+    for rank in ranks:
+        answer = told.get(rank)
+        for mine in answer.collectives if answer and not answer.state else ():
+            if mine.get("state") != "done":
+                found[rank] = mine
+    return found
+
+
+def _is_same(group: Mapping[str, object], other: Mapping[str, object]) -> bool:
+    return group.get("group") == other.get("group") and group.get("ranks") == other.get("ranks")
 
 
 def _group_of(overdue: Overdue, told: Told | None) -> Mapping[str, object]:
@@ -69,23 +126,27 @@ def _in_group(told: Told | None, group: Mapping[str, object]) -> Mapping[str, ob
     """What a rank did last in this group. Communicators with the same ranks may be several."""
     found = None
     for mine in told.collectives if told else ():
-        if mine.get("group") == group.get("group") and mine.get("ranks") == group.get("ranks"):
+        if _is_same(mine, group):
             if mine.get("state") != "done":
                 return mine
             found = mine
     return found
 
 
-def _disagreement(waiting: Mapping[int, Mapping[str, object]], hosts: Mapping[int, str]) -> str:
+def _disagreement(waiting: Mapping[int, Mapping[str, object]]) -> str:
     """A sentence if the ranks are in different collectives, or in the same of other steps."""
-    kinds: dict[tuple[object, object], list[int]] = {}
+    kinds: dict[tuple[object, ...], list[int]] = {}
     for rank, mine in waiting.items():
-        kinds.setdefault((mine.get("what"), mine.get("where")), []).append(rank)
+        kind = (mine.get("what"), mine.get("where"), mine.get("group"))
+        kinds.setdefault(kind, []).append(rank)
     if len(kinds) < 2:
         return ""
+    num_groups = len({group for _, _, group in kinds})
     said = [
-        f"{_ranks(ranks)} in {what}" + (f" ({where})" if where else "")
-        for (what, where), ranks in kinds.items()
+        f"{_ranks(ranks)} in {what}"
+        + (f" ({where})" if where else "")
+        + (f" of group '{group}'" if num_groups > 1 else "")
+        for (what, where, group), ranks in kinds.items()
     ]
     return (
         f"the ranks are in different collectives: {'; '.join(said)}. All ranks must call the same "

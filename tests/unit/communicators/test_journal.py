@@ -86,14 +86,17 @@ def test_ranks_keep_pace_from_the_first_exchange_of_gradients_on() -> None:
         before = comm.world.limit_s
         comm.allreduce(torch.ones(2))
         still = comm.world.limit_s
-        comm.sum_(torch.ones(2), bucket=0, step=0)
-        return before, still, comm.world.limit_s
+        comm.sum_(torch.ones(2), bucket=0, step=3)
+        comm.sum_(torch.ones(2), bucket=1, step=3)
+        in_first = comm.world.limit_s
+        comm.sum_(torch.ones(2), bucket=0, step=4)
+        return before, still, in_first, comm.world.limit_s
 
     def rank_main_with_limits(comm):
         comm.world.first_timeout_s = 50.0
         return rank_main(comm)
 
-    assert run_ranks(rank_main_with_limits, 2, timeout_s=5) == [(50.0, 50.0, 5.0)] * 2
+    assert run_ranks(rank_main_with_limits, 2, timeout_s=5) == [(50.0, 50.0, 50.0, 5.0)] * 2
 
 
 def test_every_collective_of_every_group_is_recorded_in_order() -> None:

@@ -99,5 +99,44 @@ def test_only_members_of_the_group_are_waited_for() -> None:
     node = told("running", group="node", ranks=(0, 1))
     other_node = told("running", group="node", ranks=(2,))
     overdue = Overdue(group="node", number=3, limit_s=10)
-    found = report(overdue, 0, {0: node, 1: told("running"), 2: other_node}, HOSTS)
+    found = report(overdue, 0, {0: node, 1: told("done"), 2: other_node}, HOSTS)
     assert found.missing == (1,)
+
+
+def of_groups(*collectives: Told) -> Told:
+    return Told(collectives=[c for one in collectives for c in one.collectives], stacks=STACKS)
+
+
+def test_who_waits_himself_in_another_group_is_not_to_blame() -> None:
+    """Ranks 0 and 1 share a node, 0 and 2 lead nodes: rank 1 waits for 0, who waits for 2."""
+    leaders = {"group": "leaders", "ranks": (0, 2), "what": "all_reduce of float32[9]"}
+    node = {"group": "node", "ranks": (0, 1), "what": "broadcast of float32[9]"}
+    answers = {
+        0: of_groups(told("done", **node), told("running", **leaders)),
+        1: told("running", **node),
+        2: of_groups(told("done", group="node", ranks=(2,)), told("done", **leaders)),
+    }
+    found = report(Overdue(group="node", number=5, limit_s=10), 1, answers, HOSTS)
+    assert found.missing == (2,)
+    assert found.sentence.startswith(
+        "all_reduce of float32[9] (bucket 1, step 7) of group 'leaders'"
+    )
+    assert "rank 2 on node1 runs at" in found.sentence
+    answers[2] = Told(state="does not answer: its process is stopped by a signal")
+    found = report(Overdue(group="node", number=5, limit_s=10), 1, answers, HOSTS)
+    assert found.missing == (2,)
+    assert "rank 2 on node1 does not answer" in found.sentence
+
+
+def test_ranks_that_wait_for_each_other_in_two_groups() -> None:
+    node = {"group": "node", "ranks": (0, 1), "what": "reduce of float32[9]"}
+    answers = {
+        0: told("running", **node),
+        1: told("running", "barrier"),
+        2: told("running", "barrier"),
+    }
+    found = report(OVERDUE, 2, answers, HOSTS)
+    assert found.missing == ()
+    assert "the ranks are in different collectives" in found.sentence
+    assert "ranks 1, 2 in barrier (bucket 1, step 7) of group 'world'" in found.sentence
+    assert "rank 0 in reduce of float32[9] (bucket 1, step 7) of group 'node'" in found.sentence
