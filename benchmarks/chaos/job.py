@@ -57,6 +57,7 @@ class Job:
         self._mark = f"{MARK}={mark}".encode()
         self._networks = frozenset(networks)
         self._bystanders = frozenset(_on_networks(self._networks))
+        self._known: list[int] = []
         self.lines: list[Line] = []
         self.started_at = time.monotonic()
         self.process = start(
@@ -74,6 +75,12 @@ class Job:
     def text(self) -> str:
         """What was printed so far."""
         return "\n".join(line.text for line in self.lines)
+
+    def has_processes(self) -> bool:
+        """Whether a process of the job is alive. All are looked for when no known one is left."""
+        self.process.poll()  # else it would stay a zombie
+        self._known = [pid for pid in self._known if _is_alive(pid)] or self.processes()
+        return bool(self._known)
 
     def processes(self) -> list[int]:
         """Every living process of the job, on every host."""
@@ -108,7 +115,7 @@ class Job:
         deadline = time.monotonic() + limit_s
         gone_at: float | None = None
         while True:  # seen twice, for one that is just becoming another program shows nothing
-            if self.processes():
+            if self.has_processes():
                 gone_at = None
             elif gone_at is not None:
                 break

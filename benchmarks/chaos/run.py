@@ -41,8 +41,7 @@ class References:
 
     def of(self, setting: Setting, stage: Stage) -> Tensors:
         """The tensors of every rank; the run is made if it has not been."""
-        key = "-".join([*map(str, setting.workers), setting.launcher, *setting.training])
-        folder = self._folder / key.replace(" ", "_")
+        folder = self._folder / "-".join([*map(str, setting.workers), *setting.training])
         if not folder.exists():
             self._make(folder, setting, stage)
         return finals(folder, setting)

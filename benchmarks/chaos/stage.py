@@ -6,14 +6,18 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from safetensors.torch import save_file
+
 import torchmn
 from chaos.job import MARK, SCRIPT, Job
 from chaos.settings import Setting
+from torchmn.data import load_images
 from torchmn.launch.detect import find_mpirun
 from torchmn.testing.netlab import Lab, netlab, why_not
 
@@ -28,6 +32,8 @@ class Stage:
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
         self._lab: Lab | None = None
+        self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
+        self._digits = _write_digits(self._folder / "digits.safetensors")
 
     @property
     def lab(self) -> Lab:
@@ -43,7 +49,16 @@ class Stage:
         env |= _of_launcher(setting)
         if setting.has_hosts:
             env["TORCHMN_RSH"] = str(self.lab.rsh_agent)
-        script = [TRAINING, folder, "--route", setting.route, "--schedule", setting.schedule]
+        script = [
+            TRAINING,
+            folder,
+            "--digits",
+            self._digits,
+            "--route",
+            setting.route,
+            "--schedule",
+            setting.schedule,
+        ]
         script += ["--codec", setting.codec, "--steps", str(setting.num_steps)]
         script += ["--period", str(setting.period_steps)]
         script += ["--timeout", str(setting.timeout_s), *args]
@@ -89,6 +104,17 @@ def small_disk(path: Path, megabytes: int) -> Iterator[Path]:
         yield path
     finally:
         subprocess.run(["umount", "-l", path], check=True)
+
+
+def _write_digits(path: Path) -> Path:
+    """scikit-learn's digits in one file: its import takes as long as a training."""
+    images = load_images("digits").normalised()
+    parts = {"": images.train.tensors, "test_": images.test.tensors}
+    tensors = {}
+    for name, (inputs, labels) in parts.items():
+        tensors |= {f"{name}images": inputs.contiguous(), f"{name}labels": labels.contiguous()}
+    save_file(tensors, path)
+    return path
 
 
 def _popen(*args: object, **options: object) -> subprocess.Popen[str]:

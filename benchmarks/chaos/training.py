@@ -1,6 +1,6 @@
 """A small real training: digits, batch normalization, dropout, a checkpoint every few steps.
 
-    torchmn run -n 2 benchmarks/chaos/training.py FOLDER [--schedule ... --codec ... --fault ...]
+    torchmn run -n 2 benchmarks/chaos/training.py FOLDER --digits FILE [--schedule ... --fault ...]
 
 ``FOLDER`` gets ``checkpoints``, ``progress`` (one byte for each step of rank 0), ``resumed`` (the
 step that a run began with), ``struck`` (when a fault from inside came), ``accuracy`` and
@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
 import torchmn
-from torchmn.data import load_images
 from torchmn.errors import TorchmnError
 from torchmn.exchange import BlockMomentum, DiLoCo, PeriodicAverage
 from torchmn.resilience import install_crash_handler
@@ -84,6 +83,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("folder", type=Path, help="where it writes what it did")
+    add("--digits", type=Path, required=True, help="file with the images and labels")
     add("--route", default="hierarchical")
     add("--schedule", default="every_step")
     add("--codec", default="float32")
@@ -105,10 +105,10 @@ def main() -> None:
         options.route, timeout_s=options.timeout, first_timeout_s=2 * options.timeout
     )
     install_crash_handler(comm)
-    images = load_images("digits").normalised()
+    digits = load_file(options.digits)
 
     torch.manual_seed(0)
-    model = SmallCNN(image_size=images.shape[-1])
+    model = SmallCNN(image_size=digits["images"].shape[-1])
     torch.manual_seed(1 + comm.rank)  # dropout differs between workers
     sgd = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=1e-4)
     schedule = options.schedule
@@ -118,7 +118,7 @@ def main() -> None:
         sgd, comm, model, codec=options.codec, schedule=schedule
     )
     scheduler = torch.optim.lr_scheduler.OneCycleLR(sgd, 0.05, total_steps=options.steps + 1)
-    sampler = torchmn.GlobalSampler(len(images.train), comm, GLOBAL_BATCH)
+    sampler = torchmn.GlobalSampler(len(digits["labels"]), comm, GLOBAL_BATCH)
     checkpointer = torchmn.create_multi_node_checkpointer(comm, folder, "checkpoints")
     step = 0
     state = {
@@ -138,7 +138,7 @@ def main() -> None:
     if comm.rank == 0:
         os.write(progress, b"." * (1 + step))  # one more: it has begun
     model.train()
-    inputs, labels = images.train.tensors
+    inputs, labels = digits["images"], digits["labels"]
     while step < options.steps:
         for batch in sampler:
             fault.may_come(comm.rank, step, "step")
@@ -166,9 +166,8 @@ def main() -> None:
     draft.rename(folder / f"final-rank{comm.rank}.safetensors")
     if comm.rank == 0:
         model.eval()
-        test_inputs, test_labels = images.test.tensors
         with torch.no_grad():
-            is_right = model(test_inputs).argmax(1) == test_labels
+            is_right = model(digits["test_images"]).argmax(1) == digits["test_labels"]
         (folder / "accuracy").write_text(json.dumps(float(is_right.float().mean())))
     comm.finalize()
 
