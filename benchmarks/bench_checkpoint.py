@@ -158,7 +158,7 @@ def main() -> int:
         worker(Path(sys.argv[2]), int(sys.argv[3]))
         return 0
     parser = argparse.ArgumentParser(description="How long does a checkpoint stop training?")
-    parser.add_argument("--turns", type=int, default=7, help="saves of each side that count")
+    parser.add_argument("--turns", type=int, default=11, help="saves of each side that count")
     parser.add_argument("--folder", help="on the disk that is written to")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:

@@ -1,6 +1,7 @@
 """Rounds in which ranks tell each other how far they are, beside the exchange of gradients.
 
-They may come at very different times, for disks differ, so a round waits longer than a collective.
+Disks differ, so a round may wait longer than a collective: the communicator's time limit, and a
+second for every 10 MB that are written or read before it.
 """
 
 from __future__ import annotations
@@ -15,23 +16,25 @@ from torch import Tensor
 from torchmn.communicators.transports.base import Patience, Transport, break_off
 from torchmn.errors import PeerLostError, TimeLimitError
 
-_LONGEST_WAIT_S = 3600.0
+_SLOWEST_BYTES_PER_S = 10e6
 _LONGEST_PAUSE_S = 0.01
 
 
 class Agreement:
     """Values of all ranks for all, over a transport of its own. One thread of a rank at a time."""
 
-    def __init__(self, transport: Transport | None, speaker: str) -> None:
+    def __init__(self, transport: Transport | None, speaker: str, timeout_s: float) -> None:
         self._transport = transport
+        self._timeout_s = timeout_s
         self._speaker = speaker
         self._patience: Patience | None = None
         self._waiting_since_s: float | None = None
 
-    def all_gather(self, value: Any, what: str) -> list[Any]:
+    def all_gather(self, value: Any, what: str, *, nbytes: int = 0) -> list[Any]:
         """The values of all ranks, plain JSON, in rank order. *Collective.*
 
-        Raises PeerLostError, TimeLimitError: a rank is gone, or silent for an hour.
+        ``nbytes`` is what any rank may have read or written since the last round. Raises
+        PeerLostError, TimeLimitError: a rank is gone, or does not come in time.
         """
         transport = self._transport
         if transport is None:
@@ -41,13 +44,14 @@ class Agreement:
         others = [peer for peer in range(transport.size) if peer != transport.rank]
         sizes = {peer: torch.zeros(1, dtype=torch.int64) for peer in others}
         size = torch.tensor([mine.numel()])
+        limit_s = self._timeout_s + nbytes / _SLOWEST_BYTES_PER_S
         self._waiting_since_s = time.monotonic()
         try:
-            self._exchange(dict.fromkeys(others, size), sizes)
+            self._exchange(dict.fromkeys(others, size), sizes, limit_s)
             received = {
                 peer: torch.empty(int(size), dtype=torch.uint8) for peer, size in sizes.items()
             }
-            self._exchange(dict.fromkeys(others, mine), received)
+            self._exchange(dict.fromkeys(others, mine), received, self._timeout_s)
         except (PeerLostError, TimeLimitError) as error:
             raise type(error)(
                 f"{self._speaker}: another rank was lost while {what}: {error}"
@@ -69,7 +73,7 @@ class Agreement:
         if self._transport is not None:
             break_off(self._transport)
 
-    def _exchange(self, sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> None:
+    def _exchange(self, sends: dict[int, Tensor], recvs: dict[int, Tensor], limit_s: float) -> None:
         if self._transport is not None:
-            self._patience = Patience(_LONGEST_WAIT_S, _LONGEST_PAUSE_S)
+            self._patience = Patience(limit_s, _LONGEST_PAUSE_S)
             self._transport.exchange(list(sends.items()), list(recvs.items()), self._patience)

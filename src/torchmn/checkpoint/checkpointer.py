@@ -36,6 +36,7 @@ from torchmn.errors import (
 
 OnFailure = Literal["warn", "raise"]
 _PAUSE_S = 0.05
+_GRACE_S = 5.0
 
 
 @dataclass(kw_only=True)
@@ -174,18 +175,20 @@ class MultiNodeCheckpointer(Extension):
         """Finish what is being written and let the connections go. Local; no error, no hang.
 
         `Communicator.finalize` and the end of the interpreter call it. It waits for other ranks no
-        longer than the communicator's time limit.
+        longer than the communicator's time limit, and five seconds if this one ends by an error.
         """
         if self._is_closed:
             return
         self._is_closed = True
         atexit.unregister(self.close)
+        has_failed = hasattr(sys, "last_type") or sys.exc_info()[0] is not None
+        grace_s = min(self._comm.timeout_s, _GRACE_S if has_failed else math.inf)
         thread = self._thread
         while thread is not None and thread.is_alive():
             thread.join(_PAUSE_S)
-            if self._agreement.waited_s() > self._comm.timeout_s:
+            if self._agreement.waited_s() > grace_s:
                 self._agreement.give_up()
-                thread.join(self._comm.timeout_s)
+                thread.join(_GRACE_S)
                 break
         outcome = self._outcome
         if isinstance(outcome, Exception):
@@ -307,14 +310,17 @@ class MultiNodeCheckpointer(Extension):
         except UsageError as caught:
             refusal = caught
         mine = [problem, None if refusal is None else str(refusal)]
-        said = self._agreement.all_gather(mine, f"{name} was read")
+        nbytes = sum(entry.nbytes for entry in manifest.files.values())
+        said = self._agreement.all_gather(mine, f"{name} was read", nbytes=nbytes)
         if refusals := [theirs for _, theirs in said if theirs]:
             raise refusal or UsageError(refusals[0])
         if any(theirs for theirs, _ in said):
             return "; ".join(dict.fromkeys(theirs for theirs, _ in said if theirs))
         error = resumption.load(state)
         told = self._agreement.all_gather(
-            None if error is None else f"{type(error).__name__}: {error}", f"{name} was loaded"
+            None if error is None else f"{type(error).__name__}: {error}",
+            f"{name} was loaded",
+            nbytes=nbytes,
         )
         if error is not None:
             raise error

@@ -63,14 +63,14 @@ def create_multi_node_checkpointer(
         UnsupportedError: the ranks do not share the file system.
     """
     _check(name, keep, best, check_replicas, on_failure)
-    where = Path(path) / name
-    asked = repr((str(where), keep, best, is_async, check_replicas, on_failure))
+    asked = repr((str(path), name, keep, best, is_async, check_replicas, on_failure))
     everybody = comm.allgather_obj(asked)
     if len(set(everybody)) > 1:
         raise DisagreementError(
             f"{comm.speaker}: ranks ask for different checkpointers: {sorted(set(everybody))}. "
             "All ranks must give the same arguments."
         )
+    where = Path(path).absolute() / name  # the working directory may change
     if is_async and not comm.engine.is_threaded:
         is_async = False
         if comm.rank == 0:
@@ -85,7 +85,7 @@ def create_multi_node_checkpointer(
     return MultiNodeCheckpointer(
         comm,
         FolderStorage(where),
-        Agreement(transport, comm.speaker),
+        Agreement(transport, comm.speaker, comm.timeout_s),
         where=str(where),
         keep=keep,
         best=best,

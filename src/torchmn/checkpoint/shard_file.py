@@ -117,7 +117,14 @@ def _places(name: str, header: bytes) -> dict[str, tuple[int, int]]:
             for tensor, entry in table.items()
             if tensor != "__metadata__"
         }
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,  # JSON has Infinity, and int() has not
+        RecursionError,
+    ) as error:
         raise DataError(f"{name} has no header of safetensors: {error}") from error
 
 

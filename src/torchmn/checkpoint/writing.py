@@ -102,7 +102,8 @@ class Writer:
         owned = owners(catalogues)
         draft = f"{DRAFT}{request.step:08d}-{said[0]['nonce']}"
         told = self._write_shard(draft, request.copy, catalogues[self.rank], owned[self.rank])
-        reports = self.agreement.all_gather(told, "a checkpoint was written")
+        nbytes = sum(entry.nbytes for catalogue in catalogues for entry in catalogue)
+        reports = self.agreement.all_gather(told, "a checkpoint was written", nbytes=nbytes)
         problems = [each["problem"] for each in reports if each["problem"]]
         result: dict[str, Any] = {"problem": None, "name": None, "note": None}
         if self.rank == 0:
@@ -110,7 +111,7 @@ class Writer:
                 self._give_up(draft)
             else:
                 result = self._commit(draft, request, said, reports)
-        result = self.agreement.all_gather(result, "a checkpoint was completed")[0]
+        result = self.agreement.all_gather(result, "a checkpoint was completed", nbytes=nbytes)[0]
         if problems or result["problem"]:
             return self._failed(request, problems or [result["problem"]])
         return Outcome(
@@ -128,10 +129,10 @@ class Writer:
         problem, tensors, promised = request.problem, [], []
         if request.copy is not None:
             promised = request.copy.promised
-            tensors = [
-                [n, str(t.dtype).removeprefix("torch."), list(t.shape), digest(t), t.nbytes]
-                for n, t in request.copy.tensors.items()
-            ]
+            try:
+                tensors = _catalogue(request.copy)
+            except Exception as error:  # the other ranks must not wait for this one
+                problem = self._words(error)
         mine = {
             "problem": problem,
             "step": request.step,
@@ -140,7 +141,8 @@ class Writer:
             "tensors": tensors,
             "promised": promised,
         }
-        return self.agreement.all_gather(mine, "a checkpoint was begun")
+        nbytes = 0 if request.copy is None else request.copy.nbytes
+        return self.agreement.all_gather(mine, "a checkpoint was begun", nbytes=nbytes)
 
     # ---- round 2 ----
 
@@ -273,6 +275,13 @@ def _pieces(
     for entry in entries:
         if entry.nbytes:
             yield as_bytes(copy.tensors[entry.name]).numpy().data
+
+
+def _catalogue(copy: Copy) -> list[list[Any]]:
+    return [
+        [name, str(t.dtype).removeprefix("torch."), list(t.shape), digest(t), t.nbytes]
+        for name, t in copy.tensors.items()
+    ]
 
 
 def _entry(row: Sequence[Any]) -> TensorEntry:

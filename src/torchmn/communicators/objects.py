@@ -15,6 +15,7 @@ import hmac
 import json
 import math
 import pickle
+import re
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -87,8 +88,7 @@ def build(body: Any, tensors: Sequence[Tensor]) -> Any:
     waiting = iter(tensors)
     try:
         obj = _build(body, waiting, None)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, StopIteration,
-            RuntimeError, OverflowError, RecursionError) as error:  # fmt: skip
+    except _OF_NO_DESCRIPTION as error:
         raise DataError(f"no description of a state: {type(error).__name__}: {error}") from error
     if next(waiting, None) is not None:
         raise DataError("the description of a state has fewer tensors than were saved with it.")
@@ -96,14 +96,28 @@ def build(body: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def unpack_head(head: bytes, device: torch.device) -> tuple[str, Any, list[Tensor]]:
-    """(note, body, empty tensors to receive the buffers into). CUDA tensors go to ``device``."""
-    note, body = json.loads(head)
-    return note, body, [_allocate(kind, device) for kind in kinds_of(body)]
+    """(note, body, empty tensors to receive the buffers into). CUDA tensors go to ``device``.
+
+    Raises CommunicationError: it is no description.
+    """
+    try:
+        note, body = json.loads(head)
+        return note, body, [_allocate(kind, device) for kind in kinds_of(body)]
+    except _OF_NO_DESCRIPTION as error:
+        raise _not_ours(error) from error
 
 
 def unpack(body: Any, tensors: Sequence[Tensor], trust: Trust) -> Any:
-    """Build the object again from its description and its tensors."""
-    return _build(body, iter(tensors), trust)
+    """Build the object again from its description and its tensors.
+
+    Raises CommunicationError: it is no description, or holds a pickle that is not trusted.
+    """
+    try:
+        return _build(body, iter(tensors), trust)
+    except _PickleError as carrier:
+        raise carrier.error from None
+    except _OF_NO_DESCRIPTION as error:
+        raise _not_ours(error) from error
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -112,6 +126,21 @@ def as_bytes(tensor: Tensor) -> Tensor:
     if flat.numel() == 1:  # is contiguous whatever its stride, but only stride 1 can be viewed
         flat = flat.as_strided((1,), (1,))
     return flat.view(torch.uint8)
+
+
+class _PickleError(Exception):
+    """What the class of a trusted pickle raised: its owner should see it as it is."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+
+def _not_ours(error: Exception) -> CommunicationError:
+    return CommunicationError(
+        f"A message cannot be read ({type(error).__name__}: {error}): its sender is no rank of "
+        "this job, or runs another version of torchmn."
+    )
 
 
 def _describe(obj: Any, parts: list[Part], trust: Trust | None, path: Path) -> Any:
@@ -268,7 +297,10 @@ def _build(body: Any, tensors: Any, trust: Trust | None) -> Any:
             "A pickled message did not carry the seal of this job and was not opened. All ranks "
             "must be started with the same TORCHMN_SECRET."
         )
-    return pickle.loads(payload)
+    try:
+        return pickle.loads(payload)
+    except Exception as error:
+        raise _PickleError(error) from error
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -280,6 +312,9 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def _plain_dtype(text: str) -> Any:
+    """Only what `_is_plain` lets through at the sender: an object would be a pointer."""
+    if not re.fullmatch(r"[<>|=][A-Za-z][0-9]{0,9}(\[\w+\])?", text):
+        raise ValueError(f"{text!r} is no plain dtype of numpy")
     dtype = np.dtype(text)
     if not _is_plain(dtype):
         raise ValueError(f"{text!r} is no plain dtype of numpy")
@@ -293,3 +328,8 @@ _SEQUENCES: dict[str, Any] = {
     kind.__name__: kind for kind in (list, tuple, set, frozenset, torch.Size)
 }
 _MAPPINGS: dict[str, Any] = {kind.__name__: kind for kind in (dict, OrderedDict)}
+_OF_NO_DESCRIPTION = (
+    *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
+    *(RuntimeError, MemoryError, StopIteration),
+)
+"""What the functions here raise when they are given what `pack` does not make."""

@@ -181,6 +181,7 @@ class Auto:
             return {**state, "plan": asdict(self.plan), "planned_s": self._planned_s}
         return {
             **state,
+            "default": asdict(self._default),
             "is_trial": self._trying is not None,
             "untried": [asdict(plan) for plan in self._untried],
             "trials": [(asdict(trial.plan), trial.step_s) for trial in self.trials],
@@ -198,6 +199,7 @@ class Auto:
         elif "using" in state:
             self._start_over()
             self._use(Plan(**state["using"]))
+            self._default = Plan(**state["default"])
             self.reason = state["reason"]
             self._trying = Plan(**state["using"]) if state["is_trial"] else None
             self._untried = [Plan(**row) for row in state["untried"]]
@@ -218,6 +220,7 @@ class Auto:
         return {
             "current": reshard_object(schedule, [state["current"] for state in states], comm),
             "using": using,
+            "default": asdict(self._default),
             "reason": "",
             "is_trial": False,
             "untried": [],

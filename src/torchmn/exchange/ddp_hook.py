@@ -16,6 +16,7 @@ ranks decode the same bytes, so replicas stay bit-identical.
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -36,6 +37,7 @@ from torchmn.errors import DisagreementError, UnsupportedError, UsageError
 from torchmn.exchange.bucket_set import NonfiniteGradients
 from torchmn.exchange.buckets import shape_in_memory
 from torchmn.exchange.own_codec import codec_state, load_codec_state, own_codec
+from torchmn.exchange.reshard import reshard_codec
 from torchmn.topology import Topology
 
 
@@ -107,6 +109,12 @@ class DdpHook:
         """Go on from the `state_dict` of the same rank of as many; an empty dict starts anew."""
         self._raise_if_nameless()
         load_codec_state(self._codec, self.communicator, state)
+
+    def reshard_state_dict(
+        self, states: Sequence[dict[str, Any]], comm: Communicator
+    ) -> dict[str, Any]:
+        """The state that this rank loads, from those of all old ranks, in rank order. Local."""
+        return reshard_codec(states, self.communicator)
 
     def close(self) -> None:
         """End the connections, if they are its own. The model can no longer be trained. Local."""

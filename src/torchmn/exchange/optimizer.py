@@ -283,9 +283,9 @@ class MultiNodeOptimizer(Optimizer):
     def resume_notes(self) -> list[str]:
         """What does not hold when a state is loaded by another number of ranks, in sentences."""
         notes = notes_of(self.schedule)
-        if self.exchange.codec is not None:
+        if self._asked["codec"] is not None:
             notes.append(
-                f"What {self.exchange.codec.name} owes to the model is kept, but gradients are "
+                f"What {self._asked['codec']} owes to the model is kept, but gradients are "
                 "rounded in other parts: the run takes a path of its own, as with another seed."
             )
         if any(True for model in self._models for _ in model.buffers()):

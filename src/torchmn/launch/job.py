@@ -21,6 +21,8 @@ Launcher = Literal["local", "mpirun", "torchrun", "srun", "ssh"]
 SAVED_STATUS = 85
 """The exit code of ranks that saved and left before their job's time was over."""
 WORKER_MODULE = "torchmn.launch.worker"
+SECRET_VARIABLE = "TORCHMN_SECRET"
+"""Where agents and ranks find the job's secret. It stands in no command line and in no file."""
 
 
 THIS_HOST = "localhost"
@@ -81,7 +83,7 @@ class Job:
         """``env`` with the variables that the ranks of every way of starting get."""
         return {
             **env,
-            "TORCHMN_SECRET": self.secret,
+            SECRET_VARIABLE: self.secret,
             "TORCHMN_TRANSPORT": self.transport,
             "TORCHMN_BACKEND": self.backend,
         }

@@ -9,7 +9,14 @@ from pathlib import Path
 
 from torchmn.errors import TopologyError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.launch.detect import Machine, choose_backend, this_machine
-from torchmn.launch.job import THIS_HOST, Backend, Job, Launcher, default_log_dir
+from torchmn.launch.job import (
+    SECRET_VARIABLE,
+    THIS_HOST,
+    Backend,
+    Job,
+    Launcher,
+    default_log_dir,
+)
 from torchmn.topology import (
     Allocation,
     Host,
@@ -50,6 +57,11 @@ class Wish:
         if self.num_threads is not None and self.num_threads < 1:
             raise UsageError(f"--threads is a number of at least 1, got {self.num_threads}.")
         given = dict(word.split("=", 1) for word in self.exported if "=" in word)
+        if SECRET_VARIABLE in given:
+            raise UsageError(
+                f"-x {SECRET_VARIABLE}=...: everybody on this host can read command lines. Leave "
+                "it out: every job gets a new secret, which travels another way."
+            )
         unset = [word for word in self.exported if "=" not in word and word not in env]
         if unset:
             raise UsageError(

@@ -10,6 +10,7 @@ from torch._C._distributed_c10d import HashStore
 
 from torchmn.communicators import Communicator, create_communicator
 from torchmn.communicators.transports.torch_distributed import TorchDistributedTransport
+from torchmn.launch.watched import is_consequence
 from torchmn.topology import Topology
 
 Result = TypeVar("Result")
@@ -27,9 +28,9 @@ def run_ranks(
 ) -> list[Result]:
     """Call ``function(comm)`` on every rank, one thread each; results in rank order.
 
-    The first error by time is raised, after all ranks have ended; so a rank that fails alone must
-    end the others by the communicator's own means. The default random generator, the environment
-    and signals are shared by all ranks.
+    The first error by time is raised, after all ranks have ended, those that only follow from it
+    aside; so a rank that fails alone must end the others by the communicator's own means. The
+    default random generator, the environment and signals are shared by all ranks.
     """
     store = HashStore()
 
@@ -42,6 +43,7 @@ def run_ranks(
             transport=transport,
             topology=topology or Topology(("localhost",) * world_size),
             timeout_s=timeout_s,
+            first_timeout_s=timeout_s,
             allreduce_grad_dtype=allreduce_grad_dtype,
         )
         try:
@@ -72,5 +74,5 @@ def run_threads(function: Callable[[int], Result], world_size: int) -> list[Resu
     for thread in threads:
         thread.join()
     if errors:
-        raise errors[0]
+        raise next((error for error in errors if not is_consequence(error)), errors[0])
     return results  # type: ignore[return-value]

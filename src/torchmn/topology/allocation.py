@@ -6,6 +6,7 @@ queue, processors), Slurm a compressed list (``SLURM_JOB_NODELIST`` with ``SLURM
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +83,7 @@ def _grid_engine(env: Mapping[str, str]) -> Allocation | None:
     if not path or not job_id:
         return None
     rows = [line.split() for line in _text(path, "PE_HOSTFILE").splitlines() if line.strip()]
-    if not rows or any(len(row) < 2 or not row[1].isdigit() for row in rows):
+    if not rows or any(len(row) < 2 or not re.fullmatch("[0-9]{1,9}", row[1]) for row in rows):
         raise TopologyError(
             f"PE_HOSTFILE={path} should hold lines like 'n1 2 all.q@n1 UNDEFINED'. Unset it, or "
             "start the job with qsub -pe, which sets it."
@@ -98,8 +99,9 @@ def _grid_engine(env: Mapping[str, str]) -> Allocation | None:
 def _text(path: str, variable: str) -> str:
     try:
         return Path(path).read_text()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # not there, or no text
+        reason = getattr(error, "strerror", None) or error
         raise TopologyError(
-            f"{variable}={path} cannot be read ({error.strerror}): run this inside the job, on the "
+            f"{variable}={path} cannot be read ({reason}): run this inside the job, on the "
             "host that the scheduler started it on, or unset the variable."
         ) from None

@@ -92,6 +92,7 @@ LAUNCHERS = (
     ),
 )
 
+_MOST_NODES = 100_000
 _FIRST_SPECIAL_SLURM_STEP = 0xFFFFFFF0
 """From here on a step is a batch script, a salloc shell or a container: its tasks are no ranks."""
 
@@ -237,9 +238,12 @@ def tasks_per_node(text: str, *, variable: str = "SLURM_TASKS_PER_NODE") -> tupl
     >>> tasks_per_node("2(x3),1")
     (2, 2, 2, 1)
     """
-    parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip()) for part in text.split(",")]
+    count = "[0-9]{1,9}"
+    parts = [
+        re.fullmatch(rf"({count})(?:\(x({count})\))?", part.strip()) for part in text.split(",")
+    ]
     matches = [part for part in parts if part is not None]
-    if len(matches) < len(parts):
+    if len(matches) < len(parts) or sum(int(m[2] or 1) for m in matches) > _MOST_NODES:
         raise TopologyError(
             f"{variable} should look like '2(x3),1' but is {text!r}. Unset it, or start the "
             "script with srun, which sets it."

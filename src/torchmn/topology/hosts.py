@@ -11,6 +11,10 @@ from dataclasses import dataclass
 
 from torchmn.errors import TopologyError, UsageError
 
+_COUNT = "[0-9]{1,9}"
+_MOST_NAMES = 100_000
+_MOST_SHOWN = 500
+
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
@@ -66,7 +70,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
         name, colon, count = part.strip().rpartition(":")
         if not colon:
             name, count = count, "1"
-        if not name or not count.isdigit():
+        if not name or not re.fullmatch(_COUNT, count):
             raise UsageError(f"--hosts is a list like a:4,b:2 but {part!r} stands in it.")
         hosts.append(Host(name=name, slots=int(count)))
     return _merged(hosts)
@@ -83,6 +87,8 @@ def parse_node_list(text: str, *, variable: str = "SLURM_JOB_NODELIST") -> tuple
     names: list[str] = []
     for part in re.split(r",(?![^\[]*\])", text):
         names += _expanded(part.strip(), variable, text)
+        if len(names) > _MOST_NAMES:
+            raise _no_node_list(variable, text)
     return tuple(names)
 
 
@@ -141,7 +147,7 @@ def _host_of(words: Sequence[str]) -> Host:
         key, _, value = word.partition("=")
         if key.replace("_", "-") not in ("slots", "max-slots"):
             raise UsageError(f"{word!r} is not known here.")
-        if not re.fullmatch("[0-9]+", value):
+        if not re.fullmatch(_COUNT, value):
             raise UsageError(f"{key} should be a whole number but is {value!r}.")
         if key == "slots":
             slots = int(value)
@@ -157,25 +163,35 @@ def _merged(hosts: Iterable[Host]) -> tuple[Host, ...]:
 
 def _expanded(part: str, variable: str, text: str) -> list[str]:
     """The names of one element, which may hold several brackets."""
-    match = re.fullmatch(r"([^\[\]]*)\[([^\[\]]+)\](.*)", part)
-    if match is None:
-        if not part or "[" in part or "]" in part:
+    pieces = re.findall(r"[^\[\]]+|\[[^\[\]]+\]", part)
+    if not part or "".join(pieces) != part:
+        raise _no_node_list(variable, text)
+    names = [""]
+    for piece in pieces:
+        ends = _numbers(piece[1:-1], variable, text) if piece.startswith("[") else [piece]
+        if len(names) * len(ends) > _MOST_NAMES:
             raise _no_node_list(variable, text)
-        return [part]
-    head, ranges, tail = match.groups()
+        names = [f"{name}{end}" for name in names for end in ends]
+    return names
+
+
+def _numbers(ranges: str, variable: str, text: str) -> list[str]:
+    """What stands in one pair of brackets, such as ``08-10,12``, with the leading zeros."""
     numbers: list[str] = []
     for piece in ranges.split(","):
-        ends = re.fullmatch(r"(\d+)(?:-(\d+))?", piece.strip())
-        if ends is None or int(ends[2] or ends[1]) < int(ends[1]):
+        ends = re.fullmatch(f"({_COUNT})(?:-({_COUNT}))?", piece.strip())
+        if ends is None:
             raise _no_node_list(variable, text)
         first, last = ends[1], ends[2] or ends[1]
+        if not 0 <= int(last) - int(first) < _MOST_NAMES - len(numbers):
+            raise _no_node_list(variable, text)
         numbers += [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
-    rests = _expanded(tail, variable, text) if tail else [""]
-    return [f"{head}{number}{rest}" for number in numbers for rest in rests]
+    return numbers
 
 
 def _no_node_list(variable: str, text: str) -> TopologyError:
+    shown = text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."
     return TopologyError(
-        f"{variable} should look like 'n[01-03],m1' but is {text!r}. Unset it, or start the job "
-        "with the scheduler, which sets it."
+        f"{variable} should look like 'n[01-03],m1', {_MOST_NAMES} names at most, but is "
+        f"{shown!r}. Unset it, or start the job with the scheduler, which sets it."
     )

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import torchmn
-from tests.unit.checkpoint.training import checkpointer_of, on_ranks
+from tests.unit.checkpoint.training import assert_same, checkpointer_of, on_ranks, train
 from torchmn.checkpoint import random_state
 
 CPU = torch.device("cpu")
@@ -119,3 +119,17 @@ def test_random_numbers_of_a_resumed_run(tmp_path: Path) -> None:
         assert on_ranks(resume_and_draw, 1) == expected
     finally:
         random_state.restore(before, CPU)
+
+
+@pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 4), (1, 3)])
+def test_a_training_goes_on_with_another_number_of_workers(
+    tmp_path: Path, old: int, new: int
+) -> None:
+    """With residues, which the optimizer shares out; all ranks have the same model."""
+    train(tmp_path, old, 2)
+    with pytest.warns(RuntimeWarning, match="1bit.residue"):  # what does not hold exactly
+        results = train(tmp_path, new, 4)
+    assert [start for start, _ in results] == [2] * new
+    assert_same(results[1:], [results[0]] * (new - 1))
+    with pytest.warns(RuntimeWarning, match="1bit.residue"):
+        assert [start for start, _ in train(tmp_path, old, 4)] == [4] * old

@@ -26,10 +26,21 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         assert name in str(caught.value)
 
 
-@pytest.mark.parametrize("timeout_s", [0, -1, float("nan")])
-def test_a_limit_that_is_none_is_refused(timeout_s: float) -> None:
-    with pytest.raises(UsageError, match="must be a positive number of seconds"):
-        create_communicator(transport=alone(), timeout_s=timeout_s)
+@pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["timeout_s", "first_timeout_s"])
+def test_a_limit_that_is_none_is_refused(name: str, seconds: float) -> None:
+    with pytest.raises(UsageError, match=f"^{name}=.* must be a number of seconds, or 0"):
+        create_communicator(transport=alone(), **{name: seconds})  # type: ignore[arg-type]
+
+
+def test_the_first_exchange_has_a_longer_limit_and_zero_is_none() -> None:
+    comm = create_communicator("naive", transport=alone(), timeout_s=7)
+    assert (comm.timeout_s, comm.world.limit_s) == (7, 35)
+    comm.finalize()
+    comm = create_communicator("naive", transport=alone(), timeout_s=0, first_timeout_s=3)
+    assert comm.timeout_s > 24 * 3600
+    assert comm.world.limit_s == 3
+    comm.finalize()
 
 
 def test_an_unknown_wire_dtype_lists_the_known_ones() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import pickle
 from collections import OrderedDict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ from torchmn.errors import CommunicationError, DisagreementError, UnsupportedErr
 from torchmn.testing import run_ranks
 
 NOBODY = Trust()
+CPU = torch.device("cpu")
 SECRET = Trust(secret=b"of this job")
 
 
@@ -172,6 +176,73 @@ def test_a_pickle_that_was_changed_is_not_opened() -> None:
     with pytest.raises(CommunicationError, match="was not opened"):
         objects.unpack([kind, payload, ""], [], SECRET)
     assert objects.unpack([kind, payload, seal], [], SECRET) == Own(1)
+
+
+class Boobytrap:
+    """Leaves a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("trust", [Trust(), SECRET], ids=["none", "secret"])
+@pytest.mark.parametrize("seal", ["", "0" * 64, None, 7, "ü"])
+def test_nothing_without_the_seal_is_unpickled(tmp_path: Path, trust: Trust, seal: object) -> None:
+    payload = base64.b64encode(pickle.dumps(Boobytrap(tmp_path / "sprung"))).decode()
+    bodies = [["pickle", payload, seal], ["list", [["pickle", payload, seal]]]]
+    bodies += [["dict", [[1, ["pickle", payload, seal]]]], ["PICKLE", payload, seal]]
+    for body in bodies:
+        with pytest.raises(CommunicationError):
+            objects.unpack(body, [], trust)
+    assert not (tmp_path / "sprung").exists()
+    own = Trust(is_private=True)
+    carry(Boobytrap(tmp_path / "sprung"), own, own)  # the trap works
+    assert (tmp_path / "sprung").exists()
+
+
+def test_a_rank_without_the_secret_makes_nobody_unpickle(tmp_path: Path) -> None:
+    """As a stranger who has got into gloo would: it sends a pickle, without the seal."""
+
+    def rank_main(comm):
+        if comm.rank == 1:
+            comm._delivery._trust = Trust(secret=b"a guess")
+        try:
+            comm.gather_obj(Boobytrap(tmp_path / "sprung") if comm.rank else 1)
+        except CommunicationError as error:
+            return str(error)
+        return ""
+
+    first, _ = run_ranks(rank_main, 2, is_trusted=False)
+    assert "did not carry the seal of this job" in first
+    assert not (tmp_path / "sprung").exists()
+
+
+@pytest.mark.parametrize("name", ["load", "__name__", "nn", "no such"])
+def test_names_of_dtypes_lead_to_dtypes_only(name: str) -> None:
+    for body in (["dtype", name], ["list", [["dtype", name]]]):
+        with pytest.raises(CommunicationError, match="is no dtype"):
+            objects.unpack(body, [], Trust())
+    with pytest.raises(CommunicationError, match="is no dtype"):
+        objects.unpack_head(json.dumps(["", ["tensor", name, [1], False]]).encode(), CPU)
+
+
+def test_arrays_of_pointers_are_refused() -> None:
+    for dtype in ("|O", "O", "|O8", "f4,f4"):
+        with pytest.raises(CommunicationError, match="cannot be read"):
+            objects.unpack_head(json.dumps(["", ["array", dtype, [1]]]).encode(), CPU)
+
+
+def test_what_a_trusted_class_raises_is_seen_as_it_is() -> None:
+    with pytest.raises(ZeroDivisionError):
+        carry([Grumpy()], SECRET, SECRET)
+
+
+class Grumpy:
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return divmod, (1, 0)
 
 
 def test_ranks_that_know_the_secret_exchange_pickles(monkeypatch: pytest.MonkeyPatch) -> None:

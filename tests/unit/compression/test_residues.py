@@ -144,7 +144,7 @@ def test_reshard_by_hand() -> None:
     st.lists(st.lists(st.integers(-50, 50), min_size=6, max_size=6), min_size=1, max_size=5),
     st.integers(1, 7),
 )
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 def test_reshard_conserves(residues_of_ranks: list[list[int]], num_workers: int) -> None:
     states = [
         {"residues": [entry("worker", "a", 0, [float(v) for v in values])], "codec": {}}

@@ -122,3 +122,10 @@ def test_inside_of_an_mpirun_there_is_nothing_to_start() -> None:
 def test_inside_of_an_mpirun_nothing_else_can_be_asked_for(options: dict[str, object]) -> None:
     with pytest.raises(TopologyError, match="was itself started several times: Open MPI says rank"):
         place_inside(Wish(argv=("x",), **options), INSIDE)  # type: ignore[arg-type]
+
+
+def test_the_secret_is_not_taken_from_a_command_line() -> None:
+    wish = Wish(argv=("python", "x.py"), exported=("TORCHMN_SECRET=word",))
+    with pytest.raises(UsageError, match="everybody on this host can read") as caught:
+        wish.environment(PATH)
+    assert "word" not in str(caught.value)

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, fields, replace
 
 from torchmn.errors import UsageError
+from torchmn.launch.job import SECRET_VARIABLE
 
 Export = tuple[str, str]
 
@@ -51,6 +52,11 @@ class Settings:
                     f"A module, a directive and an environment are one line each, got {line!r}."
                 )
         for name, _ in self.exports:
+            if name == SECRET_VARIABLE:
+                raise UsageError(
+                    f"{name} would stand in the job's file for others to read: leave it out, "
+                    "`torchmn run` gives every job a new secret."
+                )
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
                 raise UsageError(
                     f"{name!r} is no name of a variable: letters, digits and _, no digit first."

@@ -61,7 +61,7 @@ def read_site(path: Path | None) -> Site:
         raise UsageError(
             f"The site's file {path} cannot be read ({error.strerror}): name another with --site."
         ) from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # TOML's own errors, no UTF-8, too deep
         raise UsageError(f"The site's file {path} is no TOML: {error}. Correct it.") from None
     scheduler = table.pop("scheduler", None)
     if scheduler is not None and scheduler not in tuple(SCHEDULERS):

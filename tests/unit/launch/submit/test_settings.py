@@ -77,3 +77,9 @@ def test_exports() -> None:
         parse_export("HOME")
     with pytest.raises(UsageError, match="got '=1'"):
         parse_export("=1")
+
+
+def test_the_secret_does_not_get_into_a_job_file() -> None:
+    with pytest.raises(UsageError, match="would stand in the job's file") as caught:
+        Settings(exports=(("TORCHMN_SECRET", "word"),))
+    assert "word" not in str(caught.value)

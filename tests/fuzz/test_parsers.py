@@ -1,0 +1,340 @@
+"""Whatever stands in a file, a variable or a message: an answer or our own error, and soon.
+
+Every parser gets text that is random, and text made of the words that it knows, which gets
+further. Memory is limited by what the parsers build: none may make much out of few characters.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from torchmn.checkpoint import manifest, shard_file
+from torchmn.communicators import objects
+from torchmn.communicators.objects import Trust
+from torchmn.errors import CommunicationError, DataError, LaunchError, TopologyError, UsageError
+from torchmn.launch import channel as channels
+from torchmn.launch.channel import Channel
+from torchmn.launch.gate import MOST_BYTES, Gate, connect
+from torchmn.launch.messages import decode, encode
+from torchmn.launch.submit.site import read_site
+from torchmn.topology.allocation import allocation
+from torchmn.topology.environment import tasks_per_node
+from torchmn.topology.hosts import parse_hostfile, parse_hosts, parse_node_list
+from torchmn.topology.time_limit import parse_duration
+
+fuzzed = settings(
+    derandomize=True,
+    max_examples=150,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+MOST_BUILT_BYTES = 64 << 20
+
+HOST_WORDS = ["a", "n1", "n[1-3]", "slots=2", "max-slots=9", "slots=", "=", "#", ":", ",", "\n"]
+NODE_WORDS = [*"[](),-x", "n", "gpu", "0", "08", "1-3", "(x2)", "999999999", "1-999999999"]
+TIME_WORDS = ["1", "-", ":", "00", "99999999999", "UNLIMITED", "INVALID"]
+SITE_WORDS = [
+    *("queue", "threads", "exports", "modules", "walltime", "scheduler", "[pbs]", "[slurm]"),
+    *(
+        "=",
+        '"a"',
+        "1",
+        "[",
+        "]",
+        "{",
+        "}",
+        "\n",
+        "true",
+        '"12:00:00"',
+        '"pbs"',
+        ".",
+        "TORCHMN_SECRET",
+    ),
+]
+
+
+def text_of(words: list[str]) -> st.SearchStrategy[str]:
+    return st.lists(st.sampled_from(words), max_size=30).map("".join) | st.text(max_size=60)
+
+
+@contextmanager
+def little_memory() -> Iterator[None]:
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < MOST_BUILT_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+@fuzzed
+@given(text_of(HOST_WORDS))
+@example("a slots=" + "9" * 5000)
+@example("a slots=\u00b2")
+def test_host_files(text: str) -> None:
+    with suppress(UsageError):
+        assert parse_hostfile(text, source="hosts")
+
+
+@fuzzed
+@given(text_of(HOST_WORDS))
+@example("a:" + "9" * 5000)
+@example("a:\u00b2")
+def test_lists_of_hosts(text: str) -> None:
+    with suppress(UsageError):
+        assert parse_hosts(text)
+
+
+@fuzzed
+@given(text_of(NODE_WORDS))
+@example("n[0-99999999999999]")
+@example("n[1-9999][1-9999][1-9999]")
+@example("n[1]" * 5000)
+@example(",".join(["n[1-99999]"] * 50))
+@example("[" * 50_000)
+@example("n[" + "9" * 5000 + "]")
+def test_node_lists(text: str) -> None:
+    with little_memory(), suppress(TopologyError):
+        assert parse_node_list(text)
+
+
+@fuzzed
+@given(text_of(NODE_WORDS))
+@example("1(x999999999)")
+@example("9" * 5000)
+def test_counts_of_tasks(text: str) -> None:
+    with little_memory(), suppress(TopologyError):
+        assert tasks_per_node(text)
+
+
+@fuzzed
+@given(text_of(TIME_WORDS))
+def test_durations(text: str) -> None:
+    assert parse_duration(text) is None or parse_duration(text) >= 0
+
+
+@fuzzed
+@given(
+    st.binary(max_size=60) | text_of([*HOST_WORDS, " ", "4 ", "q@n UNDEFINED\n"]).map(str.encode)
+)
+def test_files_of_schedulers(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "hosts"
+    file.write_bytes(content)
+    for names in (("PBS_NODEFILE", "PBS_JOBID"), ("PE_HOSTFILE", "JOB_ID")):
+        with suppress(TopologyError, UsageError):
+            assert allocation(dict(zip(names, (str(file), "7"), strict=True)))
+
+
+@fuzzed
+@given(st.binary(max_size=60) | text_of(SITE_WORDS).map(str.encode))
+@example(b"a = " + b"[" * 20_000)
+@example(b"exports = { TORCHMN_SECRET = 'word' }")
+def test_files_of_sites(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "site.toml"
+    file.write_bytes(content)
+    with suppress(UsageError):
+        read_site(file)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=10,
+)
+
+
+@fuzzed
+@given(
+    st.binary(max_size=80)
+    | JSON.map(lambda value: json.dumps(value).encode())
+    | st.tuples(st.sampled_from(["End", "Hello", "Run", "Output"]), JSON).map(
+        lambda pair: json.dumps(pair).encode()
+    )
+)
+@example(b"[" * 100_000)
+@example(b'["End", ' + b"[" * 100_000)
+@example(b'["End", {"signum": ' + b"9" * 5000 + b"}]")
+def test_messages(line: bytes) -> None:
+    with suppress(ValueError):
+        assert encode(decode(line))
+
+
+@fuzzed
+@given(st.lists(st.binary(max_size=300), max_size=4))
+def test_channels_end_with_who_does_not_speak_in_messages(chunks: list[bytes]) -> None:
+    one, other = socket.socketpair()
+    channel = Channel(one)
+    with other:
+        for chunk in chunks:
+            other.sendall(chunk)
+            channel.collect()
+    while channel.is_open:
+        channel.collect()
+    channel.close()
+
+
+MANIFEST = {
+    "format": 1,
+    "step": 3,
+    "world_size": 2,
+    "route": "flat",
+    "created": "now",
+    "versions": {"torch": "2"},
+    "metric": 0.5,
+    "files": {"a": {"nbytes": 1, "checksum": "0", "tensors": {"w": "0"}}},
+}
+
+
+@fuzzed
+@given(
+    st.binary(max_size=80)
+    | JSON.map(lambda value: json.dumps(value).encode())
+    | st.tuples(st.sampled_from(sorted(MANIFEST)), JSON).map(
+        lambda pair: json.dumps({**MANIFEST, "format": manifest.FORMAT, pair[0]: pair[1]}).encode()
+    )
+)
+@example(b"[" * 100_000)
+def test_manifests(body: bytes) -> None:
+    """Also with a checksum that is right: whoever writes one can count it as well."""
+    framed = b'{"checksum":"%s","manifest":%s}\n' % (manifest.digest(body).encode(), body)
+    for raw in (body, framed):
+        with suppress(DataError):
+            manifest.parse(raw)
+
+
+@fuzzed
+@given(
+    st.binary(max_size=60)
+    | JSON.map(lambda value: json.dumps(value).encode())
+    | st.lists(JSON, max_size=3).map(
+        lambda ends: json.dumps({"w": {"data_offsets": ends}}).encode()
+    )
+)
+@example(b'{"w": {"data_offsets": [0, Infinity]}}')
+@example(b"[" * 100_000)
+def test_headers_of_shards(header: bytes) -> None:
+    with suppress(DataError):
+        shard_file._places("shard", header)
+
+
+KINDS = st.sampled_from(
+    [
+        *("list", "tuple", "set", "frozenset", "Size", "dict", "OrderedDict", "complex", "int"),
+        *("float", "bytes", "tensor", "array", "scalar", "dtype", "device", "pickle", "no such"),
+    ]
+)
+DESCRIPTIONS = st.recursive(
+    JSON
+    | st.sampled_from(
+        ["float32", "load", "__name__", "|O", "<f4", "|V0", "<M8[D]", "(1", "cpu", 2**40]
+    ),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(KINDS, inner).map(list)
+        | st.tuples(KINDS, inner, inner).map(list)
+        | st.tuples(
+            st.just("tensor"), inner, st.lists(st.integers(-1, 4), max_size=3), st.just(False)
+        ).map(list)
+        | st.tuples(KINDS, st.lists(st.tuples(inner, inner).map(list), max_size=2)).map(list)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(fuzzed, max_examples=500)
+@given(st.binary(max_size=60) | DESCRIPTIONS.map(lambda body: json.dumps(["", body]).encode()))
+@example(b"[" * 100_000)
+@example(json.dumps(["", ["dtype", "load"]]).encode())
+@example(json.dumps(["", ["array", "|O", [1]]]).encode())
+@example(json.dumps(["", ["bytes", -1]]).encode())
+@example(json.dumps(["", ["tensor", "float32", [2**62], False]]).encode())
+@example(json.dumps(["", ["pickle", "gASVEQAAAAAAAACMBXBvc2l4lIwGc3lzdGVtlJOULg==", "x"]]).encode())
+def test_descriptions_of_objects(head: bytes) -> None:
+    for trust in (Trust(), Trust(secret=b"of this job")):
+        with suppress(CommunicationError):
+            _, body, tensors = objects.unpack_head(head, torch.device("cpu"))
+            if all(tensor.numel() < 1000 for tensor in tensors):
+                objects.unpack(body, [tensor.zero_() for tensor in tensors], trust)
+
+
+@pytest.mark.parametrize("is_gate", [True, False])
+def test_handshakes(is_gate: bool) -> None:
+    if is_gate:
+        _fuzz_gate()
+    else:
+        _fuzz_visitor()
+
+
+def _fuzz_gate() -> None:
+    """Random words, and words that look like an answer, at one gate that goes on to serve."""
+    hexadecimal = st.text("0123456789abcdef", min_size=30, max_size=66).map(str.encode)
+    answers = st.tuples(hexadecimal, hexadecimal, st.binary(max_size=40)).map(b" ".join)
+    listener = channels.listen()
+    gate = Gate(listener, secret="of this job", role="tests")
+
+    @fuzzed
+    @given(st.binary(max_size=MOST_BYTES + 10) | answers | answers.map(lambda words: words + b"\n"))
+    def say(words: bytes) -> None:
+        with socket.create_connection(listener.getsockname(), timeout=10) as stranger:
+            stranger.sendall(words)
+            for _ in range(5):
+                assert gate.accept() == []
+        assert gate.num_waiting <= 64
+
+    say()
+    gate.close()
+
+
+def _fuzz_visitor() -> None:
+    """A gate that says anything to who knocks."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        greetings = st.sampled_from([b"torchmn gate 1 ", b"torchmn gate 1 " + b"0" * 32 + b"\n"])
+        address = channels.address_of(listener)
+
+        @settings(fuzzed, max_examples=60)
+        @given(
+            st.binary(max_size=120) | st.tuples(greetings, st.binary(max_size=120)).map(b"".join)
+        )
+        def hear(words: bytes) -> None:
+            def knock() -> None:
+                connect(
+                    *(address,),
+                    secret="of this job",
+                    role="tests",
+                    line=b"a visitor\n",
+                    limit_s=10,
+                    insists=False,
+                )
+
+            _while_saying(listener, words, knock)
+
+        hear()
+
+
+def _while_saying(listener: socket.socket, words: bytes, knock: Callable[[], None]) -> None:
+    import threading
+
+    def say() -> None:
+        connection = listener.accept()[0]
+        with connection, suppress(OSError):
+            connection.sendall(words)
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(1000):
+                pass
+
+    thread = threading.Thread(target=say)
+    thread.start()
+    with pytest.raises(LaunchError):
+        knock()
+    thread.join()
