@@ -14,6 +14,7 @@ import datetime
 import json
 import signal
 import sys
+import time
 from pathlib import Path
 
 from chaos import table
@@ -31,7 +32,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--runs", type=int, default=10, help="how many runs")
-    add("--seed", type=int, default=0, help="what they are drawn from")
+    add("--seed", type=int, default=int(time.time()), help="what they are drawn from")
     add("--first", type=int, default=0, help="the number of the first one")
     add("--only", default="", help="only faults or settings whose names hold this")
     add("--results", type=Path, default=RESULTS, help="the file to append to")
