@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import signal
 import sys
 import time
@@ -85,8 +84,7 @@ def conduct(options: argparse.Namespace) -> None:
                 "hang_limit_s": hang_limit_s(fault, setting),
                 **found,
             }
-            with options.results.open("a") as file:
-                file.write(json.dumps(found) + "\n")
+            table.append(options.results, found)
             outcome = "; ".join(found["problems"])[:200] or "good"
             shown = {
                 key: found.get(key)

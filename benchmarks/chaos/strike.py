@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def strike(fault: Fault, job: Job, setting: Setting, stage: Stage, folder: Path)
     """Wait for the moment and do it; when that was (monotonic). Raises TooLateError."""
     if fault.order:
         return _wait_for_inside(job, folder)
-    pid = _wait_for_moment(fault, job, folder)
+    pid = _wait_for_moment(fault, job, setting, folder)
     now = time.monotonic()
     try:
         if fault.kind in _SIGNALS:
@@ -61,7 +62,7 @@ def _wait_for_inside(job: Job, folder: Path) -> float:
     return time.monotonic() - (time.time() - float(path.read_text()))
 
 
-def _wait_for_moment(fault: Fault, job: Job, folder: Path) -> int:
+def _wait_for_moment(fault: Fault, job: Job, setting: Setting, folder: Path) -> int:
     """Sleep until the moment; the process of the rank."""
     try:
         pid = job.wait_for_pid(fault.rank, _LIMIT_S)
@@ -70,17 +71,18 @@ def _wait_for_moment(fault: Fault, job: Job, folder: Path) -> int:
     if fault.moment != "start":
         _wait_for(lambda: _num_steps(folder) >= fault.step, job)
     if fault.moment == "write":
-        checkpoints = folder / "checkpoints"
-        _wait_for(lambda: any(checkpoints.glob("*draft*")), job)
+        last = setting.num_steps - 3  # drafts are there for milliseconds, and may be missed
+        drafts = (folder / "checkpoints").glob
+        _wait_for(lambda: any(drafts(".draft-*")) or _num_steps(folder) >= last, job)
     if fault.kind == "flipped byte":
         _wait_for(lambda: len(complete(folder)) > 1, job)
     time.sleep(fault.delay_s)
     return pid
 
 
-def _wait_for(condition: object, job: Job) -> None:
+def _wait_for(condition: Callable[[], bool], job: Job) -> None:
     deadline = time.monotonic() + _LIMIT_S
-    while not condition():  # type: ignore[operator]
+    while not condition():
         if job.process.poll() is not None or time.monotonic() > deadline:
             raise TooLateError("the moment did not come")
         time.sleep(_POLL_S)
