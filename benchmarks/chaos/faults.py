@@ -104,6 +104,8 @@ def fault_of(kind: Kind, setting: Setting, source: random.Random) -> Fault:
     step = source.randrange(1, num_steps - 5)
     if kind in ("exception", "exit"):
         place = source.choice(_INSIDE if kind == "exception" else _but("backward", _INSIDE))
+        if place == "start":
+            step = 0
         if place == "save":
             step = min(step, num_steps - 2 * period_steps)
         status = source.choice((3, 7, 3, -4, 0)) if kind == "exit" else 0
