@@ -54,7 +54,7 @@ def test_the_error_names_collective_rank_and_host(what: str) -> None:
         assert "within 0.5 s" in text
         assert "raise timeout_s=" in text
         assert f"#{comm.journal.last.number} of group 'world'" in text
-        assert comm.journal.last.state == "failed"
+        assert comm.journal.last.state == "late"
         for other in CALLS.values():
             with pytest.raises(CommunicationError, match="unusable since an exchange failed: rank"):
                 other(comm)
