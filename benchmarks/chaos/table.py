@@ -107,6 +107,7 @@ def bars(records: Sequence[Record]) -> list[Bar]:
         ("hangs over 90 s", lambda r: r["hang"]),
         ("runs with orphans", lambda r: bool(r["orphans"])),
         ("wrong results", is_wrong),
+        ("culprits not named", lambda r: r.get("named") is False),
     )
     for name, is_bad in counts:
         number = sum(map(is_bad, records))

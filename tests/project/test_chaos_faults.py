@@ -94,7 +94,13 @@ def test_bars_fail_for_a_hang_an_orphan_and_wrong_bits(load, tmp_path: Path) -> 
     for _ in range(200):
         table.append(path, good)
     assert all(bar.holds for bar in table.bars(table.read(path)))
-    bad = ({"hang": True}, {"orphans": ["7 S a"]}, {"bit_equal": False}, {"end_s": 30.0})
+    bad = (
+        {"hang": True},
+        {"orphans": ["7 S a"]},
+        {"bit_equal": False},
+        {"end_s": 30.0},
+        {"named": False},
+    )
     for change in bad:
         records = [{**good, **change}] * 200
         assert [bar.holds for bar in table.bars(records)].count(False) == 1, change
