@@ -3,13 +3,14 @@
 
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: help setup train test test-slurm bench lint clean
+.PHONY: help setup train test test-slurm bench chaos lint clean
 
 help:
 	@echo 'make train       train a network on real images with one worker, then two'
 	@echo 'make test        run the tests'
 	@echo 'make test-slurm  install Slurm (Debian, root) and run the tests under it'
 	@echo 'make bench       run all benchmarks; make bench-NAME runs benchmarks/bench_NAME.py'
+	@echo 'make chaos       strike a training RUNS=50 times by random faults of SEED=... and resume it'
 	@echo 'make lint        check style and types'
 	@echo 'make setup       make .venv with everything the others need (they do it themselves)'
 	@echo 'make clean       remove .venv'
@@ -33,6 +34,11 @@ bench: setup
 
 bench-%: setup
 	@$(VENV_PYTHON) 'benchmarks/bench_$*.py' $(ARGS)
+
+# Appends to benchmarks/records/chaos.jsonl, so that many runs may take several invocations.
+RUNS := 50
+chaos: setup
+	@$(VENV_PYTHON) benchmarks/bench_chaos.py --runs $(RUNS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 lint: setup
 	@$(VENV_PYTHON) -m ruff check .

@@ -252,6 +252,24 @@ def test_the_rate_changes_while_bytes_flow(lab: Lab) -> None:
     assert fast > 4 * slow_again
 
 
+def test_a_link_is_cut_and_mended(lab: Lab) -> None:
+    source, target = lab.hosts
+    receiver = target.popen(python(RECEIVE), stdout=subprocess.PIPE)
+    assert receiver.stdout is not None
+    with receiver.stdout as output:
+        assert output.readline() == "ready\n"
+    sender = source.popen(python(SEND, target.name, 10**10))
+    wait_until(lambda: lab.bytes_received(target) > 500_000)
+    lab.cut(target)
+    time.sleep(0.1)
+    before = lab.bytes_received(target)
+    time.sleep(0.5)
+    assert lab.bytes_received(target) == before
+    assert sender.poll() is None
+    lab.mend(target)
+    wait_until(lambda: lab.bytes_received(target) > before + 500_000)
+
+
 def test_a_wrong_rate_changes_nothing(lab: Lab) -> None:
     with pytest.raises(UsageError, match="no positive number"):
         lab.set_rate("100 MB")

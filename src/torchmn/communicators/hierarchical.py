@@ -38,7 +38,8 @@ class HierarchicalCommunicator(Communicator):
             self._node.broadcast_(cargo.buffer, 0)
 
     def _send_ahead(self, cargo: Cargo, wire: Wire) -> None:
-        if self._node.size == 1 and self._leaders is not None:
+        # All leaders or none: what is announced goes by another connection.
+        if self._leaders is not None and self._leaders.size == self.size:
             wire.send_ahead(self._leaders, cargo)
 
     def _agree(self, is_valid: bool) -> bool:

@@ -141,6 +141,18 @@ class Lab:
             self._rates[host.index] = rate
         shape(self._switch, [port_of(host.index) for host in chosen], rate)
 
+    def cut(self, host: Host) -> None:
+        """Set the host's link down, at the switch: what is sent gets lost, and nobody is told."""
+        self._set_link(host, "down")
+
+    def mend(self, host: Host) -> None:
+        """Set the host's link up again."""
+        self._set_link(host, "up")
+
+    def _set_link(self, host: Host, state: Literal["up", "down"]) -> None:
+        port = port_of(host.index)
+        call([*entering(self._switch), tool("ip"), "link", "set", "dev", port, state])
+
     def bytes_sent(self, host: Host) -> int:
         """What came through the host's link to the switch since the lab was made.
 

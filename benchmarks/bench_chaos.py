@@ -1,0 +1,97 @@
+"""Random faults at random moments of a real training: does it end at once, and resume exactly?
+
+    make chaos RUNS=50 SEED=1
+
+Every run trains the digits (`chaos/training.py`) on 2 to 4 workers, one fault meets it, and the
+training is resumed. Each run is a line of `records/chaos.jsonl`, to which several invocations
+append; the table is over all of them. A seed and the number of a run give the run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import signal
+import sys
+import time
+from pathlib import Path
+
+from chaos import table
+from chaos.faults import draw
+from chaos.run import ReferenceFailedError, References, run
+from chaos.stage import has_disks, has_hosts, open_stage
+from chaos.verdicts import hang_limit_s
+from record import OUT, RECORDS, environment, report
+
+RESULTS = RECORDS / "chaos.jsonl"
+WORK = OUT / "chaos"
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--runs", type=int, default=10, help="how many runs")
+    add("--seed", type=int, default=int(time.time()), help="what they are drawn from")
+    add("--first", type=int, default=0, help="the number of the first one")
+    add("--only", default="", help="only faults or settings whose names hold this")
+    add("--results", type=Path, default=RESULTS, help="the file to append to")
+    add("--report", action="store_true", help="only show what was found so far")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parse_options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left behind
+    if not options.report:
+        conduct(options)
+    records = table.read(options.results)
+    table.show(records)
+    return report("chaos", table.bars(records))
+
+
+def conduct(options: argparse.Namespace) -> None:
+    """The runs, one after another."""
+    can = {"has_hosts": has_hosts(), "has_disks": has_disks()}
+    for name, is_there in can.items():
+        if not is_there:
+            print(f"chaos: without {name.removeprefix('has_')}, which need root.", file=sys.stderr)
+    references = References(WORK / "references")
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    transcripts = WORK / "transcripts"
+    transcripts.mkdir(parents=True, exist_ok=True)
+    commit = environment()["commit"]
+    num_left, number = options.runs, options.first - 1
+    with open_stage() as stage:
+        while num_left:
+            number += 1
+            setting, fault = draw(options.seed, number, **can)
+            if options.only not in fault.kind and options.only not in setting.name:
+                continue
+            num_left -= 1
+            transcript = transcripts / f"{options.seed}-{number}.txt"
+            transcript.unlink(missing_ok=True)
+            print(f"{options.seed}:{number} {setting.name}, {fault.kind} {fault.when}", flush=True)
+            try:
+                found = run(setting, fault, stage, references, transcript)
+            except ReferenceFailedError as error:
+                print(f"chaos: no reference for {error}", file=sys.stderr, flush=True)
+                continue
+            found = {
+                "seed": options.seed,
+                "number": number,
+                "at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+                "commit": commit,
+                "hang_limit_s": hang_limit_s(fault, setting),
+                **found,
+            }
+            table.append(options.results, found)
+            outcome = "; ".join(found["problems"])[:200] or "good"
+            shown = {
+                key: found.get(key)
+                for key in ("status", "detection_s", "end_s", "resumed_at", "seconds")
+            }
+            print(f"    {outcome} {shown}", flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

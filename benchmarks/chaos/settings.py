@@ -1,0 +1,74 @@
+"""What is trained by how many workers where, and started by whom. The settings are data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Launcher = Literal["torchmn run", "mpirun", "torchrun"]
+Backend = Literal["gloo", "mpi"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One way to train. Under mpirun and torchrun the script installs the crash handler itself.
+
+    ``workers`` has the number on each host: one entry is this machine, several are test hosts.
+    ``timeout_s`` is that of a collective, the first one's is twice as long. ``share`` is how often
+    the setting is drawn. ``is_exact`` says whether a resumed run must end with the bits of one that
+    was not disturbed.
+    """
+
+    workers: tuple[int, ...] = (2,)
+    launcher: Launcher = "torchmn run"
+    backend: Backend = "gloo"
+    route: str = "hierarchical"
+    schedule: str = "every_step"
+    codec: str = "float32"
+    num_steps: int = 100
+    period_steps: int = 8
+    timeout_s: float = 10.0
+    share: float = 1.0
+    is_exact: bool = True
+
+    @property
+    def num_workers(self) -> int:
+        """Of all hosts."""
+        return sum(self.workers)
+
+    @property
+    def has_hosts(self) -> bool:
+        """Whether it needs test hosts."""
+        return len(self.workers) > 1
+
+    @property
+    def training(self) -> tuple[str, ...]:
+        """What decides the bits of the result: the key of the reference run, with ``workers``."""
+        return (self.backend, self.route, self.schedule, self.codec, str(self.num_steps))
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        where = "+".join(map(str, self.workers))
+        return f"{where} {self.launcher} {self.backend} {self.schedule} {self.codec}"
+
+
+SETTINGS = (
+    Setting(share=2),
+    Setting(workers=(3,), route="flat", share=2),
+    Setting(workers=(4,), route="naive"),
+    Setting(backend="mpi", share=2),
+    Setting(workers=(3,), backend="mpi"),
+    Setting(schedule="double_buffering"),
+    Setting(codec="1bit"),
+    Setting(codec="int8", schedule="every_step_next_forward"),
+    Setting(schedule="block_momentum"),
+    Setting(workers=(3,), schedule="diloco", codec="int8"),
+    Setting(launcher="mpirun", backend="mpi", share=2),
+    Setting(workers=(3,), launcher="mpirun", backend="gloo"),
+    Setting(launcher="torchrun"),
+    Setting(workers=(1, 1), share=3),
+    Setting(workers=(2, 1), share=1.5),
+    Setting(workers=(1, 1), backend="mpi"),
+    Setting(workers=(1, 1), codec="int8", schedule="double_buffering"),
+)

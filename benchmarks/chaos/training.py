@@ -1,0 +1,176 @@
+"""A small real training: digits, batch normalization, dropout, a checkpoint every few steps.
+
+    torchmn run -n 2 benchmarks/chaos/training.py FOLDER --digits FILE [--schedule ... --fault ...]
+
+``FOLDER`` gets ``checkpoints``, ``progress`` (one byte for each step of rank 0), ``resumed`` (the
+step that a run began with), ``struck`` (when a fault from inside came), ``accuracy`` and
+``final-rank<r>.safetensors``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import cross_entropy
+
+import torchmn
+from torchmn.errors import TorchmnError
+from torchmn.exchange import BlockMomentum, DiLoCo, PeriodicAverage
+from torchmn.resilience import install_crash_handler
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
+from models.small_cnn import SmallCNN
+
+GLOBAL_BATCH = 48
+_BLOCK_STEPS = 8
+
+SCHEDULES = {"block_momentum": BlockMomentum, "diloco": DiLoCo, "periodic_average": PeriodicAverage}
+"""Those whose default blocks are longer than this training; others go by their name."""
+
+
+class InsideFault:
+    """A fault that the script makes itself, where and when ``--fault`` says.
+
+    ``KIND:RANK:STEP:PLACE``; the kind is ``exception``, ``exit<status>`` or ``_exit<status>``.
+    """
+
+    def __init__(self, text: str, folder: Path) -> None:
+        kind, rank, step, place = text.split(":") if text else ("", "-1", "-1", "")
+        self._kind, self._place = kind, place
+        self._rank, self._step = int(rank), int(step)
+        self._folder = folder
+
+    def may_come(self, rank: int, step: int, place: str) -> None:
+        """Called at every place where a fault may come."""
+        if (rank, place) == (self._rank, self._place) and step >= self._step:
+            self._rank = -1
+            (self._folder / "struck").write_text(str(time.time()))
+            self._come()
+
+    def _come(self) -> NoReturn:
+        if self._kind.startswith("_exit"):
+            os._exit(int(self._kind.removeprefix("_exit")))
+        if self._kind.startswith("exit"):
+            sys.exit(int(self._kind.removeprefix("exit")))
+        raise RuntimeError("the fault that the benchmark ordered")
+
+
+class Bystander:
+    """Something with a state, whose saving may fail."""
+
+    def __init__(self, come: Callable[[], None]) -> None:
+        self._come = come
+
+    def state_dict(self) -> dict[str, int]:
+        """Nothing worth keeping."""
+        self._come()
+        return {"nothing": 0}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Nothing to do."""
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("folder", type=Path, help="where it writes what it did")
+    add("--digits", type=Path, required=True, help="file with the images and labels")
+    add("--route", default="hierarchical")
+    add("--schedule", default="every_step")
+    add("--codec", default="float32")
+    add("--steps", type=int, default=100)
+    add("--period", type=int, default=8, help="steps from checkpoint to checkpoint")
+    add("--timeout", type=float, default=10.0, help="in seconds; the first is twice as long")
+    add("--fault", default="", help="KIND:RANK:STEP:PLACE")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_options()
+    folder: Path = options.folder
+    fault = InsideFault(options.fault, folder)
+    launched_rank = int(os.environ.get("RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
+    fault.may_come(launched_rank, 0, "start")
+    torch.set_num_threads(1)
+    comm = torchmn.create_communicator(
+        options.route, timeout_s=options.timeout, first_timeout_s=2 * options.timeout
+    )
+    install_crash_handler(comm)
+    digits = load_file(options.digits)
+
+    torch.manual_seed(0)
+    model = SmallCNN(image_size=digits["images"].shape[-1])
+    torch.manual_seed(1 + comm.rank)  # dropout differs between workers
+    sgd = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=1e-4)
+    schedule = options.schedule
+    if schedule in SCHEDULES:
+        schedule = SCHEDULES[schedule](_BLOCK_STEPS * GLOBAL_BATCH)
+    optimizer = torchmn.create_multi_node_optimizer(
+        sgd, comm, model, codec=options.codec, schedule=schedule
+    )
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(sgd, 0.05, total_steps=options.steps + 1)
+    sampler = torchmn.GlobalSampler(len(digits["labels"]), comm, GLOBAL_BATCH)
+    checkpointer = torchmn.create_multi_node_checkpointer(comm, folder, "checkpoints")
+    step = 0
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "sampler": sampler,
+        "bystander": Bystander(lambda: fault.may_come(comm.rank, step, "save")),
+    }
+    step = checkpointer.resume(state)
+    if comm.rank == 0:
+        (folder / "resumed").write_text(str(step))
+    first_parameter = next(model.parameters())
+    first_parameter.register_hook(lambda _: fault.may_come(comm.rank, step, "backward"))
+
+    progress = os.open(folder / "progress", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    if comm.rank == 0:
+        os.write(progress, b"." * (1 + step))  # one more: it has begun
+    model.train()
+    inputs, labels = digits["images"], digits["labels"]
+    while step < options.steps:
+        for batch in sampler:
+            fault.may_come(comm.rank, step, "step")
+            loss = cross_entropy(model(inputs[batch]), labels[batch])
+            fault.may_come(comm.rank, step, "forward")
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            step += 1
+            if comm.rank == 0:
+                os.write(progress, b".")
+            if step % options.period == 0 and step < options.steps:
+                checkpointer.save(step, state)
+            if step == options.steps:
+                break
+    try:
+        checkpointer.finish()
+    except TorchmnError as error:  # the training is worth more than its last checkpoint
+        print(f"no last checkpoint: {error}", flush=True)
+    optimizer.flush()
+    tensors = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    draft = folder / f"draft-rank{comm.rank}"
+    save_file(tensors, draft)
+    draft.rename(folder / f"final-rank{comm.rank}.safetensors")
+    if comm.rank == 0:
+        model.eval()
+        with torch.no_grad():
+            is_right = model(digits["test_images"]).argmax(1) == digits["test_labels"]
+        (folder / "accuracy").write_text(json.dumps(float(is_right.float().mean())))
+    comm.finalize()
+
+
+if __name__ == "__main__":
+    torchmn.run_main(main)

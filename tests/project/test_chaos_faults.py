@@ -1,0 +1,117 @@
+"""What `make chaos` draws, and how it judges: the parts that start nothing."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    monkeypatch.syspath_prepend(BENCHMARKS)
+
+    def load_(name: str) -> ModuleType:
+        return importlib.import_module(name)
+
+    return load_
+
+
+def test_a_seed_and_a_number_give_the_run_again(load) -> None:
+    faults = load("chaos.faults")
+    everything = {"has_hosts": True, "has_disks": True}
+    first = [faults.draw(7, number, **everything) for number in range(50)]
+    assert first == [faults.draw(7, number, **everything) for number in range(50)]
+    assert first != [faults.draw(8, number, **everything) for number in range(50)]
+
+
+def test_every_fault_and_setting_is_drawn_and_fits(load) -> None:
+    faults, settings = load("chaos.faults"), load("chaos.settings")
+    drawn = [faults.draw(1, number, has_hosts=True, has_disks=True) for number in range(600)]
+    assert {fault.kind for _, fault in drawn} == set(faults.KINDS)
+    assert {setting for setting, _ in drawn} == set(settings.SETTINGS)
+    assert Counter(fault.moment for _, fault in drawn).keys() == {"start", "step", "write"}
+    for setting, fault in drawn:
+        assert 0 <= fault.rank < setting.num_workers
+        assert 0 <= fault.step < setting.num_steps
+        assert setting.has_hosts or not fault.kind.startswith("network")
+        assert setting.launcher == "torchmn run" or fault.kind != "launcher killed"
+        assert (fault.step == 0) == (fault.when == "start")
+
+
+def test_without_root_there_are_neither_hosts_nor_disks(load) -> None:
+    faults = load("chaos.faults")
+    drawn = [faults.draw(1, number, has_hosts=False, has_disks=False) for number in range(300)]
+    assert not any(setting.has_hosts for setting, _ in drawn)
+    assert not {fault.kind for _, fault in drawn} & {"disk full", "network cut", "network pause"}
+
+
+def test_who_is_named(load) -> None:
+    faults, verdicts = load("chaos.faults"), load("chaos.verdicts")
+    one = load("chaos.settings").Setting()
+
+    def is_named(kind: str, rank: int, *texts: str, **more) -> bool | None:
+        lines = [load("chaos.job").Line(float(at), text) for at, text in enumerate(texts)]
+        return verdicts.is_named(lines, faults.Fault(kind=kind, rank=rank, step=9, **more), one)
+
+    begin = "torchmn: 2 worker(s) with gloo on vm, logs in logs"
+    killed = "torchmn: rank 1 on vm was ended by SIGKILL."
+    assert is_named("kill", 1, begin, killed)
+    assert not is_named("kill", 0, begin, killed)
+    assert not is_named("kill", 1, begin)
+    assert not is_named("kill", 1, begin, killed, "torchmn: rank 0 on vm failed.")
+    hang = "torchmn: no sum; rank 1 did not come to it: rank 1 on vm: its process is stopped."
+    assert is_named("SIGSTOP", 1, begin, hang)
+    assert not is_named("SIGSTOP", 0, begin, hang)
+    assert not is_named("SIGSTOP", 1, begin, killed)
+    assert is_named("launcher killed", 1, begin) is None
+
+
+def test_bars_fail_for_a_hang_an_orphan_and_wrong_bits(load, tmp_path: Path) -> None:
+    table = load("chaos.table")
+    good = {
+        "seed": 1,
+        "number": 1,
+        "setting": {"name": "2", "workers": [2], "is_exact": True},
+        "fault": {"kind": "kill", "rank": 0, "when": "step 3"},
+        "went_on": False,
+        "hang": False,
+        "orphans": [],
+        "bit_equal": True,
+        "named": True,
+        "detection_s": 0.2,
+        "end_s": 0.5,
+        "problems": [],
+        "hang_limit_s": 15.0,
+    }
+    path = tmp_path / "runs.jsonl"
+    for _ in range(200):
+        table.append(path, good)
+    assert all(bar.holds for bar in table.bars(table.read(path)))
+    bad = (
+        {"hang": True},
+        {"orphans": ["7 S a"]},
+        {"bit_equal": False},
+        {"end_s": 30.0},
+        {"named": False},
+    )
+    for change in bad:
+        records = [{**good, **change}] * 200
+        assert [bar.holds for bar in table.bars(records)].count(False) == 1, change
+    assert not table.bars([good] * 199)[0].holds
+
+
+def test_records_name_no_folder(load, tmp_path: Path) -> None:
+    table = load("chaos.table")
+    path = tmp_path / "runs.jsonl"
+    words = "rank 1 of group 'a/b' failed; its output is in /some/where/logs/rank1.log (7/8)."
+    table.append(path, {"sentence": words})
+    assert json.loads(path.read_text()) == {
+        "sentence": "rank 1 of group 'a/b' failed; its output is in rank1.log (7/8)."
+    }
