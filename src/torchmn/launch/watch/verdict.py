@@ -133,16 +133,16 @@ def judge(
         return _blame(causes[0], log_dir if keeps_output else None)
     followers = sorted((r.failed.at, r.rank) for r in ranks if r.failed is not None and r.follows)
     if followers and not launcher_problem:
-        early = [r for r in ranks if r.exit is not None and r.exit.returncode == 0]
         verdict = _blame(ranks[followers[0][1]], log_dir if keeps_output else None)
-        return replace(verdict, sentence=_with_early(verdict.sentence, early))
+        return replace(verdict, sentence=_with_early(verdict.sentence, ranks))
     if by_itself or launcher_problem:
         victims = [ranks[rank] for _, rank in by_itself]
         own_code = _exit_code(victims[0]) if victims else 1
         problem = launcher_problem or f"{_obituary(victims[0])}, which neither it nor we sent"
+        sentence = f"{problem}; what the launcher said is in {log_dir / 'launcher.log'}."
         return Verdict(
             exit_code=shell_code(launcher_returncode) or own_code,
-            sentence=f"{problem}; what the launcher said is in {log_dir / 'launcher.log'}.",
+            sentence=_with_early(sentence, ranks) if victims else sentence,
             blames_launcher=True,
         )
     return Verdict(exit_code=0)
@@ -159,7 +159,9 @@ def _blame(culprit: RankRecord, log_dir: Path | None) -> Verdict:
     return Verdict(exit_code=code, sentence=f"{_obituary(culprit)}{where}.", culprit=culprit)
 
 
-def _with_early(sentence: str, early: Sequence[RankRecord]) -> str:
+def _with_early(sentence: str, ranks: Sequence[RankRecord]) -> str:
+    """The sentence, and who had left while the others went on: that may be why."""
+    early = [r for r in ranks if r.exit is not None and r.exit.returncode == 0]
     if not early:
         return sentence
     who = ", ".join(str(record.rank) for record in early)

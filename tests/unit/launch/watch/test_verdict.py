@@ -148,6 +148,13 @@ def test_without_a_cause_the_first_that_lost_a_peer_and_who_had_left_before() ->
     assert "Before that rank 2 had ended with exit code 0" in found.sentence
 
 
+def test_victims_of_a_launcher_that_a_rank_has_left_too_early() -> None:
+    """mpirun ends all when one leaves before it has called MPI_Init."""
+    found = verdict(ended(0, 0, at=0.5), ended(1, -15, at=1.0, by="outside"))
+    assert found.exit_code == 143
+    assert "Before that rank 0 had ended with exit code 0" in found.sentence
+
+
 def test_a_hang_is_told_by_its_report() -> None:
     hang = HangReport(sentence="barrier has not completed", text="all", missing=(1,))
     found = verdict(failed(0, 1.0, follows=True), ended(1, -9, by="supervisor"), hang=hang)
