@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+BLOCK_STEPS = 8
+"""Of the schedules by blocks, in `training`."""
+
 Launcher = Literal["torchmn run", "mpirun", "torchrun"]
 Backend = Literal["gloo", "mpi"]
 
@@ -40,6 +43,11 @@ class Setting:
     def has_hosts(self) -> bool:
         """Whether it needs test hosts."""
         return len(self.workers) > 1
+
+    @property
+    def num_first_steps(self) -> int:
+        """Up to which step the limit of the first exchange holds: blocks come to theirs later."""
+        return 2 * BLOCK_STEPS + 1 if self.schedule in ("block_momentum", "diloco") else 2
 
     @property
     def training(self) -> tuple[str, ...]:

@@ -77,5 +77,5 @@ def has_right_status(status: int, fault: Fault, setting: Setting) -> bool:
 
 def hang_limit_s(fault: Fault, setting: Setting) -> float:
     """Within what time a hang has to be named: the time-out, the first one twice as long."""
-    is_first = fault.when == "start" or fault.step < 2
+    is_first = fault.when == "start" or fault.step < setting.num_first_steps
     return setting.timeout_s * (2 if is_first else 1) + HANG_MARGIN_S

@@ -241,7 +241,7 @@ def test_killed_agent_leaves_nothing(runner: Runner, backend: str) -> None:
     agents = [p for p in runner.processes("torchmn.launch.worker") if "mpirun" not in p.name()]
     next(p for p in agents if "prterun" not in p.name()).kill()
     _, err = process.communicate(timeout=20)
-    assert process.returncode == 137
+    assert process.returncode == 137, err
     assert "was lost: its agent died" in err
     runner.wait_until_nothing_is_left()
 
@@ -252,7 +252,7 @@ def test_killed_mpirun_leaves_nothing(runner: Runner) -> None:
     process = start_with_grandchildren(runner, "mpi")
     next(p for p in runner.processes("--bind-to") if p.ppid() == process.pid).kill()
     _, err = process.communicate(timeout=20)
-    assert process.returncode == 137
+    assert process.returncode == 137, err
     assert "mpirun ended with SIGKILL while its ranks were running" in err
     runner.wait_until_nothing_is_left()
 

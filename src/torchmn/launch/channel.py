@@ -39,6 +39,8 @@ class Channel:
         self._outbox = bytearray()
         self._arrived: list[Message] = []
         self.is_open = True
+        self.is_silent = False
+        """Whether it has ended because nothing comes through any more, not by the other side."""
 
     def fileno(self) -> int:
         """For selectors."""

@@ -176,11 +176,9 @@ class Supervisor:
         if command.ranks is not None:
             served = served[command.ranks.start : command.ranks.stop]
         for record in served:
-            if (
-                record.lost_at is not None
-                and record.lost_returncode is None
-                and not record.is_silent
-            ):
+            # Its end may be known before that of the connection. Of a silent host we know neither:
+            # there we have ended our own end.
+            if record.exit is None and record.lost_returncode is None and not record.is_silent:
                 record.lost_returncode = returncode
         if all(record.has_ended for record in served) or self._is_ending:
             return

@@ -79,6 +79,14 @@ def test_end_of_the_connection_is_seen_behind_the_last_message(
     other.post(End(signum=15))  # nobody is there: no error
 
 
+def test_a_connection_that_the_other_side_ends_is_not_silent(pair: tuple[Channel, Channel]) -> None:
+    one, other = pair
+    other.close()
+    while one.is_open:
+        one.collect()
+    assert not one.is_silent
+
+
 def test_wait_for_keeps_what_follows(pair: tuple[Channel, Channel]) -> None:
     one, other = pair
     one.post(Started(pid=7, cores=[], num_threads=1))
