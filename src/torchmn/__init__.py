@@ -1,6 +1,8 @@
 """torchmn: train PyTorch models on many workers.
 
-The public names load on first use, so that importing `torchmn` costs nothing and needs no torch.
+The public names and the submodules load on first use, so that importing `torchmn` costs nothing and
+needs no torch: after a plain ``import torchmn`` both `torchmn.GlobalSampler` and
+`torchmn.compression.PowerSGD` are there.
 """
 
 from __future__ import annotations
@@ -9,6 +11,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torchmn import checkpoint as checkpoint
+    from torchmn import communicators as communicators
+    from torchmn import compression as compression
+    from torchmn import data as data
+    from torchmn import errors as errors
+    from torchmn import evaluation as evaluation
+    from torchmn import exchange as exchange
+    from torchmn import launch as launch
+    from torchmn import resilience as resilience
+    from torchmn import testing as testing
+    from torchmn import topology as topology
+    from torchmn import training as training
+    from torchmn import units as units
     from torchmn.checkpoint import (
         create_multi_node_checkpointer,
     )
@@ -115,11 +130,32 @@ __all__ = [
 ]
 
 
+_SUBMODULES = frozenset(
+    {
+        "checkpoint",
+        "communicators",
+        "compression",
+        "data",
+        "errors",
+        "evaluation",
+        "exchange",
+        "launch",
+        "resilience",
+        "testing",
+        "topology",
+        "training",
+        "units",
+    }
+)
+
+
 def __getattr__(name: str) -> object:
+    if name in _SUBMODULES:
+        return import_module(f"torchmn.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'torchmn' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*globals(), *__all__, *_SUBMODULES})

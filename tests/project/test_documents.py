@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import textwrap
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+import torchmn
+
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+LAZY = {*torchmn.__all__, *torchmn._SUBMODULES}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -25,9 +31,48 @@ def test_where_is_table_names_files_that_exist() -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-def test_the_five_lines_of_the_readme_are_real_names() -> None:
-    import torchmn
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_documented_names_exist(page: Path) -> None:
+    """As after a plain ``import torchmn``: by attribute, without another import before."""
+    names = re.findall(r"\btorchmn((?:\.[A-Za-z]\w*)+)", page.read_text())
+    names = [name for name in names if name != ".toml"]  # a site's file
+    assert [name for name in sorted(set(names)) if not _resolves(name[1:].split("."))] == []
 
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_code_in_documents_is_python_and_imports_what_it_uses(page: Path) -> None:
+    """A public name of ours without a prefix was imported earlier on the page."""
+    imported: set[str] = set()
+    missing = []
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        tree = ast.parse(textwrap.dedent(block))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchmn"):
+                module = import_module(str(node.module))
+                missing += [a.name for a in node.names if not hasattr(module, a.name)]
+                imported |= {a.asname or a.name for a in node.names}
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        missing += sorted((used & _public_names()) - imported)
+    assert missing == []
+
+
+def _resolves(path: list[str]) -> bool:
+    # Not by getattr at first: other tests have imported the submodules already.
+    try:
+        value = torchmn.__getattr__(path[0]) if path[0] in LAZY else getattr(torchmn, path[0])
+        for name in path[1:]:
+            value = getattr(value, name)
+    except AttributeError:
+        return False
+    return True
+
+
+def _public_names() -> set[str]:
+    modules = [import_module(f"torchmn.{name}") for name in sorted(torchmn._SUBMODULES)]
+    return {name for m in modules for name in getattr(m, "__all__", [])} | set(torchmn.__all__)
+
+
+def test_the_five_lines_of_the_readme_are_real_names() -> None:
     called = set(re.findall(r"torchmn\.(\w+)\(", (ROOT / "README.md").read_text()))
     assert called
     assert called <= set(torchmn.__all__)

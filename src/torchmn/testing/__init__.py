@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torchmn.testing import netlab as netlab
     from torchmn.testing.mpi_pool import MpiPool
     from torchmn.testing.ranks import run_ranks
 
@@ -18,10 +19,12 @@ __all__ = ["MpiPool", "run_ranks"]
 
 
 def __getattr__(name: str) -> object:
+    if name == "netlab":
+        return import_module("torchmn.testing.netlab")
     if name not in _HOME:
         raise AttributeError(f"module 'torchmn.testing' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*globals(), *__all__, "netlab"})
