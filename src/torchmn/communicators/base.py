@@ -85,6 +85,8 @@ class Communicator(ABC):
         self.codec = codec
         self.reason = reason
         self.trust = trust
+        self.num_steps: int | None = None
+        """Steps of the optimizers made with it, by which data loading tells training from looks."""
         self.journal = Journal(job_ranks=range(self.size) if job_ranks is None else job_ranks)
         watched.follow(self.journal)
         self.engine = Engine(device, is_threaded=getattr(transport, "is_threaded", True))

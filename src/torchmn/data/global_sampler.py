@@ -8,14 +8,17 @@ and go on with another without losing or repeating a sample.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 import torch
 from torch.utils.data import Sampler, default_collate
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from torchmn.data.order import Order, epoch_permutation
+from torchmn.data.sampler_pass import SamplerPass, asking_loader
 from torchmn.data.scatter import shard_bounds
 from torchmn.data.sub_dataset import SizedDataset
 from torchmn.errors import DisagreementError, UsageError
@@ -38,15 +41,20 @@ class GlobalSampler(Sampler[list[int]]):
 
     One pass over the sampler (one ``for`` over its DataLoader) goes from the current position to
     the end of the epoch; the next pass is the next epoch. All ranks make the same number of
-    passes' steps, ``len(sampler)`` in a full epoch. When the last global batch of an epoch holds
-    fewer samples than there are ranks, the last ranks' part is the empty list; give the DataLoader
-    ``collate_fn=EmptyBatchCollate(dataset)``, which turns it into a batch of 0 rows, and let such
-    a rank take part in the step with weight 0.
+    passes' steps, ``len(sampler)`` in a full epoch.
 
-    The position advances when a batch is *drawn*. Without workers the DataLoader draws a batch
-    when it is asked for one, so ``state_dict()`` after a step is the state after that step. With
-    ``num_workers > 0`` it draws ahead: save ``state_after(n)``, where n is the number of batches
-    that you have consumed since the ``for`` began.
+    The position counts the batches that the loop has got, however many a DataLoader with workers
+    has drawn ahead, so ``state_dict()`` after a step is the state after that step. A pass that was
+    left early, and during which no optimizer was stepped, was a look at the data and moves
+    nothing: ``next(iter(loader))``. (As long as there is no multi-node optimizer over ``comm``,
+    a look is a pass that was left with its first batch.) Other loaders than torch's DataLoader
+    count as far as they have drawn: save ``state_after(n)`` where they draw ahead.
+
+    When the last global batch of an epoch holds fewer samples than there are ranks, the last ranks'
+    part of it is empty. Choose ``drop_last`` or ``pad_last``, or give the DataLoader
+    ``collate_fn=EmptyBatchCollate(dataset)``, which makes a batch of 0 rows of it, and let such a
+    rank take part in the step with weight 0. A DataLoader that could not make a batch of it is
+    refused when the pass begins, on all ranks.
 
     Args:
         dataset_length: samples in the whole data set.
@@ -54,9 +62,13 @@ class GlobalSampler(Sampler[list[int]]):
         global_batch: samples per step over all ranks together.
         seed: 0 or more; same on all ranks.
         shuffle: False keeps the order 0, 1, 2, ... in every epoch.
+        drop_last: leave out a last global batch that is not full. The samples left out are others
+            in every epoch, if shuffled.
+        pad_last: where a last global batch has fewer samples than there are ranks, give one of its
+            samples to each rank that would have none.
 
     Raises:
-        UsageError: an argument is out of range.
+        UsageError: an argument is out of range, or nothing is left of an epoch.
         DisagreementError: ranks passed different arguments; all ranks raise.
     """
 
@@ -67,6 +79,9 @@ class GlobalSampler(Sampler[list[int]]):
         global_batch: int,
         seed: int = 0,
         shuffle: bool = True,
+        *,
+        drop_last: bool = False,
+        pad_last: bool = False,
     ) -> None:
         _raise_if_ranks_disagree(
             comm,
@@ -75,6 +90,8 @@ class GlobalSampler(Sampler[list[int]]):
                 "global_batch": global_batch,
                 "seed": seed,
                 "shuffle": shuffle,
+                "drop_last": drop_last,
+                "pad_last": pad_last,
             },
         )
         if dataset_length < 0:
@@ -86,14 +103,27 @@ class GlobalSampler(Sampler[list[int]]):
             )
         if seed < 0:
             raise UsageError(f"seed is {seed}. It must be 0 or more.")
+        if drop_last and pad_last:
+            raise UsageError(
+                "drop_last=True leaves the last global batch out and pad_last=True fills it up. "
+                "Give one of the two."
+            )
+        if drop_last and 0 < dataset_length < global_batch:
+            raise UsageError(
+                f"drop_last=True leaves nothing of {dataset_length} samples in global batches of "
+                f"{global_batch}. Take a smaller global_batch, or drop_last=False."
+            )
         self.dataset_length = dataset_length
         self.global_batch = global_batch
         self.seed = seed
         self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.pad_last = pad_last
         self.rank = comm.rank
         self.size = comm.size
-        self._state = SamplerState(epoch=0, position=0)
-        self._began = self._state
+        self._comm = comm
+        self._began = SamplerState(epoch=0, position=0)
+        self._pass: SamplerPass | None = None
 
     @property
     def epoch(self) -> int:
@@ -102,7 +132,7 @@ class GlobalSampler(Sampler[list[int]]):
 
     @property
     def position(self) -> int:
-        """Samples of this epoch drawn so far, over all ranks."""
+        """Samples of this epoch in the batches that loops have got so far, over all ranks."""
         return self.state_dict()["position"]
 
     @property
@@ -113,21 +143,28 @@ class GlobalSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Steps in a full epoch; a pass that resumes in the middle of one makes fewer."""
-        return -(-self.dataset_length // self.global_batch)
+        return self._num_batches(0)
 
     def __iter__(self) -> Iterator[list[int]]:
-        state = self.state_dict()
-        self._began = self._state = state
-        epoch, position = state["epoch"], state["position"]
-        order = self.order(epoch)
-        while position < self.dataset_length:
+        loader = asking_loader(self, sys._getframe(1))
+        began = self._reached(is_left=True)
+        self._raise_if_no_batch_can_be_made(began, loader)
+        self._began = began
+        self._pass = SamplerPass(self._comm, loader)
+        return self._pass.batches(self._parts(began))
+
+    def _parts(self, state: SamplerState) -> Iterator[list[int]]:
+        """This rank's parts from a state to the end of its epoch."""
+        order, position = self.order(state["epoch"]), state["position"]
+        for _ in range(self._num_batches(position)):
             batch = order[position : position + self.global_batch]
             position += len(batch)
-            # Before the yield: whoever holds the batch finds it counted in the state.
-            self._state = SamplerState(epoch=epoch, position=position)
+            if self.pad_last and len(batch) < self.size:
+                batch = np.resize(batch, self.size)  # begins again with its first sample
             begin, end = self._share(len(batch))
             yield [int(index) for index in batch[begin:end]]
-        self._state = SamplerState(epoch=epoch + 1, position=0)
+        if self.dataset_length == 0:
+            self._began, self._pass = SamplerState(epoch=state["epoch"] + 1, position=0), None
 
     def order(self, epoch: int) -> Order:
         """The permutation of an epoch, shape ``(dataset_length,)``."""
@@ -143,30 +180,31 @@ class GlobalSampler(Sampler[list[int]]):
         if epoch < 0:
             raise UsageError(f"The epoch is {epoch}. It must be 0 or more.")
         if epoch != self.epoch:
-            self._state = self._began = SamplerState(epoch=epoch, position=0)
+            self._began, self._pass = SamplerState(epoch=epoch, position=0), None
 
     def state_dict(self) -> SamplerState:
-        """The state after the batches drawn so far. The same on all ranks."""
-        return self._normalised(self._state)
+        """The state after the batches that the loop has got so far. The same on all ranks."""
+        return self._reached(is_left=self._pass is not None and self._pass.was_left)
 
     def state_after(self, num_batches: int) -> SamplerState:
         """The state after the first ``num_batches`` of the pass that began last.
 
-        This is what to save when a DataLoader with workers draws ahead of the training loop.
+        This is what to save where something other than a DataLoader draws ahead of the loop.
 
         Raises UsageError: the pass does not have so many batches.
         """
-        remaining = self.dataset_length - self._began["position"]
-        most = -(-remaining // self.global_batch)
+        most = self._num_batches(self._began["position"])
         if not 0 <= num_batches <= most:
             raise UsageError(
                 f"state_after({num_batches}): the pass that began at sample "
                 f"{self._began['position']} of epoch {self._began['epoch']} has {most} batches. "
                 "Count the batches since the loop over the DataLoader began."
             )
-        drawn = min(num_batches * self.global_batch, remaining)
+        samples = min(
+            num_batches * self.global_batch, self.dataset_length - self._began["position"]
+        )
         return self._normalised(
-            SamplerState(epoch=self._began["epoch"], position=self._began["position"] + drawn)
+            SamplerState(epoch=self._began["epoch"], position=self._began["position"] + samples)
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -186,14 +224,43 @@ class GlobalSampler(Sampler[list[int]]):
                 f"Epoch {epoch}, position {position} is no place in a data set of "
                 f"{self.dataset_length} samples. Was the state saved with another data set?"
             )
-        self._state = self._began = SamplerState(epoch=epoch, position=position)
+        self._began, self._pass = SamplerState(epoch=epoch, position=position), None
+
+    def _reached(self, *, is_left: bool) -> SamplerState:
+        """The state now; ``is_left``: nobody will ask for more batches of the pass."""
+        if self._pass is None:
+            return self._normalised(self._began)
+        num = self._pass.num_handed_out
+        has_ended = self._pass.is_exhausted and num == self._num_batches(self._began["position"])
+        if is_left and not has_ended and self._pass.was_a_look:
+            num = 0
+        return self.state_after(num)
+
+    def _num_batches(self, position: int) -> int:
+        """Global batches from a position to the end of its epoch."""
+        left = self.dataset_length - position
+        return left // self.global_batch if self.drop_last else -(-left // self.global_batch)
+
+    def _raise_if_no_batch_can_be_made(
+        self, state: SamplerState, loader: _BaseDataLoaderIter | None
+    ) -> None:
+        """On all ranks alike, before the first batch: some of them will have no samples."""
+        last = (self.dataset_length - state["position"]) % self.global_batch
+        is_short = 0 < last < self.size and not (self.drop_last or self.pad_last)
+        if is_short and loader is not None and loader._collate_fn is default_collate:
+            raise UsageError(
+                f"The last global batch of the epoch has {last} samples for {self.size} ranks, and "
+                "the DataLoader cannot make a batch of no samples. Give GlobalSampler "
+                "drop_last=True or pad_last=True, or the DataLoader collate_fn="
+                "EmptyBatchCollate(dataset), which makes one of 0 rows."
+            )
 
     def _share(self, batch_size: int) -> tuple[int, int]:
         return shard_bounds(batch_size, self.size, self.rank, force_equal_length=False)
 
     def _normalised(self, state: SamplerState) -> SamplerState:
         """The end of an epoch is the beginning of the next, except where epochs are empty."""
-        if 0 < self.dataset_length <= state["position"]:
+        if self.dataset_length and self._num_batches(state["position"]) == 0:
             return SamplerState(epoch=state["epoch"] + 1, position=0)
         return SamplerState(epoch=state["epoch"], position=state["position"])
 

@@ -64,6 +64,7 @@ class MultiNodeOptimizer(Optimizer):
         self.inner = inner
         self._deferring: Deferring | None = None
         self.communicator = comm
+        comm.num_steps = comm.num_steps or 0
         self.schedule = schedule
         self._models = list(models)
         self._weight_kind = weight
@@ -184,6 +185,7 @@ class MultiNodeOptimizer(Optimizer):
         if not self.exchange.is_needed:  # no backward pass does it
             self._reset_weight()
         self.exchange.step += 1
+        self.communicator.num_steps = (self.communicator.num_steps or 0) + 1
         self._has_local_passes = False
         return result
 

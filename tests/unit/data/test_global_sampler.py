@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from torchmn import create_multi_node_optimizer
 from torchmn.data import EmptyBatchCollate, GlobalSampler
+from torchmn.data.sampler_pass import SamplerPass
 from torchmn.errors import DisagreementError, UsageError
 from torchmn.testing import run_ranks
 
@@ -26,6 +28,7 @@ class Place:
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
+        self.num_steps: int | None = None
 
     def allgather_obj(self, words: object) -> list[object]:
         return [words] * self.size
@@ -133,24 +136,188 @@ def test_state_counts_the_batch_in_hand() -> None:
     assert sampler.state_dict() == states[-1]
 
 
-@pytest.mark.processes
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_state_of_consumed_batches_with_data_loader_workers() -> None:
-    (sampler,) = samplers(1, 24, 4)
-    data = torch.arange(24)
-    loader = DataLoader(data, batch_sampler=sampler, num_workers=1, prefetch_factor=3)
-    consumed: list[int] = []
-    for num_batches, batch in enumerate(loader, start=1):
-        consumed += batch.tolist()
-        if num_batches == 2:
-            drawn, state = sampler.state_dict(), sampler.state_after(num_batches)
-            break
-    assert drawn["position"] > 8, "the loader did not draw ahead: the test shows nothing"
-    assert state == {"epoch": 0, "position": 8}
-    (again,) = samplers(1, 24, 4)
+FORKS = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+LOADERS = [
+    pytest.param({}, id="no workers"),
+    pytest.param(
+        {"num_workers": 2, "prefetch_factor": 3},
+        id="workers",
+        marks=[pytest.mark.processes, FORKS],
+    ),
+    pytest.param(
+        {"num_workers": 1, "prefetch_factor": 3, "persistent_workers": True},
+        id="workers that stay",
+        marks=[pytest.mark.processes, FORKS],
+    ),
+]
+
+
+@pytest.mark.parametrize("options", LOADERS)
+def test_the_state_counts_what_the_loop_has_got_and_not_what_was_drawn(
+    options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (sampler,) = samplers(1, 40, 4)
+    data = torch.arange(40)
+    drawn: list[int] = []
+    monkeypatch.setattr(SamplerPass, "count_drawn", lambda self: drawn.append(1))
+    seen: list[int] = []
+    for num, batch in enumerate(DataLoader(data, batch_sampler=sampler, **options), start=1):
+        seen += batch.tolist()
+        assert sampler.state_dict() == sampler.state_after(num)
+        assert sampler.position == 4 * num % 40
+        if num == 2:
+            assert len(drawn) == (2 if not options else 2 + options.get("num_workers", 0) * 3)
+            state = sampler.state_dict()
+    assert sampler.state_dict() == {"epoch": 1, "position": 0}
+    assert seen == sampler.order(0).tolist()
+    (again,) = samplers(1, 40, 4)
     again.load_state_dict(state)
-    rest = [i for batch in DataLoader(data, batch_sampler=again) for i in batch.tolist()]
-    assert consumed + rest == sampler.order(0).tolist()
+    rest = [i for batch in DataLoader(data, batch_sampler=again, **options) for i in batch.tolist()]
+    assert seen[:8] + rest == sampler.order(0).tolist()
+
+
+@pytest.mark.parametrize("num_steps", [None, 0])
+@pytest.mark.parametrize("options", LOADERS)
+def test_a_look_at_a_batch_moves_nothing(options: dict[str, object], num_steps: int | None) -> None:
+    place = Place(0, 1)
+    place.num_steps = num_steps
+    sampler = GlobalSampler(24, place, 4)
+    loader = DataLoader(torch.arange(24), batch_sampler=sampler, **options)
+    seen = []
+    for epoch in range(2):
+        first = next(iter(loader))
+        if not options.get("persistent_workers"):  # such a loader holds on to its iterator
+            assert sampler.state_dict() == {"epoch": epoch, "position": 0}
+        seen.append([i for batch in loader for i in batch.tolist()])
+        assert seen[-1][:4] == first.tolist()
+    assert seen == [sampler.order(epoch).tolist() for epoch in range(2)]
+
+
+def test_a_look_at_the_only_batch_does_not_end_the_epoch() -> None:
+    (sampler,) = samplers(1, 4, 4)
+    next(iter(sampler))
+    assert sampler.epoch == 0
+    assert len(list(sampler)) == 1
+    assert sampler.epoch == 1
+
+
+@pytest.mark.parametrize("options", LOADERS)
+def test_a_pass_that_is_left_after_training_goes_on_where_it_was(
+    options: dict[str, object],
+) -> None:
+    place = Place(0, 1)
+    place.num_steps = 0
+    sampler = GlobalSampler(40, place, 4)
+    loader = DataLoader(torch.arange(40), batch_sampler=sampler, **options)
+    seen: list[int] = []
+    for num_batches in (1, 3, 100):
+        for num, batch in enumerate(loader, start=1):
+            seen += batch.tolist()
+            place.num_steps += 1
+            if num == num_batches:
+                break
+    assert seen == sampler.order(0).tolist()
+
+
+def test_batches_that_nobody_trained_on_are_looked_at_again() -> None:
+    place = Place(0, 1)
+    place.num_steps = 7
+    sampler = GlobalSampler(40, place, 4)
+    for _ in range(2):  # a statistic of the first batches, say
+        looked_at = [i for batch, _ in zip(sampler, range(3), strict=False) for i in batch]
+        assert looked_at[:12] == sampler.order(0)[:12].tolist()
+    place.num_steps = None  # nobody counts: more than one batch is taken for training
+    for _, _ in zip(sampler, range(3), strict=False):
+        pass
+    assert sampler.position > 0
+
+
+def test_an_optimizer_counts_the_steps() -> None:
+    def train(comm):
+        model = nn.Linear(2, 1)
+        optimizer = create_multi_node_optimizer(
+            torch.optim.SGD(model.parameters(), 0.1), comm, model
+        )
+        data = TensorDataset(torch.rand(16, 2), torch.rand(16, 1))
+        loader = DataLoader(data, batch_sampler=GlobalSampler(16, comm, 4))
+        positions = [loader.batch_sampler.position]
+        next(iter(loader))
+        positions.append(loader.batch_sampler.position)
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            break
+        positions.append(loader.batch_sampler.position)
+        return positions
+
+    assert run_ranks(train, 2) == [[0, 0, 4]] * 2
+
+
+def test_a_sampler_given_as_sampler_is_refused() -> None:
+    (sampler,) = samplers(1, 8, 4)
+    with pytest.raises(UsageError, match="batch_sampler=sampler"):
+        next(iter(DataLoader(torch.arange(8), sampler=sampler, batch_size=2)))
+
+
+# ---- the last global batch
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("length", "num_full"), [(21, 2), (24, 3), (8, 1)])
+def test_drop_last(length: int, num_full: int, size: int) -> None:
+    ranks = samplers(size, length, 8, drop_last=True)
+    for epoch in range(2):
+        assert [len(sampler) for sampler in ranks] == [num_full] * size
+        order = ranks[0].order(epoch)[: 8 * num_full].tolist()
+        assert [i for batch in global_batches(ranks) for i in batch] == order
+        assert ranks[0].state_dict() == {"epoch": epoch + 1, "position": 0}
+
+
+def test_drop_last_in_the_middle_of_an_epoch_and_with_another_global_batch() -> None:
+    (sampler,) = samplers(1, 21, 8, drop_last=True)
+    sampler.load_state_dict({"epoch": 0, "position": 8})
+    assert len(list(sampler)) == 1
+    sampler.load_state_dict({"epoch": 0, "position": 15})
+    assert sampler.state_dict() == {"epoch": 1, "position": 0}
+    assert len(list(sampler)) == 2
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_pad_last_gives_every_rank_a_sample(size: int) -> None:
+    ranks = samplers(size, 17, 8, shuffle=False, pad_last=True)
+    parts = list(zip(*ranks, strict=True))
+    assert [[i for part in step for i in part] for step in parts[:2]] == [
+        list(range(8)),
+        list(range(8, 16)),
+    ]
+    assert parts[2] == ([16],) * size
+    assert ranks[0].state_dict() == {"epoch": 1, "position": 0}
+
+
+def test_pad_last_leaves_a_batch_that_is_large_enough_alone() -> None:
+    ranks = samplers(3, 12, 8, shuffle=False, pad_last=True)
+    assert list(zip(*ranks, strict=True))[1] == ([8, 9], [10], [11])
+    ranks = samplers(3, 10, 8, shuffle=False, pad_last=True)
+    assert list(zip(*ranks, strict=True))[1] == ([8], [9], [8])
+
+
+def test_a_loader_that_could_not_make_an_empty_batch_is_refused_on_all_ranks() -> None:
+    data = torch.arange(17)
+    for sampler in samplers(2, 17, 8):
+        with pytest.raises(UsageError, match="has 1 samples for 2 ranks.*pad_last=True"):
+            next(iter(DataLoader(data, batch_sampler=sampler)))
+    (sampler, _) = samplers(2, 18, 8)
+    assert len(list(DataLoader(data, batch_sampler=sampler))) == 3
+    (sampler, _) = samplers(2, 17, 8)
+    assert len(list(DataLoader(data, batch_sampler=sampler, collate_fn=EmptyBatchCollate(data))))
+
+
+def test_what_contradicts_itself_about_the_last_batch() -> None:
+    with pytest.raises(UsageError, match="leaves nothing of 7 samples"):
+        samplers(2, 7, 8, drop_last=True)
+    with pytest.raises(UsageError, match="one of the two"):
+        samplers(2, 9, 8, drop_last=True, pad_last=True)
 
 
 def test_state_after_counts_from_where_the_pass_began() -> None:
