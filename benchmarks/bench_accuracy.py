@@ -21,38 +21,17 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from accuracy import choice
-from accuracy.runs import Key, Run, append, load
-from accuracy.sides import SIDES, Side
-from accuracy.tasks import NUM_WORKERS, TASKS, Task
-from record import RECORDS, report
+from accuracy.choice import choice_bars, chosen
+from accuracy.experiments import CHOICE, TABLE, Experiment
+from accuracy.runs import Key, Run, append
+from accuracy.tasks import NUM_WORKERS, TASKS
+from record import report
 
-RUNS = RECORDS / "accuracy_runs.jsonl"
 MAX_STARTS = 5
 """How often workers are started anew that ended before their plan."""
-
-
-@dataclass(frozen=True)
-class Experiment:
-    """What is run, and the file that keeps it."""
-
-    path: Path
-    tasks: Mapping[str, Task]
-    sides: Mapping[str, Side]
-
-    def known(self) -> dict[Key, Run]:
-        """The runs that are there, with the settings of today."""
-        both = [(task, self.sides[side]) for task in self.tasks.values() for side in task.sides]
-        return load(self.path, both)
-
-
-TABLE = Experiment(RUNS, TASKS, SIDES)
-CHOICE = Experiment(choice.RECORD, {choice.TASK.name: choice.TASK}, choice.CANDIDATE_SIDES)
 
 
 def main() -> int:
@@ -67,16 +46,16 @@ def main() -> int:
         if not wanted:
             print(f"bench_accuracy: no run is meant by {vars(arguments)}.", file=sys.stderr)
             return 2
-        done = {key for key, run in experiment.known().items() if run.status in ("done", "spent")}
+        done = {key for key, run in experiment.runs().items() if run.status in ("done", "spent")}
         keys = [key for key in wanted if not (arguments.resume and key in done)]
         _carry_out(experiment, keys, folder)
     if arguments.choose:
-        return report("accuracy_choice", choice.choice_bars(experiment.known()))
+        return report("accuracy_choice", choice_bars(experiment.runs()))
     from accuracy.bars import bars_of
     from accuracy.figure import draw
 
-    runs = experiment.known()
-    status = report("accuracy", bars_of(runs, choice.chosen(CHOICE.known())))
+    runs = experiment.runs()
+    status = report("accuracy", bars_of(runs, chosen(CHOICE.runs())))
     print(f"drawn: {draw(runs)}")
     return status
 

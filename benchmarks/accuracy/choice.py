@@ -22,13 +22,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
 
-from record import RECORDS, Bar
+from record import Bar
 
 from accuracy.runs import Key, Run
 from accuracy.sides import BLOCK_STEPS, SIDES, Side
 from accuracy.tasks import TASKS
 
-RECORD = RECORDS / "accuracy_choice.jsonl"
 SCHEDULES = ("block momentum", "DiLoCo")
 CANDIDATES = tuple(Fraction(text) for text in ("1", "1/2", "1/3", "1/4", "1/7"))
 

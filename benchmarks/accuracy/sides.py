@@ -19,7 +19,7 @@ class Side:
 
     ``options`` are the schedule's own; the length of its blocks is given in steps.
     ``learning_rate_factor`` multiplies the learning rate that was tuned for the baseline, where a
-    schedule moves further with the same one; ``rate_of`` names the schedule in `choice.py` for which
+    schedule moves further with the same one; ``rate_of`` is the schedule of `choice.py` for which
     it was chosen. ``note`` stands beside the name in the table. An asynchronous side is held to no
     limit but MNIST's.
     """

@@ -97,8 +97,8 @@ TASKS = {
             learning_rate=0.05,
             weight_decay=5e-4,
             augmentation="crop and flip",
-            # Behind the next forward the same bits are exchanged, as the contract tests prove.
-            sides=tuple(name for name in SIDES if not name.startswith("next forward")),
+            # In float32 the next forward pass sees the same bits: MNIST shows it, seed by seed.
+            sides=tuple(name for name in SIDES if name != "next forward"),
         ),
         Task(  # the network whose steps `bench_exchange.py` times, on aeroplanes and frogs
             name="vgg",
