@@ -4,20 +4,21 @@
     bench_exchange.py --list | --report
 
 All sides of a line of the table (`exchange/table.py`) live in the same workers and take turns.
-Every run adds to `records/exchange.json`, so that the table can be gathered in parts; a line that
-is measured anew replaces the old figures of the sides that were measured. Needs Linux and root.
+Every run is kept in `records/exchange.jsonl`, so that the table can be gathered in parts, and a
+limit is judged on the newest few runs (`exchange/runs.py`). A codec or schedule that does not pass
+the accuracy table is shown, but no limit is held by it. Needs Linux and root.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
+from datetime import UTC, datetime
 from fnmatch import fnmatch
-from typing import Any
 
+from exchange.runs import RECORD, append, load
 from exchange.table import LINES, SIDES, Line
-from record import RECORDS, environment, report
+from record import environment, report
 
 NUM_UNITS = 7
 PATIENCE_S = 10.0
@@ -55,7 +56,8 @@ def main() -> int:
         except WorkersLostError as error:
             _say(f"{line.name}: given up: {error}")
             continue
-        _store(line.name, {"environment": environment(), **run})
+        when = datetime.now(UTC).isoformat(timespec="seconds")
+        append(RECORD, line.name, {"date": when, "environment": environment(), **run})
     return _report()
 
 
@@ -96,43 +98,16 @@ def _print_table(lines: list[Line]) -> None:
             print(f"    limit: {limit}")
 
 
-def _path() -> Any:
-    return RECORDS / "exchange.json"
-
-
-def _load() -> dict[str, list[dict[str, Any]]]:
-    if not _path().exists():
-        return {}
-    loaded: dict[str, list[dict[str, Any]]] = json.loads(_path().read_text()).get("lines", {})
-    return loaded
-
-
-def _store(name: str, run: dict[str, Any]) -> None:
-    """Add a run; of older ones only those stay that have sides which no newer one has."""
-    lines = _load()
-    seen: set[str] = set()
-    kept = []
-    baseline = LINES[name].baseline
-    for old in [run, *reversed(lines.get(name, []))]:
-        own = set(old["sides"]) - {baseline}
-        if own - seen:
-            kept.append(old)
-        seen |= own
-    lines[name] = kept[::-1]
-    _write(lines)
-
-
-def _write(lines: dict[str, list[dict[str, Any]]]) -> None:
-    RECORDS.mkdir(exist_ok=True)
-    _path().write_text(json.dumps({"lines": lines}, indent=1) + "\n")
-
-
 def _report() -> int:
+    from accuracy.bars import verdicts
+    from accuracy.choice import chosen
+    from accuracy.experiments import CHOICE, TABLE
     from exchange.bars import bars_of
+    from exchange.counted import counted_by
     from exchange.figure import draw
 
-    lines = _load()
-    bars = bars_of(lines)
+    lines = load(RECORD)
+    bars = bars_of(lines, counted_by(verdicts(TABLE.runs(), chosen(CHOICE.runs()))))
     status = report("exchange", bars)
     for name, runs in lines.items():
         said = {side: why for run in runs for side, why in run["sides"].items()}

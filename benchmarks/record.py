@@ -86,15 +86,20 @@ def environment() -> dict[str, object]:
             packages[name] = version(name)
         except PackageNotFoundError:
             packages[name] = "absent"
-    commit = subprocess.run(
-        ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
     return {
         "python": platform.python_version(),
         "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
         "packages": packages,
-        "commit": commit or "unknown",
+        "commit": commit(),
     }
+
+
+def commit() -> str:
+    """The commit of this checkout, shortened."""
+    found = subprocess.run(
+        ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    )
+    return found.stdout.strip() or "unknown"
 
 
 def report(name: str, bars: Sequence[Bar]) -> int:

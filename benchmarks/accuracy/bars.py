@@ -6,8 +6,10 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
-from record import RECORDS, Bar
+from exchange.runs import RECORD, load
+from record import Bar
 
 from accuracy.runs import Key, Run
 from accuracy.sides import BASELINE, SIDES, Side
@@ -21,9 +23,11 @@ GOAL_STEPS = 8
 SPEED_UP = 5.0
 
 Runs = Mapping[Key, Run]
+Chosen = Mapping[str, Fraction]
+"""By schedule, the share of the baseline's rate that `choice.py` has come to."""
 
 
-def bars_of(runs: Runs) -> list[Bar]:
+def bars_of(runs: Runs, chosen: Chosen) -> list[Bar]:
     """The bars of all tasks, in the order of the table."""
     bars: list[Bar] = []
     for task in TASKS.values():
@@ -35,8 +39,32 @@ def bars_of(runs: Runs) -> list[Bar]:
             bars.append(_baseline_bar(task, runs))
             for name in task.sides:
                 if name != BASELINE:
-                    bars += _side_bars(task, SIDES[name], runs)
+                    bars += _side_bars(task, SIDES[name], runs, chosen)
     return bars
+
+
+def verdicts(runs: Runs, chosen: Chosen) -> dict[str, str]:
+    """By side, why it does not pass: its first limit that is not held or not measured; or "".
+
+    The baseline passes: it is what the others are compared with.
+    """
+    return {side.name: _first_reason(side, runs, chosen) for side in SIDES.values()}
+
+
+def _first_reason(side: Side, runs: Runs, chosen: Chosen) -> str:
+    for task in TASKS.values():
+        if side.name == BASELINE or task.goal is not None or side.name not in task.sides:
+            continue
+        for bar in _side_bars(task, side, runs, chosen):
+            if bar.limit and bar.holds is not True:
+                return _why_odd(task.name, bar)
+    return ""
+
+
+def _why_odd(task: str, bar: Bar) -> str:
+    if bar.holds is None:
+        return f"{task}: not measured"
+    return f"{task}: {bar.value:.2f} {bar.unit} in place of {bar.limit}"
 
 
 # ---- accuracy at the end ----
@@ -55,10 +83,10 @@ class Pairs:
 
 
 def pairs_of(task: Task, side: str, runs: Runs) -> Pairs:
-    """The pairs of all seeds that the task asks for."""
+    """The pairs of all seeds on which the side is judged."""
+    seeds = task.seeds_of(side)
     pairs = [
-        (runs.get((task.name, side, seed)), runs.get((task.name, BASELINE, seed)))
-        for seed in range(task.num_seeds)
+        (runs.get((task.name, side, seed)), runs.get((task.name, BASELINE, seed))) for seed in seeds
     ]
     whole = [
         (own, base)
@@ -68,16 +96,27 @@ def pairs_of(task: Task, side: str, runs: Runs) -> Pairs:
     return Pairs(
         [own.accuracy - base.accuracy for own, base in whole],
         [own.loss / base.loss for own, base in whole],
-        _why_missing(task, [own for own, _ in pairs], len(whole)),
+        _why_missing([own for own, _ in pairs], len(whole)),
     )
 
 
-def _why_missing(task: Task, own: Sequence[Run | None], num_pairs: int) -> str:
+def _why_missing(own: Sequence[Run | None], num_pairs: int) -> str:
     odd = [run for run in own if run is not None and run.status != "done"]
     if odd:
         return f"seed {odd[0].seed} {odd[0].status}: {odd[0].why.splitlines()[0][:60]}"
-    if num_pairs < task.num_seeds:
-        return f"{num_pairs} of {task.num_seeds} seeds"
+    if num_pairs < len(own):
+        return f"{num_pairs} of {len(own)} seeds"
+    return ""
+
+
+def _why_not_chosen(side: Side, chosen: Chosen) -> str:
+    """A rate that the table's own figures may have chosen is not judged by them."""
+    if side.rate_of is None:
+        return ""
+    if side.rate_of not in chosen:
+        return "its rate was not chosen: run --choose"
+    if float(chosen[side.rate_of]) != side.learning_rate_factor:
+        return f"another rate was chosen: x {chosen[side.rate_of]}"
     return ""
 
 
@@ -102,28 +141,31 @@ def _baseline_bar(task: Task, runs: Runs) -> Bar:
     return Bar(name, statistics.mean(samples), "%", samples=samples, interval=interval_of(samples))
 
 
-def _side_bars(task: Task, side: Side, runs: Runs) -> list[Bar]:
+def _side_bars(task: Task, side: Side, runs: Runs, chosen: Chosen) -> list[Bar]:
     pairs = pairs_of(task, side.name, runs)
+    missing = pairs.missing or _why_not_chosen(side, chosen)
     name = f"{task.name}: {side.name}" + (f" ({side.note})" if side.note else "")
     is_cifar = task.name == "cifar"
-    limit = f"> -{CIFAR_POINTS}, 0 in reach" if is_cifar else f">= -{MNIST_POINTS}"
+    is_held = not (is_cifar and side.is_asynchronous)
+    limit: str | None = f"> -{CIFAR_POINTS}, 0 in reach" if is_cifar else f">= -{MNIST_POINTS}"
+    if not is_held:
+        limit = None
     if not pairs.points:
-        return [_missing(name, pairs.missing, limit)]
+        return [_missing(name, missing, limit)]
     mean, interval = statistics.mean(pairs.points), interval_of(pairs.points)
     holds: bool | None = None
-    is_held = not (is_cifar and side.is_asynchronous)
-    if is_held and not pairs.missing:
+    if is_held and not missing:
         if is_cifar:
             holds = mean > -CIFAR_POINTS and interval is not None and interval[1] >= 0
         else:
             holds = mean >= -MNIST_POINTS
-    label = f"{name}: {pairs.missing}" if pairs.missing else name
+    label = f"{name}: {missing}" if missing else name
     bars = [
-        Bar(label, mean, "points", limit if is_held else None, holds, pairs.points, interval),
+        Bar(label, mean, "points", limit, holds, pairs.points, interval),
     ]
     if is_cifar:
         share = statistics.mean(pairs.losses)
-        holds = None if not is_held or pairs.missing else share <= 1 + LOSS_SHARE
+        holds = None if not is_held or missing else share <= 1 + LOSS_SHARE
         text = f"<= {1 + LOSS_SHARE:g}" if is_held else None
         bars.append(
             Bar(f"{task.name}: {side.name}, training loss / baseline", share, "x", text, holds,
@@ -165,20 +207,20 @@ def steps_to_goal(task: Task, run: Run) -> float:
 
 def _goal_bars(task: Task, runs: Runs) -> list[Bar]:
     """Steps to the goal times step time, of DDP over ours. DDP takes the baseline's steps."""
-    times = step_times(RECORDS / "exchange.json")
+    times = step_times(load(RECORD))
     bars: list[Bar] = []
     ratios: dict[str, tuple[float, float]] = {}
     baseline: dict[int, float] = {}
     for name in task.sides:
         done = {
             seed: steps_to_goal(task, run)
-            for seed in range(task.num_seeds)
+            for seed in task.seeds_of(name)
             if (run := runs.get((task.name, name, seed))) is not None and run.status == "done"
         }
         label = f"{task.name}: {name}: steps to {task.goal:g} %"
         if not done:
-            own = [runs.get((task.name, name, seed)) for seed in range(task.num_seeds)]
-            bars.append(_missing(label, _why_missing(task, own, 0)))
+            own = [runs.get((task.name, name, seed)) for seed in task.seeds_of(name)]
+            bars.append(_missing(label, _why_missing(own, 0)))
             continue
         bars.append(Bar(label, statistics.mean(done.values()), "steps", samples=[*done.values()]))
         if name == BASELINE:
@@ -190,7 +232,7 @@ def _goal_bars(task: Task, runs: Runs) -> list[Bar]:
             )
     limit = f">= {SPEED_UP:g}"
     if not ratios:
-        why = "no step times in records/exchange.json" if "ddp" not in times else "no runs"
+        why = "no step times in records/exchange.jsonl" if "ddp" not in times else "no runs"
         return [*bars, _missing("time to accuracy at 100 Mb/s: ddp / best", why, limit)]
     best = max(ratios, key=lambda name: ratios[name][0] / ratios[name][1])
     for name, (theirs, ours) in ratios.items():

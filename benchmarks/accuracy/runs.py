@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from accuracy.sides import Side
 from accuracy.tasks import Task
 
-Status = Literal["done", "not built", "failed"]
+Status = Literal["done", "not built", "failed", "spent"]
 Key = tuple[str, str, int]
 
 
@@ -22,7 +22,7 @@ class Run:
 
     ``curve`` and ``hits`` hold mean loss and accuracy of consecutive steps, each taken before the
     step. ``settings`` is a checksum of everything that the task and the side say: runs with other
-    settings are not compared.
+    settings are not compared. ``commit`` is that of the code that ran, unknown for early runs.
     """
 
     task: str
@@ -38,6 +38,7 @@ class Run:
     curve: list[float] = field(default_factory=list)
     hits: list[float] = field(default_factory=list)
     staleness: dict[str, float] | None = None
+    commit: str = ""
 
     @classmethod
     def of(cls, task: Task, side: Side, seed: int, **outcome: object) -> Run:
@@ -64,11 +65,13 @@ class Run:
 
 def settings_of(task: Task, side: Side) -> int:
     """A checksum of what a run depends on."""
-    not_of_a_run = {"sides": None, "num_seeds": None, "goal": None}
-    told = [
-        asdict(task) | {"network": task.network.__name__} | not_of_a_run,
-        asdict(side) | {"note": ""},
-    ]
+    of_the_task = asdict(task) | {"network": task.network.__name__}
+    of_the_side = asdict(side) | {"note": ""}
+    for name in ("seeds", "fresh_seeds", *(() if task.held_out else ("held_out",))):
+        del of_the_task[name]
+    del of_the_side["rate_of"]
+    # These names are in the checksums of the runs that are kept.
+    told = [of_the_task | {"sides": None, "num_seeds": None, "goal": None}, of_the_side]
     return zlib.crc32(json.dumps(told, sort_keys=True).encode())
 
 
@@ -80,12 +83,25 @@ def append(path: Path, run: Run) -> None:
 
 
 def load(path: Path, known: Iterable[tuple[Task, Side]]) -> dict[Key, Run]:
-    """The latest run of each key whose settings are those of today."""
-    settings = {(task.name, side.name): settings_of(task, side) for task, side in known}
+    """The latest run of each key whose settings are those of today.
+
+    A side whose rate was chosen is judged once by each seed: where the file has runs of the same
+    seed with other settings, the run is returned as spent.
+    """
+    sides = {(task.name, side.name): (settings_of(task, side), side) for task, side in known}
     runs: dict[Key, Run] = {}
+    spent: set[Key] = set()
     if path.exists():
         for line in path.read_text().splitlines():
             run = Run(**json.loads(line))
-            if settings.get((run.task, run.side)) == run.settings:
+            settings, _ = sides.get((run.task, run.side), (None, None))
+            if settings == run.settings:
                 runs[run.key] = run
+            elif run.status == "done":
+                spent.add(run.key)
+    for key in runs.keys() & spent:
+        _, side = sides[key[:2]]
+        if side.rate_of:
+            why = "this seed has judged other settings before"
+            runs[key] = replace(runs[key], status="spent", why=why)
     return runs

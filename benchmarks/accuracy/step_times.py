@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+
+from exchange.runs import Run, has_turns, judged
 
 NO_EXCHANGE = "no-exchange"
 LINES = ("2h-100mbit-lossy", "2h-100mbit-blocks")
 
 
-def step_times(path: Path) -> dict[str, float]:
-    """Medians by side, over the step without exchange in the same run; empty without a record.
+def step_times(lines: Mapping[str, Sequence[Run]]) -> dict[str, float]:
+    """By side, the median of its step over that without exchange in the same run.
 
-    Beside the same baseline two lines of the table can be compared, measured at different times.
+    Of the newest runs the median. Beside the same baseline two lines of the table can be compared,
+    measured at different times.
     """
-    if not path.exists():
-        return {}
-    lines = json.loads(path.read_text()).get("lines", {})
     times: dict[str, float] = {}
     for name in LINES:
-        for run in lines.get(name, []):
-            seconds: dict[str, list[float]] = {}
-            for turn in run["turns"]:
-                seconds.setdefault(turn["side"], []).append(turn["seconds"])
-            if NO_EXCHANGE not in seconds:
-                continue
-            baseline = statistics.median(seconds[NO_EXCHANGE])
-            times |= {side: statistics.median(own) / baseline for side, own in seconds.items()}
+        runs = lines.get(name, [])
+        for side in {turn["side"] for run in runs for turn in run["turns"]}:
+            own = judged(runs, lambda run, side=side: has_turns(run, side, NO_EXCHANGE))
+            if own:
+                times[side] = statistics.median(
+                    _median_s(run, side) / _median_s(run, NO_EXCHANGE) for run in own
+                )
     return times
+
+
+def _median_s(run: Run, side: str) -> float:
+    return statistics.median(turn["seconds"] for turn in run["turns"] if turn["side"] == side)

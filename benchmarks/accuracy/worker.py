@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from record import commit
 from torch import Tensor, nn
 
+from accuracy.choice import CANDIDATE_SIDES
+from accuracy.choice import TASK as CHOICE
 from accuracy.runs import Run, append
 from accuracy.sides import SIDES, Side
 from accuracy.tasks import NUM_WORKERS, TASKS, Images, Task, batches, load
@@ -22,18 +25,20 @@ def work(plan: str, runs_path: str, folder: str) -> None:
     import torchmn
 
     torch.set_num_threads(1)
+    tasks, sides = {**TASKS, CHOICE.name: CHOICE}, {**SIDES, **CANDIDATE_SIDES}
     is_leader = torchmn.create_communicator("flat", transport="torch").rank == 0
     data: dict[str, Images] = {}
     wanted = [tuple(entry) for entry in json.loads(Path(plan).read_text())]
     for task_name, side_name, seed in wanted:
-        task, side = TASKS[task_name], SIDES[side_name]
+        task, side = tasks[task_name], sides[side_name]
         if task_name not in data:
             data.clear()
             data[task_name] = load(task, folder)
         started = time.perf_counter()
         outcome = _outcome(task, side, seed, data[task_name])
         if is_leader:
-            run = Run.of(task, side, seed, **outcome, seconds=time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            run = Run.of(task, side, seed, **outcome, seconds=seconds, commit=commit())
             append(Path(runs_path), run)
             print(run, flush=True)
 

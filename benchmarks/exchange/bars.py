@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,74 +10,100 @@ from typing import Any
 from record import Bar, median_bar, median_interval
 
 from exchange.conductor import QUIET_SHARE
+from exchange.counted import NOT_COUNTED, WhyNot
+from exchange.runs import Run, has_turns, judged
 from exchange.table import LINES, Limit, Line
 
 FEWEST = 5
 
-Run = Mapping[str, Any]
-"""What `measure` returns, as it stands in the JSON: ``sides`` and ``turns``."""
 
-
-def bars_of(runs: Mapping[str, Sequence[Run]]) -> list[Bar]:
+def bars_of(runs: Mapping[str, Sequence[Run]], why_not: WhyNot) -> list[Bar]:
     """The bars of all lines that were measured, in the order of the table."""
     return [
-        bar for name, line in LINES.items() if name in runs for bar in _line_bars(line, runs[name])
+        bar
+        for name, line in LINES.items()
+        if name in runs
+        for bar in _line_bars(line, runs[name], why_not)
     ]
 
 
-def _line_bars(line: Line, runs: Sequence[Run]) -> list[Bar]:
-    bars = [bar for limit in line.limits for bar in _limit_bars(line, limit, runs)]
+def _line_bars(line: Line, runs: Sequence[Run], why_not: WhyNot) -> list[Bar]:
+    bars = [bar for limit in line.limits for bar in _limit_bars(line, limit, runs, why_not)]
     for side in line.sides:
-        run = _latest(runs, side)
-        if run is None:
+        measured = judged(runs, lambda run, side=side: has_turns(run, side))
+        if not measured:
             continue
-        if line.baseline:
-            bars += _ratio(
-                f"{line.name}: {side}, share of {line.baseline}", run, side, line.baseline
-            )
-        seconds = [turn["seconds"] for turn in _turns(run, side)]
-        bars.append(median_bar(f"{line.name}: {side}", [1e3 * s for s in seconds], "ms"))
+        reasons = [reason for run in measured if (reason := why_not(side, run))]
+        mark = f", {reasons[0]}" if reasons else ""
+        if line.baseline and line.baseline != side:
+            bars += _share_bars(line, side, runs, mark)
+        seconds = [turn["seconds"] for turn in _turns(measured[-1], side)]
+        name = f"{line.name}: {side}, newest run{f', {NOT_COUNTED}' if reasons else ''}"
+        bars.append(median_bar(name, [1e3 * s for s in seconds], "ms"))
     return bars
 
 
-def _limit_bars(line: Line, limit: Limit, runs: Sequence[Run]) -> list[Bar]:
+def _share_bars(line: Line, side: str, runs: Sequence[Run], mark: str) -> list[Bar]:
+    baseline = str(line.baseline)
+    own = judged(runs, lambda run: has_turns(run, side, baseline))
+    if not own:
+        return []
+    name = f"{line.name}: {side}, share of {baseline}, {_count(own)}{mark}"
+    return [_ratio(name, [paired_ratios(run["turns"], side, baseline) for run in own])]
+
+
+def _limit_bars(line: Line, limit: Limit, runs: Sequence[Run], why_not: WhyNot) -> list[Bar]:
     if limit.nbytes is not None:
         return [_bytes_bar(line, limit, runs)]
-    name = f"{line.name}: {' | '.join(limit.ours)} / {' | '.join(limit.theirs)}"
     text = f">= {limit.at_least:.3g}"
+
+    def sides_of(run: Run) -> tuple[str | None, str | None]:
+        """The best of both sides; of ours only those that count."""
+        counted = [side for side in limit.ours if not why_not(side, run)]
+        return _best(run, counted), _best(run, limit.theirs)
+
     # Both sides of a ratio must have taken turns in one run.
-    for run in reversed(runs):
-        ours, theirs = _best(run, limit.ours), _best(run, limit.theirs)
-        if ours and theirs:
-            (bar,) = _ratio(f"{line.name}: {ours} / {theirs}", run, ours, theirs)
-            bar.limit = text
-            bar.holds = bar.interval is not None and bar.interval[0] >= limit.at_least
-            return [bar]
-    return [Bar(f"{name}: {_why_missing(limit, runs)}", float("nan"), "", text, None)]
+    own = judged(runs, lambda run: None not in sides_of(run))
+    if not own:
+        name = f"{line.name}: {' | '.join(limit.ours)} / {' | '.join(limit.theirs)}"
+        return [Bar(f"{name}: {_why_missing(limit, runs, why_not)}", math.nan, "", text, None)]
+    best = [sides_of(run) for run in own]
+    ours, theirs = (" | ".join(dict.fromkeys(map(str, names))) for names in zip(*best, strict=True))
+    ratios = [
+        paired_ratios(run["turns"], str(ours), str(theirs))
+        for run, (ours, theirs) in zip(own, best, strict=True)
+    ]
+    bar = _ratio(f"{line.name}: {ours} / {theirs}, {_count(own)}", ratios)
+    bar.limit = text
+    bar.holds = bar.interval is not None and bar.interval[0] >= limit.at_least
+    return [bar]
 
 
 def _bytes_bar(line: Line, limit: Limit, runs: Sequence[Run]) -> Bar:
     (side,) = limit.ours
-    run = _latest(runs, side)
+    own = judged(runs, lambda run: has_turns(run, side))
     text = f"{limit.nbytes / 1e6:g} +- {limit.at_least:.0%}"  # type: ignore[operator]
     name = f"{line.name}: {side}, bytes over a link, per direction"
-    if run is None:
-        return Bar(f"{name}: {_why_missing(limit, runs)}", float("nan"), "MB", text, None)
-    bar = median_bar(name, [turn["link_bytes"] / 1e6 for turn in _turns(run, side)], "MB")
+    if not own:
+        return Bar(f"{name}: missing (not measured)", math.nan, "MB", text, None)
+    samples = [turn["link_bytes"] / 1e6 for run in own for turn in _turns(run, side)]
+    bar = median_bar(f"{name}, {_count(own)}", samples, "MB")
     bar.limit = text
     expected = limit.nbytes / 1e6  # type: ignore[operator]
     bar.holds = all(abs(s - expected) <= limit.at_least * expected for s in bar.samples)
     return bar
 
 
-def _ratio(name: str, run: Run, ours: str, theirs: str) -> list[Bar]:
-    """The speed of one side over that of another: each turn beside its neighbours."""
-    ratios = paired_ratios(run["turns"], ours, theirs)
-    if not ratios or ours == theirs:
-        return []
-    return [
-        Bar(name, statistics.median(ratios), "x", samples=ratios, interval=median_interval(ratios))
-    ]
+def _count(runs: Sequence[Run]) -> str:
+    return f"{len(runs)} run{'s' * (len(runs) > 1)}"
+
+
+def _ratio(name: str, ratios: Sequence[Sequence[float]]) -> Bar:
+    """The speed of one side over that of another in some runs, all their turns together."""
+    samples = [ratio for own in ratios for ratio in own]
+    return Bar(
+        name, statistics.median(samples), "x", samples=samples, interval=median_interval(samples)
+    )
 
 
 def paired_ratios(turns: Sequence[Mapping[str, Any]], ours: str, theirs: str) -> list[float]:
@@ -113,20 +140,17 @@ def _best(run: Run, sides: Sequence[str]) -> str | None:
     return min(medians, key=medians.__getitem__) if medians else None
 
 
-def _latest(runs: Sequence[Run], side: str) -> Run | None:
-    return next((run for run in reversed(runs) if _turns(run, side)), None)
-
-
 def _turns(run: Run, side: str) -> list[Mapping[str, Any]]:
     return [turn for turn in run["turns"] if turn["side"] == side]
 
 
-def _why_missing(limit: Limit, runs: Sequence[Run]) -> str:
-    said = {
-        side: run["sides"][side]
-        for run in runs
-        for side in (*limit.ours, *limit.theirs)
-        if run["sides"].get(side, "measured") != "measured"
-    }
-    reasons = "; ".join(f"{side} {why.split(':')[0]}" for side, why in said.items())
+def _why_missing(limit: Limit, runs: Sequence[Run], why_not: WhyNot) -> str:
+    """What was said of the sides that were to be compared, in the newest run that has them."""
+    said: dict[str, str] = {}
+    for run in runs:
+        for side in (*limit.ours, *limit.theirs):
+            status = run["sides"].get(side)
+            if status is not None:
+                said[side] = why_not(side, run) if status == "measured" else status.split(":")[0]
+    reasons = "; ".join(f"{side} {why}" for side, why in said.items() if why)
     return f"missing ({reasons or 'not measured'})"

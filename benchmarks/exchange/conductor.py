@@ -25,7 +25,7 @@ def measure(
     num_units: int,
     patience_s: float,
 ) -> dict[str, Any]:
-    """The turns of a line, and for each side whether it ran.
+    """The turns of a line, for each side whether it ran, and what `auto` has chosen.
 
     Before each turn it waits up to ``patience_s`` for others to leave the processors alone, and
     repeats turns that they disturbed; with 0 it takes all turns as they are.
@@ -33,6 +33,7 @@ def measure(
     they ended before any side was built, or a side ended them again.
     """
     status: dict[str, str] = {}
+    plans: dict[str, dict[str, str]] = {}
     while True:
         ready = [side for side in wanted if status.get(side, "measured") == "measured"]
         turns: list[dict[str, Any]] = []
@@ -43,6 +44,8 @@ def measure(
                     replies = stage.crew_of(current).tell("build", side=current)
                     refused = [reply["not_built"] for reply in replies if "not_built" in reply]
                     status[current] = f"not built: {refused[0]}" if refused else "measured"
+                    if plan := replies[0].get("plan"):
+                        plans[current] = plan
                     tell(f"{line.name}: {current}: {status[current]}")
                     for words in replies[0].get("words", "").splitlines():
                         tell(f"    {words}")
@@ -52,7 +55,7 @@ def measure(
                         turns += _quiet_turn(stage, line, current, unit, patience_s)
                     others = max(t["foreign_share"] for t in turns if t["unit"] == unit)
                     tell(f"{line.name}: unit {unit + 1}, others used up to {others:.0%}")
-            return {"sides": status, "turns": turns}
+            return {"sides": status, "plans": plans, "turns": turns}
         except WorkersLostError as error:
             if not current:
                 raise

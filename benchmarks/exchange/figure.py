@@ -7,13 +7,17 @@ from pathlib import Path
 
 from record import Bar
 
+from exchange.counted import NOT_COUNTED
 from exchange.table import LINES
 
 FIGURE = Path(__file__).parents[2] / "docs" / "figures" / "exchange.png"
 
 
 def draw(bars: Sequence[Bar]) -> Path | None:
-    """One panel per line of the table; peers are orange. None: there is nothing to draw."""
+    """One panel per line of the table; peers are orange, what does not count is pale.
+
+    None: there is nothing to draw.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -44,21 +48,25 @@ def draw(bars: Sequence[Bar]) -> Path | None:
             [100 * (bar.value - bar.interval[0]) for bar in sides.values() if bar.interval],
             [100 * (bar.interval[1] - bar.value) for bar in sides.values() if bar.interval],
         ]
-        colours = [_colour(side) for side in sides]
-        axes.barh(list(sides), values, xerr=errors, color=colours)
+        colours = [_colour(side, bar) for side, bar in sides.items()]
+        labels = [f"{side} *" if NOT_COUNTED in bar.bar else side for side, bar in sides.items()]
+        axes.barh(labels, values, xerr=errors, color=colours)
         axes.axvline(100, color="grey", linewidth=0.8)
         axes.invert_yaxis()
         axes.set_xlim(0, 112)
         axes.tick_params(labelsize=8)
         axes.set_title(_title(name), fontsize=9)
-    figure.supxlabel("speed, % of training without exchange (median, 95 % interval)", fontsize=9)
+    what = "speed, % of training without exchange (median, 95 % interval)"
+    figure.supxlabel(f"{what}; * {NOT_COUNTED}", fontsize=9)
     figure.tight_layout()
     FIGURE.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(FIGURE, dpi=100)
     return FIGURE
 
 
-def _colour(side: str) -> str:
+def _colour(side: str, bar: Bar) -> str:
+    if NOT_COUNTED in bar.bar:
+        return "lightsteelblue"
     if side.startswith(("ddp", "post-local", "torchft", "CNTK")):
         return "tab:orange"
     return "silver" if "no-exchange" in side else "tab:blue"

@@ -31,12 +31,14 @@ TIMEOUT_S = 240
 class Runner:
     """One side, built: ``step`` trains once, ``drain`` returns when nothing is in flight.
 
-    ``words`` is what there is to say of it when it has run warm.
+    ``words`` is what there is to say of it when it has run warm, ``plan`` the schedule and the
+    codec that `auto` has chosen.
     """
 
     step: Step
     drain: Step = lambda: None
     words: Callable[[], str] = lambda: ""
+    plan: Callable[[], Mapping[str, str] | None] = lambda: None
 
 
 def build(side: Side) -> Runner:
@@ -237,7 +239,13 @@ def _torchmn(options: Mapping[str, object], schedule: object = None) -> Runner:
         step,
         lambda: optimizer.exchange.comm.barrier(),
         lambda: getattr(optimizer.schedule, "reason", ""),
+        lambda: _plan_of(optimizer.schedule),
     )
+
+
+def _plan_of(schedule: object) -> Mapping[str, str] | None:
+    plan = getattr(schedule, "plan", None)
+    return {"schedule": plan.schedule, "codec": plan.codec} if plan else None
 
 
 def _mlp() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -26,6 +26,10 @@ class Side:
     ``lead_steps`` run before the clock starts: the exchange that an overlapped step inherits is
     then paid for like the one it leaves behind. A block schedule needs none: its turn is one
     block, and ``warm_up_steps`` puts the exchange where nothing is in flight at either end.
+
+    ``accuracy`` names the sides of the accuracy table that train as this one does, by which it
+    counts (`counted.py`); empty where there is nothing to lose, as in a sum, or nothing to count,
+    as of peers; None: what `auto` has chosen in the run.
     """
 
     name: str
@@ -36,6 +40,7 @@ class Side:
     warm_up_steps: int = 3
     what: Literal["step", "mean"] = "step"
     crew: Crew = "torch"
+    accuracy: tuple[str, ...] | None = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,17 +84,18 @@ class Line:
 # ---- sides ----
 
 
-def _torchmn(name: str, steps: int = 3, **options: object) -> Side:
-    return Side(name=name, build="torchmn", options=options, steps=steps)
+def _torchmn(name: str, accuracy: tuple[str, ...] = (), **options: object) -> Side:
+    return Side(name=name, build="torchmn", options=options, accuracy=accuracy or (name,))
 
 
-def _auto(name: str, **options: object) -> Side:
+def _auto(name: str, accuracy: tuple[str, ...] | None, **options: object) -> Side:
     """All its trials lie before its first turn, see `torchmn.exchange.auto`."""
     return Side(
         name=name,
         build="torchmn",
         options={"codec": "auto", "schedule": "auto", **options},
         warm_up_steps=72,
+        accuracy=accuracy,
     )
 
 
@@ -107,6 +113,7 @@ def _blocks(name: str, schedule: str, overlap_steps: int = 0, codec: str | None 
         steps=BLOCK_STEPS,
         lead_steps=0,
         warm_up_steps=2 * BLOCK_STEPS - 4,
+        accuracy=(name,),
     )
 
 
@@ -132,12 +139,13 @@ _ALL = (
     Side(name="ddp", build="ddp"),
     Side(name="ddp fp16", build="ddp", options={"hook": "fp16"}),
     Side(name="ddp powersgd", build="ddp", options={"hook": "powersgd"}, warm_up_steps=6),
-    Side(name="ddp hook int8", build="ddp", options={"hook": "torchmn int8"}),
+    Side(name="ddp hook int8", build="ddp", options={"hook": "torchmn int8"},
+         accuracy=("ddp hook int8",)),
     _peer_blocks("post-local SGD", "post-local SGD"),
     _peer_blocks("torchft DiLoCo", "torchft", fragments=1, delay_steps=0),
     _peer_blocks("torchft streaming", "torchft", fragments=2, delay_steps=4),
     _torchmn("every step"),
-    _torchmn("every step, flat in buckets", route="flat in buckets"),
+    _torchmn("every step, flat in buckets", ("every step",), route="flat in buckets"),
     _torchmn("next forward", schedule="every_step_next_forward"),
     _torchmn("double buffering", schedule="double_buffering"),
     *(
@@ -153,8 +161,8 @@ _ALL = (
         for codec in ("float16", "int8", "1bit")
     ),
     _torchmn("parameter server", schedule="parameter_server"),
-    _auto("auto"),
-    _auto("auto lossy", optimizer={"allow_lossy": True}),
+    _auto("auto", ("every step", "next forward")),
+    _auto("auto lossy", None, optimizer={"allow_lossy": True}),
     *(
         _blocks(f"{words}{f' {codec}' if codec else ''}{mode}", schedule, overlap_steps, codec)
         for words, schedule in (
@@ -167,12 +175,12 @@ _ALL = (
     ),
     *(
         Side(name=f"MLP, {words}", build=build, options=options, steps=48, lead_steps=16,
-             warm_up_steps=20)
-        for words, build, options in (
-            ("1 bit", "MLP with CNTK's names", {"bits": 1}),
-            ("32 bit", "MLP with CNTK's names", {"bits": 32}),
-            ("block momentum", "MLP with CNTK's names", {"block": True}),
-            ("no-exchange", "MLP alone", {}),
+             warm_up_steps=20, accuracy=accuracy)
+        for words, build, options, accuracy in (
+            ("1 bit", "MLP with CNTK's names", {"bits": 1}, ("every step 1bit",)),
+            ("32 bit", "MLP with CNTK's names", {"bits": 32}, ("every step",)),
+            ("block momentum", "MLP with CNTK's names", {"block": True}, ("block momentum",)),
+            ("no-exchange", "MLP alone", {}, ()),
         )
     ),
     *(

@@ -48,7 +48,7 @@ def _meet(runners: dict[str, sides.Runner], rank: int, size: int, meeting: str) 
 
 
 def _build(runners: dict[str, sides.Runner], side: str) -> dict[str, Any]:
-    """Build a side and let it run warm. The reply has its words, or why it cannot be built."""
+    """Build a side and let it run warm. The reply has its words and its plan, or why not."""
     from torchmn.errors import UnknownNameError, UnsupportedError
 
     told = SIDES[side]
@@ -65,7 +65,7 @@ def _build(runners: dict[str, sides.Runner], side: str) -> dict[str, Any]:
     except Exception:
         return {"failed": traceback.format_exc()}
     runners[side] = runner
-    return {"words": runner.words()}
+    return {"words": runner.words(), "plan": runner.plan()}
 
 
 def _turn(

@@ -1,0 +1,34 @@
+"""What is run and which file keeps it: the table that judges, and the choice of what it judges."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from record import RECORDS
+
+from accuracy import choice
+from accuracy.runs import Key, Run, load
+from accuracy.sides import SIDES, Side
+from accuracy.tasks import TASKS, Task
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Tasks, the sides that are trained in them, and the file of their runs."""
+
+    path: Path
+    tasks: Mapping[str, Task]
+    sides: Mapping[str, Side]
+
+    def runs(self) -> dict[Key, Run]:
+        """The runs that are there, with the settings of today."""
+        both = [(task, self.sides[side]) for task in self.tasks.values() for side in task.sides]
+        return load(self.path, both)
+
+
+TABLE = Experiment(RECORDS / "accuracy_runs.jsonl", TASKS, SIDES)
+CHOICE = Experiment(
+    RECORDS / "accuracy_choice.jsonl", {choice.TASK.name: choice.TASK}, choice.CANDIDATE_SIDES
+)
