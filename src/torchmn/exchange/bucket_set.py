@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,12 +13,42 @@ from torch import Tensor, nn
 from torchmn.communicators import Communicator
 from torchmn.communicators.engine import Work
 from torchmn.communicators.wire import Wire
-from torchmn.errors import UsageError
+from torchmn.errors import CommunicationError, DisagreementError, UsageError
 from torchmn.exchange.buckets import Bucket
 from torchmn.exchange.chunks import Chunk, cut_into_chunks
 
-WEIGHT, ACTIVE, NONFINITE, SAMPLES, NUM_FOOTER = range(5)
+(
+    WEIGHT,
+    ACTIVE,
+    NONFINITE,
+    SAMPLES,
+    NUM_EXCHANGES,
+    GIVEN_UP,
+    OTHER_LAYOUT,
+    LOADED,
+    FLAGGED_RANKS,
+    NUM_FOOTER,
+) = range(10)
 """What the footer holds; then come presence flags, one per parameter, if asked for."""
+
+_FLAGS = {
+    GIVEN_UP: (
+        "raised an exception in its backward pass, so there are no means of this step. Handle the "
+        "exception on all ranks, for instance by a collective that tells the others, and leave the "
+        "step out or repeat it on all"
+    ),
+    OTHER_LAYOUT: (
+        "changed the dtype, device, shape or requires_grad of its parameters since the last "
+        "exchange. Do the same on all ranks, between the same steps"
+    ),
+    LOADED: (
+        "loaded an optimizer state since the last exchange. Call load_state_dict() on all ranks, "
+        "between the same steps, or only before create_multi_node_optimizer, which gives all ranks "
+        "the state of rank 0"
+    ),
+}
+"""What ranks do together or not at all, and what a rank did alone."""
+_COUNT_MODULUS = 4096  # so that float32 can hold the sum of the counts of many ranks
 
 
 @dataclass(frozen=True)
@@ -84,6 +114,7 @@ class BucketSet:
         self._nonfinite_decoded: list[str] = []
         self._is_valid = True
         self._step = 0
+        self._sent_count = 0
 
     @property
     def is_narrow(self) -> bool:
@@ -117,17 +148,36 @@ class BucketSet:
         """Remember whether what was written into a slot is finite."""
         # Straight after the copy the slot is in the cache: a sum costs a fifth of the copy.
         slot = bucket.slots[position]
-        narrow = slot.dtype in (torch.float16, torch.bfloat16)
-        total = slot.sum(dtype=torch.float32) if narrow else slot.sum()
+        if slot.device.type != "cpu" and slot.numel():  # nobody looks again if a sum overflows
+            total = torch.linalg.vector_norm(slot, float("inf"))
+        else:
+            narrow = slot.dtype in (torch.float16, torch.bfloat16)
+            total = slot.sum(dtype=torch.float32) if narrow else slot.sum()
         self._sums.append((bucket.names[position], total))
 
     def write_footer(
-        self, weight: float, *, is_active: bool, presence: list[bool], num_samples: float = 0.0
+        self,
+        weight: float,
+        *,
+        is_active: bool,
+        presence: Sequence[bool] = (),
+        num_samples: float = 0.0,
+        flags: Sequence[int] = (),
+        num_exchanges: int = 0,
     ) -> None:
-        """What this rank says about its part."""
+        """What this rank says about its part.
+
+        ``flags``: of `GIVEN_UP`, `OTHER_LAYOUT`, `LOADED`, what all ranks must say or none;
+        ``num_exchanges``: of this rank until now, which must be the same on all.
+        """
         if self.buckets:
-            row = [weight, float(is_active), 0.0, num_samples, *map(float, presence)]
-            self._footer.copy_(torch.tensor(row, dtype=torch.float64))
+            self._sent_count = num_exchanges % _COUNT_MODULUS
+            row = [0.0] * (self._footer.numel() - len(presence)) + [float(p) for p in presence]
+            row[WEIGHT], row[ACTIVE], row[SAMPLES] = weight, float(is_active), num_samples
+            row[NUM_EXCHANGES] = float(self._sent_count)
+            for flag in flags:
+                row[flag], row[FLAGGED_RANKS] = 1.0, float(self.comm.rank + 1)
+            self._footer.copy_(torch.tensor(row, dtype=torch.float64, device="cpu"))
             if self._sums:
                 self._footer[NONFINITE] = self._look_at_sums()
 
@@ -177,22 +227,20 @@ class BucketSet:
         self._nonfinite_encoded = codec.nonfinite.names("encoding")
         is_decoded = self.comm.agree(not self._nonfinite_decoded)
         self._is_valid = is_decoded and self.has_finite_gradients
-        codec.finish(is_valid=self._is_valid)
+        codec.finish(is_valid=self._is_valid and self.total_weight > 0.0)
 
-    def part_from_gradients(self) -> None:
-        """Give every ``p.grad`` that is a slot memory of its own: sums are under way in the slot.
+    def part_from_gradients(self, present: Collection[nn.Parameter]) -> None:
+        """Make ``p.grad`` of these parameters NaN, for sums are under way in the slots.
 
-        It is memory that is not touched, but for a NaN at its beginning: no norm and no sum of it
-        can be taken for that of a gradient. It is used again as long as nobody writes to it.
+        No norm and no sum of it can be taken for that of a gradient. Its memory is used again as
+        long as nobody writes to it.
         """
         for bucket in self.buckets:
             for parameter, slot in zip(bucket.parameters, bucket.slots, strict=True):
-                if parameter.grad is slot:
+                if parameter in present:
                     stand_in, version = self._stand_ins.get(parameter, (None, 0))
                     if stand_in is None or stand_in._version != version:
-                        stand_in = torch.empty_like(slot)
-                        if slot.numel():
-                            stand_in[(0,) * slot.dim()] = float("nan")
+                        stand_in = torch.full_like(slot, float("nan"))
                         self._stand_ins[parameter] = stand_in, stand_in._version
                     parameter.grad = stand_in
 
@@ -221,6 +269,7 @@ class BucketSet:
         footer_work = self._works.get(self.chunks[-1]) if self.chunks else None
         if footer_work is not None:
             footer_work.wait()
+        self.raise_if_flags_differ()
         total = self.total_weight
         if total == 0.0 and self.num_active:
             raise UsageError(
@@ -230,6 +279,28 @@ class BucketSet:
             )
         self._factor = self.comm.size * self.unit / total if total else 0.0
         self.next_unit = weight_unit(total, self.num_active)
+
+    def raise_if_flags_differ(self) -> None:
+        """Raise DisagreementError if only some ranks did what all must do, after `await_footer`.
+
+        On all ranks, and without another message. CommunicationError: the ranks are at different
+        exchanges.
+        """
+        footer, size = self._footer.tolist() if self.buckets else [0.0] * NUM_FOOTER, self.comm.size
+        for flag, what in _FLAGS.items():
+            num_flagged = round(footer[flag])
+            if 0 < num_flagged < (round(footer[ACTIVE]) if flag == LOADED else size):
+                who = f"{num_flagged} of {size} ranks each"
+                if num_flagged == 1:
+                    who = f"rank {round(footer[FLAGGED_RANKS]) - 1}"
+                raise DisagreementError(f"{self.comm.speaker}: {who} {what}.")
+        if self.buckets and footer[NUM_EXCHANGES] != self._sent_count * size:
+            raise CommunicationError(
+                f"{self.comm.speaker}: the ranks are at different exchanges of gradients: this one "
+                f"at number {self._sent_count}, all together at "
+                f"{footer[NUM_EXCHANGES] / size:g} in the mean. Every rank must run backward() and "
+                "step() equally often, or end its loop inside optimizer.join()."
+            )
 
     @property
     def has_finite_gradients(self) -> bool:

@@ -1,9 +1,10 @@
 """Gradients laid out in flat buffers: what one exchange carries.
 
 A bucket holds parameters of one dtype and device, in one fixed order on all ranks. Every parameter
-has a slot, a tensor of its own shape and strides in the bucket's memory, and after an exchange
-``p.grad`` *is* that slot: a mean needs no copy back. The last bucket ends with the footer: the
-weight of this rank, whether it is active, and (if asked for) which parameters have a gradient.
+has a slot, a tensor of its own shape and strides in the bucket's memory. With
+``gradient_as_bucket_view`` ``p.grad`` *is* that slot after an exchange: a mean needs no copy back.
+The last bucket ends with the footer: the weight of this rank, whether it is active, and (if asked
+for) which parameters have a gradient.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ class Bucket:
     spans: list[tuple[int, int]] = field(default_factory=list)
     """The elements of the buffer that are of each parameter: the first, and one past the last."""
 
+    def __post_init__(self) -> None:
+        self._addresses = [slot.data_ptr() for slot in self.slots]
+
     @property
     def footer(self) -> Tensor:
         """What is never encoded; empty but for the last bucket."""
@@ -49,7 +53,7 @@ class Bucket:
 
         Returns whether the gradient was in the slot already: added to an earlier mean.
         """
-        grad, slot = self.parameters[position].grad, self.slots[position]
+        grad, slot = self.parameters[position].grad, self._slot(position)
         if grad is None or scale == 0.0:  # zero weight: even NaN, the mean of nothing, has none
             slot.zero_()
             return False
@@ -61,10 +65,20 @@ class Bucket:
             slot.mul_(scale)
         return grad is slot
 
+    def _slot(self, position: int) -> Tensor:
+        """The slot; made again if it was given other memory, as ``p.grad.data = ...`` does."""
+        slot = self.slots[position]
+        if slot.data_ptr() != self._addresses[position]:
+            start = self.spans[position][0]
+            slot = self.slots[position] = _slot(self.buffer, start, self.parameters[position])
+        return slot
+
     def expose(self) -> None:
         """Make the ``p.grad`` of every trainable parameter its slot."""
-        for parameter, slot in zip(self.parameters, self.slots, strict=True):
-            if parameter.grad is not slot and parameter.requires_grad:
+        for position, parameter in enumerate(self.parameters):
+            slot = self._slot(position)
+            is_wanted = parameter.requires_grad or parameter.grad is not None
+            if parameter.grad is not slot and is_wanted:
                 parameter.grad = slot
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torchmn.communicators import Communicator
@@ -52,6 +53,7 @@ def create_multi_node_optimizer(
     weight: Weight = "rank",
     on_nonfinite: OnNonfinite = "raise",
     max_grad_norm: float | None = None,
+    gradient_as_bucket_view: bool = False,
 ) -> MultiNodeOptimizer:
     """Wrap an optimizer so that gradients are means over all ranks. *Collective.*
 
@@ -79,6 +81,9 @@ def create_multi_node_optimizer(
         on_nonfinite: what `step` does about a mean that is not finite, on all ranks alike:
             ``raise``, ``warn`` or ``pass``. A GradScaler leaves such a step out by itself.
         max_grad_norm: clip the mean by its global norm before each step.
+        gradient_as_bucket_view: every ``p.grad`` is the memory of the exchange, as under the option
+            of this name of DistributedDataParallel. That saves a copy of all gradients per step,
+            and a gradient that the script keeps over `zero_grad` is overwritten by the next pass.
 
     Raises:
         UnknownNameError, UsageError: a name or a parameter is not known.
@@ -108,6 +113,12 @@ def create_multi_node_optimizer(
     else:
         chosen = SCHEDULES[name]() if isinstance(name, str) else name
     models = [model] if isinstance(model, nn.Module) else list(model)
+    if any(isinstance(each, DistributedDataParallel) for each in models):
+        raise UnsupportedError(
+            f"{comm.speaker}: the model is a DistributedDataParallel, which exchanges its "
+            "gradients by itself. Give the module inside it (model.module) and drop the wrapper, "
+            "or stay with it and use torchmn.exchange.ddp_hook."
+        )
     return MultiNodeOptimizer(
         optimizer,
         comm,
@@ -118,6 +129,7 @@ def create_multi_node_optimizer(
         weight=weight,
         on_nonfinite=on_nonfinite,
         max_grad_norm=max_grad_norm,
+        gradient_as_bucket_view=gradient_as_bucket_view,
     )
 
 

@@ -68,6 +68,11 @@ class DoubleBuffering:
         loss = closure() if closure is not None else None
         if self._num_backwards == 0:
             self._exchange.exchange_now()
+        elif self._exchange.has_unexchanged:
+            raise UnsupportedError(
+                "A backward pass under no_sync() came after the one that was exchanged, before "
+                "step(). With double_buffering the pass outside no_sync() must be the last one."
+            )
         self._num_backwards = 0
         has_mean, self._has_mean = self._has_mean, False
         if has_mean:

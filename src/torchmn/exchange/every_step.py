@@ -51,7 +51,7 @@ class EveryStep:
 
     def step(self, closure: Callable[[], float] | None) -> float | None:
         """See `Schedule.step`. A rank without any backward pass takes part here."""
-        if closure is None and not self._is_exchanged:
+        if closure is None and (not self._is_exchanged or self._exchange.has_unexchanged):
             self._exchange.exchange_now()
         self._is_exchanged = False
         result = self._inner.step(closure)

@@ -1,51 +1,92 @@
-"""A method called when a gradient is final, whose owner lives as long as the model, no longer.
+"""A method called when a gradient is final, whose owner lives no longer than somebody holds it.
 
 torch's own hook on a parameter would keep the method's owner, and through it buckets, threads and
-the parameter itself, alive for ever: the garbage collector does not see such a ring, for it runs
-through C++. So parameters call weakly, and the model keeps the owner, which the collector sees.
+the parameter itself, alive for ever: the garbage collector does not see such a cycle, for it runs
+through C++. So parameters refer weakly to the owner, and the model keeps it, which the collector
+sees. Copies and pickles of the model carry none of this and load without torchmn.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 
+class GradientHook:
+    """What is registered on a parameter. Copies and pickles of parameters carry no such hooks."""
+
+    def __init__(self, method: Callable[[Tensor], None]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    @property
+    def owner(self) -> object | None:
+        """Whose method it calls; None once that is gone."""
+        return getattr(self._method(), "__self__", None)
+
+    def __call__(self, parameter: Tensor) -> None:
+        """What torch calls."""
+        method = self._method()
+        if method is not None:
+            method(parameter)
+
+
 def watch_gradient(parameter: nn.Parameter, method: Callable[[Tensor], None]) -> RemovableHandle:
     """Call the bound ``method`` whenever the gradient of ``parameter`` is final. Local.
 
-    For a parameter that is frozen this begins once it is not. The method's owner must be kept by
-    somebody, see `keep_with`.
+    For a parameter that is frozen this begins once it is not. Somebody must keep the method's
+    owner, see `keep_with`.
     """
-    weak = weakref.WeakMethod(method)
-
-    def hook(parameter: Tensor) -> None:
-        living = weak()
-        if living is not None:
-            living(parameter)
-
     is_trainable = parameter.requires_grad
     parameter.requires_grad_(True)
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(GradientHook(method))
     parameter.requires_grad_(is_trainable)
     return handle
+
+
+def owners_of(parameters: Iterable[nn.Parameter]) -> list[object]:
+    """The owners of the hooks that `watch_gradient` put on any of the parameters, each once."""
+    owners = {}
+    for parameter in parameters:
+        for hook in _hooks(parameter):
+            if isinstance(hook, GradientHook) and hook.owner is not None:
+                owners[id(hook.owner)] = hook.owner
+    return list(owners.values())
+
+
+def has_later_hook(parameter: Tensor, method: Callable[[Tensor], None]) -> bool:
+    """Whether the script's own hook is called after ``method``, and may change the gradient."""
+    hooks = _hooks(parameter)
+    if len(hooks) == 1:
+        return False
+    for hook in reversed(hooks):
+        if not isinstance(hook, GradientHook):
+            return True
+        if hook._method() == method:
+            return False
+    return False
 
 
 def keep_with(model: nn.Module, owner: object) -> None:
     """Let ``owner`` live as long as the model. Gradients are exchanged even if nobody else has it.
 
-    Local. Copies of the model, and what is pickled of it, do not keep it.
+    Local.
     """
-    model.__dict__.setdefault(_KEPT, _Kept()).owners.append(owner)
+    kept = model.__dict__.get(_KEPT)
+    if not isinstance(kept, _Kept):  # in a model that was copied or loaded it is an empty list
+        kept = model.__dict__[_KEPT] = _Kept()
+    kept.owners.append(owner)
 
 
 def release(model: nn.Module, owner: object) -> None:
     """End what `keep_with` began. Local; nothing happens the second time."""
-    kept: _Kept = model.__dict__.get(_KEPT, _Kept())
-    kept.owners = [other for other in kept.owners if other is not owner]
+    kept = model.__dict__.get(_KEPT)
+    if isinstance(kept, _Kept):
+        kept.owners = [other for other in kept.owners if other is not owner]
+        if not kept.owners:
+            del model.__dict__[_KEPT]
 
 
 _KEPT = "_torchmn_kept"
@@ -55,8 +96,12 @@ class _Kept:
     def __init__(self) -> None:
         self.owners: list[object] = []
 
-    def __deepcopy__(self, memo: object) -> _Kept:
-        return _Kept()
+    def __deepcopy__(self, memo: object) -> list[object]:
+        return []
 
-    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
-        return (_Kept, ())
+    def __reduce__(self) -> tuple[type[list[object]], tuple[()]]:
+        return (list, ())
+
+
+def _hooks(parameter: Tensor) -> list[object]:
+    return list((parameter._post_accumulate_grad_hooks or {}).values())

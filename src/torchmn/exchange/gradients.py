@@ -8,7 +8,10 @@ end of backward a callback packs what had no gradient, sends the rest, and tells
 
 from __future__ import annotations
 
+import sys
+import threading
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
@@ -20,11 +23,20 @@ from torch.utils.hooks import RemovableHandle
 from torchmn.communicators import Communicator
 from torchmn.communicators.wire import create_wire
 from torchmn.compression import Codec
-from torchmn.errors import CommunicationError, UnsupportedError, UsageError
-from torchmn.exchange.bucket_set import NUM_FOOTER, BucketSet, NonfiniteGradients, weight_unit
+from torchmn.errors import CommunicationError, DisagreementError, UnsupportedError, UsageError
+from torchmn.exchange.bucket_set import (
+    GIVEN_UP,
+    LOADED,
+    NUM_FOOTER,
+    OTHER_LAYOUT,
+    BucketSet,
+    NonfiniteGradients,
+    weight_unit,
+)
 from torchmn.exchange.buckets import Bucket, NamedParameter, plan_buckets
 from torchmn.exchange.chunk_plan import ChunkPlan
-from torchmn.exchange.gradient_hook import watch_gradient
+from torchmn.exchange.gradient_hook import has_later_hook, watch_gradient
+from torchmn.exchange.gradient_memory import GradientMemory
 from torchmn.exchange.own_codec import codec_state, load_codec_state
 
 
@@ -50,7 +62,14 @@ class GradientExchange:
     ``num_sets`` sets of buckets take turns: with two, the means of one step are in use while the
     sums of the next are under way; with none, the exchange rests until `redirect`.
     ``on_backward_end`` is called when the gradients of a backward pass are packed and all buckets
-    but the last were handed over.
+    but the last were handed over. With ``gradient_as_bucket_view`` every ``p.grad`` is the slot of
+    its bucket, which the next pass overwrites; else it is memory of its own.
+
+    A pass that an exception has ended is given up when the next one begins: the ranks end its
+    exchange and throw it away. Parameters that have another dtype, device, shape or
+    ``requires_grad`` than at the last pass are laid out again. Both must happen on all ranks; where
+    it does not, all raise DisagreementError, for the footer of each exchange holds what its ranks
+    are about to do.
     """
 
     def __init__(
@@ -62,6 +81,7 @@ class GradientExchange:
         zero_fill: bool,
         num_sets: int,
         on_backward_end: Callable[[], None],
+        gradient_as_bucket_view: bool = False,
     ) -> None:
         self.comm = comm
         self.codec = codec
@@ -85,13 +105,23 @@ class GradientExchange:
         self.watcher: PassWatcher | None = None
         self.chunk_bytes: int | None = None
         """How buckets are cut at the next `rebuild`, see `cut`."""
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.memory = GradientMemory()
+        """Of what scripts see as ``p.grad``."""
+        self.has_loaded = False
+        """Whether this rank has loaded a state since the last exchange."""
+        self._unexchanged: set[Tensor] = set()
+        """Parameters whose gradient holds passes under no_sync() that no exchange has taken."""
         self._has_warned = False
         self._unit: float | None = None
         """In which weights are counted, see `BucketSet`; None: to be agreed on."""
         self._num_sets = max(1, num_sets)
         self._on_backward_end = on_backward_end
         self._hooks: list[RemovableHandle] = []
-        self._backward_id: int | None = None
+        self._lock = threading.RLock()
+        """Autograd has a thread for each device."""
+        self._pass: _Pass | None = None
+        """The backward pass that has begun and not ended."""
         self._failure: BaseException | None = None
         self.rebuild()
 
@@ -131,8 +161,14 @@ class GradientExchange:
         """Lay out the buckets again, for the parameters that are trainable now."""
         self.close()
         known = self.parameters()
-        trainable = [(n, p) for n, p in known if p.requires_grad and not self.is_resting]
-        self._flags = [(p, p.requires_grad) for _, p in known]
+        trainable = [
+            (n, p)
+            for n, p in known
+            if (p.requires_grad or p in self._unexchanged) and not self.is_resting
+        ]
+        self._facts = [(p, _facts(p)) for _, p in known]
+        self._num_exchanges = 0
+        self.memory.clear()
         wire = create_wire(self.codec)
         num_footer = NUM_FOOTER + (0 if self.zero_fill else len(trainable))
         self.sets = [
@@ -199,6 +235,11 @@ class GradientExchange:
         self._hooks = []
 
     @property
+    def owner(self) -> object:
+        """Whose exchange it is: what is told of the end of backward passes."""
+        return getattr(self._on_backward_end, "__self__", None)
+
+    @property
     def is_needed(self) -> bool:
         """Whether there is anything to do: one rank alone has its means already."""
         return not self.is_resting and (self.comm.size > 1 or self._num_sets > 1)
@@ -219,6 +260,8 @@ class GradientExchange:
         """Begin to fill the current set from nothing."""
         self._num_started = 0
         self._arrived: set[nn.Parameter] = set()
+        self.present: set[nn.Parameter] = set()
+        """Those that were packed with a gradient."""
         self.is_accumulating = False
         for chunk in self.filling.chunks:
             chunk.num_ready = 0
@@ -231,60 +274,145 @@ class GradientExchange:
 
     def _on_gradient(self, parameter: Tensor) -> None:
         """A gradient is final: pack it, and hand over the chunks that are full in order."""
-        if self.watcher is not None:
-            self.watcher.gradient_arrived(parameter)
-        if not self.is_syncing:
-            return
-        backward_id = torch._C._current_graph_task_id()
-        if backward_id != self._backward_id:
-            self._open_backward(backward_id)
-        place = self._locate.get(parameter)  # type: ignore[call-overload]
-        if place is None or self._unit is None:
-            # Trainable only since the layout was made, or the unit of weights is not known yet:
-            # the end of backward sees to it.
-            return
-        bucket_index, position = place
-        bucket = self.filling.buckets[bucket_index]
-        if parameter in self._arrived:
-            raise UnsupportedError(
-                f"{self.comm.speaker}: the gradient of '{bucket.names[position]}' came twice in "
-                "one backward pass, as torch.utils.checkpoint with use_reentrant=True does. Use "
-                "use_reentrant=False."
-            )
-        self._pack(bucket, position)
-        # What was copied is let go of at once: the next layer's gradient then takes its memory,
-        # where all of them together would cost 10,000 page faults a step for 60 MB.
-        parameter.grad = bucket.slots[position]
-        if self.comm.hides_exchange:
-            self._start_full_chunks()
+        with self._lock:
+            if self.watcher is not None:
+                self.watcher.gradient_arrived(parameter)
+            if not self.is_syncing:
+                self._unexchanged.add(parameter)
+                return
+            pass_ = self._pass
+            if pass_ is None or torch._C._current_graph_task_id() not in pass_.ids:
+                pass_ = self._open_backward()
+            place = self._locate.get(parameter)  # type: ignore[call-overload]
+            if (
+                place is None
+                or self._unit is None
+                or pass_.is_other_layout
+                or has_later_hook(parameter, self._on_gradient)
+            ):
+                # Not in the layout, the unit of weights is not known yet, or the script has a hook
+                # that comes later and may change it: the end of backward sees to it.
+                return
+            bucket_index, position = place
+            bucket = self.filling.buckets[bucket_index]
+            if parameter in self._arrived:
+                raise UnsupportedError(
+                    f"{self.comm.speaker}: the gradient of '{bucket.names[position]}' came twice "
+                    "in one backward pass, as torch.utils.checkpoint with use_reentrant=True does. "
+                    "Use use_reentrant=False."
+                )
+            self._pack(bucket, position)
+            # What was copied is let go of at once: the next layer's gradient then takes its memory,
+            # where all of them together would cost 10,000 page faults a step for 60 MB.
+            if self.gradient_as_bucket_view:
+                parameter.grad = bucket.slots[position]
+            elif not self.memory.is_mean(parameter):  # type: ignore[arg-type]
+                parameter.grad = None
+            if self.comm.hides_exchange:
+                self._start_full_chunks()
 
-    def _open_backward(self, backward_id: int) -> None:
-        self.raise_if_unfinished()
+    def _open_backward(self) -> _Pass:
+        """The first gradient of a backward pass, or of one that runs inside of it."""
+        backward_id = torch._C._current_graph_task_id()
+        if self._pass is not None and self._pass.is_running and self._failure is None:
+            self._pass.ids.add(backward_id)
+            return self._pass
+        if self._failure is not None:
+            self.raise_if_unfinished()
+        if self._pass is not None:
+            self._give_up_pass()
         if self.watcher is not None:
             self.watcher.filling_begins()
-        self._backward_id = backward_id
         self.problem = None
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        callback = _AtEnd(self._end_backward)
+        self._pass = _Pass(backward_id, callback, is_other_layout=self._is_other_layout())
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+        return self._pass
 
     def _end_backward(self) -> None:
-        backward_id, self._backward_id = self._backward_id, None
+        ended, self._pass = self._pass, None
         try:
+            if ended is not None and ended.is_nested and len(self._arrived) < len(self._locate):
+                # More of it may come in another one, after this has been handed over.
+                self._pass = ended
+                raise UnsupportedError(
+                    f"{self.comm.speaker}: this backward pass runs in parts, as "
+                    "torch.utils.checkpoint with use_reentrant=True does, and the first gradients "
+                    "came from a part. Use use_reentrant=False."
+                )
             self.exchange_now()
-        except UsageError:  # raised on all ranks alike, nothing is under way: they may go on
-            raise
+        except (UsageError, UnsupportedError):
+            raise  # on all ranks, and nothing is under way: they may continue
         except BaseException as error:
-            self._backward_id, self._failure = backward_id, error
+            # Ranks that gave up a pass use the same buckets again, others the next ones.
+            if self._num_sets > 1 or not isinstance(error, DisagreementError):
+                self._pass, self._failure = ended, error
             raise
 
     def raise_if_unfinished(self) -> None:
-        """Raise CommunicationError if a backward pass began that did not end. Local."""
-        if self._backward_id is not None:
-            why = self._failure or "it raised, or this one runs inside it"
-            raise CommunicationError(
-                f"{self.comm.speaker}: the backward pass before this did not reach its end "
-                f"({why}), so the ranks no longer agree on what was exchanged. End the job and go "
-                "on from the last checkpoint."
+        """Raise if a backward pass began that did not end. Local.
+
+        UsageError: it raised, and the gradients were not cleared since; CommunicationError: an
+        exchange failed, or this is called inside of a pass.
+        """
+        if self._pass is None:
+            return
+        if self._failure is None and not self._pass.is_running:
+            if self._pass.is_cleared:
+                return
+            raise UsageError(
+                f"{self.comm.speaker}: the backward pass before this raised an exception, so the "
+                "gradients are not complete. Call optimizer.zero_grad() and run forward and "
+                "backward again, or leave this step out; on all ranks."
             )
+        raise CommunicationError(
+            f"{self.comm.speaker}: the backward pass before this did not reach its end "
+            f"({self._failure or 'this is called inside of it'}), so the ranks no longer agree on "
+            "what was exchanged. End the job and continue from the last checkpoint."
+        )
+
+    def _give_up_pass(self) -> None:
+        """End the exchange of a pass that raised, and throw it away. *Collective.*
+
+        Other ranks that have not given it up raise DisagreementError at the end of theirs.
+        """
+        self._pass = None
+        self._end_without_means(GIVEN_UP)
+        self.restart()
+
+    def _end_without_means(self, flag: int) -> None:
+        """Send what is left of this exchange with a footer that says why there will be no means."""
+        filling = self.filling
+        filling.unit = self._agree_on_unit(0.0, is_active=False)
+        for index in self.plan.order[self._num_started :]:
+            filling.chunks[index].cargo.buffer.zero_()
+        filling.write_footer(0.0, is_active=False, flags=(flag,), num_exchanges=self._num_exchanges)
+        self._num_exchanges += 1
+        self.sum_rest()
+        filling.drain()
+
+    def forget_backward(self) -> None:
+        """Gradients were cleared. Local."""
+        self._unexchanged.clear()
+        if self._pass is not None:
+            self._pass.is_cleared = True
+
+    @property
+    def has_unexchanged(self) -> bool:
+        """Whether some ``p.grad`` holds passes under no_sync() that no exchange has taken."""
+        return bool(self._unexchanged)
+
+    def _is_other_layout(self) -> bool:
+        """Whether parameters are not as they were when the buckets were laid out."""
+        return any(_facts(parameter) != facts for parameter, facts in self._facts)
+
+    def _agree_on_unit(self, weight: float, *, is_active: bool) -> float:
+        """The unit of weights; *collective* at the first exchange."""
+        if self._unit is None:
+            row = torch.tensor([weight, float(is_active)], dtype=torch.float64, device="cpu")
+            total, num_active = self.comm.allreduce(row).tolist()
+            self._unit = weight_unit(total, round(num_active))
+        return self._unit
 
     def _start_full_chunks(self) -> None:
         """Those that the plan holds back stay: nothing would hide them."""
@@ -307,9 +435,11 @@ class GradientExchange:
                 "sparse=False."
             )
         scale = self.weight / (self.comm.size * (self._unit or 1.0)) if self.is_active else 0.0
-        if self.filling.pack(bucket, position, scale):
+        if self.filling.pack(bucket, position, scale) or self.memory.is_mean(parameter):
             self.is_accumulating = True
         self._arrived.add(parameter)
+        if grad is not None:
+            self.present.add(parameter)
         for chunk in self.filling.chunks_of[parameter]:
             chunk.num_ready += 1
 
@@ -320,17 +450,23 @@ class GradientExchange:
         if not self.is_needed:
             self._fill_missing()
             return
-        if any(parameter.requires_grad is not flag for parameter, flag in self._flags):
-            # Frozen or unfrozen since the layout, and buckets of it may have left on some ranks:
-            # all ranks end that exchange. A mean that is exchanged again stays what it is.
-            self.finish_filling()
-            self.sum_rest()
-            self.restart()
-            self.filling.wait()
-            self.assign(self.filling)
-            self.rebuild()
+        if self._pass is not None:
+            self.raise_if_unfinished()
+            self._give_up_pass()
+        if self._is_other_layout():
+            self._lay_out_again()
         self.finish_filling()
         self._on_backward_end()
+
+    def _lay_out_again(self) -> None:
+        """Parameters have changed, on all ranks; nothing of this pass was packed. *Collective.*
+
+        Raises DisagreementError on all ranks: not all have changed them.
+        """
+        self._end_without_means(OTHER_LAYOUT)
+        self.restart()
+        self.filling.raise_if_flags_differ()
+        self.rebuild()
 
     def finish_filling(self) -> None:
         """Pack what is not packed yet and hand over what the plan does not hold back."""
@@ -341,22 +477,23 @@ class GradientExchange:
             self.watcher.filling_ends()
         filling = self.filling
         weight = self.weight if self.is_active else 0.0
-        if self._unit is None:
-            row = torch.tensor([weight, float(self.is_active)], dtype=torch.float64)
-            total, num_active = self.comm.allreduce(row).tolist()
-            self._unit = weight_unit(total, round(num_active))
-        filling.unit = self._unit
+        filling.unit = self._agree_on_unit(weight, is_active=self.is_active)
         for bucket in filling.buckets:
             for position, parameter in enumerate(bucket.parameters):
                 if parameter not in self._arrived:
                     self._pack(bucket, position)
-        presence = [] if self.zero_fill else [p.grad is not None for p in self._order]
+        presence = [] if self.zero_fill else [p in self.present for p in self._order]
+        self._unexchanged.clear()
         filling.write_footer(
             weight,
             is_active=self.is_active,
             presence=[p and self.is_active for p in presence],
             num_samples=self.num_samples if self.is_active else 0.0,
+            flags=(LOADED,) if self.has_loaded and self.is_active else (),
+            num_exchanges=self._num_exchanges,
         )
+        self._num_exchanges += 1
+        self.has_loaded = False
         if self.comm.hides_exchange:
             self._start_full_chunks()
 
@@ -382,7 +519,12 @@ class GradientExchange:
     def assign(self, means: BucketSet) -> None:
         """`expose` without looking whether they are finite. Local."""
         for bucket in means.buckets:
-            bucket.expose()
+            if self.gradient_as_bucket_view:
+                bucket.expose()
+                continue
+            for parameter, slot in zip(bucket.parameters, bucket.slots, strict=True):
+                if parameter.requires_grad or parameter.grad is not None:
+                    self.memory.set(parameter, slot)
         if not self.zero_fill:
             for parameter, is_present in zip(means.order, means.presence, strict=True):
                 if not is_present:
@@ -420,6 +562,50 @@ class GradientExchange:
     def _fill_missing(self) -> None:
         """One rank alone treats a missing gradient as many do."""
         if self.zero_fill:
-            for parameter, _ in self._flags:
+            for parameter, _ in self._facts:
                 if parameter.grad is None and parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter)
+
+
+class _Pass:
+    """A backward pass that has begun."""
+
+    def __init__(self, backward_id: int, callback: _AtEnd, *, is_other_layout: bool) -> None:
+        self.ids = {backward_id}
+        """Of the pass, and of those that run inside of it."""
+        self.is_other_layout = is_other_layout
+        """Whether parameters have changed since the buckets were laid out."""
+        self.is_nested = _runs_inside_another()
+        self.is_cleared = False
+        """Whether the gradients were cleared since it raised."""
+        self._callback = weakref.ref(callback)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether autograd will still call back: it lets go of the callback of one that raised."""
+        return self._callback() is not None
+
+
+class _AtEnd:
+    """What autograd calls at the end of a backward pass, and holds only until then."""
+
+    def __init__(self, method: Callable[[], None]) -> None:
+        self._method = method
+
+    def __call__(self) -> None:
+        self._method()
+
+
+def _runs_inside_another() -> bool:
+    """Whether this backward pass was begun by a function of another one, as checkpoints do."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is torch.autograd.function.BackwardCFunction.apply.__code__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _facts(parameter: nn.Parameter) -> tuple[object, ...]:
+    """What its place in a bucket depends on."""
+    return parameter.requires_grad, parameter.dtype, parameter.device, parameter.shape

@@ -17,10 +17,11 @@ from torchmn.compression import Codec
 from torchmn.errors import NonFiniteGradientError, TorchmnError, UnsupportedError, UsageError
 from torchmn.exchange.base import Deferring, Schedule
 from torchmn.exchange.bucket_set import NonfiniteGradients, weight_unit
-from torchmn.exchange.gradient_hook import keep_with, release
+from torchmn.exchange.gradient_hook import keep_with, owners_of, release
 from torchmn.exchange.gradients import GradientExchange
 from torchmn.exchange.replicas import (
     broadcast_and_prove,
+    broadcast_optimizer_state,
     named_parameters,
     raise_if_ranks_differ,
     take_over,
@@ -59,7 +60,9 @@ class MultiNodeOptimizer(Optimizer):
         weight: Weight,
         on_nonfinite: OnNonfinite,
         max_grad_norm: float | None,
+        gradient_as_bucket_view: bool,
     ) -> None:
+        _raise_if_attached(schedule)
         # Optimizer.__init__ would make groups and state of its own; ours are the inner one's.
         self.inner = inner
         self._deferring: Deferring | None = None
@@ -81,7 +84,10 @@ class MultiNodeOptimizer(Optimizer):
             "weight": weight,
             "max_grad_norm": max_grad_norm,
         }
+        self._taken_over_by = ""
         self._unify()
+        parameters = [parameter for _, parameter in named_parameters(inner, self._models)]
+        self._take_parameters_over(parameters)
         self.exchange = GradientExchange(
             comm,
             codec,
@@ -89,13 +95,13 @@ class MultiNodeOptimizer(Optimizer):
             zero_fill=zero_fill,
             num_sets=schedule.num_sets,
             on_backward_end=self._backward_ended,
+            gradient_as_bucket_view=gradient_as_bucket_view,
         )
-        self.exchange.act_on_problem = self._act_on_problem
-        schedule.attach(self.exchange, inner)
-        self._deferring = schedule if isinstance(schedule, Deferring) else None
-        if self._deferring is not None:
-            why_wait = None if max_grad_norm is None else "max_grad_norm needs all gradients"
-            self._deferring.hook_into(self._models, why_wait)
+        try:
+            self._attach(max_grad_norm)
+        except BaseException:
+            self.exchange.close()  # nobody will, and the hooks are on the model
+            raise
         self._on_nonfinite = on_nonfinite
         self._max_grad_norm = max_grad_norm
         self._step_hook = inner.register_step_pre_hook(self._before_step)
@@ -105,6 +111,15 @@ class MultiNodeOptimizer(Optimizer):
             self._forward_hook = self._models[0].register_forward_pre_hook(
                 self._count_samples, with_kwargs=True
             )
+
+    def _attach(self, max_grad_norm: float | None) -> None:
+        schedule, inner = self.schedule, self.inner
+        self.exchange.act_on_problem = self._act_on_problem
+        schedule.attach(self.exchange, inner)
+        self._deferring = schedule if isinstance(schedule, Deferring) else None
+        if self._deferring is not None:
+            why_wait = None if max_grad_norm is None else "max_grad_norm needs all gradients"
+            self._deferring.hook_into(self._models, why_wait)
 
     # ---- what makes it an Optimizer ----
 
@@ -165,6 +180,7 @@ class MultiNodeOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the inner optimizer's. Local."""
         self.schedule.forget_backward()
+        self.exchange.forget_backward()
         self.inner.zero_grad(set_to_none)
         self._has_local_passes = False
 
@@ -178,6 +194,13 @@ class MultiNodeOptimizer(Optimizer):
         Under the schedules by blocks ranks may step as often as they have batches: they meet where
         their samples fill a block. A closure's loss is the rank's own then.
         """
+        if self._taken_over_by:
+            raise UsageError(
+                f"{self.communicator.speaker}: {self!r} gave its parameters to "
+                f"{self._taken_over_by}, which was made later for some of the same parameters: "
+                "only one multi-node optimizer can exchange the gradient of a parameter. Step the "
+                "newer one, or make one optimizer with several parameter groups."
+            )
         self.exchange.raise_if_unfinished()
         if closure is None:
             self._raise_if_uncounted()
@@ -248,6 +271,7 @@ class MultiNodeOptimizer(Optimizer):
             )
         self._complete()
         self.inner.load_state_dict({k: v for k, v in state_dict.items() if k != "torchmn"})
+        self.exchange.has_loaded = True
         self.schedule.load_state_dict(ours if saved == self.schedule.name else {})
         self.exchange.load_state_dict(codec)
         self.exchange.load_progress(progress)
@@ -409,6 +433,14 @@ class MultiNodeOptimizer(Optimizer):
     def _unify(self) -> None:
         raise_if_ranks_differ(self.communicator, self._models, self.inner, self._asked)
         broadcast_and_prove(self.communicator, self._models)
+        broadcast_optimizer_state(self.communicator, self.inner)
+
+    def _take_parameters_over(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Close the multi-node optimizers that exchange gradients of these parameters. Local."""
+        for owner in owners_of(parameters):
+            if isinstance(owner, GradientExchange) and isinstance(owner.owner, MultiNodeOptimizer):
+                owner.owner._taken_over_by = repr(self)
+                owner.owner.close()
 
     def _before_step(self, *_: object) -> None:
         """Called before the inner optimizer's step, which a GradScaler leaves out if need be."""
@@ -546,3 +578,11 @@ def _shared_out(accumulated: Sequence[dict[str, Any]], num_new: int) -> dict[str
         "weight": sum(weights) / num_new,
         "num_samples": sum(state["num_samples"] for state in accumulated) / num_new,
     }
+
+
+def _raise_if_attached(schedule: Schedule) -> None:
+    if "_exchange" in vars(schedule):
+        raise UsageError(
+            f"This {type(schedule).__name__} object belongs to another optimizer already, whose "
+            "state it holds. Make a new schedule object for each optimizer."
+        )

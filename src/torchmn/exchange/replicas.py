@@ -135,6 +135,24 @@ def broadcast_and_prove(comm: Communicator, models: Sequence[nn.Module]) -> None
         )
 
 
+def broadcast_optimizer_state(comm: Communicator, inner: Optimizer) -> None:
+    """Give all ranks rank 0's optimizer state if theirs differ. *Collective.*
+
+    It differs where a file was loaded on rank 0 alone, or ranks took different steps before.
+    """
+    state = inner.state_dict()["state"]
+    mine = {
+        f"{index}.{name}": checksum([value]) if isinstance(value, Tensor) else repr(value)
+        for index, values in state.items()
+        for name, value in (values.items() if isinstance(values, Mapping) else [("", values)])
+    }
+    everybody = comm.allgather_obj(mine)
+    if any(other != everybody[0] for other in everybody):
+        whole = comm.bcast_obj(inner.state_dict() if comm.rank == 0 else None)
+        if comm.rank != 0:
+            inner.load_state_dict(whole)
+
+
 def different_tensors(comm: Communicator, models: Sequence[nn.Module]) -> list[str]:
     """Names of the tensors that are not bit-identical on all ranks. *Collective.*"""
     mine = {name: checksum([tensor]) for name, tensor in named_tensors(models).items()}

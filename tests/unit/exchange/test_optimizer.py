@@ -7,6 +7,7 @@ import io
 import pickle
 import re
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from torchmn import create_multi_node_optimizer
-from torchmn.errors import CommunicationError, UnsupportedError, UsageError
+from torchmn.errors import CommunicationError, DisagreementError, UnsupportedError, UsageError
 from torchmn.testing import run_ranks
 
 from .models import batch, equal, grads, local_grads, loss_of, mlp, near, values
@@ -410,22 +411,55 @@ def test_step_on_a_rank_without_backward_counts_as_zeros(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["flat", "hierarchical"])
-def test_a_backward_that_raises_on_all_ranks_ends_in_a_sentence(name: str) -> None:
+@pytest.mark.parametrize("schedule", ["every_step", "double_buffering", "every_step_next_forward"])
+@pytest.mark.parametrize("codec", [None, "1bit"])
+def test_a_backward_that_raises_on_all_ranks_may_be_repeated(name: str, schedule, codec) -> None:
+    def rank_main(comm, *, raises):
+        comm.bucket_bytes = 1
+        model = mlp()
+        optimizer = create_multi_node_optimizer(
+            momentum(model), comm, model, schedule=schedule, codec=codec
+        )
+        for step in range(6):
+            optimizer.zero_grad()
+            if raises and step % 2:
+                with pytest.raises(ValueError, match="broken layer"):
+                    loss_of(nn.Sequential(Raises(), *model), batch(comm.rank, 0)).backward()
+                with pytest.raises(UsageError, match=r"raised an exception.*zero_grad\(\)"):
+                    optimizer.step()
+                optimizer.zero_grad()
+            loss_of(model, batch(comm.rank, step)).backward()
+            optimizer.step()
+        optimizer.flush()
+        return [p.detach().clone() for p in model.parameters()]
+
+    found = run_ranks(partial(rank_main, raises=True), 2, name=name)
+    expected = run_ranks(partial(rank_main, raises=False), 2, name=name)
+    for mine, theirs in zip(found[0], expected[0], strict=True):
+        assert torch.equal(mine, theirs)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_backward_that_raises_and_is_repeated_on_one_rank_alone_is_named_on_the_other() -> None:
     def rank_main(comm):
         comm.bucket_bytes = 1
         model = mlp()
         optimizer = create_multi_node_optimizer(momentum(model), comm, model)
-        with pytest.raises(ValueError, match="broken layer"):
-            loss_of(nn.Sequential(Raises(), *model), batch(comm.rank, 0)).backward()
-        sentence = "did not reach its end.*last checkpoint"
-        for _ in range(2):  # it stays so
-            with pytest.raises(CommunicationError, match=sentence):
-                optimizer.step()
-            optimizer.zero_grad()
-            with pytest.raises(CommunicationError, match=sentence):
-                loss_of(model, batch(comm.rank, 1)).backward()
+        if comm.rank == 1:
+            with pytest.raises(ValueError, match="broken layer"):
+                loss_of(nn.Sequential(Raises(), *model), batch(comm.rank, 0)).backward()
+        else:
+            with pytest.raises(
+                DisagreementError, match=r"rank 1 raised an exception in its backward"
+            ):
+                loss_of(model, batch(comm.rank, 0)).backward()
+        optimizer.zero_grad()
+        loss_of(model, batch(comm.rank, 0)).backward()
+        locals_ = [local_grads(model, batch(rank, 0)) for rank in range(comm.size)]
+        assert near(grads(model), [(a + b) / 2 for a, b in zip(*locals_, strict=True)])
 
-    run_ranks(rank_main, 2, name=name)
+    run_ranks(rank_main, 2)
 
 
 def test_a_backward_that_raises_on_one_rank_ends_the_others_in_time() -> None:
@@ -437,12 +471,12 @@ def test_a_backward_that_raises_on_one_rank_ends_the_others_in_time() -> None:
         error = ValueError if comm.rank == 0 else CommunicationError
         with pytest.raises(error):
             loss_of(layers, batch(comm.rank, 0)).backward()
-        with pytest.raises(CommunicationError) as caught:
+        with pytest.raises((UsageError, CommunicationError)) as caught:
             optimizer.step()
         return str(caught.value)
 
     died, waited = run_ranks(rank_main, 2, name="hierarchical", timeout_s=1)
-    assert "did not reach its end" in died
+    assert "raised an exception" in died
     assert "rank 1 of 2" in waited
     assert re.search("within 1 s|closed its connection", waited), waited
 

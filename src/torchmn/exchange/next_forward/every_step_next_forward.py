@@ -111,8 +111,9 @@ class EveryStepNextForward:
             exchange.expose(means)
         else:
             exchange.start_rest()
+            present = exchange.present
             self._flying, self._is_exposed = exchange.turn(), False
-            self._flying.part_from_gradients()
+            self._flying.part_from_gradients(present)
             self._grads = {p: SeenGradient(p.grad) for p in self._flying.chunks_of}
         self._is_exchanged = True
         self._exchange_ended()
@@ -122,12 +123,14 @@ class EveryStepNextForward:
         if closure is not None:
             return self._step_with(closure)
         exchange = self._exchange
-        if not self._is_exchanged:
+        if not self._is_exchanged or exchange.has_unexchanged:
             exchange.exchange_now()
         flying, self._flying, self._is_exchanged = self._flying, None, False
         if flying is not None:
             if not self._is_exposed:
+                self._leave_uninspected(flying, is_applied=False)  # should this raise
                 self._raise_if_changed()
+                self._uninspected = None
                 why = sees_steps(self._inner, num_own_hooks=1)
                 if why is None and self._defer(flying):
                     return None
