@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,10 @@ _FLAGS = {
 _COUNT_MODULUS = 4096  # so that float32 can hold the sum of the counts of many ranks
 
 
+Reduction = Literal["mean", "sum"]
+"""What becomes of the ranks' gradients."""
+
+
 @dataclass(frozen=True)
 class NonfiniteGradients:
     """Gradients of one step, or movements of one block, that were not finite. Same on all ranks."""
@@ -74,7 +78,8 @@ class BucketSet:
     """The buckets of one exchange and the sums under way in them.
 
     Gradients are packed as ``weight / (size * unit)`` times themselves and the footer holds the
-    weight itself: with weights w_i the mean is the sum times ``size * unit / sum(w_i)``.
+    weight itself: with weights w_i the mean is the sum times ``size * unit / sum(w_i)``, and with
+    ``reduction="sum"`` the sum of w_i g_i is the sum times ``size * unit``.
 
     They leave in chunks, each once in an exchange. Either `wait` turns all of it into means, or
     `await_footer` and then `take`, parameter by parameter.
@@ -87,7 +92,9 @@ class BucketSet:
         buckets: list[Bucket],
         chunk_bytes: int | None = None,
         what: str = "gradients",
+        reduction: Reduction = "mean",
     ) -> None:
+        self.reduction = reduction
         self.comm = comm
         self.wire = wire
         self.buckets = buckets
@@ -271,6 +278,10 @@ class BucketSet:
             footer_work.wait()
         self.raise_if_flags_differ()
         total = self.total_weight
+        self.next_unit = weight_unit(total, self.num_active)
+        if self.reduction == "sum":
+            self._factor = self.comm.size * self.unit if total else 0.0
+            return
         if total == 0.0 and self.num_active:
             raise UsageError(
                 f"{self.comm.speaker}: the weights of all ranks are zero. With weight='samples' "
@@ -278,7 +289,6 @@ class BucketSet:
                 "optimizer.set_weight(number_of_samples) before backward()."
             )
         self._factor = self.comm.size * self.unit / total if total else 0.0
-        self.next_unit = weight_unit(total, self.num_active)
 
     def raise_if_flags_differ(self) -> None:
         """Raise DisagreementError if only some ranks did what all must do, after `await_footer`.

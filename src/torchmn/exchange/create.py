@@ -16,6 +16,7 @@ from torchmn.exchange.base import Schedule
 from torchmn.exchange.blocks.block_momentum import BlockMomentum
 from torchmn.exchange.blocks.diloco import DiLoCo
 from torchmn.exchange.blocks.periodic_average import PeriodicAverage
+from torchmn.exchange.bucket_set import Reduction
 from torchmn.exchange.double_buffering import DoubleBuffering
 from torchmn.exchange.every_step import EveryStep
 from torchmn.exchange.next_forward.every_step_next_forward import EveryStepNextForward
@@ -51,6 +52,7 @@ def create_multi_node_optimizer(
     allow_lossy: bool = False,
     replan: bool = False,
     weight: Weight = "rank",
+    reduction: Reduction = "mean",
     on_nonfinite: OnNonfinite = "raise",
     max_grad_norm: float | None = None,
     gradient_as_bucket_view: bool = False,
@@ -78,6 +80,10 @@ def create_multi_node_optimizer(
         replan: whether they choose again when steps have become slower.
         weight: ``rank`` is the mean of the ranks' means; ``samples`` weights them by the number of
             samples that the model's forward has seen; `MultiNodeOptimizer.set_weight` by anything.
+        reduction: ``mean`` over ranks, for a loss that is a mean over the batch; ``sum``, for one
+            that is a sum over it, as torch's losses with ``reduction="sum"``. N workers then give
+            the parameters of one. Where ranks train alone for a while, and with ``weight``, a sum
+            makes no sense and is refused.
         on_nonfinite: what `step` does about a mean that is not finite, on all ranks alike:
             ``raise``, ``warn`` or ``pass``. A GradScaler leaves such a step out by itself.
         max_grad_norm: clip the mean by its global norm before each step.
@@ -94,6 +100,14 @@ def create_multi_node_optimizer(
         raise UnknownNameError("weight", weight, ("rank", "samples"))
     if on_nonfinite not in ("raise", "warn", "pass"):
         raise UnknownNameError("on_nonfinite", on_nonfinite, ("raise", "warn", "pass"))
+    if reduction not in ("mean", "sum"):
+        raise UnknownNameError("reduction", reduction, ("mean", "sum"))
+    if reduction == "sum" and weight != "rank":
+        raise UnsupportedError(
+            f"weight={weight!r} and reduction='sum' contradict each other: weights divide a mean, "
+            "and the gradients of a summed loss are added as they are. Leave weight= out, or let "
+            "the loss be a mean over the batch."
+        )
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise UsageError(f"max_grad_norm={max_grad_norm} must be a positive number.")
     if double_buffering and schedule not in (None, "double_buffering"):
@@ -112,6 +126,12 @@ def create_multi_node_optimizer(
         codec = None
     else:
         chosen = SCHEDULES[name]() if isinstance(name, str) else name
+    if reduction == "sum" and chosen.num_sets == 0:
+        raise UnsupportedError(
+            f"reduction='sum' adds the ranks' gradients of one step, and under {chosen.name} each "
+            "rank steps with its own. Let the loss be a mean over the batch, or use a schedule of "
+            "single steps, such as 'every_step'."
+        )
     models = [model] if isinstance(model, nn.Module) else list(model)
     if any(isinstance(each, DistributedDataParallel) for each in models):
         raise UnsupportedError(
@@ -127,6 +147,7 @@ def create_multi_node_optimizer(
         own_codec(codec, comm),
         zero_fill=zero_fill,
         weight=weight,
+        reduction=reduction,
         on_nonfinite=on_nonfinite,
         max_grad_norm=max_grad_norm,
         gradient_as_bucket_view=gradient_as_bucket_view,

@@ -31,6 +31,7 @@ from torchmn.exchange.bucket_set import (
     OTHER_LAYOUT,
     BucketSet,
     NonfiniteGradients,
+    Reduction,
     weight_unit,
 )
 from torchmn.exchange.buckets import Bucket, NamedParameter, plan_buckets
@@ -82,8 +83,10 @@ class GradientExchange:
         num_sets: int,
         on_backward_end: Callable[[], None],
         gradient_as_bucket_view: bool = False,
+        reduction: Reduction = "mean",
     ) -> None:
         self.comm = comm
+        self.reduction = reduction
         self.codec = codec
         self.zero_fill = zero_fill
         self.step = 0
@@ -184,6 +187,7 @@ class GradientExchange:
                     allocate=self.comm.new_buffer,
                 ),
                 self.chunk_bytes,
+                reduction=self.reduction,
             )
             for _ in range(self._num_sets)
         ]
@@ -456,7 +460,14 @@ class GradientExchange:
         if self._is_other_layout():
             self._lay_out_again()
         self.finish_filling()
+        is_of_sums = self.is_accumulating and self.reduction == "sum"
         self._on_backward_end()
+        if is_of_sums:
+            raise UnsupportedError(
+                f"{self.comm.speaker}: this backward pass added to a sum over ranks, which was "
+                "then added up over ranks once more (reduction='sum'). Call zero_grad() before "
+                "each step, and wrap all passes of a step but the last in optimizer.no_sync()."
+            )
 
     def _lay_out_again(self) -> None:
         """Parameters have changed, on all ranks; nothing of this pass was packed. *Collective.*

@@ -16,7 +16,7 @@ from torchmn.communicators import Communicator
 from torchmn.compression import Codec
 from torchmn.errors import NonFiniteGradientError, TorchmnError, UnsupportedError, UsageError
 from torchmn.exchange.base import Deferring, Schedule
-from torchmn.exchange.bucket_set import NonfiniteGradients, weight_unit
+from torchmn.exchange.bucket_set import NonfiniteGradients, Reduction, weight_unit
 from torchmn.exchange.gradient_hook import keep_with, owners_of, release
 from torchmn.exchange.gradients import GradientExchange
 from torchmn.exchange.replicas import (
@@ -58,6 +58,7 @@ class MultiNodeOptimizer(Optimizer):
         *,
         zero_fill: bool,
         weight: Weight,
+        reduction: Reduction,
         on_nonfinite: OnNonfinite,
         max_grad_norm: float | None,
         gradient_as_bucket_view: bool,
@@ -82,6 +83,7 @@ class MultiNodeOptimizer(Optimizer):
             "codec": codec.name if codec is not None else None,
             "zero_fill": zero_fill,
             "weight": weight,
+            "reduction": reduction,
             "max_grad_norm": max_grad_norm,
         }
         self._taken_over_by = ""
@@ -96,6 +98,7 @@ class MultiNodeOptimizer(Optimizer):
             num_sets=schedule.num_sets,
             on_backward_end=self._backward_ended,
             gradient_as_bucket_view=gradient_as_bucket_view,
+            reduction=reduction,
         )
         try:
             self._attach(max_grad_norm)
@@ -188,8 +191,8 @@ class MultiNodeOptimizer(Optimizer):
         """Update the parameters. *Collective*: every rank calls it equally often.
 
         A rank without a backward pass takes part with zeros. A closure's loss is averaged over
-        ranks, so that optimizers which look at it (LBFGS) decide alike everywhere. Raises what an
-        exchange raises.
+        ranks (added, where gradients are), so that optimizers which look at it (LBFGS) decide alike
+        everywhere. Raises what an exchange raises.
 
         Under the schedules by blocks ranks may step as often as they have batches: they meet where
         their samples fill a block. A closure's loss is the rank's own then.
@@ -303,7 +306,9 @@ class MultiNodeOptimizer(Optimizer):
         }
         accumulated = [own["accumulated"] for own in ours if "accumulated" in own]
         if accumulated:
-            state["torchmn"]["accumulated"] = _shared_out(accumulated, comm.size)
+            state["torchmn"]["accumulated"] = _shared_out(
+                accumulated, comm.size, self.exchange.reduction
+            )
         return state
 
     def resume_notes(self) -> list[str]:
@@ -338,10 +343,17 @@ class MultiNodeOptimizer(Optimizer):
 
         The mean over ranks is sum(w_i g_i) / sum(w_i) with g_i the local mean. It holds for the
         next backward pass only; under the schedules by blocks for the next step, where it takes the
-        place of the samples that were counted. Raises UsageError: negative or not finite.
+        place of the samples that were counted. Raises UsageError: negative or not finite, or
+        neither 0 nor 1 where gradients are summed.
         """
         if not 0 <= weight < float("inf"):
             raise UsageError(f"weight={weight} must be a non-negative finite number.")
+        if self.exchange.reduction == "sum" and weight not in (0, 1):
+            raise UsageError(
+                f"set_weight({weight}) with reduction='sum': gradients are added as they are. "
+                "Multiply the loss, or use reduction='mean', which divides by the weights. "
+                "(Weight 0 leaves this rank out.)"
+            )
         self.exchange.weight = self.exchange.num_samples = float(weight)
         self._is_weight_set = self._has_counted = True
 
@@ -519,7 +531,8 @@ class MultiNodeOptimizer(Optimizer):
             if self._num_exchanges == num_before:  # no backward pass on this rank
                 self.exchange.exchange_now()
             local = torch.as_tensor(loss).detach()
-            mean = self.exchange.comm.allreduce(local.double().cpu().reshape(1), "mean")
+            row = local.double().cpu().reshape(1)
+            mean = self.exchange.comm.allreduce(row, self.exchange.reduction)
             if isinstance(loss, Tensor):  # as `loss.item()` is what users write
                 return cast(float, mean.to(local).reshape(local.shape))
             return float(mean)
@@ -570,11 +583,20 @@ class MultiNodeOptimizer(Optimizer):
             self.schedule.forget_backward()
 
 
-def _shared_out(accumulated: Sequence[dict[str, Any]], num_new: int) -> dict[str, Any]:
-    """Gradients of unfinished steps: each new rank has their mean, and an equal part of weights."""
+def _shared_out(
+    accumulated: Sequence[dict[str, Any]], num_new: int, reduction: Reduction
+) -> dict[str, Any]:
+    """Gradients of unfinished steps: each new rank has their mean, and an equal part of weights.
+
+    Where gradients are summed it has an equal part of the sum.
+    """
     weights = [state["weight"] for state in accumulated]
+    gradients = mean_state([state["gradients"] for state in accumulated], weights)
+    if reduction == "sum":
+        gradients = {name: g * (sum(weights) / num_new) for name, g in gradients.items()}
+        return {"gradients": gradients, "weight": 1.0, "num_samples": 0.0}
     return {
-        "gradients": mean_state([state["gradients"] for state in accumulated], weights),
+        "gradients": gradients,
         "weight": sum(weights) / num_new,
         "num_samples": sum(state["num_samples"] for state in accumulated) / num_new,
     }
