@@ -1,0 +1,102 @@
+"""Norms and clipping."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+from .models import mlp
+from .registry import script
+from .worker import Worker
+
+
+@script("A plain loop: `zero_grad()`, `backward()`, `step()`; the mean loss is logged")
+def plain_loop(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        loss = mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        worker.log("loss", worker.mean(loss))
+    return model
+
+
+@script("`clip_grad_norm_(model.parameters())`, its norm logged")
+def clip_by_norm(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        worker.log("norm", clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+    return model
+
+
+@script("`clip_grad_norm_` by the maximum norm, without foreach")
+def clip_by_maximum_norm(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.AdamW(model.parameters(), 0.01), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        clip_grad_norm_(model.parameters(), 0.1, norm_type=float("inf"), foreach=False)
+        optimizer.step()
+    return model
+
+
+@script("`clip_grad_value_(model.parameters())`")
+def clip_by_value(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        clip_grad_value_(model.parameters(), 0.05)
+        optimizer.step()
+    return model
+
+
+@script("Norms of all gradients are logged, nothing is clipped")
+def log_gradient_norms(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        for name, parameter in model.named_parameters():
+            worker.log(name, parameter.grad.norm())
+        optimizer.step()
+    return model
+
+
+@script("Norms of gradients and parameters are logged after `step()`")
+def log_norms_after_step(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+        for name, parameter in model.named_parameters():
+            worker.log(f"gradient of {name}", parameter.grad.norm())
+            worker.log(name, parameter.norm())
+    return model
+
+
+@script("Clipping through `optimizer.param_groups`, each group by a norm of its own")
+def clip_each_group(worker: Worker) -> nn.Module:
+    model = mlp()
+    groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2:].parameters()}]
+    optimizer = worker.optimizer(torch.optim.SGD(groups, 0.05), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        for group in optimizer.param_groups:
+            clip_grad_norm_(group["params"], 0.3)
+        optimizer.step()
+    return model

@@ -1,0 +1,59 @@
+"""Compiled models."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from .models import mlp
+from .registry import script
+from .worker import Worker
+
+
+@script("`torch.compile(model)` before wrapping", is_slow=True)
+def compiled_before_wrapping(worker: Worker) -> nn.Module:
+    model = mlp()
+    compiled = torch.compile(model, backend="aot_eager")
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), compiled)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(compiled(x), y).backward()
+        optimizer.step()
+    return model
+
+
+@script("`torch.compile(model)` after wrapping", is_slow=True)
+def compiled_after_wrapping(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    compiled = torch.compile(model, backend="aot_eager")
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(compiled(x), y).backward()
+        optimizer.step()
+    return model
+
+
+@script('`torch.compile(model)` after wrapping, `weight="samples"`', is_slow=True)
+def compiled_weighted_by_samples(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model, weight="samples")
+    compiled = torch.compile(model, backend="aot_eager", dynamic=True)
+    for x, y in worker.uneven_batches():
+        optimizer.zero_grad()
+        mse_loss(compiled(x), y).backward()
+        optimizer.step()
+    return model
+
+
+@script("`model.compile()` in place", is_slow=True)
+def compiled_in_place(worker: Worker) -> nn.Module:
+    model = mlp()
+    model.compile(backend="aot_eager")
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model

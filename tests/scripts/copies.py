@@ -1,0 +1,135 @@
+"""Copies and files of a model while its optimizer is open."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.optim.swa_utils import AveragedModel
+
+from .models import mlp
+from .registry import script
+from .worker import Worker
+
+
+def _best_of(worker: Worker, copied: object, weight: str = "rank") -> list[nn.Module]:
+    """Keeps a copy of the model of every third step, and trains on."""
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model, weight=weight)
+    copies = []
+    for step, (x, y) in enumerate(worker.batches(10)):
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+        if step % 3 == 2:
+            copies.append(copied(model))
+    return [model, *copies]
+
+
+def _pickled(model: nn.Module) -> nn.Module:
+    text = pickle.dumps(model)
+    if b"torchmn" in text:
+        raise AssertionError("the pickle of the model names torchmn")
+    return pickle.loads(text)
+
+
+def _saved(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    if b"torchmn" in file.getvalue():
+        raise AssertionError("the file of the model names torchmn")
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@script("`copy.deepcopy(model)` of the best model so far")
+def deepcopy_of_the_model(worker: Worker) -> list[nn.Module]:
+    return _best_of(worker, copy.deepcopy)
+
+
+@script('`copy.deepcopy(model)` with `weight="samples"`')
+def deepcopy_weighted_by_samples(worker: Worker) -> list[nn.Module]:
+    return _best_of(worker, copy.deepcopy, "samples")
+
+
+@script("`pickle.dumps(model)`: it holds nothing of torchmn")
+def pickle_of_the_model(worker: Worker) -> list[nn.Module]:
+    return _best_of(worker, _pickled, "samples")
+
+
+@script("`torch.save(model)`: it holds nothing of torchmn")
+def file_of_the_model(worker: Worker) -> list[nn.Module]:
+    return _best_of(worker, _saved, "samples")
+
+
+@script('`AveragedModel(model)` made in each epoch, with `weight="samples"`')
+def averaged_model_made_later(worker: Worker) -> list[nn.Module]:
+    return _best_of(worker, AveragedModel, "samples")
+
+
+@script("`torch.jit.script(model)` after training")
+def scripted(worker: Worker) -> list[nn.Module]:
+    return _best_of(worker, torch.jit.script, "samples")
+
+
+@script("`torch.save(model.state_dict())`, loaded into another model")
+def file_of_the_state(worker: Worker) -> list[nn.Module]:
+    def saved(model: nn.Module) -> nn.Module:
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        file.seek(0)
+        other = mlp(seed=9)
+        other.load_state_dict(torch.load(file))
+        return other
+
+    return _best_of(worker, saved)
+
+
+@script("A copy of the model is trained further without torchmn")
+def copy_trained_alone(worker: Worker) -> list[nn.Module]:
+    model, *copies = _best_of(worker, copy.deepcopy)
+    alone = copies[-1]
+    optimizer = torch.optim.SGD(alone.parameters(), 0.1)
+    x, y = torch.ones(2, 5), torch.zeros(2, 3)
+    for _ in range(3):
+        optimizer.zero_grad()
+        mse_loss(alone(x), y).backward()
+        optimizer.step()
+    return [model, alone]
+
+
+@script("`torch.save(p.grad)` writes the gradient, not more")
+def file_of_a_gradient(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        for name, parameter in model.named_parameters():
+            file = io.BytesIO()
+            torch.save(parameter.grad, file)
+            file.seek(0)
+            loaded = torch.load(file)
+            worker.log(name, loaded)
+            worker.log("bytes", loaded.untyped_storage().nbytes())
+        optimizer.step()
+    return model
+
+
+@script("A gradient's `.numpy()` is kept over the next step")
+def numpy_of_a_gradient(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    kept = []
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        kept.append(model[0].weight.grad.numpy())
+        optimizer.step()
+    for i, gradient in enumerate(kept):
+        worker.log(f"gradient of step {i}", torch.from_numpy(gradient))
+    return model

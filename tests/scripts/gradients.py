@@ -1,0 +1,209 @@
+"""Gradients read, kept and edited."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity, mse_loss
+
+from .models import mlp
+from .registry import script
+from .worker import Worker
+
+
+@script("Noise of one seed is added to every `p.grad`")
+def gradient_noise(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    noise = torch.Generator().manual_seed(7)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        for parameter in model.parameters():
+            parameter.grad.add_(torch.randn(parameter.shape, generator=noise), alpha=0.1)
+        optimizer.step()
+    return model
+
+
+@script("`p.grad.data` is edited in place: decay of weights by hand, gradients centralised")
+def edit_through_data(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        for parameter in model.parameters():
+            parameter.grad.data.add_(parameter.data, alpha=0.01)
+            if parameter.dim() > 1:
+                parameter.grad.data -= parameter.grad.data.mean(1, keepdim=True)
+        optimizer.step()
+    return model
+
+
+@script("`p.grad` is replaced by another tensor: sign SGD")
+def replace_gradients(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.01), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad.sign()
+        optimizer.step()
+    return model
+
+
+@script("`p.grad.data = ...`: the memory of a gradient is exchanged for other memory")
+def replace_data_of_gradients(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        for parameter in model.parameters():
+            parameter.grad.data = parameter.grad.data * 0.5
+        optimizer.step()
+    return model
+
+
+@script("`p.grad = None` for some parameters before `step()`")
+def drop_some_gradients(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.01), model)
+    for step, (x, y) in enumerate(worker.batches()):
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        if step % 2:
+            model[0].weight.grad = None
+        optimizer.step()
+    return model
+
+
+@script("`zero_grad(set_to_none=False)`")
+def zero_in_place(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad(set_to_none=False)
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+@script("`model.zero_grad()` in place of the optimizer's")
+def zero_by_the_model(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
+    for step, (x, y) in enumerate(worker.batches()):
+        model.zero_grad(set_to_none=step % 2 == 0)
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+@script("Gradients kept over `zero_grad()`: the cosine of successive ones")
+def similarity_of_gradients(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    before: list[Tensor] = []
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        for old, new in zip(before, gradients, strict=False):
+            worker.log("cosine", cosine_similarity(old.flatten(), new.flatten(), dim=0))
+        before = gradients
+        optimizer.step()
+    return model
+
+
+@script("PCGrad: the gradients of two tasks, projected onto each other")
+def pcgrad(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    parameters = list(model.parameters())
+    for x, y in worker.batches():
+        of_tasks = []
+        for loss in ((model(x)[:, :2] - y[:, :2]).pow(2).mean(), (model(x)[:, 2] - 1).abs().mean()):
+            optimizer.zero_grad()
+            loss.backward()
+            of_tasks.append([parameter.grad for parameter in parameters])
+        for parameter, a, b in zip(parameters, *of_tasks, strict=True):
+            dot = (a * b).sum()
+            parameter.grad = a + b - torch.clamp(dot, max=0) * (b / b.pow(2).sum().clamp(1e-9))
+        worker.log("dot", dot)
+        optimizer.step()
+    return model
+
+
+@script("A tensor hook on a parameter scales its gradient")
+def tensor_hook(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    model[0].weight.register_hook(lambda gradient: gradient * 0.3)
+    model[4].bias.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1) * 0 + gradient / 2)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+def _halve(parameter: Tensor) -> None:
+    parameter.grad.mul_(0.5)
+
+
+@script("A post-accumulate hook, registered before wrapping, scales `p.grad` in place")
+def hook_before_wrapping(worker: Worker) -> nn.Module:
+    model = mlp()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(_halve)
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+@script("A post-accumulate hook, registered after wrapping, scales `p.grad` in place")
+def hook_after_wrapping(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(_halve)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+@script("A step hook of the user's optimizer looks at the gradients")
+def step_hook(worker: Worker) -> nn.Module:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    optimizer = worker.optimizer(sgd, model)
+    sgd.register_step_pre_hook(
+        lambda *args: [worker.log("norm", p.grad.norm()) for p in model.parameters()] and None
+    )
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+@script(
+    "Gradients by `torch.autograd.grad`, assigned to `p.grad`",
+)
+def gradients_by_hand(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    parameters = list(model.parameters())
+    for x, y in worker.batches():
+        gradients = torch.autograd.grad(mse_loss(model(x), y), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    return model

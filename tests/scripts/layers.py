@@ -1,0 +1,206 @@
+"""Layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
+
+from .models import built, convolutions, mlp
+from .registry import script
+from .worker import Worker
+
+
+@script("`weight_norm`")
+def weight_normalised(worker: Worker) -> nn.Module:
+    model = mlp()
+    weight_norm(model[0])
+    weight_norm(model[4])
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+@script("`spectral_norm`")
+def spectrally_normalised(worker: Worker) -> nn.Module:
+    model = mlp()
+    built(lambda: spectral_norm(model[2]))
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+@script("`orthogonal`, the parametrization")
+def orthogonal_weights(worker: Worker) -> nn.Module:
+    model = built(lambda: nn.Sequential(orthogonal(nn.Linear(5, 5)), nn.Tanh(), nn.Linear(5, 3)))
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+@script("Dropout by a mask that the script makes for the whole batch")
+def dropout_by_mask(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    random = torch.Generator().manual_seed(3)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mask = worker.part(torch.bernoulli(torch.full((8, 8), 0.5), generator=random)) * 2
+        hidden = model[:2](x) * mask
+        mse_loss(model[2:](hidden), y).backward()
+        optimizer.step()
+    return model
+
+
+def _normalised() -> nn.Sequential:
+    return built(
+        lambda: nn.Sequential(
+            nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 3)
+        )
+    )
+
+
+@script("Fine-tuning with batch normalization and dropout in `eval()`")
+def normalisation_in_evaluation(worker: Worker) -> nn.Module:
+    model = _normalised()
+    with torch.no_grad():
+        model[1].running_mean.fill_(0.2)
+        model[1].running_var.fill_(0.7)
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
+    model.eval()
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+def _each_part_normalised_alone(worker: Worker) -> list[Tensor]:
+    """One process that normalises each half of the batch by itself."""
+    model = _normalised()
+    model[3] = nn.Identity()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        parts = zip(x.chunk(2), y.chunk(2), strict=True)
+        (sum(mse_loss(model(a), b) for a, b in parts) / 2).backward()
+        optimizer.step()
+    return list(model.parameters())
+
+
+@script(
+    "Batch normalization in `train()`",
+    own_definition="each rank normalizes by its own part of the batch",
+    reference=_each_part_normalised_alone,
+)
+def normalisation_in_training(worker: Worker) -> list[Tensor]:
+    model = _normalised()
+    model[3] = nn.Identity()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        if worker.size == 1:  # what two ranks do is what is compared
+            parts = zip(x.chunk(2), y.chunk(2), strict=True)
+            (sum(mse_loss(model(a), b) for a, b in parts) / 2).backward()
+        else:
+            mse_loss(model(x), y).backward()
+        optimizer.step()
+    worker.flush(optimizer)
+    return list(model.parameters())
+
+
+@script("`train()` and `eval()` in turns, the loss of evaluation logged")
+def training_and_evaluation(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
+    held_out = list(worker.batches(10))[8:]
+    for x, y in worker.batches():
+        model.train()
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            losses = [mse_loss(model(a), b) for a, b in held_out]
+        worker.log("loss of evaluation", worker.mean(torch.stack(losses).mean()))
+    return model
+
+
+@script("Evaluation under `torch.inference_mode()` without `eval()`")
+def inference_mode(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+        with torch.inference_mode():
+            worker.log("loss", worker.mean(mse_loss(model(x), y).clone()))
+    return model
+
+
+@script("Convolutions")
+def convolutional(worker: Worker) -> nn.Module:
+    model = convolutions()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        images = torch.einsum("bi,bj->bij", x, x)[:, None, :, :].expand(-1, 3, -1, -1)
+        images = nn.functional.pad(images, (0, 1, 0, 1))
+        mse_loss(model(images), y).backward()
+        optimizer.step()
+    return model
+
+
+class _Translator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 6)
+        self.recurrent = nn.LSTM(6, 7, batch_first=True)
+        self.attention = nn.MultiheadAttention(7, 1, batch_first=True)
+        self.out = nn.Linear(7, 11)
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden, _ = self.recurrent(self.words(words))
+        hidden, _ = self.attention(hidden, hidden, hidden, need_weights=False)
+        return self.out(hidden)
+
+
+@script("Embedding, LSTM and attention, cross entropy over words, clipped by norm")
+def language_model(worker: Worker) -> nn.Module:
+    model = built(_Translator)
+    optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.01), model)
+    for x, _ in worker.batches():
+        optimizer.zero_grad()
+        words = (x.abs() * 7).long() % 11
+        outputs = model(words[:, :-1])
+        nn.functional.cross_entropy(outputs.transpose(1, 2), words[:, 1:]).backward()
+        worker.log("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.25))
+        optimizer.step()
+    return model
+
+
+@script("`nn.Embedding(sparse=True)` with `SparseAdam` for it")
+def sparse_embedding(worker: Worker) -> list[nn.Module]:
+    words = built(lambda: nn.Embedding(11, 5, sparse=True), seed=1)
+    model = mlp()
+    of_words = worker.optimizer(torch.optim.SparseAdam(words.parameters(), 0.01), words)
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        of_words.zero_grad()
+        indices = (x.abs() * 7).long() % 11
+        mse_loss(model(words(indices).mean(1)), y).backward()
+        optimizer.step()
+        of_words.step()
+    return [words, model]

@@ -1,0 +1,64 @@
+"""Writes docs/reference/works-with.md: `python -m tests.scripts.page`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .known_defects import KNOWN_DEFECTS
+from .registry import SCHEDULES, WORLD_SIZES, Refused, Script
+from .suite import chapters
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "works-with.md"
+_INTRODUCTION = """\
+# Works with: ordinary training scripts
+
+Each row is a short training script in plain PyTorch. The tests run it in one process on whole
+batches without torchmn, and on 1 and 2 ranks with torchmn, each rank with its part of every batch.
+Parameters, buffers and whatever the script logs are compared, in float64 to 1e-12 of 1 plus the
+value. The scripts are in `tests/scripts/`, and this page is made from them by
+`python -m tests.scripts.page`.
+
+- **same**: the numbers of one process, on every rank.
+- **refused**: an error on every rank that names the cure. One rank alone accepts the script and
+  gives the numbers of one process, unless the cell says otherwise.
+- **not yet**: known to be wrong.
+
+`auto` is `schedule="auto"` without further permissions, made to try every plan that it may choose
+within these few steps.
+"""
+
+
+def text() -> str:
+    """The whole page."""
+    parts = [_INTRODUCTION]
+    for title, scripts in chapters().items():
+        head = f"| script | {' | '.join(f'`{schedule}`' for schedule in SCHEDULES)} |"
+        rule = "|---" * (len(SCHEDULES) + 1) + "|"
+        parts.append("\n".join([f"## {title}", "", head, rule, *map(_row, scripts)]) + "\n")
+    return "\n".join(parts)
+
+
+def _row(script: Script) -> str:
+    notes = [script.title]
+    if script.own_definition:
+        notes.append(f"own definition: {script.own_definition}")
+    if script.why_tolerance:
+        notes.append(f"to {script.tolerance:.0e}: {script.why_tolerance}")
+    cells = ["; ".join(notes), *(_cell(script, schedule) for schedule in SCHEDULES)]
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(script: Script, schedule: str) -> str:
+    found = (KNOWN_DEFECTS.get((script.name, schedule, size)) for size in WORLD_SIZES)
+    reasons = list(dict.fromkeys(reason for reason in found if reason is not None))
+    if reasons:
+        return f"not yet: {'; '.join(reasons)}"
+    outcome = script.outcome(schedule, WORLD_SIZES[-1])
+    if not isinstance(outcome, Refused):
+        return "same"
+    alone = " (on one rank too)" if outcome.on_one_rank else ""
+    return f"refused{alone}: {outcome.cure}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(text())

@@ -1,0 +1,257 @@
+"""Parameters read, averaged, shared and frozen."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn.functional import mse_loss
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
+
+from .models import built, mlp
+from .registry import script
+from .worker import Worker
+
+
+@script("An exponential moving average of the parameters, by hand")
+def moving_average(worker: Worker) -> list[nn.Module]:
+    model = mlp()
+    average = copy.deepcopy(model)
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for p, q in zip(model.parameters(), average.parameters(), strict=True):
+        q.data.copy_(p.data)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for p, q in zip(model.parameters(), average.parameters(), strict=True):
+                q.lerp_(p, 0.2)
+    return [model, average]
+
+
+@script("`AveragedModel` with `SWALR`")
+def stochastic_weight_averaging(worker: Worker) -> list[nn.Module]:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    average = AveragedModel(model)
+    schedule = SWALR(optimizer, swa_lr=0.02, anneal_epochs=3)
+    for step, (x, y) in enumerate(worker.batches()):
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+        schedule.step()
+        if step >= 2:
+            average.update_parameters(model)
+    return [model, average]
+
+
+@script("`AveragedModel` as an exponential moving average, with buffers, evaluated in each step")
+def averaged_model_evaluated(worker: Worker) -> list[nn.Module]:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.AdamW(model.parameters(), 0.01), model)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8), use_buffers=True)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+        average.update_parameters(model)
+        with torch.no_grad():
+            worker.log("loss of the average", worker.mean(mse_loss(average(x), y)))
+    return [model, average]
+
+
+@script("An average by `torch._foreach_lerp_` over lists made once")
+def average_by_foreach(worker: Worker) -> list[object]:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    parameters = [p.detach() for p in model.parameters()]
+    average = [p.clone() for p in parameters]
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+        torch._foreach_lerp_(average, parameters, 0.2)
+    return [model, *average]
+
+
+@script("Parameters clamped by `p.clamp_()` under `no_grad` after each step")
+def clamp_parameters(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.clamp_(-0.2, 0.2)
+    return model
+
+
+@script("Lookahead: every third step goes back halfway, by `p.data.copy_()`")
+def lookahead(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    slow = [p.detach().clone() for p in model.parameters()]
+    for step, (x, y) in enumerate(worker.batches()):
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+        if step % 3 == 2:
+            for p, q in zip(model.parameters(), slow, strict=True):
+                q.add_(p.data - q, alpha=0.5)
+                p.data.copy_(q)
+    return model
+
+
+@script("Tied weights of two layers")
+def tied_weights(worker: Worker) -> nn.Module:
+    model = built(lambda: nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)))
+    model[2].weight = model[0].weight
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
+    for x, _ in worker.batches():
+        optimizer.zero_grad()
+        (model(x) - x.flip(1)).pow(2).mean().backward()
+        optimizer.step()
+    return model
+
+
+@script("Layers frozen, then unfrozen one by one")
+def frozen_then_unfrozen(worker: Worker) -> nn.Module:
+    model = mlp()
+    model[:4].requires_grad_(False)
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
+    for step, (x, y) in enumerate(worker.batches(10)):
+        if step == 3:
+            model[2].requires_grad_(True)
+        if step == 6:
+            model[0].requires_grad_(True)
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+@script("Layers frozen in the middle of training")
+def frozen_in_the_middle(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.01), model)
+    for step, (x, y) in enumerate(worker.batches(10)):
+        if step == 5:
+            model[0].requires_grad_(False)
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+class _TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(5, 6)
+        self.heads = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
+
+    def forward(self, x: torch.Tensor, head: int) -> torch.Tensor:
+        return self.heads[head](self.body(x).tanh())
+
+
+def _train_heads_in_turn(worker: Worker, *, zero_fill: bool) -> nn.Module:
+    model = built(_TwoHeads)
+    optimizer = worker.optimizer(
+        torch.optim.SGD(model.parameters(), 0.1), model, zero_fill=zero_fill
+    )
+    for step, (x, y) in enumerate(worker.batches()):
+        optimizer.zero_grad()
+        mse_loss(model(x, step % 2), y).backward()
+        optimizer.step()
+    return model
+
+
+@script("Parameters that are unused in every other step, `zero_fill=True` (SGD: no difference)")
+def unused_parameters(worker: Worker) -> nn.Module:
+    return _train_heads_in_turn(worker, zero_fill=True)
+
+
+@script("Parameters that are unused in every other step, `zero_fill=False`: their state rests")
+def unused_parameters_rest(worker: Worker) -> nn.Module:
+    model = built(_TwoHeads)
+    optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.01), model, zero_fill=False)
+    for step, (x, y) in enumerate(worker.batches()):
+        optimizer.zero_grad()
+        mse_loss(model(x, step % 2), y).backward()
+        optimizer.step()
+    return model
+
+
+@script("Each rank uses another head: a parameter without a gradient counts as zeros")
+def each_rank_another_head(worker: Worker) -> nn.Module:
+    model = built(_TwoHeads)
+    optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.01), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        if worker.size == 1:
+            (xs, ys) = x.chunk(2), y.chunk(2)
+            loss = sum(mse_loss(model(xs[i], i), ys[i]) for i in range(2)) / 2
+        else:
+            loss = mse_loss(model(x, worker.rank), y)
+        loss.backward()
+        optimizer.step()
+    return model
+
+
+@script("`torch.func.functional_call` with the model's own parameters")
+def functional_calls(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(functional_call(model, dict(model.named_parameters()), (x,)), y).backward()
+        optimizer.step()
+    return model
+
+
+@script("MAML: an inner step per task through `functional_call`, and the gradient through it")
+def inner_steps_of_tasks(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.01), model)
+    for xs, ys in worker.batches():
+        optimizer.zero_grad()
+        losses = []
+        for x, y in zip(xs.split(2), ys.split(2), strict=True):  # tasks of two samples
+            fast = dict(model.named_parameters())
+            inner = mse_loss(functional_call(model, fast, (x,)), y)
+            slopes = torch.autograd.grad(inner, list(fast.values()), create_graph=True)
+            fast = {name: p - 0.1 * g for (name, p), g in zip(fast.items(), slopes, strict=True)}
+            losses.append(mse_loss(functional_call(model, fast, (x.flip(0),)), y.flip(0)))
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+    return model
+
+
+@script("Every rank starts from parameters of its own: those of rank 0 are taken")
+def initialised_apart(worker: Worker) -> nn.Module:
+    model = mlp(seed=worker.rank)
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+@script("Loaded again in the middle: `model.load_state_dict()` of an earlier state, by all ranks")
+def loaded_in_the_middle(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for step, (x, y) in enumerate(worker.batches(10)):
+        if step == 2:
+            kept = copy.deepcopy(model.state_dict())
+        if step == 6:
+            model.load_state_dict(kept)
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model

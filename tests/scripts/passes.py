@@ -1,0 +1,250 @@
+"""Several passes per step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
+from torch.utils.checkpoint import checkpoint
+
+from .models import built, mlp
+from .registry import script
+from .worker import Worker
+
+
+@script("Accumulation over two passes under `no_sync()`")
+def accumulate_without_exchange(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        (xs, ys) = x.chunk(2), y.chunk(2)
+        with worker.no_sync(optimizer):
+            (mse_loss(model(xs[0]), ys[0]) / 2).backward()
+        (mse_loss(model(xs[1]), ys[1]) / 2).backward()
+        optimizer.step()
+    return model
+
+
+@script("Accumulation over three passes, each of which exchanges")
+def accumulate_with_exchange(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
+    for step, (x, y) in enumerate(worker.batches(12)):
+        (mse_loss(model(x), y) / 3).backward()
+        if step % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+@script("Two losses and two forward passes, `backward()` after each")
+def two_losses(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.01), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        (0.1 * model(-x).pow(2).mean()).backward()
+        optimizer.step()
+    return model
+
+
+@script("Two losses of one graph: `backward(retain_graph=True)`, then `backward()`")
+def two_losses_of_one_graph(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        outputs = model(x)
+        mse_loss(outputs, y).backward(retain_graph=True)
+        (0.1 * outputs.abs().mean()).backward()
+        optimizer.step()
+    return model
+
+
+@script("Gradient penalty with double backward")
+def gradient_penalty(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.05), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        x = x.requires_grad_()
+        outputs = model(x)
+        slopes = torch.autograd.grad(outputs.sum(), x, create_graph=True)[0]
+        (mse_loss(outputs, y) + 0.1 * slopes.pow(2).sum(1).mean()).backward()
+        optimizer.step()
+    return model
+
+
+@script("SAM: a step up, a second pass there, a step from where it began")
+def sharpness_aware(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    parameters = list(model.parameters())
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
+        before = [parameter.detach().clone() for parameter in parameters]
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.add_(0.05 * parameter.grad / norm)
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        with torch.no_grad():
+            for parameter, old in zip(parameters, before, strict=True):
+                parameter.copy_(old)
+        optimizer.step()
+    return model
+
+
+@script("LBFGS with a closure and a line search")
+def lbfgs(worker: Worker) -> nn.Module:
+    model = mlp()
+    inner = torch.optim.LBFGS(
+        model.parameters(), 0.5, max_iter=4, history_size=5, line_search_fn="strong_wolfe"
+    )
+    optimizer = worker.optimizer(inner, model)
+    for x, y in worker.batches(4):
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            loss = mse_loss(model(x), y)
+            loss.backward()
+            return loss
+
+        worker.log("loss", optimizer.step(closure))
+    return model
+
+
+@script("SGD with a closure")
+def sgd_with_closure(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
+    for x, y in worker.batches():
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            loss = mse_loss(model(x), y)
+            loss.backward()
+            return loss
+
+        worker.log("loss", optimizer.step(closure))
+    return model
+
+
+@script("Wasserstein GAN: critic and generator, weights clamped by `p.data.clamp_()`")
+def wasserstein_gan(worker: Worker) -> list[nn.Module]:
+    generator = mlp(seed=1)
+    critic = built(lambda: nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)), seed=2)
+    of_generator = worker.optimizer(torch.optim.RMSprop(generator.parameters(), 0.01), generator)
+    of_critic = worker.optimizer(torch.optim.RMSprop(critic.parameters(), 0.01), critic)
+    for x, y in worker.batches():
+        of_critic.zero_grad()
+        (critic(generator(x).detach()).mean() - critic(y).mean()).backward()
+        of_critic.step()
+        for parameter in critic.parameters():
+            parameter.data.clamp_(-0.1, 0.1)
+        of_generator.zero_grad()
+        (-critic(generator(x)).mean()).backward()
+        of_generator.step()
+    worker.log("bound", max(p.abs().max().item() for p in critic.parameters()))
+    return [generator, critic]
+
+
+@script("GAN: the discriminator sees real and generated samples in two passes")
+def gan(worker: Worker) -> list[nn.Module]:
+    generator = mlp(seed=1)
+    critic = built(lambda: nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)), seed=2)
+    of_generator = worker.optimizer(torch.optim.Adam(generator.parameters(), 0.01), generator)
+    of_critic = worker.optimizer(torch.optim.Adam(critic.parameters(), 0.01), critic)
+    for x, y in worker.batches():
+        ones, zeros = torch.ones(len(x), 1), torch.zeros(len(x), 1)
+        critic.zero_grad()
+        binary_cross_entropy_with_logits(critic(y), ones).backward()
+        fake = generator(x)
+        binary_cross_entropy_with_logits(critic(fake.detach()), zeros).backward()
+        of_critic.step()
+        generator.zero_grad()
+        binary_cross_entropy_with_logits(critic(fake), ones).backward()
+        of_generator.step()
+    return [generator, critic]
+
+
+@script("Activation checkpointing with `use_reentrant=False`")
+def checkpointing(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        hidden = checkpoint(model[:2], x, use_reentrant=False)
+        mse_loss(checkpoint(model[2:], hidden, use_reentrant=False), y).backward()
+        optimizer.step()
+    return model
+
+
+@script('Activation checkpointing of the model for large batches only, `weight="samples"`')
+def checkpointing_weighted_by_samples(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model, weight="samples")
+    for x, y in worker.uneven_batches():
+        optimizer.zero_grad()
+        outputs = checkpoint(model, x, use_reentrant=False) if len(x) > 3 else model(x)
+        mse_loss(outputs, y).backward()
+        optimizer.step()
+    return model
+
+
+@script("Activation checkpointing with `use_reentrant=True`, each layer in one segment")
+def reentrant_checkpointing(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        hidden = checkpoint(model[:2], x.requires_grad_(), use_reentrant=True)
+        mse_loss(checkpoint(model[2:], hidden, use_reentrant=True), y).backward()
+        optimizer.step()
+    return model
+
+
+@script("Activation checkpointing with `use_reentrant=True`, one layer in two segments")
+def reentrant_checkpointing_of_a_shared_layer(worker: Worker) -> nn.Module:
+    model = built(lambda: nn.Linear(5, 5))
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, _ in worker.batches():
+        optimizer.zero_grad()
+        hidden = checkpoint(model, x.requires_grad_(), use_reentrant=True)
+        checkpoint(model, hidden.tanh(), use_reentrant=True).pow(2).mean().backward()
+        optimizer.step()
+    return model
+
+
+@script('Batches of different sizes on the ranks, `weight="samples"`')
+def uneven_batches(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(
+        torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model, weight="samples"
+    )
+    for x, y in worker.uneven_batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+@script('LBFGS with a closure, batches of different sizes, `weight="samples"`')
+def lbfgs_weighted_by_samples(worker: Worker) -> nn.Module:
+    model = mlp()
+    inner = torch.optim.LBFGS(model.parameters(), 0.5, max_iter=4, history_size=5)
+    optimizer = worker.optimizer(inner, model, weight="samples")
+    for x, y in worker.uneven_batches(4):
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            loss = mse_loss(model(x), y)
+            loss.backward()
+            return loss
+
+        worker.log("loss", optimizer.step(closure))
+    return model

@@ -1,0 +1,46 @@
+"""All user scripts, in the order of the page."""
+
+from __future__ import annotations
+
+from . import (
+    clipping,
+    compiled,
+    copies,
+    exceptions,
+    gradients,
+    layers,
+    loaders,
+    memory,
+    optimizers,
+    parameters,
+    passes,
+    precision,
+    rates,
+)
+from .registry import SCRIPTS, Script
+
+_MODULES = (
+    clipping,
+    gradients,
+    passes,
+    parameters,
+    layers,
+    optimizers,
+    rates,
+    precision,
+    memory,
+    compiled,
+    copies,
+    exceptions,
+    loaders,
+)
+
+
+def chapters() -> dict[str, list[Script]]:
+    """The scripts of each module under its title, which is the module's docstring."""
+    return {module.__doc__.strip().rstrip("."): SCRIPTS[module.__name__] for module in _MODULES}
+
+
+def all_scripts() -> list[Script]:
+    """In the order of the page."""
+    return [script for scripts in chapters().values() for script in scripts]

@@ -1,0 +1,82 @@
+"""Ordinary training scripts give on ranks what they give in one process, or are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from torchmn.communicators.link_speed import LinkSpeed
+from torchmn.exchange import auto
+
+from .known_defects import KNOWN_DEFECTS
+from .registry import SCHEDULES, WORLD_SIZES, Refused, Script
+from .running import check_exact, check_refused, differences, of_strangers, on_ranks
+from .suite import all_scripts
+
+pytestmark = [
+    # What a user reads once, and what torch says of its own schedulers.
+    pytest.mark.filterwarnings("ignore:(.|\n)*nothing of it is hidden"),
+    pytest.mark.filterwarnings("ignore:More than one backward pass before step"),
+    pytest.mark.filterwarnings("ignore:(.|\n)*lr_scheduler"),
+    pytest.mark.filterwarnings("ignore:`torch.jit"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.fixture(autouse=True)
+def _auto_tries_every_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the few steps of a script: what it would choose must not depend on the machine."""
+    monkeypatch.setattr(auto, "NUM_WARM_UP", 1)
+    monkeypatch.setattr(auto, "NUM_TIMED", 1)
+    monkeypatch.setattr(auto, "WITHIN", float("inf"))
+    monkeypatch.setattr(auto, "MOST_TRIALS", 100)
+    link = LinkSpeed(latency_s=1e-4, bandwidth_bytes_per_s=1e8)
+    monkeypatch.setattr(auto, "measure_links", lambda group: link if group.size > 1 else None)
+
+
+def _cases() -> Iterator[pytest.param]:
+    for script in all_scripts():
+        for schedule in SCHEDULES:
+            for world_size in WORLD_SIZES:
+                marks = [pytest.mark.slow] if script.is_slow else []
+                reason = KNOWN_DEFECTS.get((script.name, schedule, world_size))
+                if reason is not None:
+                    marks.append(pytest.mark.xfail(strict=True, reason=reason))
+                yield pytest.param(
+                    script,
+                    schedule,
+                    world_size,
+                    id=f"{script.name}-{schedule}-{world_size}",
+                    marks=marks,
+                )
+
+
+@pytest.mark.parametrize(("script", "schedule", "world_size"), list(_cases()))
+def test_as_one_process(script: Script, schedule: str, world_size: int) -> None:
+    results = on_ranks(script, world_size, schedule)
+    outcome = script.outcome(schedule, world_size)
+    if isinstance(outcome, Refused):
+        check_refused(outcome, results)
+    else:
+        check_exact(script, results)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(script, id=script.name, marks=[pytest.mark.slow] if script.is_slow else [])
+        for script in all_scripts()
+    ],
+)
+def test_a_script_tells_whether_anything_is_exchanged(script: Script) -> None:
+    for found in of_strangers(script, 2):
+        assert differences(script, found)

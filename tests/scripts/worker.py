@@ -1,0 +1,125 @@
+"""What a user script sees of the number of ranks: the lines that differ from one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchmn import create_multi_node_optimizer
+from torchmn.communicators import Communicator
+from torchmn.exchange.base import Schedule
+
+NUM_STEPS = 8
+"""Enough for each schedule to have measured, planned and deferred updates."""
+BATCH_SIZE = 8
+NUM_INPUTS, NUM_OUTPUTS = 5, 3
+
+
+class Worker:
+    """One process that trains on whole batches, without torchmn."""
+
+    rank = 0
+    size = 1
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[str, Any]] = []
+
+    def optimizer(
+        self, inner: Optimizer, model: nn.Module | list[nn.Module], **options: Any
+    ) -> Optimizer:
+        """The user's optimizer, wrapped where there are ranks."""
+        return inner
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's part of a batch ``(batch, ...)``."""
+        return whole.tensor_split(self.size)[self.rank]
+
+    def mean(self, value: Tensor | float) -> float:
+        """The mean over ranks, of a loss say."""
+        return torch.as_tensor(value).item()
+
+    def no_sync(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Around the passes of an accumulation but the last."""
+        return nullcontext()
+
+    def flush(self, optimizer: Optimizer) -> None:
+        """What docs ask for before parameters are read by a user's own code."""
+
+    def close(self, optimizer: Optimizer) -> None:
+        """What docs ask for when an optimizer is no longer used."""
+
+    def log(self, name: str, value: object) -> None:
+        """A number that the user looks at; compared as the parameters are."""
+        self.logged.append((name, value.detach().clone() if isinstance(value, Tensor) else value))
+
+    def batches(
+        self, num_steps: int = NUM_STEPS, batch_size: int = BATCH_SIZE
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's part of each batch: ``(samples, 5)`` and ``(samples, 3)``."""
+        for step in range(num_steps):
+            x, y = whole_batch(step, batch_size)
+            yield self.part(x), self.part(y)
+
+    def uneven_batches(self, num_steps: int = NUM_STEPS) -> Iterator[tuple[Tensor, Tensor]]:
+        """As `batches`, but on two ranks one has more samples, in each step others."""
+        for step in range(num_steps):
+            x, y = whole_batch(step)
+            bounds = [0, 3 + step % 4, BATCH_SIZE] if self.size == 2 else [0, BATCH_SIZE]
+            rows = slice(bounds[self.rank], bounds[self.rank + 1])
+            yield x[rows], y[rows]
+
+
+class Rank(Worker):
+    """One of several ranks, with torchmn's lines."""
+
+    def __init__(self, comm: Communicator, schedule: Callable[[], str | Schedule]) -> None:
+        super().__init__()
+        self.comm = comm
+        self.rank, self.size = comm.rank, comm.size
+        self._schedule = schedule
+
+    def optimizer(
+        self, inner: Optimizer, model: nn.Module | list[nn.Module], **options: Any
+    ) -> Optimizer:
+        """See `Worker.optimizer`."""
+        return create_multi_node_optimizer(
+            inner, self.comm, model, schedule=self._schedule(), **options
+        )
+
+    def mean(self, value: Tensor | float) -> float:
+        """See `Worker.mean`."""
+        return float(self.comm.allreduce(torch.as_tensor(value).detach().reshape(1), "mean"))
+
+    def no_sync(self, optimizer: Any) -> AbstractContextManager[None]:
+        """See `Worker.no_sync`."""
+        context: AbstractContextManager[None] = optimizer.no_sync()
+        return context
+
+    def flush(self, optimizer: Any) -> None:
+        """See `Worker.flush`."""
+        optimizer.flush()
+
+    def close(self, optimizer: Any) -> None:
+        """See `Worker.close`."""
+        optimizer.close()
+
+
+class Stranger(Worker):
+    """One of several ranks that never hear of each other: what every script must tell apart."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__()
+        self.rank, self.size = rank, size
+
+
+def whole_batch(step: int, batch_size: int = BATCH_SIZE) -> tuple[Tensor, Tensor]:
+    """The same on all ranks: ``(batch, 5)`` inputs and ``(batch, 3)`` targets."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    x = torch.randn(batch_size, NUM_INPUTS, generator=generator, dtype=torch.float64)
+    y = torch.stack([x.sum(1), x[:, 0] * x[:, 1], x[:, 2].sin()], dim=1)
+    return x, y
