@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 from torch.optim import Optimizer
 
 from .models import mlp
-from .registry import script
+from .registry import Refused, everywhere, script
 from .worker import Worker
 
 
@@ -219,7 +219,15 @@ def two_optimizers_in_turns(worker: Worker) -> nn.Module:
     return model
 
 
-@script("Two optimizers that share a layer, used in turns")
+@script(
+    "Two optimizers that share a layer, used in turns",
+    **everywhere(
+        Refused(
+            "only one multi-node optimizer can exchange the gradient of a parameter",
+            cure="make one optimizer with several parameter groups",
+        )
+    ),
+)
 def two_optimizers_that_share(worker: Worker) -> list[nn.Module]:
     body, heads = mlp(), [mlp(seed=1), mlp(seed=2)]
     for head in heads:

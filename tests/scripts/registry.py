@@ -74,6 +74,11 @@ class Script:
         return outcome
 
 
+def everywhere(outcome: Outcome) -> dict[str, Outcome]:
+    """The same outcome for every schedule."""
+    return dict.fromkeys(SCHEDULES, outcome)
+
+
 SCRIPTS: dict[str, list[Script]] = {}
 """By the module that holds them."""
 
