@@ -36,6 +36,7 @@ from torchmn.exchange.bucket_set import (
 )
 from torchmn.exchange.buckets import Bucket, NamedParameter, plan_buckets
 from torchmn.exchange.chunk_plan import ChunkPlan
+from torchmn.exchange.contribution import Contribution
 from torchmn.exchange.gradient_hook import has_later_hook, watch_gradient
 from torchmn.exchange.gradient_memory import GradientMemory
 from torchmn.exchange.own_codec import codec_state, load_codec_state
@@ -90,9 +91,8 @@ class GradientExchange:
         self.codec = codec
         self.zero_fill = zero_fill
         self.step = 0
-        self.weight = 1.0
-        self.num_samples = 0.0
-        """What this rank's forward has seen since the last exchange or step, where it counts."""
+        self.contribution = Contribution()
+        """This rank's weight in the next exchange or step, and its samples."""
         self.act_on_problem: Callable[[], None] = lambda: None
         """Raise or warn about `problem`, as the user has asked. *Collective.*"""
         self.is_resting = num_sets == 0
@@ -242,6 +242,16 @@ class GradientExchange:
     def owner(self) -> object:
         """Whose exchange it is: what is told of the end of backward passes."""
         return getattr(self._on_backward_end, "__self__", None)
+
+    @property
+    def weight(self) -> float:
+        """Of this rank in the next mean."""
+        return self.contribution.weight
+
+    @property
+    def num_samples(self) -> float:
+        """What this rank's forward has seen since the last exchange or step, where it counts."""
+        return self.contribution.num_samples
 
     @property
     def is_needed(self) -> bool:

@@ -10,15 +10,16 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from torchmn.communicators import Communicator
 from torchmn.compression import Codec
 from torchmn.errors import NonFiniteGradientError, TorchmnError, UnsupportedError, UsageError
 from torchmn.exchange.base import Deferring, Schedule
 from torchmn.exchange.bucket_set import NonfiniteGradients, Reduction, weight_unit
+from torchmn.exchange.contribution import Contribution
 from torchmn.exchange.gradient_hook import keep_with, owners_of, release
 from torchmn.exchange.gradients import GradientExchange
+from torchmn.exchange.model_hooks import ModelHooks
 from torchmn.exchange.replicas import (
     broadcast_and_prove,
     broadcast_optimizer_state,
@@ -73,9 +74,12 @@ class MultiNodeOptimizer(Optimizer):
         self._models = list(models)
         self._weight_kind = weight
         self._num_exchanges = 0
+        self._exchanged_weight = 0.0
+        """Of this rank, in all exchanges since a closure was called."""
         self._is_joining = False
-        self._forward_hook: RemovableHandle | None = None
-        self._has_counted = False
+        self._has_closure = False
+        """Whether gradients come of what the inner optimizer's step calls."""
+        self._hooks = ModelHooks()
         self._has_local_passes = False
         """Whether p.grad may hold gradients of passes under no_sync()."""
         self._asked = {
@@ -100,6 +104,7 @@ class MultiNodeOptimizer(Optimizer):
             gradient_as_bucket_view=gradient_as_bucket_view,
             reduction=reduction,
         )
+        self.exchange.contribution = Contribution(is_by_samples=weight == "samples")
         try:
             self._attach(max_grad_norm)
         except BaseException:
@@ -109,11 +114,8 @@ class MultiNodeOptimizer(Optimizer):
         self._max_grad_norm = max_grad_norm
         self._step_hook = inner.register_step_pre_hook(self._before_step)
         keep_with(self._models[0], self)
-        self._reset_weight()
         if weight == "samples" or schedule.counts_samples:
-            self._forward_hook = self._models[0].register_forward_pre_hook(
-                self._count_samples, with_kwargs=True
-            )
+            self._hooks.before_forward(self._models[0], self.exchange.contribution.count)
 
     def _attach(self, max_grad_norm: float | None) -> None:
         schedule, inner = self.schedule, self.inner
@@ -207,9 +209,10 @@ class MultiNodeOptimizer(Optimizer):
         self.exchange.raise_if_unfinished()
         if closure is None:
             self._raise_if_uncounted()
+        self._has_closure = closure is not None
         result = self.schedule.step(None if closure is None else self._mean_loss(closure))
         if not self.exchange.is_needed:  # no backward pass does it
-            self._reset_weight()
+            self.exchange.contribution.reset()
         self.exchange.step += 1
         self.communicator.num_steps = (self.communicator.num_steps or 0) + 1
         self._has_local_passes = False
@@ -354,8 +357,7 @@ class MultiNodeOptimizer(Optimizer):
                 "Multiply the loss, or use reduction='mean', which divides by the weights. "
                 "(Weight 0 leaves this rank out.)"
             )
-        self.exchange.weight = self.exchange.num_samples = float(weight)
-        self._is_weight_set = self._has_counted = True
+        self.exchange.contribution.set(float(weight), float(weight))
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -379,7 +381,7 @@ class MultiNodeOptimizer(Optimizer):
                 pass
         finally:
             exchange.is_active, self._is_joining = True, False
-        self._reset_weight()
+        exchange.contribution.reset()
         exchange.forget_weights()
         comm = self.communicator
         everybody = comm.allgather_obj((self._num_exchanges - num_before, exchange.step))
@@ -436,8 +438,7 @@ class MultiNodeOptimizer(Optimizer):
         self.schedule.close()
         self.exchange.close()
         self._step_hook.remove()
-        if self._forward_hook is not None:
-            self._forward_hook.remove()
+        self._hooks.remove()
         release(self._models[0], self)
 
     # ---- inside ----
@@ -456,9 +457,33 @@ class MultiNodeOptimizer(Optimizer):
 
     def _before_step(self, *_: object) -> None:
         """Called before the inner optimizer's step, which a GradScaler leaves out if need be."""
+        if not self._has_closure:
+            self._make_ready_for_step()
+
+    def _make_ready_for_step(self) -> None:
+        """All that is done to gradients before the inner optimizer sees them."""
+        exchange = self.exchange
+        if not (exchange.is_needed or exchange.is_resting):
+            self._look_at_own_gradients()
         self._act_on_problem()
         if self._max_grad_norm is not None:
             self.clip_grad_norm_(self._max_grad_norm)
+
+    def _look_at_own_gradients(self) -> None:
+        """One rank alone exchanges nothing, but what is not finite is found all the same."""
+        parameters = [p for group in self.inner.param_groups for p in group["params"]]
+        grads = {p: p.grad.detach().to_dense() for p in parameters if p.grad is not None}
+        sums = [grad.sum().abs().double().cpu() for grad in grads.values()]
+        if not sums or bool(torch.stack(sums).isfinite().all()):
+            return
+        names = [  # unless only a sum was too large
+            name
+            for name, parameter in self.exchange.parameters()
+            if parameter in grads and not bool(grads[parameter].isfinite().all())
+        ]
+        if names:
+            self.exchange.problem = NonfiniteGradients(self.exchange.step, {0: names})
+            self.exchange.problems.append(self.exchange.problem)
 
     def _act_on_problem(self) -> None:
         problem, self.exchange.problem = self.exchange.problem, None
@@ -485,28 +510,11 @@ class MultiNodeOptimizer(Optimizer):
             self.schedule.backward_ended()
         finally:
             self._num_exchanges += 1
-            self._reset_weight()
-
-    def _reset_weight(self) -> None:
-        self._is_weight_set = False
-        self.exchange.weight = 1.0 if self._weight_kind == "rank" else 0.0
-        self.exchange.num_samples = 0.0
-
-    def _count_samples(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        if not (module.training and torch.is_grad_enabled()) or self._is_weight_set:
-            return
-        tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim())
-        first = next(tensors, None)
-        if first is not None:
-            self._has_counted = True
-            self.exchange.num_samples += first.shape[0]
-            if self._weight_kind == "samples":
-                self.exchange.weight += first.shape[0]
+            self._exchanged_weight += self.exchange.weight
+            self.exchange.contribution.reset()
 
     def _raise_if_uncounted(self) -> None:
-        if self._has_counted or not self.schedule.counts_samples:
+        if self.exchange.contribution.was_ever_known or not self.schedule.counts_samples:
             return
         if any(p.grad is not None for group in self.param_groups for p in group["params"]):
             raise UsageError(
@@ -521,23 +529,33 @@ class MultiNodeOptimizer(Optimizer):
                 "step(closure) inside join(): a rank that has left its loop cannot take part in "
                 "the mean of the loss. Compute loss and gradients before step()."
             )
-        if self.exchange.is_resting:
-            return closure
+        exchange = self.exchange
+        given = exchange.contribution.given
 
         def mean_of_closure() -> float:
-            num_before = self._num_exchanges
+            num_before, self._exchanged_weight = self._num_exchanges, 0.0
+            if given is not None:  # for every pass of this step
+                exchange.contribution.set(*given)
             with torch.enable_grad():
                 loss = closure()
-            if self._num_exchanges == num_before:  # no backward pass on this rank
-                self.exchange.exchange_now()
-            local = torch.as_tensor(loss).detach()
-            row = local.double().cpu().reshape(1)
-            mean = self.exchange.comm.allreduce(row, self.exchange.reduction)
-            if isinstance(loss, Tensor):  # as `loss.item()` is what users write
-                return cast(float, mean.to(local).reshape(local.shape))
-            return float(mean)
+            is_shared = exchange.is_needed
+            if is_shared and self._num_exchanges == num_before:  # no backward pass on this rank
+                exchange.exchange_now()
+            self._make_ready_for_step()
+            return self._mean_of(loss) if is_shared else loss
 
         return mean_of_closure
+
+    def _mean_of(self, loss: float) -> float:
+        """The mean of the ranks' losses, weighted as their gradients were. *Collective.*"""
+        weight = self._exchanged_weight
+        part = float(loss) * weight if weight else 0.0  # the loss of nothing may be no number
+        row = torch.tensor([part, weight], dtype=torch.float64, device="cpu")
+        total, total_weight = self.exchange.comm.allreduce(row).tolist()
+        mean = float(total / total_weight)
+        if isinstance(loss, Tensor):  # as `loss.item()` is what users write
+            return cast(float, torch.full_like(loss.detach(), mean))
+        return mean
 
     def _accumulated(self) -> dict[str, Any]:
         """The gradients of the passes under no_sync() so far, by name, and their weight."""
@@ -550,17 +568,20 @@ class MultiNodeOptimizer(Optimizer):
             },
             "weight": exchange.weight,
             "num_samples": exchange.num_samples,
+            "is_set": exchange.contribution.is_set,
         }
 
     def _load_accumulated(self, state: dict[str, Any] | None) -> None:
-        self._reset_weight()
+        self.exchange.contribution.reset()
         self._has_local_passes = state is not None
         if state is None:
             return
         for name, parameter in self.exchange.parameters():
             gradient = state["gradients"].get(name)
             parameter.grad = None if gradient is None else gradient.to(parameter).clone()
-        self.exchange.weight, self.exchange.num_samples = state["weight"], state["num_samples"]
+        self.exchange.contribution.num_samples = state["num_samples"]
+        if state["is_set"] or self.exchange.weight != state["weight"]:
+            self.exchange.contribution.set(state["weight"], state["num_samples"])
 
     def _rescaled_unit(
         self, progress: dict[str, Any], num_old: int, num_new: int
@@ -594,11 +615,12 @@ def _shared_out(
     gradients = mean_state([state["gradients"] for state in accumulated], weights)
     if reduction == "sum":
         gradients = {name: g * (sum(weights) / num_new) for name, g in gradients.items()}
-        return {"gradients": gradients, "weight": 1.0, "num_samples": 0.0}
+        return {"gradients": gradients, "weight": 1.0, "num_samples": 0.0, "is_set": False}
     return {
         "gradients": gradients,
         "weight": sum(weights) / num_new,
         "num_samples": sum(state["num_samples"] for state in accumulated) / num_new,
+        "is_set": any(state["is_set"] for state in accumulated),
     }
 
 

@@ -207,8 +207,6 @@ def check_nonfinite(comm: Communicator, make: MakeSchedule, codec: str | None) -
             untouched.step(step)
     for each in (run, untouched):
         each.optimizer.flush()
-    if comm.size == 1 and not run.optimizer.schedule.staleness_steps:
-        return  # one rank alone exchanges nothing, so nobody looks
     run.require_replicas("after a refused step")
     require(len(refusals) == 1, f"one bad step led to {len(refusals)} refusals")
     require(f"rank {guilty}: " in refusals[0], f"the guilty rank is not named: {refusals[0]}")

@@ -13,7 +13,7 @@ from torchmn.errors import NonFiniteGradientError
 from torchmn.testing import run_ranks
 from torchmn.topology import Topology
 
-from .models import fill
+from .models import batch, equal, fill, loss_of, mlp, values
 
 CODECS = [None, "float16", "int8", "1bit", "power_sgd"]
 ROUTES = [("flat", [3]), ("hierarchical", [2, 1]), ("single_node", [3])]
@@ -127,5 +127,70 @@ def test_the_norm_is_clipped_before_each_step() -> None:
         backward(model, comm, 0)
         optimizer.step()
         assert float(seen[0]) == pytest.approx(1e-3, rel=1e-3)
+
+    run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize("schedule", ["every_step", "every_step_next_forward"])
+@pytest.mark.parametrize("has_closure", [False, True])
+def test_one_rank_alone_refuses_too(schedule: str, has_closure: bool) -> None:
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(
+            torch.optim.SGD(model.parameters(), 0.1), comm, model, schedule=schedule
+        )
+        before = values(model)
+
+        def closure(scale=float("inf")):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch(comm.rank, 0)) * scale
+            loss.backward()
+            return loss
+
+        if not has_closure:
+            closure()
+        with pytest.raises(NonFiniteGradientError, match=r"rank 0: 0\.weight"):
+            optimizer.step(closure if has_closure else None)
+        assert equal(values(model), before)
+        assert [sorted(problem.by_rank) for problem in optimizer.nonfinite] == [[0]]
+        closure(1.0)
+        optimizer.step()
+        assert not equal(values(model), before)
+
+    run_ranks(rank_main, 1)
+
+
+def test_large_gradients_whose_sum_overflows_are_finite_on_one_rank() -> None:
+    def rank_main(comm):
+        model = torch.nn.Linear(2, 1, bias=False)
+        inner = torch.optim.SGD(model.parameters(), 1e-38)
+        optimizer = create_multi_node_optimizer(inner, comm, model)
+        model(torch.full((1, 2), 3e38)).sum().backward()
+        optimizer.step()
+        assert not optimizer.nonfinite
+
+    run_ranks(rank_main, 1)
+
+
+def test_a_closure_is_clipped_and_refused_before_its_step() -> None:
+    def rank_main(comm):
+        model = mlp()
+        inner = torch.optim.SGD(model.parameters(), 1.0)
+        optimizer = create_multi_node_optimizer(inner, comm, model, max_grad_norm=1e-3)
+        before = values(model)
+
+        def closure(scale=1.0):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch(comm.rank, 0)) * scale
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        moved = torch.stack([(a - b).norm() for a, b in zip(values(model), before, strict=True)])
+        assert float(moved.norm()) == pytest.approx(1e-3, rel=1e-3)
+        before = values(model)
+        with pytest.raises(NonFiniteGradientError):
+            optimizer.step(lambda: closure(float("inf") if comm.rank else 1.0))
+        assert equal(values(model), before)
 
     run_ranks(rank_main, 2)

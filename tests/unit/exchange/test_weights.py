@@ -219,6 +219,45 @@ def test_a_forward_pass_for_evaluation_is_not_counted() -> None:
     run_ranks(rank_main, 2)
 
 
+class Quadratic(torch.optim.SGD):
+    """Calls its closure twice and keeps what it returned."""
+
+    def step(self, closure):
+        self.losses = [float(closure()) for _ in range(2)]
+        super().step()
+
+
+@pytest.mark.parametrize("how", ["samples", "given before step", "given in the closure"])
+def test_the_loss_of_a_closure_is_weighted_as_its_gradient(how: str) -> None:
+    sizes = (1, 5, 0)
+
+    def rank_main(comm):
+        model, size = mlp(), sizes[comm.rank]
+        inner = Quadratic(model.parameters(), 0.0)
+        weight = "samples" if how == "samples" else "rank"
+        optimizer = create_multi_node_optimizer(inner, comm, model, weight=weight)
+
+        def closure():
+            optimizer.zero_grad()
+            if how == "given in the closure":
+                optimizer.set_weight(size)
+            loss = loss_of(model, batch(comm.rank, 1, size))  # the mean of nothing is NaN
+            loss.backward()
+            return loss.detach() if comm.rank == 0 else loss.item()
+
+        if how == "given before step":
+            optimizer.set_weight(size)
+        optimizer.step(closure)
+        return inner.losses, grads(model)
+
+    model = mlp()
+    together = torch.cat([batch(rank, 1, size) for rank, size in enumerate(sizes)])
+    expected = float(loss_of(model, together).detach())
+    for losses, gradients in run_ranks(rank_main, 3):
+        assert losses == pytest.approx([expected, expected], rel=1e-12)
+        assert near(gradients, local_grads(model, together))
+
+
 def test_the_unit_of_weights() -> None:
     assert [weight_unit(t, 1) for t in (1, 2, 3, 4, 0.5, 0.3)] == [1, 2, 4, 4, 0.5, 0.5]
     assert weight_unit(3, 3) == 1.0

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from torchmn.errors import UnsupportedError, UsageError
 from torchmn.exchange.bucket_set import BucketSet
-from torchmn.exchange.next_forward.module_hooks import ModuleHook
+from torchmn.exchange.model_hooks import ModelHooks
 from torchmn.exchange.next_forward.partial_step import PartialStep
 
 
@@ -53,7 +52,7 @@ class DeferredUpdates:
         self._pending: dict[nn.Parameter, _Update] = {}
         self._means: BucketSet | None = None
         self._step: PartialStep | None = None
-        self._handles: list[RemovableHandle] = []
+        self._hooks = ModelHooks()
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -147,7 +146,7 @@ class DeferredUpdates:
         anything that a backward pass may follow.
         """
 
-        def before_forward(module: nn.Module, args: object) -> None:
+        def before_forward(module: nn.Module, args: object, kwargs: object) -> None:
             if torch.is_grad_enabled():
                 before_graph()
             if not self._pending:
@@ -157,23 +156,15 @@ class DeferredUpdates:
             else:  # in evaluation modules may read others' parameters without calling them
                 self.apply_all()
 
-        def before_state(*args: object) -> None:
-            self.apply_all()
-
         for module in dict.fromkeys(m for model in models for m in model.modules()):
             if module in sites or module in models:
-                hook = ModuleHook(before_forward)
-                self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
-            self._handles += [
-                module.register_state_dict_pre_hook(ModuleHook(before_state)),
-                module.register_load_state_dict_pre_hook(ModuleHook(before_state)),
-            ]
+                self._hooks.before_forward(module, before_forward, prepend=True)
+            self._hooks.before_state(module, self.apply_all)
+            self._hooks.before_copy(module, self.apply_all)
 
     def unhook(self) -> None:
         """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._hooks.remove()
 
     def raise_if_used(self, parameter: Tensor) -> None:
         """Raise UnsupportedError if a gradient came of a value that the last step should change."""

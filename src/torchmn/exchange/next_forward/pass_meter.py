@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
-from torchmn.exchange.next_forward.module_hooks import ModuleHook
+from torchmn.exchange.model_hooks import ModelHooks
 
 _VALUE_READERS = ("item", "tolist", "__bool__", "__float__", "__int__")
 
@@ -38,12 +37,10 @@ class PassMeter:
         self._mode: _Reads | None = None
         self._forward_began_s: float | None = None
         self._backward_began_s: float | None = None
-        self._handles: list[RemovableHandle] = []
+        self._hooks = ModelHooks()
         for module in dict.fromkeys(m for model in models for m in model.modules()):
-            self._handles += [
-                module.register_forward_pre_hook(ModuleHook(self._enter), prepend=True),
-                module.register_forward_hook(ModuleHook(self._leave), always_call=True),
-            ]
+            self._hooks.before_forward(module, self._enter, prepend=True)
+            self._hooks.after_forward(module, self._leave)
 
     @property
     def has_seen_all(self) -> bool:
@@ -52,9 +49,7 @@ class PassMeter:
 
     def close(self) -> None:
         """Watch no more."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._hooks.remove()
 
     def gradient_arrived(self, parameter: Tensor) -> None:
         """A gradient of the running backward pass is final."""
@@ -71,7 +66,7 @@ class PassMeter:
         self._backward_began_s = self._forward_began_s = None
         self._seen.clear()
 
-    def _enter(self, module: nn.Module, args: object) -> None:
+    def _enter(self, module: nn.Module, args: object, kwargs: object) -> None:
         now_s = time.perf_counter()
         if not self._running and torch.is_grad_enabled():
             if self._forward_began_s is None:
@@ -80,7 +75,7 @@ class PassMeter:
             self._mode.__enter__()  # type: ignore[no-untyped-call]
         self._running.append((module, now_s))
 
-    def _leave(self, module: nn.Module, args: object, output: object) -> None:
+    def _leave(self, module: nn.Module) -> None:
         # A forward that raised leaves modules above it in the list.
         while self._running:
             last, _ = self._running.pop()

@@ -1,0 +1,167 @@
+"""Hooks on the modules of a model that no copy of it has, and nothing that is saved of it.
+
+`copy.deepcopy`, pickle, `torch.save`, `torch.optim.swa_utils.AveragedModel` and `torch.jit.script`
+see the modules as if there were no hooks: a copy is not what is trained, and it must load where
+torchmn is not installed. They ask a module for its state, or for something to script in its place;
+both can be answered for one module by an attribute of its own, which the answer leaves out.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+_STATE, _SCRIPTABLE = "__getstate__", "__prepare_scriptable__"
+_TABLES = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+)
+
+
+class ModelHooks:
+    """Some hooks, on any modules, until `remove`. Local."""
+
+    def __init__(self) -> None:
+        self._handles: list[tuple[nn.Module, RemovableHandle]] = []
+        self._listeners: list[tuple[nn.Module, Callable[[], None]]] = []
+
+    def before_forward(
+        self,
+        module: nn.Module,
+        function: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None],
+        *,
+        prepend: bool = False,
+    ) -> None:
+        """Call ``function(module, args, kwargs)`` before its forward, also where it is compiled."""
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            function(module, args, kwargs)
+
+        _leave_to_python(hook, function)
+        self._keep(
+            module, module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=True)
+        )
+
+    def after_forward(self, module: nn.Module, function: Callable[[nn.Module], None]) -> None:
+        """Call ``function(module)`` after its forward, also if that raised."""
+
+        def hook(module: nn.Module, args: object, output: object) -> None:
+            function(module)
+
+        _leave_to_python(hook, function)
+        self._keep(module, module.register_forward_hook(hook, always_call=True))
+
+    def before_state(self, module: nn.Module, function: Callable[[], None]) -> None:
+        """Call ``function()`` before its state is saved or loaded."""
+
+        def hook(*args: object) -> None:
+            function()
+
+        self._keep(module, module.register_state_dict_pre_hook(hook))
+        self._keep(module, module.register_load_state_dict_pre_hook(hook))
+
+    def before_copy(self, module: nn.Module, function: Callable[[], None]) -> None:
+        """Call ``function()`` before the module is copied, pickled or scripted."""
+        _hide(module).listeners.append(function)
+        self._listeners.append((module, function))
+
+    def remove(self) -> None:
+        """Take these hooks off; nothing happens the second time."""
+        for module, handle in self._handles:
+            handle.remove()
+            _hide(module).ids.discard(handle.id)
+        for module, function in self._listeners:
+            listeners = _hide(module).listeners
+            listeners[:] = [other for other in listeners if other is not function]
+        for module, _ in (*self._handles, *self._listeners):
+            _show(module)
+        self._handles, self._listeners = [], []
+
+    def _keep(self, module: nn.Module, handle: RemovableHandle) -> None:
+        _hide(module).ids.add(handle.id)
+        self._handles.append((module, handle))
+
+
+class _Hidden:
+    """What copies of one module leave out; called for the module's state."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self.ids: set[int] = set()
+        self.listeners: list[Callable[[], None]] = []
+
+    def __call__(self) -> Any:
+        """The module's state as its class gives it, less what is hidden."""
+        module = self._module()
+        for function in self.listeners:
+            function()
+        kind: Any = type(module)
+        state = kind.__getstate__(module)
+        if not isinstance(state, dict):
+            return state
+        state = {key: value for key, value in state.items() if key not in (_STATE, _SCRIPTABLE)}
+        for name in _TABLES:
+            if name in state:
+                state[name] = type(state[name])(
+                    (key, value) for key, value in state[name].items() if key not in self.ids
+                )
+        return state
+
+    def scriptable(self) -> nn.Module | None:
+        """A copy of the module and all modules in it, with the same parameters."""
+        module = self._module()
+        return None if module is None else _twin(module, {})
+
+
+def _leave_to_python(*functions: Callable[..., None]) -> None:
+    """Do not compile them by themselves: compiled code cannot ask whether backward calls it.
+
+    Where they are called by code that is compiled as a whole they are compiled with it.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    for function in functions:
+        code = function.__code__
+        if hasattr(frames, "skip_code"):  # up to torch 2.12
+            frames.skip_code(code)
+        else:
+            skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+            frames.set_code_exec_strategy(code, skip)
+
+
+def _hide(module: nn.Module) -> _Hidden:
+    hidden = module.__dict__.get(_STATE)
+    if not isinstance(hidden, _Hidden):
+        hidden = _Hidden(module)
+        module.__dict__[_STATE] = hidden
+        module.__dict__[_SCRIPTABLE] = hidden.scriptable
+    return hidden
+
+
+def _show(module: nn.Module) -> None:
+    """Nothing is hidden of the module any more."""
+    hidden = module.__dict__.get(_STATE)
+    if isinstance(hidden, _Hidden) and not hidden.ids and not hidden.listeners:
+        del module.__dict__[_STATE], module.__dict__[_SCRIPTABLE]
+
+
+def _twin(module: nn.Module, twins: dict[nn.Module, nn.Module]) -> nn.Module:
+    if module not in twins:
+        if isinstance(module, torch.jit.ScriptModule):
+            return module
+        twins[module] = twin = copy.copy(module)
+        twin.__dict__["_modules"] = {
+            name: None if child is None else _twin(child, twins)
+            for name, child in module._modules.items()
+        }
+    return twins[module]
