@@ -37,7 +37,7 @@ def watch_gradient(parameter: nn.Parameter, method: Callable[[Tensor], None]) ->
     """Call the bound ``method`` whenever the gradient of ``parameter`` is final. Local.
 
     For a parameter that is frozen this begins once it is not. Somebody must keep the method's
-    owner, see `keep_with`.
+    owner, as a model does that has a hook of its, see `ModelHooks`.
     """
     is_trainable = parameter.requires_grad
     parameter.requires_grad_(True)
@@ -67,40 +67,6 @@ def has_later_hook(parameter: Tensor, method: Callable[[Tensor], None]) -> bool:
         if hook._method() == method:
             return False
     return False
-
-
-def keep_with(model: nn.Module, owner: object) -> None:
-    """Let ``owner`` live as long as the model. Gradients are exchanged even if nobody else has it.
-
-    Local.
-    """
-    kept = model.__dict__.get(_KEPT)
-    if not isinstance(kept, _Kept):  # in a model that was copied or loaded it is an empty list
-        kept = model.__dict__[_KEPT] = _Kept()
-    kept.owners.append(owner)
-
-
-def release(model: nn.Module, owner: object) -> None:
-    """End what `keep_with` began. Local; nothing happens the second time."""
-    kept = model.__dict__.get(_KEPT)
-    if isinstance(kept, _Kept):
-        kept.owners = [other for other in kept.owners if other is not owner]
-        if not kept.owners:
-            del model.__dict__[_KEPT]
-
-
-_KEPT = "_torchmn_kept"
-
-
-class _Kept:
-    def __init__(self) -> None:
-        self.owners: list[object] = []
-
-    def __deepcopy__(self, memo: object) -> list[object]:
-        return []
-
-    def __reduce__(self) -> tuple[type[list[object]], tuple[()]]:
-        return (list, ())
 
 
 def _hooks(parameter: Tensor) -> list[object]:

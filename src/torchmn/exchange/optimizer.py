@@ -17,7 +17,7 @@ from torchmn.errors import NonFiniteGradientError, TorchmnError, UnsupportedErro
 from torchmn.exchange.base import Deferring, Schedule
 from torchmn.exchange.bucket_set import NonfiniteGradients, Reduction, weight_unit
 from torchmn.exchange.contribution import Contribution
-from torchmn.exchange.gradient_hook import keep_with, owners_of, release
+from torchmn.exchange.gradient_hook import owners_of
 from torchmn.exchange.gradients import GradientExchange
 from torchmn.exchange.model_hooks import ModelHooks
 from torchmn.exchange.replicas import (
@@ -113,7 +113,9 @@ class MultiNodeOptimizer(Optimizer):
         self._on_nonfinite = on_nonfinite
         self._max_grad_norm = max_grad_norm
         self._step_hook = inner.register_step_pre_hook(self._before_step)
-        keep_with(self._models[0], self)
+        # With this the model also keeps the optimizer: gradients are exchanged even if nobody else
+        # has it.
+        self._hooks.before_copy(self._models[0], self._complete)
         if weight == "samples" or schedule.counts_samples:
             self._hooks.before_forward(self._models[0], self.exchange.contribution.count)
 
@@ -439,7 +441,6 @@ class MultiNodeOptimizer(Optimizer):
         self.exchange.close()
         self._step_hook.remove()
         self._hooks.remove()
-        release(self._models[0], self)
 
     # ---- inside ----
 
@@ -549,12 +550,13 @@ class MultiNodeOptimizer(Optimizer):
     def _mean_of(self, loss: float) -> float:
         """The mean of the ranks' losses, weighted as their gradients were. *Collective.*"""
         weight = self._exchanged_weight
-        part = float(loss) * weight if weight else 0.0  # the loss of nothing may be no number
+        value = loss.detach() if isinstance(loss, Tensor) else loss
+        part = float(value) * weight if weight else 0.0  # the loss of nothing may be no number
         row = torch.tensor([part, weight], dtype=torch.float64, device="cpu")
         total, total_weight = self.exchange.comm.allreduce(row).tolist()
         mean = float(total / total_weight)
-        if isinstance(loss, Tensor):  # as `loss.item()` is what users write
-            return cast(float, torch.full_like(loss.detach(), mean))
+        if isinstance(value, Tensor):  # as `loss.item()` is what users write
+            return cast(float, torch.full_like(value, mean))
         return mean
 
     def _accumulated(self) -> dict[str, Any]:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,6 +38,31 @@ def train(comm, model, optimizer, num_steps=5) -> None:
         optimizer.zero_grad()
         loss_of(model, batch(comm.rank, step)).backward()
         optimizer.step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_pickled_model_holds_nothing_of_torchmn(kind: str, is_open: bool, tmp_path: Path) -> None:
+    def rank_main(comm):
+        model = mlp()
+        optimizer = wrap(comm, model, **KINDS[kind]())
+        train(comm, model, optimizer)
+        if not is_open:
+            optimizer.close()
+        file = io.BytesIO()
+        torch.save(model, file)
+        train(comm, model, optimizer, is_open)
+        return file.getvalue(), pickle.dumps(model)
+
+    saved, pickled = run_ranks(rank_main, 2)[0]
+    assert b"torchmn" not in saved
+    assert b"torchmn" not in pickled
+    (tmp_path / "model.pt").write_bytes(saved)
+    load = (
+        "import sys; sys.modules['torchmn'] = None; import torch; "
+        "model = torch.load(sys.argv[1], weights_only=False); model(torch.ones(2, 5).double())"
+    )
+    subprocess.run([sys.executable, "-c", load, str(tmp_path / "model.pt")], check=True)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
