@@ -543,18 +543,18 @@ class MultiNodeOptimizer(Optimizer):
             if is_shared and self._num_exchanges == num_before:  # no backward pass on this rank
                 exchange.exchange_now()
             self._make_ready_for_step()
-            return self._mean_of(loss) if is_shared else loss
+            return self._loss_of_all(loss) if is_shared else loss
 
         return mean_of_closure
 
-    def _mean_of(self, loss: float) -> float:
-        """The mean of the ranks' losses, weighted as their gradients were. *Collective.*"""
+    def _loss_of_all(self, loss: float) -> float:
+        """The ranks' losses, put together as their gradients were. *Collective.*"""
         weight = self._exchanged_weight
         value = loss.detach() if isinstance(loss, Tensor) else loss
         part = float(value) * weight if weight else 0.0  # the loss of nothing may be no number
         row = torch.tensor([part, weight], dtype=torch.float64, device="cpu")
         total, total_weight = self.exchange.comm.allreduce(row).tolist()
-        mean = float(total / total_weight)
+        mean = float(total if self.exchange.reduction == "sum" else total / total_weight)
         if isinstance(value, Tensor):  # as `loss.item()` is what users write
             return cast(float, torch.full_like(value, mean))
         return mean
