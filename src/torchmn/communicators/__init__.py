@@ -2,6 +2,17 @@
 
 from torchmn.communicators.base import Communicator
 from torchmn.communicators.create import ROUTES, create_communicator
+from torchmn.communicators.engine import Work
+from torchmn.communicators.mailbox import ANY_SOURCE, ANY_TAG, Status
 from torchmn.communicators.transports import Transport
 
-__all__ = ["ROUTES", "Communicator", "Transport", "create_communicator"]
+__all__ = [
+    "ANY_SOURCE",
+    "ANY_TAG",
+    "ROUTES",
+    "Communicator",
+    "Status",
+    "Transport",
+    "Work",
+    "create_communicator",
+]

@@ -1,51 +1,41 @@
 """The communicator: who is there, what they can say to each other, and the path of a mean.
 
-The collectives that users call are written once, over groups. A route is a subclass that says
-along which path a buffer is summed (`_sum_`) and which placements it accepts.
+The collectives that users call are in `collectives`, written once over groups. A route is a
+subclass that says along which path a buffer is summed (`_sum_`) and which placements it accepts.
 """
 
 from __future__ import annotations
 
+import operator
 import socket
 import warnings
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from torchmn.communicators import objects
-from torchmn.communicators.delivery import Delivery, Refusal
+from torchmn.communicators.collectives import Collectives
 from torchmn.communicators.engine import Engine, Work
 from torchmn.communicators.group import Group
 from torchmn.communicators.journal import Journal
-from torchmn.communicators.transports.base import TimeLimit, Transport, fold
+from torchmn.communicators.opening import Call
+from torchmn.communicators.reductions import dense, described
+from torchmn.communicators.transports.base import TimeLimit, Transport
 from torchmn.communicators.transports.shared_memory import SharedMemoryTransport
 from torchmn.communicators.wire import Cargo, Wire, create_wire
 from torchmn.compression import Codec
-from torchmn.errors import DisagreementError, UnknownNameError, UnsupportedError, UsageError
+from torchmn.errors import UnsupportedError, UsageError
 from torchmn.launch.watch import watched
 from torchmn.topology import Topology
 from torchmn.units import MiB
 
-Result = TypeVar("Result")
-UserOp = Literal["sum", "mean", "max", "min"]
 Granularity = Literal["parameter", "everything", "bucket"]
 
-_OPS = ("sum", "mean", "max", "min")
-_MAX_DIMS = 16
-_USER_TAG = 64  # tags of send and recv start here; collectives use 0
-_DTYPES = sorted({str(v) for v in vars(torch).values() if isinstance(v, torch.dtype)})
 
-
-def _own(x: Tensor) -> Tensor:
-    """A rank's own part of a result: as the others' parts, without memory or graph of ``x``."""
-    return x.detach().clone()
-
-
-class Communicator(ABC):
+class Communicator(Collectives, ABC):
     """Ranks that train together. Made by `create_communicator`, on every rank.
 
     Methods are *collective* unless they say otherwise: every rank calls them in the same order.
@@ -99,7 +89,7 @@ class Communicator(ABC):
             speaker=self.speaker,
             first_timeout_s=first_timeout_s,
         )
-        self._delivery = Delivery(self.world, trust, device)
+        self._open_collectives(trust, device)
         self._num_splits = 0
         self._subgroups: list[Group] = []
         self._shared_memory: SharedMemoryTransport | None = None
@@ -109,17 +99,17 @@ class Communicator(ABC):
 
     # ---- what a route says ----
 
-    def check_placement(self) -> None:  # noqa: B027 - most routes accept every placement
+    def check_placement(self) -> None:
         """Raise UnsupportedError if this route cannot serve this placement. Local, same on all."""
 
-    def _connect(self) -> None:  # noqa: B027 - most routes need no group but the world
+    def _connect(self) -> None:
         """Make the groups that the route needs, once."""
 
     @abstractmethod
     def _sum_(self, cargo: Cargo, wire: Wire) -> None:
         """Sum a cargo over all ranks, in place, the same bits on all. Inside an engine job."""
 
-    def _send_ahead(self, cargo: Cargo, wire: Wire) -> None:  # noqa: B027 - a hint
+    def _send_ahead(self, cargo: Cargo, wire: Wire) -> None:
         """Announce what `_sum_` will send first if nothing is summed before that. Local."""
 
     def _agree(self, is_valid: bool) -> bool:
@@ -235,7 +225,7 @@ class Communicator(ABC):
         self._subgroups.append(group)
         return group.transport
 
-    def _subgroup(self, name: str, ranks: Sequence[int]) -> Group | None:
+    def _part_of(self, name: str, ranks: Sequence[int]) -> Group | None:
         """A group of some ranks; None for a rank outside it. Part of `_connect`."""
         self._num_splits += 1
         if self.rank not in ranks:
@@ -269,197 +259,34 @@ class Communicator(ABC):
         self._shared_memory = transport
         return shared
 
-    def _own_subgroup(self, name: str, partition: Sequence[Sequence[int]]) -> Group:
+    def _own_part_of(self, name: str, partition: Sequence[Sequence[int]]) -> Group:
         """This rank's part of a partition of the ranks. Part of `_connect`."""
-        parts = [self._subgroup(name, ranks) for ranks in partition]
+        parts = [self._part_of(name, ranks) for ranks in partition]
         return next(part for part in parts if part is not None)
 
-    # ---- tensors ----
-
-    def send(self, data: Tensor | Sequence[Tensor], dest: int, tag: int = 0) -> None:
-        """Send a tensor, or a tuple or list of tensors, of any shapes. Called by the sender."""
-        self.send_obj(tuple(data) if isinstance(data, (list, tuple)) else data, dest, tag)
-
-    def recv(self, source: int, tag: int = 0) -> Tensor | tuple[Tensor, ...]:
-        """Receive what ``source`` sent: a tensor or a tuple of tensors. Called by the receiver.
-
-        A CUDA tensor arrives on ``comm.device``, any other on the CPU.
-        """
-        return cast("Tensor | tuple[Tensor, ...]", self.recv_obj(source, tag))
-
-    def bcast(self, x: Tensor | None, root: int = 0) -> Tensor:
-        """The root's tensor on every rank; ``x`` of other ranks is ignored."""
-        return cast(Tensor, self.bcast_obj(x, root)).detach()
-
-    def gather(self, x: Tensor, root: int = 0) -> tuple[Tensor, ...] | None:
-        """All ranks' tensors, shapes may differ, at the root in rank order; None elsewhere."""
-        gathered = self.gather_obj(x, root)
-        if gathered is None:
-            return None
-        gathered[self.rank] = _own(x)
-        return tuple(gathered)
-
-    def allgather(self, x: Tensor) -> tuple[Tensor, ...]:
-        """All ranks' tensors, shapes may differ, in rank order on every rank."""
-        gathered = self.allgather_obj(x)
-        gathered[self.rank] = _own(x)
-        return tuple(gathered)
-
-    def alltoall(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """``xs[i]`` goes to rank i; returns what every rank sent here. Shapes may differ.
-
-        Raises UsageError: ``len(xs) != size`` (DisagreementError on the other ranks).
-        """
-        return self._alltoall("alltoall", xs)
-
-    def _alltoall(self, what: str, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        refusal = self._length_refusal(what, len(xs))
-        outgoing = {peer: refusal or xs[peer] for peer in range(self.size)}
-        got = self.engine.call(lambda: self._delivery.deliver(what, outgoing, range(self.size), 0))
-        if refusal:
-            raise UsageError(refusal.text)
-        got[self.rank] = _own(xs[self.rank])
-        return tuple(got[peer] for peer in range(self.size))
-
-    def scatter(self, xs: Sequence[Tensor] | Tensor | None, root: int = 0) -> Tensor:
-        """Rank i gets ``xs[i]`` of the root: W tensors of any shapes, or one of shape (W, ...)."""
-        mine = self.scatter_obj(cast("Sequence[object] | None", xs), root)
-        return _own(mine) if self.rank == root else cast(Tensor, mine)
-
-    def allreduce(self, x: Tensor, op: UserOp = "sum") -> Tensor:
-        """Sum, mean, max or min over ranks, elementwise, as a new tensor.
-
-        16-bit floats are summed in float32. Raises UsageError: unknown ``op`` or a mean of
-        integers; DisagreementError: ranks differ in shape, dtype or op.
-        """
-        self._check_op(op, x.dtype)
-        result = x.detach().clone(memory_format=torch.contiguous_format)
-        flat = result.view(-1)
-        is_bool = flat.dtype == torch.bool
-        if is_bool:
-            flat = flat.to(torch.uint8)
-
-        def job() -> None:
-            self._raise_if_ranks_disagree("allreduce", x, op)
-            if self.size > 1 and flat.numel():
-                if op == "mean":
-                    flat.div_(self.size)
-                self.world.all_reduce_(flat, "sum" if op == "mean" else op)
-
-        self.engine.call(job)
-        return (flat != 0).view(x.shape) if is_bool else result
-
-    def reduce_scatter(self, xs: Sequence[Tensor] | Tensor, op: UserOp = "sum") -> Tensor:
-        """``xs[r]`` of all ranks reduced, at rank r.
-
-        W tensors, the r-th of the same shape on every rank, or one of shape (W, ...). 16-bit floats
-        are summed in float32. Raises UsageError: not W parts (DisagreementError on other ranks).
-        """
-        parts = list(xs)
-        for part in parts[:1]:
-            self._check_op(op, part.dtype)
-        received = self._alltoall("reduce_scatter", parts)
-        shapes = {tuple(part.shape) for part in received}
-        if len(shapes) > 1:
-            raise DisagreementError(
-                f"{self.speaker}: reduce_scatter got parts of shapes {sorted(shapes)} from the "
-                "ranks. Every rank must give the same shape for the same part."
-            )
-        if self.size == 1:
-            return received[0]
-        if op == "mean":
-            received = tuple(part / self.size for part in received)
-        result = torch.empty_like(received[0], memory_format=torch.contiguous_format)
-        fold(result, received, "sum" if op == "mean" else op)
-        return result
-
-    def barrier(self) -> None:
-        """Return when every rank has arrived."""
-        self.engine.call(self.world.barrier)
-
-    # ---- objects ----
-
-    def send_obj(self, obj: object, dest: int, tag: int = 0) -> None:
-        """Send an object. Called by the sender. Raises UsageError: no other rank of the world."""
-        self._check_peer("dest", dest)
-        self.engine.call(lambda: self._delivery.deliver("send", {dest: obj}, (), tag + _USER_TAG))
-
-    def recv_obj(self, source: int, tag: int = 0) -> Any:
-        """Receive an object. Called by the receiver."""
-        self._check_peer("source", source)
-        return self.engine.call(
-            lambda: self._delivery.deliver("send", {}, (source,), tag + _USER_TAG)
-        )[source]
-
-    def bcast_obj(self, obj: object, root: int = 0) -> Any:
-        """The root's object on every rank; ``obj`` of other ranks is ignored."""
-        self._check_root(root)
-        return self.engine.call(lambda: self._delivery.broadcast(obj, root))
-
-    def gather_obj(self, obj: object, root: int = 0) -> list[Any] | None:
-        """All ranks' objects in rank order at the root, None elsewhere."""
-        self._check_root(root)
-        sources = range(self.size) if self.rank == root else ()
-        got = self.engine.call(lambda: self._delivery.deliver("gather", {root: obj}, sources, 0))
-        return [got[peer] for peer in range(self.size)] if self.rank == root else None
-
-    def allgather_obj(self, obj: object) -> list[Any]:
-        """All ranks' objects in rank order on every rank."""
-        everybody = range(self.size)
-        outgoing = dict.fromkeys(everybody, obj)
-        got = self.engine.call(lambda: self._delivery.deliver("allgather", outgoing, everybody, 0))
-        return [got[peer] for peer in everybody]
-
-    def scatter_obj(self, objs: Sequence[object] | None, root: int = 0) -> Any:
-        """Rank i gets ``objs[i]`` of the root. Raises UsageError at the root: not W objects."""
-        self._check_root(root)
-        outgoing: dict[int, object] = {}
-        refusal = None
-        if self.rank == root:
-            refusal = self._length_refusal("scatter", 0 if objs is None else len(objs))
-            outgoing = {
-                peer: refusal or cast("Sequence[object]", objs)[peer] for peer in range(self.size)
-            }
-        got = self.engine.call(lambda: self._delivery.deliver("scatter", outgoing, (root,), 0))
-        if refusal:
-            raise UsageError(refusal.text)
-        return got[root]
-
-    def allreduce_obj(self, obj: Any) -> Any:
-        """The objects of all ranks added with ``+`` in rank order, on every rank."""
-        total, *others = self.allgather_obj(obj)
-        for other in others:
-            total = total + other
-        return total
-
     # ---- models ----
-
-    def bcast_data(self, model: nn.Module) -> None:
-        """Give every rank the parameters and buffers of rank 0, in place."""
-        tensors = [*model.parameters(), *model.buffers()]
-
-        def job() -> None:
-            with torch.no_grad():
-                for tensor in tensors:
-                    flat = tensor.detach().contiguous().view(-1)
-                    self.world.broadcast_(objects.as_bytes(flat), 0)
-                    if flat.data_ptr() != tensor.data_ptr():
-                        tensor.copy_(flat.view(tensor.shape))
-
-        self.engine.call(job)
 
     def multi_node_mean_grad(self, model: nn.Module, zero_fill: bool = False) -> None:
         """Replace every ``p.grad`` by its mean over ranks, sorted by name, in place.
 
         ``zero_fill`` gives parameters without a gradient one of zeros; else they are skipped, and
-        all ranks must skip the same ones.
+        all ranks must skip the same ones. Raises DisagreementError on all ranks, before anything is
+        written: they have gradients of other names, shapes or dtypes.
         """
-        for _, parameter in sorted(model.named_parameters()):
-            if parameter.grad is None:
-                if not zero_fill or not parameter.requires_grad:
-                    continue
-                parameter.grad = torch.zeros_like(parameter)
-            grad = parameter.grad.detach()
+        grads: dict[str, Tensor] = {}
+
+        def prepare() -> Callable[[], object]:
+            for name, parameter in sorted(model.named_parameters()):
+                if parameter.grad is None:
+                    if not zero_fill or not parameter.requires_grad:
+                        continue
+                    parameter.grad = torch.zeros_like(parameter)
+                grads[name] = dense(f"multi_node_mean_grad of '{name}'", parameter.grad)
+            parts = [f"'{name}' {described(grad)}" for name, grad in grads.items()]
+            return lambda: self._opening.meet(Call("multi_node_mean_grad", parts))
+
+        self.engine.call(self._job("multi_node_mean_grad", prepare))
+        for grad in grads.values():
             mean = grad.clone(memory_format=torch.contiguous_format).div_(self.size)
             self.sum_((torch.view_as_real(mean) if mean.is_complex() else mean).view(-1))
             grad.copy_(mean)
@@ -471,10 +298,42 @@ class Communicator(ABC):
 
         It has the class and the settings of this one.
         """
-        entries = self.allgather_obj((color, key))
+        entries = self.engine.call(
+            lambda: self._to_everybody(Call("split"), (operator.index(color), operator.index(key)))
+        )
         ranks = [r for _, r in sorted((e[1], r) for r, e in enumerate(entries) if e[0] == color)]
+        return self._split_off("split", ranks)
+
+    def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
+        """A communicator of these ranks, in this order; None on the ranks that are not in it.
+
+        *Collective over all ranks of this communicator*, with the same list. It has the class and
+        the settings of this one, and its own ranks from 0. Horovod's process sets.
+
+        Raises UsageError: no rank is given, one is given twice, or is outside of this communicator.
+        """
+
+        def prepare() -> Callable[[], object]:
+            members = [operator.index(rank) for rank in ranks]
+            outside = [rank for rank in members if not 0 <= rank < self.size]
+            if not members or outside or len(set(members)) < len(members):
+                raise UsageError(
+                    f"ranks={members}. Give at least one rank, each once, from 0 to "
+                    f"{self.size - 1}."
+                )
+            return lambda: self._opening.meet(Call("subgroup", ranks=members))
+
+        self.engine.call(self._job("subgroup", prepare))
+        members = [operator.index(rank) for rank in ranks]
+        if self.rank in members:
+            return self._split_off("subgroup", members)
+        self._num_splits += 1  # counted on all ranks alike
+        return None
+
+    def _split_off(self, kind: str, ranks: Sequence[int]) -> Communicator:
+        """A communicator of these ranks, which hold this one."""
         self._num_splits += 1
-        name = f"split{self._num_splits}"
+        name = f"{kind}{self._num_splits}"
         group = self.engine.call(lambda: self.world.split(name, ranks, f"{name}-{ranks[0]}"))
         return type(self)(
             group.transport,
@@ -506,56 +365,11 @@ class Communicator(ABC):
             f"<{type(self).__name__} {self.speaker}, {self.topology}, {self.world.transport.name}>"
         )
 
-    # ---- checks ----
-
-    def _raise_if_ranks_disagree(self, what: str, x: Tensor, op: str) -> None:
-        """Compare shape, dtype and op over ranks before the collective that would hang."""
-        if self.size == 1:
-            return
-        row = [_OPS.index(op), _DTYPES.index(str(x.dtype)), x.dim(), *x.shape]
-        fingerprint = zlib.crc32(str(row).encode())
-        extremes = torch.tensor([fingerprint, -fingerprint])
-        self.world.all_reduce_(extremes, "max")
-        highest, lowest = extremes.tolist()
-        if highest == -lowest:
-            return
-        row += [0] * (_MAX_DIMS + 3 - len(row))
-        table = self.world.all_gather_fixed(torch.tensor(row))
-        said = [
-            f"rank {rank}: {_OPS[r[0]]} of {_DTYPES[r[1]]}{r[3 : 3 + r[2]]}"
-            for rank, r in enumerate(table.tolist())
-        ]
-        raise DisagreementError(
-            f"{self.speaker}: ranks disagree in {what} ({'; '.join(said)}). All ranks must give "
-            "the same shape, dtype and op."
-        )
-
-    def _check_op(self, op: str, dtype: torch.dtype) -> None:
-        if op not in _OPS:
-            raise UnknownNameError("reduction", op, _OPS)
-        if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
-            raise UsageError(f"A mean of {dtype} is not an integer. Use op='sum' or .float().")
-
-    def _check_root(self, root: int) -> None:
-        if not 0 <= root < self.size:
-            raise UsageError(f"root={root} is outside 0..{self.size - 1}.")
-
-    def _check_peer(self, role: str, peer: int) -> None:
-        if not 0 <= peer < self.size or peer == self.rank:
-            raise UsageError(
-                f"{role}={peer}: a rank of {self.size} other than this one ({self.rank}) is needed."
-            )
-
-    def _length_refusal(self, what: str, length: int) -> Refusal | None:
-        if length == self.size:
-            return None
-        return Refusal(f"{self.speaker}: {what} needs {self.size} parts, got {length}.")
-
 
 def all_agree(group: Group, is_valid: bool) -> bool:
     """Whether it is valid on all ranks of a group. *Collective over the group.*"""
     if group.size == 1:
         return is_valid
-    flag = torch.tensor([0 if is_valid else 1], dtype=torch.int32)
+    flag = torch.tensor([0 if is_valid else 1], dtype=torch.int32, device="cpu")
     group.all_reduce_(flag, "max")
     return not int(flag)

@@ -1,7 +1,8 @@
-"""Objects between the ranks of a group: sizes, descriptions, tensors, in three rounds.
+"""Objects between all ranks of a group: an opening, descriptions, tensors.
 
-Every description says which collective its sender is in, so that ranks in different ones learn it
-instead of taking one's message for the other's.
+The opening (see `opening`) compares the calls and holds the sizes of the descriptions, or the
+descriptions themselves where they are short. So an object without tensors takes one or two rounds,
+one with tensors one more.
 """
 
 from __future__ import annotations
@@ -14,131 +15,112 @@ from torch import Tensor
 
 from torchmn.communicators import objects
 from torchmn.communicators.group import Group
-from torchmn.errors import DisagreementError, UnsupportedError
-
-
-class Refusal:
-    """Sent in place of a value, so that the other ranks learn why none comes."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
+from torchmn.communicators.opening import INLINE_BYTES, Call, Opening, Row
 
 
 class Delivery:
-    """Carries objects over a group. Its methods run inside engine jobs."""
+    """Carries objects over a group. Its methods are collective and run inside engine jobs.
 
-    def __init__(self, group: Group, trust: objects.Trust, device: torch.device) -> None:
+    Raises from every method: DisagreementError, the calls of the ranks differ, or a rank refused
+    its own; UnsupportedError, the own object may not travel.
+    """
+
+    def __init__(
+        self, group: Group, opening: Opening, trust: objects.Trust, device: torch.device
+    ) -> None:
         self._group = group
+        self._opening = opening
         self._trust = trust
         self._device = device
 
     def deliver(
-        self, what: str, outgoing: Mapping[int, object], sources: Sequence[int], tag: int
+        self, call: Call, outgoing: Mapping[int, object], sources: Sequence[int]
     ) -> dict[int, Any]:
-        """Send ``outgoing[peer]`` to every peer and return one object from every source.
-
-        Three rounds: sizes, descriptions, tensors. The description says which collective the sender
-        is in, so that ranks in different ones learn it. Raises UnsupportedError: an object may not
-        travel; its receivers get a refusal instead.
-        """
-        packed: dict[int, objects.Message] = {}  # by identity: often all peers get the same object
-        targets: dict[int, objects.Message] = {}
-        refusal: UnsupportedError | None = None
-        for peer, obj in outgoing.items():
-            if peer == self._group.rank:
-                continue
-            if id(obj) not in packed:
-                packed[id(obj)], refusal_here = self._pack(what, obj)
-                refusal = refusal or refusal_here
-            targets[peer] = packed[id(obj)]
-        remote = [peer for peer in sources if peer != self._group.rank]
-        sizes = {peer: torch.zeros(1, dtype=torch.int64) for peer in remote}
-        self._round(
-            what,
-            {p: [torch.tensor([len(m.head)])] for p, m in targets.items()},
-            {p: [t] for p, t in sizes.items()},
-            tag,
-        )
-        heads = {peer: torch.empty(int(size), dtype=torch.uint8) for peer, size in sizes.items()}
-        self._round(
-            what,
-            {p: [_head_tensor(m)] for p, m in targets.items()},
-            {p: [t] for p, t in heads.items()},
-            tag,
-        )
+        """Send ``outgoing[peer]`` to every peer and return one object from every source."""
+        own = self._group.rank
+        targets = self._pack(call, {p: obj for p, obj in outgoing.items() if p != own})
+        remote = [peer for peer in sources if peer != own]
+        size, inline = _announced(list(targets.values()))
+        rows = self._opening.meet(call, size, inline)
+        heads = {peer: _empty_head(rows[peer]) for peer in remote}
+        sends = {} if inline is not None else {p: [_head(m, size)] for p, m in targets.items()}
+        recvs = {p: [head] for p, head in heads.items() if rows[p].inline is None}
+        exchange_tensors(self._group, call.name, sends, recvs)
         described = {
             p: objects.unpack_head(h.numpy().tobytes(), self._device) for p, h in heads.items()
         }
-        self._round(
-            what,
+        exchange_tensors(
+            self._group,
+            call.name,
             {p: m.buffers for p, m in targets.items()},
             {p: [objects.as_bytes(t) for t in d[2]] for p, d in described.items()},
-            tag,
         )
-        if refusal is not None:
-            raise refusal
-        result = {peer: self._unpack(what, peer, *described[peer]) for peer in remote}
-        if self._group.rank in sources:
-            result[self._group.rank] = outgoing[self._group.rank]
+        result = {p: objects.unpack(d[1], d[2], self._trust) for p, d in described.items()}
+        if own in sources:
+            result[own] = outgoing[own]
         return result
 
-    def _round(
-        self,
-        what: str,
-        sends: Mapping[int, Sequence[Tensor]],
-        recvs: Mapping[int, Sequence[Tensor]],
-        tag: int,
-    ) -> None:
-        """One exchange; CPU and CUDA tensors apart: they may travel by different libraries."""
-        for is_cuda in (False, True):
-            outgoing = [(p, t) for p, ts in sends.items() for t in ts if t.is_cuda is is_cuda]
-            incoming = [(p, t) for p, ts in recvs.items() for t in ts if t.is_cuda is is_cuda]
-            if outgoing or incoming:
-                self._group.exchange(outgoing, incoming, name=what, tag=tag)
-
-    def broadcast(self, obj: object, root: int) -> Any:
-        """Give every rank the root's object. Raises as `deliver`."""
+    def broadcast(self, call: Call, obj: object, root: int) -> Any:
+        """Give every rank the root's object."""
         if self._group.size == 1:
             return obj
-        message, refusal = objects.Message(b"", []), None
-        if self._group.rank == root:
-            message, refusal = self._pack("bcast", obj)
-        size = torch.tensor([len(message.head)])
-        self._group.broadcast_(size, root)
-        head = (
-            _head_tensor(message)
-            if self._group.rank == root
-            else torch.empty(int(size), dtype=torch.uint8)
-        )
-        self._group.broadcast_(head, root)
-        if self._group.rank == root:
-            for buffer in message.buffers:
+        is_root = self._group.rank == root
+        messages = list(self._pack(call, {-1: obj}).values()) if is_root else []
+        row = self._opening.meet(call, *_announced(messages))[root]
+        head = _head(messages[0], row.nbytes) if is_root else _empty_head(row)
+        if row.inline is None:
+            self._group.broadcast_(head, root)
+        if is_root:
+            for buffer in messages[0].buffers:
                 self._group.broadcast_(buffer, root)
-            if refusal is not None:
-                raise refusal
             return obj
-        note, body, tensors = objects.unpack_head(head.numpy().tobytes(), self._device)
+        _, body, tensors = objects.unpack_head(head.numpy().tobytes(), self._device)
         for tensor in tensors:
             self._group.broadcast_(objects.as_bytes(tensor), root)
-        return self._unpack("bcast", root, note, body, tensors)
+        return objects.unpack(body, tensors, self._trust)
 
-    def _pack(self, what: str, obj: object) -> tuple[objects.Message, UnsupportedError | None]:
-        """A message, and the error to raise once it was delivered if it is a refusal."""
-        error = None
-        if not isinstance(obj, Refusal):
-            try:
-                return objects.pack(obj, self._trust, note=what), None
-            except UnsupportedError as caught:
-                error = caught
-        text = obj.text if isinstance(obj, Refusal) else str(error)
-        return objects.pack(text, self._trust, note="refused"), error
-
-    def _unpack(self, what: str, peer: int, note: str, body: Any, tensors: list[Tensor]) -> Any:
-        if note == what:
-            return objects.unpack(body, tensors, self._trust)
-        seen = f"refused it: {body}" if note == "refused" else f"is in '{note}'"
-        raise DisagreementError(f"{self._group.speaker} is in '{what}', but rank {peer} {seen}")
+    def _pack(self, call: Call, outgoing: Mapping[int, object]) -> dict[int, objects.Message]:
+        """A message to each peer; peers that get the same object get the same message."""
+        packed: dict[int, objects.Message] = {}
+        try:
+            for obj in outgoing.values():
+                if id(obj) not in packed:
+                    packed[id(obj)] = objects.pack(obj, self._trust)
+        except Exception as error:
+            self._opening.refuse(call.name, error)
+        return {peer: packed[id(obj)] for peer, obj in outgoing.items()}
 
 
-def _head_tensor(message: objects.Message) -> Tensor:
-    return torch.frombuffer(bytearray(message.head), dtype=torch.uint8)
+def exchange_tensors(
+    group: Group,
+    name: str,
+    sends: Mapping[int, Sequence[Tensor]],
+    recvs: Mapping[int, Sequence[Tensor]],
+    tag: int = 0,
+) -> None:
+    """One exchange; CPU and CUDA tensors apart: they may travel by different libraries."""
+    for is_cuda in (False, True):
+        outgoing = [(p, t) for p, ts in sends.items() for t in ts if t.is_cuda is is_cuda]
+        incoming = [(p, t) for p, ts in recvs.items() for t in ts if t.is_cuda is is_cuda]
+        if outgoing or incoming:
+            group.exchange(outgoing, incoming, name=name, tag=tag)
+
+
+def _announced(messages: Sequence[objects.Message]) -> tuple[int, bytes | None]:
+    """What the opening says: the size of the longest description, or the only one, if short."""
+    size = max((len(message.head) for message in messages), default=0)
+    if len({id(message) for message in messages}) == 1 and size <= INLINE_BYTES:
+        return size, messages[0].head
+    return size, None
+
+
+def _head(message: objects.Message, size: int) -> Tensor:
+    """A description as bytes, with blanks up to ``size``, which JSON ignores."""
+    return torch.frombuffer(bytearray(message.head.ljust(size)), dtype=torch.uint8)
+
+
+def _empty_head(row: Row) -> Tensor:
+    """What the description of this row is received into, or the description itself."""
+    if row.inline is not None:
+        return torch.frombuffer(bytearray(row.inline), dtype=torch.uint8)
+    return torch.empty(row.nbytes, dtype=torch.uint8, device="cpu")

@@ -141,12 +141,26 @@ class Group:
             lambda limit: self.transport.all_gather_stripes_(buffer, limit),
         )
 
-    def all_gather_fixed(self, row: Tensor) -> Tensor:
+    def all_gather_fixed(self, row: Tensor, *, name: str = "all_gather") -> Tensor:
         """(n,) on every rank to (W, n): rows in rank order."""
         table = row.new_empty(self.size * row.numel())
         table[self.rank * row.numel() : (self.rank + 1) * row.numel()] = row
-        self.all_gather_stripes_(table)
+        self._run(
+            name,
+            tuple(row.shape),
+            row,
+            lambda limit: self.transport.all_gather_stripes_(table, limit),
+        )
         return table.view(self.size, row.numel())
+
+    def receive_any(self, buffer: Tensor, *, name: str, tag: int) -> int:
+        """Receive from whichever rank sends first; returns its rank. Called by the receiver."""
+        return self._run(
+            name,
+            tuple(buffer.shape),
+            buffer,
+            lambda limit: self.transport.receive_any(buffer, limit, tag),
+        )
 
     def barrier(self) -> None:
         """Return when every rank has arrived."""

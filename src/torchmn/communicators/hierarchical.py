@@ -21,8 +21,8 @@ class HierarchicalCommunicator(Communicator):
 
     def _connect(self) -> None:
         nodes = self.topology.nodes
-        self._node = self._with_shared_memory(self._own_subgroup("node", nodes))
-        self._leaders = self._subgroup("leaders", [ranks[0] for ranks in nodes])
+        self._node = self._with_shared_memory(self._own_part_of("node", nodes))
+        self._leaders = self._part_of("leaders", [ranks[0] for ranks in nodes])
 
     @property
     def link_group(self) -> Group | None:

@@ -31,8 +31,8 @@ class TwoDimensionalCommunicator(Communicator):
 
     def _connect(self) -> None:
         nodes = self.topology.nodes
-        self._node = self._with_shared_memory(self._own_subgroup("node", nodes))
-        self._column = self._own_subgroup("column", list(zip(*nodes, strict=True)))
+        self._node = self._with_shared_memory(self._own_part_of("node", nodes))
+        self._column = self._own_part_of("column", list(zip(*nodes, strict=True)))
 
     @property
     def link_group(self) -> Group | None:

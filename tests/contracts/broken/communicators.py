@@ -43,11 +43,8 @@ class LosesStartedSums(FlatCommunicator):
 class SendsTheOwnShape(FlatCommunicator):
     """Believes that all ranks gather the same shape."""
 
-    def allgather_obj(self, obj):
-        gathered = super().allgather_obj(obj)
-        if isinstance(obj, torch.Tensor):
-            return [item.reshape(-1)[: obj.numel()].reshape(-1) for item in gathered]
-        return gathered
+    def allgather(self, x):
+        return tuple(item.reshape(-1)[: x.numel()] for item in super().allgather(x))
 
 
 class RoundsEarly(FlatCommunicator):

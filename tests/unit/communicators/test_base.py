@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +14,7 @@ from torchmn.communicators import Communicator
 from torchmn.errors import (
     CommunicationError,
     DisagreementError,
+    TimeLimitError,
     TorchmnError,
     UnknownNameError,
     UsageError,
@@ -35,27 +38,301 @@ def errors_of(call: Callable[[Communicator], object], world_size: int = 3) -> li
     return run_ranks(rank_main, world_size, timeout_s=5)
 
 
-@pytest.mark.parametrize(
-    ("differs", "said"),
-    [
-        (
-            lambda rank: (torch.ones(3 if rank == 1 else 4), "sum"),
-            "rank 1: sum of torch.float32[3]",
+def model_of(*shapes: tuple[str, list[int]], dtype: torch.dtype = torch.float32) -> nn.Module:
+    model = nn.Module()
+    for name, shape in shapes:
+        model.register_parameter(name, nn.Parameter(torch.ones(shape, dtype=dtype)))
+    return model
+
+
+def with_gradients(*names: str) -> nn.Module:
+    model = model_of(("a", [2]), ("b", [3]))
+    for name in names:
+        model.get_parameter(name).grad = torch.ones_like(model.get_parameter(name))
+    return model
+
+
+ONE, FOUR = torch.ones(1), torch.ones(4)
+DIFFERENT: dict[str, tuple[Callable, str]] = {
+    "allreduce of other shapes": (
+        lambda comm, odd: comm.allreduce(torch.ones(3) if odd else FOUR),
+        "ranks 0, 2: allreduce(op=sum, tensor=float32[4]); "
+        "rank 1: allreduce(op=sum, tensor=float32[3])",
+    ),
+    "allreduce of as many elements": (
+        lambda comm, odd: comm.allreduce(torch.ones(2, 2) if odd else FOUR),
+        "tensor=float32[2, 2]",
+    ),
+    "allreduce of other dtypes": (
+        lambda comm, odd: comm.allreduce(FOUR.double() if odd else FOUR),
+        "tensor=float64[4]",
+    ),
+    "allreduce with other ops": (
+        lambda comm, odd: comm.allreduce(FOUR, "max" if odd else "sum"),
+        "rank 1: allreduce(op=max",
+    ),
+    "allreduce with other factors": (
+        lambda comm, odd: comm.allreduce(FOUR, prescale_factor=0.5 if odd else 1.0),
+        "prescale_factor=0.5",
+    ),
+    "allreduce of many bytes": (
+        lambda comm, odd: comm.allreduce(torch.ones(100_000 + odd)),
+        "tensor=float32[100001]",
+    ),
+    "reduce_scatter with other ops": (
+        lambda comm, odd: comm.reduce_scatter([ONE] * comm.size, "max" if odd else "sum"),
+        "rank 1: reduce_scatter(op=max)",
+    ),
+    "reduce_scatter of other dtypes": (
+        lambda comm, odd: comm.reduce_scatter([ONE.double() if odd else ONE] * comm.size),
+        "part 0 of reduce_scatter(op=sum): ranks 0, 2: float32[1]; rank 1: float64[1]",
+    ),
+    "reduce_scatter of other shapes": (
+        lambda comm, odd: comm.reduce_scatter([ONE, ONE, FOUR if odd else ONE]),
+        "part 2 of reduce_scatter(op=sum): ranks 0, 2: float32[1]; rank 1: float32[4]",
+    ),
+    "bcast from other roots": (
+        lambda comm, odd: comm.bcast(ONE, root=1 if odd else 0),
+        "ranks 0, 2: bcast(root=0); rank 1: bcast(root=1)",
+    ),
+    "bcast_obj from other roots": (
+        lambda comm, odd: comm.bcast_obj("x", root=2 if odd else 0),
+        "rank 1: bcast_obj(root=2)",
+    ),
+    "gather to other roots": (
+        lambda comm, odd: comm.gather(FOUR, root=1 if odd else 0),
+        "rank 1: gather(root=1)",
+    ),
+    "gather_obj to other roots": (
+        lambda comm, odd: comm.gather_obj(4, root=1 if odd else 0),
+        "rank 1: gather_obj(root=1)",
+    ),
+    "scatter from other roots": (
+        lambda comm, odd: comm.scatter([ONE] * comm.size, root=1 if odd else 0),
+        "rank 1: scatter(root=1)",
+    ),
+    "scatter_obj from other roots": (
+        lambda comm, odd: comm.scatter_obj([1] * comm.size, root=1 if odd else 0),
+        "rank 1: scatter_obj(root=1)",
+    ),
+    "other collectives": (
+        lambda comm, odd: comm.alltoall([ONE] * comm.size) if odd else comm.allgather_obj(1),
+        "ranks 0, 2: allgather_obj(); rank 1: alltoall()",
+    ),
+    "a barrier and a tensor": (
+        lambda comm, odd: comm.bcast(ONE) if odd else comm.barrier(),
+        "ranks 0, 2: barrier(); rank 1: bcast(root=0)",
+    ),
+    "subgroups of other ranks": (
+        lambda comm, odd: comm.subgroup([0, 1] if odd else [0, 2]),
+        "rank 1: subgroup(ranks=[0, 1])",
+    ),
+    "a split and a sum": (
+        lambda comm, odd: comm.split(0, 0) if odd else comm.allreduce(ONE),
+        "rank 1: split()",
+    ),
+    "models with other shapes": (
+        lambda comm, odd: comm.bcast_data(model_of(("a", [2]), ("b", [4 if odd else 3]))),
+        "part 1 of bcast_data(): ranks 0, 2: 'b' float32[3]; rank 1: 'b' float32[4]",
+    ),
+    "models with other dtypes": (
+        lambda comm, odd: comm.bcast_data(
+            model_of(("a", [2]), dtype=torch.float64 if odd else torch.float32)
         ),
-        (
-            lambda rank: (torch.ones(4, dtype=torch.float64 if rank else torch.float32), "sum"),
-            "rank 2: sum of torch.float64[4]",
+        "rank 1: 'a' float64[2]",
+    ),
+    "models in another order": (
+        lambda comm, odd: comm.bcast_data(
+            model_of(("b", [2]), ("a", [2])) if odd else model_of(("a", [2]), ("b", [2]))
         ),
-        (lambda rank: (torch.ones(4), "max" if rank else "sum"), "rank 1: max of torch.float32[4]"),
-        (lambda rank: (torch.ones([2, 2] if rank else [4]), "sum"), "torch.float32[2, 2]"),
-    ],
-)
-def test_allreduce_of_different_things(differs: Callable, said: str) -> None:
-    for rank, error in enumerate(errors_of(lambda comm: comm.allreduce(*differs(comm.rank)))):
+        "part 0 of bcast_data(): ranks 0, 2: 'a' float32[2]; rank 1: 'b' float32[2]",
+    ),
+    "models with more parameters": (
+        lambda comm, odd: comm.bcast_data(
+            model_of(("a", [2]), ("b", [2])) if odd else model_of(("a", [2]))
+        ),
+        "part 1 of bcast_data(): ranks 0, 2: nothing; rank 1: 'b' float32[2]",
+    ),
+    "gradients of other parameters": (
+        lambda comm, odd: comm.multi_node_mean_grad(with_gradients("b" if odd else "a")),
+        "part 0 of multi_node_mean_grad(): ranks 0, 2: 'a' float32[2]; rank 1: 'b' float32[3]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_ranks_that_differ_all_hear_both_versions(case: str) -> None:
+    call, said = DIFFERENT[case]
+    for rank, error in enumerate(errors_of(lambda comm: call(comm, comm.rank == 1))):
         assert isinstance(error, DisagreementError)
-        assert str(error).startswith(f"rank {rank} of 3")
+        assert str(error).startswith(f"rank {rank} of 3 on localhost")
         assert said in str(error)
-        assert "All ranks must give the same shape, dtype and op." in str(error)
+        assert "All ranks must make the same calls with the same arguments" in str(error)
+
+
+def test_what_differs_is_found_before_anything_is_written() -> None:
+    def rank_main(comm):
+        model = model_of(("a", [2]), ("b", [2]))
+        with torch.no_grad():
+            model.a.fill_(comm.rank)
+        model = model if comm.rank else model_of(("a", [2]), ("b", [3]))
+        with pytest.raises(DisagreementError):
+            comm.bcast_data(model)
+        assert comm.rank == 0 or (model.a == comm.rank).all()
+
+    run_ranks(rank_main, 2)
+
+
+WRONG: dict[str, tuple[Callable, type[Exception], str]] = {
+    "unknown op": (
+        lambda comm: comm.allreduce(ONE, "summ"),
+        UnknownNameError,
+        "sum, mean, product, max, min",
+    ),
+    "unknown op of reduce_scatter": (
+        lambda comm: comm.reduce_scatter([ONE] * comm.size, "summ"),
+        UnknownNameError,
+        "Unknown reduction 'summ'",
+    ),
+    "a mean of integers": (
+        lambda comm: comm.allreduce(ONE.long(), "mean"),
+        UsageError,
+        "A mean of torch.int64 is not an integer. Use op='sum' or .float().",
+    ),
+    "scaled integers": (
+        lambda comm: comm.allreduce(ONE.long(), postscale_factor=0.5),
+        UsageError,
+        "torch.int64 cannot be scaled",
+    ),
+    "a factor that is no number": (
+        lambda comm: comm.allreduce(ONE, prescale_factor=float("nan")),
+        UsageError,
+        "prescale_factor=nan. It must be a finite number.",
+    ),
+    "the largest of complex numbers": (
+        lambda comm: comm.allreduce(ONE.to(torch.complex64), "max"),
+        UsageError,
+        "op='max' of torch.complex64 does not exist",
+    ),
+    "a root that is no rank": (
+        lambda comm: comm.bcast(ONE, root=comm.size),
+        UsageError,
+        "root=3 is outside 0..2",
+    ),
+    "a negative root": (
+        lambda comm: comm.gather_obj(1, root=-1),
+        UsageError,
+        "root=-1 is outside 0..2",
+    ),
+    "nothing to gather": (
+        lambda comm: comm.allgather(None),
+        UsageError,
+        "allgather needs a tensor, got None. Objects go by the methods that end with _obj.",
+    ),
+    "a number to sum": (
+        lambda comm: comm.allreduce(1.5),
+        UsageError,
+        "allreduce needs a tensor, got a float",
+    ),
+    "a nested tensor": (
+        lambda comm: comm.allreduce(nested()),
+        UsageError,
+        "allreduce needs a dense tensor, got a nested one",
+    ),
+    "a jagged tensor": (
+        lambda comm: comm.allgather(nested(layout=torch.jagged)),
+        UsageError,
+        "allgather needs a dense tensor, got a nested one",
+    ),
+    "a sparse tensor": (
+        lambda comm: comm.alltoall([torch.eye(2).to_sparse()] * comm.size),
+        UsageError,
+        "got one of layout torch.sparse_coo. Use x.to_dense().",
+    ),
+    "a subgroup of nobody": (
+        lambda comm: comm.subgroup([]),
+        UsageError,
+        "ranks=[]. Give at least one rank, each once, from 0 to 2.",
+    ),
+    "a subgroup with a stranger": (
+        lambda comm: comm.subgroup([0, 3]),
+        UsageError,
+        "ranks=[0, 3]",
+    ),
+    "a subgroup with one rank twice": (
+        lambda comm: comm.subgroup([0, 1, 0]),
+        UsageError,
+        "ranks=[0, 1, 0]",
+    ),
+    "a model with a sparse buffer": (
+        lambda comm: comm.bcast_data(with_sparse_buffer()),
+        UsageError,
+        "bcast_data of 'odd' needs a dense tensor",
+    ),
+}
+
+
+def nested(**options) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, that its interface may change
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], **options)
+
+
+def with_sparse_buffer() -> nn.Module:
+    model = nn.Module()
+    model.register_buffer("odd", torch.eye(2).to_sparse())
+    return model
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_an_argument_that_is_wrong_on_one_rank_is_told_to_all(case: str) -> None:
+    call, kind, text = WRONG[case]
+    first, second, third = errors_of(
+        lambda comm: call(comm) if comm.rank == 1 else comm.allreduce(FOUR)
+    )
+    assert isinstance(second, kind)
+    assert text in str(second)
+    for error in (first, third):
+        assert isinstance(error, DisagreementError)
+        assert "is in allreduce(op=sum, tensor=float32[4]), but rank 1 refused it: " in str(error)
+        assert text in str(error)
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_an_argument_that_is_wrong_on_all_ranks(case: str) -> None:
+    call, kind, text = WRONG[case]
+    for error in errors_of(call):
+        assert isinstance(error, kind)
+        assert text in str(error)
+
+
+def test_only_the_root_must_have_a_tensor_to_broadcast() -> None:
+    first, second, third = errors_of(lambda comm: comm.bcast(None, root=1))
+    assert isinstance(second, UsageError)
+    assert "bcast needs a tensor, got None" in str(second)
+    for error in (first, third):
+        assert "is in bcast(root=1), but rank 1 refused it: bcast needs a tensor" in str(error)
+
+    def rank_main(comm):
+        return comm.bcast(ONE if comm.rank == 1 else None, root=1)
+
+    assert run_ranks(rank_main, 3) == [ONE] * 3
+
+
+def test_a_wrong_argument_is_named_although_the_others_do_not_come() -> None:
+    ended = threading.Event()
+
+    def rank_main(comm):
+        if comm.rank == 1:
+            assert ended.wait(timeout=20)
+            return
+        try:
+            with pytest.raises(TimeLimitError, match="refused its own call: Unknown reduction"):
+                comm.allreduce(ONE, "summ")
+        finally:
+            ended.set()
+
+    run_ranks(rank_main, 2, timeout_s=0.5)
 
 
 LENGTHS = {
@@ -77,55 +354,27 @@ LENGTHS = {
 def test_a_wrong_number_of_parts_is_told_to_all(way: str) -> None:
     first, second, third = errors_of(lambda comm: LENGTHS[way](comm, comm.rank == 1))
     assert isinstance(second, UsageError)
-    assert "rank 1 of 3" in str(second)
     assert "needs 3 parts, got" in str(second)
     for error in (first, third):
         assert isinstance(error, DisagreementError)
         assert "rank 1 refused it" in str(error)
 
 
-def test_reduce_scatter_of_different_shapes() -> None:
-    def call(comm):
-        comm.reduce_scatter([torch.ones(2 if comm.rank == 1 else 3)] * comm.size)
-
-    for error in errors_of(call):
-        assert isinstance(error, DisagreementError)
-        assert "shapes [(2,), (3,)]" in str(error)
-
-
-def test_ranks_in_different_collectives_learn_it() -> None:
-    def call(comm):
-        if comm.rank == 1:
-            comm.alltoall([torch.ones(1)] * comm.size)
-        else:
-            comm.allgather_obj(1)
-
-    first, second, third = errors_of(call)
-    for error in (first, third):
-        assert "is in 'allgather', but rank 1 is in 'alltoall'" in str(error)
-    assert "rank 1 of 3 on localhost" in str(second)
-    assert "is in 'alltoall', but rank" in str(second)
-    assert all(isinstance(error, DisagreementError) for error in (first, second, third))
-
-
 @pytest.mark.parametrize(
-    ("call", "error", "text"),
+    ("call", "text"),
     [
-        (lambda c: c.allreduce(torch.ones(1), "product"), UnknownNameError, "sum, mean, max, min"),
-        (
-            lambda c: c.allreduce(torch.ones(1).long(), "mean"),
-            UsageError,
-            r"op='sum' or .float\(\)",
-        ),
-        (lambda c: c.bcast(torch.ones(1), root=2), UsageError, r"root=2 is outside 0\.\.1"),
-        (lambda c: c.gather_obj(1, root=-1), UsageError, r"root=-1 is outside 0\.\.1"),
-        (lambda c: c.send(torch.ones(1), c.rank), UsageError, "other than this one"),
-        (lambda c: c.recv(7), UsageError, "source=7: a rank of 2 other than this one"),
+        (lambda c: c.send(ONE, c.rank), "other than this one"),
+        (lambda c: c.recv(7), "source=7: a rank of 2 other than this one"),
+        (lambda c: c.send(ONE, 1 - c.rank, tag=-1), r"tag=-1. It must be an integer from 0"),
+        (lambda c: c.recv(1 - c.rank, tag=-2), r"tag=-2. .* or ANY_TAG"),
+        (lambda c: c.send(None, 1 - c.rank), "send needs a tensor, got None"),
     ],
 )
-def test_bad_arguments(call: Callable, error: type, text: str) -> None:
+def test_bad_arguments_of_messages(call: Callable, text: str) -> None:
+    """They are between two ranks, so nobody else hears of them."""
+
     def rank_main(comm):
-        with pytest.raises(error, match=text):
+        with pytest.raises(UsageError, match=text):
             call(comm)
 
     run_ranks(rank_main, 2)

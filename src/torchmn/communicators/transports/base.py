@@ -17,10 +17,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torchmn.errors import CommunicationError
+from torchmn.errors import CommunicationError, UnsupportedError
 from torchmn.units import KiB
 
-ReduceOp = Literal["sum", "max", "min"]
+ReduceOp = Literal["sum", "product", "max", "min"]
 Message = tuple[int, Tensor]  # (peer rank, one-dimensional contiguous tensor)
 
 _SMALL_BYTES = 64 * KiB
@@ -30,6 +30,7 @@ _NEVER_TAG = 3  # no message of ours has it
 
 COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
     "sum": torch.add,
+    "product": torch.mul,
     "max": torch.maximum,
     "min": torch.minimum,
 }
@@ -180,12 +181,23 @@ class Transport(ABC):
         until then.
         """
 
+    def receive_any(self, buffer: Tensor, limit: TimeLimit, tag: int = 0) -> int:
+        """Receive a CPU tensor of known size from whichever rank sends first; returns its rank.
+
+        Called by the receiver; the sender uses `exchange`. Raises UnsupportedError: this transport
+        knows no such thing.
+        """
+        raise UnsupportedError(
+            f"The transport {self.name} cannot receive from any source. Name the source, or use "
+            "transport='torch' or 'mpi'."
+        )
+
     # ---- collectives over `exchange`, overridden where the library is better ----
 
     def barrier(self, limit: TimeLimit) -> None:
         """Return when every rank has arrived (dissemination: log2 W rounds)."""
-        token = torch.zeros(1, dtype=torch.uint8)
-        heard = torch.zeros(1, dtype=torch.uint8)
+        token = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        heard = torch.zeros(1, dtype=torch.uint8, device="cpu")
         distance = 1
         while distance < self.size:
             ahead, behind = (self.rank + distance) % self.size, (self.rank - distance) % self.size
@@ -279,7 +291,7 @@ def break_off(transport: Transport) -> None:
     A gloo group closes its connections when a receive has passed its time limit, and nothing else
     ends a thread that waits in it. Those to peers that are gone are closed already.
     """
-    nothing = torch.zeros(1, dtype=torch.uint8)
+    nothing = torch.zeros(1, dtype=torch.uint8, device="cpu")
     for peer in range(transport.size):
         if peer != transport.rank:
             try:
@@ -292,13 +304,13 @@ def break_off(transport: Transport) -> None:
 def fold(into: Tensor, pieces: Sequence[Tensor], op: ReduceOp) -> None:
     """Reduce ``pieces`` into ``into``, which may be one of them; the others are only read.
 
-    16-bit floats are summed in float32 and rounded once.
+    16-bit floats are summed and multiplied in float32 and rounded once.
     """
     combine = COMBINE[op]
-    if op == "sum" and into.dtype in (torch.float16, torch.bfloat16):
+    if op in ("sum", "product") and into.dtype in (torch.float16, torch.bfloat16):
         total = pieces[0].float()
         for piece in pieces[1:]:
-            total.add_(piece)
+            combine(total, piece, out=total)
         into.copy_(total)
         return
     rest = [piece for piece in pieces if piece is not into]

@@ -63,7 +63,12 @@ class MpiTransport(Transport):
         self.is_threaded = self._mpi.Query_thread() >= self._mpi.THREAD_SERIALIZED
         self._pinned = Scratch() if not torch.cuda.is_available() else _PinnedScratch()
         self._native = _native_types(self._mpi)
-        self._ops = {"sum": self._mpi.SUM, "max": self._mpi.MAX, "min": self._mpi.MIN}
+        self._ops = {
+            "sum": self._mpi.SUM,
+            "product": self._mpi.PROD,
+            "max": self._mpi.MAX,
+            "min": self._mpi.MIN,
+        }
 
     @classmethod
     def world(cls, timeout_s: float) -> MpiTransport:
@@ -110,6 +115,25 @@ class MpiTransport(Transport):
                 for request in requests[:num_recvs]:
                     request.Cancel()  # whoever gives up may give up the memory as well
             raise
+
+    def receive_any(self, buffer: Tensor, limit: TimeLimit, tag: int = 0) -> int:
+        """See `Transport.receive_any`."""
+        status = self._mpi.Status()
+        memory = self._mpi.buffer.fromaddress(buffer.data_ptr(), buffer.nbytes)
+        with _TURN:
+            request = self._comm.Irecv(
+                [memory, buffer.nbytes, self._mpi.BYTE], self._mpi.ANY_SOURCE, tag
+            )
+
+        def is_done() -> bool:
+            with _TURN:
+                return bool(request.Test(status))
+
+        if not poll_until(is_done, limit, _POLLS_BEFORE_YIELD):
+            with _TURN:
+                request.Cancel()
+            raise TimeLimitError(f"no rank sent anything within {limit.seconds:g} s.")
+        return int(status.Get_source())
 
     def _exchange_staged(
         self, sends: Sequence[Message], recvs: Sequence[Message], limit: TimeLimit, tag: int

@@ -339,6 +339,10 @@ class SharedMemoryTransport(Transport):
         """See `Transport.exchange`."""
         self.inner.exchange(sends, recvs, limit, tag)
 
+    def receive_any(self, buffer: Tensor, limit: TimeLimit, tag: int = 0) -> int:
+        """See `Transport.receive_any`."""
+        return self.inner.receive_any(buffer, limit, tag)
+
     def split(self, ranks: Sequence[int], key: str, limit: TimeLimit) -> Transport:
         """See `Transport.split`: the part shares memory as well."""
         return SharedMemoryTransport(

@@ -210,6 +210,10 @@ class StreamTransport(Transport):
 
     # ---- life ----
 
+    def receive_any(self, buffer: Tensor, limit: TimeLimit, tag: int = 0) -> int:
+        """See `Transport.receive_any`."""
+        return self.inner.receive_any(buffer, limit, tag)
+
     def split(self, ranks: Sequence[int], key: str, limit: TimeLimit) -> Transport:
         """See `Transport.split`: the part has connections of its own."""
         return StreamTransport.over(self.inner.split(ranks, key, limit), limit)

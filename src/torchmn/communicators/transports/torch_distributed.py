@@ -37,7 +37,12 @@ _GLOO_REDUCES = {
     torch.int64,
 }
 _NCCL_REDUCES = {*_GLOO_REDUCES, torch.float16, torch.bfloat16}
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "product": dist.ReduceOp.PRODUCT,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
 _LATE = ("timed out", "timeout", "time out")
 _LOST = ("connection closed", "connection reset", "broken pipe", "connection refused")
 
@@ -120,6 +125,15 @@ class TorchDistributedTransport(Transport):
                 work.wait(_left(limit))
         except RuntimeError as error:
             raise _translate(error, "an exchange", limit.seconds) from error
+
+    def receive_any(self, buffer: Tensor, limit: TimeLimit, tag: int = 0) -> int:
+        """See `Transport.receive_any`."""
+        try:
+            work = self._gloo.recv_anysource([_bytes(buffer)], _sized_tag(tag, buffer))
+            work.wait(_left(limit))
+        except RuntimeError as error:
+            raise _translate(error, "a receive from any rank", limit.seconds) from error
+        return int(work._source_rank())
 
     def all_reduce_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
         """See `Transport.all_reduce_`."""
