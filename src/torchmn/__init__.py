@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torchmn import units as units
     from torchmn.checkpoint import (
         create_multi_node_checkpointer,
+        seed_ranks,
     )
     from torchmn.communicators import (
         Communicator,
@@ -97,6 +98,7 @@ _HOME = {
     "run_main": "torchmn.errors",
     "scatter_dataset": "torchmn.data",
     "scatter_index": "torchmn.data",
+    "seed_ranks": "torchmn.checkpoint",
     "split_dataset_n_random": "torchmn.data",
 }
 
@@ -126,6 +128,7 @@ __all__ = [
     "run_main",
     "scatter_dataset",
     "scatter_index",
+    "seed_ranks",
     "split_dataset_n_random",
 ]
 

@@ -4,6 +4,7 @@ from torchmn.checkpoint.capture import PromisesReplicas, Stateful
 from torchmn.checkpoint.checkpointer import MultiNodeCheckpointer, SaveRecord
 from torchmn.checkpoint.create import create_multi_node_checkpointer
 from torchmn.checkpoint.dcp import export_dcp, import_dcp
+from torchmn.checkpoint.random_streams import RandomStreams, seed_ranks
 from torchmn.checkpoint.resumption import Noting, Resharding
 from torchmn.checkpoint.retention import Best
 from torchmn.checkpoint.storage import FolderStorage, Storage
@@ -14,6 +15,7 @@ __all__ = [
     "MultiNodeCheckpointer",
     "Noting",
     "PromisesReplicas",
+    "RandomStreams",
     "Resharding",
     "SaveRecord",
     "Stateful",
@@ -21,4 +23,5 @@ __all__ = [
     "create_multi_node_checkpointer",
     "export_dcp",
     "import_dcp",
+    "seed_ranks",
 ]

@@ -18,6 +18,7 @@ from torchmn.exchange.blocks.diloco import DiLoCo
 from torchmn.exchange.blocks.periodic_average import PeriodicAverage
 from torchmn.exchange.bucket_set import Reduction
 from torchmn.exchange.double_buffering import DoubleBuffering
+from torchmn.exchange.equal_dropout import warn_of_equal_dropout
 from torchmn.exchange.every_step import EveryStep
 from torchmn.exchange.next_forward.every_step_next_forward import EveryStepNextForward
 from torchmn.exchange.optimizer import MultiNodeOptimizer, OnNonfinite, Weight
@@ -139,7 +140,7 @@ def create_multi_node_optimizer(
             "gradients by itself. Give the module inside it (model.module) and drop the wrapper, "
             "or stay with it and use torchmn.exchange.ddp_hook."
         )
-    return MultiNodeOptimizer(
+    made = MultiNodeOptimizer(
         optimizer,
         comm,
         models,
@@ -152,6 +153,8 @@ def create_multi_node_optimizer(
         max_grad_norm=max_grad_norm,
         gradient_as_bucket_view=gradient_as_bucket_view,
     )
+    warn_of_equal_dropout(comm, models)
+    return made
 
 
 def _choices(
