@@ -161,8 +161,12 @@ _ALL = (
         for codec in ("float16", "int8", "1bit")
     ),
     _torchmn("parameter server", schedule="parameter_server"),
-    _auto("auto", ("every step", "next forward")),
-    _auto("auto lossy", None, optimizer={"allow_lossy": True}),
+    _auto("auto", ("every step", "next forward"), optimizer={"allow_deferred": True}),
+    _auto(
+        "auto lossy",
+        None,
+        optimizer={"allow_lossy": True, "allow_stale": True, "allow_deferred": True},
+    ),
     *(
         _blocks(f"{words}{f' {codec}' if codec else ''}{mode}", schedule, overlap_steps, codec)
         for words, schedule in (

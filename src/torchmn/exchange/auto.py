@@ -7,8 +7,9 @@
     from then on      the fastest of them
 
 All ranks switch at one step boundary. The communicator, the optimizer and the model stay. Numbers
-are those of the slowest rank; rank 0 decides and tells. Plans that lose bits or are a step late are
-tried only where the user allowed it.
+are those of the slowest rank; rank 0 decides and all follow. Plans that lose bits, are a step late
+or change parameters after `step` are tried only where the user allowed it, and not where the first
+steps show that the script cannot work with them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from torchmn.communicators import Communicator
 from torchmn.communicators.link_speed import LinkSpeed, measure_links
 from torchmn.compression import ErrorFeedback, create_codec
 from torchmn.compression.speed import coding_s_per_element
-from torchmn.exchange.base import Deferring, Replicas, Schedule
+from torchmn.errors import UsageError
+from torchmn.exchange.base import LOOKED_AT_BY_SCALER, Deferring, Replicas, Schedule
 from torchmn.exchange.choose import (
     CodecFacts,
     Plan,
@@ -48,6 +50,7 @@ WITHIN = 1.5  # times the best prediction is worth a trial
 MARGIN = 1.02  # what loses bits, or is late, must be so much better
 DRIFT = 1.25  # with replan=True: so much slower than planned, and it is planned anew
 REPLAN_STEPS = 200
+_ONE_PASS = ("double_buffering", "every_step_next_forward")
 BUCKET_BYTES = (MiB, 4 * MiB, 16 * MiB)
 
 
@@ -101,6 +104,10 @@ class Auto:
         self._trying: Plan | None = None
         self._using: Plan | None = None
         self._must_start_over = False
+        self._num_passes = 0
+        """Backward passes since the last step."""
+        self._left_out: dict[str, str] = {}
+        """Schedules that the script cannot work with, or would gain nothing from, and why."""
         self._planned_s = 0.0
         self._is_attached = False
         self._models: Sequence[nn.Module] = ()
@@ -138,12 +145,18 @@ class Auto:
     def backward_ended(self) -> None:
         """See `Schedule.backward_ended`."""
         started = time.perf_counter()
+        self._num_passes += 1
+        if self._num_passes > 1:
+            self._left_out["double_buffering"] = "two backward passes before a step"
         self.current.backward_ended()
         self._clock.backward_ended(time.perf_counter() - started)
 
     def step(self, closure: Callable[[], float] | None) -> float | None:
         """See `Schedule.step`. Some of the first steps end with a decision."""
+        if closure is not None:
+            self._left_out |= dict.fromkeys(_ONE_PASS, "step() has a closure")
         result = self.current.step(closure)
+        self._num_passes = 0
         self._step_ended()
         return result
 
@@ -156,6 +169,7 @@ class Auto:
 
     def forget_backward(self) -> None:
         """See `Schedule.forget_backward`."""
+        self._num_passes = 0
         self.current.forget_backward()
 
     def flush(self) -> None:
@@ -193,6 +207,15 @@ class Auto:
         A state with a plan goes on with it. One that was saved while plans were measured goes on
         measuring, with the plan that was in use: that one's steps are timed anew.
         """
+        if state.keys() & {"plan", "using"} and not self._may_use(Plan(**state["using"])):
+            if state["current"].keys() - {"plan"}:
+                raise UsageError(
+                    f"This state was saved while 'auto' used {state['using']['schedule']} and "
+                    "holds gradients that no step has applied, but now that schedule is not "
+                    "allowed. Allow it (allow_stale=True), or call flush() before saving."
+                )
+            self._start_over()
+            return
         if "plan" in state:
             self._decide(Plan(**state["plan"]), "the plan was saved with the state")
             self._planned_s = state.get("planned_s", 0.0)
@@ -202,12 +225,17 @@ class Auto:
             self._default = Plan(**state["default"])
             self.reason = state["reason"]
             self._trying = Plan(**state["using"]) if state["is_trial"] else None
-            self._untried = [Plan(**row) for row in state["untried"]]
-            self.trials = [Trial(Plan(**row), step_s) for row, step_s in state["trials"]]
+            untried = [Plan(**row) for row in state["untried"]]
+            self._untried = [plan for plan in untried if self._may_use(plan)]
+            trials = [Trial(Plan(**row), step_s) for row, step_s in state["trials"]]
+            self.trials = [trial for trial in trials if self._may_use(trial.plan)]
             self._must_start_over = state.get("is_of_other_ranks", False)
         elif state:
             self._start_over()
         self.current.load_state_dict(state.get("current", {}))
+
+    def _may_use(self, plan: Plan) -> bool:
+        return plan.schedule in self.choices.schedules and plan.codec in self.choices.codecs
 
     def reshard_state_dict(
         self, states: Sequence[dict[str, Any]], comm: Communicator
@@ -237,11 +265,17 @@ class Auto:
     def hook_into(self, models: Sequence[nn.Module], why_wait: str | None) -> None:
         """See `Deferring.hook_into`."""
         self._models, self._why_wait = models, why_wait
+        if why_wait is not None:
+            self._left_out["every_step_next_forward"] = why_wait
         if isinstance(self.current, Deferring):
             self.current.hook_into(models, why_wait)
 
     def await_gradients(self, why: str | None = None) -> None:
         """See `Deferring.await_gradients`."""
+        if self._num_passes and why is not None:
+            self._left_out["every_step_next_forward"] = why
+            if why == LOOKED_AT_BY_SCALER:
+                self._left_out["double_buffering"] = why
         if isinstance(self.current, Deferring):
             self.current.await_gradients(why)
 
@@ -293,24 +327,42 @@ class Auto:
             )
             for name, codec in ((name, create_codec(name)) for name in self.choices.codecs)
         ]
-        everybody = comm.gather_obj((asdict(mine), [asdict(codec) for codec in codecs]))
+        everybody = comm.gather_obj(
+            (asdict(mine), [asdict(codec) for codec in codecs], self._left_out)
+        )
         told: tuple[list[dict[str, Any]], str] = ([], "")
         if everybody is not None:
-            slowest = max((_step_facts(s) for s, _ in everybody), key=lambda s: s.compute_s)
+            slowest = max((_step_facts(s) for s, _, _ in everybody), key=lambda s: s.compute_s)
             codecs = [
-                max((CodecFacts(**row[i]) for _, row in everybody), key=lambda c: c.coding_s)
+                max((CodecFacts(**row[i]) for _, row, _ in everybody), key=lambda c: c.coding_s)
                 for i in range(len(codecs))
             ]
+            left_out = {name: why for _, _, own in everybody for name, why in own.items()}
             plans: list[Plan] = []
             if link is not None and group is not None:
-                found = ranked(self.choices.plans(), slowest, codecs, link, group.size)
+                bearable = [
+                    plan
+                    for plan in self.choices.plans()
+                    if plan.schedule == self._default.schedule or plan.schedule not in left_out
+                ]
+                found = ranked(bearable, slowest, codecs, link, group.size)
                 plans = shortlist(found, within=WITHIN, most=MOST_TRIALS)
-            told = ([asdict(plan) for plan in plans], _why(link, slowest))
+            told = (
+                [asdict(plan) for plan in plans],
+                _why(link, slowest) + self._why_left_out(left_out),
+            )
         chosen, self.reason = comm.bcast_obj(told)
         others = [plan for plan in (Plan(**row) for row in chosen) if plan != self._default]
         # In turns: a slow spell of a machine that others use as well meets all of them.
         self._untried = [*others, self._default, *others] if others else []
         self._try_next()
+
+    def _why_left_out(self, left_out: Mapping[str, str]) -> str:
+        return "".join(
+            f"; without {name}: {why}"
+            for name, why in left_out.items()
+            if name in self.choices.schedules and name != self._default.schedule
+        )
 
     def _try_next(self) -> None:
         """Switch to the next plan on trial; behind the last one decide."""

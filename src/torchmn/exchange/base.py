@@ -10,6 +10,8 @@ from torch.optim import Optimizer
 
 from torchmn.exchange.gradients import GradientExchange
 
+LOOKED_AT_BY_SCALER = "a GradScaler looks at all gradients"
+"""What `Deferring.await_gradients` is told by one."""
 Replicas = Literal["every step", "every block", "never"]
 """How long ranks' parameters may differ, at most: when they hold the same bits again."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -36,8 +36,8 @@ SCHEDULES: dict[str, Callable[[], Schedule]] = {
 }
 """By name they have their defaults: blocks are of 512 samples per worker, without overlap."""
 
-EXACT_SCHEDULES = ["every_step", "every_step_next_forward"]
-LATE_SCHEDULES = ["double_buffering"]
+SINGLE_STEPS = ["every_step", "every_step_next_forward", "double_buffering"]
+"""The schedules that ``auto`` knows, the plainest first."""
 LOSSY_CODECS = ["float16", "int8", "int4", "1bit"]
 
 
@@ -51,6 +51,8 @@ def create_multi_node_optimizer(
     codec: str | Codec | None = None,
     schedule: str | Schedule | None = None,
     allow_lossy: bool = False,
+    allow_stale: bool = False,
+    allow_deferred: bool = False,
     replan: bool = False,
     weight: Weight = "rank",
     reduction: Reduction = "mean",
@@ -76,8 +78,13 @@ def create_multi_node_optimizer(
         schedule: ``every_step``, ``every_step_next_forward``, ``double_buffering``,
             ``periodic_average``, ``block_momentum``, ``diloco``, ``parameter_server`` or an object
             of `torchmn.exchange`. ``auto`` chooses by measurement.
-        allow_lossy: what ``codec="auto"`` and ``schedule="auto"`` may choose: also codecs that lose
-            bits and schedules that are a step late.
+        allow_lossy: ``codec="auto"`` may choose codecs that lose bits.
+        allow_stale: ``schedule="auto"`` may choose ``double_buffering``, whose gradients are a step
+            late.
+        allow_deferred: ``schedule="auto"`` may choose ``every_step_next_forward``, which changes a
+            parameter after `step` has returned. Without these three, and whatever ``auto`` takes,
+            every ``p.grad`` is the mean when ``backward()`` returns and every parameter is new when
+            `step` returns.
         replan: whether they choose again when steps have become slower.
         weight: ``rank`` is the mean of the ranks' means; ``samples`` weights them by the number of
             samples that the model's forward has seen; `MultiNodeOptimizer.set_weight` by anything.
@@ -123,7 +130,19 @@ def create_multi_node_optimizer(
     if isinstance(name, str) and name not in ("auto", *SCHEDULES):
         raise UnknownNameError("schedule", name, ["auto", *SCHEDULES])
     if "auto" in (name, codec):
-        chosen: Schedule = Auto(_choices(name, codec, comm, allow_lossy), replan=replan)
+        chosen: Schedule = Auto(
+            _choices(
+                name,
+                codec,
+                comm,
+                allow_lossy=allow_lossy,
+                left_out={
+                    *(() if allow_stale else ("double_buffering",)),
+                    *(() if allow_deferred else ("every_step_next_forward",)),
+                },
+            ),
+            replan=replan,
+        )
         codec = None
     else:
         chosen = SCHEDULES[name]() if isinstance(name, str) else name
@@ -158,7 +177,12 @@ def create_multi_node_optimizer(
 
 
 def _choices(
-    schedule: str | Schedule, codec: str | Codec | None, comm: Communicator, allow_lossy: bool
+    schedule: str | Schedule,
+    codec: str | Codec | None,
+    comm: Communicator,
+    *,
+    allow_lossy: bool,
+    left_out: Collection[str],
 ) -> Choices:
     """What ``auto`` may choose. Raises UnsupportedError: an object, or one that has no step."""
     if not isinstance(schedule, str) or not (codec is None or isinstance(codec, str)):
@@ -173,9 +197,8 @@ def _choices(
         )
     schedules, codecs = [schedule], [codec or "float32"]
     if schedule == "auto":
-        schedules = [name for name in EXACT_SCHEDULES if name in SCHEDULES]
-        schedules += LATE_SCHEDULES if allow_lossy else []
-    elif schedule not in (*EXACT_SCHEDULES, *LATE_SCHEDULES):
+        schedules = [name for name in SINGLE_STEPS if name not in left_out]
+    elif schedule not in SINGLE_STEPS:
         raise UnsupportedError(
             f"codec='auto' compares single steps, and schedule={schedule!r} has none that are "
             "alike. Give the codec."

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torchmn.communicators import Communicator
 from torchmn.compression import Codec
 from torchmn.errors import NonFiniteGradientError, TorchmnError, UnsupportedError, UsageError
-from torchmn.exchange.base import Deferring, Schedule
+from torchmn.exchange.base import LOOKED_AT_BY_SCALER, Deferring, Schedule
 from torchmn.exchange.bucket_set import NonfiniteGradients, Reduction, weight_unit
 from torchmn.exchange.contribution import Contribution
 from torchmn.exchange.gradient_hook import owners_of
@@ -178,7 +178,7 @@ class MultiNodeOptimizer(Optimizer):
                 "is of an earlier step and carries that step's scale. Use schedule='every_step', "
                 "or bfloat16, which needs no scaling."
             )
-        self._await_gradients("a GradScaler looks at all gradients")
+        self._await_gradients(LOOKED_AT_BY_SCALER)
         return False
 
     def __repr__(self) -> str:

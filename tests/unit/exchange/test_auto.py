@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import Counter
 
 import pytest
@@ -10,15 +11,17 @@ import torch
 
 from torchmn import create_multi_node_optimizer
 from torchmn.compression import Float16
-from torchmn.errors import UnknownNameError, UnsupportedError
+from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
 from torchmn.exchange import EveryStep, auto
+from torchmn.exchange.choose import Plan
 from torchmn.testing import run_ranks
 from torchmn.topology import Topology
 
-from .models import batch, equal, loss_of, mlp, values
+from .models import batch, equal, loss_of, mlp, near, values
 
 MOST_TURNS = 2 * auto.MOST_TRIALS + 1
 MOST_STEPS = auto.NUM_WARM_UP + auto.NUM_TIMED + MOST_TURNS * (auto.NUM_TIMED + 2)
+TOLD = {"stale": "double_buffering", "deferred": "every_step_next_forward", "lossy": "every_step"}
 
 
 def train(optimizer, model, comm, steps) -> None:
@@ -35,12 +38,13 @@ def wrap(comm, **options):
 
 
 @pytest.mark.parametrize(("name", "nodes"), [("flat", [2]), ("hierarchical", [2, 1])])
-@pytest.mark.parametrize("allow_lossy", [False, True])
-def test_all_ranks_decide_alike_and_say_why(name, nodes, allow_lossy, capfd) -> None:
+@pytest.mark.parametrize("allowed", [(), ("lossy",), ("stale", "deferred"), tuple(TOLD)])
+def test_all_ranks_decide_alike_and_say_why(name, nodes, allowed, capfd) -> None:
     topology = Topology.blocks(nodes)
+    options = {f"allow_{word}": True for word in allowed}
 
     def rank_main(comm):
-        model, optimizer = wrap(comm, codec="auto", schedule="auto", allow_lossy=allow_lossy)
+        model, optimizer = wrap(comm, codec="auto", schedule="auto", **options)
         assert optimizer.schedule.plan is None
         train(optimizer, model, comm, range(MOST_STEPS))
         optimizer.flush()
@@ -51,8 +55,9 @@ def test_all_ranks_decide_alike_and_say_why(name, nodes, allow_lossy, capfd) -> 
         turns = Counter(trial.plan for trial in chosen.trials)
         assert set(turns.values()) <= ({2} if len(turns) > 1 else {1})
         tried = {trial.plan.codec for trial in chosen.trials}
-        late = {trial.plan.schedule for trial in chosen.trials} & {"double_buffering"}
-        assert allow_lossy or (tried == {"float32"} and not late)
+        assert "lossy" in allowed or tried == {"float32"}
+        schedules = {trial.plan.schedule for trial in chosen.trials}
+        assert schedules <= {"every_step", *(TOLD[word] for word in allowed if word in TOLD)}
         assert comm.bucket_bytes == chosen.plan.bucket_bytes
         return chosen.plan, chosen.reason, values(model)
 
@@ -62,6 +67,86 @@ def test_all_ranks_decide_alike_and_say_why(name, nodes, allow_lossy, capfd) -> 
         assert len(reason.splitlines()) == 3
         assert equal(held, results[0][2])
     assert capfd.readouterr().err.count("torchmn: auto takes") == 1
+
+
+@pytest.mark.parametrize("name", ["flat", "single_node"])
+def test_without_a_word_the_script_sees_means_and_new_parameters(name: str) -> None:
+    """Through all trials: clipped, logged and averaged as on one process with the whole batch."""
+
+    def loop(model, optimizer, x_of):
+        average, norms = copy.deepcopy(model), []
+        for step in range(MOST_STEPS + 2):
+            optimizer.zero_grad()
+            loss_of(model, x_of(step)).backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+            optimizer.step()
+            with torch.no_grad():
+                for held, value in zip(average.parameters(), model.parameters(), strict=True):
+                    held.lerp_(value, 0.3)
+                for value in model.parameters():
+                    value.clamp_(-0.1, 0.1)
+        return norms, values(average)
+
+    def rank_main(comm):
+        model, optimizer = wrap(comm, schedule="auto")
+        result = loop(model, optimizer, lambda step: batch(comm.rank, step))
+        assert optimizer.schedule.plan is not None
+        return result
+
+    model = mlp()
+    expected_norms, expected = loop(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1, momentum=0.9),
+        lambda step: torch.cat([batch(rank, step) for rank in range(2)]),
+    )
+    for norms, average in run_ranks(rank_main, 2, name=name):
+        assert norms == pytest.approx(expected_norms, rel=1e-12)
+        assert near(average, expected)
+
+
+def test_what_the_script_cannot_work_with_is_left_out() -> None:
+    """A GradScaler, and two backward passes for a step: no trial of what they do not bear."""
+
+    def rank_main(comm):
+        options = {f"allow_{word}": True for word in TOLD}
+        model, optimizer = wrap(comm, schedule="auto", codec="auto", **options)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "More than one backward pass")
+            for step in range(MOST_STEPS + 2):
+                optimizer.zero_grad()
+                for part in range(2):
+                    scaler.scale(loss_of(model, batch(comm.rank, step + 50 * part))).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        tried = {trial.plan.schedule for trial in optimizer.schedule.trials}
+        assert tried == {"every_step"}
+        assert "without double_buffering: " in optimizer.schedule.reason
+        assert "without every_step_next_forward: " in optimizer.schedule.reason
+        return values(model)
+
+    results = run_ranks(rank_main, 2)
+    assert equal(*results)
+
+
+def test_a_saved_plan_that_is_not_allowed_any_more() -> None:
+    def rank_main(comm):
+        model, optimizer = wrap(comm, schedule="auto", allow_stale=True)
+        optimizer.schedule._start_over()
+        optimizer.schedule._decide(
+            Plan(schedule="double_buffering", codec="float32", bucket_bytes=1 << 20), "of the test"
+        )
+        train(optimizer, model, comm, range(2))
+        pending = optimizer.state_dict()
+        optimizer.flush()
+        flushed = copy.deepcopy(optimizer.state_dict())
+        _, again = wrap(comm, schedule="auto")
+        with pytest.raises(UsageError, match=r"double_buffering.*allow_stale=True"):
+            again.load_state_dict(pending)
+        again.load_state_dict(flushed)
+        assert again.schedule.plan is None
+
+    run_ranks(rank_main, 2)
 
 
 def test_a_codec_alone_may_be_chosen() -> None:
