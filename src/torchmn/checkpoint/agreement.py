@@ -54,15 +54,16 @@ class Agreement:
         raw = bytearray(json.dumps(value, separators=(",", ":")).encode())
         mine = torch.frombuffer(raw, dtype=torch.uint8)
         others = [peer for peer in range(transport.size) if peer != transport.rank]
-        sizes = {peer: torch.zeros(1, dtype=torch.int64) for peer in others}
-        size = torch.tensor([mine.numel()])
+        sizes = {peer: torch.zeros(1, dtype=torch.int64, device="cpu") for peer in others}
+        size = torch.tensor([mine.numel()], device="cpu")
         limit_s = self._timeout_s + nbytes / _SLOWEST_BYTES_PER_S
         self._waiting_since_s = time.monotonic()
         entry = self._journal.begin("checkpoint", f"the round in which {what}", (), "-", limit_s)
         try:
             self._exchange(dict.fromkeys(others, size), sizes, limit_s)
             received = {
-                peer: torch.empty(int(size), dtype=torch.uint8) for peer, size in sizes.items()
+                peer: torch.empty(int(size), dtype=torch.uint8, device="cpu")
+                for peer, size in sizes.items()
             }
             self._exchange(dict.fromkeys(others, mine), received, self._timeout_s)
         except (PeerLostError, TimeLimitError) as error:

@@ -67,7 +67,7 @@ class CopyMemory:
     """Holds the copy of one state at a time. Local."""
 
     def __init__(self) -> None:
-        self._block = torch.empty(0, dtype=torch.uint8)
+        self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def copy(
         self, state: Mapping[str, Stateful], random_state: object, *, asks_promises: bool = False
@@ -108,7 +108,9 @@ class CopyMemory:
             end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         devices = {t.device for t in tensors.values() if t.is_cuda}
         if self._block.numel() < end:
-            self._block = torch.empty(end, dtype=torch.uint8, pin_memory=bool(devices))
+            self._block = torch.empty(
+                end, dtype=torch.uint8, pin_memory=bool(devices), device="cpu"
+            )
         copies = {}
         for begin, (name, tensor) in zip(begins, tensors.items(), strict=True):
             place = self._block[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

@@ -98,7 +98,7 @@ class ShardReader:
         begin, end = self._places[tensor]
         if not 0 <= begin <= end <= self._file.nbytes - self._begin:
             raise DataError(f"{self._name} ends before its tensor '{tensor}'")
-        memory = torch.empty(end - begin, dtype=torch.uint8)
+        memory = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
         self._file.read_into(self._begin + begin, memory.numpy().data)
         if digest(memory) != checksum:
             raise DataError(f"{self._name} is damaged: '{tensor}' does not match its checksum")

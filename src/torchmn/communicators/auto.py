@@ -67,4 +67,6 @@ def _sum_s(comm: Communicator) -> float:
         started = time.perf_counter()
         comm.sum_(buffer)
         times.append(time.perf_counter() - started)
-    return float(comm.allreduce(torch.tensor([min(times)], dtype=torch.float64), "max"))
+    return float(
+        comm.allreduce(torch.tensor([min(times)], dtype=torch.float64, device="cpu"), "max")
+    )

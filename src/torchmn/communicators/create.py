@@ -167,7 +167,7 @@ def _other_worlds(world: Transport, timeout_s: float) -> dict[str, Transport]:
     joined: Transport | None = None
     with contextlib.suppress(TorchmnError):
         joined = join_world("torch", limit_s)
-    failed = torch.tensor([0 if joined is not None else 1])
+    failed = torch.tensor([0 if joined is not None else 1], device="cpu")
     world.all_reduce_(failed, "sum", TimeLimit(timeout_s))
     return {joined.name: joined} if joined is not None and not int(failed) else {}
 
@@ -214,7 +214,7 @@ def _exchange_hosts(world: Transport, greeting: dict[str, Any], timeout_s: float
     said = json.dumps({"host": socket.gethostname(), **greeting}).encode()
     if len(said) > _HELLO_BYTES:
         raise UsageError(f"Host name {socket.gethostname()!r} is too long.")
-    table = torch.zeros(world.size, _HELLO_BYTES, dtype=torch.uint8)
+    table = torch.zeros(world.size, _HELLO_BYTES, dtype=torch.uint8, device="cpu")
     table[world.rank, : len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
     world.all_gather_stripes_(table.view(-1), TimeLimit(timeout_s))
     rows = [json.loads(row.numpy().tobytes().rstrip(b"\0")) for row in table]

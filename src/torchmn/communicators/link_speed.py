@@ -59,12 +59,12 @@ def measure_links(group: Group) -> LinkSpeed | None:
 
 def _exchange_s(group: Group, nbytes: int) -> float:
     """Seconds of one exchange with the neighbours, those of the slowest rank."""
-    outgoing = torch.zeros(nbytes, dtype=torch.uint8)
+    outgoing = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
     incoming = torch.empty_like(outgoing)
     ahead, behind = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     group.barrier()
     started = time.perf_counter()
     group.exchange([(ahead, outgoing)], [(behind, incoming)], name="measure_links")
-    took = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
+    took = torch.tensor([time.perf_counter() - started], dtype=torch.float64, device="cpu")
     group.all_reduce_(took, "max")
     return float(took)

@@ -26,7 +26,9 @@ class NonCudaAwareCommunicator(HierarchicalCommunicator):
             super()._sum_between_leaders_(leaders, cargo, wire)
             return
         if self._host is None or self._host.numel() < buffer.nbytes:
-            self._host = torch.empty(buffer.nbytes, dtype=torch.uint8, pin_memory=True)
+            self._host = torch.empty(
+                buffer.nbytes, dtype=torch.uint8, pin_memory=True, device="cpu"
+            )
         host = self._host[: buffer.nbytes].view(buffer.dtype)
         host.copy_(buffer, non_blocking=True)
         torch.cuda.current_stream(buffer.device).synchronize()

@@ -253,12 +253,12 @@ def kinds_of(body: Any) -> Iterator[Any]:
 def _allocate(kind: Any, device: torch.device) -> Tensor:
     """What the buffer of this place in a description is received into."""
     if kind[0] == "bytes":
-        return torch.empty(kind[1], dtype=torch.uint8)
+        return torch.empty(kind[1], dtype=torch.uint8, device="cpu")
     if kind[0] == "tensor":
         home = device if kind[3] else torch.device("cpu")
         return torch.empty(kind[2], dtype=torch_dtype(kind[1]), device=home)
     nbytes = _plain_dtype(kind[1]).itemsize * math.prod(kind[2])
-    return torch.empty(nbytes, dtype=torch.uint8)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def _build(body: Any, tensors: Any, trust: Trust | None) -> Any:
@@ -323,7 +323,7 @@ def _plain_dtype(text: str) -> Any:
 
 _TENSORS = (Tensor, nn.Parameter)
 """Not their subclasses, which may hold a part of a tensor, or none of its memory."""
-_EMPTY = torch.empty(0, dtype=torch.uint8)
+_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 _SEQUENCES: dict[str, Any] = {
     kind.__name__: kind for kind in (list, tuple, set, frozenset, torch.Size)
 }

@@ -216,8 +216,8 @@ class PowerSGD(Codec):
         if not is_empty.any():
             return q
         key = zlib.crc32(f"{self.seed}/{self._step}/{name}".encode())
-        generator = torch.Generator().manual_seed(key)
-        new = torch.randn(q.shape, generator=generator, dtype=torch.float64)
+        generator = torch.Generator(device="cpu").manual_seed(key)
+        new = torch.randn(q.shape, generator=generator, dtype=torch.float64, device="cpu")
         return torch.where(is_empty, new.to(q), q)
 
     def _settle(self, matrices: list[_Matrix]) -> None:

@@ -171,7 +171,7 @@ def reshard(states: Sequence[State], num_workers: int) -> State:
     for entry in entries:
         end = entry["offset"] + len(entry["values"])
         lengths[entry["name"]] = max(end, lengths.get(entry["name"], 0))
-    owed = {name: torch.zeros(n, dtype=torch.float64) for name, n in lengths.items()}
+    owed = {name: torch.zeros(n, dtype=torch.float64, device="cpu") for name, n in lengths.items()}
     for entry in entries:
         first, values = entry["offset"], entry["values"]
         owed[entry["name"]][first : first + len(values)] += values.to("cpu", torch.float64)

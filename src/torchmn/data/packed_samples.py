@@ -63,7 +63,7 @@ class Field:
     def nbytes(self) -> int:
         """Bytes of one sample's field."""
         if self.kind == "tensor":
-            itemsize = torch.empty(0, dtype=getattr(torch, self.dtype)).element_size()
+            itemsize = torch.empty(0, dtype=getattr(torch, self.dtype), device="cpu").element_size()
         else:
             itemsize = np.dtype(self.dtype).itemsize
         return itemsize * math.prod(self.shape)
@@ -275,7 +275,7 @@ def _column(mapped: Any, field: Field, length: int) -> Any:
     if field.kind == "tensor":
         dtype = getattr(torch, field.dtype)
         if count == 0:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.frombuffer(mapped, dtype=dtype, count=count, offset=field.offset).view(shape)
     if count == 0:
         return np.empty(shape, np.dtype(field.dtype))

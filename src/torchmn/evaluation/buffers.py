@@ -52,7 +52,7 @@ def unify_buffers_(
 
 def _average_(buffers: list[Tensor], comm: Communicator) -> None:
     parts = [_real(buffer).to(torch.float64).flatten() for buffer in buffers]
-    flat = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+    flat = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device="cpu")
     if all(buffer.device == comm.device for buffer in buffers):
         flat = flat.to(comm.device)
     else:

@@ -45,7 +45,7 @@ class Ratio(tuple[Any, float]):
         else:
             total = float(sum)
         # A tensor, which divides by zero in silence: a shard may hold nothing to count.
-        mean = total / weight if weight else torch.zeros((), dtype=torch.float64)
+        mean = total / weight if weight else torch.zeros((), dtype=torch.float64, device="cpu")
         ratio = super().__new__(cls, (mean, weight))
         ratio.sum = total
         return ratio

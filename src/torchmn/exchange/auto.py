@@ -309,7 +309,7 @@ class Auto:
 
     def _slowest_s(self) -> float:
         """The median of the timed steps on the slowest rank."""
-        mine = torch.tensor([self._clock.median_s(NUM_TIMED)], dtype=torch.float64)
+        mine = torch.tensor([self._clock.median_s(NUM_TIMED)], dtype=torch.float64, device="cpu")
         return float(self._exchange.comm.allreduce(mine, "max"))
 
     def _predict(self) -> None:

@@ -109,7 +109,7 @@ class BucketSet:
         self.unit = 1.0
         self.next_unit: float | None = 1.0
         """The unit that suits the weights seen in this exchange."""
-        self._footer = buckets[-1].footer if buckets else torch.zeros(NUM_FOOTER)
+        self._footer = buckets[-1].footer if buckets else torch.zeros(NUM_FOOTER, device="cpu")
         self._works: dict[Chunk, Work[None]] = {}
         self._stand_ins: dict[nn.Parameter, tuple[Tensor, int]] = {}
         self._num_left = len(self.chunks)

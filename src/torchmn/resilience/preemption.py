@@ -93,7 +93,9 @@ class Preemption:
         step_s = (now - self._met_at_s) / (self._num_steps - self._met_at_step)
         steps = min(_MOST_STEPS, max(1, int(self._period_s / max(step_s, 1e-9))))
         # the largest of "leave" and of minus the steps: the fewest
-        row = self._comm.allreduce(torch.tensor([int(bool(self.reason)), -steps]), "max")
+        row = self._comm.allreduce(
+            torch.tensor([int(bool(self.reason)), -steps], device="cpu"), "max"
+        )
         self._met_at_s, self._met_at_step = now, self._num_steps
         self._meet_at = self._num_steps - int(row[1])
         return bool(row[0])

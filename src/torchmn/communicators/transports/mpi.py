@@ -199,7 +199,7 @@ class MpiTransport(Transport):
 
     def _meet(self, ranks: list[int], limit: TimeLimit) -> None:
         """Wait, with a limit, until all of ``ranks`` are here: `Create_group` has no limit."""
-        token, heard = torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+        token, heard = torch.zeros(2, 1, dtype=torch.uint8, device="cpu")
         me, distance = ranks.index(self.rank), 1
         while distance < len(ranks):
             ahead, behind = ranks[(me + distance) % len(ranks)], ranks[(me - distance) % len(ranks)]
@@ -221,7 +221,9 @@ class _PinnedScratch(Scratch):
         nbytes = numel * dtype.itemsize
         buffer = self._buffers.get(device)
         if buffer is None or buffer.numel() < nbytes:
-            buffer = torch.empty(max(nbytes, 4 * KiB), dtype=torch.uint8, pin_memory=True)
+            buffer = torch.empty(
+                max(nbytes, 4 * KiB), dtype=torch.uint8, pin_memory=True, device="cpu"
+            )
             self._buffers[device] = buffer
         return buffer[:nbytes].view(dtype)
 

@@ -112,7 +112,7 @@ class SharedMemoryTransport(Transport):
 
         A failure of any rank is raised on all. Once all have mapped it no rank needs its file.
         """
-        row = torch.zeros(6, dtype=torch.int64)
+        row = torch.zeros(6, dtype=torch.int64, device="cpu")
         memory: NodeMemory | None = None
         problem: TorchmnError | None = None
         if self.rank == 0:
@@ -121,7 +121,8 @@ class SharedMemoryTransport(Transport):
                 memory.reserve(0, nbytes)
                 address = memory.address()
                 row = torch.tensor(
-                    [1, address.pid, address.number, address.device, address.inode, address.size]
+                    [1, address.pid, address.number, address.device, address.inode, address.size],
+                    device="cpu",
                 )
             except (TorchmnError, OSError) as error:
                 memory, problem = None, UnsupportedError(str(error))
@@ -132,7 +133,7 @@ class SharedMemoryTransport(Transport):
             except TorchmnError as error:
                 problem = error
         mapped = memory.map_shared() if memory is not None else None
-        num_failed = torch.tensor([0 if memory is not None else 1])
+        num_failed = torch.tensor([0 if memory is not None else 1], device="cpu")
         self.inner.all_reduce_(num_failed, "sum", limit)
         if mapped is None or int(num_failed):
             raise UnsupportedError(

@@ -88,7 +88,7 @@ class StreamTransport(Transport):
             return inner
         both = [_connect_all(inner, limit) for _ in range(2)]
         is_complete = all(len(connections) == inner.size - 1 for connections in both)
-        num_failed = torch.tensor([0 if is_complete else 1])
+        num_failed = torch.tensor([0 if is_complete else 1], device="cpu")
         inner.all_reduce_(num_failed, "sum", limit)
         if int(num_failed):
             for connection in (*both[0].values(), *both[1].values()):
@@ -371,7 +371,7 @@ def _connect_all(inner: Transport, limit: TimeLimit) -> dict[int, socket.socket]
     with contextlib.closing(Gate(listener, secret=_secret(token), role=_ROLE)) as gate:
         row = token + struct.pack("<HB", listener.getsockname()[1], len(addresses))
         row += b"".join(socket.inet_aton(address) for address in addresses)
-        table = torch.zeros(inner.size, _ROW_BYTES, dtype=torch.uint8)
+        table = torch.zeros(inner.size, _ROW_BYTES, dtype=torch.uint8, device="cpu")
         table[inner.rank, : len(row)] = torch.frombuffer(bytearray(row), dtype=torch.uint8)
         inner.all_gather_stripes_(table.view(-1), limit)
         deadline = time.monotonic() + min(_CONNECT_S, limit.left_s)

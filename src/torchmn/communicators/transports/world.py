@@ -228,7 +228,7 @@ def _announce_port(mpi_world: Transport, timeout_s: float) -> tuple[str, int]:
     """Rank 0 finds a free port and tells all ranks over MPI."""
     import torch
 
-    row = torch.zeros(256, dtype=torch.uint8)
+    row = torch.zeros(256, dtype=torch.uint8, device="cpu")
     if mpi_world.rank == 0:
         with socket.socket() as probe:
             probe.bind(("", 0))

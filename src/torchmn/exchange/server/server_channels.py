@@ -218,14 +218,14 @@ class NetworkChannel:
 
     def next_request(self) -> Request:
         """See `Channel.next_request`."""
-        header = torch.zeros(_HEADER, dtype=torch.int64)
+        header = torch.zeros(_HEADER, dtype=torch.int64, device="cpu")
         # Every thread of this rank polls, if its transport does: all of them together not often.
         self._patience = Patience(_YEAR_S, _PAUSE_S * self._transport.size)
         if self._is_ended:
             self._patience.end()
         self._transport.exchange([], [(self.worker, header)], self._patience, _REQUEST)
         kind, episode, clock, note_nbytes = header[:4].tolist()
-        note = torch.empty(note_nbytes, dtype=torch.uint8)
+        note = torch.empty(note_nbytes, dtype=torch.uint8, device="cpu")
         recvs = [(self.worker, note)]
         if kind == Kind.PUSH:
             recvs += [(self.worker, buffer) for buffer in self._incoming]
@@ -264,7 +264,7 @@ class NetworkChannel:
 
     def _send(self, kind: Kind, note: dict[str, Any] | bytes, payload: Sequence[Tensor]) -> None:
         written = _write(note)
-        header = torch.tensor([kind, written.numel(), *[0] * (_HEADER - 2)])
+        header = torch.tensor([kind, written.numel(), *[0] * (_HEADER - 2)], device="cpu")
         sends = [(self.worker, tensor) for tensor in (header, written, *payload)]
         self._transport.exchange(sends, [], self._limit(), _REPLY)
 
@@ -368,7 +368,8 @@ class ServerLinks:
         for server, request in requests.items():
             note = _write(request.note)
             header = torch.tensor(
-                [request.kind, request.episode, request.clock, note.numel(), 0, 0, 0, 0]
+                [request.kind, request.episode, request.clock, note.numel(), 0, 0, 0, 0],
+                device="cpu",
             )
             sends += [(server, header), (server, note)]
             if request.kind == Kind.PUSH:
@@ -384,11 +385,11 @@ class ServerLinks:
         answers: dict[int, Answer] = {}
         waiting = list(self._remote)
         while waiting:
-            headers = {s: torch.zeros(_HEADER, dtype=torch.int64) for s in waiting}
+            headers = {s: torch.zeros(_HEADER, dtype=torch.int64, device="cpu") for s in waiting}
             self._exchange([], list(headers.items()), is_long=True)
             said = {s: header[:2].tolist() for s, header in headers.items()}
             speaking = [s for s in waiting if said[s][0] != Kind.STAY]
-            notes = {s: torch.empty(said[s][1], dtype=torch.uint8) for s in speaking}
+            notes = {s: torch.empty(said[s][1], dtype=torch.uint8, device="cpu") for s in speaking}
             recvs: list[Message] = []
             for server in speaking:
                 recvs.append((server, notes[server]))
@@ -455,7 +456,8 @@ def wire_memory(memory: StripeMemory, codec: StripeCodec | None) -> list[Tensor]
     if codec is None:
         return memory.buffers
     return [
-        torch.zeros(codec.stripe_nbytes(layout), dtype=torch.uint8) for layout in memory.layouts
+        torch.zeros(codec.stripe_nbytes(layout), dtype=torch.uint8, device="cpu")
+        for layout in memory.layouts
     ]
 
 
@@ -480,7 +482,7 @@ def _error_of(server: int, told: Mapping[str, str]) -> CommunicationError:
 
 def _write(note: dict[str, Any] | bytes) -> Tensor:
     if not note:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     raw = note if isinstance(note, bytes) else json.dumps(note).encode()
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 

@@ -62,7 +62,7 @@ class StripeMemory:
 
 def _on_host(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros on the CPU; page-locked if the parameter is on a GPU, for fast copies."""
-    return torch.zeros(numel, dtype=dtype, pin_memory=device.type == "cuda")
+    return torch.zeros(numel, dtype=dtype, pin_memory=device.type == "cuda", device="cpu")
 
 
 def optimizer_like(inner: Optimizer, stand_ins: Mapping[Tensor, nn.Parameter]) -> Optimizer:
