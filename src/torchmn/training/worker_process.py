@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -121,7 +121,9 @@ def _work(plan: WorkerPlan, pipe: Connection) -> None:
     torch.set_num_threads(plan.num_threads)
     if plan.device.type == "cuda":
         torch.cuda.set_device(plan.device)  # before any tensor, so that no context lands elsewhere
-    model, loss_func, source = pickle.loads(plan.payload)
+    pipe.send(("listening", None))
+    _, payload = pipe.recv()
+    model, loss_func, source = pickle.loads(payload)
     pipe.send(("ready", None))
     store = TCPStore("127.0.0.1", plan.port, is_master=False, wait_for_workers=False)
     comm = join(store, plan)
@@ -174,8 +176,11 @@ class Worker:
         context = multiprocessing.get_context("spawn")
         self.plan = plan
         self.pipe, theirs = context.Pipe()
+        # Without the payload: multiprocessing writes the arguments into a pipe that it holds open
+        # itself, and would wait for ever if the worker ended without reading more than fits in.
+        arguments = (replace(plan, payload=b""), theirs)
         self.process: SpawnProcess = context.Process(
-            target=worker_main, args=(plan, theirs), name=plan.name
+            target=worker_main, args=arguments, name=plan.name
         )
         self.process.start()
         theirs.close()
@@ -193,8 +198,21 @@ class Worker:
         except OSError as error:
             raise PeerLostError(f"{self.label} is gone ({error}).") from error
 
+    def take_part_in_start(self) -> bool:
+        """Hear what it says while it starts, and answer; whether it is ready.
+
+        Raises PeerLostError: the worker failed or is gone.
+        """
+        if self._hear()[0] == "ready":
+            return True
+        self.tell("payload", self.plan.payload)
+        return False
+
     def hear(self) -> Any:
         """The answer to a command. Raises PeerLostError: the worker failed or is gone."""
+        return self._hear()[1]
+
+    def _hear(self) -> tuple[str, Any]:
         try:
             kind, value = self.pipe.recv()
         except (EOFError, OSError) as error:
@@ -202,7 +220,7 @@ class Worker:
         if kind == "failed":
             self.failure = value
             raise PeerLostError(f"{self.label} raised {value.sentence}")
-        return value
+        return kind, value
 
     def listen_for_failure(self, limit_s: float) -> None:
         """Wait until the worker has said what failed, or has ended, or the time is over."""
@@ -263,8 +281,8 @@ def start_workers(plans: Sequence[WorkerPlan]) -> list[Worker]:
                     "script does when it is imported."
                 )
             for worker in [w for w in waiting if w.pipe in ready]:
-                worker.hear()
-                waiting.remove(worker)
+                if worker.take_part_in_start():
+                    waiting.remove(worker)
     except BaseException as error:
         reason = explanation(workers, error)
         end_workers(workers, is_orderly=False)

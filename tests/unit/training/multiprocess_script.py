@@ -1,4 +1,7 @@
-"""A plain script that trains on two CPU devices: with ``unguarded`` as it must not be written."""
+"""A plain script that trains on two CPU devices: with ``unguarded`` as it must not be written.
+
+With ``large`` the data are more than a pipe holds.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from torchmn.training import MultiprocessParallelUpdater
 
 def main() -> None:
     model = Line()
-    parts = torchmn.split_dataset_n_random(points(8), 2, seed=0)
+    num_samples = 100_000 if "large" in sys.argv else 8
+    parts = torchmn.split_dataset_n_random(points(num_samples), 2, seed=0)
     iterators = [torchmn.SerialIterator(part, 4) for part in parts]
     devices = {"main": "cpu", "gpu1": "cpu"}
     updater = MultiprocessParallelUpdater(iterators, sgd(model), model, devices=devices)

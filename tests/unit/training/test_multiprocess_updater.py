@@ -153,9 +153,10 @@ class TestTraining:
 @pytest.mark.processes
 @pytest.mark.timeout(180)
 class TestScript:
-    def test_without_a_guard_it_is_a_sentence(self) -> None:
+    @pytest.mark.parametrize("amount", ["small", "large"])
+    def test_without_a_guard_it_is_a_sentence(self, amount: str) -> None:
         done = subprocess.run(
-            [sys.executable, SCRIPT, "unguarded"],
+            [sys.executable, SCRIPT, "unguarded", amount],
             capture_output=True,
             text=True,
             timeout=170,
