@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from torchmn.errors import DisagreementError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.evaluation.buffers import BUFFER_RULES, BufferRule, unify_buffers_
 from torchmn.evaluation.meeting import Meeting
+from torchmn.evaluation.one_pass import named_loaders
 from torchmn.evaluation.recorder import Recorder
 from torchmn.evaluation.sums import Sums, means_of, merge_sums
 
@@ -47,7 +48,8 @@ def create_multi_node_evaluator(
     Ranks may need different times, and when one raises all others raise as well.
 
     Args:
-        evaluator: a `pytorch_pfn_extras.training.extensions.Evaluator` or of a subclass.
+        evaluator: a `pytorch_pfn_extras.training.extensions.Evaluator` or of a subclass. For its
+            batches it may have Chainer's ``SerialIterator(shard, n, repeat=False)`` as well.
         comm: who takes part.
         buffers: whose running statistics are evaluated: ``average`` (floating-point buffers are
             averaged over ranks, in place, others taken from rank 0), ``rank0`` or ``local``.
@@ -66,6 +68,7 @@ def create_multi_node_evaluator(
     difference; CommunicationError: another rank raised.
     """
     _raise_if_unusable(evaluator, buffers, compat, verify)
+    evaluator._iterators = named_loaders(evaluator._iterators)
     words = {"buffers": buffers, "compat": compat}
     for rank, theirs in enumerate(comm.allgather_obj(words)):
         if theirs != words:

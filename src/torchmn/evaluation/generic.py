@@ -13,6 +13,7 @@ from torch import nn
 from torchmn.errors import UsageError
 from torchmn.evaluation.batches import batch_to, call_with_batch
 from torchmn.evaluation.meeting import Meeting
+from torchmn.evaluation.one_pass import one_pass
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,7 +57,7 @@ class GenericMultiNodeEvaluator(extension.Extension):
             raise UsageError(f"root={root} is outside 0..{comm.size - 1}.")
         self.comm = comm
         self.root = root
-        self.iterator = iterator
+        self.iterator = one_pass(iterator)
         self.targets = {"main": target} if isinstance(target, nn.Module) else dict(target)
         self.device = device
         self.converter = converter
