@@ -29,7 +29,7 @@ from torchmn.communicators.transports.node_memory import (
     Purpose,
     explained,
 )
-from torchmn.data.sub_dataset import SizedDataset
+from torchmn.data.sub_dataset import SizedDataset, is_starting_process
 from torchmn.errors import DataError, TorchmnError, UnsupportedError
 from torchmn.units import GiB
 
@@ -93,17 +93,52 @@ class Layout:
         return cls(**{**plain, "fields": fields})
 
 
+class OwnMemory:
+    """Bytes of this process, where a `NodeMemory` is what the node shares. Local."""
+
+    def __init__(self, content: bytearray) -> None:
+        self._content = content
+
+    @property
+    def size(self) -> int:
+        """Bytes in it."""
+        return len(self._content)
+
+    def map_private(self) -> bytearray:
+        """The bytes."""
+        return self._content
+
+
 class PackedSamples(Dataset[Any]):
     """The samples that lie in a node's shared memory. Local.
 
     Tensors and arrays are views of a private, copy-on-write mapping: all processes read the same
     pages, and one that changes a sample in place changes it for itself only.
+
+    Processes that are started here, such as those of a DataLoader, get the same memory. Every other
+    pickle holds the samples themselves and can be opened anywhere, later too.
+
+    Args:
+        memory: where the samples are.
+        layout: what lies where in it.
+        trust: for samples that were pickled.
+        held: the indices of the samples in ``memory``, ascending, if those are not all.
+        length: the number of all samples, if those are not all.
     """
 
-    def __init__(self, memory: NodeMemory, layout: Layout, trust: objects.Trust) -> None:
+    def __init__(
+        self,
+        memory: NodeMemory | OwnMemory,
+        layout: Layout,
+        trust: objects.Trust,
+        held: np.ndarray[Any, Any] | None = None,
+        length: int | None = None,
+    ) -> None:
         self.memory = memory
         self.layout = layout
         self._trust = trust
+        self._held = held
+        self._length = layout.num_samples if length is None else length
         self._map: Any = memory.map_private() if memory.size else bytearray()
         self._columns = [_column(self._map, field, layout.num_samples) for field in layout.fields]
         self._starts = np.zeros(1, np.int64)
@@ -113,7 +148,7 @@ class PackedSamples(Dataset[Any]):
             )
 
     def __len__(self) -> int:
-        return self.layout.num_samples
+        return self._length
 
     def __getitem__(self, index: int) -> Any:
         position = operator.index(index)
@@ -121,11 +156,11 @@ class PackedSamples(Dataset[Any]):
             position += len(self)
         if not 0 <= position < len(self):
             raise IndexError(f"Sample {index} of a data set with {len(self)} samples.")
+        row = self._row(position)
         if self.layout.container == "encoded":
-            start, end = int(self._starts[position]), int(self._starts[position + 1])
-            return _decode(memoryview(self._map)[start:end], self._trust)
+            return _decode(self._message(row), self._trust)
         values = [
-            _value(field, column, position)
+            _value(field, column, row)
             for field, column in zip(self.layout.fields, self._columns, strict=True)
         ]
         if self.layout.container == "bare":
@@ -134,8 +169,46 @@ class PackedSamples(Dataset[Any]):
             return dict(zip(self.layout.keys, values, strict=True))
         return tuple(values) if self.layout.container == "tuple" else values
 
+    def only(self, indices: Sequence[int]) -> PackedSamples:
+        """A copy in own memory that has these samples and no others, under their indices."""
+        held = np.unique(np.asarray(indices, np.int64))
+        rows = np.array([self._row(int(index)) for index in held], np.int64)
+        if self.layout.container == "encoded":
+            content, layout = _joined([self._message(int(row)) for row in rows])
+        else:
+            content, layout = _selected(self.layout, self._columns, rows)
+        # Whoever opens the pickle in which this travels trusts it already; no secret goes with it.
+        trust = objects.Trust(is_private=True)
+        return PackedSamples(OwnMemory(content), layout, trust, held, len(self))
+
+    def _row(self, index: int) -> int:
+        """Where the sample is among those that are here."""
+        if self._held is None:
+            return index
+        row = int(np.searchsorted(self._held, index))
+        if row == len(self._held) or self._held[row] != index:
+            raise IndexError(
+                f"Sample {index} is not in this copy, which was made of a part of the data set: "
+                f"{len(self._held)} of {len(self)} samples."
+            )
+        return row
+
+    def _message(self, row: int) -> memoryview:
+        return memoryview(self._map)[int(self._starts[row]) : int(self._starts[row + 1])]
+
     def __reduce__(self) -> tuple[object, ...]:
-        return PackedSamples, (self.memory, self.layout, self._trust)
+        if is_starting_process():
+            held = (self._held, self._length)
+            return PackedSamples, (self.memory, self.layout, self._trust, *held)
+        copy = self if isinstance(self.memory, OwnMemory) else self.only(range(len(self)))
+        held = (copy._held, copy._length)
+        return PackedSamples, (copy.memory, copy.layout, copy._trust, *held)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> PackedSamples:
+        memory = self.memory
+        if isinstance(memory, OwnMemory):
+            memory = OwnMemory(bytearray(memory.map_private()))
+        return PackedSamples(memory, self.layout, self._trust, self._held, self._length)
 
 
 def pack_dataset(
@@ -243,12 +316,7 @@ def _pack_stacked(
     progress: Callable[[], None],
 ) -> tuple[NodeMemory, Layout, int]:
     """Also the number of samples that are in it: up to the first that is not like sample 0."""
-    fields, end = [], 0
-    for field in shape.fields:
-        offset = -(-end // _ALIGNMENT) * _ALIGNMENT
-        fields.append(Field(field.kind, field.dtype, field.shape, offset))
-        end = offset + length * field.nbytes
-    layout = Layout(length, shape.container, shape.keys, tuple(fields))
+    layout, end = _laid_out(shape, length)
     memory = NodeMemory.create(end, COPY, directory)
     try:
         for begin in range(0, end, _RESERVE_BYTES):
@@ -257,7 +325,7 @@ def _pack_stacked(
     except OSError as error:
         raise explained(error, end, directory, COPY) from error
     mapped: Any = memory.map_shared() if end else bytearray()
-    columns = [_column(mapped, field, length) for field in fields]
+    columns = [_column(mapped, field, length) for field in layout.fields]
     for index in range(length):
         sample = read(index)
         if _shape_of(sample) != shape:
@@ -266,6 +334,28 @@ def _pack_stacked(
             column[index] = value.detach() if isinstance(value, torch.Tensor) else value
         progress()
     return memory, layout, length
+
+
+def _laid_out(shape: Layout, length: int) -> tuple[Layout, int]:
+    """The layout of so many samples of this shape, and its bytes."""
+    fields, end = [], 0
+    for field in shape.fields:
+        offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+        fields.append(Field(field.kind, field.dtype, field.shape, offset))
+        end = offset + length * field.nbytes
+    return Layout(length, shape.container, shape.keys, tuple(fields)), end
+
+
+def _selected(
+    shape: Layout, columns: Sequence[Any], rows: np.ndarray[Any, Any]
+) -> tuple[bytearray, Layout]:
+    """Some rows of all columns, in memory of their own."""
+    layout, nbytes = _laid_out(shape, len(rows))
+    content = bytearray(nbytes)
+    for field, column in zip(layout.fields, columns, strict=True):
+        into = _column(content, field, len(rows))
+        into[...] = column[torch.from_numpy(rows) if field.kind == "tensor" else rows]
+    return content, layout
 
 
 def _column(mapped: Any, field: Field, length: int) -> Any:
@@ -315,6 +405,15 @@ def _pack_encoded(
     except OSError as error:
         raise explained(error, end, directory, COPY) from error
     return memory, Layout(length, "encoded", table=table)
+
+
+def _joined(messages: Sequence[memoryview]) -> tuple[bytearray, Layout]:
+    """Messages one behind the other, and the table of where each begins."""
+    starts = np.cumsum([0, *map(len, messages)], dtype=np.int64)
+    content = bytearray().join(messages)
+    content += bytes(-len(content) % _ALIGNMENT)
+    layout = Layout(len(messages), "encoded", table=len(content))
+    return content + starts.tobytes(), layout
 
 
 def _encode(sample: Any, index: int, trust: objects.Trust) -> bytes:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from multiprocessing.context import get_spawning_popen
+from typing import Any, Protocol, TypeVar, cast, overload, runtime_checkable
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -24,10 +26,24 @@ class SizedDataset(Protocol[Sample]):
     def __getitem__(self, index: int, /) -> Sample: ...
 
 
+@runtime_checkable
+class Separable(Protocol):
+    """A data set that can be copied in part."""
+
+    def only(self, indices: Sequence[int]) -> SizedDataset[Any]:
+        """A copy that has these samples and no others, under their indices."""
+
+
+def is_starting_process() -> bool:
+    """Whether what is pickled now goes to a process that this one is starting. Local."""
+    return get_spawning_popen() is not None
+
+
 class SubDataset(Dataset[Sample]):
     """Samples ``begin`` .. ``end - 1`` of a data set, counted in ``order`` where one is given.
 
-    A view: samples are read from the data set when they are asked for. Local.
+    A view: samples are read from the data set when they are asked for. ``part[2:5]`` and
+    ``part[[0, 3]]`` are lists of samples, as in Chainer. Local.
 
     Args:
         dataset: anything with a length and samples by index.
@@ -37,8 +53,9 @@ class SubDataset(Dataset[Sample]):
     Raises:
         UsageError: the bounds lie outside the data set or ``order`` has another length.
 
-    >>> list(SubDataset("abcde", 1, 4))
-    ['b', 'c', 'd']
+    >>> part = SubDataset("abcde", 1, 4)
+    >>> list(part), part[1:]
+    (['b', 'c', 'd'], ['c', 'd'])
     """
 
     def __init__(
@@ -68,7 +85,21 @@ class SubDataset(Dataset[Sample]):
     def __len__(self) -> int:
         return self.end - self.begin
 
-    def __getitem__(self, index: int) -> Sample:
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+
+    @overload
+    def __getitem__(self, index: slice | Sequence[int]) -> list[Sample]: ...
+
+    def __getitem__(self, index: int | slice | Sequence[int]) -> Sample | list[Sample]:
+        """One sample; a list of samples for a slice or a list of indices."""
+        if isinstance(index, slice):
+            return [self._sample(i) for i in range(*index.indices(len(self)))]
+        if isinstance(index, (list, tuple)) or getattr(index, "ndim", 0) == 1:
+            return [self._sample(i) for i in cast("Sequence[int]", index)]
+        return self._sample(cast(int, index))
+
+    def _sample(self, index: int) -> Sample:
         position = operator.index(index)
         if position < 0:
             position += len(self)
@@ -77,6 +108,23 @@ class SubDataset(Dataset[Sample]):
         if self._indices is None:
             return self.dataset[self.begin + position]
         return self.dataset[int(self._indices[position])]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickles: a scattered data set leaves the samples of other parts out."""
+        state = dict(self.__dict__)
+        if isinstance(self.dataset, Separable) and not is_starting_process():
+            state["dataset"] = self.dataset.only(self.indices)
+        return state
+
+    def __copy__(self) -> SubDataset[Sample]:
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SubDataset[Sample]:
+        twin = object.__new__(type(self))
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
 
     @property
     def indices(self) -> list[int]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
+from copy import deepcopy
 from fractions import Fraction
+from multiprocessing.context import set_spawning_popen
 from typing import Any
 
 import numpy as np
@@ -169,11 +171,55 @@ def test_a_failing_sample_is_named() -> None:
 
 
 @pytest.mark.parametrize("samples", [STACKED["dict"], ENCODED["nested"]])
-def test_pickled_for_a_spawned_worker(samples: list[Any]) -> None:
+def test_pickled_for_a_process_that_is_started(samples: list[Any]) -> None:
     copy = packed(samples)
-    again = pickle.loads(pickle.dumps(copy))
+    set_spawning_popen(object())
+    try:
+        payload = pickle.dumps(copy)
+    finally:
+        set_spawning_popen(None)
+    again = pickle.loads(payload)
     assert again.memory.address().inode == copy.memory.address().inode
     assert_same(list(again), samples)
+
+
+@pytest.mark.parametrize("kind", [*STACKED, *ENCODED])
+def test_any_other_pickle_holds_the_samples(kind: str) -> None:
+    samples = {**STACKED, **ENCODED}[kind]
+    copy = packed(samples)
+    payload = pickle.dumps(copy)
+    del copy  # and with it the shared memory
+    again = pickle.loads(payload)
+    assert_same(list(again), list(samples))
+    assert_same(list(pickle.loads(pickle.dumps(again))), list(samples))
+
+
+@pytest.mark.parametrize("kind", ["dict", "scalars of all kinds", "texts"])
+def test_a_copy_of_some_samples_keeps_their_indices(kind: str) -> None:
+    samples = list({**STACKED, **ENCODED}[kind])
+    part = packed(samples).only([2, 0, 2])
+    assert len(part) == len(samples)
+    assert_same([part[2], part[0]], [samples[2], samples[0]])
+    assert_same(part[2 - len(samples)], samples[2])
+    with pytest.raises(IndexError, match=f"Sample 1 is not in this copy, .*: 2 of {len(samples)}"):
+        part[1]
+
+
+def test_a_pickle_takes_no_secret_along() -> None:
+    copy = packed([Fraction(1, 3), 2], Trust(secret=b"of the job"))
+    payload = pickle.dumps(copy)
+    assert b"of the job" not in payload
+    assert list(pickle.loads(payload)) == [Fraction(1, 3), 2]
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_copies_in_memory_change_apart(is_own: bool) -> None:
+    first = packed([torch.zeros(2), torch.ones(2)])
+    first = first.only([0, 1]) if is_own else first
+    second = deepcopy(first)
+    first[0].add_(5)
+    assert second[0].tolist() == [0.0, 0.0]
+    assert second[1].tolist() == [1.0, 1.0]
 
 
 @pytest.mark.processes

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 from torch.utils.data import DataLoader
@@ -18,6 +21,27 @@ def test_a_part_in_order() -> None:
 def test_a_part_of_an_order() -> None:
     part = SubDataset("abcd", 1, 3, order=[3, 2, 0, 1])
     assert (list(part), part.indices) == (["c", "a"], [2, 0])
+
+
+@pytest.mark.parametrize("order", [None, [5, 4, 3, 2, 1, 0]])
+def test_slices_and_lists_are_lists_of_samples(order: list[int] | None) -> None:
+    part = SubDataset("abcdef", 1, 6, order)
+    samples = list(part)
+    assert part[1:3] == samples[1:3]
+    assert part[-2:] == samples[-2:]
+    assert part[::-2] == samples[::-2]
+    assert part[7:] == []
+    assert part[[3, 0, -1]] == [samples[3], samples[0], samples[-1]]
+    assert part[np.array([1, 2])] == samples[1:3]
+    with pytest.raises(IndexError, match="Sample 5 of a part with 5"):
+        part[[0, 5]]
+
+
+def test_copies_and_pickles() -> None:
+    part = SubDataset(list("abcdef"), 1, 4, order=[5, 4, 3, 2, 1, 0])
+    for twin in (copy.copy(part), copy.deepcopy(part), pickle.loads(pickle.dumps(part))):
+        assert (list(twin), twin.indices) == (list(part), part.indices)
+    assert copy.copy(part).dataset is part.dataset
 
 
 @pytest.mark.parametrize("index", [3, -4])
