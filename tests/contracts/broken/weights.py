@@ -68,7 +68,7 @@ class WeighsRanksAlike(EveryStep):
         begin = exchange._begin_exchange
 
         def begin_alike():
-            exchange.weight = 1.0
+            exchange.contribution.set(1.0, 1.0)
             begin()
 
         exchange._begin_exchange = begin_alike
