@@ -13,8 +13,12 @@ What the wire does with them, for a bucket on W ranks (CNTK's quantized all-redu
     after the last bucket of an exchange, before the next exchange encodes anything:
                                      codec.finish(is_valid=not codec.nonfinite.names("decoding"))
 
-16-bit buffers are summed in a float32 buffer beside them, see `Layout.moved`. Gradients are divided
-by the number of ranks before they are encoded, so that the owner's sum is the mean.
+and before the first bucket of an exchange, if the codec `keeps_residues`, codec.begin(total_scale).
+
+16-bit buffers are summed in a float32 buffer beside them, see `Layout.moved`. Each rank multiplies
+its gradient by a scale before it is encoded, so that the owner's sum is ``total_scale`` times the
+mean, with the sum of the scales for ``total_scale``: 1 where each rank's scale is one over the
+number of ranks, and another number in each exchange where ranks have weights.
 """
 
 from __future__ import annotations
@@ -41,10 +45,24 @@ class Codec(ABC):
     name: str
     needs_whole_parameters = False
     """Whether a route that cuts parameters between ranks of a node cannot serve it."""
+    keeps_residues = False
+    """Whether it adds to an exchange what earlier ones have lost, and so asks for `begin`."""
 
     def __init__(self) -> None:
         self.nonfinite = Nonfinite()
         """Which parameters had values that are not finite, since the last `finish`."""
+        self.total_scale = 1.0
+        """How many times its mean the sum of the current exchange is, see `begin`."""
+
+    def begin(self, total_scale: float) -> None:
+        """Begin an exchange in which the sum over ranks is ``total_scale`` times the mean.
+
+        A residue that was kept in an exchange with another ``total_scale`` is multiplied by the
+        ratio of the two before it is added, so that it adds to the mean exactly what was lost of
+        an earlier mean. 0 is a sum of nothing, after which `finish` is told ``is_valid=False``.
+        """
+        if total_scale > 0:
+            self.total_scale = total_scale
 
     def finish(self, *, is_valid: bool) -> None:
         """End an exchange: all its buckets are decoded, none of the next is encoded.

@@ -6,6 +6,12 @@ so that after any number of steps the sum of what was sent is the sum of the gra
 residue r that remains (Seide et al. 2014; Stich et al. 2018; Karimireddy et al. 2019). Both sides
 have residues: the worker for its gradient, the owner of a stripe for the mean.
 
+An exchange whose sum is c times the mean keeps residues r = c R. What counts is R, the part of the
+mean that was lost; with another c', because the weights of the ranks have changed, r is multiplied
+by c' / c first (see `Codec.begin`). So for any history of weights
+
+    sum of returned means = sum of true means - sum of all R that remain
+
 Differences from CNTK: residues are part of the state, where CNTK set them to zero at every
 checkpoint; they are kept by the parameter's name, so that they outlive another layout of buckets
 (PyTorch's PowerSGD hook keyed by bucket and lost them) and another number of workers (`reshard`);
@@ -32,7 +38,14 @@ class ErrorFeedback(StripeCodec):
     One object belongs to one exchange: its residues are of that exchange's parameters.
     """
 
+    keeps_residues = True
+
     def __init__(self, codec: StripeCodec) -> None:
+        if not isinstance(codec, StripeCodec):
+            raise UsageError(
+                f"ErrorFeedback wraps a codec of stripes, such as Quantized(bits=1), and {codec!r} "
+                "is none. PowerSGD has error feedback of its own: give it as it is."
+            )
         if isinstance(codec, ErrorFeedback):
             raise UsageError(f"{codec!r} has error feedback already: wrap the codec inside it.")
         super().__init__()
@@ -42,6 +55,12 @@ class ErrorFeedback(StripeCodec):
         self.bits = codec.bits
         self.nonfinite = codec.nonfinite
         self._residues = Residues()
+
+    def begin(self, total_scale: float) -> None:
+        """See `Codec.begin`."""
+        super().begin(total_scale)
+        self.codec.begin(total_scale)
+        self._residues.scale = self.total_scale
 
     def stripe_nbytes(self, stripe: Layout) -> int:
         """See `StripeCodec.stripe_nbytes`."""

@@ -10,7 +10,8 @@ Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019):
     M   becomes P Q',   R_i becomes V_i - P Q_i'
 
 so that what is returned and what all ranks owe add up to the gradients. r (n + m) numbers travel
-instead of n m.
+instead of n m. Where the sum is not the mean but a multiple of it, R_i is converted as in
+`error_feedback`; Q has no unit.
 
 Differences from the paper and from PyTorch's hook: the residue is what this rank's own part has
 lost, V_i - P Q_i', not V_i less the mean, which would keep the differences between ranks too. P is
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,7 +36,7 @@ from torch import Tensor
 from torchmn.compression.base import Codec
 from torchmn.compression.kernels import kernels_for
 from torchmn.compression.layout import is_small
-from torchmn.compression.residues import State
+from torchmn.compression.residues import State, scale_of
 from torchmn.errors import UsageError
 
 _NOTHING = 1e-6  # a column's part outside of the span of those before it, beside its length
@@ -63,10 +65,14 @@ class Ranks(Protocol):
 
 @dataclass
 class _Memory:
-    """Of one matrix: ``q`` (m, r) and ``residue`` (n, m), and what may replace them."""
+    """Of one matrix: ``q`` (m, r) and ``residue`` (n, m), and what may replace them.
+
+    ``scale``: how many times its mean the sum was, of the exchange that ``residue`` is from.
+    """
 
     q: Tensor
     residue: Tensor
+    scale: float
     next_q: Tensor | None = None
     next_residue: Tensor | None = None
 
@@ -95,6 +101,7 @@ class PowerSGD(Codec):
     """
 
     needs_whole_parameters = True
+    keeps_residues = True
 
     def __init__(self, rank: int = 4, *, seed: int = 0) -> None:
         if rank < 1:
@@ -119,7 +126,18 @@ class PowerSGD(Codec):
         self.sum_(named, comm)
 
     def sum_(self, named_matrices: Iterable[tuple[str, Tensor]], comm: Ranks) -> None:
-        """The same for shares of the mean: gradients that are divided by the number of ranks."""
+        """Make every tensor the sum over ranks: of gradients that are shares of the mean.
+
+        Precision is that of the tensors, inside `torch.autocast` as well.
+        """
+        named = list(named_matrices)
+        kinds = {tensor.device.type for _, tensor in named}
+        with ExitStack() as stack:
+            for kind in kinds:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            self._sum_(named, comm)
+
+    def _sum_(self, named_matrices: list[tuple[str, Tensor]], comm: Ranks) -> None:
         matrices: list[_Matrix] = []
         others: list[tuple[str, Tensor]] = []
         for name, tensor in named_matrices:
@@ -156,16 +174,22 @@ class PowerSGD(Codec):
     def state_dict(self) -> dict[str, Any]:
         """Q and residues by name, as copies; `residues.reshard` serves these states as well."""
         memories = {
-            **{n: (e["q"], e["values"]) for n, e in self._loaded.items()},
-            **{n: (m.q, m.residue.flatten()) for n, m in self._memories.items()},
+            **{n: (e["q"], e["values"], e["scale"]) for n, e in self._loaded.items()},
+            **{n: (m.q, m.residue.flatten(), m.scale) for n, m in self._memories.items()},
         }
         memories = dict(sorted(memories.items()))  # as other codecs: see `Residues.state_dict`
         return {
             "step": self._step,
-            "q": {name: q.clone() for name, (q, _) in memories.items()},
+            "q": {name: q.clone() for name, (q, _, _) in memories.items()},
             "residues": [
-                {"side": "worker", "name": name, "offset": 0, "values": residue.clone()}
-                for name, (_, residue) in memories.items()
+                {
+                    "side": "worker",
+                    "name": name,
+                    "offset": 0,
+                    "values": residue.clone(),
+                    "scale": scale,
+                }
+                for name, (_, residue, scale) in memories.items()
             ],
         }
 
@@ -174,7 +198,11 @@ class PowerSGD(Codec):
         self._memories.clear()
         self._step = int(state.get("step", 0))
         self._loaded = {
-            entry["name"]: {"q": state["q"][entry["name"]].clone(), "values": entry["values"]}
+            entry["name"]: {
+                "q": state["q"][entry["name"]].clone(),
+                "values": entry["values"],
+                "scale": scale_of(entry),
+            }
             for entry in state.get("residues", [])
         }
 
@@ -200,14 +228,20 @@ class PowerSGD(Codec):
         memory = self._memories.get(name)
         if memory is None or memory.residue.shape != matrix.shape:
             memory = _Memory(
-                matrix.new_zeros(matrix.shape[1], self.rank), matrix.new_zeros(matrix.shape)
+                matrix.new_zeros(matrix.shape[1], self.rank),
+                matrix.new_zeros(matrix.shape),
+                self.total_scale,
             )
             loaded = self._loaded.pop(name, None)
             if loaded is not None and loaded["values"].numel() == matrix.numel():
                 memory.residue.copy_(loaded["values"].view(matrix.shape))
+                memory.scale = loaded["scale"]
                 if loaded["q"].shape == memory.q.shape:  # another rank starts from new columns
                     memory.q.copy_(loaded["q"])
             self._memories[name] = memory
+        if memory.scale != self.total_scale:
+            memory.residue.mul_(self.total_scale / memory.scale)
+            memory.scale = self.total_scale
         return memory
 
     def _without_zero_columns(self, name: str, q: Tensor) -> Tensor:

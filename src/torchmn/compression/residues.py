@@ -4,11 +4,16 @@ Kept by the parameter's name and the position in it, once for what this rank owe
 once for what it owes as the owner of stripes. Buckets and stripes may be laid out anew at any time
 between two exchanges: residues move along. What one exchange writes becomes valid when it ends, so
 that an exchange whose result is thrown away leaves no trace.
+
+Values are kept in the unit of the exchange that wrote them, whose sum was ``scale`` times the mean:
+``values / scale`` is what the mean has lost, whatever the weights were. An exchange of another
+scale converts what it uses, by the ratio; with equal scales no bit changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,11 +29,18 @@ State = dict[str, Any]
 class Run:
     """The residues of one stripe: ``now`` (span,), and ``rest`` (span,), which may replace it."""
 
-    def __init__(self, stripe: Layout, device: torch.device) -> None:
+    def __init__(self, stripe: Layout, device: torch.device, scale: float) -> None:
         self.stripe = stripe
+        self.scale = scale
         self.now = torch.zeros(stripe.span, dtype=stripe.wide_dtype, device=device)
         self.rest = torch.zeros_like(self.now)
         self.is_written = False
+
+    def convert(self, scale: float) -> None:
+        """Keep the valid residues in the unit of an exchange of this scale."""
+        if scale != self.scale:
+            self.now.mul_(scale / self.scale)
+            self.scale = scale
 
     def part(self, position: int) -> Tensor:
         """The valid residues of one segment, a view."""
@@ -41,14 +53,16 @@ class Residues:
     """All residues of one rank. Local."""
 
     def __init__(self) -> None:
+        self.scale = 1.0
+        """Of the exchange under way: how many times its mean the sum is."""
         self._runs: dict[tuple[Side, Layout], Run] = {}
-        self._loose: dict[tuple[Side, str], list[tuple[int, Tensor]]] = {}
-        """Loaded, or of a layout that is no more: (offset, values), until a stripe claims them."""
+        self._loose: dict[tuple[Side, str], list[_Piece]] = {}
+        """Loaded, or of a layout that is no more, until a stripe claims them."""
 
     def run(
         self, side: Side, stripe: Layout, device: torch.device, *, is_owner: bool = True
     ) -> Run:
-        """The residues of a stripe, zeros where there are none yet.
+        """The residues of a stripe in the unit of this exchange, zeros where there are none yet.
 
         A worker that is not the stripe's owner takes over what it owes as its owner of before: it
         is owed to the sum all the same.
@@ -56,12 +70,13 @@ class Residues:
         run = self._runs.get((side, stripe))
         if run is None:
             sides: tuple[Side, ...] = (side,) if is_owner else ("worker", "owner")
-            run = Run(stripe, device)
+            run = Run(stripe, device, self.scale)
             for claimed in sides:
                 self._loosen(claimed, stripe)
                 for position, segment in enumerate(stripe.segments):
                     self._claim(claimed, segment.name, segment.offset, run.part(position))
             self._runs[side, stripe] = run
+        run.convert(self.scale)
         return run
 
     def finish(self, *, is_valid: bool) -> None:
@@ -87,14 +102,21 @@ class Residues:
                 "name": segment.name,
                 "offset": segment.offset,
                 "values": run.part(position).clone(),
+                "scale": run.scale,
             }
             for (side, stripe), run in self._runs.items()
             for position, segment in enumerate(stripe.segments)
         ]
         entries += [
-            {"side": side, "name": name, "offset": offset, "values": values.clone()}
+            {
+                "side": side,
+                "name": name,
+                "offset": piece.offset,
+                "values": piece.values.clone(),
+                "scale": piece.scale,
+            }
             for (side, name), pieces in self._loose.items()
-            for offset, values in pieces
+            for piece in pieces
         ]
         return sorted(entries, key=lambda entry: (entry["side"], entry["name"], entry["offset"]))
 
@@ -104,26 +126,26 @@ class Residues:
         self._loose.clear()
         for entry in entries:
             key = (entry["side"], entry["name"])
-            self._loose.setdefault(key, []).append((entry["offset"], entry["values"].clone()))
+            piece = _Piece(entry["offset"], entry["values"].clone(), scale_of(entry))
+            self._loose.setdefault(key, []).append(piece)
 
     def _claim(self, side: Side, name: str, offset: int, into: Tensor) -> None:
         """Add loose residues of a run of elements to ``into``; they are loose no more."""
         pieces = self._loose.pop((side, name), [])
         left = []
-        for start, values in pieces:
+        for piece in pieces:
+            start, values = piece.offset, piece.values
             first, last = max(start, offset), min(start + len(values), offset + len(into))
             if first >= last:
-                left.append((start, values))
+                left.append(piece)
                 continue
-            into[first - offset : last - offset] += values[first - start : last - start].to(into)
-            left += [
-                (at, part)
-                for at, part in (
-                    (start, values[: first - start]),
-                    (last, values[last - start :]),
-                )
-                if len(part)
-            ]
+            part = values[first - start : last - start].to(into)
+            if piece.scale != self.scale:
+                part = part * (self.scale / piece.scale)
+            into[first - offset : last - offset] += part
+            before = _Piece(start, values[: first - start], piece.scale)
+            after = _Piece(last, values[last - start :], piece.scale)
+            left += [each for each in (before, after) if len(each.values)]
         if left:
             self._loose[side, name] = left
 
@@ -148,18 +170,31 @@ class Residues:
             del self._runs[key]
             for position, s in enumerate(run.stripe.segments):
                 pieces = self._loose.setdefault((side, s.name), [])
-                pieces.append((s.offset, run.part(position)))
+                pieces.append(_Piece(s.offset, run.part(position), run.scale))
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Residues of a run of elements of a parameter that no stripe has claimed yet."""
+
+    offset: int
+    values: Tensor
+    scale: float
+
+
+def scale_of(entry: State) -> float:
+    """How many times its mean the sum was, of the exchange that a saved residue is from."""
+    scale: float = entry.get("scale", 1.0)
+    return scale
 
 
 def reshard(states: Sequence[State], num_workers: int) -> State:
     """The state that each of ``num_workers`` workers loads, from those of all old ones. Local.
 
-    ``states`` are `ErrorFeedback.state_dict` of every old rank, in rank order. Workers encode their
-    share of the mean, the gradient over the number of workers, so that what is owed to the model
-    is the sum of all residues, workers' and owners' alike; each new worker owes an equal part of
-    it. Multiplied by the number of workers, that is: every new worker's residue, in units of the
-    gradient, is the mean of the old ones plus the assembled owners' residue. Owners begin with
-    zeros. Where only some ranks encode (leaders of nodes), ``num_workers`` is their number.
+    ``states`` are `ErrorFeedback.state_dict` of every old rank, in rank order. What the means have
+    lost is the sum of all residues over their scales, workers' and owners' alike; each new worker
+    takes an equal part of it, in the unit of the mean: with a scale of 1. Owners begin with zeros.
+    Where only some ranks encode (leaders of nodes), ``num_workers`` is their number.
     """
     if not states or num_workers < 1:
         raise UsageError(
@@ -174,7 +209,8 @@ def reshard(states: Sequence[State], num_workers: int) -> State:
     owed = {name: torch.zeros(n, dtype=torch.float64, device="cpu") for name, n in lengths.items()}
     for entry in entries:
         first, values = entry["offset"], entry["values"]
-        owed[entry["name"]][first : first + len(values)] += values.to("cpu", torch.float64)
+        lost = values.to("cpu", torch.float64) / scale_of(entry)
+        owed[entry["name"]][first : first + len(values)] += lost
     dtypes = {entry["name"]: entry["values"].dtype for entry in entries}
     return {
         **states[0],
@@ -184,6 +220,7 @@ def reshard(states: Sequence[State], num_workers: int) -> State:
                 "name": name,
                 "offset": 0,
                 "values": (total / num_workers).to(dtypes[name]),
+                "scale": 1.0,
             }
             for name, total in owed.items()
         ],

@@ -16,6 +16,8 @@ from torchmn.communicators.wire import Wire
 from torchmn.errors import CommunicationError, DisagreementError, UsageError
 from torchmn.exchange.buckets import Bucket
 from torchmn.exchange.chunks import Chunk, cut_into_chunks
+from torchmn.exchange.weight_agreement import WeightAgreement
+from torchmn.exchange.weight_unit import weight_unit
 
 (
     WEIGHT,
@@ -110,6 +112,7 @@ class BucketSet:
         self.next_unit: float | None = 1.0
         """The unit that suits the weights seen in this exchange."""
         self._footer = buckets[-1].footer if buckets else torch.zeros(NUM_FOOTER, device="cpu")
+        self._agreement: WeightAgreement | None = None
         self._works: dict[Chunk, Work[None]] = {}
         self._stand_ins: dict[nn.Parameter, tuple[Tensor, int]] = {}
         self._num_left = len(self.chunks)
@@ -129,6 +132,11 @@ class BucketSet:
         return self.wire.codec is not None or any(
             bucket.buffer.dtype == torch.float16 for bucket in self.buckets
         )
+
+    @property
+    def keeps_residues(self) -> bool:
+        """Whether what earlier exchanges have lost is added to this one: see `agree_on_weight`."""
+        return self.wire.codec is not None and self.wire.codec.keeps_residues
 
     @property
     def order(self) -> list[nn.Parameter]:
@@ -204,6 +212,24 @@ class BucketSet:
         self._sums.clear()
         return float(len(self._nonfinite_here))
 
+    def agree_on_weight(
+        self, weight: float, *, is_active: bool, unit: float | None
+    ) -> WeightAgreement:
+        """Begin an exchange with the sum of the ranks' weights. *Collective*; it waits for nothing.
+
+        ``unit``: in which weights are counted, the same on all ranks; None to agree on one.
+        """
+        self._agreement = WeightAgreement(
+            self.comm, weight, is_active=is_active, unit=unit, then=self._begin
+        )
+        return self._agreement
+
+    def _begin(self, total_weight: float, unit: float) -> None:
+        """Behind the sum of weights, before anything is encoded; inside of the engine's job."""
+        factor = self._factor_of(total_weight, unit)
+        if self.wire.codec is not None:
+            self.wire.codec.begin(1 / factor if factor else 0.0)
+
     def start(self, chunk: Chunk, step: int) -> None:
         """Hand one chunk to the engine."""
         then = self._after(step)
@@ -234,7 +260,10 @@ class BucketSet:
         self._nonfinite_encoded = codec.nonfinite.names("encoding")
         is_decoded = self.comm.agree(not self._nonfinite_decoded)
         self._is_valid = is_decoded and self.has_finite_gradients
-        codec.finish(is_valid=self._is_valid and self.total_weight > 0.0)
+        # A sum that is thrown away has lost nothing, and what was added to it is still lost.
+        footer = self._footer.tolist()
+        is_used = footer[WEIGHT] > 0 and not footer[GIVEN_UP] and not footer[OTHER_LAYOUT]
+        codec.finish(is_valid=self._is_valid and is_used)
 
     def part_from_gradients(self, present: Collection[nn.Parameter]) -> None:
         """Make ``p.grad`` of these parameters NaN, for sums are under way in the slots.
@@ -253,6 +282,7 @@ class BucketSet:
 
     def drain(self) -> None:
         """Wait for all sums, whatever they are."""
+        self._await_agreement()
         for work in self._works.values():
             work.wait()
         self._works.clear()
@@ -273,22 +303,26 @@ class BucketSet:
 
     def await_footer(self) -> None:
         """Wait for what the ranks said of their parts. Raises UsageError: see `wait`."""
+        self._await_agreement()
         footer_work = self._works.get(self.chunks[-1]) if self.chunks else None
         if footer_work is not None:
             footer_work.wait()
         self.raise_if_flags_differ()
         total = self.total_weight
         self.next_unit = weight_unit(total, self.num_active)
-        if self.reduction == "sum":
-            self._factor = self.comm.size * self.unit if total else 0.0
-            return
-        if total == 0.0 and self.num_active:
+        self._factor = self._factor_of(total, self.unit)
+        if total == 0.0 and self.num_active and self.reduction == "mean":
             raise UsageError(
                 f"{self.comm.speaker}: the weights of all ranks are zero. With weight='samples' "
                 "the model's forward must see a tensor with a batch dimension; else call "
                 "optimizer.set_weight(number_of_samples) before backward()."
             )
-        self._factor = self.comm.size * self.unit / total if total else 0.0
+
+    def _factor_of(self, total: float, unit: float) -> float:
+        """By what a sum is multiplied to make it the mean, or what else was asked for."""
+        if total == 0.0:
+            return 0.0
+        return self.comm.size * unit / (1.0 if self.reduction == "sum" else total)
 
     def raise_if_flags_differ(self) -> None:
         """Raise DisagreementError if only some ranks did what all must do, after `await_footer`.
@@ -311,6 +345,12 @@ class BucketSet:
                 f"{footer[NUM_EXCHANGES] / size:g} in the mean. Every rank must run backward() and "
                 "step() equally often, or end its loop inside optimizer.join()."
             )
+
+    def _await_agreement(self) -> None:
+        """A sum of weights that failed must not be taken for one that went well."""
+        agreement, self._agreement = self._agreement, None
+        if agreement is not None:
+            agreement.wait()
 
     @property
     def has_finite_gradients(self) -> bool:
@@ -434,15 +474,3 @@ class BucketSet:
             self._nonfinite_here = list(record["here"])
             self._nonfinite_encoded = list(record["encoded"])
             self._nonfinite_decoded = list(record["decoded"])
-
-
-def weight_unit(total: float, num_active: int) -> float:
-    """The power of two at or above the mean weight.
-
-    In this unit a 16-bit sum of weighted gradients stays in range. Powers of two shift exponents
-    only, so the bits of a mean do not depend on the unit.
-    """
-    if total <= 0 or num_active == 0:
-        return 1.0
-    fraction, exponent = math.frexp(total / num_active)
-    return math.ldexp(1.0, exponent - 1 if fraction == 0.5 else exponent)

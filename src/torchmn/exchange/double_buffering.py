@@ -88,6 +88,7 @@ class DoubleBuffering:
         exchange.start_rest()
         if self._pending is not None:
             exchange.inspect(self._pending)
+            exchange.adopt_unit(self._pending)
         filling = exchange.filling
         filling.wait()
         if filling.num_active:  # take turns as the others do: buckets of all ranks belong together

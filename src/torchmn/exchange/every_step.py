@@ -65,6 +65,7 @@ class EveryStep:
         means = self._exchange.turn()
         means.wait()
         self._exchange.inspect(means)
+        self._exchange.adopt_unit(means)
         self.num_active, self.num_samples = means.num_active, means.num_samples
         return means.num_active
 

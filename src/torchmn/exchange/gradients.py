@@ -32,7 +32,6 @@ from torchmn.exchange.bucket_set import (
     BucketSet,
     NonfiniteGradients,
     Reduction,
-    weight_unit,
 )
 from torchmn.exchange.buckets import Bucket, NamedParameter, plan_buckets
 from torchmn.exchange.chunk_plan import ChunkPlan
@@ -40,6 +39,7 @@ from torchmn.exchange.contribution import Contribution
 from torchmn.exchange.gradient_hook import has_later_hook, watch_gradient
 from torchmn.exchange.gradient_memory import GradientMemory
 from torchmn.exchange.own_codec import codec_state, load_codec_state
+from torchmn.exchange.weight_agreement import WeightAgreement
 
 
 class PassWatcher(Protocol):
@@ -137,11 +137,7 @@ class GradientExchange:
         load_codec_state(self.codec, self.comm, state)
 
     def progress(self) -> dict[str, Any]:
-        """Where it stands: the same on all ranks. Local.
-
-        With the unit of weights, for residues count in it: in another one they would be worth more
-        or less beside the next gradients.
-        """
+        """Where it stands: the same on all ranks. Local."""
         return {
             "step": self.step,
             "unit": self._unit,
@@ -276,6 +272,7 @@ class GradientExchange:
         self._arrived: set[nn.Parameter] = set()
         self.present: set[nn.Parameter] = set()
         """Those that were packed with a gradient."""
+        self._agreement: WeightAgreement | None = None
         self.is_accumulating = False
         for chunk in self.filling.chunks:
             chunk.num_ready = 0
@@ -341,7 +338,19 @@ class GradientExchange:
         callback = _AtEnd(self._end_backward)
         self._pass = _Pass(backward_id, callback, is_other_layout=self._is_other_layout())
         torch.autograd.Variable._execution_engine.queue_callback(callback)
+        self._begin_exchange()
         return self._pass
+
+    def _begin_exchange(self) -> None:
+        """Sum the weights of all ranks, where that must come first; once for each exchange."""
+        if self._agreement is not None:
+            return
+        if self._unit is None or self.filling.keeps_residues:
+            self._agreement = self.filling.agree_on_weight(
+                self.weight if self.is_active else 0.0,
+                is_active=self.is_active,
+                unit=self._unit,
+            )
 
     def _end_backward(self) -> None:
         ended, self._pass = self._pass, None
@@ -397,7 +406,8 @@ class GradientExchange:
     def _end_without_means(self, flag: int) -> None:
         """Send what is left of this exchange with a footer that says why there will be no means."""
         filling = self.filling
-        filling.unit = self._agree_on_unit(0.0, is_active=False)
+        self._begin_exchange()
+        filling.unit = self._agreed_unit()
         for index in self.plan.order[self._num_started :]:
             filling.chunks[index].cargo.buffer.zero_()
         filling.write_footer(0.0, is_active=False, flags=(flag,), num_exchanges=self._num_exchanges)
@@ -420,13 +430,11 @@ class GradientExchange:
         """Whether parameters are not as they were when the buckets were laid out."""
         return any(_facts(parameter) != facts for parameter, facts in self._facts)
 
-    def _agree_on_unit(self, weight: float, *, is_active: bool) -> float:
-        """The unit of weights; *collective* at the first exchange."""
-        if self._unit is None:
-            row = torch.tensor([weight, float(is_active)], dtype=torch.float64, device="cpu")
-            total, num_active = self.comm.allreduce(row).tolist()
-            self._unit = weight_unit(total, round(num_active))
-        return self._unit
+    def _agreed_unit(self) -> float:
+        """The unit of weights; it waits for the other ranks at the first exchange."""
+        if self._unit is None and self._agreement is not None:
+            self._unit = self._agreement.unit
+        return self._unit or 1.0
 
     def _start_full_chunks(self) -> None:
         """Those that the plan holds back stay: nothing would hide them."""
@@ -497,8 +505,8 @@ class GradientExchange:
                 self.watcher.filling_begins()
             self.watcher.filling_ends()
         filling = self.filling
-        weight = self.weight if self.is_active else 0.0
-        filling.unit = self._agree_on_unit(weight, is_active=self.is_active)
+        self._begin_exchange()
+        filling.unit = self._agreed_unit()
         for bucket in filling.buckets:
             for position, parameter in enumerate(bucket.parameters):
                 if parameter not in self._arrived:
@@ -506,7 +514,7 @@ class GradientExchange:
         presence = [] if self.zero_fill else [p in self.present for p in self._order]
         self._unexchanged.clear()
         filling.write_footer(
-            weight,
+            self.weight if self.is_active else 0.0,
             is_active=self.is_active,
             presence=[p and self.is_active for p in presence],
             num_samples=self.num_samples if self.is_active else 0.0,

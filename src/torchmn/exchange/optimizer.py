@@ -15,7 +15,7 @@ from torchmn.communicators import Communicator
 from torchmn.compression import Codec
 from torchmn.errors import NonFiniteGradientError, TorchmnError, UnsupportedError, UsageError
 from torchmn.exchange.base import LOOKED_AT_BY_SCALER, Deferring, Schedule
-from torchmn.exchange.bucket_set import NonfiniteGradients, Reduction, weight_unit
+from torchmn.exchange.bucket_set import NonfiniteGradients, Reduction
 from torchmn.exchange.contribution import Contribution
 from torchmn.exchange.gradient_hook import owners_of
 from torchmn.exchange.gradients import GradientExchange
@@ -302,11 +302,11 @@ class MultiNodeOptimizer(Optimizer):
             return state
         schedules = [{k: v for k, v in own.items() if k not in _NOT_THE_SCHEDULES} for own in ours]
         is_same = ours[0]["schedule"] == self.schedule.name
-        unit, scale = self._rescaled_unit(ours[0].get("progress", {}), len(states), comm.size)
         state["torchmn"] = {
             "schedule": ours[0]["schedule"],
-            "codec": reshard_codec([own["codec"] for own in ours], comm, scale=scale),
-            "progress": {**ours[0]["progress"], "unit": unit} if "progress" in ours[0] else {},
+            "codec": reshard_codec([own["codec"] for own in ours], comm),
+            # The unit of weights suits as many ranks as there were; the new ones agree on theirs.
+            "progress": {**ours[0]["progress"], "unit": None} if "progress" in ours[0] else {},
             **(reshard_object(self.schedule, schedules, comm) if is_same else schedules[0]),
         }
         accumulated = [own["accumulated"] for own in ours if "accumulated" in own]
@@ -584,20 +584,6 @@ class MultiNodeOptimizer(Optimizer):
         self.exchange.contribution.num_samples = state["num_samples"]
         if state["is_set"] or self.exchange.weight != state["weight"]:
             self.exchange.contribution.set(state["weight"], state["num_samples"])
-
-    def _rescaled_unit(
-        self, progress: dict[str, Any], num_old: int, num_new: int
-    ) -> tuple[float | None, float]:
-        """The unit of weights for the new ranks, and what one unit of old residues is in it.
-
-        Of weights by samples the sum over ranks stays when the global batch does, so that each is
-        num_old / num_new times what it was; weights of 1 for each rank stay as they are.
-        """
-        unit = progress.get("unit")
-        if unit is None or (unit == 1.0 and self._weight_kind == "rank"):
-            return unit, 1.0
-        new = weight_unit(unit * num_old / num_new, 1)
-        return new, num_old * unit / (num_new * new)
 
     def _take_over(self, source: int) -> None:
         tensors = [t for m in self._models for t in (*m.parameters(), *m.buffers())]

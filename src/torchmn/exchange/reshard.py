@@ -44,11 +44,10 @@ def notes_of(target: object) -> list[str]:
     return list(notes()) if callable(notes) else []
 
 
-def reshard_codec(states: Sequence[State], comm: Communicator, *, scale: float = 1.0) -> State:
+def reshard_codec(states: Sequence[State], comm: Communicator) -> State:
     """The `codec_state` that this rank loads, from those of all old ranks. Local.
 
-    ``scale``: what one unit of the old residues is in new ones. Ranks that encode nothing on this
-    route (all but the leaders of nodes) owe nothing.
+    Ranks that encode nothing on this route (all but the leaders of nodes) owe nothing.
     """
     held = [state["state"] for state in states if state.get("state")]
     if not any("residues" in state for state in held):
@@ -58,8 +57,6 @@ def reshard_codec(states: Sequence[State], comm: Communicator, *, scale: float =
     fullest = max(held, key=lambda state: len(state["residues"]))
     state = {**reshard(held, 1 if group is None else group.size)}
     state = {**fullest, "residues": [] if group is None else state["residues"]}
-    if scale != 1.0:
-        state["residues"] = [{**e, "values": e["values"] * scale} for e in state["residues"]]
     return {"rank": comm.rank, "size": comm.size, "state": state}
 
 

@@ -278,7 +278,7 @@ def leave(comm: Communicator, recipe: Recipe, num_passes: int) -> Left:
     _close(run)
     return Left(
         states=states, num_ranks=comm.size, flushed=flushed, finished=run.parameters(),
-        owed=_owed([state["optimizer"] for state in states], recipe),
+        owed=_owed([state["optimizer"] for state in states]),
     )  # fmt: skip
 
 
@@ -296,7 +296,7 @@ def check_other_ranks(comm: Communicator, recipe: Recipe, left: Left) -> None:
     _require_equal(left.states, before, "state", "reshard_state_dict() has changed what it read")
     run.load(states)
     _require_replicas(run)
-    _require_debts(run, left, recipe)
+    _require_debts(run, left)
     schedule = run.optimizer.schedule
     if isinstance(schedule, BlockSchedule):
         _require_blocks(run, left)
@@ -323,32 +323,27 @@ def _require_replicas(run: Run) -> None:
             require(torch.equal(mine, other), f"parameter {index} differs on rank {rank}")
 
 
-def _require_debts(run: Run, left: Left, recipe: Recipe) -> None:
-    """Residues of all ranks add up to what they did, in units of the mean of the next step."""
+def _require_debts(run: Run, left: Left) -> None:
+    """What the means have lost is what it was, whatever the ranks' weights were and will be."""
     comm = run.comm
     everybody = comm.allgather_obj(described(run.optimizer.state_dict()))
     # Where ranks of a node each encode a share, each holds all of it until it is asked for a part.
     copies = comm.intra_size if comm.cuts_parameters else 1
-    owed = {name: total / copies for name, total in _owed(everybody, recipe).items()}
+    owed = {name: total / copies for name, total in _owed(everybody).items()}
     require(owed.keys() == left.owed.keys(), f"owed is of other parameters: {owed.keys()}")
     for name, total in left.owed.items():
         error = float((owed[name] - total).abs().max() / (total.abs().max() + 1e-30))
         require(error < 1e-6, f"of what is owed to '{name}' {error} (relative) is lost or added")
 
 
-def _owed(states: States, recipe: Recipe) -> dict[str, Tensor]:
-    """By parameter, in units in which the number of ranks does not matter."""
+def _owed(states: States) -> dict[str, Tensor]:
+    """By parameter, in units of the mean."""
     owed: dict[str, Tensor] = {}
-    num_ranks = len(states)
     for state in states:
         ours = state["torchmn"]
-        is_by_samples = recipe.weight == "samples"
-        unit = num_ranks * ours["progress"]["unit"] if is_by_samples and ours["codec"] else 1.0
-        parts = [(ours["codec"], unit)]
-        parts += [(codec, num_ranks * ours["unit"]) for codec in ours.get("codecs", [])]
-        for codec, factor in parts:
+        for codec in (ours["codec"], *ours.get("codecs", [])):
             for entry in codec.get("state", {}).get("residues", []):
-                first, values = entry["offset"], entry["values"].double() * factor
+                first, values = entry["offset"], entry["values"].double() / entry["scale"]
                 total = owed.get(entry["name"], values.new_zeros(0))
                 missing = max(0, first + len(values) - len(total))
                 total = torch.nn.functional.pad(total, (0, missing))

@@ -41,7 +41,7 @@ NUM_STEPS = 5
 
 def check_means(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
     """The optimizer is given the mean of every backward pass, in order, none lost, none twice."""
-    run = _Run(comm, make, codec)
+    run = TrackedRun(comm, make, codec)
     for step in range(NUM_STEPS):
         run.step(step)
     run.optimizer.flush()
@@ -58,7 +58,7 @@ def check_staleness(comm: Communicator, make: MakeSchedule, codec: str | None) -
 
     Under a `Deferring` schedule it is there after synchronize().
     """
-    run = _Run(comm, make, codec)
+    run = TrackedRun(comm, make, codec)
     late = run.optimizer.schedule.staleness_steps
     for step in range(NUM_STEPS):
         run.backward(step)
@@ -82,7 +82,7 @@ def check_staleness(comm: Communicator, make: MakeSchedule, codec: str | None) -
 
 def check_replicas(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
     """All ranks hold the same bits after every step, in parameters and optimizer state."""
-    run = _Run(comm, make, codec)
+    run = TrackedRun(comm, make, codec)
     for step in range(NUM_STEPS):
         run.step(step)
         run.require_replicas(f"after step {step}")
@@ -92,12 +92,12 @@ def check_replicas(comm: Communicator, make: MakeSchedule, codec: str | None) ->
 
 def check_resume(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
     """Going on from a saved state gives the bits of going on without a break."""
-    run = _Run(comm, make, codec)
+    run = TrackedRun(comm, make, codec)
     for step in range(NUM_STEPS):
         run.step(step)
     file = io.BytesIO()
     torch.save((run.model.state_dict(), run.optimizer.state_dict()), file)
-    again = _Run(comm, make, codec)
+    again = TrackedRun(comm, make, codec)
     again.step(77)  # so that there is something to forget
     file.seek(0)
     model_state, optimizer_state = torch.load(file, weights_only=True)
@@ -115,7 +115,7 @@ def check_resume(comm: Communicator, make: MakeSchedule, codec: str | None) -> N
 
 def check_accumulation(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
     """Passes under no_sync() and the one after them count as one pass of their sum."""
-    run = _Run(comm, make, codec)
+    run = TrackedRun(comm, make, codec)
     sums = []
     for step in range(NUM_STEPS):
         run.optimizer.zero_grad()
@@ -133,7 +133,7 @@ def check_accumulation(comm: Communicator, make: MakeSchedule, codec: str | None
 
 def check_join(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
     """Rank r has r + 1 batches: means are over ranks that have data, replicas equal at the end."""
-    run = _Run(comm, make, codec)
+    run = TrackedRun(comm, make, codec)
     with run.optimizer.join():
         for step in range(comm.rank + 1):
             run.step(step)
@@ -149,7 +149,7 @@ def check_join(comm: Communicator, make: MakeSchedule, codec: str | None) -> Non
 
 def check_sums_up(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
     """What was applied adds up to the sum of the true means, less the residues that remain."""
-    run = _Run(comm, make, codec)
+    run = TrackedRun(comm, make, codec)
     for step in range(NUM_STEPS):
         run.step(step)
     run.optimizer.flush()
@@ -164,7 +164,7 @@ def check_sums_up(comm: Communicator, make: MakeSchedule, codec: str | None) -> 
         for entry in owed:
             if entry["name"] == name:
                 first = entry["offset"]
-                rest[first : first + len(entry["values"])] += entry["values"]
+                rest[first : first + len(entry["values"])] += entry["values"] / entry["scale"]
         off = float((rest - total).abs().max() / (total.abs().max() + 1e-300))
         require(off < 1e-5, f"of '{name}' {off} (relative) is neither applied nor owed")
         require(bool(parameter.isfinite().all()), f"'{name}' is not finite")
@@ -172,7 +172,7 @@ def check_sums_up(comm: Communicator, make: MakeSchedule, codec: str | None) -> 
 
 def check_zeros(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
     """Gradients of zeros lead to none but zeros."""
-    run = _Run(comm, make, codec)
+    run = TrackedRun(comm, make, codec)
     for _ in range(NUM_STEPS):
         run.optimizer.zero_grad()
         sums = [parameter.sum() for parameter in run.model.parameters()]
@@ -186,7 +186,7 @@ def check_zeros(comm: Communicator, make: MakeSchedule, codec: str | None) -> No
 
 def check_nonfinite(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
     """A gradient that is not finite is refused on all ranks, by name, and leaves no trace."""
-    run, untouched = _Run(comm, make, codec), _Run(comm, make, codec)
+    run, untouched = TrackedRun(comm, make, codec), TrackedRun(comm, make, codec)
     guilty = comm.size - 1
     refusals = []
     for step in (0, 1, 2, 3, None, 4, 5):
@@ -224,7 +224,7 @@ def check_nonfinite(comm: Communicator, make: MakeSchedule, codec: str | None) -
 
 def check_options(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
     """A step is taken with the learning rate that `step` was called with."""
-    run = _Run(comm, make, codec)
+    run = TrackedRun(comm, make, codec)
     late = run.optimizer.schedule.staleness_steps
     for step in range(NUM_STEPS):
         run.step(step)
@@ -243,7 +243,7 @@ def check_options(comm: Communicator, make: MakeSchedule, codec: str | None) -> 
 
 def check_trajectory(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
     """What is not late comes to where `every_step` does: no layer runs with old parameters."""
-    run, plain = _Run(comm, make, codec), _Run(comm, EveryStep, codec)
+    run, plain = TrackedRun(comm, make, codec), TrackedRun(comm, EveryStep, codec)
     if run.optimizer.schedule.staleness_steps or codec not in (None, "float32"):
         return
     for each in (run, plain):
@@ -267,7 +267,7 @@ def check_block_means(comm: Communicator, make: MakeSchedule, codec: str | None)
 
     The factor is the recipe's; the direction is the same for all.
     """
-    run = _Run(comm, make, codec, batch_size=2 + comm.rank)
+    run = TrackedRun(comm, make, codec, batch_size=2 + comm.rank)
     start = run.parameters()
     run.step(0)
     here = [(b - w).double() for b, w in zip(start, run.parameters(), strict=True)]
@@ -292,7 +292,7 @@ def check_block_replicas(comm: Communicator, make: MakeSchedule, codec: str | No
 
     Between, ranks do differ. With overlap parameters are the same after flush() only.
     """
-    run = _Run(comm, make, codec)
+    run = TrackedRun(comm, make, codec)
     schedule = block_schedule(run.optimizer)
     num_moves = 0
     for step in range(3 * NUM_STEPS):
@@ -314,7 +314,7 @@ def check_block_replicas(comm: Communicator, make: MakeSchedule, codec: str | No
 
 def check_block_accumulation(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
     """The optimizer is given the rank's own gradients, summed over the passes of a step."""
-    run = _Run(comm, make, codec)
+    run = TrackedRun(comm, make, codec)
     for step in range(2):
         run.optimizer.zero_grad()
         with run.optimizer.no_sync():
@@ -331,7 +331,7 @@ def check_block_accumulation(comm: Communicator, make: MakeSchedule, codec: str 
 
 def check_block_join(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
     """Rank r has r + 1 batches: nobody's samples are lost, replicas equal at the end."""
-    run = _Run(comm, make, codec)
+    run = TrackedRun(comm, make, codec)
     schedule = block_schedule(run.optimizer)
     num_samples = 0
     for extra in (1, 3):
@@ -347,7 +347,7 @@ def check_block_join(comm: Communicator, make: MakeSchedule, codec: str | None) 
 
 def check_block_sums_up(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
     """What recipes were given adds up to the ranks' mean movements, less the residues."""
-    run = _Run(comm, make, codec)
+    run = TrackedRun(comm, make, codec)
     schedule = block_schedule(run.optimizer)
     if schedule.overlap_steps or codec in ("float16", "bfloat16"):
         return  # nobody sees what is under way; rounds, and keeps no account of it
@@ -368,22 +368,20 @@ def check_block_sums_up(comm: Communicator, make: MakeSchedule, codec: str | Non
     for step in range(4 * 3):
         run.step(step)
     owed = [e for entries in comm.allgather_obj(_residues(schedule)) for e in entries]
-    # Movements travel as their weight of samples in this unit over the number of ranks.
-    share = 12 / schedule.unit
     for name, local in moved.items():
         total = comm.allreduce(local, "mean").flatten()
         rest = given[name].flatten()
         for entry in owed:
             if entry["name"] == name:
                 first = entry["offset"]
-                rest[first : first + len(entry["values"])] += entry["values"] / share
+                rest[first : first + len(entry["values"])] += entry["values"] / entry["scale"]
         off = float((rest - total).abs().max() / (total.abs().max() + 1e-300))
         require(off < 1e-5, f"of '{name}' {off} (relative) is neither agreed on nor owed")
 
 
 def check_block_zeros(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
     """Where nobody moves, anchors stay."""
-    run = _Run(comm, make, codec)
+    run = TrackedRun(comm, make, codec)
     start = run.parameters()
     for _ in range(7):
         run.optimizer.zero_grad()
@@ -398,7 +396,7 @@ def check_block_nonfinite(comm: Communicator, make: MakeSchedule, codec: str | N
 
     Its parameter's residues are as before.
     """
-    run = _Run(comm, make, codec)
+    run = TrackedRun(comm, make, codec)
     schedule = block_schedule(run.optimizer)
     for step in range(2):
         run.step(step)
@@ -446,7 +444,7 @@ def _flat(tensors: list[Tensor]) -> Tensor:
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
-class _Run:
+class TrackedRun:
     """A training run that remembers local gradients and what the inner optimizer was given."""
 
     def __init__(
@@ -476,14 +474,17 @@ class _Run:
         return [value.clone() for value in self.model.state_dict().values()]
 
     def step(self, step: int) -> None:
+        """One step as users write it."""
         self.backward(step)
         self.optimizer.step()
 
     def backward(self, step: int) -> None:
+        """All of a step but `step` itself."""
         self.optimizer.zero_grad()
         self.add_pass(step)
 
     def add_pass(self, step: int) -> None:
+        """A forward and a backward pass; ``step`` makes the batch."""
         inputs = seeded(self.comm.rank, self.batch_size, 1, 6, 6, salt=200 + step) / 10
         parameters = list(self.model.parameters())
         loss = self.model(inputs).pow(2).mean()

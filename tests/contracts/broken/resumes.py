@@ -177,7 +177,7 @@ class GivesEachRankItsOwnGradients(MultiNodeOptimizer):
     def recipe(cls, monkeypatch):
         from torchmn.exchange import optimizer
 
-        monkeypatch.setattr(optimizer, "_shared_out", lambda accumulated, num_new: accumulated[0])
+        monkeypatch.setattr(optimizer, "_shared_out", lambda accumulated, *_: accumulated[0])
         return Recipe(has_noise=False, num_passes=3, num_samples=48)
 
 

@@ -12,6 +12,7 @@ from torchmn.compression import (
     ErrorFeedback,
     Float16,
     Layout,
+    PowerSGD,
     Quantized,
     StripeCodec,
     create_codec,
@@ -66,6 +67,40 @@ def test_sum_of_sent_is_sum_of_gradients_less_the_residue(
         run = slice(s.start, s.end)
         owed = residue(codec, dtype).double()[run]
         torch.testing.assert_close(sent[run] + owed, true[run], rtol=0, atol=tolerance)
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8), st.sampled_from([4, 1]))
+@settings(max_examples=30, deadline=None)
+def test_what_is_lost_is_counted_in_means(scales: list[float], bits: int) -> None:
+    """Whatever multiple of its mean each sum is."""
+    codec = ErrorFeedback(Quantized(bits))
+    generator = torch.Generator().manual_seed(0)
+    sent = true = torch.zeros(LAYOUT.end, dtype=torch.float64)
+    for scale in scales:
+        mean = torch.randn(LAYOUT.end, generator=generator, dtype=torch.float64)
+        codec.begin(scale)
+        sent = sent + step(codec, mean * scale) / scale
+        true = true + mean
+    entries = codec.state_dict()["residues"]
+    assert {entry["scale"] for entry in entries} == {scales[-1]}
+    owed = residue(codec, torch.float64) / scales[-1]
+    for s in LAYOUT.segments:
+        run = slice(s.start, s.end)
+        torch.testing.assert_close(sent[run] + owed[run], true[run], rtol=0, atol=1e-11)
+
+
+def test_equal_scales_change_no_bit_and_a_sum_of_nothing_no_residue() -> None:
+    codecs = [create_codec("int4"), create_codec("int4")]
+    for number in range(4):
+        values = torch.sin(torch.arange(LAYOUT.end) * (number + 1.0))
+        codecs[1].begin(0.3)
+        outs = [step(codec, values) for codec in codecs]
+        assert torch.equal(*outs)
+    held = residue(codecs[1], torch.float32)
+    codecs[1].begin(0.0)
+    step(codecs[1], torch.zeros(LAYOUT.end), is_valid=False)
+    assert torch.equal(residue(codecs[1], torch.float32), held)
+    assert torch.equal(residue(codecs[0], torch.float32), held)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "int2", "1bit"])
@@ -171,6 +206,8 @@ def test_warm_up_leaves_no_trace() -> None:
 def test_refusals() -> None:
     with pytest.raises(UsageError, match="has error feedback already"):
         ErrorFeedback(ErrorFeedback(Quantized(8)))
+    with pytest.raises(UsageError, match="PowerSGD has error feedback of its own"):
+        ErrorFeedback(PowerSGD())
     with pytest.raises(UnsupportedError, match="keeps residues by the names of parameters"):
         create_codec("int8").encode_stripe(
             torch.zeros(10), nameless(10, torch.float32), torch.zeros(24, dtype=torch.uint8)

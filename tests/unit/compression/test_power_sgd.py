@@ -300,3 +300,44 @@ def test_refusals_and_fresh() -> None:
     codec.finish(is_valid=True)
     assert repr(codec.fresh()) == "PowerSGD(rank=3)"
     assert codec.fresh().state_dict()["step"] == 0
+
+
+def test_what_is_lost_is_counted_in_means() -> None:
+    """Whatever multiple of its mean each sum is: steps of unequal weights."""
+    scales = (0.75, 0.01, 30.0)
+
+    def train(comm: Communicator) -> tuple[Tensor, dict]:
+        codec, sent = PowerSGD(rank=2), torch.zeros(SHAPES["dense"], dtype=torch.float64)
+        for step, scale in enumerate(scales):
+            codec.begin(scale)
+            named = [(n, t * scale / comm.size) for n, t in gradients(comm.rank, step, sent.dtype)]
+            codec.sum_(named, comm)
+            codec.finish(is_valid=True)
+            sent += dict(named)["dense"] / scale
+            again = PowerSGD(rank=2)
+            again.load_state_dict(codec.state_dict())
+            codec = again
+        return sent, codec.state_dict()
+
+    results = run_ranks(train, 2)
+    rest = owed([state for _, state in results], "dense", SHAPES["dense"]) / scales[-1]
+    true = sum(
+        dict(gradients(rank, step, torch.float64))["dense"] / 2
+        for rank in range(2)
+        for step in range(3)
+    )
+    torch.testing.assert_close(results[0][0] + rest, true, rtol=0, atol=1e-11)
+
+
+def test_inside_autocast_it_has_the_precision_of_its_tensors() -> None:
+    def train(comm: Communicator) -> list[Tensor]:
+        sent = []
+        for is_enabled in (False, True):
+            named = gradients(comm.rank, 0)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_enabled):
+                PowerSGD(rank=2).mean_(named, comm)
+            sent.append(dict(named)["dense"])
+        return sent
+
+    for outside, inside in run_ranks(train, 2):
+        assert torch.equal(outside, inside)

@@ -155,6 +155,36 @@ def test_reshard_conserves(residues_of_ranks: list[list[int]], num_workers: int)
     torch.testing.assert_close(values * num_workers, total)
 
 
+def test_a_piece_of_another_scale_is_converted_when_it_is_claimed() -> None:
+    residues, layout = Residues(), stripe(("a", 0, 4))
+    residues.scale = 0.5
+    fill(residues, "worker", layout, 10)
+    residues.finish(is_valid=True)
+    state = residues.state_dict()
+    assert [entry["scale"] for entry in state] == [0.5]
+    loaded = Residues()
+    loaded.load_state_dict(state)
+    for each in (residues, loaded):
+        each.scale = 2.0
+        assert each.run("worker", layout, CPU).now.tolist() == [40, 44, 48, 52]
+        each.finish(is_valid=True)
+        each.scale = 1.0
+        halves = [each.run("worker", stripe(("a", at, 2)), CPU) for at in (0, 2)]
+        assert [half.now.tolist() for half in halves] == [[20, 22], [24, 26]]
+
+
+def test_reshard_counts_in_means() -> None:
+    """Of ranks that were saved behind sums of other multiples of their means."""
+    states = [
+        {"residues": [{**entry("worker", "a", 0, [4.0]), "scale": 2.0}]},
+        {"residues": [{**entry("owner", "a", 0, [3.0]), "scale": 0.5}]},
+        {"residues": [entry("worker", "a", 0, [1.0])]},  # saved before residues had a scale
+    ]
+    (only,) = reshard(states, 3)["residues"]
+    assert only["values"].tolist() == [3.0]
+    assert only["scale"] == 1.0
+
+
 def test_reshard_needs_somebody() -> None:
     with pytest.raises(UsageError, match="got 0 states"):
         reshard([], 2)

@@ -8,7 +8,7 @@ from torch import nn
 
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import UsageError
-from torchmn.exchange.bucket_set import weight_unit
+from torchmn.exchange.weight_unit import weight_unit
 from torchmn.testing import run_ranks
 from torchmn.testing.contracts import seeded
 

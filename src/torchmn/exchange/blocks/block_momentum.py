@@ -34,6 +34,7 @@ from torch import Tensor
 from torchmn.errors import UsageError
 from torchmn.exchange.blocks.block_schedule import BlockSchedule, InsideNode
 from torchmn.exchange.blocks.fragments import Movement
+from torchmn.exchange.blocks.partial_block import Remembered
 
 
 class BlockMomentum(BlockSchedule):
@@ -111,6 +112,13 @@ class BlockMomentum(BlockSchedule):
             smoothed = self._smoothed[movement.name]
             smoothed.mul_(momentum).add_(movement.mean, alpha=gain)
             movement.anchor.sub_(smoothed, alpha=1 + momentum if self.nesterov else 1)
+
+    def _remembered(self, movements: Sequence[Movement]) -> Remembered:
+        return {
+            (movement.name, "smoothed"): self._smoothed[movement.name]
+            for movement in movements
+            if movement.name in self._smoothed
+        }
 
     def _recipe_state(self) -> dict[str, Any]:
         return {name: smoothed.clone() for name, smoothed in self._smoothed.items()}

@@ -15,8 +15,7 @@ weights n_i, those of the samples since t, so that the mean of w_i - w_i(t) stay
 that was agreed on is the same on all ranks, as are anchors, what recipes remember, and the count of
 all samples.
 
-What codecs owe is counted as movement times samples over (W unit). In new units of W' unit' it is
-W unit / (W' unit') times as much, shared out by `compression.reshard`.
+What codecs have lost of the mean movement is shared out by `compression.reshard`.
 """
 
 from __future__ import annotations
@@ -31,25 +30,22 @@ from torchmn.exchange.reshard import mean_tensor, reshard_codec
 State = dict[str, Any]
 
 
-def reshard_blocks(
-    states: Sequence[State], comm: Communicator, *, unit: float, num_sharing: int
-) -> State:
+def reshard_blocks(states: Sequence[State], comm: Communicator, *, num_sharing: int) -> State:
     """The state of a `BlockSchedule` that this rank loads, from those of all old ranks. Local.
 
-    ``unit``: in which the new ranks count samples; ``num_sharing``: how many of them train as one
-    worker with this one, itself included. Raises UsageError: ranks were saved at different places.
+    ``num_sharing``: how many ranks train as one worker with this one, itself included. Raises
+    UsageError: ranks were saved at different places.
     """
     first = states[0]
     if not all("names" in state for state in states):
         return first
     _raise_if_apart(states, comm)
-    size = comm.size
     # Ranks of a node that train as one worker have all counted the samples of all of them.
     counts = [
         [count / max(1, state["num_sharing"]) for count in state["block_samples"]]
         for state in states
     ]
-    share = num_sharing / size
+    share = num_sharing / comm.size
     seen = sum(s["cadence"]["samples"] / max(1, s["num_sharing"]) for s in states)
     return {
         **first,
@@ -58,10 +54,9 @@ def reshard_blocks(
         "num_sharing": num_sharing,
         "pending": _pending(states, counts),
         "codecs": [
-            reshard_codec(codecs, comm, scale=len(states) * first["unit"] / (size * unit))
+            reshard_codec(codecs, comm)
             for codecs in zip(*(state["codecs"] for state in states), strict=True)
         ],
-        "unit": unit,
         "parameters": _parameters(states, counts),
     }
 

@@ -7,7 +7,8 @@ With anchor a (the same bits on all ranks), parameters w_i of rank i, its n_i sa
                       a <- move(a, d, N),    w_i <- a
 
 `move` is the recipe: `PeriodicAverage`, `BlockMomentum`, `DiLoCo`. A rank's block ends at the step
-in which its samples since the last one reach block_size / W.
+in which its samples since the last one reach block_size / W. A block that ends before it is full
+(`flush`, uneven loops, the first one of a fragment) moves by a part of a full one: `partial_block`.
 
 Overlap (``overlap_steps=k``): at step t rank i contributes a - w_i(t), and goes on; at t + k
 
@@ -57,11 +58,12 @@ from torchmn.exchange.blocks.fragments import (
     reset_smoothed_gradients_,
     with_means,
 )
-from torchmn.exchange.bucket_set import weight_unit
+from torchmn.exchange.blocks.partial_block import Remembered, move_part_
 from torchmn.exchange.every_step import EveryStep
 from torchmn.exchange.gradients import GradientExchange
 from torchmn.exchange.own_codec import codec_state, load_codec_state
 from torchmn.exchange.replicas import take_over
+from torchmn.exchange.weight_unit import weight_unit
 
 InsideNode = Literal["every_step"]
 DEFAULT_SAMPLES_PER_WORKER = 512
@@ -162,6 +164,19 @@ class BlockSchedule(ABC):
 
         ``num_samples``: of all ranks, in this block of these parameters. Gradients are off.
         """
+
+    def _move_part_(self, movements: Sequence[Movement], part: float) -> None:
+        """The same for a block that ended when ``part`` of it was full, above 0 and below 1."""
+        move_part_(
+            movements,
+            part,
+            lambda scaled: self._move_(scaled, self._block_size),
+            self._remembered,
+        )
+
+    def _remembered(self, movements: Sequence[Movement]) -> Remembered:
+        """The floating-point tensors that `_move_` changes beside anchors, by any two names."""
+        return {}
 
     def _anchors_laid_out(self) -> None:  # noqa: B027 - most recipes need not know
         """`anchors` are complete, though without values; those from before are the same objects."""
@@ -414,8 +429,12 @@ class BlockSchedule(ABC):
         num_samples = movements.total_weight
         if num_samples:
             movements.wait()
+            part = num_samples / self._block_size
             with torch.no_grad():
-                self._move_(fragment.means(), num_samples)
+                if part < 1:
+                    self._move_part_(fragment.means(), part)
+                else:
+                    self._move_(fragment.means(), num_samples)
         if fragment is self._fragments[0]:
             self.num_samples += num_samples
         fragment.restart(pending.starts)
@@ -504,7 +523,6 @@ class BlockSchedule(ABC):
             "num_sharing": self._num_sharing,
             "pending": self._pending_state(),
             "codecs": [codec_state(fragment.codec, self._comm) for fragment in self._fragments],
-            "unit": self.unit,
             "names": [fragment.names for fragment in self._fragments],
             "parameters": self._parameters_off_anchors(),
         }
@@ -543,9 +561,7 @@ class BlockSchedule(ABC):
         self, states: Sequence[dict[str, Any]], comm: Communicator
     ) -> dict[str, Any]:
         """See `Resharding` and `reshard_blocks`."""
-        return reshard_blocks(
-            states, comm, unit=self.unit, num_sharing=self._node.size if self._node else 1
-        )
+        return reshard_blocks(states, comm, num_sharing=self._node.size if self._node else 1)
 
     def resume_notes(self) -> list[str]:
         """See `MultiNodeOptimizer.resume_notes`."""

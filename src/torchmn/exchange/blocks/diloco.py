@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torchmn.errors import UsageError
 from torchmn.exchange.blocks.block_schedule import BlockSchedule, InsideNode
 from torchmn.exchange.blocks.fragments import Movement
+from torchmn.exchange.blocks.partial_block import Remembered
 
 MakeOptimizer = Callable[[list[Tensor]], Optimizer]
 
@@ -87,6 +88,14 @@ class DiLoCo(BlockSchedule):
         self.outer.step()  # leaves out what has no gradient: other fragments
         for movement in movements:
             movement.anchor.grad = None
+
+    def _remembered(self, movements: Sequence[Movement]) -> Remembered:
+        return {
+            (movement.name, key): value
+            for movement in movements
+            for key, value in self.outer.state.get(movement.anchor, {}).items()
+            if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+        }
 
     def _recipe_state(self) -> dict[str, Any]:
         return {"outer": self.outer.state_dict()}

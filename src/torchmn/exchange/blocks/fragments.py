@@ -77,8 +77,13 @@ class Fragment:
 
     @torch.no_grad()
     def pack(self, weight: float, *, is_active: bool) -> None:
-        """Write this rank's part. A weight of zero contributes nothing, even where that is NaN."""
+        """Begin an exchange and write this rank's part. *Collective*, though it waits for nothing.
+
+        A weight of zero contributes nothing, even where that is NaN.
+        """
         movements = self.movements
+        if movements.keeps_residues:
+            movements.agree_on_weight(weight, is_active=is_active, unit=movements.unit)
         scale = weight / (movements.comm.size * movements.unit)
         for bucket in movements.buckets:
             for position, (name, parameter, slot) in enumerate(

@@ -24,3 +24,6 @@ class PeriodicAverage(BlockSchedule):
     def _move_(self, movements: Sequence[Movement], num_samples: float) -> None:
         for movement in movements:
             movement.anchor.sub_(movement.mean)
+
+    def _move_part_(self, movements: Sequence[Movement], part: float) -> None:
+        self._move_(movements, part * self._block_size)  # a mean is a mean, of however many samples

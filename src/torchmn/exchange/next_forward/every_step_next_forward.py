@@ -149,6 +149,7 @@ class EveryStepNextForward:
         means = exchange.turn()
         means.wait()
         exchange.inspect(means)
+        exchange.adopt_unit(means)
         self._exchange_ended()
         return means.num_active
 

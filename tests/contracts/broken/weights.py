@@ -1,0 +1,114 @@
+"""Wrong in how they take weights and parts of blocks, by the contract that must catch each."""
+
+from __future__ import annotations
+
+from torchmn.compression import ErrorFeedback, PowerSGD, Quantized
+from torchmn.exchange import BlockMomentum, DiLoCo, EveryStep
+
+from .schedules import CountsTheAbsent, SmallBlocks
+
+
+class KeepsResiduesOfSums(ErrorFeedback):
+    """Adds what was lost of one sum to the next one, whatever part of its mean that is.
+
+    So it was before residues had a unit: adrift with unequal weights, 16 times too much one step
+    into a block of 16, W times too much where one of W ranks goes on.
+    """
+
+    def __init__(self):
+        super().__init__(Quantized(bits=4))
+
+    def begin(self, total_scale):
+        pass
+
+    def fresh(self):
+        return type(self)()
+
+
+class FactorsResiduesOfSums(PowerSGD):
+    """The same of matrices."""
+
+    def begin(self, total_scale):
+        pass
+
+    def fresh(self):
+        return type(self)()
+
+
+class PaysIntoNothing(ErrorFeedback):
+    """Adds what was lost to a sum that nobody has a part in, and which is thrown away."""
+
+    def __init__(self):
+        super().__init__(Quantized(bits=4))
+
+    def finish(self, *, is_valid):
+        super().finish(is_valid=True)
+
+    def fresh(self):
+        return type(self)()
+
+
+class KeepsAnOldUnit(EveryStep):
+    """A rank that has left its loop counts weights in the unit of when it left."""
+
+    def take_part(self):
+        adopt = self._exchange.adopt_unit
+        self._exchange.adopt_unit = lambda means: None
+        try:
+            return super().take_part()
+        finally:
+            self._exchange.adopt_unit = adopt
+
+
+class WeighsRanksAlike(EveryStep):
+    """Whatever their weights."""
+
+    def attach(self, exchange, inner):
+        super().attach(exchange, inner)
+        begin = exchange._begin_exchange
+
+        def begin_alike():
+            exchange.contribution.set(1.0, 1.0)
+            begin()
+
+        exchange._begin_exchange = begin_alike
+
+
+class WeighsStepsAlike(SmallBlocks):
+    """Whatever their samples."""
+
+    def _count_samples(self, num_samples):
+        super()._count_samples(4.0)
+
+
+class KicksWhole(BlockMomentum):
+    """Takes a part of a block for a small block of its own: its momentum is that of a full one."""
+
+    def __init__(self):
+        super().__init__(36)
+
+    def _move_part_(self, movements, part):
+        self._move_(movements, part * self._block_size)
+
+
+class StepsWhole(DiLoCo):
+    """Lets the outer optimizer step as far as at the end of a full block."""
+
+    def __init__(self):
+        super().__init__(36)
+
+    def _move_part_(self, movements, part):
+        self._move_(movements, part * self._block_size)
+
+
+__all__ = [
+    "CountsTheAbsent",
+    "FactorsResiduesOfSums",
+    "KeepsAnOldUnit",
+    "KeepsResiduesOfSums",
+    "KicksWhole",
+    "PaysIntoNothing",
+    "StepsWhole",
+    "WeighsRanksAlike",
+    "WeighsStepsAlike",
+]

@@ -1,0 +1,126 @@
+"""Every codec with every schedule and number of ranks, under weights that change."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.contracts.broken import weights as broken
+from tests.contracts.broken.schedules import SmallBlocks
+from torchmn.compression import CODECS
+from torchmn.exchange import SCHEDULES, EveryStep
+from torchmn.testing import run_ranks
+from torchmn.testing.contracts import ContractError
+from torchmn.testing.schedule_contracts import variants
+from torchmn.testing.weight_contracts import (
+    WEIGHT_CONTRACTS,
+    check_all,
+    check_parts_of_blocks,
+    check_weighted_blocks,
+    check_weighted_join,
+    check_weighted_means,
+)
+from torchmn.topology import Topology
+
+pytestmark = pytest.mark.timeout(300)  # numba compiles once per machine, on one that may be busy
+
+SYNCHRONOUS = [name for name in SCHEDULES if name != "parameter_server"]
+PLACEMENTS = {
+    "1": ("flat", Topology.blocks([1])),
+    "2": ("flat", Topology.blocks([2])),
+    "3": ("naive", Topology.blocks([3])),
+    "4": ("flat", Topology.blocks([4])),
+    "3+1": ("hierarchical", Topology.blocks([3, 1])),
+    "2+2": ("two_dimensional", Topology.blocks([2, 2])),
+}
+
+
+@pytest.mark.parametrize(
+    ("codec", "label"),
+    [(codec, label) for codec in CODECS for label in ("1", "2", "3", "4")]
+    + [("int4", "3+1"), ("power_sgd", "3+1"), ("int4", "2+2")],
+)
+@pytest.mark.parametrize("schedule", SYNCHRONOUS)
+def test_contracts(schedule: str, codec: str, label: str) -> None:
+    name, topology = PLACEMENTS[label]
+    run_ranks(
+        lambda comm: check_all(comm, schedule, codec),
+        topology.size,
+        name=name,
+        topology=topology,
+    )
+
+
+WEIGHTS = st.one_of(
+    st.just(0.0), st.floats(1e-3, 1e4), st.integers(1, 4096).map(float), st.just(1.0)
+)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_nothing_is_lost_whatever_the_weights(data: st.DataObject) -> None:
+    """What was applied is the true means, less what remains, for any history of weights."""
+    schedule = data.draw(st.sampled_from(SYNCHRONOUS))
+    codec = data.draw(st.sampled_from(sorted(set(CODECS) - {"float16", "bfloat16"})))
+    size = data.draw(st.integers(1, 4))
+    row = st.lists(WEIGHTS, min_size=size, max_size=size)
+    weights = data.draw(st.lists(row.filter(any), min_size=1, max_size=8))
+
+    def rank_main(comm):
+        comm.bucket_bytes = 5000
+        for make in variants(comm, schedule):
+            if make().keeps_replicas == "every step":
+                check_weighted_means(comm, make, codec, weights)
+            else:
+                check_weighted_blocks(comm, make, codec, weights)
+
+    run_ranks(rank_main, size, name="flat")
+
+
+# (what is wrong, contract, schedule, codec)
+CAUGHT_BY = [
+    (broken.WeighsRanksAlike, check_weighted_means, broken.WeighsRanksAlike, None),
+    (broken.CountsTheAbsent, check_weighted_join, broken.CountsTheAbsent, None),
+    (broken.WeighsStepsAlike, check_weighted_blocks, broken.WeighsStepsAlike, None),
+    (broken.KicksWhole, check_parts_of_blocks, broken.KicksWhole, None),
+    (broken.StepsWhole, check_parts_of_blocks, broken.StepsWhole, None),
+    (broken.KeepsAnOldUnit, check_weighted_join, broken.KeepsAnOldUnit, "int4"),
+    (broken.PaysIntoNothing, check_weighted_join, EveryStep, broken.PaysIntoNothing),
+    *(
+        (wrong, contract, schedule, wrong)
+        for wrong in (broken.KeepsResiduesOfSums, broken.FactorsResiduesOfSums)
+        for contract, schedule in (
+            (check_weighted_means, EveryStep),
+            (check_weighted_join, EveryStep),
+            (check_weighted_blocks, SmallBlocks),
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("wrong", "contract", "schedule", "codec"),
+    CAUGHT_BY,
+    ids=[f"{wrong.__name__}-{contract.__name__}" for wrong, contract, _, _ in CAUGHT_BY],
+)
+def test_is_caught(wrong: type, contract, schedule: type, codec) -> None:
+    def rank_main(comm):
+        with pytest.raises(ContractError):
+            contract(comm, schedule, codec() if isinstance(codec, type) else codec)
+
+    run_ranks(rank_main, 3, timeout_s=20)
+
+
+def test_every_contract_has_one_that_breaks_it() -> None:
+    caught = {contract for _, contract, _, _ in CAUGHT_BY}
+    assert caught == {c for cs in WEIGHT_CONTRACTS.values() for c in cs}
+
+
+def test_the_broken_ones_begin_with_some_that_are_right() -> None:
+    def rank_main(comm):
+        for codec in (None, "int4"):
+            for contract in WEIGHT_CONTRACTS["every step"]:
+                contract(comm, EveryStep, codec)
+            for contract in WEIGHT_CONTRACTS["every block"]:
+                contract(comm, SmallBlocks, codec)
+
+    run_ranks(rank_main, 3)
