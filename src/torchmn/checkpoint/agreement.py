@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchmn.communicators.base import Communicator
 from torchmn.communicators.journal import Journal
 from torchmn.communicators.transports.base import Patience, Transport, break_off
 from torchmn.errors import PeerLostError, TimeLimitError
@@ -81,6 +82,12 @@ class Agreement:
         """For how long this rank has been waiting for others in a round; 0 when in none."""
         since_s = self._waiting_since_s
         return 0.0 if since_s is None else time.monotonic() - since_s
+
+    def close(self, comm: Communicator) -> None:
+        """Let the connections go that ``comm`` made for it; no round may be under way. Local."""
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            comm.end_channels(transport)
 
     def give_up(self) -> None:
         """Let a round that waits end with an error. From another thread; nothing comes after."""

@@ -198,6 +198,7 @@ class MultiNodeCheckpointer(Extension):
         if self._hosts_memory is not None:
             self._hosts_memory.close()
         atexit.unregister(self.close)
+        self._comm.forget_before_end(self.close)
         has_failed = hasattr(sys, "last_type") or sys.exc_info()[0] is not None
         grace_s = min(self._comm.timeout_s, _GRACE_S if has_failed else math.inf)
         thread = self._thread
@@ -207,6 +208,9 @@ class MultiNodeCheckpointer(Extension):
                 self._agreement.give_up()
                 thread.join(_GRACE_S)
                 break
+        if thread is None or not thread.is_alive():
+            self._agreement.close(self._comm)
+            self._memory = CopyMemory()
         outcome = self._outcome
         if isinstance(outcome, Exception):
             self._warn(str(outcome))

@@ -351,6 +351,20 @@ class Communicator(Collectives, ABC):
         """Have it called when `finalize` begins: by whoever has threads of his own here. Local."""
         self._before_end.append(callback)
 
+    def forget_before_end(self, callback: Callable[[], None]) -> None:
+        """Call it no more, and hold on to its object no more: its threads have ended. Local."""
+        if callback in self._before_end:
+            self._before_end.remove(callback)
+
+    def end_channels(self, transport: Transport) -> None:
+        """Close what `channels` has made before `finalize` does, unused from now on. Local.
+
+        Over MPI, where closing is collective, `finalize` does it nevertheless.
+        """
+        if transport.name != "mpi":
+            self._subgroups = [g for g in self._subgroups if g.transport is not transport]
+            transport.close()
+
     def finalize(self) -> None:
         """End this communicator: finish what is in flight, close its connections."""
         while self._before_end:

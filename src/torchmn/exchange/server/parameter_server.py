@@ -221,6 +221,7 @@ class ParameterServer:
             return
         self._is_closed = True
         atexit.unregister(self.close)
+        self._comm.forget_before_end(self.close)
         is_stuck = self._work is not None and not self._work.done
         if is_stuck:  # an error has ended the loop: the worker's thread still waits for an answer
             for channel in self._channels:
@@ -242,6 +243,8 @@ class ParameterServer:
             for thread in self._threads:
                 thread.join(5 * _GRACE_S)
         self._engine.close()
+        if self._transport is not None and not any(t.is_alive() for t in self._threads):
+            self._comm.end_channels(self._transport)
 
     # ---- a step ----
 
