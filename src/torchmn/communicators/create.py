@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import socket
+import warnings
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from torchmn.communicators.objects import Trust
 from torchmn.communicators.pure_nccl import PureNcclCommunicator
 from torchmn.communicators.single_node import SingleNodeCommunicator
 from torchmn.communicators.transports.base import TimeLimit, Transport
-from torchmn.communicators.transports.streams import StreamTransport
+from torchmn.communicators.transports.streams import MOST_PEERS, StreamTransport
 from torchmn.communicators.transports.torch_distributed import TorchDistributedTransport
 from torchmn.communicators.transports.world import choose_transport, join_world
 from torchmn.communicators.two_dimensional import TwoDimensionalCommunicator
@@ -120,7 +121,9 @@ def create_communicator(
         )
 
     if name != "auto":
-        return make(name, world, "")
+        comm = make(name, world, "")
+        _say_what_is_missing(comm)
+        return comm
     routes = candidate_routes(topology, device)
     worlds = {world.name: world}
     if transport == "auto" and len(topology.nodes) > 1:
@@ -138,7 +141,32 @@ def create_communicator(
     )
     if measured:
         comm.reason = f"{route}; {comm.reason}; {measured}"
+    _say_what_is_missing(comm)
     return comm
+
+
+def _say_what_is_missing(comm: Communicator) -> None:
+    """Whether sums between hosts go by gloo because ranks are not connected. *Collective.*
+
+    All ranks say it in `Communicator.reason`, rank 0 warns as well.
+    """
+    if comm.inter_size == 1 or comm.device.type != "cpu":
+        return
+    link = None if comm.link_group is None else comm.link_group.transport
+    own = link.missing if isinstance(link, StreamTransport) else ""
+    found = [missing for missing in comm.allgather_obj(own) if missing]
+    if not found:
+        return
+    text = f"no TCP streams between hosts: {found[0]}; large messages go by gloo, slower"
+    comm.reason = f"{comm.reason}; {text}" if comm.reason else text
+    if comm.rank == 0:
+        warnings.warn(
+            f"{comm.speaker}: {text}. Up to {MOST_PEERS + 1} ranks that send between hosts are "
+            "connected: 'hierarchical' has one of them per host. See whether a firewall closes "
+            "free ports, and whether GLOO_SOCKET_IFNAME names the interface between the hosts.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _limits(timeout_s: float, first_timeout_s: float | None) -> tuple[float, float]:

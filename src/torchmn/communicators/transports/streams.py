@@ -61,7 +61,8 @@ _ROLE = "streams"
 class StreamTransport(Transport):
     """Large messages over sockets of our own, everything else by ``inner``. *Collective.*
 
-    `over` makes one where that is possible.
+    `over` makes one. Where the ranks could not be connected ``missing`` says why, all goes by
+    ``inner``, and its parts may still have connections.
     """
 
     name = "streams"
@@ -71,9 +72,13 @@ class StreamTransport(Transport):
         inner: Transport,
         connections: dict[int, socket.socket],
         connections_ahead: dict[int, socket.socket],
+        missing: str = "",
     ) -> None:
         super().__init__(inner.rank, inner.size, inner.scratch)
         self.inner = inner
+        self.missing = missing
+        if missing:
+            self.name = inner.name
         self.is_trusted = inner.is_trusted
         self.is_threaded = getattr(inner, "is_threaded", True)
         self._streams = {peer: _Stream(peer, each) for peer, each in connections.items()}
@@ -83,18 +88,24 @@ class StreamTransport(Transport):
 
     @classmethod
     def over(cls, inner: Transport, limit: TimeLimit) -> Transport:
-        """Connect all ranks with each other; ``inner`` itself if some cannot. *Collective.*"""
-        if not 1 < inner.size <= MOST_PEERS + 1:
+        """Connect all ranks with each other, or none of them. *Collective.*"""
+        if inner.size == 1:
             return inner
+        if inner.size > MOST_PEERS + 1:
+            return cls(inner, {}, {}, f"{inner.size} ranks are more than {MOST_PEERS + 1}")
         both = [_connect_all(inner, limit) for _ in range(2)]
-        is_complete = all(len(connections) == inner.size - 1 for connections in both)
-        num_failed = torch.tensor([0 if is_complete else 1], device="cpu")
-        inner.all_reduce_(num_failed, "sum", limit)
-        if int(num_failed):
+        num_missing = torch.zeros(inner.size, dtype=torch.int64, device="cpu")
+        for peer in range(inner.size):
+            if peer != inner.rank:
+                num_missing[peer] += sum(peer not in connections for connections in both)
+        inner.all_reduce_(num_missing, "sum", limit)
+        unreached = num_missing.nonzero().flatten().tolist()
+        if unreached:
             for connection in (*both[0].values(), *both[1].values()):
                 connection.close()
-            return inner
-        return cls(inner, *both)
+            ranks = f"rank{'s' * (len(unreached) > 1)} {', '.join(map(str, unreached))}"
+            return cls(inner, {}, {}, f"{ranks} could not be connected in {_CONNECT_S:g} s")
+        return cls(inner, both[0], both[1])
 
     @property
     def for_threads(self) -> Transport:
@@ -105,6 +116,9 @@ class StreamTransport(Transport):
         self, sends: Sequence[Message], recvs: Sequence[Message], limit: TimeLimit, tag: int = 0
     ) -> None:
         """See `Transport.exchange`."""
+        if self.missing:
+            self.inner.exchange(sends, recvs, limit, tag)
+            return
         small_sends = [message for message in sends if not _is_large(message)]
         small_recvs = [message for message in recvs if not _is_large(message)]
         if small_sends or small_recvs:
@@ -125,7 +139,7 @@ class StreamTransport(Transport):
 
     def send_ahead(self, buffer: Tensor) -> None:
         """See `Transport.send_ahead`."""
-        if buffer.is_cuda or buffer.nbytes < _LARGE_BYTES * self.size:
+        if self.missing or buffer.is_cuda or buffer.nbytes < _LARGE_BYTES * self.size:
             return
         if self._swaps(buffer):
             sends: list[Message] = [(1 - self.rank, buffer)]
@@ -186,7 +200,7 @@ class StreamTransport(Transport):
 
     def all_reduce_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
         """See `Transport.all_reduce_`."""
-        if buffer.is_cuda or buffer.nbytes < _LARGE_BYTES * self.size:
+        if self.missing or buffer.is_cuda or buffer.nbytes < _LARGE_BYTES * self.size:
             self.inner.all_reduce_(buffer, op, limit)
         elif self._swaps(buffer):
             peer = 1 - self.rank

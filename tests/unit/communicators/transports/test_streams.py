@@ -7,11 +7,13 @@ import os
 import socket
 import struct
 import threading
+import warnings
 
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
+from torchmn.communicators import create_communicator
 from torchmn.communicators.transports import streams
 from torchmn.communicators.transports.base import TimeLimit
 from torchmn.communicators.transports.streams import StreamTransport
@@ -19,6 +21,7 @@ from torchmn.communicators.transports.torch_distributed import TorchDistributedT
 from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError
 from torchmn.testing.contracts import seeded
 from torchmn.testing.ranks import run_threads
+from torchmn.topology import Topology
 
 LARGE = 70_001  # elements
 
@@ -190,7 +193,8 @@ def test_where_ranks_cannot_reach_each_other_all_go_on_without(monkeypatch) -> N
     monkeypatch.setattr(streams, "_own_addresses", lambda inner: [])
 
     def rank_main(transport):
-        assert isinstance(transport, TorchDistributedTransport)
+        assert transport.name == "torch.distributed"
+        assert transport.missing == "ranks 0, 1, 2 could not be connected in 0.3 s"
         buffer = torch.ones(LARGE)
         transport.all_reduce_(buffer, "sum", TimeLimit(20))
         assert (buffer == 3).all()
@@ -247,9 +251,60 @@ def test_ranks_without_the_secret_do_not_connect(monkeypatch) -> None:
         known.secret = f"of job {rank}"
         inner = TorchDistributedTransport(store, rank, 2, timeout_s=20)
         with contextlib.closing(StreamTransport.over(inner, TimeLimit(20))) as transport:
-            return transport.name
+            return transport.name, transport.missing
 
-    assert run_threads(rank_main, 2) == ["torch.distributed"] * 2
+    for name, missing in run_threads(rank_main, 2):
+        assert name == "torch.distributed"
+        assert missing == "ranks 0, 1 could not be connected in 0.3 s"
+
+
+def test_more_ranks_than_are_connected_may_have_parts_that_are(monkeypatch) -> None:
+    monkeypatch.setattr(streams, "MOST_PEERS", 1)
+
+    def rank_main(transport):
+        assert (transport.name, transport.missing) == (
+            "torch.distributed",
+            "3 ranks are more than 2",
+        )
+        transport.send_ahead(torch.ones(3 * LARGE))
+        whole = torch.ones(3 * LARGE)
+        transport.all_reduce_(whole, "sum", TimeLimit(20))
+        assert (whole == 3).all()
+        if transport.rank == 2:
+            return
+        leaders = transport.split([0, 1], "leaders", TimeLimit(20))
+        assert (leaders.name, leaders.missing) == ("streams", "")
+        buffer = torch.ones(2 * LARGE)
+        leaders.all_reduce_(buffer, "sum", TimeLimit(20))
+        assert (buffer == 2).all()
+        leaders.close()
+
+    run(rank_main, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks_per_node", "is_said"), [("flat", [2, 1], True), ("hierarchical", [2, 1], False)]
+)
+def test_what_goes_by_gloo_is_said_on_all_ranks(monkeypatch, name, ranks_per_node, is_said) -> None:
+    monkeypatch.setattr(streams, "MOST_PEERS", 1)
+
+    def rank_main(transport):
+        topology = Topology.blocks(ranks_per_node)
+        comm = create_communicator(name, transport=transport, topology=topology, timeout_s=20)
+        reason = comm.reason
+        comm.finalize()
+        return reason
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        reasons = run(rank_main, 3)
+    said = [str(w.message) for w in caught if "TCP streams" in str(w.message)]
+    assert len(said) == is_said  # of rank 0 alone
+    for reason in reasons:
+        assert ("no TCP streams between hosts: 3 ranks are more than 2" in reason) is is_said
+    for text in said:
+        assert text.startswith("rank 0 of 3")
+        assert "large messages go by gloo, slower" in text
 
 
 def test_listens_at_the_address_that_gloo_was_given(monkeypatch) -> None:
