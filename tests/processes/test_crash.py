@@ -120,6 +120,33 @@ def test_a_hang_is_named(runner: Runner, backend: str, fault: str, words: str) -
     runner.wait_until_nothing_is_left()
 
 
+CAUGHT = """
+import os, pathlib, sys, time
+import torchmn
+from torchmn.errors import TimeLimitError
+comm = torchmn.create_communicator("naive", timeout_s=1, first_timeout_s=1)
+is_over = pathlib.Path("is_over")
+if comm.rank == 0:
+    try:
+        comm.barrier()
+    except TimeLimitError:
+        is_over.touch()
+else:
+    while not is_over.exists():
+        time.sleep(0.01)
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_a_time_limit_that_the_script_catches_fails_the_job_all_the_same(runner: Runner) -> None:
+    """However fast the ranks then end: the launcher has heard of it before the script."""
+    done = runner.run("-n", "2", "--backend", "gloo", runner.script(CAUGHT), limit_s=50)
+    assert done.returncode == 1, done.stderr
+    assert "has not completed within 1 s" in done.stderr.splitlines()[-1]
+    runner.wait_until_nothing_is_left()
+
+
 @pytest.mark.parametrize("backend", ["gloo", "mpi"], indirect=True)
 def test_a_rank_that_does_not_join_is_named(runner: Runner, backend: str) -> None:
     script = runner.script(TRAINING)

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+from torchmn.launch.watch import watched
+
 State = Literal["running", "done", "failed", "late"]
 
 _ALIKE = {"all_reduce", "broadcast", "reduce", "reduce_scatter", "all_gather", "split"}
@@ -108,6 +110,10 @@ class Journal:
         """Record how it ended."""
         entry.ended_s = time.monotonic()
         entry.state = state
+        if state == "late":
+            # Before the error is raised: a script that catches it may end at once, and whether the
+            # job has failed would depend on who is faster.
+            watched.look_for_hang()
 
     @contextmanager
     def label(self, *, bucket: int | None = None, step: int | None = None) -> Iterator[None]:

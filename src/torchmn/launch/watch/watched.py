@@ -21,7 +21,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
@@ -133,7 +133,7 @@ class Watched:
         follows = is_consequence(error)
         words = self._last_words = _words_of(error)
         if follows:
-            self._look_for_hang()
+            self.look_for_hang()
         self._post(Failed(status=1, words=words, is_consequence=follows, at=time.time()))
         if follows:
             self._is_waiting = True
@@ -158,7 +158,7 @@ class Watched:
                     self._post(Told(collectives=self._collectives(), stacks=stacks))
                 elif isinstance(message, End):
                     self._must_end.set()
-            self._look_for_hang()
+            self.look_for_hang()
             if self._must_end.is_set():
                 if not self._is_stuck():
                     stuck_since = None
@@ -167,7 +167,8 @@ class Watched:
                 elif time.monotonic() - stuck_since > _STUCK_S:
                     _end_now(1)
 
-    def _look_for_hang(self) -> None:
+    def look_for_hang(self) -> None:
+        """Tell of a collective that has passed its limit, once. From any thread."""
         if self._has_told_of_hang:
             return
         for collectives in self._alive():
@@ -190,7 +191,8 @@ class Watched:
         for reference in list(self._followed):
             collectives = reference()
             if collectives is None:
-                self._followed.remove(reference)
+                with suppress(ValueError):  # another thread was here before
+                    self._followed.remove(reference)
             else:
                 yield collectives
 
@@ -268,6 +270,13 @@ def follow(collectives: Collectives) -> None:
     watched = of_this_process()
     if watched is not None:
         watched.follow(collectives)
+
+
+def look_for_hang() -> None:
+    """Tell of a collective that has passed its limit, where this process is watched."""
+    watched = of_this_process()
+    if watched is not None:
+        watched.look_for_hang()
 
 
 @contextmanager
