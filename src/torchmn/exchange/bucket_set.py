@@ -287,19 +287,28 @@ class BucketSet:
             work.wait()
         self._works.clear()
 
-    def wait(self) -> None:
+    def await_bucket(self, bucket: Bucket) -> None:
+        """Wait for the sums of one bucket, which `wait` has not made means yet."""
+        for parameter in bucket.parameters:
+            for chunk in self.chunks_of[parameter]:
+                if chunk in self._works:
+                    self._works[chunk].wait()
+
+    def wait(self) -> bool:
         """Wait for all sums and turn them into means; once more changes nothing.
 
-        Raises UsageError on all ranks alike: the weights of the active ranks add up to zero.
+        Returns whether sums were scaled. Raises UsageError on all ranks: the weights of the active
+        ranks add up to zero.
         """
         self.drain()
         if self._holds_means:
-            return
+            return False
         self.await_footer()
         if self._factor != 1.0:
             for bucket in self.buckets:
                 bucket.buffer[: bucket.buffer.numel() - bucket.footer.numel()].mul_(self._factor)
         self._holds_means = True
+        return self._factor != 1.0
 
     def await_footer(self) -> None:
         """Wait for what the ranks said of their parts. Raises UsageError: see `wait`."""

@@ -152,6 +152,11 @@ def create_multi_node_optimizer(
             "rank steps with its own. Let the loss be a mean over the batch, or use a schedule of "
             "single steps, such as 'every_step'."
         )
+    if isinstance(optimizer, MultiNodeOptimizer):
+        raise UsageError(
+            f"{comm.speaker}: the optimizer is a multi-node optimizer already. Give the one inside "
+            "it (optimizer.inner)."
+        )
     models = [model] if isinstance(model, nn.Module) else list(model)
     if any(isinstance(each, DistributedDataParallel) for each in models):
         raise UnsupportedError(

@@ -536,6 +536,24 @@ class GradientExchange:
         for index in self.plan.order[self._num_started :]:
             self.filling.sum_now(self.filling.chunks[index], self.step)
 
+    def wait_and_expose(self, means: BucketSet) -> None:
+        """Wait for all sums and `expose` the means, copying each bucket while others arrive."""
+        try:
+            if not self.gradient_as_bucket_view:
+                for bucket in means.buckets:
+                    means.await_bucket(bucket)
+                    self._copy(bucket)
+            was_scaled = means.wait()
+        except BaseException:
+            for parameter in means.order:
+                parameter.grad = None  # what was copied are no means
+            raise
+        if was_scaled or self.gradient_as_bucket_view:
+            self.assign(means)
+        else:
+            self._clear_absent(means)
+        self.inspect(means)
+
     def expose(self, means: BucketSet) -> None:
         """Make every ``p.grad`` the mean, and None where there is none.
 
@@ -550,10 +568,18 @@ class GradientExchange:
         for bucket in means.buckets:
             if self.gradient_as_bucket_view:
                 bucket.expose()
-                continue
-            for parameter, slot in zip(bucket.parameters, bucket.slots, strict=True):
-                if parameter.requires_grad or parameter.grad is not None:
-                    self.memory.set(parameter, slot)
+            else:
+                self._copy(bucket)
+        self._clear_absent(means)
+
+    def _copy(self, bucket: Bucket) -> None:
+        """Make every ``p.grad`` of a bucket a copy of its slot."""
+        for parameter, slot in zip(bucket.parameters, bucket.slots, strict=True):
+            if parameter.requires_grad or parameter.grad is not None:
+                self.memory.set(parameter, slot)
+
+    def _clear_absent(self, means: BucketSet) -> None:
+        """Clear every ``p.grad`` that has no mean among these."""
         if not self.zero_fill:
             for parameter, is_present in zip(means.order, means.presence, strict=True):
                 if not is_present:
