@@ -122,6 +122,10 @@ class BucketSet:
         self._nonfinite_here: list[str] = []
         self._nonfinite_encoded: list[str] = []
         self._nonfinite_decoded: list[str] = []
+        self.sparse_means: dict[nn.Parameter, Tensor | None] = {}
+        """Of parameters whose gradients are sparse, which are in no bucket."""
+        self.weight = 0.0
+        """Of this rank in the exchange under way."""
         self._is_valid = True
         self._step = 0
         self._sent_count = 0
@@ -185,6 +189,7 @@ class BucketSet:
         ``flags``: of `GIVEN_UP`, `OTHER_LAYOUT`, `LOADED`, what all ranks must say or none;
         ``num_exchanges``: of this rank until now, which must be the same on all.
         """
+        self.weight = weight
         if self.buckets:
             self._sent_count = num_exchanges % _COUNT_MODULUS
             row = [0.0] * (self._footer.numel() - len(presence)) + [float(p) for p in presence]

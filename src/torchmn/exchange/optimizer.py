@@ -34,6 +34,7 @@ from torchmn.exchange.reshard import (
     reshard_inner,
     reshard_object,
 )
+from torchmn.exchange.sparse_gradients import sparse_parameters
 
 _NOT_THE_SCHEDULES = ("schedule", "codec", "progress", "accumulated")
 """What of our part of the state is the optimizer's own."""
@@ -106,6 +107,7 @@ class MultiNodeOptimizer(Optimizer):
             on_backward_end=self._backward_ended,
             gradient_as_bucket_view=gradient_as_bucket_view,
             reduction=reduction,
+            find_sparse=lambda: sparse_parameters(self._models),
         )
         self.exchange.contribution = Contribution(is_by_samples=weight == "samples")
         try:

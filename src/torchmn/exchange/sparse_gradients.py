@@ -14,6 +14,7 @@ always, unless ``sparse_as_dense`` is given. Codecs do not apply: rows travel as
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ _INDEX_BYTES = 8
 def sparse_parameters(models: Sequence[nn.Module]) -> set[nn.Parameter]:
     """The parameters whose gradients are sparse: weights of layers made with ``sparse=True``."""
     return {
-        module.weight
+        cast(nn.Parameter, module.weight)
         for model in models
         for module in model.modules()
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
@@ -35,12 +36,18 @@ def sparse_parameters(models: Sequence[nn.Module]) -> set[nn.Parameter]:
 
 
 def mean_sparse_gradients(
-    comm: Communicator, parameters: Sequence[nn.Parameter], weight: float
+    comm: Communicator,
+    parameters: Sequence[nn.Parameter],
+    weight: float,
+    *,
+    zero_fill: bool,
+    reduction: Literal["mean", "sum"],
 ) -> dict[nn.Parameter, Tensor | None]:
-    """The mean over ranks of each ``p.grad``, weighted; None where no rank has one. *Collective.*
+    """The mean over ranks of each ``p.grad``, weighted, or their sum. *Collective.*
 
-    A rank of weight 0 contributes nothing. Raises UnsupportedError: a gradient is sparse in more
-    than its first dim.
+    A rank of weight 0 contributes nothing. Where no rank has a gradient it is None, or, with
+    ``zero_fill``, one without rows. Raises UnsupportedError: a gradient is sparse in more than its
+    first dim.
     """
     own = [_rows_of(comm, parameter, weight) for parameter in parameters]
     facts = torch.tensor(
@@ -53,11 +60,14 @@ def mean_sparse_gradients(
     means: dict[nn.Parameter, Tensor | None] = {}
     for parameter, rows, counts in zip(parameters, own, everybody.T[1:], strict=True):
         num_rows = int(counts.sum() - (counts > 0).sum())
-        if not counts.any() or not total:
-            means[parameter] = None
-            continue
         indices, values = rows if rows is not None else _no_rows(parameter)
-        means[parameter] = _sum(comm, parameter, indices, values, num_rows) / total
+        if counts.any() and total:
+            summed = _sum(comm, parameter, indices, values, num_rows)
+            means[parameter] = summed / total if reduction == "mean" else summed
+        elif zero_fill:
+            means[parameter] = _sparse(parameter, indices, values)
+        else:
+            means[parameter] = None
     return means
 
 
@@ -75,8 +85,8 @@ def _rows_of(
     if grad.sparse_dim() != 1:
         raise UnsupportedError(
             f"{comm.speaker}: a gradient of shape {list(grad.shape)} is sparse in "
-            f"{grad.sparse_dim()} dims. Only gradients that are sparse in their first dim, as those "
-            "of nn.Embedding(sparse=True), are exchanged."
+            f"{grad.sparse_dim()} dims. Only gradients that are sparse in their first dim, as "
+            "those of nn.Embedding(sparse=True), are exchanged."
         )
     return grad.indices()[0], grad.values() * weight
 
@@ -95,8 +105,14 @@ def _sum(
     if gathered_nbytes <= 2 * parameter.nbytes + num_rows * _INDEX_BYTES:
         indices = torch.cat([i.to(parameter.device) for i in comm.allgather(indices)])
         values = torch.cat([v.to(parameter.device) for v in comm.allgather(values)])
-        return torch.sparse_coo_tensor(indices[None], values, parameter.shape).coalesce()
+        return _sparse(parameter, indices, values)
     dense = torch.zeros_like(parameter, requires_grad=False).index_add_(0, indices, values)
     dense = comm.allreduce(dense)
     union = torch.cat([i.to(parameter.device) for i in comm.allgather(indices)]).unique()
-    return torch.sparse_coo_tensor(union[None], dense[union], parameter.shape, is_coalesced=True)
+    return _sparse(parameter, union, dense[union])
+
+
+def _sparse(parameter: nn.Parameter, indices: Tensor, values: Tensor) -> Tensor:
+    return torch.sparse_coo_tensor(
+        indices[None], values, parameter.shape, check_invariants=False
+    ).coalesce()
