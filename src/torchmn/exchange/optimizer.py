@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from torchmn.communicators import Communicator
 from torchmn.compression import Codec
@@ -95,9 +96,8 @@ class MultiNodeOptimizer(Optimizer):
             "max_grad_norm": max_grad_norm,
         }
         self._taken_over_by = ""
+        self._take_parameters_over()  # an older one may have to complete what `_unify` broadcasts
         self._unify()
-        parameters = [parameter for _, parameter in named_parameters(inner, self._models)]
-        self._take_parameters_over(parameters)
         self.exchange = GradientExchange(
             comm,
             codec,
@@ -461,9 +461,9 @@ class MultiNodeOptimizer(Optimizer):
     def _label(self) -> str:
         return f"the multi-node optimizer of {type(self.inner).__name__} ({self.schedule.name})"
 
-    def _take_parameters_over(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Close the multi-node optimizers that exchange gradients of these parameters. Local."""
-        for owner in owners_of(parameters):
+    def _take_parameters_over(self) -> None:
+        """Close the multi-node optimizers that exchange gradients of our parameters. Local."""
+        for owner in owners_of(p for _, p in named_parameters(self.inner, self._models)):
             if isinstance(owner, GradientExchange) and isinstance(owner.owner, MultiNodeOptimizer):
                 owner.owner._taken_over_by = self._label
                 owner.owner.close()
