@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from torchmn import create_multi_node_optimizer
-from torchmn.errors import UnsupportedError
 from torchmn.testing import run_ranks
 from torchmn.testing.contracts import seeded
 
