@@ -89,6 +89,11 @@ class Engine:
             self._stream = torch.cuda.Stream(self.device)
         return self._stream
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is queued and nothing runs."""
+        return not self._queue and not self._is_running
+
     def is_eager(self) -> bool:
         """Whether the running exchange may spin: nobody computes on this rank meanwhile."""
         return self._num_waiting > 0 or threading.get_ident() != self._background_id

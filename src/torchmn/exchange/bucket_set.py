@@ -122,6 +122,10 @@ class BucketSet:
         self._nonfinite_here: list[str] = []
         self._nonfinite_encoded: list[str] = []
         self._nonfinite_decoded: list[str] = []
+        self.sparse_means: dict[nn.Parameter, Tensor | None] = {}
+        """Of parameters whose gradients are sparse, which are in no bucket."""
+        self.weight = 0.0
+        """Of this rank in the exchange under way."""
         self._is_valid = True
         self._step = 0
         self._sent_count = 0
@@ -185,6 +189,7 @@ class BucketSet:
         ``flags``: of `GIVEN_UP`, `OTHER_LAYOUT`, `LOADED`, what all ranks must say or none;
         ``num_exchanges``: of this rank until now, which must be the same on all.
         """
+        self.weight = weight
         if self.buckets:
             self._sent_count = num_exchanges % _COUNT_MODULUS
             row = [0.0] * (self._footer.numel() - len(presence)) + [float(p) for p in presence]
@@ -287,19 +292,28 @@ class BucketSet:
             work.wait()
         self._works.clear()
 
-    def wait(self) -> None:
+    def await_bucket(self, bucket: Bucket) -> None:
+        """Wait for the sums of one bucket, which `wait` has not made means yet."""
+        for parameter in bucket.parameters:
+            for chunk in self.chunks_of[parameter]:
+                if chunk in self._works:
+                    self._works[chunk].wait()
+
+    def wait(self) -> bool:
         """Wait for all sums and turn them into means; once more changes nothing.
 
-        Raises UsageError on all ranks alike: the weights of the active ranks add up to zero.
+        Returns whether sums were scaled. Raises UsageError on all ranks: the weights of the active
+        ranks add up to zero.
         """
         self.drain()
         if self._holds_means:
-            return
+            return False
         self.await_footer()
         if self._factor != 1.0:
             for bucket in self.buckets:
                 bucket.buffer[: bucket.buffer.numel() - bucket.footer.numel()].mul_(self._factor)
         self._holds_means = True
+        return self._factor != 1.0
 
     def await_footer(self) -> None:
         """Wait for what the ranks said of their parts. Raises UsageError: see `wait`."""

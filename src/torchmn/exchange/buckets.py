@@ -94,15 +94,16 @@ def plan_buckets(
     bucket_bytes: int,
     num_footer: int,
     has_own_footer: bool = False,
+    footer_device: torch.device | None = None,
     allocate: Allocate = new_zeros,
 ) -> list[Bucket]:
     """Lay out parameters in the order in which their gradients are expected.
 
     ``parameters`` come in the order of registration: backward meets them about in reverse.
     ``naive`` has one bucket per parameter sorted by name, ``flat`` one per dtype and device. The
-    footer ends the last bucket; it has a bucket of its own if asked for, and beside 16 bits, in
-    which it would miscount. A pure function of facts that are the same on all ranks, but for
-    ``allocate``, which may be collective.
+    footer ends the last bucket; it has a bucket of its own if asked for, beside 16 bits, in which
+    it would miscount, and on ``footer_device`` where there are no parameters. A pure function of
+    facts that are the same on all ranks, but for ``allocate``, which may be collective.
     """
     if granularity == "parameter":
         groups = [[item] for item in sorted(parameters, key=lambda item: item[0])]
@@ -115,7 +116,9 @@ def plan_buckets(
             for part in _cut(kind, bucket_bytes)
         ]
     if not groups:
-        return []
+        return (
+            [] if footer_device is None else [_own_footer(0, num_footer, footer_device, allocate)]
+        )
     buckets = []
     is_narrow = groups[-1][0][1].dtype in _NARROW
     needs_own_footer = has_own_footer or is_narrow
@@ -126,10 +129,20 @@ def plan_buckets(
         )
     if needs_own_footer:
         dtype = torch.float32 if is_narrow else buckets[-1].buffer.dtype
-        footer = allocate(num_footer, dtype, groups[-1][0][1].device)
-        cargo = Cargo(footer, Layout((), dtype), num_footer)
-        buckets.append(Bucket(len(groups), [], [], footer, [], cargo))
+        device = groups[-1][0][1].device
+        buckets.append(_own_footer(len(groups), num_footer, device, allocate, dtype))
     return buckets
+
+
+def _own_footer(
+    index: int,
+    num_footer: int,
+    device: torch.device,
+    allocate: Allocate,
+    dtype: torch.dtype = torch.float32,
+) -> Bucket:
+    footer = allocate(num_footer, dtype, device)
+    return Bucket(index, [], [], footer, [], Cargo(footer, Layout((), dtype), num_footer))
 
 
 def _by_kind(parameters: Sequence[NamedParameter]) -> list[list[NamedParameter]]:

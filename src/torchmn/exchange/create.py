@@ -47,7 +47,7 @@ def create_multi_node_optimizer(
     model: nn.Module | Sequence[nn.Module],
     *,
     double_buffering: bool = False,
-    zero_fill: bool = True,
+    zero_fill: bool = False,
     codec: str | Codec | None = None,
     schedule: str | Schedule | None = None,
     allow_lossy: bool = False,
@@ -70,8 +70,9 @@ def create_multi_node_optimizer(
         comm: who takes part, and by which route.
         model: the module, or modules, that own the optimizer's parameters: names, buffers.
         double_buffering: the same as ``schedule="double_buffering"``.
-        zero_fill: a parameter without a gradient counts as zeros. If off, one that has no gradient
-            on any rank keeps ``grad = None``.
+        zero_fill: give a parameter that has no gradient on any rank one of zeros, as ChainerMN did
+            by default. Otherwise it keeps ``grad = None``, as in one process, and the optimizer
+            leaves it alone. One that has a gradient on some ranks counts as zeros on the others.
         codec: the form on the wire: ``float32``, ``float16``, ``bfloat16``, ``int8``, ``int4``,
             ``int2``, ``1bit``, ``power_sgd`` or an object of `torchmn.compression`; default: the
             communicator's ``allreduce_grad_dtype``. ``auto`` chooses by measurement.
@@ -151,6 +152,11 @@ def create_multi_node_optimizer(
             f"reduction='sum' adds the ranks' gradients of one step, and under {chosen.name} each "
             "rank steps with its own. Let the loss be a mean over the batch, or use a schedule of "
             "single steps, such as 'every_step'."
+        )
+    if isinstance(optimizer, MultiNodeOptimizer):
+        raise UsageError(
+            f"{comm.speaker}: the optimizer is a multi-node optimizer already. Give the one inside "
+            "it (optimizer.inner)."
         )
     models = [model] if isinstance(model, nn.Module) else list(model)
     if any(isinstance(each, DistributedDataParallel) for each in models):

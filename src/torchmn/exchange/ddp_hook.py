@@ -36,6 +36,8 @@ from torchmn.compression import Codec, Layout
 from torchmn.errors import DisagreementError, UnsupportedError, UsageError
 from torchmn.exchange.bucket_set import NonfiniteGradients
 from torchmn.exchange.buckets import shape_in_memory
+from torchmn.exchange.gradient_hook import owners_of
+from torchmn.exchange.gradients import GradientExchange
 from torchmn.exchange.own_codec import codec_state, load_codec_state, own_codec
 from torchmn.exchange.reshard import reshard_codec
 from torchmn.topology import Topology
@@ -80,6 +82,12 @@ class DdpHook:
             )
         if self._is_open:
             raise UsageError("This hook serves a model already. Make another with ddp_hook().")
+        if any(isinstance(o, GradientExchange) for o in owners_of(model.parameters())):
+            raise UsageError(
+                "A multi-node optimizer exchanges the gradients of this model already, and they "
+                "would be averaged twice. Use one of the two: close() the optimizer, or give it "
+                "the module without DistributedDataParallel."
+            )
         self._open(model, next(model.module.parameters()).device)
         self._warm_up()
         model.register_comm_hook(None, self)  # with the model as state neither would ever be freed

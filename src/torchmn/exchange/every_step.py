@@ -42,10 +42,12 @@ class EveryStep:
         exchange = self._exchange
         if self._is_exchanged:
             exchange.warn_of_second_pass()
-        exchange.sum_rest()
+        if exchange.comm.engine.is_idle:
+            exchange.sum_rest()
+        else:
+            exchange.start_rest()
         means = exchange.turn()
-        means.wait()
-        exchange.expose(means)
+        exchange.wait_and_expose(means)
         self.num_active, self.num_samples = means.num_active, means.num_samples
         self._is_exchanged = True
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -39,6 +39,7 @@ from torchmn.exchange.contribution import Contribution
 from torchmn.exchange.gradient_hook import has_later_hook, watch_gradient
 from torchmn.exchange.gradient_memory import GradientMemory
 from torchmn.exchange.own_codec import codec_state, load_codec_state
+from torchmn.exchange.sparse_gradients import mean_sparse_gradients
 from torchmn.exchange.weight_agreement import WeightAgreement
 
 
@@ -85,6 +86,7 @@ class GradientExchange:
         on_backward_end: Callable[[], None],
         gradient_as_bucket_view: bool = False,
         reduction: Reduction = "mean",
+        find_sparse: Callable[[], Collection[nn.Parameter]] = tuple,
     ) -> None:
         self.comm = comm
         self.reduction = reduction
@@ -119,6 +121,7 @@ class GradientExchange:
         self._unit: float | None = None
         """In which weights are counted, see `BucketSet`; None: to be agreed on."""
         self._num_sets = max(1, num_sets)
+        self._find_sparse = find_sparse
         self._on_backward_end = on_backward_end
         self._hooks: list[RemovableHandle] = []
         self._lock = threading.RLock()
@@ -165,6 +168,9 @@ class GradientExchange:
             for n, p in known
             if (p.requires_grad or p in self._unexchanged) and not self.is_resting
         ]
+        sparse = set(self._find_sparse())
+        self._sparse = [(n, p) for n, p in trainable if p in sparse]
+        trainable = [(n, p) for n, p in trainable if p not in sparse]
         self._facts = [(p, _facts(p)) for _, p in known]
         self._num_exchanges = 0
         self.memory.clear()
@@ -180,6 +186,7 @@ class GradientExchange:
                     bucket_bytes=self.comm.bucket_bytes,
                     num_footer=num_footer,
                     has_own_footer=self.chunk_bytes is not None,
+                    footer_device=self._sparse[0][1].device if self._sparse else None,
                     allocate=self.comm.new_buffer,
                 ),
                 self.chunk_bytes,
@@ -453,8 +460,9 @@ class GradientExchange:
         if grad is not None and grad.layout != torch.strided:
             raise UnsupportedError(
                 f"{self.comm.speaker}: the gradient of '{bucket.names[position]}' is sparse "
-                f"({grad.layout}). Only dense gradients are exchanged: make the layer with "
-                "sparse=False."
+                f"({grad.layout}), and its layer is none whose gradients are known to be: "
+                "nn.Embedding and nn.EmbeddingBag with sparse=True. Use one of these, or dense "
+                "gradients (sparse=False)."
             )
         scale = self.weight / (self.comm.size * (self._unit or 1.0)) if self.is_active else 0.0
         if self.filling.pack(bucket, position, scale) or self.memory.is_mean(parameter):
@@ -527,14 +535,45 @@ class GradientExchange:
             self._start_full_chunks()
 
     def start_rest(self) -> None:
-        """Hand over what is left; return at once."""
+        """Hand over what is left; return at once, or, with sparse gradients, when all is summed."""
         for index in self.plan.order[self._num_started :]:
             self.filling.start(self.filling.chunks[index], self.step)
+        self._exchange_sparse()
 
     def sum_rest(self) -> None:
         """Sum what is left, on the calling thread if it can be."""
         for index in self.plan.order[self._num_started :]:
             self.filling.sum_now(self.filling.chunks[index], self.step)
+        self._exchange_sparse()
+
+    def _exchange_sparse(self) -> None:
+        """The sparse gradients of this pass, after all sums on every rank."""
+        if self._sparse:
+            self.filling.sparse_means = mean_sparse_gradients(
+                self.comm,
+                [parameter for _, parameter in self._sparse],
+                self.filling.weight,
+                zero_fill=self.zero_fill,
+                reduction=self.reduction,
+            )
+
+    def wait_and_expose(self, means: BucketSet) -> None:
+        """Wait for all sums and `expose` the means, copying each bucket while others arrive."""
+        try:
+            if not self.gradient_as_bucket_view:
+                for bucket in means.buckets:
+                    means.await_bucket(bucket)
+                    self._copy(bucket)
+            was_scaled = means.wait()
+        except BaseException:
+            for parameter in means.order:
+                parameter.grad = None  # what was copied are no means
+            raise
+        if was_scaled or self.gradient_as_bucket_view:
+            self.assign(means)
+        else:
+            self._clear_absent(means)
+        self.inspect(means)
 
     def expose(self, means: BucketSet) -> None:
         """Make every ``p.grad`` the mean, and None where there is none.
@@ -550,10 +589,18 @@ class GradientExchange:
         for bucket in means.buckets:
             if self.gradient_as_bucket_view:
                 bucket.expose()
-                continue
-            for parameter, slot in zip(bucket.parameters, bucket.slots, strict=True):
-                if parameter.requires_grad or parameter.grad is not None:
-                    self.memory.set(parameter, slot)
+            else:
+                self._copy(bucket)
+        self._clear_absent(means)
+
+    def _copy(self, bucket: Bucket) -> None:
+        """Make every ``p.grad`` of a bucket a copy of its slot."""
+        for parameter, slot in zip(bucket.parameters, bucket.slots, strict=True):
+            if parameter.requires_grad or parameter.grad is not None:
+                self.memory.set(parameter, slot)
+
+    def _clear_absent(self, means: BucketSet) -> None:
+        """Clear every ``p.grad`` that has no mean among these."""
         if not self.zero_fill:
             for parameter, is_present in zip(means.order, means.presence, strict=True):
                 if not is_present:
@@ -563,7 +610,14 @@ class GradientExchange:
             for parameter in self._order:
                 if parameter not in held:
                     parameter.grad = None
+        self.assign_sparse(means)
         self.adopt_unit(means)
+
+    def assign_sparse(self, means: BucketSet) -> None:
+        """Make every sparse ``p.grad`` its mean, or None where there is none. Local."""
+        for parameter, mean in means.sparse_means.items():
+            if parameter.requires_grad or parameter.grad is not None:
+                parameter.grad = mean
 
     def adopt_unit(self, means: BucketSet) -> None:
         """Scale the next gradients as suits the weights of these. On all ranks alike."""
@@ -573,8 +627,20 @@ class GradientExchange:
     def inspect(self, means: BucketSet) -> None:
         """Take note of what is not finite in them. *Collective*, if there is something."""
         self.problem = means.nonfinite()
+        if self.problem is None:
+            self.problem = self._nonfinite_sparse(means)
         if self.problem is not None:
             self.problems.append(self.problem)
+
+    def _nonfinite_sparse(self, means: BucketSet) -> NonfiniteGradients | None:
+        """What is not finite among the sparse means, which are the same on all ranks. Local."""
+        names = [
+            name
+            for name, parameter in self._sparse
+            if (mean := means.sparse_means.get(parameter)) is not None
+            and not mean._values().isfinite().all()
+        ]
+        return NonfiniteGradients(self.step, in_sum=names) if names else None
 
     def warn_of_second_pass(self) -> None:
         """Say once that gradients were added to means, if they were. Local."""

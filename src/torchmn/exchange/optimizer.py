@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from torchmn.communicators import Communicator
 from torchmn.compression import Codec
@@ -34,6 +35,7 @@ from torchmn.exchange.reshard import (
     reshard_inner,
     reshard_object,
 )
+from torchmn.exchange.sparse_gradients import sparse_parameters
 
 _NOT_THE_SCHEDULES = ("schedule", "codec", "progress", "accumulated")
 """What of our part of the state is the optimizer's own."""
@@ -77,6 +79,9 @@ class MultiNodeOptimizer(Optimizer):
         self._exchanged_weight = 0.0
         """Of this rank, in all exchanges since a closure was called."""
         self._is_joining = False
+        self._on_nonfinite = on_nonfinite
+        self._max_grad_norm = max_grad_norm
+        self._step_hook: RemovableHandle | None = None
         self._has_closure = False
         """Whether gradients come of what the inner optimizer's step calls."""
         self._hooks = ModelHooks()
@@ -91,9 +96,8 @@ class MultiNodeOptimizer(Optimizer):
             "max_grad_norm": max_grad_norm,
         }
         self._taken_over_by = ""
+        self._take_parameters_over()  # an older one may have to complete what `_unify` broadcasts
         self._unify()
-        parameters = [parameter for _, parameter in named_parameters(inner, self._models)]
-        self._take_parameters_over(parameters)
         self.exchange = GradientExchange(
             comm,
             codec,
@@ -103,21 +107,15 @@ class MultiNodeOptimizer(Optimizer):
             on_backward_end=self._backward_ended,
             gradient_as_bucket_view=gradient_as_bucket_view,
             reduction=reduction,
+            find_sparse=lambda: sparse_parameters(self._models),
         )
         self.exchange.contribution = Contribution(is_by_samples=weight == "samples")
         try:
             self._attach(max_grad_norm)
         except BaseException:
-            self.exchange.close()  # nobody will, and the hooks are on the model
+            self.exchange.close()  # nobody else will
+            self._unhook()
             raise
-        self._on_nonfinite = on_nonfinite
-        self._max_grad_norm = max_grad_norm
-        self._step_hook = inner.register_step_pre_hook(self._before_step)
-        # With this the model also keeps the optimizer: gradients are exchanged even if nobody else
-        # has it.
-        self._hooks.before_copy(self._models[0], self._complete)
-        if weight == "samples" or schedule.counts_samples:
-            self._hooks.before_forward(self._models[0], self.exchange.contribution.count)
 
     def _attach(self, max_grad_norm: float | None) -> None:
         schedule, inner = self.schedule, self.inner
@@ -127,6 +125,17 @@ class MultiNodeOptimizer(Optimizer):
         if self._deferring is not None:
             why_wait = None if max_grad_norm is None else "max_grad_norm needs all gradients"
             self._deferring.hook_into(self._models, why_wait)
+        self._step_hook = inner.register_step_pre_hook(self._before_step)
+        # With this the model also keeps the optimizer: gradients are exchanged even if nobody else
+        # has it.
+        self._hooks.before_copy(self._models[0], self._complete)
+        if self._weight_kind == "samples" or schedule.counts_samples:
+            self._hooks.before_forward(self._models[0], self.exchange.contribution.count)
+
+    def _unhook(self) -> None:
+        if self._step_hook is not None:
+            self._step_hook.remove()
+        self._hooks.remove()
 
     # ---- what makes it an Optimizer ----
 
@@ -203,7 +212,7 @@ class MultiNodeOptimizer(Optimizer):
         """
         if self._taken_over_by:
             raise UsageError(
-                f"{self.communicator.speaker}: {self!r} gave its parameters to "
+                f"{self.communicator.speaker}: {self._label} gave its parameters to "
                 f"{self._taken_over_by}, which was made later for some of the same parameters: "
                 "only one multi-node optimizer can exchange the gradient of a parameter. Step the "
                 "newer one, or make one optimizer with several parameter groups."
@@ -439,8 +448,7 @@ class MultiNodeOptimizer(Optimizer):
         """Leave the model alone, to train it by itself or make another optimizer for it. Local."""
         self.schedule.close()
         self.exchange.close()
-        self._step_hook.remove()
-        self._hooks.remove()
+        self._unhook()
 
     # ---- inside ----
 
@@ -449,11 +457,15 @@ class MultiNodeOptimizer(Optimizer):
         broadcast_and_prove(self.communicator, self._models)
         broadcast_optimizer_state(self.communicator, self.inner)
 
-    def _take_parameters_over(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Close the multi-node optimizers that exchange gradients of these parameters. Local."""
-        for owner in owners_of(parameters):
+    @property
+    def _label(self) -> str:
+        return f"the multi-node optimizer of {type(self.inner).__name__} ({self.schedule.name})"
+
+    def _take_parameters_over(self) -> None:
+        """Close the multi-node optimizers that exchange gradients of our parameters. Local."""
+        for owner in owners_of(p for _, p in named_parameters(self.inner, self._models)):
             if isinstance(owner, GradientExchange) and isinstance(owner.owner, MultiNodeOptimizer):
-                owner.owner._taken_over_by = repr(self)
+                owner.owner._taken_over_by = self._label
                 owner.owner.close()
 
     def _before_step(self, *_: object) -> None:

@@ -12,6 +12,7 @@ from torchmn.communicators import Communicator
 from torchmn.communicators.checksums import checksum, differences
 from torchmn.errors import CommunicationError, DisagreementError, UnsupportedError, UsageError
 from torchmn.exchange.buckets import NamedParameter
+from torchmn.exchange.sparse_gradients import sparse_parameters
 
 
 def named_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
@@ -64,6 +65,10 @@ def raise_if_ranks_differ(
     """
     trained = {parameter for _, parameter in named_parameters(inner, models)}
     tensors = {n: _describe(t, trained) for n, t in named_tensors(models).items()}
+    sparse = sparse_parameters(models)
+    for name, tensor in named_tensors(models).items():
+        if tensor in sparse:
+            tensors[name] += ", with sparse gradients"
     settings = {name: str(value) for name, value in asked.items()} | _options(inner)
     everybody = comm.allgather_obj((settings, tensors))
     for rank in range(1, comm.size):

@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from torchmn import create_multi_node_optimizer
-from torchmn.errors import UnsupportedError
 from torchmn.testing import run_ranks
 from torchmn.testing.contracts import seeded
 
@@ -345,31 +344,6 @@ def test_shared_parameters_are_exchanged_once() -> None:
         assert model.decode.weight is model.encode.weight
 
     run_ranks(rank_main, 2, name="hierarchical")
-
-
-@pytest.mark.parametrize("name", ["flat", "hierarchical"])
-def test_sparse_gradients_are_refused_by_name(name: str) -> None:
-    def rank_main(comm):
-        model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 1))
-        create_multi_node_optimizer(torch.optim.SGD(model.parameters(), 0.1), comm, model)
-        with pytest.raises(UnsupportedError, match=r"'0\.weight' is sparse.*sparse=False"):
-            model(torch.tensor([1, 2])).sum().backward()
-
-    run_ranks(rank_main, 2, name=name)
-
-
-def test_a_sparse_gradient_of_a_local_pass_is_refused_too() -> None:
-    def rank_main(comm):
-        model = nn.ModuleDict({"table": nn.Embedding(4, 3, sparse=True), "dense": nn.Linear(3, 1)})
-        optimizer = create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), 0.1), comm, model
-        )
-        with optimizer.no_sync():
-            model["table"](torch.tensor([1])).sum().backward()
-        with pytest.raises(UnsupportedError, match=r"'table\.weight' is sparse"):
-            model["dense"](torch.ones(1, 3)).sum().backward()
-
-    run_ranks(rank_main, 2)
 
 
 def test_hooks_never_block() -> None:

@@ -114,6 +114,7 @@ class EveryStepNextForward:
             present = exchange.present
             self._flying, self._is_exposed = exchange.turn(), False
             self._flying.part_from_gradients(present)
+            exchange.assign_sparse(self._flying)
             self._grads = {p: SeenGradient(p.grad) for p in self._flying.chunks_of}
         self._is_exchanged = True
         self._exchange_ended()

@@ -1,0 +1,118 @@
+"""Sparse gradients, as those of ``nn.Embedding(sparse=True)``: rows are gathered, not summed.
+
+For a parameter of R rows, of which rank i has a gradient for the rows I_i, with weights w_i:
+
+    gathered:    all (I_i, w_i g_i), and coalesced to  sum_i w_i g_i / sum_i w_i
+    densified:   where that would move more bytes, a sum of R rows, of which the rows of the union
+                 of all I_i are taken
+
+The gradient is sparse in either case, and holds the same rows as that of one process on the whole
+batch: optimizers such as `torch.optim.SparseAdam` update those and no others. Horovod gathers
+always, unless ``sparse_as_dense`` is given. Codecs do not apply: rows travel as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from torchmn.communicators import Communicator
+from torchmn.errors import UnsupportedError
+
+_INDEX_BYTES = 8
+
+
+def sparse_parameters(models: Sequence[nn.Module]) -> set[nn.Parameter]:
+    """The parameters whose gradients are sparse: weights of layers made with ``sparse=True``."""
+    return {
+        cast(nn.Parameter, module.weight)
+        for model in models
+        for module in model.modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+    }
+
+
+def mean_sparse_gradients(
+    comm: Communicator,
+    parameters: Sequence[nn.Parameter],
+    weight: float,
+    *,
+    zero_fill: bool,
+    reduction: Literal["mean", "sum"],
+) -> dict[nn.Parameter, Tensor | None]:
+    """The mean over ranks of each ``p.grad``, weighted, or their sum. *Collective.*
+
+    A rank of weight 0 contributes nothing. Where no rank has a gradient it is None, or, with
+    ``zero_fill``, one without rows. Raises UnsupportedError: a gradient is sparse in more than its
+    first dim.
+    """
+    own = [_rows_of(comm, parameter, weight) for parameter in parameters]
+    facts = torch.tensor(
+        [[weight, *(0.0 if rows is None else 1.0 + rows[0].numel() for rows in own)]],
+        dtype=torch.float64,
+        device="cpu",
+    )
+    everybody = torch.cat(list(comm.allgather(facts)))
+    total = float(everybody[:, 0].sum())
+    means: dict[nn.Parameter, Tensor | None] = {}
+    for parameter, rows, counts in zip(parameters, own, everybody.T[1:], strict=True):
+        num_rows = int(counts.sum() - (counts > 0).sum())
+        indices, values = rows if rows is not None else _no_rows(parameter)
+        if counts.any() and total:
+            summed = _sum(comm, parameter, indices, values, num_rows)
+            means[parameter] = summed / total if reduction == "mean" else summed
+        elif zero_fill:
+            means[parameter] = _sparse(parameter, indices, values)
+        else:
+            means[parameter] = None
+    return means
+
+
+def _rows_of(
+    comm: Communicator, parameter: nn.Parameter, weight: float
+) -> tuple[Tensor, Tensor] | None:
+    """Which rows this rank has a gradient of, (n,), and those times the weight, (n, ...)."""
+    grad = parameter.grad
+    if grad is None or weight == 0.0:
+        return None
+    if grad.layout == torch.strided:  # given by hand, or zeroed: as if every row were there
+        indices = torch.arange(parameter.shape[0], device=grad.device)
+        return indices, grad.detach() * weight
+    grad = grad.detach().coalesce()
+    if grad.sparse_dim() != 1:
+        raise UnsupportedError(
+            f"{comm.speaker}: a gradient of shape {list(grad.shape)} is sparse in "
+            f"{grad.sparse_dim()} dims. Only gradients that are sparse in their first dim, as "
+            "those of nn.Embedding(sparse=True), are exchanged."
+        )
+    return grad.indices()[0], grad.values() * weight
+
+
+def _no_rows(parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
+    indices = torch.empty(0, dtype=torch.int64, device=parameter.device)
+    return indices, torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype).to(parameter.device)
+
+
+def _sum(
+    comm: Communicator, parameter: nn.Parameter, indices: Tensor, values: Tensor, num_rows: int
+) -> Tensor:
+    """The sum over ranks, coalesced. ``num_rows``: of all ranks, each counted."""
+    row_nbytes = parameter.nbytes // max(1, parameter.shape[0])
+    gathered_nbytes = num_rows * (row_nbytes + _INDEX_BYTES)
+    if gathered_nbytes <= 2 * parameter.nbytes + num_rows * _INDEX_BYTES:
+        indices = torch.cat([i.to(parameter.device) for i in comm.allgather(indices)])
+        values = torch.cat([v.to(parameter.device) for v in comm.allgather(values)])
+        return _sparse(parameter, indices, values)
+    dense = torch.zeros_like(parameter, requires_grad=False).index_add_(0, indices, values)
+    dense = comm.allreduce(dense)
+    union = torch.cat([i.to(parameter.device) for i in comm.allgather(indices)]).unique()
+    return _sparse(parameter, union, dense[union])
+
+
+def _sparse(parameter: nn.Parameter, indices: Tensor, values: Tensor) -> Tensor:
+    return torch.sparse_coo_tensor(
+        indices[None], values, parameter.shape, check_invariants=False
+    ).coalesce()
