@@ -10,6 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+
+torch.set_num_threads(1)  # ranks are threads, several of them for each core
 
 LIBRARIES_SET = {
     "KMP_DUPLICATE_LIB_OK",
