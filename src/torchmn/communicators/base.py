@@ -129,6 +129,11 @@ class Communicator(Collectives, ABC):
         """The group whose sums cross what is slow here; None where there is none."""
         return self.world
 
+    @property
+    def encodes_between(self) -> str:
+        """Whose messages a codec encodes on this route, in words; empty where nobody's."""
+        return f"all {self.size} ranks" if self.size > 1 else ""
+
     def new_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Zeros (numel,), to sum in, where this route sums fastest: on one node in shared memory.
 

@@ -29,6 +29,12 @@ class HierarchicalCommunicator(Communicator):
         """See `Communicator.link_group`."""
         return self._leaders
 
+    @property
+    def encodes_between(self) -> str:
+        """See `Communicator.encodes_between`."""
+        num_nodes = len(self.topology.nodes)
+        return f"the {num_nodes} nodes" if num_nodes > 1 else ""
+
     def _sum_(self, cargo: Cargo, wire: Wire) -> None:
         if self._node.size > 1:
             self._node.reduce_(cargo.buffer, 0)

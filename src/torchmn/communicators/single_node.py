@@ -49,6 +49,11 @@ class SingleNodeCommunicator(Communicator):
         """See `Communicator.link_group`: through shared memory nothing is slow."""
         return None if self._node.transport.name == "shared_memory" else self._node
 
+    @property
+    def encodes_between(self) -> str:
+        """See `Communicator.encodes_between`."""
+        return "" if self.link_group is None else super().encodes_between
+
     def _sum_(self, cargo: Cargo, wire: Wire) -> None:
         is_shared = self._node.transport.name == "shared_memory"
         (PlainWire() if is_shared else wire).sum_(self._node, cargo)

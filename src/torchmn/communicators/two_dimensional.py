@@ -39,6 +39,12 @@ class TwoDimensionalCommunicator(Communicator):
         """See `Communicator.link_group`."""
         return self._column
 
+    @property
+    def encodes_between(self) -> str:
+        """See `Communicator.encodes_between`."""
+        num_nodes = len(self.topology.nodes)
+        return f"the {num_nodes} nodes" if num_nodes > 1 else ""
+
     def _sum_(self, cargo: Cargo, wire: Wire) -> None:
         mine = cargo
         if self._node.size > 1:

@@ -22,7 +22,7 @@ from torchmn.exchange.equal_dropout import warn_of_equal_dropout
 from torchmn.exchange.every_step import EveryStep
 from torchmn.exchange.next_forward.every_step_next_forward import EveryStepNextForward
 from torchmn.exchange.optimizer import MultiNodeOptimizer, OnNonfinite, Weight
-from torchmn.exchange.own_codec import own_codec
+from torchmn.exchange.own_codec import own_codec, warn_if_it_encodes_nothing
 from torchmn.exchange.server.parameter_server import ParameterServer
 
 SCHEDULES: dict[str, Callable[[], Schedule]] = {
@@ -165,12 +165,13 @@ def create_multi_node_optimizer(
             "gradients by itself. Give the module inside it (model.module) and drop the wrapper, "
             "or stay with it and use torchmn.exchange.ddp_hook."
         )
+    form = own_codec(codec, comm)
     made = MultiNodeOptimizer(
         optimizer,
         comm,
         models,
         chosen,
-        own_codec(codec, comm),
+        form,
         zero_fill=zero_fill,
         weight=weight,
         reduction=reduction,
@@ -179,6 +180,8 @@ def create_multi_node_optimizer(
         gradient_as_bucket_view=gradient_as_bucket_view,
     )
     warn_of_equal_dropout(comm, models)
+    if codec is not None and not isinstance(chosen, ParameterServer):  # it pushes between all ranks
+        warn_if_it_encodes_nothing(form, comm)
     return made
 
 

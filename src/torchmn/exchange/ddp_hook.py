@@ -38,7 +38,12 @@ from torchmn.exchange.bucket_set import NonfiniteGradients
 from torchmn.exchange.buckets import shape_in_memory
 from torchmn.exchange.gradient_hook import owners_of
 from torchmn.exchange.gradients import GradientExchange
-from torchmn.exchange.own_codec import codec_state, load_codec_state, own_codec
+from torchmn.exchange.own_codec import (
+    codec_state,
+    load_codec_state,
+    own_codec,
+    warn_if_it_encodes_nothing,
+)
 from torchmn.exchange.reshard import reshard_codec
 from torchmn.topology import Topology
 
@@ -144,6 +149,7 @@ class DdpHook:
                 "the same ranks in the same order, or none."
             )
         self._codec, self._comm = own_codec(self._asked, comm), comm
+        warn_if_it_encodes_nothing(self._codec, comm)
         asked = comm.allgather_obj(self._codec.name if self._codec is not None else None)
         if len(set(asked)) > 1:
             raise DisagreementError(

@@ -191,7 +191,11 @@ class MultiNodeOptimizer(Optimizer):
         return False
 
     def __repr__(self) -> str:
-        return f"MultiNodeOptimizer({self.schedule.name}, {self.communicator!r}, {self.inner!r})"
+        parts = [self.schedule.name]
+        if self._asked["codec"] is not None:
+            between = self.communicator.encodes_between or "nobody"
+            parts.append(f"{self._asked['codec']} between {between}")
+        return f"MultiNodeOptimizer({', '.join(parts)}, {self.communicator!r}, {self.inner!r})"
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the inner optimizer's. Local."""

@@ -34,6 +34,19 @@ def own_codec(codec: str | Codec | None, comm: Communicator) -> Codec | None:
     return chosen.fresh()
 
 
+def warn_if_it_encodes_nothing(codec: Codec | None, comm: Communicator) -> None:
+    """Warn on rank 0 of a codec that a route has no use for, where it was asked for. Local."""
+    if codec is None or comm.size == 1 or comm.rank != 0 or comm.encodes_between:
+        return
+    warnings.warn(
+        f"{comm.speaker}: the codec {codec.name} encodes nothing here: the route {comm.name!r} "
+        f"encodes what crosses between nodes, and all {comm.size} ranks are on one, where sums are "
+        "exact and faster without it. To encode between all ranks all the same, take "
+        "torchmn.create_communicator('flat').",
+        stacklevel=3,
+    )
+
+
 def codec_state(codec: Codec | None, comm: Communicator) -> dict[str, Any]:
     """What the codec of this rank remembers, and whose it is. Local."""
     if codec is None:

@@ -10,6 +10,7 @@ from torchmn.compression import CODECS
 from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
 from torchmn.exchange import SCHEDULES, DoubleBuffering
 from torchmn.testing import run_ranks
+from torchmn.topology import Topology
 
 from .models import mlp
 
@@ -87,3 +88,40 @@ def test_power_sgd_is_refused_where_parameters_are_cut() -> None:
 def test_a_norm_must_be_positive(max_grad_norm: float) -> None:
     with pytest.raises(UsageError, match="must be a positive number"):
         run_ranks(lambda comm: wrap(comm, max_grad_norm=max_grad_norm), 1)
+
+
+class TestWhatIsEncoded:
+    """A codec that does nothing says so, and how to let it encode all the same."""
+
+    @pytest.mark.parametrize("codec", ["1bit", "int8", "float16", "power_sgd"])
+    @pytest.mark.parametrize("name", ["single_node", "hierarchical", "non_cuda_aware"])
+    def test_all_ranks_on_one_node(self, name: str, codec: str) -> None:
+        words = r"encodes nothing here.*all 2 ranks are on one.*create_communicator\('flat'\)"
+        with pytest.warns(UserWarning, match=words) as caught:
+            texts = run_ranks(lambda comm: repr(wrap(comm, codec=codec)), 2, name=name)
+        assert len(caught) == 1  # rank 0 alone
+        assert all("between nobody" in text for text in texts)
+
+    @pytest.mark.filterwarnings("error")
+    @pytest.mark.parametrize(
+        ("name", "nodes", "between"),
+        [
+            ("flat", [2], "all 2 ranks"),
+            ("naive", [2], "all 2 ranks"),
+            ("hierarchical", [1, 1], "the 2 nodes"),
+            ("two_dimensional", [1, 1], "the 2 nodes"),
+        ],
+    )
+    def test_where_it_does_something(self, name: str, nodes: list[int], between: str) -> None:
+        topology = Topology.blocks(nodes)
+        for text in run_ranks(
+            lambda comm: repr(wrap(comm, codec="1bit")), 2, name=name, topology=topology
+        ):
+            assert f"between {between}" in text
+
+    @pytest.mark.filterwarnings("error")
+    @pytest.mark.parametrize(
+        "options", [{}, {"codec": "float32"}, {"codec": "int8", "schedule": "parameter_server"}]
+    )
+    def test_where_there_is_nothing_to_say(self, options: dict[str, object]) -> None:
+        run_ranks(lambda comm: wrap(comm, **options).close(), 2, name="hierarchical")
