@@ -303,9 +303,12 @@ class Communicator(Collectives, ABC):
 
         It has the class and the settings of this one.
         """
-        entries = self.engine.call(
-            lambda: self._to_everybody(Call("split"), (operator.index(color), operator.index(key)))
-        )
+
+        def prepare() -> Callable[[], list[tuple[int, int]]]:
+            mine = (operator.index(color), operator.index(key))
+            return lambda: self._to_everybody(Call("split"), mine)
+
+        entries = self.engine.call(self._job("split", prepare))
         ranks = [r for _, r in sorted((e[1], r) for r, e in enumerate(entries) if e[0] == color)]
         return self._split_off("split", ranks)
 

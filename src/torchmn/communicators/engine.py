@@ -43,7 +43,11 @@ class Work(Generic[Result]):
         if self._error is not None:
             raise self._error
         if self._finished is not None:
-            torch.cuda.current_stream(self._engine.device).wait_event(self._finished)
+            stream = torch.cuda.current_stream(self._engine.device)
+            stream.wait_event(self._finished)
+            for x in self._result if isinstance(self._result, tuple) else (self._result,):
+                if isinstance(x, torch.Tensor) and x.is_cuda:
+                    x.record_stream(stream)  # it was allocated on the engine's
         return cast(Result, self._result)
 
     def run(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections.abc import Callable
@@ -28,7 +29,7 @@ def errors_of(call: Callable[[Communicator], object], world_size: int = 3) -> li
     def rank_main(comm):
         try:
             call(comm)
-        except TorchmnError as error:
+        except (TorchmnError, TypeError) as error:
             caught = error
         else:
             caught = None
@@ -240,7 +241,7 @@ WRONG: dict[str, tuple[Callable, type[Exception], str]] = {
         "allreduce needs a dense tensor, got a nested one",
     ),
     "a jagged tensor": (
-        lambda comm: comm.allgather(nested(layout=torch.jagged)),
+        lambda comm: comm.allgather(jagged()),
         UsageError,
         "allgather needs a dense tensor, got a nested one",
     ),
@@ -248,6 +249,11 @@ WRONG: dict[str, tuple[Callable, type[Exception], str]] = {
         lambda comm: comm.alltoall([torch.eye(2).to_sparse()] * comm.size),
         UsageError,
         "got one of layout torch.sparse_coo. Use x.to_dense().",
+    ),
+    "a color that is no integer": (
+        lambda comm: comm.split("red", 0),
+        TypeError,
+        "'str' object cannot be interpreted as an integer",
     ),
     "a subgroup of nobody": (
         lambda comm: comm.subgroup([]),
@@ -278,6 +284,12 @@ def nested(**options) -> torch.Tensor:
         return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], **options)
 
 
+@functools.cache
+def jagged() -> torch.Tensor:
+    """The first one of a process takes seconds, in which the others would wait."""
+    return nested(layout=torch.jagged)
+
+
 def with_sparse_buffer() -> nn.Module:
     model = nn.Module()
     model.register_buffer("odd", torch.eye(2).to_sparse())
@@ -287,6 +299,7 @@ def with_sparse_buffer() -> nn.Module:
 @pytest.mark.parametrize("case", WRONG)
 def test_an_argument_that_is_wrong_on_one_rank_is_told_to_all(case: str) -> None:
     call, kind, text = WRONG[case]
+    jagged()
     first, second, third = errors_of(
         lambda comm: call(comm) if comm.rank == 1 else comm.allreduce(FOUR)
     )
@@ -301,6 +314,7 @@ def test_an_argument_that_is_wrong_on_one_rank_is_told_to_all(case: str) -> None
 @pytest.mark.parametrize("case", WRONG)
 def test_an_argument_that_is_wrong_on_all_ranks(case: str) -> None:
     call, kind, text = WRONG[case]
+    jagged()
     for error in errors_of(call):
         assert isinstance(error, kind)
         assert text in str(error)
