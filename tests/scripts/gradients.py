@@ -8,7 +8,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cosine_similarity, mse_loss
 
 from .models import mlp
-from .registry import script
+from .registry import Refused, everywhere, script
 from .worker import Worker
 
 
@@ -280,7 +280,10 @@ def curvature(worker: Worker) -> nn.Module:
     return model
 
 
-@script("`optimizer.step()` inside `backward()`, one optimizer for each parameter")
+@script(
+    "`optimizer.step()` inside `backward()`, one optimizer for each parameter",
+    **everywhere(Refused("Call step() after backward()", cure="call `step()` after `backward()`")),
+)
 def step_inside_backward(worker: Worker) -> nn.Module:
     model = mlp()
     optimizers = {p: worker.optimizer(torch.optim.SGD([p], 0.1), model) for p in model.parameters()}
