@@ -158,11 +158,10 @@ class _TwoHeads(nn.Module):
         return self.heads[head](self.body(x).tanh())
 
 
-def _train_heads_in_turn(worker: Worker, *, zero_fill: bool) -> nn.Module:
+@script("Parameters that are unused in every other step, `zero_fill=True` (SGD: no difference)")
+def unused_parameters(worker: Worker) -> nn.Module:
     model = built(_TwoHeads)
-    optimizer = worker.optimizer(
-        torch.optim.SGD(model.parameters(), 0.1), model, zero_fill=zero_fill
-    )
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model, zero_fill=True)
     for step, (x, y) in enumerate(worker.batches()):
         optimizer.zero_grad()
         mse_loss(model(x, step % 2), y).backward()
@@ -170,15 +169,10 @@ def _train_heads_in_turn(worker: Worker, *, zero_fill: bool) -> nn.Module:
     return model
 
 
-@script("Parameters that are unused in every other step, `zero_fill=True` (SGD: no difference)")
-def unused_parameters(worker: Worker) -> nn.Module:
-    return _train_heads_in_turn(worker, zero_fill=True)
-
-
-@script("Parameters that are unused in every other step, `zero_fill=False`: their state rests")
+@script("Parameters that are unused in every other step: `Adam` leaves them and their state alone")
 def unused_parameters_rest(worker: Worker) -> nn.Module:
     model = built(_TwoHeads)
-    optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.01), model, zero_fill=False)
+    optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.01), model)
     for step, (x, y) in enumerate(worker.batches()):
         optimizer.zero_grad()
         mse_loss(model(x, step % 2), y).backward()
@@ -199,13 +193,13 @@ def _zeros_for_unused(worker: Worker) -> nn.Module:
 
 
 @script(
-    "Parameters that are unused in every other step, with `Adam` and the default `zero_fill=True`",
+    "Parameters that are unused in every other step, with `Adam` and `zero_fill=True`",
     own_definition="an unused parameter has a gradient of zeros",
     reference=_zeros_for_unused,
 )
 def unused_parameters_are_zeros(worker: Worker) -> nn.Module:
     model = built(_TwoHeads)
-    optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.01), model)
+    optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.01), model, zero_fill=True)
     for step, (x, y) in enumerate(worker.batches()):
         optimizer.zero_grad()
         mse_loss(model(x, step % 2), y).backward()
