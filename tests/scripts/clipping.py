@@ -100,3 +100,15 @@ def clip_each_group(worker: Worker) -> nn.Module:
             clip_grad_norm_(group["params"], 0.3)
         optimizer.step()
     return model
+
+
+@script("A head is trained: the optimizer has a part of the model, all of the model is clipped")
+def clip_more_than_is_trained(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model[4].parameters(), 0.1), model)
+    for x, y in worker.batches():
+        model.zero_grad()
+        mse_loss(model(x), y).backward()
+        worker.log("norm", clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+    return model

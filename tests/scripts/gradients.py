@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cosine_similarity, mse_loss
 
 from .models import mlp
-from .registry import script
+from .registry import Refused, everywhere, script
 from .worker import Worker
 
 
@@ -205,5 +206,125 @@ def gradients_by_hand(worker: Worker) -> nn.Module:
         gradients = torch.autograd.grad(mse_loss(model(x), y), parameters)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
+        optimizer.step()
+    return model
+
+
+@script("Gradients made as zeros before training, and zeroed by `p.grad.zero_()`")
+def gradients_zeroed_by_hand(worker: Worker) -> nn.Module:
+    model = mlp()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
+    for x, y in worker.batches():
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+        for parameter in model.parameters():
+            parameter.grad.zero_()
+    return model
+
+
+@script("SGD by hand: `p -= rate * p.grad`, the optimizer is never stepped")
+def update_by_hand(worker: Worker) -> nn.Module:
+    model = mlp()
+    worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, y in worker.batches():
+        model.zero_grad()
+        mse_loss(model(x), y).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+    return model
+
+
+@script("An extra gradient by `torch.autograd.grad` is added to `p.grad` after `backward()`")
+def extra_gradient(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        decay = sum(parameter.pow(4).sum() for parameter in model.parameters())
+        extra = torch.autograd.grad(decay, list(model.parameters()))
+        mse_loss(model(x), y).backward()
+        for parameter, gradient in zip(model.parameters(), extra, strict=True):
+            parameter.grad += 0.1 * gradient
+        optimizer.step()
+    return model
+
+
+@script("`backward(inputs=...)`: gradients of the last layer alone")
+def backward_for_some_inputs(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for step, (x, y) in enumerate(worker.batches()):
+        optimizer.zero_grad()
+        inputs = None if step % 2 else list(model[4].parameters())
+        mse_loss(model(x), y).backward(inputs=inputs)
+        optimizer.step()
+    return model
+
+
+@script("`backward(create_graph=True)` and the curvature along a vector, as AdaHessian does")
+def curvature(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    parameters = list(model.parameters())
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward(create_graph=True)
+        gradients = [parameter.grad for parameter in parameters]
+        products = torch.autograd.grad(gradients, parameters, gradients)
+        for parameter, product in zip(parameters, products, strict=True):
+            parameter.grad = parameter.grad.detach() / (1 + product.abs())
+        optimizer.step()
+    return model
+
+
+@script(
+    "`optimizer.step()` inside `backward()`, one optimizer for each parameter",
+    **everywhere(Refused("Call step() after backward()", cure="call `step()` after `backward()`")),
+)
+def step_inside_backward(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizers = {p: worker.optimizer(torch.optim.SGD([p], 0.1), model) for p in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    for x, y in worker.batches():
+        mse_loss(model(x), y).backward()
+    return model
+
+
+@script("Gradients of single samples by `torch.func`, clipped, their mean assigned to `p.grad`")
+def gradients_of_samples(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+
+    def loss_of(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return mse_loss(functional_call(model, parameters, (x,)), y)
+
+    of_samples = vmap(grad(loss_of), in_dims=(None, 0, 0))
+    for x, y in worker.batches():
+        gradients = of_samples({n: p.detach() for n, p in model.named_parameters()}, x, y)
+        squares = [g.flatten(1).pow(2).sum(1) for g in gradients.values()]
+        scale = (0.5 / torch.stack(squares).sum(0).sqrt()).clamp(max=1)
+        for name, parameter in model.named_parameters():
+            parameter.grad = torch.einsum("s,s...->...", scale, gradients[name]) / len(x)
+        optimizer.step()
+    return model
+
+
+@script("Anomaly detection is on")
+def anomaly_detection(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        with torch.autograd.detect_anomaly(check_nan=True):
+            mse_loss(model(x), y).backward()
         optimizer.step()
     return model

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
 from .models import built, convolutions, mlp
-from .registry import script
+from .registry import Refused, everywhere, script
 from .worker import Worker
 
 
@@ -204,3 +205,46 @@ def sparse_embedding(worker: Worker) -> list[nn.Module]:
         optimizer.step()
         of_words.step()
     return [words, model]
+
+
+@script("`torch.nn.utils.prune` before training and in the middle")
+def pruned(worker: Worker) -> nn.Module:
+    model = mlp()
+    prune.l1_unstructured(model[0], "weight", amount=0.3)
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for step, (x, y) in enumerate(worker.batches(10)):
+        if step == 5:
+            prune.ln_structured(model[2], "weight", amount=0.3, n=2, dim=0)
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+@script("Lazy layers, wrapped after a first forward pass")
+def lazy_layers(worker: Worker) -> nn.Module:
+    model = built(lambda: nn.Sequential(nn.LazyLinear(6), nn.Tanh(), nn.LazyLinear(3)))
+    built(lambda: model(torch.zeros(1, 5)))
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+@script(
+    "Lazy layers, wrapped before their first forward pass",
+    **everywhere(
+        Refused("not initialised", cure="run one batch through the model first", on_one_rank=True)
+    ),
+)
+def lazy_layers_wrapped_too_early(worker: Worker) -> nn.Module:
+    model = built(lambda: nn.Sequential(nn.LazyLinear(6), nn.Tanh(), nn.LazyLinear(3)))
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for step, (x, y) in enumerate(worker.batches()):
+        optimizer.zero_grad()
+        outputs = model(x) if step else built(lambda x=x: model(x))
+        mse_loss(outputs, y).backward()
+        optimizer.step()
+    return model

@@ -131,3 +131,8 @@ def layer_replaced(worker: Worker) -> nn.Module:
         mse_loss(model(x), y).backward()
         optimizer.step()
     return model
+
+
+@script("`model.share_memory()` after wrapping")
+def memory_shared(worker: Worker) -> nn.Module:
+    return _train_and_change(worker, lambda model: model.share_memory())

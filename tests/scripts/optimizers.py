@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 from collections.abc import Callable, Iterable
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 
 from .models import mlp
 from .registry import Refused, everywhere, script
-from .worker import Worker
+from .worker import Worker, whole_batch
 
 
 def _train(worker: Worker, make: Callable[[Iterable[Tensor]], Optimizer]) -> nn.Module:
@@ -283,4 +284,69 @@ def step_left_out(worker: Worker) -> nn.Module:
         mse_loss(model(x), y).backward()
         if step % 3 != 2:
             optimizer.step()
+    return model
+
+
+@script("`step()` twice after one `backward()`")
+def two_steps_of_one_gradient(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.step()
+    return model
+
+
+@script("Trained by the plain optimizer on all ranks alike, then wrapped; its state goes on")
+def wrapped_after_some_steps(worker: Worker) -> nn.Module:
+    model = mlp()
+    adam = torch.optim.Adam(model.parameters(), 0.01)
+    for step in range(3):
+        x, y = whole_batch(100 + step)
+        adam.zero_grad()
+        mse_loss(model(x), y).backward()
+        adam.step()
+    optimizer = worker.optimizer(adam, model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+@script("The state goes on in a plain optimizer, after `close()`")
+def state_in_a_plain_optimizer(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.01), model)
+    for x, y in worker.batches(6):
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    plain = torch.optim.Adam(model.parameters(), 0.5)
+    plain.load_state_dict(optimizer.state_dict())
+    worker.close(optimizer)
+    for step in range(3):
+        x, y = whole_batch(100 + step)
+        plain.zero_grad()
+        mse_loss(model(x), y).backward()
+        plain.step()
+    return model
+
+
+@script(
+    "`copy.deepcopy(optimizer)`",
+    **everywhere(
+        Refused("cannot be copied", cure="copy its `state_dict()`", on_one_rank=True),
+    ),
+)
+def optimizer_copied(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+        copy.deepcopy(optimizer)
     return model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import mse_loss
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
@@ -154,15 +154,14 @@ class _TwoHeads(nn.Module):
         self.body = nn.Linear(5, 6)
         self.heads = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
 
-    def forward(self, x: torch.Tensor, head: int) -> torch.Tensor:
+    def forward(self, x: Tensor, head: int) -> Tensor:
         return self.heads[head](self.body(x).tanh())
 
 
-def _train_heads_in_turn(worker: Worker, *, zero_fill: bool) -> nn.Module:
+@script("Parameters that are unused in every other step, `zero_fill=True` (SGD: no difference)")
+def unused_parameters(worker: Worker) -> nn.Module:
     model = built(_TwoHeads)
-    optimizer = worker.optimizer(
-        torch.optim.SGD(model.parameters(), 0.1), model, zero_fill=zero_fill
-    )
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model, zero_fill=True)
     for step, (x, y) in enumerate(worker.batches()):
         optimizer.zero_grad()
         mse_loss(model(x, step % 2), y).backward()
@@ -170,15 +169,37 @@ def _train_heads_in_turn(worker: Worker, *, zero_fill: bool) -> nn.Module:
     return model
 
 
-@script("Parameters that are unused in every other step, `zero_fill=True` (SGD: no difference)")
-def unused_parameters(worker: Worker) -> nn.Module:
-    return _train_heads_in_turn(worker, zero_fill=True)
-
-
-@script("Parameters that are unused in every other step, `zero_fill=False`: their state rests")
+@script("Parameters that are unused in every other step: `Adam` leaves them and their state alone")
 def unused_parameters_rest(worker: Worker) -> nn.Module:
     model = built(_TwoHeads)
-    optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.01), model, zero_fill=False)
+    optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.01), model)
+    for step, (x, y) in enumerate(worker.batches()):
+        optimizer.zero_grad()
+        mse_loss(model(x, step % 2), y).backward()
+        optimizer.step()
+    return model
+
+
+def _zeros_for_unused(worker: Worker) -> nn.Module:
+    """One process in which a parameter that is not used has a gradient of zeros."""
+    model = built(_TwoHeads)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    for step, (x, y) in enumerate(worker.batches()):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        mse_loss(model(x, step % 2), y).backward()
+        optimizer.step()
+    return model
+
+
+@script(
+    "Parameters that are unused in every other step, with `Adam` and `zero_fill=True`",
+    own_definition="an unused parameter has a gradient of zeros",
+    reference=_zeros_for_unused,
+)
+def unused_parameters_are_zeros(worker: Worker) -> nn.Module:
+    model = built(_TwoHeads)
+    optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.01), model, zero_fill=True)
     for step, (x, y) in enumerate(worker.batches()):
         optimizer.zero_grad()
         mse_loss(model(x, step % 2), y).backward()
@@ -251,6 +272,55 @@ def loaded_in_the_middle(worker: Worker) -> nn.Module:
             kept = copy.deepcopy(model.state_dict())
         if step == 6:
             model.load_state_dict(kept)
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+@script("`vector_to_parameters()` in each step: parameters become views of one vector")
+def parameters_from_a_vector(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+        vector = nn.utils.parameters_to_vector(model.parameters())
+        nn.utils.vector_to_parameters(vector.detach() * 0.99, model.parameters())
+    return model
+
+
+@script("Encoder and decoder, one optimizer for both")
+def two_models_one_optimizer(worker: Worker) -> list[nn.Module]:
+    encoder = built(lambda: nn.Linear(5, 4), seed=1)
+    decoder = built(lambda: nn.Linear(4, 3), seed=2)
+    inner = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], 0.01)
+    optimizer = worker.optimizer(inner, [encoder, decoder])
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(decoder(encoder(x).tanh()), y).backward()
+        optimizer.step()
+    return [encoder, decoder]
+
+
+class _Transposed(nn.Module):
+    """Parameters whose elements do not lie in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 5).t())
+        self.every_second = nn.Parameter(torch.randn(10, 3)[::2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight).tanh() + x @ self.every_second
+
+
+@script("Parameters that are transposed or strided views")
+def strided_parameters(worker: Worker) -> nn.Module:
+    model = built(_Transposed)
+    optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.05), model)
+    for x, y in worker.batches():
         optimizer.zero_grad()
         mse_loss(model(x), y).backward()
         optimizer.step()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
@@ -247,4 +249,163 @@ def lbfgs_weighted_by_samples(worker: Worker) -> nn.Module:
             return loss
 
         worker.log("loss", optimizer.step(closure))
+    return model
+
+
+@script("A graph cut in two: the head's pass first, then the body's with its gradient")
+def graph_cut_in_two(worker: Worker) -> nn.Module:
+    return _train_cut(worker, "rank", worker.batches())
+
+
+@script('A graph cut in two, batches of different sizes, `weight="samples"`')
+def graph_cut_in_two_weighted_by_samples(worker: Worker) -> nn.Module:
+    return _train_cut(worker, "samples", worker.uneven_batches())
+
+
+def _train_cut(worker: Worker, weight: str, batches: Iterable[tuple[Tensor, Tensor]]) -> nn.Module:
+    model = _Cut()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model, weight=weight)
+    for x, y in batches:
+        optimizer.zero_grad()
+        hidden, cut, outputs = model(x)
+        mse_loss(outputs, y).backward()
+        hidden.backward(cut.grad)
+        optimizer.step()
+    return model
+
+
+class _Cut(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = self.layers[:2](x)
+        cut = hidden.detach().requires_grad_()
+        return hidden, cut, self.layers[2:](cut)
+
+
+@script('Two losses of one graph, batches of different sizes, `weight="samples"`')
+def two_losses_weighted_by_samples(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model, weight="samples")
+    for x, y in worker.uneven_batches():
+        optimizer.zero_grad()
+        outputs = model(x)
+        mse_loss(outputs, y).backward(retain_graph=True)
+        (0.1 * outputs.abs().mean()).backward()
+        optimizer.step()
+    return model
+
+
+@script("Weighted by the number of tokens: `set_weight()`")
+def weighted_by_tokens(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        tokens = x > -0.5
+        errors = (model(x) - y).pow(2).sum(1, keepdim=True) * tokens
+        worker.set_weight(optimizer, tokens.sum().item())
+        (errors.sum() / tokens.sum()).backward()
+        optimizer.step()
+    return model
+
+
+@script('A loss that is a sum over the batch, with `reduction="sum"`, parts of different sizes')
+def sum_of_losses(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.01), model, reduction="sum")
+    for x, y in worker.uneven_batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y, reduction="sum").backward()
+        worker.log("norm", nn.utils.clip_grad_norm_(model.parameters(), 5.0))
+        optimizer.step()
+    return model
+
+
+class _Variational(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(5, 4), nn.Linear(2, 5)
+
+    def forward(self, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mean, log_variance = self.encoder(x).chunk(2, dim=1)
+        return self.decoder(mean + noise * (log_variance / 2).exp()), mean, log_variance
+
+
+@script('Variational autoencoder: sums over the batch, `reduction="sum"`')
+def variational_autoencoder(worker: Worker) -> nn.Module:
+    model = built(_Variational)
+    optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.01), model, reduction="sum")
+    random = torch.Generator().manual_seed(5)
+    for x, _ in worker.batches():
+        optimizer.zero_grad()
+        noise = worker.part(torch.randn(8, 2, generator=random))
+        outputs, mean, log_variance = model(x, noise)
+        divergence = -0.5 * (1 + log_variance - mean.pow(2) - log_variance.exp()).sum()
+        (mse_loss(outputs, x, reduction="sum") + divergence).backward()
+        optimizer.step()
+    return model
+
+
+@script("GAN whose discriminator is frozen by `requires_grad_(False)` in the generator's pass")
+def gan_frozen_in_turns(worker: Worker) -> list[nn.Module]:
+    generator = mlp(seed=1)
+    critic = built(lambda: nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)), seed=2)
+    of_generator = worker.optimizer(torch.optim.Adam(generator.parameters(), 0.01), generator)
+    of_critic = worker.optimizer(torch.optim.Adam(critic.parameters(), 0.01), critic)
+    for x, y in worker.batches():
+        fake = generator(x)
+        critic.requires_grad_(False)
+        of_generator.zero_grad()
+        (critic(fake) - 1).pow(2).mean().backward()
+        of_generator.step()
+        critic.requires_grad_(True)
+        of_critic.zero_grad()
+        ((critic(y) - 1).pow(2).mean() + critic(fake.detach()).pow(2).mean()).backward()
+        of_critic.step()
+    return [generator, critic]
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.GRUCell(5, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.cell(x, hidden)
+        return self.out(hidden), hidden
+
+
+@script("Truncated backpropagation through time: two cells per pass, the state detached")
+def truncated_backpropagation(worker: Worker) -> nn.Module:
+    model = built(_Recurrent)
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    hidden = worker.part(torch.zeros(8, 6))
+    for x, y in worker.batches():
+        hidden = hidden.detach()
+        optimizer.zero_grad()
+        first, hidden = model(x, hidden)
+        second, hidden = model(x.flip(1), hidden)
+        (mse_loss(first, y) + mse_loss(second, y.flip(1))).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    return model
+
+
+@script("A closure that clips, given to `Adam`")
+def closure_that_clips(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.01), model)
+    for x, y in worker.batches():
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            loss = mse_loss(model(x), y)
+            loss.backward()
+            worker.log("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.2))
+            return loss
+
+        optimizer.step(closure)
     return model

@@ -100,3 +100,17 @@ def early_stopping(worker: Worker) -> nn.Module:
         if patience == 0:
             break
     return model
+
+
+@script("A scheduler made of the user's own optimizer before wrapping")
+def scheduler_made_before_wrapping(worker: Worker) -> nn.Module:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    scheduler = lr_scheduler.ExponentialLR(sgd, 0.8)
+    optimizer = worker.optimizer(sgd, model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+        scheduler.step()
+    return model

@@ -21,6 +21,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:More than one backward pass before step"),
     pytest.mark.filterwarnings("ignore:(.|\n)*lr_scheduler"),
     pytest.mark.filterwarnings("ignore:`torch.jit"),
+    pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True"),
+    pytest.mark.filterwarnings("ignore:Anomaly Detection"),
+    pytest.mark.filterwarnings("ignore:Lazy modules"),
 ]
 
 

@@ -47,6 +47,9 @@ class Worker:
         """Around the passes of an accumulation but the last."""
         return nullcontext()
 
+    def set_weight(self, optimizer: Optimizer, weight: float) -> None:
+        """How much this rank's next mean counts."""
+
     def flush(self, optimizer: Optimizer) -> None:
         """What docs ask for before parameters are read by a user's own code."""
 
@@ -99,6 +102,10 @@ class Rank(Worker):
         """See `Worker.no_sync`."""
         context: AbstractContextManager[None] = optimizer.no_sync()
         return context
+
+    def set_weight(self, optimizer: Any, weight: float) -> None:
+        """See `Worker.set_weight`."""
+        optimizer.set_weight(weight)
 
     def flush(self, optimizer: Any) -> None:
         """See `Worker.flush`."""

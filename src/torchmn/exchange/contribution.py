@@ -28,13 +28,20 @@ class Contribution:
         self.was_ever_known = False
         """Whether anything was counted or set since the beginning."""
         self._set_weight = 0.0
+        self._has_counted = False
+        """Whether a forward pass was counted since the last exchange."""
+        self._last_counted = 0.0
+        """What the last exchange of this step has counted."""
 
     @property
     def weight(self) -> float:
         """Of this rank in the next mean."""
         if self.is_set:
             return self._set_weight
-        return self.num_samples if self.is_by_samples else 1.0
+        if not self.is_by_samples:
+            return 1.0
+        # A second backward pass of the same forward pass: two losses, or a graph cut in two.
+        return self.num_samples if self._has_counted else self._last_counted
 
     @property
     def given(self) -> tuple[float, float] | None:
@@ -47,8 +54,21 @@ class Contribution:
         self.is_set = self.was_ever_known = True
 
     def reset(self) -> None:
-        """The exchange has taken it: the next one begins with nothing."""
-        self.is_set, self.num_samples = False, 0.0
+        """The exchange has taken it: the next one begins with nothing.
+
+        But for the weight of a backward pass without a forward pass of its own, until `end_step`.
+        """
+        if self._has_counted:
+            self._last_counted = self.num_samples
+        self.is_set, self.num_samples, self._has_counted = False, 0.0, False
+
+    def resume(self, num_samples: float) -> None:
+        """Go on counting from so many."""
+        self.num_samples, self._has_counted = num_samples, True
+
+    def end_step(self) -> None:
+        """A rank without data in the next step has no weight there."""
+        self._last_counted = 0.0
 
     def count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a forward pass: its samples are the first size of its first tensor."""
@@ -60,5 +80,5 @@ class Contribution:
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor) and value.dim():
                 self.num_samples += value.shape[0]
-                self.was_ever_known = True
+                self.was_ever_known = self._has_counted = True
                 return

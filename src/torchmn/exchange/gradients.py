@@ -395,10 +395,16 @@ class GradientExchange:
                 "gradients are not complete. Call optimizer.zero_grad() and run forward and "
                 "backward again, or leave this step out; on all ranks."
             )
+        if self._failure is None:
+            raise UsageError(
+                f"{self.comm.speaker}: step() or an exchange is called inside of a backward pass, "
+                "whose means are there when backward() has returned. Call step() after "
+                "backward(), not in a hook of a gradient."
+            )
         raise CommunicationError(
             f"{self.comm.speaker}: the backward pass before this did not reach its end "
-            f"({self._failure or 'this is called inside of it'}), so the ranks no longer agree on "
-            "what was exchanged. End the job and continue from the last checkpoint."
+            f"({self._failure}), so the ranks no longer agree on what was exchanged. End the job "
+            "and continue from the last checkpoint."
         )
 
     def _give_up_pass(self) -> None:

@@ -228,6 +228,7 @@ class MultiNodeOptimizer(Optimizer):
         result = self.schedule.step(None if closure is None else self._mean_loss(closure))
         if not self.exchange.is_needed:  # no backward pass does it
             self.exchange.contribution.reset()
+        self.exchange.contribution.end_step()
         self.exchange.step += 1
         self.communicator.num_steps = (self.communicator.num_steps or 0) + 1
         self._has_local_passes = False
@@ -597,7 +598,7 @@ class MultiNodeOptimizer(Optimizer):
         for name, parameter in self.exchange.parameters():
             gradient = state["gradients"].get(name)
             parameter.grad = None if gradient is None else gradient.to(parameter).clone()
-        self.exchange.contribution.num_samples = state["num_samples"]
+        self.exchange.contribution.resume(state["num_samples"])
         if state["is_set"] or self.exchange.weight != state["weight"]:
             self.exchange.contribution.set(state["weight"], state["num_samples"])
 
