@@ -20,7 +20,8 @@ from record import Bar, median_bar, ratio_bar, report, run_workers
 BATCH = 32
 NUM_STEPS = 9
 NUM_WARM_UP = 2
-SIDES = ("alone", "ddp gloo", "auto", "auto float16", "double_buffering", "hierarchical",
+AS_VIEW = "auto, gradient_as_bucket_view"
+SIDES = ("alone", "ddp gloo", "auto", AS_VIEW, "auto float16", "double_buffering", "hierarchical",
          "two_dimensional", "flat", "naive")  # fmt: skip
 LIMIT = ">= 0.98"
 
@@ -71,7 +72,8 @@ def _make_side(side: str, model_name: str, comm, folder: str) -> Callable:
         dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
         model = torch.nn.parallel.DistributedDataParallel(model)
     elif side != "alone":
-        name = {"auto float16": "auto", "double_buffering": "auto"}.get(side, side)
+        is_auto = side in (AS_VIEW, "auto float16", "double_buffering")
+        name = "auto" if is_auto else side
         own = torchmn.create_communicator(name)
         optimizer = torchmn.create_multi_node_optimizer(
             optimizer,
@@ -79,6 +81,7 @@ def _make_side(side: str, model_name: str, comm, folder: str) -> Callable:
             model,
             codec="float16" if side == "auto float16" else None,
             double_buffering=side == "double_buffering",
+            gradient_as_bucket_view=side == AS_VIEW,
         )
 
     def step(inputs, labels) -> None:
@@ -110,6 +113,10 @@ def main() -> int:
             if side != "auto":
                 bar.limit = bar.holds = None
             bars.append(bar)
+        name = f"{label}: time, gradients of their own / {AS_VIEW}"
+        bar = ratio_bar(name, times["auto"], times[AS_VIEW], "<= 1.0")
+        bar.limit = bar.holds = None
+        bars.append(bar)
         name = f"{label}: efficiency, auto / alone"
         bar = ratio_bar(name, times["alone"], times["auto"], LIMIT)
         bar.limit = bar.holds = None

@@ -58,10 +58,9 @@ def owners_of(parameters: Iterable[nn.Parameter]) -> list[object]:
 
 def has_later_hook(parameter: Tensor, method: Callable[[Tensor], None]) -> bool:
     """Whether the script's own hook is called after ``method``, and may change the gradient."""
-    hooks = _hooks(parameter)
-    if len(hooks) == 1:
+    if len(parameter._post_accumulate_grad_hooks or ()) < 2:
         return False
-    for hook in reversed(hooks):
+    for hook in reversed(_hooks(parameter)):
         if not isinstance(hook, GradientHook):
             return True
         if hook._method() == method:

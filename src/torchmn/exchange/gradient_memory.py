@@ -10,6 +10,7 @@ usual script allocates nothing. What this costs is one copy of the gradients per
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,27 +19,27 @@ _USE_COUNT = getattr(torch._C, "_storage_Use_Count", None)
 
 
 class GradientMemory:
-    """One tensor for each parameter, which is its ``p.grad`` or waits to be it again. Local."""
+    """One tensor for each parameter, which is its ``p.grad`` or waits to be it again. Local.
+
+    For parameters whose dtype, device and shape do not change between two calls of `clear`.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[nn.Parameter, _Kept] = {}
 
     def set(self, parameter: nn.Parameter, mean: Tensor) -> None:
-        """Make ``parameter.grad`` a copy of ``mean``.
+        """`set_all` for one parameter."""
+        self.set_all([parameter], [mean])
+
+    def set_all(self, parameters: Sequence[nn.Parameter], means: Sequence[Tensor]) -> None:
+        """Make every ``p.grad`` a copy of its mean.
 
         Where ``p.grad`` is the mean of an earlier pass it changes in place, as gradients that are
         accumulated do; else whoever holds an earlier gradient keeps its values.
         """
-        kept = self._kept.get(parameter)
-        if not (
-            kept is not None
-            and kept.suits(parameter)
-            and (parameter.grad is kept.tensor or not kept.is_held())
-        ):
-            kept = self._kept[parameter] = _Kept(parameter)
-        kept.tensor.copy_(mean)
-        if parameter.grad is not kept.tensor:
-            parameter.grad = kept.tensor
+        tensors = [self._tensor_for(parameter) for parameter in parameters]
+        if tensors:
+            torch._foreach_copy_(tensors, list(means))
 
     def is_mean(self, parameter: nn.Parameter) -> bool:
         """Whether ``p.grad`` is the mean of an earlier pass, maybe with a later one added."""
@@ -49,31 +50,33 @@ class GradientMemory:
         """Let go of all memory; every ``p.grad`` stays."""
         self._kept.clear()
 
+    def _tensor_for(self, parameter: nn.Parameter) -> Tensor:
+        """Memory for the mean, which is ``p.grad`` from now on."""
+        kept, grad = self._kept.get(parameter), parameter.grad
+        if kept is None or (grad is not kept.tensor and kept.is_held()):
+            kept = self._kept[parameter] = _Kept(parameter)
+        if grad is not kept.tensor:
+            parameter.grad = kept.tensor
+        return kept.tensor
+
 
 class _Kept:
     """A tensor, and how often it is referred to while nobody else does."""
 
+    __slots__ = ("_address", "_num_objects", "_num_tensors", "_storage", "tensor")
+
     def __init__(self, parameter: nn.Parameter) -> None:
         self.tensor = torch.empty_like(parameter, requires_grad=False)
-        self._stride = parameter.stride()
-        self._counts = self._count()
-
-    def suits(self, parameter: nn.Parameter) -> bool:
-        """Whether it may be the gradient of this parameter as it is now."""
-        tensor = self.tensor
-        return (
-            tensor.shape == parameter.shape
-            and tensor.dtype == parameter.dtype
-            and tensor.device == parameter.device
-            and self._stride == parameter.stride()
-        )
+        self._address = self.tensor.data_ptr()
+        self._storage = self.tensor.untyped_storage()
+        self._num_objects = sys.getrefcount(self.tensor)
+        self._num_tensors = 0 if _USE_COUNT is None else _USE_COUNT(self._storage._cdata)
 
     def is_held(self) -> bool:
         """Whether somebody else holds the tensor, a view of it or an array in its memory."""
-        return _USE_COUNT is None or self._count() != self._counts
-
-    def _count(self) -> tuple[int, int]:
-        num_tensors = 0
-        if _USE_COUNT is not None:
-            num_tensors = _USE_COUNT(self.tensor.untyped_storage()._cdata)
-        return sys.getrefcount(self.tensor), num_tensors
+        return (
+            _USE_COUNT is None
+            or sys.getrefcount(self.tensor) != self._num_objects
+            or _USE_COUNT(self._storage._cdata) != self._num_tensors
+            or self.tensor.data_ptr() != self._address  # by p.grad.data = ..., somebody's memory
+        )

@@ -171,7 +171,7 @@ class GradientExchange:
         sparse = set(self._find_sparse())
         self._sparse = [(n, p) for n, p in trainable if p in sparse]
         trainable = [(n, p) for n, p in trainable if p not in sparse]
-        self._facts = [(p, _facts(p)) for _, p in known]
+        self._facts = [_Facts(p) for _, p in known]
         self._num_exchanges = 0
         self.memory.clear()
         wire = create_wire(self.codec)
@@ -441,7 +441,7 @@ class GradientExchange:
 
     def _is_other_layout(self) -> bool:
         """Whether parameters are not as they were when the buckets were laid out."""
-        return any(_facts(parameter) != facts for parameter, facts in self._facts)
+        return any(facts.have_changed() for facts in self._facts)
 
     def _agreed_unit(self) -> float:
         """The unit of weights; it waits for the other ranks at the first exchange."""
@@ -601,9 +601,12 @@ class GradientExchange:
 
     def _copy(self, bucket: Bucket) -> None:
         """Make every ``p.grad`` of a bucket a copy of its slot."""
-        for parameter, slot in zip(bucket.parameters, bucket.slots, strict=True):
-            if parameter.requires_grad or parameter.grad is not None:
-                self.memory.set(parameter, slot)
+        pairs = [
+            (parameter, slot)
+            for parameter, slot in zip(bucket.parameters, bucket.slots, strict=True)
+            if parameter.requires_grad or parameter.grad is not None
+        ]
+        self.memory.set_all([p for p, _ in pairs], [slot for _, slot in pairs])
 
     def _clear_absent(self, means: BucketSet) -> None:
         """Clear every ``p.grad`` that has no mean among these."""
@@ -663,7 +666,7 @@ class GradientExchange:
     def _fill_missing(self) -> None:
         """One rank alone treats a missing gradient as many do."""
         if self.zero_fill:
-            for parameter, _ in self._facts:
+            for _, parameter in self.parameters():
                 if parameter.grad is None and parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter)
 
@@ -707,6 +710,25 @@ def _runs_inside_another() -> bool:
     return False
 
 
-def _facts(parameter: nn.Parameter) -> tuple[object, ...]:
-    """What its place in a bucket depends on."""
-    return parameter.requires_grad, parameter.dtype, parameter.device, parameter.shape
+class _Facts:
+    """What the place of a parameter in a bucket depends on."""
+
+    __slots__ = ("_address", "_facts", "_is_trainable", "_parameter")
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = parameter
+        self._is_trainable = parameter.requires_grad
+        self._address = parameter.data_ptr()
+        self._facts = parameter.dtype, parameter.device, parameter.shape
+
+    def have_changed(self) -> bool:
+        """Whether it needs another place. What has the address of before is not looked at."""
+        parameter = self._parameter
+        if parameter.requires_grad is not self._is_trainable:
+            return True
+        if parameter.data_ptr() == self._address:
+            return False
+        if (parameter.dtype, parameter.device, parameter.shape) != self._facts:
+            return True
+        self._address = parameter.data_ptr()
+        return False

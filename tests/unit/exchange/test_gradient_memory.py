@@ -57,17 +57,24 @@ class TestReuse:
         assert parameter.grad is held
         assert held.tolist() == [2.0, 2.0]
 
-    def test_other_dtypes_and_strides_get_other_memory(self) -> None:
-        parameter, memory = nn.Parameter(torch.zeros(2, 3, 4, 4)), GradientMemory()
-        memory.set(parameter, torch.ones(2, 3, 4, 4))
-        parameter.grad = None
-        parameter.data = parameter.data.to(memory_format=torch.channels_last)
-        memory.set(parameter, torch.ones(2, 3, 4, 4))
-        assert parameter.grad.stride() == parameter.stride()
+    def test_other_dtypes_get_other_memory_when_it_is_cleared(self) -> None:
+        parameter, memory = nn.Parameter(torch.zeros(2, 3)), GradientMemory()
+        memory.set(parameter, torch.ones(2, 3))
         parameter.grad = None
         parameter.data = parameter.data.double()
-        memory.set(parameter, torch.ones(2, 3, 4, 4, dtype=torch.float64))
+        memory.clear()
+        memory.set(parameter, torch.ones(2, 3, dtype=torch.float64))
         assert parameter.grad.dtype == torch.float64
+
+    def test_memory_that_the_script_gave_a_gradient_is_the_scripts(self) -> None:
+        parameter, memory = nn.Parameter(torch.zeros(2)), GradientMemory()
+        memory.set(parameter, torch.ones(2))
+        mine = torch.full((2,), 3.0)
+        parameter.grad.data = mine
+        parameter.grad = None
+        memory.set(parameter, torch.zeros(2))
+        assert mine.tolist() == [3.0, 3.0]
+        assert parameter.grad.tolist() == [0.0, 0.0]
 
     def test_a_build_that_cannot_count_shares_nothing(self, monkeypatch) -> None:
         monkeypatch.setattr("torchmn.exchange.gradient_memory._USE_COUNT", None)
