@@ -118,6 +118,7 @@ class GradientExchange:
         self._unexchanged: set[Tensor] = set()
         """Parameters whose gradient holds passes under no_sync() that no exchange has taken."""
         self._has_warned = False
+        self._has_warned_of_graphs = False
         self._unit: float | None = None
         """In which weights are counted, see `BucketSet`; None: to be agreed on."""
         self._num_sets = max(1, num_sets)
@@ -469,6 +470,15 @@ class GradientExchange:
                 f"({grad.layout}), and its layer is none whose gradients are known to be: "
                 "nn.Embedding and nn.EmbeddingBag with sparse=True. Use one of these, or dense "
                 "gradients (sparse=False)."
+            )
+        if grad is not None and grad.requires_grad and not self._has_warned_of_graphs:
+            self._has_warned_of_graphs = True
+            warnings.warn(
+                "backward(create_graph=True): every p.grad is a mean over ranks now, which has no "
+                "graph, so that it cannot be differentiated again. For second derivatives take the "
+                "gradients by torch.autograd.grad(loss, parameters, create_graph=True).",
+                RuntimeWarning,
+                stacklevel=2,
             )
         scale = self.weight / (self.comm.size * (self._unit or 1.0)) if self.is_active else 0.0
         if self.filling.pack(bucket, position, scale) or self.memory.is_mean(parameter):
