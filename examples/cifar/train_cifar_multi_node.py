@@ -43,7 +43,7 @@ def main() -> None:
     images = load(options, comm)
     raise_if_one_image(options, len(images.train), comm.size)
     model = build(options, images).to(device)  # (2)
-    torch.manual_seed(options.seed + comm.rank)  # dropout differs between workers
+    torchmn.seed_ranks(options.seed, comm)  # dropout differs between workers
 
     # (3) One order for all, of which each worker takes its part of each global batch.
     sampler = torchmn.GlobalSampler(

@@ -12,7 +12,7 @@ from torchmn.exchange import BlockMomentum
 from torchmn.testing import run_ranks
 from torchmn.topology import Topology
 
-from .models import batch, equal, mlp, near, values
+from .models import batch, equal, fill, mlp, near, values
 
 NUM_STEPS = 5
 EXACT = ["every_step", "every_step_next_forward", "double_buffering", "auto"]
@@ -22,6 +22,12 @@ SIZES = {1: [9], 2: [6, 3], 3: [4, 1, 4], 4: [3, 2, 0, 4]}
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
+
+
+def wide() -> nn.Sequential:
+    """Parameters that are large enough to be encoded."""
+    model = nn.Sequential(nn.Linear(5, 64), nn.Tanh(), nn.Linear(64, 64))
+    return fill(model)  # type: ignore[return-value]
 
 
 def summed_loss(model: nn.Module, x: Tensor) -> Tensor:
@@ -97,8 +103,8 @@ def test_double_buffering_applies_the_same_sums_late(size: int) -> None:
 def test_codecs_lose_of_a_sum_what_they_lose_of_a_mean(codec: str) -> None:
     """What was applied and what is still owed add up to W times those of the mean."""
 
-    def applied(comm, reduction: str) -> list[Tensor]:
-        model = mlp(dtype=torch.float32)
+    def applied(comm, reduction: str, codec: str | None = codec) -> list[Tensor]:
+        model = wide()
         optimizer = create_multi_node_optimizer(
             torch.optim.SGD(model.parameters(), 0.0),
             comm,
@@ -121,6 +127,40 @@ def test_codecs_lose_of_a_sum_what_they_lose_of_a_mean(codec: str) -> None:
     sums = run_ranks(lambda comm: applied(comm, "sum"), 2, name="flat", topology=topology)
     assert equal(sums[0], sums[1])
     assert equal(sums[0], [2 * mean for mean in means[0]])
+    exact = run_ranks(lambda comm: applied(comm, "sum", None), 2, name="flat", topology=topology)
+    assert not equal(sums[0], exact[0]), "nothing was encoded: the test shows nothing"
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_what_a_codec_has_lost_is_paid_in_sums_whatever_ranks_take_part(codec: str) -> None:
+    """Sums with and without rank 1 alternate: what is still owed does not grow with the steps."""
+
+    def still_owed(comm) -> list[float]:
+        model = wide()
+        optimizer = create_multi_node_optimizer(
+            torch.optim.SGD(model.parameters(), 0.0), comm, model, codec=codec, reduction="sum"
+        )
+        owed, largest = [torch.zeros_like(p) for p in model.parameters()], []
+        for step in range(96):
+            optimizer.zero_grad()
+            is_in = comm.rank == 0 or step % 2 == 0
+            optimizer.set_weight(float(is_in))
+            loss = summed_loss(model, batch(comm.rank, step % 4, dtype=torch.float32))
+            loss.backward()
+            true = [torch.zeros_like(p) for p in model.parameters()]
+            for rank in range(comm.size if step % 2 == 0 else 1):
+                x = batch(rank, step % 4, dtype=torch.float32)
+                parts_of_rank = torch.autograd.grad(summed_loss(model, x), list(model.parameters()))
+                for total, part in zip(true, parts_of_rank, strict=True):
+                    total += part
+            for rest, expected, parameter in zip(owed, true, model.parameters(), strict=True):
+                rest += expected - parameter.grad
+            scale = max(float(t.abs().max()) for t in true)
+            largest.append(max(float(rest.abs().max()) for rest in owed) / scale)
+        return [max(largest[:48]), max(largest[48:])]
+
+    for early, late in run_ranks(still_owed, 2, name="flat"):
+        assert 0 < late < 1.5 * early
 
 
 @pytest.mark.parametrize("num_micro", [2, 3])
