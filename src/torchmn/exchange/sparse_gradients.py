@@ -93,7 +93,7 @@ def _rows_of(
 
 def _no_rows(parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
     indices = torch.empty(0, dtype=torch.int64, device=parameter.device)
-    return indices, torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype).to(parameter.device)
+    return indices, parameter.detach()[:0]
 
 
 def _sum(
