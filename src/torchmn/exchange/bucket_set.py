@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -114,7 +114,6 @@ class BucketSet:
         self._footer = buckets[-1].footer if buckets else torch.zeros(NUM_FOOTER, device="cpu")
         self._agreement: WeightAgreement | None = None
         self._works: dict[Chunk, Work[None]] = {}
-        self._stand_ins: dict[nn.Parameter, tuple[Tensor, int]] = {}
         self._num_left = len(self.chunks)
         self._factor = 1.0
         self._holds_means = True
@@ -269,21 +268,6 @@ class BucketSet:
         footer = self._footer.tolist()
         is_used = footer[WEIGHT] > 0 and not footer[GIVEN_UP] and not footer[OTHER_LAYOUT]
         codec.finish(is_valid=self._is_valid and is_used)
-
-    def part_from_gradients(self, present: Collection[nn.Parameter]) -> None:
-        """Make ``p.grad`` of these parameters NaN, for sums are under way in the slots.
-
-        No norm and no sum of it can be taken for that of a gradient. Its memory is used again as
-        long as nobody writes to it.
-        """
-        for bucket in self.buckets:
-            for parameter, slot in zip(bucket.parameters, bucket.slots, strict=True):
-                if parameter in present:
-                    stand_in, version = self._stand_ins.get(parameter, (None, 0))
-                    if stand_in is None or stand_in._version != version:
-                        stand_in = torch.full_like(slot, float("nan"))
-                        self._stand_ins[parameter] = stand_in, stand_in._version
-                    parameter.grad = stand_in
 
     def drain(self) -> None:
         """Wait for all sums, whatever they are."""

@@ -24,8 +24,6 @@ _TABLES = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
 )
 
 
@@ -48,7 +46,7 @@ class ModelHooks:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             function(module, args, kwargs)
 
-        _leave_to_python(hook, function)
+        _leave_to_python(hook, function, is_compiled_call)
         self._keep(
             module, module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=True)
         )
@@ -59,17 +57,8 @@ class ModelHooks:
         def hook(module: nn.Module, args: object, output: object) -> None:
             function(module)
 
-        _leave_to_python(hook, function)
+        _leave_to_python(hook, function, is_compiled_call)
         self._keep(module, module.register_forward_hook(hook, always_call=True))
-
-    def before_state(self, module: nn.Module, function: Callable[[], None]) -> None:
-        """Call ``function()`` before its state is saved or loaded."""
-
-        def hook(*args: object) -> None:
-            function()
-
-        self._keep(module, module.register_state_dict_pre_hook(hook))
-        self._keep(module, module.register_load_state_dict_pre_hook(hook))
 
     def before_copy(self, module: nn.Module, function: Callable[[], None]) -> None:
         """Call ``function()`` before the module is copied, pickled or scripted."""
@@ -111,6 +100,8 @@ class _Hidden:
         if not isinstance(state, dict):
             return state
         state = {key: value for key, value in state.items() if key not in (_STATE, _SCRIPTABLE)}
+        if "_parameters" in state:  # which may do more than a dict does
+            state["_parameters"] = dict(state["_parameters"].items())
         for name in _TABLES:
             if name in state:
                 state[name] = type(state[name])(
@@ -124,7 +115,13 @@ class _Hidden:
         return None if module is None else _twin(module, {})
 
 
-def _leave_to_python(*functions: Callable[..., None]) -> None:
+def is_compiled_call() -> bool:
+    """Whether a hook is called around a forward that torch.compile has taken over."""
+    frames: Any = torch._C._dynamo.eval_frame
+    return frames.get_eval_frame_callback() not in (None, False)
+
+
+def _leave_to_python(*functions: Callable[..., object]) -> None:
     """Do not compile them by themselves: compiled code cannot ask whether backward calls it.
 
     Where they are called by code that is compiled as a whole they are compiled with it.

@@ -2,46 +2,32 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchmn.errors import UnsupportedError, UsageError
-from torchmn.exchange.bucket_set import BucketSet
-from torchmn.exchange.model_hooks import ModelHooks
+from torchmn.exchange.buckets import is_dense
+from torchmn.exchange.model_hooks import ModelHooks, is_compiled_call
+from torchmn.exchange.next_forward.gradient_under_way import GradientUnderWay, MeansUnderWay
+from torchmn.exchange.next_forward.parameter_table import ParameterTable, put_back
 from torchmn.exchange.next_forward.partial_step import PartialStep
-
-
-class SeenGradient:
-    """What was in a ``p.grad``, without keeping it alive."""
-
-    def __init__(self, grad: Tensor | None) -> None:
-        self._reference = None if grad is None else weakref.ref(grad)
-        self._version = _version(grad)
-
-    def is_same(self, grad: Tensor | None) -> bool:
-        """Whether it is the same tensor, maybe with other values."""
-        return grad is not None and self._reference is not None and self._reference() is grad
-
-    def is_unchanged(self, grad: Tensor | None) -> bool:
-        """Whether it is the same tensor with the same values."""
-        return _version(grad) == self._version and (grad is None or self.is_same(grad))
 
 
 @dataclass(frozen=True)
 class _Update:
     name: str
-    slot: Tensor
     is_present: bool
     """Whether any rank had a gradient."""
-    local: SeenGradient
-    """What was in ``p.grad`` at the time of the step."""
     version: int
     """Of the parameter, then."""
+    address: int
+    fingerprint: Tensor | None = None
+    """Of its values, for what is written through ``.data`` changes no version."""
 
 
 class DeferredUpdates:
@@ -50,9 +36,10 @@ class DeferredUpdates:
     def __init__(self, speaker: str) -> None:
         self._speaker = speaker
         self._pending: dict[nn.Parameter, _Update] = {}
-        self._means: BucketSet | None = None
+        self._means: MeansUnderWay | None = None
         self._step: PartialStep | None = None
         self._hooks = ModelHooks()
+        self._modules: list[nn.Module] = []
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -65,26 +52,19 @@ class DeferredUpdates:
         return self._pending[parameter].name
 
     def begin(
-        self,
-        inner: Optimizer,
-        means: BucketSet,
-        is_present: Mapping[nn.Parameter, bool],
-        local: Mapping[nn.Parameter, SeenGradient],
+        self, inner: Optimizer, means: MeansUnderWay, is_present: Mapping[nn.Parameter, bool]
     ) -> None:
         """Note what one step does, with the options of now, and do what can be done at once.
 
-        The footer has arrived; ``is_present`` says which parameters have a mean, ``local`` what
-        their ``p.grad`` is.
+        The footer has arrived; ``is_present`` says which parameters have a mean.
         """
         self._means, self._step = means, PartialStep(inner)
         self._pending = {
             parameter: _Update(
-                name, slot, is_present[parameter], local[parameter], parameter._version
+                name, is_present[parameter], parameter._version, parameter.data_ptr()
             )
-            for bucket in means.buckets
-            for name, parameter, slot in zip(
-                bucket.names, bucket.parameters, bucket.slots, strict=True
-            )
+            for bucket in means.means.buckets
+            for name, parameter in zip(bucket.names, bucket.parameters, strict=True)
             if parameter in self._step and parameter.requires_grad
         }
         not_exchanged = [
@@ -94,8 +74,22 @@ class DeferredUpdates:
             if parameter.grad is not None and parameter not in self._pending
         ]
         if not_exchanged:
+            if any(type(parameter.grad) is GradientUnderWay for parameter in not_exchanged):
+                means.settle()  # of one that was frozen since
             self._step.update(not_exchanged)
-        self.apply([parameter for parameter in self._pending if means.has_arrived(parameter)])
+        self.apply([parameter for parameter in self._pending if self._has_arrived(parameter)])
+        self._pending = {
+            parameter: replace(update, fingerprint=_fingerprint(parameter))
+            for parameter, update in self._pending.items()
+        }
+
+    def _has_arrived(self, parameter: nn.Parameter) -> bool:
+        return self._means is not None and self._means.means.has_arrived(parameter)
+
+    def apply_one(self, parameter: nn.Parameter) -> None:
+        """Make that of one parameter, if it is pending."""
+        if parameter in self._pending:
+            self.apply([parameter])
 
     def apply_all(self) -> None:
         """Make all that are left."""
@@ -108,28 +102,39 @@ class DeferredUpdates:
             return
         # A step of the optimizer costs as much for one parameter as for ten small ones: take along
         # what has arrived meanwhile.
-        due.update(dict.fromkeys(p for p in self._pending if self._means.has_arrived(p)))
-        for parameter in due:
-            self._means.take(parameter, self._pending[parameter].slot)
-            if parameter._version != self._pending[parameter].version:
-                raise UsageError(
-                    f"{self._speaker}: '{self.name_of(parameter)}' was changed between step() and "
-                    "its update, which comes just before its layer runs again. Call "
-                    "optimizer.flush() before you change parameters."
-                )
+        due.update(dict.fromkeys(p for p in self._pending if self._has_arrived(p)))
+        means = {parameter: self._means.take(parameter) for parameter in due}
+        self._raise_if_changed(due)
         kept: list[tuple[nn.Parameter, Tensor | None]] = []
         for parameter in due:
-            update, grad = self._pending.pop(parameter), parameter.grad
-            mean = update.slot if update.is_present else None
-            # Cleared or replaced since: leave it so. Else it is the mean, as behind a usual step.
-            is_mean = grad is not None and update.local.is_unchanged(grad)
-            kept.append((parameter, mean if is_mean else grad))
-            parameter.grad = mean
+            kept.append((parameter, parameter.grad))
+            parameter.grad = means[parameter] if self._pending.pop(parameter).is_present else None
         try:
             self._step.update(due)
         finally:
             for parameter, grad in kept:
                 parameter.grad = grad
+
+    def _raise_if_changed(self, parameters: Collection[nn.Parameter]) -> None:
+        changed = [
+            parameter
+            for parameter in parameters
+            if (parameter._version, parameter.data_ptr())
+            != (self._pending[parameter].version, self._pending[parameter].address)
+        ]
+        known = [p for p in parameters if self._pending[p].fingerprint is not None]
+        if known and not changed:
+            # One question to a GPU, not one for each parameter.
+            then = torch.stack([cast(Tensor, self._pending[p].fingerprint).cpu() for p in known])
+            now = torch.stack([_fingerprint(parameter).cpu() for parameter in known])
+            changed = [p for p, same in zip(known, (then == now).tolist(), strict=True) if not same]
+        if changed:
+            raise UsageError(
+                f"{self._speaker}: '{self.name_of(changed[0])}' was changed between step() and its "
+                "update, which comes just before its layer runs again, by code that holds the "
+                "parameter itself. Get it from the model there (model.parameters()), or call "
+                "optimizer.flush() before you change parameters."
+            )
 
     # ---- just before a layer runs ----
 
@@ -142,29 +147,35 @@ class DeferredUpdates:
     ) -> None:
         """Apply updates before the modules of ``sites`` run, some of them before any module does.
 
-        Whoever saves or loads a module's state finds it complete. ``before_graph`` is called before
-        anything that a backward pass may follow.
+        Whoever gets parameters from a module, copies it, saves or loads its state, finds them
+        complete. ``before_graph`` is called before anything that a backward pass may follow.
         """
 
         def before_forward(module: nn.Module, args: object, kwargs: object) -> None:
+            if torch.compiler.is_compiling():
+                return  # done before the code was called, or `raise_if_used` tells
             if torch.is_grad_enabled():
                 before_graph()
             if not self._pending:
                 return
-            if module.training and torch.is_grad_enabled():
+            if module.training and torch.is_grad_enabled() and not is_compiled_call():
                 self.apply([*before_all, *sites.get(module, ())])
-            else:  # in evaluation modules may read others' parameters without calling them
+            else:  # evaluation and compiled code may read parameters without calling their modules
                 self.apply_all()
 
         for module in dict.fromkeys(m for model in models for m in model.modules()):
             if module in sites or module in models:
                 self._hooks.before_forward(module, before_forward, prepend=True)
-            self._hooks.before_state(module, self.apply_all)
             self._hooks.before_copy(module, self.apply_all)
+            ParameterTable(module, self.apply_one, self.apply_all)
+            self._modules.append(module)
 
     def unhook(self) -> None:
         """Take the hooks off."""
         self._hooks.remove()
+        for module in self._modules:
+            put_back(module)
+        self._modules.clear()
 
     def raise_if_used(self, parameter: Tensor) -> None:
         """Raise UnsupportedError if a gradient came of a value that the last step should change."""
@@ -177,6 +188,22 @@ class DeferredUpdates:
                 f"EveryStepNextForward(before_forward=[{update.name!r}]), or call "
                 "optimizer.flush() before such a forward pass."
             )
+
+
+def _fingerprint(parameter: nn.Parameter) -> Tensor:
+    """A sum of its bits, as integers: not the same if any one of them is changed."""
+    values = parameter.detach()
+    if not is_dense(values):
+        values = values.contiguous()
+    flat = values.as_strided((values.numel(),), (1,))
+    for kind in (torch.int64, torch.int32, torch.int16):
+        if flat.nbytes % kind.itemsize == 0 and flat.data_ptr() % kind.itemsize == 0:
+            break
+    else:
+        kind = torch.uint8
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).flatten()
+    return flat.view(kind).sum(dtype=torch.int64)
 
 
 def update_sites(
@@ -206,7 +233,3 @@ def update_sites(
         for module in own.union(readers.get(parameter, ())):
             sites.setdefault(module, []).append(parameter)
     return sites, before_all
-
-
-def _version(tensor: Tensor | None) -> int:
-    return -1 if tensor is None else tensor._version

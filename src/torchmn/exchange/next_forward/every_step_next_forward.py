@@ -23,21 +23,21 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from torchmn.communicators import Communicator
-from torchmn.errors import UnsupportedError, UsageError
+from torchmn.errors import UsageError
 from torchmn.exchange.base import Replicas
 from torchmn.exchange.bucket_set import BucketSet, NonfiniteGradients
 from torchmn.exchange.chunk_plan import ChunkPlan
 from torchmn.exchange.gradients import GradientExchange
-from torchmn.exchange.next_forward.deferred_updates import (
-    DeferredUpdates,
-    SeenGradient,
-    update_sites,
-)
+from torchmn.exchange.next_forward.deferred_updates import DeferredUpdates, update_sites
+from torchmn.exchange.next_forward.gradient_under_way import MeansUnderWay, settle_before
 from torchmn.exchange.next_forward.partial_step import is_separable, sees_steps
 from torchmn.exchange.next_forward.plan_maker import NUM_MEASURED, PlanMaker
 from torchmn.units import MiB
+
+_USED = "gradients were used between backward() and step()"
 
 
 class EveryStepNextForward:
@@ -75,7 +75,8 @@ class EveryStepNextForward:
         self._readers: dict[nn.Parameter, set[nn.Module]] = {}
         # From backward to step: the sums under way, and the gradients that are in them.
         self._flying: BucketSet | None = None
-        self._grads: dict[nn.Parameter, SeenGradient] = {}
+        self._gradients: MeansUnderWay | None = None
+        """Those of the last exchange, until the next one takes their memory."""
         self._is_exposed = False
         self._is_exchanged = False
         self._is_in_closure = False
@@ -84,6 +85,7 @@ class EveryStepNextForward:
         """Sums that nobody has looked at for values that are not finite."""
         self._is_applied = False
         self._late_problem: NonfiniteGradients | None = None
+        self._handles: list[RemovableHandle] = []
 
     # ---- Schedule ----
 
@@ -113,9 +115,10 @@ class EveryStepNextForward:
             exchange.start_rest()
             present = exchange.present
             self._flying, self._is_exposed = exchange.turn(), False
-            self._flying.part_from_gradients(present)
+            if not present.issuperset(self._flying.order):
+                present = self._present_anywhere(self._flying)
             exchange.assign_sparse(self._flying)
-            self._grads = {p: SeenGradient(p.grad) for p in self._flying.chunks_of}
+            self._gradients = MeansUnderWay(exchange, self._flying, present, self._before_use)
         self._is_exchanged = True
         self._exchange_ended()
 
@@ -128,15 +131,20 @@ class EveryStepNextForward:
             exchange.exchange_now()
         flying, self._flying, self._is_exchanged = self._flying, None, False
         if flying is not None:
-            if not self._is_exposed:
+            if not self._is_exposed and self._gradients is not None:
                 self._leave_uninspected(flying, is_applied=False)  # should this raise
-                self._raise_if_changed()
-                self._uninspected = None
-                why = sees_steps(self._inner, num_own_hooks=1)
+                is_untouched = self._gradients.is_untouched
+                why = sees_steps(self._inner, num_own_hooks=1) if is_untouched else _USED
                 if why is None and self._defer(flying):
                     return None
-                self._expose(flying, why)
-            exchange.inspect(flying)
+                self._expose(why)
+                self._uninspected = None
+            if flying.has_finite_gradients and flying.wire.codec is not None:
+                # Whether the wire was too narrow is looked at together: on other ranks the script
+                # may not have used a gradient.
+                self._leave_uninspected(flying, is_applied=True)
+            else:
+                exchange.inspect(flying)
         exchange.problem = self._late_problem or exchange.problem
         self._late_problem = None
         self._inner.step()
@@ -234,9 +242,7 @@ class EveryStepNextForward:
     def await_gradients(self, why: str | None = None) -> None:
         """See `Deferring.await_gradients`."""
         if self._flying is not None and not self._is_exposed:
-            self._raise_if_changed()
-            self._expose(self._flying, why)
-            self._is_exposed = True
+            self._expose(why)
 
     def complete(self) -> None:
         """See `Deferring.complete`."""
@@ -254,17 +260,7 @@ class EveryStepNextForward:
     # ---- PassWatcher ----
 
     def gradient_arrived(self, parameter: Tensor) -> None:
-        """See `PassWatcher.gradient_arrived`.
-
-        Raises UnsupportedError: it was added to what was no gradient.
-        """
-        seen = None if self._flying is None else self._grads.get(parameter)  # type: ignore[call-overload]
-        if seen is not None and not self._is_exposed and seen.is_same(parameter.grad):
-            raise UnsupportedError(
-                f"{self._exchange.comm.speaker}: a second backward pass before step(), and without "
-                "a forward pass of the model before it, while the mean of the first is under way. "
-                "Put the first under optimizer.no_sync(), or call optimizer.synchronize() between."
-            )
+        """See `PassWatcher.gradient_arrived`."""
         if self._updates:
             self._updates.raise_if_used(parameter)
         if self._maker is not None:
@@ -275,6 +271,8 @@ class EveryStepNextForward:
         if self._flying is not None:  # a second pass before step(), or a step was left out
             self._leave_uninspected(self._flying, is_applied=False)
             self._flying = None
+        if self._gradients is not None:
+            self._gradients.settle_held()
         self._inspect_last()
 
     def filling_ends(self) -> None:
@@ -293,6 +291,13 @@ class EveryStepNextForward:
 
     # ---- inside ----
 
+    def _present_anywhere(self, means: BucketSet) -> set[nn.Parameter]:
+        """The parameters that have a mean, though some have no gradient on this rank."""
+        if self._exchange.zero_fill:
+            return set(means.order)
+        means.await_footer()
+        return {p for p, flag in zip(means.order, means.presence, strict=True) if flag}
+
     def _defer(self, means: BucketSet) -> bool:
         """Begin to apply this step, if it is to be applied. The same on all ranks."""
         means.await_footer()
@@ -301,16 +306,25 @@ class EveryStepNextForward:
         exchange = self._exchange
         exchange.adopt_unit(means)
         flags = [True] * len(means.order) if exchange.zero_fill else means.presence
-        grads, self._grads = self._grads, {}
         self._leave_uninspected(means, is_applied=True)
-        self._updates.begin(self._inner, means, dict(zip(means.order, flags, strict=True)), grads)
+        is_present = dict(zip(means.order, flags, strict=True))
+        if self._gradients is not None:
+            self._updates.begin(self._inner, self._gradients, is_present)
         return True
 
-    def _expose(self, means: BucketSet, why: str | None) -> None:
+    def _expose(self, why: str | None) -> None:
+        """Make every ``p.grad`` the mean, but for those that the script has replaced or cleared."""
         if why is not None:
             self._note(why)
-        means.wait()
-        self._exchange.assign(means)
+        self._is_exposed = True
+        if self._gradients is not None:
+            self._gradients.settle()
+
+    def _before_use(self) -> None:
+        """Before the script uses a gradient whose mean is under way."""
+        if self._flying is not None and not self._is_exposed:
+            self._is_exposed = True
+            self._note(_USED)
 
     def _step_with(self, closure: Callable[[], float]) -> float | None:
         self._note("step() has a closure, which needs its gradients at once")
@@ -342,17 +356,6 @@ class EveryStepNextForward:
         if self._flying is not None:
             self.await_gradients()
 
-    def _raise_if_changed(self) -> None:
-        for bucket in self._exchange.sets[0].buckets:
-            for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
-                if not self._grads[parameter].is_unchanged(parameter.grad):
-                    raise UsageError(
-                        f"{self._exchange.comm.speaker}: the gradient of '{name}' was changed "
-                        "between backward() and step(), but what travels is what it was. Clip by "
-                        "max_grad_norm= or optimizer.clip_grad_norm_(), or call "
-                        "optimizer.synchronize() first, which makes p.grad the mean."
-                    )
-
     def _exchange_ended(self) -> None:
         """Called at the end of every exchange, on all ranks alike."""
         if self._maker is None:
@@ -374,6 +377,7 @@ class EveryStepNextForward:
             *update_sites(self._models, self._names(), readers, self.before_forward),
             self._before_graph,
         )
+        self._handles = [settle_before(parameter) for parameter in self._exchange.sets[0].order]
 
     def _names(self) -> dict[nn.Parameter, str]:
         return {
@@ -392,6 +396,9 @@ class EveryStepNextForward:
 
     def _unhook(self) -> None:
         self._updates.unhook()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
         if self._maker is not None:
             self._maker.meter.close()
             self._maker = None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torchmn.exchange.model_hooks import ModelHooks
+from torchmn.exchange.model_hooks import ModelHooks, is_compiled_call
 
 _VALUE_READERS = ("item", "tolist", "__bool__", "__float__", "__int__")
 
@@ -67,6 +67,8 @@ class PassMeter:
         self._seen.clear()
 
     def _enter(self, module: nn.Module, args: object, kwargs: object) -> None:
+        if torch.compiler.is_compiling() or is_compiled_call():
+            return  # nothing could be seen
         now_s = time.perf_counter()
         if not self._running and torch.is_grad_enabled():
             if self._forward_began_s is None:
@@ -76,6 +78,8 @@ class PassMeter:
         self._running.append((module, now_s))
 
     def _leave(self, module: nn.Module) -> None:
+        if torch.compiler.is_compiling():
+            return
         # A forward that raised leaves modules above it in the list.
         while self._running:
             last, _ = self._running.pop()
