@@ -18,6 +18,7 @@ from torchmn.exchange import EveryStep, EveryStepNextForward
 from torchmn.exchange.bucket_set import BucketSet
 from torchmn.testing import run_ranks
 from torchmn.testing.contracts import seeded
+from torchmn.topology import Topology
 from torchmn.units import KiB
 
 from ..models import equal, fill, grads
@@ -121,6 +122,29 @@ def test_the_bits_are_those_of_every_step(kind: str, world_size: int) -> None:
         ]
 
     both(train, world_size)
+
+
+@pytest.mark.parametrize("codec", ["float16", "int8", "int4", "1bit", "power_sgd"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_bits_of_a_codec_are_those_of_every_step_cut_alike(codec: str, world_size: int) -> None:
+    def train(comm, make):
+        model = network()
+        optimizer = wrap(comm, make(), model, codec=codec)
+        for step in range(NUM_STEPS):
+            optimizer.zero_grad()
+            model(batch(comm, step)).pow(2).mean().backward()
+            optimizer.step()
+        return state_of(model)
+
+    def run(make):  # on hosts of their own, or nothing would be encoded
+        topology = Topology.blocks([1] * world_size)
+        return run_ranks(
+            lambda comm: train(comm, make), world_size, name="hierarchical", topology=topology
+        )
+
+    later, plain = run(lambda: EveryStepNextForward(chunk_bytes=CHUNK_BYTES)), run(EveryStep)
+    for rank in range(world_size):
+        assert equal(later[rank], plain[rank])
 
 
 @pytest.mark.parametrize("options", [{"weight": "samples"}, {"zero_fill": False}])
