@@ -147,7 +147,9 @@ def test_auto_measures_anew_on_other_ranks_and_loses_nothing() -> None:
     """A mean that was pending under the old plan is applied before the plan is left."""
 
     def old(comm):
-        model, optimizer = wrap(comm, schedule="auto", codec="auto", allow_lossy=True)
+        model, optimizer = wrap(
+            comm, schedule="auto", codec="auto", allow_lossy=True, allow_stale=True
+        )
         late = next(p for p in optimizer.schedule.choices.plans() if "double" in p.schedule)
         optimizer.schedule._decide(late, "for the test")
         train(optimizer, model, comm, range(3))
@@ -159,7 +161,9 @@ def test_auto_measures_anew_on_other_ranks_and_loses_nothing() -> None:
     states = [optimizer_state for (_, optimizer_state), _ in saved]
 
     def new(comm):
-        model, optimizer = wrap(comm, schedule="auto", codec="auto", allow_lossy=True)
+        model, optimizer = wrap(
+            comm, schedule="auto", codec="auto", allow_lossy=True, allow_stale=True
+        )
         model.load_state_dict(saved[0][0][0])
         optimizer.load_state_dict(described(optimizer.reshard_state_dict(states, comm)))
         assert optimizer.schedule.plan is None
