@@ -20,6 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:(.|\n)*nothing of it is hidden"),
     pytest.mark.filterwarnings("ignore:More than one backward pass before step"),
     pytest.mark.filterwarnings("ignore:(.|\n)*lr_scheduler"),
+    pytest.mark.filterwarnings("ignore:(.|\n)*no multi-node optimizer has the parameter"),
     pytest.mark.filterwarnings("ignore:`torch.jit"),
     pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True"),
     pytest.mark.filterwarnings("ignore:Anomaly Detection"),

@@ -20,6 +20,7 @@ from torchmn.exchange.bucket_set import NonfiniteGradients, Reduction
 from torchmn.exchange.contribution import Contribution
 from torchmn.exchange.gradient_hook import owners_of
 from torchmn.exchange.gradients import GradientExchange
+from torchmn.exchange.gradients_of_others import warn_of_gradients_of_others
 from torchmn.exchange.model_hooks import ModelHooks
 from torchmn.exchange.replicas import (
     broadcast_and_prove,
@@ -95,6 +96,8 @@ class MultiNodeOptimizer(Optimizer):
             "reduction": reduction,
             "max_grad_norm": max_grad_norm,
         }
+        self._has_looked_at_others = False
+        """Whether it was looked for gradients that are not exchanged."""
         self._taken_over_by = ""
         self._take_parameters_over()  # an older one may have to complete what `_unify` broadcasts
         self._unify()
@@ -229,6 +232,9 @@ class MultiNodeOptimizer(Optimizer):
         if not self.exchange.is_needed:  # no backward pass does it
             self.exchange.contribution.reset()
         self.exchange.contribution.end_step()
+        if self.exchange.is_needed and not self._has_looked_at_others:
+            self._has_looked_at_others = True
+            warn_of_gradients_of_others(self.communicator, self._models)
         self.exchange.step += 1
         self.communicator.num_steps = (self.communicator.num_steps or 0) + 1
         self._has_local_passes = False
