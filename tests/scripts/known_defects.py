@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 _CASES: dict[str, tuple[str, ...]] = {
-    "other memory takes a parameter or a gradient out of the exchange": (
+    "torch refuses to swap a parameter to which a weak reference exists": (
         "parameters_swapped-every_step_next_forward-2",
     ),
-    "gradients of parameters that the optimizer does not have are not exchanged": (
+    "gradients of parameters without an optimizer are not exchanged; a warning names them": (
         "clip_more_than_is_trained-auto-2",
         "clip_more_than_is_trained-every_step-2",
         "clip_more_than_is_trained-every_step_next_forward-2",
     ),
-    "the mean over ranks has no graph, which torch says in its own words": (
+    "the mean over ranks has no graph; a warning says so": (
         "curvature-auto-2",
         "curvature-every_step-2",
         "curvature-every_step_next_forward-2",
     ),
-    "Dynamo warns of a hook of torchmn": (
+    "Dynamo warns of a hook of torchmn that it compiles": (
         "compiled_before_wrapping-every_step_next_forward-2",
         "compiled_in_place-every_step_next_forward-2",
     ),
-    "a parameter that the script holds is read before its deferred update": (
+    "a list of `p.detach()` made once is old before `optimizer.flush()`": (
         "average_by_foreach-every_step_next_forward-2",
     ),
 }
