@@ -8,10 +8,8 @@ end of backward a callback packs what had no gradient, sends the rest, and tells
 
 from __future__ import annotations
 
-import sys
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
@@ -24,6 +22,7 @@ from torchmn.communicators import Communicator
 from torchmn.communicators.wire import create_wire
 from torchmn.compression import Codec
 from torchmn.errors import CommunicationError, DisagreementError, UnsupportedError, UsageError
+from torchmn.exchange.backward_pass import AtEnd, BackwardPass
 from torchmn.exchange.bucket_set import (
     GIVEN_UP,
     LOADED,
@@ -39,6 +38,7 @@ from torchmn.exchange.contribution import Contribution
 from torchmn.exchange.gradient_hook import has_later_hook, watch_gradient
 from torchmn.exchange.gradient_memory import GradientMemory
 from torchmn.exchange.own_codec import codec_state, load_codec_state
+from torchmn.exchange.parameter_facts import ParameterFacts
 from torchmn.exchange.sparse_gradients import mean_sparse_gradients
 from torchmn.exchange.weight_agreement import WeightAgreement
 
@@ -127,7 +127,7 @@ class GradientExchange:
         self._hooks: list[RemovableHandle] = []
         self._lock = threading.RLock()
         """Autograd has a thread for each device."""
-        self._pass: _Pass | None = None
+        self._pass: BackwardPass | None = None
         """The backward pass that has begun and not ended."""
         self._failure: BaseException | None = None
         self.rebuild()
@@ -172,7 +172,7 @@ class GradientExchange:
         sparse = set(self._find_sparse())
         self._sparse = [(n, p) for n, p in trainable if p in sparse]
         trainable = [(n, p) for n, p in trainable if p not in sparse]
-        self._facts = [_Facts(p) for _, p in known]
+        self._facts = [ParameterFacts(p) for _, p in known]
         self._num_exchanges = 0
         self.memory.clear()
         wire = create_wire(self.codec)
@@ -330,7 +330,7 @@ class GradientExchange:
             if self.comm.hides_exchange:
                 self._start_full_chunks()
 
-    def _open_backward(self) -> _Pass:
+    def _open_backward(self) -> BackwardPass:
         """The first gradient of a backward pass, or of one that runs inside of it."""
         backward_id = torch._C._current_graph_task_id()
         if self._pass is not None and self._pass.is_running and self._failure is None:
@@ -343,8 +343,8 @@ class GradientExchange:
         if self.watcher is not None:
             self.watcher.filling_begins()
         self.problem = None
-        callback = _AtEnd(self._end_backward)
-        self._pass = _Pass(backward_id, callback, is_other_layout=self._is_other_layout())
+        callback = AtEnd(self._end_backward)
+        self._pass = BackwardPass(backward_id, callback, is_other_layout=self._is_other_layout())
         torch.autograd.Variable._execution_engine.queue_callback(callback)
         self._begin_exchange()
         return self._pass
@@ -679,66 +679,3 @@ class GradientExchange:
             for _, parameter in self.parameters():
                 if parameter.grad is None and parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter)
-
-
-class _Pass:
-    """A backward pass that has begun."""
-
-    def __init__(self, backward_id: int, callback: _AtEnd, *, is_other_layout: bool) -> None:
-        self.ids = {backward_id}
-        """Of the pass, and of those that run inside of it."""
-        self.is_other_layout = is_other_layout
-        """Whether parameters have changed since the buckets were laid out."""
-        self.is_nested = _runs_inside_another()
-        self.is_cleared = False
-        """Whether the gradients were cleared since it raised."""
-        self._callback = weakref.ref(callback)
-
-    @property
-    def is_running(self) -> bool:
-        """Whether autograd will still call back: it lets go of the callback of one that raised."""
-        return self._callback() is not None
-
-
-class _AtEnd:
-    """What autograd calls at the end of a backward pass, and holds only until then."""
-
-    def __init__(self, method: Callable[[], None]) -> None:
-        self._method = method
-
-    def __call__(self) -> None:
-        self._method()
-
-
-def _runs_inside_another() -> bool:
-    """Whether this backward pass was begun by a function of another one, as checkpoints do."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is torch.autograd.function.BackwardCFunction.apply.__code__:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
-class _Facts:
-    """What the place of a parameter in a bucket depends on."""
-
-    __slots__ = ("_address", "_facts", "_is_trainable", "_parameter")
-
-    def __init__(self, parameter: nn.Parameter) -> None:
-        self._parameter = parameter
-        self._is_trainable = parameter.requires_grad
-        self._address = parameter.data_ptr()
-        self._facts = parameter.dtype, parameter.device, parameter.shape
-
-    def have_changed(self) -> bool:
-        """Whether it needs another place. What has the address of before is not looked at."""
-        parameter = self._parameter
-        if parameter.requires_grad is not self._is_trainable:
-            return True
-        if parameter.data_ptr() == self._address:
-            return False
-        if (parameter.dtype, parameter.device, parameter.shape) != self._facts:
-            return True
-        self._address = parameter.data_ptr()
-        return False

@@ -1,0 +1,53 @@
+"""A backward pass: when it ends, whether it still runs, and what runs inside of it.
+
+Autograd calls back at the end of a pass that reaches its end. One that raised, out of memory or by
+Ctrl-C, ends without a word; but then autograd lets go of what it was to call, which can be seen.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+
+import torch
+
+
+class BackwardPass:
+    """A backward pass that has begun."""
+
+    def __init__(self, backward_id: int, callback: AtEnd, *, is_other_layout: bool) -> None:
+        self.ids = {backward_id}
+        """Of the pass, and of those that run inside of it."""
+        self.is_other_layout = is_other_layout
+        """Whether parameters have changed since the buckets were laid out."""
+        self.is_nested = _runs_inside_another()
+        self.is_cleared = False
+        """Whether the gradients were cleared since it raised."""
+        self._callback = weakref.ref(callback)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether autograd will still call back: it lets go of the callback of one that raised."""
+        return self._callback() is not None
+
+
+class AtEnd:
+    """What autograd calls at the end of a backward pass, and holds only until then."""
+
+    def __init__(self, method: Callable[[], None]) -> None:
+        self._method = method
+
+    def __call__(self) -> None:
+        """The pass has reached its end."""
+        self._method()
+
+
+def _runs_inside_another() -> bool:
+    """Whether this backward pass was begun by a function of another one, as checkpoints do."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is torch.autograd.function.BackwardCFunction.apply.__code__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
