@@ -316,15 +316,3 @@ def gradients_of_samples(worker: Worker) -> nn.Module:
             parameter.grad = torch.einsum("s,s...->...", scale, gradients[name]) / len(x)
         optimizer.step()
     return model
-
-
-@script("Anomaly detection is on")
-def anomaly_detection(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
-        with torch.autograd.detect_anomaly(check_nan=True):
-            mse_loss(model(x), y).backward()
-        optimizer.step()
-    return model

@@ -16,10 +16,6 @@ _CASES: dict[str, tuple[str, ...]] = {
         "curvature-every_step-2",
         "curvature-every_step_next_forward-2",
     ),
-    "Dynamo warns of a hook of torchmn that it compiles": (
-        "compiled_before_wrapping-every_step_next_forward-2",
-        "compiled_in_place-every_step_next_forward-2",
-    ),
     "a list of `p.detach()` made once is old before `optimizer.flush()`": (
         "average_by_foreach-every_step_next_forward-2",
     ),

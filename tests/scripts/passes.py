@@ -10,7 +10,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 from torch.utils.checkpoint import checkpoint
 
 from .models import built, mlp
-from .registry import script
+from .registry import Refused, everywhere, script
 from .worker import Worker
 
 
@@ -198,7 +198,12 @@ def checkpointing_weighted_by_samples(worker: Worker) -> nn.Module:
     return model
 
 
-@script("Activation checkpointing with `use_reentrant=True`, each layer in one segment")
+@script(
+    "Activation checkpointing with `use_reentrant=True`, the whole model in segments",
+    **everywhere(
+        Refused("this backward pass runs in parts", cure="checkpoint with `use_reentrant=False`")
+    ),
+)
 def reentrant_checkpointing(worker: Worker) -> nn.Module:
     model = mlp()
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)

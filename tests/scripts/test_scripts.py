@@ -10,6 +10,7 @@ import torch
 from torchmn.communicators.link_speed import LinkSpeed
 from torchmn.exchange import auto
 
+from . import compiled
 from .known_defects import KNOWN_DEFECTS
 from .registry import SCHEDULES, WORLD_SIZES, Refused, Script
 from .running import check_exact, check_refused, differences, of_strangers, on_ranks
@@ -22,8 +23,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:(.|\n)*lr_scheduler"),
     pytest.mark.filterwarnings("ignore:(.|\n)*no multi-node optimizer has the parameter"),
     pytest.mark.filterwarnings("ignore:`torch.jit"),
+    # Of hooks that it compiles, to be compiled without a word one day.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin"),
     pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True"),
-    pytest.mark.filterwarnings("ignore:Anomaly Detection"),
     pytest.mark.filterwarnings("ignore:Lazy modules"),
 ]
 
@@ -66,6 +69,8 @@ def _cases() -> Iterator[pytest.param]:
 
 @pytest.mark.parametrize(("script", "schedule", "world_size"), list(_cases()))
 def test_as_one_process(script: Script, schedule: str, world_size: int) -> None:
+    if script.program.__module__ == compiled.__name__:
+        torch.compiler.reset()  # each stands for a process of its own
     results = on_ranks(script, world_size, schedule)
     outcome = script.outcome(schedule, world_size)
     if isinstance(outcome, Refused):

@@ -14,7 +14,7 @@ from torchmn.errors import UnsupportedError, UsageError
 from torchmn.exchange.buckets import is_dense
 from torchmn.exchange.model_hooks import ModelHooks, is_compiled_call
 from torchmn.exchange.next_forward.gradient_under_way import GradientUnderWay, MeansUnderWay
-from torchmn.exchange.next_forward.parameter_table import ParameterTable, put_back
+from torchmn.exchange.next_forward.parameter_table import listen, put_back
 from torchmn.exchange.next_forward.partial_step import PartialStep
 
 
@@ -167,14 +167,14 @@ class DeferredUpdates:
             if module in sites or module in models:
                 self._hooks.before_forward(module, before_forward, prepend=True)
             self._hooks.before_copy(module, self.apply_all)
-            ParameterTable(module, self.apply_one, self.apply_all)
+            listen(module, self, self.apply_one, self.apply_all)
             self._modules.append(module)
 
     def unhook(self) -> None:
         """Take the hooks off."""
         self._hooks.remove()
         for module in self._modules:
-            put_back(module)
+            put_back(module, self)
         self._modules.clear()
 
     def raise_if_used(self, parameter: Tensor) -> None:

@@ -134,6 +134,8 @@ class MeansUnderWay:
     def _assign(self, parameter: nn.Parameter, mean: Tensor) -> None:
         if self._exchange.gradient_as_bucket_view:
             parameter.grad = mean
+        elif mean.dtype is not parameter.dtype or mean.device != parameter.device:
+            parameter.grad = mean.to(parameter)  # in the middle of model.half(), say
         else:
             self._exchange.memory.set(parameter, mean)
 

@@ -12,27 +12,26 @@ from torch import nn
 
 _NAME = "_parameters"
 _Held = nn.Parameter | None
+_BeforeOne = Callable[[nn.Parameter], None]
 
 
 class ParameterTable(dict[str, _Held]):
-    """In place of the dict of one module, until `put_back`. Copies of the module have a dict."""
+    """In place of the dict of one module. Copies of the module have a dict.
 
-    def __init__(
-        self,
-        module: nn.Module,
-        before_one: Callable[[nn.Parameter], None],
-        before_all: Callable[[], None],
-    ) -> None:
+    Several optimizers may train parts of one module, so it has one listener for each of them.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
         super().__init__(module.__dict__[_NAME])
-        self._before_one = before_one
-        self._before_all = before_all
+        self.listeners: dict[object, tuple[_BeforeOne, Callable[[], None]]] = {}
         module.__dict__[_NAME] = self
 
     def __getitem__(self, name: str) -> _Held:
         """One parameter is read, as an attribute of its module."""
         parameter = super().__getitem__(name)
         if parameter is not None:
-            self._before_one(parameter)
+            for before_one, _ in list(self.listeners.values()):
+                before_one(parameter)
         return parameter
 
     def items(self) -> ItemsView[str, _Held]:  # type: ignore[override]
@@ -45,9 +44,25 @@ class ParameterTable(dict[str, _Held]):
         self._before_all()
         return super().values()
 
+    def _before_all(self) -> None:
+        for _, before_all in list(self.listeners.values()):
+            before_all()
 
-def put_back(module: nn.Module) -> None:
-    """Give the module a plain dict again."""
+
+def listen(
+    module: nn.Module, owner: object, before_one: _BeforeOne, before_all: Callable[[], None]
+) -> None:
+    """Call these before anybody gets one, or all, of the module's parameters."""
+    table = module.__dict__[_NAME]
+    if not isinstance(table, ParameterTable):
+        table = ParameterTable(module)
+    table.listeners[owner] = before_one, before_all
+
+
+def put_back(module: nn.Module, owner: object) -> None:
+    """End what `listen` began; after the last one the module has a plain dict again."""
     table = module.__dict__[_NAME]
     if isinstance(table, ParameterTable):
-        module.__dict__[_NAME] = dict(dict.items(table))
+        table.listeners.pop(owner, None)
+        if not table.listeners:
+            module.__dict__[_NAME] = dict(dict.items(table))
