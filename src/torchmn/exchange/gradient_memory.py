@@ -21,7 +21,8 @@ _USE_COUNT = getattr(torch._C, "_storage_Use_Count", None)
 class GradientMemory:
     """One tensor for each parameter, which is its ``p.grad`` or waits to be it again. Local.
 
-    For parameters whose dtype, device and shape do not change between two calls of `clear`.
+    A parameter may be converted (``model.half()``) while its mean is under way: it then gets new
+    memory of its new dtype.
     """
 
     def __init__(self) -> None:
@@ -53,7 +54,7 @@ class GradientMemory:
     def _tensor_for(self, parameter: nn.Parameter) -> Tensor:
         """Memory for the mean, which is ``p.grad`` from now on."""
         kept, grad = self._kept.get(parameter), parameter.grad
-        if kept is None or (grad is not kept.tensor and kept.is_held()):
+        if kept is None or not kept.fits(parameter) or (grad is not kept.tensor and kept.is_held()):
             kept = self._kept[parameter] = _Kept(parameter)
         if grad is not kept.tensor:
             parameter.grad = kept.tensor
@@ -71,6 +72,14 @@ class _Kept:
         self._storage = self.tensor.untyped_storage()
         self._num_objects = sys.getrefcount(self.tensor)
         self._num_tensors = 0 if _USE_COUNT is None else _USE_COUNT(self._storage._cdata)
+
+    def fits(self, parameter: nn.Parameter) -> bool:
+        """Whether the tensor can be the gradient of the parameter as it is now."""
+        return (
+            self.tensor.dtype == parameter.dtype
+            and self.tensor.device == parameter.device
+            and self.tensor.shape == parameter.shape
+        )
 
     def is_held(self) -> bool:
         """Whether somebody else holds the tensor, a view of it or an array in its memory."""

@@ -190,3 +190,16 @@ def test_parameters_with_other_memory_stay_in_the_exchange(change, is_view) -> N
     tolerance = 1e-12 if expected[0].dtype == torch.float64 else 1e-6
     for got in run_ranks(train, 2):
         assert near(got, expected, tolerance)
+
+
+def test_a_parameter_that_was_converted_gets_memory_of_its_new_dtype() -> None:
+    memory, parameter = GradientMemory(), nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    memory.set(parameter, torch.ones(3, dtype=torch.float64))
+    parameter.grad = None
+    parameter.data = parameter.data.half()  # as model.half() does before it converts the gradient
+
+    memory.set(parameter, torch.full((3,), 2.0, dtype=torch.float64))
+
+    assert parameter.grad is not None
+    assert parameter.grad.dtype == torch.float16
+    assert parameter.grad.tolist() == [2.0] * 3
