@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import secrets
 import socket
@@ -62,6 +63,16 @@ _NO_LIMIT_S = 30 * 24 * 3600.0
 """Longer than any job; gloo's own limits have no infinity."""
 
 
+def _raise_if_imported_again() -> None:
+    """Raise UsageError in a process of multiprocessing that imports the main script again."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise UsageError(
+            "create_communicator() was called by a process that multiprocessing started, while it "
+            "imports the script: a DataLoader's worker, say. It is no rank. Put what the script "
+            "does into a function and call that under if __name__ == '__main__':."
+        )
+
+
 def create_communicator(
     name: str = "auto",
     *,
@@ -91,6 +102,7 @@ def create_communicator(
         TopologyError: launcher, MPI and host names contradict each other.
         DisagreementError: ranks asked for different communicators.
         TimeLimitError: not all ranks came within ``first_timeout_s``.
+        UsageError: called while a worker of multiprocessing imports the script.
 
     Names: ChainerMN's `create_communicator` (ancestors 1.2).
     """
@@ -98,6 +110,7 @@ def create_communicator(
         raise UnknownNameError("communicator", name, ["auto", *ROUTES])
     timeout_s, first_s = _limits(timeout_s, first_timeout_s)
     codec = _wire_codec(allreduce_grad_dtype)
+    _raise_if_imported_again()
     with watched.joining(first_s):
         world, is_own = _world(transport, first_s)
     greeting = {"name": name, "dtype": codec.name if codec else None, "torch": torch.__version__}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -90,3 +93,22 @@ def test_a_rank_knows_its_place() -> None:
 
     places = run_ranks(rank_main, 3, topology=Topology(("a", "b", "a")))
     assert places == [(0, 0, 2, 0, 2), (1, 0, 1, 1, 2), (2, 1, 2, 0, 2)]
+
+
+def test_a_script_without_a_guard_is_told_about_it_in_its_workers(tmp_path: Path) -> None:
+    script = tmp_path / "a script.py"
+    script.write_text(
+        "import multiprocessing, torchmn\n"
+        "comm = torchmn.create_communicator('naive')\n"
+        "if __name__ == '__main__':\n"
+        "    worker = multiprocessing.get_context('spawn').Process(target=print)\n"
+        "    worker.start()\n"
+        "    worker.join()\n"
+        "    print('worker ended with', worker.exitcode)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=50, check=True
+    )
+    assert "worker ended with 1" in done.stdout
+    assert "UsageError: create_communicator() was called by a process" in done.stderr
+    assert "if __name__ == '__main__':" in done.stderr
