@@ -28,6 +28,12 @@ KINDS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_compiled_yet() -> None:
+    """Torch stops to compile a function that other tests have compiled too often."""
+    torch.compiler.reset()
+
+
 def wrap(comm, model, **options):
     inner = torch.optim.SGD(model.parameters(), 0.1)
     return create_multi_node_optimizer(inner, comm, model, **options)
