@@ -244,8 +244,11 @@ def _torchmn(options: Mapping[str, object], schedule: object = None) -> Runner:
 
 
 def _plan_of(schedule: object) -> Mapping[str, str] | None:
-    plan = getattr(schedule, "plan", None)
-    return {"schedule": plan.schedule, "codec": plan.codec} if plan else None
+    from torchmn.exchange.auto import Auto
+
+    if not isinstance(schedule, Auto) or schedule.plan is None:
+        return None
+    return {"schedule": schedule.plan.schedule, "codec": schedule.plan.codec}
 
 
 def _mlp() -> tuple[nn.Module, torch.optim.Optimizer]:
