@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchmn.errors import DataError
+
 
 def capture(device: torch.device) -> dict[str, Any]:
     """The state of all generators, as plain values and tensors. Local."""
@@ -27,6 +29,19 @@ def capture(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state
+
+
+def check(state: Mapping[str, Any]) -> None:
+    """Raise DataError if these are not the states of generators. Local; no generator is changed."""
+    try:
+        random.Random().setstate(state["python"])
+        np.random.RandomState().set_state(state["numpy"])
+        torch.Generator().set_state(state["torch"])
+        int(state["seed"])
+    except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError) as e:
+        raise DataError(
+            f"the states of the random generators are not valid ({type(e).__name__}: {e})"
+        ) from e
 
 
 def restore(state: Mapping[str, Any], device: torch.device) -> None:

@@ -67,6 +67,7 @@ class Resumption:
             else:
                 self._states[label] = saved.state_of(source, label)
         self._random = saved.state_of(comm.rank if comm.rank < num_old else 0, RANDOM)
+        random_state.check(self._random)
 
     def load(self, state: Mapping[str, Stateful]) -> Exception | None:
         """Load it, the random generators last; returns the error of an object that refused.

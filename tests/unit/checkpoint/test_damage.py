@@ -296,6 +296,24 @@ def test_forged_values(path: Path, body: Any) -> None:
     assert said
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda state: state.pop("numpy"),
+        lambda state: state.update(numpy=state["numpy"][:1]),
+        lambda state: state.update(python=(3, (1, 2), None)),
+        lambda state: state.update(torch=state["torch"][:7]),
+        lambda state: state.update(seed="x"),
+    ],
+)
+def test_forged_random_states(damage: Callable[[dict[str, Any]], None]) -> None:
+    state = random_state.capture(torch.device("cpu"))
+    random_state.check(state)
+    damage(state)
+    with pytest.raises(DataError, match="random generators"):
+        random_state.check(state)
+
+
 def test_forged_headers_of_tensors() -> None:
     class Memory:
         def __init__(self, raw: bytes) -> None:

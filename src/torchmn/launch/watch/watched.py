@@ -79,7 +79,7 @@ class Watched:
         self._must_end = threading.Event()
         self._has_joined = False
         self._is_waiting = False
-        self._last_words = ""
+        self._fatal: BaseException | None = None  # what ends this process
         self._has_told_of_hang = False
         self._exit_note: tuple[int, int] | None = None
 
@@ -92,7 +92,7 @@ class Watched:
         def on_exception(
             kind: type[BaseException], error: BaseException, trace: TracebackType | None
         ) -> None:
-            self._last_words = _words_of(error)  # shown in place of the stack of this hook
+            self._fatal = error  # shown in place of the stack of this hook
             previous(kind, error, trace)
             if not isinstance(error, KeyboardInterrupt):
                 self.fail(error)
@@ -131,9 +131,10 @@ class Watched:
         if os.getpid() != self._pid:
             return
         follows = is_consequence(error)
-        words = self._last_words = _words_of(error)
+        self._fatal = error
         if follows:
             self.look_for_hang()
+        words = _words_of(error)
         self._post(Failed(status=1, words=words, is_consequence=follows, at=time.time()))
         if follows:
             self._is_waiting = True
@@ -154,7 +155,7 @@ class Watched:
                 messages = self._channel.collect()
             for message in messages:
                 if isinstance(message, Tell):
-                    stacks = self._last_words or _stacks()
+                    stacks = _words_of(self._fatal) if self._fatal else _stacks()
                     self._post(Told(collectives=self._collectives(), stacks=stacks))
                 elif isinstance(message, End):
                     self._must_end.set()
