@@ -58,7 +58,7 @@ with open(f"steps-{{number}}-{{comm.rank}}", "a", buffering=1) as log:
 """
 COPYING = f"""
 import json, os, time, torchmn
-from torchmn.launch.elastic.node_copies import NodeCopies
+from torchmn.control.checkpoint_replicas.client import NodeCopies
 comm = torchmn.create_communicator("naive")
 copies = NodeCopies.of(os.environ)
 seconds = {{}}

@@ -34,7 +34,7 @@ def worker(backend: str, folder: str, kind: str) -> None:
     import torch
 
     import torchmn
-    from torchmn.exchange import ParameterServer
+    from torchmn.schedules import ParameterServer
 
     torch.set_num_threads(1)
     is_large = kind == "large"

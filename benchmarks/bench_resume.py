@@ -16,6 +16,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,9 +26,11 @@ from torch import nn
 from torchmn import GlobalSampler, create_multi_node_optimizer
 from torchmn.communicators import Communicator
 from torchmn.data import load_images
-from torchmn.exchange import BlockMomentum, DiLoCo, FullPrecisionFirst, PeriodicAverage
+from torchmn.schedules import BlockMomentum, DiLoCo, FullPrecisionFirst, PeriodicAverage
 from torchmn.testing import run_ranks
-from torchmn.testing.resume_contracts import described
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.contracts.suites.resume_contracts import described  # noqa: E402
 
 GLOBAL_BATCH = 48
 NUM_IMAGES = 1392  # 29 global batches

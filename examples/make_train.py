@@ -17,8 +17,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from torchmn.errors import DataError, LaunchError, run_main
-from torchmn.topology.processors import available_processors
+from torchmn.errors import DataError, LaunchError
+from torchmn.script import run_main
+from torchmn.topology.cpus import available_processors
 
 HERE = Path(__file__).resolve().parent
 SCRIPT = HERE / "cifar" / "train_cifar_multi_node.py"

@@ -123,7 +123,7 @@ def train(task: Task, side: Side, seed: int, images: Images) -> dict[str, Any]:
 def make_schedule(name: str, options: Mapping[str, object]) -> Any:
     """A schedule by its name with options of its own. Raises UnknownNameError: not built."""
     from torchmn.errors import UnknownNameError
-    from torchmn.exchange import SCHEDULES
+    from torchmn.optimizer import SCHEDULES
 
     if name not in SCHEDULES:
         raise UnknownNameError("schedule", name, SCHEDULES)

@@ -18,7 +18,7 @@ import torchmn
 from chaos.job import MARK, SCRIPT, Job
 from chaos.settings import Setting
 from torchmn.data import load_images
-from torchmn.launch.detect import find_mpirun
+from torchmn.launch.backend import find_mpirun
 from torchmn.testing.netlab import Lab, netlab, why_not
 
 TRAINING = Path(__file__).parents[1] / SCRIPT

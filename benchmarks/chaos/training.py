@@ -24,8 +24,8 @@ from torch.nn.functional import cross_entropy
 
 import torchmn
 from torchmn.errors import TorchmnError
-from torchmn.exchange import BlockMomentum, DiLoCo, PeriodicAverage
 from torchmn.resilience import install_crash_handler
+from torchmn.schedules import BlockMomentum, DiLoCo, PeriodicAverage
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 from models.small_cnn import SmallCNN

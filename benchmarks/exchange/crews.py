@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from exchange.table import SIDES, Crew, Line
-from torchmn.launch.detect import find_mpirun
+from torchmn.launch.backend import find_mpirun
 from torchmn.testing.netlab import Host, Lab, netlab
 
 SCRIPT = Path(__file__).parents[1] / "bench_exchange.py"

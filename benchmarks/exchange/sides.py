@@ -103,7 +103,7 @@ def _ddp(options: Mapping[str, object]) -> Runner:
         )
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif hook:
-        from torchmn.exchange import ddp_hook
+        from torchmn.optimizer import ddp_hook
 
         ddp_hook(hook.removeprefix("torchmn ")).register(wrapped)
     return Runner(_step_of(wrapped, optimizer))
@@ -244,7 +244,7 @@ def _torchmn(options: Mapping[str, object], schedule: object = None) -> Runner:
 
 
 def _plan_of(schedule: object) -> Mapping[str, str] | None:
-    from torchmn.exchange.auto import Auto
+    from torchmn.autotune.tuner import Auto
 
     if not isinstance(schedule, Auto) or schedule.plan is None:
         return None
@@ -269,11 +269,11 @@ def _mlp_with_cntk_names(options: Mapping[str, object]) -> Runner:
     comm = _communicator(options)
     if options.get("block"):
         size = BLOCK_STEPS * BATCH * dist.get_world_size()
-        learner = torchmn.exchange.block_momentum_distributed_learner(
+        learner = torchmn.optimizer.block_momentum_distributed_learner(
             inner, size, comm=comm, model=model
         )
     else:
-        learner = torchmn.exchange.data_parallel_distributed_learner(
+        learner = torchmn.optimizer.data_parallel_distributed_learner(
             inner, num_quantization_bits=options["bits"], comm=comm, model=model
         )
     return Runner(_step_of(model, learner, shape=(784,)), comm.barrier)

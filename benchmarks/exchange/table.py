@@ -89,7 +89,7 @@ def _torchmn(name: str, accuracy: tuple[str, ...] = (), **options: object) -> Si
 
 
 def _auto(name: str, accuracy: tuple[str, ...] | None, **options: object) -> Side:
-    """All its trials lie before its first turn, see `torchmn.exchange.auto`."""
+    """All its trials lie before its first turn, see `torchmn.autotune.tuner`."""
     return Side(
         name=name,
         build="torchmn",

@@ -17,21 +17,16 @@ if TYPE_CHECKING:
     from torchmn import data as data
     from torchmn import errors as errors
     from torchmn import evaluation as evaluation
-    from torchmn import exchange as exchange
     from torchmn import launch as launch
+    from torchmn import optimizer as optimizer
     from torchmn import resilience as resilience
+    from torchmn import schedules as schedules
     from torchmn import testing as testing
     from torchmn import topology as topology
     from torchmn import training as training
     from torchmn import units as units
-    from torchmn.checkpoint import (
-        create_multi_node_checkpointer,
-        seed_ranks,
-    )
-    from torchmn.communicators import (
-        Communicator,
-        create_communicator,
-    )
+    from torchmn.checkpoint import create_multi_node_checkpointer, seed_ranks
+    from torchmn.communicators import Communicator, create_communicator
     from torchmn.data import (
         GlobalSampler,
         SerialIterator,
@@ -40,27 +35,12 @@ if TYPE_CHECKING:
         scatter_index,
         split_dataset_n_random,
     )
-    from torchmn.errors import (
-        TorchmnError,
-        run_main,
-    )
-    from torchmn.evaluation import (
-        GenericMultiNodeEvaluator,
-        Ratio,
-        create_multi_node_evaluator,
-    )
-    from torchmn.exchange import (
-        MultiNodeOptimizer,
-        create_multi_node_optimizer,
-    )
-    from torchmn.resilience import (
-        Preemption,
-        ReplicaCheck,
-    )
-    from torchmn.topology import (
-        Place,
-        Topology,
-    )
+    from torchmn.errors import TorchmnError
+    from torchmn.evaluation import GenericMultiNodeEvaluator, Ratio, create_multi_node_evaluator
+    from torchmn.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
+    from torchmn.resilience import Preemption, ReplicaCheck
+    from torchmn.script import run_main
+    from torchmn.topology import Place, Topology
     from torchmn.training import (
         AllreducePersistent,
         MultiNodeEarlyStoppingTrigger,
@@ -78,7 +58,7 @@ _HOME = {
     "GenericMultiNodeEvaluator": "torchmn.evaluation",
     "GlobalSampler": "torchmn.data",
     "MultiNodeEarlyStoppingTrigger": "torchmn.training",
-    "MultiNodeOptimizer": "torchmn.exchange",
+    "MultiNodeOptimizer": "torchmn.optimizer",
     "MultiprocessParallelUpdater": "torchmn.training",
     "ObservationAggregator": "torchmn.training",
     "Place": "torchmn.topology",
@@ -94,8 +74,8 @@ _HOME = {
     "create_empty_dataset": "torchmn.data",
     "create_multi_node_checkpointer": "torchmn.checkpoint",
     "create_multi_node_evaluator": "torchmn.evaluation",
-    "create_multi_node_optimizer": "torchmn.exchange",
-    "run_main": "torchmn.errors",
+    "create_multi_node_optimizer": "torchmn.optimizer",
+    "run_main": "torchmn.script",
     "scatter_dataset": "torchmn.data",
     "scatter_index": "torchmn.data",
     "seed_ranks": "torchmn.checkpoint",
@@ -141,7 +121,8 @@ _SUBMODULES = frozenset(
         "data",
         "errors",
         "evaluation",
-        "exchange",
+        "optimizer",
+        "schedules",
         "launch",
         "resilience",
         "testing",

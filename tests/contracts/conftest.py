@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from torchmn.launch.detect import find_mpirun
+from torchmn.launch.backend import find_mpirun
 from torchmn.testing import MpiPool
 
 

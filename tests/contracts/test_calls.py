@@ -6,15 +6,16 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from tests.contracts.broken import calls as broken
+from tests.contracts.suites import call_contracts
+from tests.contracts.suites.call_contracts import check_calls
+from tests.contracts.suites.communicator_contracts import ContractError
 from torchmn.communicators import create, create_communicator
-from torchmn.communicators.transports.base import TimeLimit
-from torchmn.communicators.transports.streams import StreamTransport
-from torchmn.communicators.transports.torch_distributed import TorchDistributedTransport
-from torchmn.testing import MpiPool, call_contracts, run_ranks
-from torchmn.testing.call_contracts import check_calls
-from torchmn.testing.contracts import ContractError
+from torchmn.testing import MpiPool, run_ranks
 from torchmn.testing.ranks import run_threads
 from torchmn.topology import Topology
+from torchmn.transports.base import TimeLimit
+from torchmn.transports.gloo_nccl import TorchDistributedTransport
+from torchmn.transports.tcp import StreamTransport
 
 SIZES = (1, 2, 3, 4)
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from tests.contracts.broken import codecs as broken
+from tests.contracts.suites import codec_contracts as contracts
+from tests.contracts.suites.communicator_contracts import ContractError
 from torchmn.compression import (
     CODECS,
     BFloat16,
@@ -13,11 +15,9 @@ from torchmn.compression import (
     Float16,
     Quantized,
     create_codec,
-    residues,
+    residuals,
 )
 from torchmn.compression.base import StripeCodec
-from torchmn.testing import codec_contracts as contracts
-from torchmn.testing.contracts import ContractError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Gradients on cpu are quantized by plain torch"),
@@ -88,9 +88,9 @@ CAUGHT_BY = {
 @pytest.mark.parametrize("wrong", CAUGHT_BY, ids=lambda cls: cls.__name__)
 def test_is_caught(wrong: type, monkeypatch: pytest.MonkeyPatch) -> None:
     if wrong is broken.ReshardsWorkersOnly:
-        whole = residues.reshard
+        whole = residuals.reshard
         monkeypatch.setattr(
-            residues,
+            residuals,
             "reshard",
             lambda states, num: whole([_workers_only(state) for state in states], num),
         )

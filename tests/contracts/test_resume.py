@@ -10,9 +10,17 @@ import torch
 from torch import nn
 
 from tests.contracts.broken import resumes as broken
+from tests.contracts.suites.communicator_contracts import ContractError
+from tests.contracts.suites.resume_contracts import (
+    Left,
+    Recipe,
+    check_other_ranks,
+    check_resume_is_exact,
+    leave,
+)
 from torchmn.compression import CODECS, Quantized
-from torchmn.exchange import (
-    SCHEDULES,
+from torchmn.optimizer import SCHEDULES
+from torchmn.schedules import (
     BlockMomentum,
     DiLoCo,
     EveryStepNextForward,
@@ -20,14 +28,6 @@ from torchmn.exchange import (
     PeriodicAverage,
 )
 from torchmn.testing import run_ranks
-from torchmn.testing.contracts import ContractError
-from torchmn.testing.resume_contracts import (
-    Left,
-    Recipe,
-    check_other_ranks,
-    check_resume_is_exact,
-    leave,
-)
 from torchmn.topology import Topology
 
 PLACEMENTS = {

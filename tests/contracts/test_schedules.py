@@ -4,12 +4,14 @@ import pytest
 
 from tests.contracts.broken import codecs as broken_codecs
 from tests.contracts.broken import schedules as broken
+from tests.contracts.suites import schedule_contracts
+from tests.contracts.suites.communicator_contracts import ContractError
+from tests.contracts.suites.schedule_contracts import SCHEDULE_CONTRACTS, check_all
 from torchmn.communicators import ROUTES
 from torchmn.compression import CODECS
-from torchmn.exchange import SCHEDULES, EveryStep
-from torchmn.testing import MpiPool, run_ranks, schedule_contracts
-from torchmn.testing.contracts import ContractError
-from torchmn.testing.schedule_contracts import SCHEDULE_CONTRACTS, check_all
+from torchmn.optimizer import SCHEDULES
+from torchmn.schedules import EveryStep
+from torchmn.testing import MpiPool, run_ranks
 from torchmn.topology import Topology
 
 PLACEMENTS = {

@@ -3,9 +3,9 @@
 import pytest
 
 from tests.contracts.broken import servers as broken
+from tests.contracts.suites import server_contracts as contracts
+from tests.contracts.suites.communicator_contracts import ContractError
 from torchmn.testing import MpiPool, run_ranks
-from torchmn.testing import server_contracts as contracts
-from torchmn.testing.contracts import ContractError
 from torchmn.topology import Topology
 
 SAMPLE = [

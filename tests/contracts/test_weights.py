@@ -6,12 +6,9 @@ from hypothesis import strategies as st
 
 from tests.contracts.broken import weights as broken
 from tests.contracts.broken.schedules import SmallBlocks
-from torchmn.compression import CODECS
-from torchmn.exchange import SCHEDULES, EveryStep
-from torchmn.testing import run_ranks
-from torchmn.testing.contracts import ContractError
-from torchmn.testing.schedule_contracts import variants
-from torchmn.testing.weight_contracts import (
+from tests.contracts.suites.communicator_contracts import ContractError
+from tests.contracts.suites.schedule_contracts import variants
+from tests.contracts.suites.weight_contracts import (
     WEIGHT_CONTRACTS,
     check_all,
     check_parts_of_blocks,
@@ -19,6 +16,10 @@ from torchmn.testing.weight_contracts import (
     check_weighted_join,
     check_weighted_means,
 )
+from torchmn.compression import CODECS
+from torchmn.optimizer import SCHEDULES
+from torchmn.schedules import EveryStep
+from torchmn.testing import run_ranks
 from torchmn.topology import Topology
 
 pytestmark = pytest.mark.timeout(300)  # numba compiles once per machine, on one that may be busy

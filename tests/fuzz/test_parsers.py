@@ -19,18 +19,18 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from torchmn.checkpoint import manifest, shard_file
-from torchmn.communicators import objects
-from torchmn.communicators.objects import Trust
+from torchmn.communicators import object_codec
+from torchmn.communicators.object_codec import Trust
+from torchmn.control import connection as channels
+from torchmn.control.authenticated_listener import MOST_BYTES, Gate, connect
+from torchmn.control.connection import Channel
+from torchmn.control.messages import decode, encode
 from torchmn.errors import CommunicationError, DataError, LaunchError, TopologyError, UsageError
-from torchmn.launch import channel as channels
-from torchmn.launch.channel import Channel
-from torchmn.launch.gate import MOST_BYTES, Gate, connect
-from torchmn.launch.messages import decode, encode
 from torchmn.launch.submit.site import read_site
 from torchmn.topology.allocation import allocation
-from torchmn.topology.environment import tasks_per_node
-from torchmn.topology.hosts import parse_hostfile, parse_hosts, parse_node_list
-from torchmn.topology.time_limit import parse_duration
+from torchmn.topology.hostlists import parse_hostfile, parse_hosts, parse_node_list
+from torchmn.topology.launcher_env import tasks_per_node
+from torchmn.topology.walltime import parse_duration
 
 fuzzed = settings(
     derandomize=True,
@@ -263,9 +263,9 @@ DESCRIPTIONS = st.recursive(
 def test_descriptions_of_objects(head: bytes) -> None:
     for trust in (Trust(), Trust(secret=b"of this job")):
         with suppress(CommunicationError):
-            _, body, tensors = objects.unpack_head(head, torch.device("cpu"))
+            _, body, tensors = object_codec.unpack_head(head, torch.device("cpu"))
             if all(tensor.numel() < 1000 for tensor in tensors):
-                objects.unpack(body, [tensor.zero_() for tensor in tensors], trust)
+                object_codec.unpack(body, [tensor.zero_() for tensor in tensors], trust)
 
 
 @pytest.mark.parametrize("is_gate", [True, False])

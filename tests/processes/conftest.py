@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes.runner import Runner
-from torchmn.launch.detect import this_machine
+from torchmn.launch.backend import this_machine
 
 
 @pytest.fixture(params=["gloo", "mpi"])

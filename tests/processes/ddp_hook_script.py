@@ -20,11 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchmn import create_communicator, create_multi_node_optimizer
 from torchmn.communicators import Communicator
-from torchmn.communicators.transports.torch_distributed import TorchDistributedTransport
 from torchmn.compression import CODECS, ErrorFeedback, Float16, PowerSGD, Quantized
 from torchmn.errors import DisagreementError, PeerLostError, UsageError
-from torchmn.exchange import ddp_hook
+from torchmn.optimizer import ddp_hook
 from torchmn.topology import Topology
+from torchmn.transports.gloo_nccl import TorchDistributedTransport
 
 NUM_STEPS = 4
 MANY_BUCKETS = 0.008  # MiB: about one matrix each

@@ -22,7 +22,7 @@ def main(folder: str, schedule: str, codec: str, result: str, kill_at: int) -> N
     model = nn.Sequential(
         nn.Linear(6, 40), nn.BatchNorm1d(40), nn.Dropout(0.2), nn.ReLU(), nn.Linear(40, 3)
     )
-    chosen = torchmn.exchange.DiLoCo(48, overlap_steps=1) if schedule == "diloco" else schedule
+    chosen = torchmn.schedules.DiLoCo(48, overlap_steps=1) if schedule == "diloco" else schedule
     optimizer = torchmn.create_multi_node_optimizer(
         torch.optim.Adam(model.parameters(), 0.01), comm, model, schedule=chosen, codec=codec
     )

@@ -20,7 +20,7 @@ import torch
 from torch.distributed import FileStore
 import torchmn
 from torchmn.checkpoint import dcp  # whatever takes time to import
-from torchmn.communicators.transports.torch_distributed import TorchDistributedTransport
+from torchmn.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.topology import Topology
 
 torch.set_num_threads(1)
@@ -135,7 +135,7 @@ def main():
     print("done")
 
 
-torchmn.errors.run_main(main)
+torchmn.run_main(main)
 """
 
 Start = Callable[[str], list[tuple[int, str, str]]]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes.runner import MARK, SOURCES, Runner
-from torchmn.launch.detect import find_mpirun, this_machine
+from torchmn.launch.backend import find_mpirun, this_machine
 
 pytestmark = pytest.mark.processes
 

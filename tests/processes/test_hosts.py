@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 import torchmn
-from torchmn.launch.detect import find_mpirun
+from torchmn.launch.backend import find_mpirun
 from torchmn.testing.netlab import Lab, netlab, why_not
 
 pytestmark = [

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchmn.launch.detect import find_mpirun
+from torchmn.launch.backend import find_mpirun
 
 SCRIPT = """
 import sys
@@ -17,7 +17,7 @@ import mpi4py
 mpi4py.rc.thread_level = sys.argv[1]
 from mpi4py import MPI
 import torchmn
-from torchmn.testing.contracts import check_exactness, check_started_sums
+from tests.contracts.suites.communicator_contracts import check_exactness, check_started_sums
 from torchmn.topology import Topology
 comm = torchmn.create_communicator("hierarchical", topology=Topology.blocks([1, 1]))
 print("threaded", comm.engine.is_threaded)

@@ -18,7 +18,7 @@ import pytest
 
 import torchmn
 from torchmn.errors import LaunchError, UsageError
-from torchmn.launch.detect import find_mpirun
+from torchmn.launch.backend import find_mpirun
 from torchmn.testing.netlab import Host, Lab, netlab, why_not
 from torchmn.testing.netlab.leftovers import OPEN, living_labs, processes_inside, sweep
 from torchmn.testing.netlab.namespaces import call, tool

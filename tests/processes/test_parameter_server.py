@@ -18,8 +18,8 @@ import os, signal, sys, time
 import torch
 from torch.distributed import FileStore
 import torchmn
-from torchmn.communicators.transports.torch_distributed import TorchDistributedTransport
-from torchmn.exchange import ParameterServer
+from torchmn.transports.gloo_nccl import TorchDistributedTransport
+from torchmn.schedules import ParameterServer
 from torchmn.topology import Topology
 
 rank, size, folder, event = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
@@ -65,7 +65,7 @@ def told():
             print("after", time.time() - float(file.read()))
         raise
 
-torchmn.errors.run_main(told)
+torchmn.run_main(told)
 """
 
 

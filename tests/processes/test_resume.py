@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchmn.testing.resume_contracts import described
+from tests.contracts.suites.resume_contracts import described
 
 pytestmark = pytest.mark.processes
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes.runner import Runner
-from torchmn.launch.detect import this_machine
+from torchmn.launch.backend import this_machine
 
 pytestmark = pytest.mark.processes
 
@@ -238,7 +238,7 @@ def test_killed_supervisor_leaves_nothing(runner: Runner, backend: str) -> None:
 
 def test_killed_agent_leaves_nothing(runner: Runner, backend: str) -> None:
     process = start_with_grandchildren(runner, backend)
-    agents = [p for p in runner.processes("torchmn.launch.worker") if "mpirun" not in p.name()]
+    agents = [p for p in runner.processes("torchmn.launch.agent_main") if "mpirun" not in p.name()]
     next(p for p in agents if "prterun" not in p.name()).kill()
     _, err = process.communicate(timeout=20)
     assert process.returncode == 137, err

@@ -22,11 +22,11 @@ import psutil
 import pytest
 
 import torchmn
+from torchmn.control import connection as channels
+from torchmn.control.authenticated_listener import MOST_WAITING, knock
+from torchmn.control.messages import Hello
 from torchmn.errors import LaunchError
-from torchmn.launch import channel as channels
-from torchmn.launch.detect import this_machine
-from torchmn.launch.gate import MOST_WAITING, knock
-from torchmn.launch.messages import Hello
+from torchmn.launch.backend import this_machine
 from torchmn.testing.netlab import Lab, netlab, why_not
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from torchmn.communicators import Communicator
 from torchmn.errors import TorchmnError
-from torchmn.exchange import EveryStepNextForward
-from torchmn.exchange.base import Schedule
+from torchmn.schedules import EveryStepNextForward
+from torchmn.schedules.base import Schedule
 from torchmn.testing import run_ranks
 from torchmn.topology import Topology
 

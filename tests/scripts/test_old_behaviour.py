@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from torchmn.errors import TorchmnError
-from torchmn.exchange import optimizer
-from torchmn.exchange.bucket_set import BucketSet
-from torchmn.exchange.buckets import Bucket
-from torchmn.exchange.gradients import GradientExchange
+from torchmn.gradients.bucket_set import BucketSet
+from torchmn.gradients.buckets import Bucket
+from torchmn.gradients.reducer import GradientExchange
+from torchmn.optimizer import multi_node_optimizer
 
 from .running import check_exact, on_ranks
 from .suite import all_scripts
@@ -30,7 +30,7 @@ def slots_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_takes_over(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(optimizer, "owners_of", lambda parameters: [])
+    patch.setattr(multi_node_optimizer, "owners_of", lambda parameters: [])
 
 
 def layouts_stay(patch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from torchmn.autotune import tuner
 from torchmn.communicators.link_speed import LinkSpeed
-from torchmn.exchange import auto
 
 from . import compiled
 from .known_defects import KNOWN_DEFECTS
@@ -42,12 +42,12 @@ def _float64() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _auto_tries_every_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the few steps of a script: what it would choose must not depend on the machine."""
-    monkeypatch.setattr(auto, "NUM_WARM_UP", 1)
-    monkeypatch.setattr(auto, "NUM_TIMED", 1)
-    monkeypatch.setattr(auto, "WITHIN", float("inf"))
-    monkeypatch.setattr(auto, "MOST_TRIALS", 100)
+    monkeypatch.setattr(tuner, "NUM_WARM_UP", 1)
+    monkeypatch.setattr(tuner, "NUM_TIMED", 1)
+    monkeypatch.setattr(tuner, "WITHIN", float("inf"))
+    monkeypatch.setattr(tuner, "MOST_TRIALS", 100)
     link = LinkSpeed(latency_s=1e-4, bandwidth_bytes_per_s=1e8)
-    monkeypatch.setattr(auto, "measure_links", lambda group: link if group.size > 1 else None)
+    monkeypatch.setattr(tuner, "measure_links", lambda group: link if group.size > 1 else None)
 
 
 def _cases() -> Iterator[pytest.param]:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from torchmn import create_multi_node_optimizer
 from torchmn.communicators import Communicator
-from torchmn.exchange.base import Schedule
+from torchmn.schedules.base import Schedule
 
 NUM_STEPS = 8
 """Enough for each schedule to have measured, planned and deferred updates."""

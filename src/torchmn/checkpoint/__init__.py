@@ -1,12 +1,12 @@
 """Checkpoints: everything a training needs to go on, written by all ranks, never half."""
 
-from torchmn.checkpoint.capture import PromisesReplicas, Stateful
 from torchmn.checkpoint.checkpointer import MultiNodeCheckpointer, SaveRecord
 from torchmn.checkpoint.create import create_multi_node_checkpointer
 from torchmn.checkpoint.dcp import export_dcp, import_dcp
-from torchmn.checkpoint.random_streams import RandomStreams, seed_ranks
-from torchmn.checkpoint.resumption import Noting, Resharding
+from torchmn.checkpoint.restore import Noting, Resharding
 from torchmn.checkpoint.retention import Best
+from torchmn.checkpoint.seed_ranks import RandomStreams, seed_ranks
+from torchmn.checkpoint.snapshot import PromisesReplicas, Stateful
 from torchmn.checkpoint.storage import FolderStorage, Storage
 
 __all__ = [

@@ -15,16 +15,16 @@ from typing import Any, Literal
 
 from pytorch_pfn_extras.training.extension import Extension
 
-from torchmn.checkpoint import random_state
-from torchmn.checkpoint.agreement import Agreement
-from torchmn.checkpoint.capture import CopyMemory, Stateful
+from torchmn.checkpoint import rng_state
+from torchmn.checkpoint.control_channel import Agreement
 from torchmn.checkpoint.dcp import export_dcp
 from torchmn.checkpoint.manifest import Manifest, parse
-from torchmn.checkpoint.reading import SavedCheckpoint
-from torchmn.checkpoint.resumption import Resumption
+from torchmn.checkpoint.reader import SavedCheckpoint
+from torchmn.checkpoint.restore import Resumption
 from torchmn.checkpoint.retention import Best, is_checkpoint, order_of
+from torchmn.checkpoint.snapshot import CopyMemory, Stateful
 from torchmn.checkpoint.storage import Storage
-from torchmn.checkpoint.writing import Outcome, Request, Writer, read_manifest
+from torchmn.checkpoint.writer import Outcome, Request, Writer, read_manifest
 from torchmn.communicators import Communicator
 from torchmn.errors import (
     CommunicationError,
@@ -149,7 +149,7 @@ class MultiNodeCheckpointer(Extension):
         try:
             copy = self._memory.copy(
                 state,
-                random_state.capture(self._comm.device),
+                rng_state.capture(self._comm.device),
                 asks_promises=self._checks_replicas,
             )
         except Exception as error:  # the other ranks must not wait for this one

@@ -11,20 +11,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from torchmn.checkpoint.agreement import Agreement
 from torchmn.checkpoint.checkpointer import MultiNodeCheckpointer, OnFailure
-from torchmn.checkpoint.node_memory import NodeMemory
+from torchmn.checkpoint.control_channel import Agreement
+from torchmn.checkpoint.memory_storage import NodeMemory
 from torchmn.checkpoint.retention import Best
 from torchmn.checkpoint.storage import FolderStorage
 from torchmn.communicators import Communicator
-from torchmn.errors import (
-    DataError,
-    DisagreementError,
-    LaunchError,
-    UnsupportedError,
-    UsageError,
-)
-from torchmn.launch.elastic.node_copies import NodeCopies
+from torchmn.control.checkpoint_replicas.client import NodeCopies
+from torchmn.errors import DataError, DisagreementError, LaunchError, UnsupportedError, UsageError
 
 _TOKEN = ".token-"
 _PATIENCE_S = 5.0  # a file system over a network remembers for some seconds that there was no file

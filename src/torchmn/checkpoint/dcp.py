@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchmn.checkpoint.capture import RANDOM, Stateful
-from torchmn.checkpoint.reading import SavedCheckpoint
+from torchmn.checkpoint.reader import SavedCheckpoint
+from torchmn.checkpoint.snapshot import RANDOM, Stateful
 from torchmn.checkpoint.storage import FolderStorage
-from torchmn.checkpoint.writing import read_manifest
+from torchmn.checkpoint.writer import read_manifest
 from torchmn.errors import DataError, UnsupportedError
 
 

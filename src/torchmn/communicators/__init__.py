@@ -4,7 +4,7 @@ from torchmn.communicators.base import Communicator
 from torchmn.communicators.create import ROUTES, create_communicator
 from torchmn.communicators.engine import Work
 from torchmn.communicators.mailbox import ANY_SOURCE, ANY_TAG, Status
-from torchmn.communicators.transports import Transport
+from torchmn.transports import Transport
 
 __all__ = [
     "ANY_SOURCE",

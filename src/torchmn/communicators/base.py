@@ -16,20 +16,20 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from torchmn.communicators import objects
+from torchmn.communicators import object_codec
+from torchmn.communicators.allreduce import Cargo, Wire, create_wire
 from torchmn.communicators.collectives import Collectives
 from torchmn.communicators.engine import Engine, Work
+from torchmn.communicators.flight_recorder import Journal
 from torchmn.communicators.group import Group
-from torchmn.communicators.journal import Journal
 from torchmn.communicators.opening import Call
 from torchmn.communicators.reductions import dense, described
-from torchmn.communicators.transports.base import TimeLimit, Transport
-from torchmn.communicators.transports.shared_memory import SharedMemoryTransport
-from torchmn.communicators.wire import Cargo, Wire, create_wire
 from torchmn.compression import Codec
 from torchmn.errors import UnsupportedError, UsageError
-from torchmn.launch.watch import watched
+from torchmn.monitor import script_monitor
 from torchmn.topology import Topology
+from torchmn.transports.base import TimeLimit, Transport
+from torchmn.transports.shared_memory import SharedMemoryTransport
 from torchmn.units import MiB
 
 Granularity = Literal["parameter", "everything", "bucket"]
@@ -57,7 +57,7 @@ class Communicator(Collectives, ABC):
         *,
         device: torch.device,
         timeout_s: float,
-        trust: objects.Trust,
+        trust: object_codec.Trust,
         codec: Codec | None = None,
         reason: str = "",
         first_timeout_s: float | None = None,
@@ -78,7 +78,7 @@ class Communicator(Collectives, ABC):
         self.num_steps: int | None = None
         """Steps of the optimizers made with it, by which data loading tells training from looks."""
         self.journal = Journal(job_ranks=range(self.size) if job_ranks is None else job_ranks)
-        watched.follow(self.journal)
+        script_monitor.follow(self.journal)
         self.engine = Engine(device, is_threaded=getattr(transport, "is_threaded", True))
         self.world = Group(
             "world",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from torchmn.communicators.objects import as_bytes
+from torchmn.communicators.object_codec import as_bytes
 
 _MOST_NAMED = 5
 

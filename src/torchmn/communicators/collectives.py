@@ -14,15 +14,15 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from torchmn.communicators import objects
-from torchmn.communicators.delivery import Delivery
+from torchmn.communicators import object_codec
 from torchmn.communicators.engine import Engine, Work
 from torchmn.communicators.group import Group
 from torchmn.communicators.mailbox import ANY_SOURCE, HasStatus, Mailbox, checked_tag
+from torchmn.communicators.object_exchange import Delivery
 from torchmn.communicators.opening import INLINE_BYTES, Call, Opening
 from torchmn.communicators.reductions import Reduction, UserOp, dense, dense_parts, described
-from torchmn.communicators.transports.base import fold
 from torchmn.errors import UsageError
+from torchmn.transports.base import fold
 
 Result = TypeVar("Result")
 
@@ -38,7 +38,7 @@ class Collectives:
     _delivery: Delivery
     _mailbox: Mailbox
 
-    def _open_collectives(self, trust: objects.Trust, device: torch.device) -> None:
+    def _open_collectives(self, trust: object_codec.Trust, device: torch.device) -> None:
         """Make what the methods here need, once the world is there."""
         self._opening = Opening(self.world)
         self._delivery = Delivery(self.world, self._opening, trust, device)
@@ -258,7 +258,7 @@ class Collectives:
         reduction.prepare_(flat, self.size)
         if self.size > 1:
             is_inline = flat.nbytes <= INLINE_BYTES and not flat.is_cuda
-            inline = objects.as_bytes(flat).numpy().tobytes() if is_inline else None
+            inline = object_codec.as_bytes(flat).numpy().tobytes() if is_inline else None
             rows = self._opening.meet(call, flat.nbytes, inline)
             if not is_inline:
                 self.world.all_reduce_(flat, reduction.transport_op)
@@ -405,7 +405,7 @@ class Collectives:
         with torch.no_grad():
             for tensor in tensors:
                 flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
-                self.world.broadcast_(objects.as_bytes(flat), 0)
+                self.world.broadcast_(object_codec.as_bytes(flat), 0)
                 if flat.data_ptr() != tensor.data_ptr():
                     tensor.copy_(flat.view(tensor.shape))
 

@@ -15,19 +15,15 @@ from typing import Any
 
 import torch
 
-from torchmn.communicators.auto import candidate_routes, fastest
 from torchmn.communicators.base import Communicator
 from torchmn.communicators.flat import FlatCommunicator
 from torchmn.communicators.hierarchical import HierarchicalCommunicator
 from torchmn.communicators.naive import NaiveCommunicator
 from torchmn.communicators.non_cuda_aware import NonCudaAwareCommunicator
-from torchmn.communicators.objects import Trust
+from torchmn.communicators.object_codec import Trust
 from torchmn.communicators.pure_nccl import PureNcclCommunicator
+from torchmn.communicators.route_trials import candidate_routes, fastest
 from torchmn.communicators.single_node import SingleNodeCommunicator
-from torchmn.communicators.transports.base import TimeLimit, Transport
-from torchmn.communicators.transports.streams import MOST_PEERS, StreamTransport
-from torchmn.communicators.transports.torch_distributed import TorchDistributedTransport
-from torchmn.communicators.transports.world import choose_transport, join_world
 from torchmn.communicators.two_dimensional import TwoDimensionalCommunicator
 from torchmn.compression import BFloat16, Codec, Float16
 from torchmn.errors import (
@@ -37,9 +33,13 @@ from torchmn.errors import (
     UnknownNameError,
     UsageError,
 )
-from torchmn.launch.watch import watched
+from torchmn.monitor import script_monitor
 from torchmn.topology import Place, Topology
-from torchmn.topology.environment import LaunchedPlace, launched_place
+from torchmn.topology.launcher_env import LaunchedPlace, launched_place
+from torchmn.transports.base import TimeLimit, Transport
+from torchmn.transports.gloo_nccl import TorchDistributedTransport
+from torchmn.transports.join import choose_transport, join_world
+from torchmn.transports.tcp import MOST_PEERS, StreamTransport
 
 ROUTES: dict[str, type[Communicator]] = {
     "naive": NaiveCommunicator,
@@ -111,7 +111,7 @@ def create_communicator(
     timeout_s, first_s = _limits(timeout_s, first_timeout_s)
     codec = _wire_codec(allreduce_grad_dtype)
     _raise_if_imported_again()
-    with watched.joining(first_s):
+    with script_monitor.joining(first_s):
         world, is_own = _world(transport, first_s)
     greeting = {"name": name, "dtype": codec.name if codec else None, "torch": torch.__version__}
     found = _exchange_hosts(world, greeting, first_s)

@@ -13,14 +13,9 @@ import torch
 from torch import Tensor
 
 from torchmn.communicators.engine import Engine
-from torchmn.communicators.journal import Journal
-from torchmn.communicators.transports.base import (
-    Message,
-    ReduceOp,
-    TimeLimit,
-    Transport,
-)
+from torchmn.communicators.flight_recorder import Journal
 from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError
+from torchmn.transports.base import Message, ReduceOp, TimeLimit, Transport
 
 Result = TypeVar("Result")
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from torchmn.communicators.allreduce import Cargo, PlainWire, StripedWire, Wire
 from torchmn.communicators.base import Communicator, all_agree
 from torchmn.communicators.group import Group
-from torchmn.communicators.wire import Cargo, PlainWire, StripedWire, Wire
 
 
 class HierarchicalCommunicator(Communicator):

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from torchmn.communicators import objects
-from torchmn.communicators.delivery import exchange_tensors
+from torchmn.communicators import object_codec
 from torchmn.communicators.group import Group
+from torchmn.communicators.object_exchange import exchange_tensors
 from torchmn.errors import CommunicationError, DisagreementError, UsageError
 
 ANY_SOURCE = -1
@@ -66,7 +66,7 @@ class _Letter:
 class Mailbox:
     """Point-to-point messages of one rank. Its methods run inside engine jobs."""
 
-    def __init__(self, group: Group, trust: objects.Trust, device: torch.device) -> None:
+    def __init__(self, group: Group, trust: object_codec.Trust, device: torch.device) -> None:
         self._group = group
         self._trust = trust
         self._device = device
@@ -79,10 +79,10 @@ class Mailbox:
         """
         refusal = None
         try:
-            message = objects.pack(obj, self._trust)
+            message = object_codec.pack(obj, self._trust)
         except Exception as error:
             refusal = error
-            message = objects.pack(str(error), self._trust, note=_REFUSED)
+            message = object_codec.pack(str(error), self._trust, note=_REFUSED)
         is_inline = len(message.head) <= _INLINE_BYTES
         envelope = bytearray(ENVELOPE_BYTES)
         _HEAD.pack_into(envelope, 0, tag, _INLINE if is_inline else _PLAIN, len(message.head))
@@ -128,8 +128,8 @@ class Mailbox:
             described = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             exchange_tensors(self._group, "recv", {}, {source: [described]}, _BODY_TAG)
             head = described.numpy().tobytes()
-        note, body, tensors = objects.unpack_head(head, self._device)
-        buffers = [objects.as_bytes(tensor) for tensor in tensors]
+        note, body, tensors = object_codec.unpack_head(head, self._device)
+        buffers = [object_codec.as_bytes(tensor) for tensor in tensors]
         exchange_tensors(self._group, "recv", {}, {source: buffers}, _BODY_TAG)
         self._arrived.append(_Letter(source, tag, note, body, tensors))
 
@@ -139,7 +139,7 @@ class Mailbox:
                 f"{self._group.speaker} is in recv, but rank {letter.source} refused to send: "
                 f"{letter.body}"
             )
-        return objects.unpack(letter.body, letter.tensors, self._trust)
+        return object_codec.unpack(letter.body, letter.tensors, self._trust)
 
 
 def checked_tag(tag: int, *, may_be_any: bool = False) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from torchmn.communicators.allreduce import Cargo, Wire
 from torchmn.communicators.base import Communicator
-from torchmn.communicators.wire import Cargo, Wire
 
 
 class NaiveCommunicator(Communicator):

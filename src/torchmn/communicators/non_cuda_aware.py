@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchmn.communicators.allreduce import Cargo, Wire
 from torchmn.communicators.group import Group
 from torchmn.communicators.hierarchical import HierarchicalCommunicator
-from torchmn.communicators.wire import Cargo, Wire
 
 
 class NonCudaAwareCommunicator(HierarchicalCommunicator):

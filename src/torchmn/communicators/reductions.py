@@ -10,8 +10,8 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from torchmn.communicators.transports.base import COMBINE, ReduceOp
 from torchmn.errors import UnknownNameError, UsageError
+from torchmn.transports.base import COMBINE, ReduceOp
 
 UserOp = Literal["sum", "mean", "product", "max", "min"]
 

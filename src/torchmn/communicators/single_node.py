@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from torchmn.communicators.allreduce import Cargo, PlainWire, Wire
 from torchmn.communicators.base import Communicator
 from torchmn.communicators.group import Group
-from torchmn.communicators.wire import Cargo, PlainWire, Wire
 from torchmn.errors import UnsupportedError
 from torchmn.units import MiB
 

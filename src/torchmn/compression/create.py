@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from torchmn.compression.base import Codec
 from torchmn.compression.error_feedback import ErrorFeedback
+from torchmn.compression.half_precision import BFloat16, Float16
 from torchmn.compression.power_sgd import PowerSGD
 from torchmn.compression.quantized import Quantized
-from torchmn.compression.reduced_precision import BFloat16, Float16
 from torchmn.errors import UnknownNameError
 
 CODECS: dict[str, Callable[[], Codec] | None] = {

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from torchmn.compression.base import Side, StripeCodec, span_of
 from torchmn.compression.layout import Layout
-from torchmn.compression.residues import Residues, Run
+from torchmn.compression.residuals import Residues, Run
 from torchmn.errors import UnsupportedError, UsageError
 
 

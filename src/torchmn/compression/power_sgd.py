@@ -34,9 +34,9 @@ import torch
 from torch import Tensor
 
 from torchmn.compression.base import Codec
-from torchmn.compression.kernels import kernels_for
+from torchmn.compression.kernels.select import kernels_for
 from torchmn.compression.layout import is_small
-from torchmn.compression.residues import State, scale_of
+from torchmn.compression.residuals import State, scale_of
 from torchmn.errors import UsageError
 
 _NOTHING = 1e-6  # a column's part outside of the span of those before it, beside its length

@@ -35,10 +35,10 @@ import torch
 from torch import Tensor
 
 from torchmn.compression.base import Side, StripeCodec, check_encoded, span_of
-from torchmn.compression.kernels import kernels_for
+from torchmn.compression.kernels.noise import Noise
+from torchmn.compression.kernels.select import kernels_for
+from torchmn.compression.kernels.wire_format import Grid, StripePlan, plan_stripe
 from torchmn.compression.layout import Layout
-from torchmn.compression.noise import Noise
-from torchmn.compression.stripe_plan import Grid, StripePlan, plan_stripe
 from torchmn.errors import UsageError
 
 BLOCK_LENGTHS = {8: 512, 4: 512, 2: 512, 1: 1024}

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import Sampler, default_collate
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from torchmn.data.order import Order, epoch_permutation
+from torchmn.data.permutations import Order, epoch_permutation
 from torchmn.data.sampler_pass import SamplerPass, asking_loader
 from torchmn.data.scatter import shard_bounds
 from torchmn.data.sub_dataset import SizedDataset

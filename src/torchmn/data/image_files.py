@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from torchmn.communicators.run_on_one_rank import raise_if_any_failed, work_on_one_rank
 from torchmn.data.cifar_files import find_cifar10, read_cifar10
 from torchmn.data.download import download as fetch
 from torchmn.data.idx_files import find_mnist, read_mnist
-from torchmn.data.one_rank_works import raise_if_any_failed, work_on_one_rank
 from torchmn.data.raw_images import RawImages, RawImageSet, reading
 from torchmn.errors import DataError, UnknownNameError, UsageError
 

@@ -22,15 +22,10 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from torchmn.communicators import objects
-from torchmn.communicators.transports.node_memory import (
-    SHARED_DIRECTORY,
-    NodeMemory,
-    Purpose,
-    explained,
-)
+from torchmn.communicators import object_codec
 from torchmn.data.sub_dataset import SizedDataset, is_starting_process
 from torchmn.errors import DataError, TorchmnError, UnsupportedError
+from torchmn.transports.shared_segment import SHARED_DIRECTORY, NodeMemory, Purpose, explained
 from torchmn.units import GiB
 
 COPY = Purpose(
@@ -130,7 +125,7 @@ class PackedSamples(Dataset[Any]):
         self,
         memory: NodeMemory | OwnMemory,
         layout: Layout,
-        trust: objects.Trust,
+        trust: object_codec.Trust,
         held: np.ndarray[Any, Any] | None = None,
         length: int | None = None,
     ) -> None:
@@ -178,7 +173,7 @@ class PackedSamples(Dataset[Any]):
         else:
             content, layout = _selected(self.layout, self._columns, rows)
         # Whoever opens the pickle in which this travels trusts it already; no secret goes with it.
-        trust = objects.Trust(is_private=True)
+        trust = object_codec.Trust(is_private=True)
         return PackedSamples(OwnMemory(content), layout, trust, held, len(self))
 
     def _row(self, index: int) -> int:
@@ -213,7 +208,7 @@ class PackedSamples(Dataset[Any]):
 
 def pack_dataset(
     dataset: SizedDataset[Any],
-    trust: objects.Trust,
+    trust: object_codec.Trust,
     directory: str = SHARED_DIRECTORY,
     progress: Callable[[], None] = lambda: None,
 ) -> tuple[NodeMemory, Layout]:
@@ -385,7 +380,7 @@ def _value(field: Field, column: Any, index: int) -> Any:
 def _pack_encoded(
     read: Callable[[int], Any],
     length: int,
-    trust: objects.Trust,
+    trust: object_codec.Trust,
     directory: str,
     progress: Callable[[], None],
 ) -> tuple[NodeMemory, Layout]:
@@ -416,22 +411,22 @@ def _joined(messages: Sequence[memoryview]) -> tuple[bytearray, Layout]:
     return content + starts.tobytes(), layout
 
 
-def _encode(sample: Any, index: int, trust: objects.Trust) -> bytes:
+def _encode(sample: Any, index: int, trust: object_codec.Trust) -> bytes:
     """``head length, head, tensors one behind the other``."""
     try:
-        message = objects.pack(sample, trust)
+        message = object_codec.pack(sample, trust)
     except TorchmnError as error:
         raise type(error)(f"Sample {index} of the data set cannot travel: {error}") from error
-    buffers = [objects.as_bytes(buffer.cpu()).numpy().tobytes() for buffer in message.buffers]
+    buffers = [object_codec.as_bytes(buffer.cpu()).numpy().tobytes() for buffer in message.buffers]
     return b"".join([struct.pack("<q", len(message.head)), message.head, *buffers])
 
 
-def _decode(payload: memoryview, trust: objects.Trust) -> Any:
+def _decode(payload: memoryview, trust: object_codec.Trust) -> Any:
     (head_length,) = struct.unpack_from("<q", payload)
     at = 8 + head_length
-    _, body, tensors = objects.unpack_head(bytes(payload[8:at]), torch.device("cpu"))
+    _, body, tensors = object_codec.unpack_head(bytes(payload[8:at]), torch.device("cpu"))
     for tensor in tensors:
-        into = objects.as_bytes(tensor).numpy()
+        into = object_codec.as_bytes(tensor).numpy()
         into[:] = np.frombuffer(payload, np.uint8, count=len(into), offset=at)
         at += len(into)
-    return objects.unpack(body, tensors, trust)
+    return object_codec.unpack(body, tensors, trust)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from torchmn.communicators.transports.node_memory import SHARED_DIRECTORY
-from torchmn.data.node_copy import copy_to_nodes
-from torchmn.data.order import SEED_RULE, draw_seed, is_seed, permutation
+from torchmn.data.node_shared_dataset import copy_to_nodes
+from torchmn.data.permutations import SEED_RULE, draw_seed, is_seed, permutation
 from torchmn.data.sub_dataset import SizedDataset, SubDataset
 from torchmn.errors import DisagreementError, UsageError
+from torchmn.transports.shared_segment import SHARED_DIRECTORY
 from torchmn.units import MiB
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 from torch.utils.data import default_collate
 
-from torchmn.data.order import Order, draw_seed, epoch_permutation
+from torchmn.data.permutations import Order, draw_seed, epoch_permutation
 from torchmn.data.sub_dataset import SizedDataset
 from torchmn.errors import UsageError
 

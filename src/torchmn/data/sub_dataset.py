@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar, cast, overload, runtime_checkable
 import numpy as np
 from torch.utils.data import Dataset
 
-from torchmn.data.order import draw_seed, permutation
+from torchmn.data.permutations import draw_seed, permutation
 from torchmn.errors import UsageError
 
 Sample = TypeVar("Sample", covariant=True)

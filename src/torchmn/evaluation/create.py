@@ -17,9 +17,9 @@ import torch
 from pytorch_pfn_extras.training.extensions.evaluator import DistributedEvaluator, Evaluator
 from torch.utils.data import DataLoader
 
+from torchmn.communicators.heartbeat_gather import Meeting
 from torchmn.errors import DisagreementError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.evaluation.buffers import BUFFER_RULES, BufferRule, unify_buffers_
-from torchmn.evaluation.meeting import Meeting
 from torchmn.evaluation.one_pass import named_loaders
 from torchmn.evaluation.recorder import Recorder
 from torchmn.evaluation.sums import Sums, means_of, merge_sums

@@ -10,9 +10,9 @@ import torch
 from pytorch_pfn_extras.training import extension
 from torch import nn
 
+from torchmn.communicators.heartbeat_gather import Meeting
 from torchmn.errors import UsageError
 from torchmn.evaluation.batches import batch_to, call_with_batch
-from torchmn.evaluation.meeting import Meeting
 from torchmn.evaluation.one_pass import one_pass
 
 if TYPE_CHECKING:

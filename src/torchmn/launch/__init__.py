@@ -1,6 +1,6 @@
 """How processes start: one file per way, one supervisor for all. Starts without torch."""
 
-from torchmn.launch.detect import BACKENDS, Machine, choose_backend, this_machine
+from torchmn.launch.backend import BACKENDS, Machine, choose_backend, this_machine
 from torchmn.launch.job import Job, python_command
 from torchmn.launch.plan import LAUNCHERS, Wish, place_inside, plan_elastic, plan_job
 from torchmn.launch.rank_environment import run_as_rank

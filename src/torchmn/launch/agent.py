@@ -21,10 +21,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO
 
-from torchmn.errors import LaunchError
-from torchmn.launch.channel import Channel
-from torchmn.launch.lines import LineSplitter
-from torchmn.launch.messages import (
+from torchmn.control.connection import Channel
+from torchmn.control.messages import (
     End,
     EndedBy,
     Exit,
@@ -37,7 +35,7 @@ from torchmn.launch.messages import (
     Stream,
     Tell,
 )
-from torchmn.launch.processes import (
+from torchmn.control.processes import (
     death_with_parent,
     descendants,
     is_stopped,
@@ -45,11 +43,13 @@ from torchmn.launch.processes import (
     reap_children,
     send,
     send_group,
-    shell_code,
     signal_name,
 )
-from torchmn.launch.watch.script_link import ScriptLink
-from torchmn.launch.watch.watched import WATCH_VARIABLE
+from torchmn.errors import LaunchError
+from torchmn.exit_status import shell_code
+from torchmn.launch.line_splitter import LineSplitter
+from torchmn.monitor.script_link import ScriptLink
+from torchmn.monitor.script_monitor import WATCH_VARIABLE
 from torchmn.topology import Share
 
 _FULL_BYTES = 1 << 20

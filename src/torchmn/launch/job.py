@@ -12,18 +12,15 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Literal
 
+from torchmn.control.authenticated_listener import SECRET_VARIABLE
+from torchmn.control.processes import python_module
 from torchmn.errors import UsageError
 from torchmn.topology import Host
 
 Backend = Literal["gloo", "nccl", "mpi"]
 Launcher = Literal["local", "mpirun", "torchrun", "srun", "ssh"]
 
-SAVED_STATUS = 85
-"""The exit code of ranks that saved and left before their job's time was over."""
-WORKER_MODULE = "torchmn.launch.worker"
-SECRET_VARIABLE = "TORCHMN_SECRET"
-"""Where agents and ranks find the job's secret. It stands in no command line and in no file."""
-
+WORKER_MODULE = "torchmn.launch.agent_main"
 
 THIS_HOST = "localhost"
 
@@ -106,15 +103,6 @@ class Command:
 def worker_command() -> tuple[str, ...]:
     """The command of a rank's agent."""
     return python_module(WORKER_MODULE)
-
-
-def python_module(module: str) -> tuple[str, ...]:
-    """The command of one of our own modules.
-
-    ``-P`` where Python has it: the user's folder must not shadow modules that ours import.
-    """
-    safe_path = ("-P",) if sys.version_info >= (3, 11) else ()
-    return (sys.executable, *safe_path, "-m", module)
 
 
 def python_command(target: str, args: Sequence[str] = (), *, is_module: bool = False) -> list[str]:

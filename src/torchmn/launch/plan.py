@@ -7,18 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchmn.control.authenticated_listener import SECRET_VARIABLE
 from torchmn.errors import TopologyError, UnknownNameError, UnsupportedError, UsageError
-from torchmn.launch.detect import Machine, choose_backend, this_machine
-from torchmn.launch.elastic.elastic_job import ElasticJob, parse_elastic, parse_rendezvous
-from torchmn.launch.elastic.rounds import Limits
-from torchmn.launch.job import (
-    SECRET_VARIABLE,
-    THIS_HOST,
-    Backend,
-    Job,
-    Launcher,
-    default_log_dir,
-)
+from torchmn.launch.backend import Machine, choose_backend, this_machine
+from torchmn.launch.elastic.job import ElasticJob, parse_elastic, parse_rendezvous
+from torchmn.launch.elastic.rendezvous_state import Limits
+from torchmn.launch.job import THIS_HOST, Backend, Job, Launcher, default_log_dir
 from torchmn.topology import (
     Allocation,
     Host,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from torchmn.launch import channel as channels
+from torchmn.control import connection as channels
 from torchmn.topology import (
     LaunchedPlace,
     Processors,

@@ -11,18 +11,18 @@ import time
 from collections.abc import Mapping
 from contextlib import closing
 
+from torchmn.control import connection as channels
+from torchmn.control.authenticated_listener import Gate
 from torchmn.errors import LaunchError
-from torchmn.launch import channel as channels
-from torchmn.launch import local, mpirun, srun, ssh, torchrun
-from torchmn.launch.detect import find_mpirun
-from torchmn.launch.elastic.elastic_job import ElasticJob, node_process, store_process
+from torchmn.launch.backend import find_mpirun
+from torchmn.launch.console import Screen
+from torchmn.launch.elastic.job import ElasticJob, node_process, store_process
 from torchmn.launch.elastic.launcher import ElasticLauncher
-from torchmn.launch.gate import Gate
 from torchmn.launch.job import Command, Job
-from torchmn.launch.remote import ask_hosts
-from torchmn.launch.screen import Screen
+from torchmn.launch.starters import local, mpirun, srun, ssh, torchrun
+from torchmn.launch.starters.remote import ask_hosts
 from torchmn.launch.supervisor import Supervisor
-from torchmn.launch.watch.verdict import FAILURE_FILE, HANG_FILE
+from torchmn.monitor.job_result import FAILURE_FILE, HANG_FILE
 from torchmn.topology import Route, available_processors, route_to
 
 

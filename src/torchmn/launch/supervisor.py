@@ -15,11 +15,9 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from torchmn.launch.channel import Channel
-from torchmn.launch.gate import Gate
-from torchmn.launch.host_facts import differences
-from torchmn.launch.job import SAVED_STATUS, Command, Job
-from torchmn.launch.messages import (
+from torchmn.control.authenticated_listener import Gate
+from torchmn.control.connection import Channel
+from torchmn.control.messages import (
     End,
     Exit,
     Hello,
@@ -33,19 +31,21 @@ from torchmn.launch.messages import (
     Started,
     Tell,
 )
-from torchmn.launch.processes import (
+from torchmn.control.processes import (
     adopt_orphans,
     descendants,
     kill_descendants,
     reap_children,
     send_group,
-    shell_code,
     signal_name,
     watch_signals,
 )
-from torchmn.launch.screen import Screen
-from torchmn.launch.watch.alarm import Watch
-from torchmn.launch.watch.verdict import FAILURE_FILE, HANG_FILE, RankRecord, judge
+from torchmn.exit_status import SAVED_STATUS, shell_code
+from torchmn.launch.console import Screen
+from torchmn.launch.host_checks import differences
+from torchmn.launch.job import Command, Job
+from torchmn.monitor.failure_detector import Watch
+from torchmn.monitor.job_result import FAILURE_FILE, HANG_FILE, RankRecord, judge
 
 _MARGIN_S = 3.0
 """How much longer than the ranks' grace we wait before we kill the agents themselves."""

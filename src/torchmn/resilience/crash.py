@@ -3,8 +3,8 @@
 Under ``torchmn run`` this is always so, for an agent is the parent of every rank. Other launchers
 end a job at a rank's death or do not (``srun`` without ``--kill-on-bad-exit``), and none of them
 knows of an exception that one rank meets while the others wait for it. So each rank starts a
-sentinel beside itself, and rank 0 a hub that hears all sentinels (`torchmn.launch.watch.sentinel`,
-`torchmn.launch.watch.hub`).
+sentinel beside itself, and rank 0 a hub that hears all sentinels (`torchmn.monitor.rank_monitor`,
+`torchmn.monitor.server`).
 
 After ChainerMN's ``global_except_hook.add_hook()`` (ancestors 1.11), which saw exceptions of the
 main thread only and called MPI_Abort.
@@ -21,9 +21,9 @@ import time
 from pathlib import Path
 
 from torchmn.communicators import Communicator
+from torchmn.control.processes import python_module
 from torchmn.errors import CommunicationError
-from torchmn.launch.job import python_module
-from torchmn.launch.watch import watched
+from torchmn.monitor import script_monitor
 from torchmn.topology import route_to
 
 _START_S = 30.0
@@ -42,7 +42,7 @@ def install_crash_handler(comm: Communicator, *, grace_s: float = 5.0) -> None:
 
     Raises CommunicationError on all ranks: the hub could not be started.
     """
-    is_watched = watched.of_this_process() is not None
+    is_watched = script_monitor.of_this_process() is not None
     if any(comm.allgather_obj(is_watched)) or comm.size == 1:
         return
     secret, hub, problem = "", "", ""
@@ -65,10 +65,10 @@ def install_crash_handler(comm: Communicator, *, grace_s: float = 5.0) -> None:
         "descriptor": others.fileno(),
     }
     _start(
-        "torchmn.launch.watch.sentinel", order, stdout=subprocess.DEVNULL, keep=(others.fileno(),)
+        "torchmn.monitor.rank_monitor", order, stdout=subprocess.DEVNULL, keep=(others.fileno(),)
     )
     others.close()
-    watched.watch_over(own).follow(comm.journal)
+    script_monitor.watch_over(own).follow(comm.journal)
 
 
 def _start_hub(comm: Communicator, secret: str) -> str:
@@ -87,7 +87,7 @@ def _start_hub(comm: Communicator, secret: str) -> str:
         "size": comm.size,
         "log_dir": str(log_dir.absolute()),
     }
-    process = _start("torchmn.launch.watch.hub", order, stdout=subprocess.PIPE)
+    process = _start("torchmn.monitor.server", order, stdout=subprocess.PIPE)
     address = ""
     if process.stdout is not None:
         with process.stdout as answer:

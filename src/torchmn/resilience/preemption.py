@@ -21,8 +21,8 @@ import torch
 
 from torchmn.communicators import Communicator
 from torchmn.errors import UsageError
-from torchmn.launch.job import SAVED_STATUS
-from torchmn.topology.time_limit import job_end
+from torchmn.exit_status import SAVED_STATUS
+from torchmn.topology.walltime import job_end
 
 __all__ = ["SAVED_STATUS", "Preemption"]
 

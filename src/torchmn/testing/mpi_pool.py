@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torchmn.errors import LaunchError, TorchmnError
-from torchmn.launch.detect import find_mpirun
+from torchmn.launch.backend import find_mpirun
 from torchmn.topology import Topology
 
 _START_S = 60.0
@@ -134,8 +134,8 @@ def _worker(address: str) -> None:
     import torch
 
     from torchmn.communicators import create_communicator
-    from torchmn.communicators.transports.base import TimeLimit
-    from torchmn.communicators.transports.mpi import MpiTransport, load_mpi
+    from torchmn.transports.base import TimeLimit
+    from torchmn.transports.mpi import MpiTransport, load_mpi
 
     torch.set_num_threads(1)
     comm = load_mpi().COMM_WORLD

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from torchmn.errors import TopologyError
-from torchmn.topology.environment import tasks_per_node
-from torchmn.topology.hosts import Host, parse_hostfile, parse_node_list
+from torchmn.topology.hostlists import Host, parse_hostfile, parse_node_list
+from torchmn.topology.launcher_env import tasks_per_node
 
 Scheduler = Literal["PBS", "Slurm", "Grid Engine"]
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchmn.errors import CommunicationError, UnknownNameError, UnsupportedError, UsageError
-from torchmn.exchange import MultiNodeOptimizer
-from torchmn.exchange.replicas import named_parameters
+from torchmn.gradients.replicas import named_parameters
+from torchmn.optimizer import MultiNodeOptimizer
 from torchmn.topology import Topology
-from torchmn.topology.processors import available_processors, share_of
+from torchmn.topology.cpus import available_processors, share_of
 from torchmn.training.batch_source import batch_source, iterations_per_epoch
 from torchmn.training.log_report import OBSERVATIONS, Observations
 from torchmn.training.replica import Replica, report_sums

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from torchmn.errors import UsageError
 from torchmn.evaluation import batch_to, call_with_batch, num_samples
-from torchmn.exchange.reshard import notes_of, reshard_object
+from torchmn.resharding import notes_of, reshard_object
 from torchmn.training.batch_source import batch_source, iterations_per_epoch
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from pytorch_pfn_extras.training.trigger import (  # type: ignore[attr-defined]
 from pytorch_pfn_extras.writing import SimpleWriter, Writer  # type: ignore[attr-defined]
 
 from torchmn.errors import DataError, DisagreementError, UsageError
-from torchmn.exchange.reshard import notes_of, reshard_object
+from torchmn.resharding import notes_of, reshard_object
 from torchmn.training.epoch_length import EpochLength
 from torchmn.training.updater import Updater
 

@@ -27,11 +27,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
 
 from torchmn.communicators import ROUTES, Communicator
-from torchmn.communicators.objects import Trust
-from torchmn.communicators.transports.torch_distributed import TorchDistributedTransport
+from torchmn.communicators.object_codec import Trust
 from torchmn.errors import CommunicationError, LaunchError, PeerLostError, TorchmnError
 from torchmn.topology import Topology
 from torchmn.training.replica import Replica
+from torchmn.transports.gloo_nccl import TorchDistributedTransport
 
 NO_GUARD_EXIT_CODE = 87
 _START_LIMIT_S = 300.0

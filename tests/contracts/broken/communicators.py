@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from torchmn.communicators.allreduce import Cargo
 from torchmn.communicators.flat import FlatCommunicator
-from torchmn.communicators.wire import Cargo
 
 
 class ForgetsTheLastRank(FlatCommunicator):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from tests.contracts.suites.resume_contracts import Recipe
 from torchmn.compression import ErrorFeedback, Quantized
-from torchmn.exchange import DoubleBuffering, MultiNodeOptimizer, PeriodicAverage
-from torchmn.exchange.gradients import GradientExchange
-from torchmn.testing.resume_contracts import Recipe
+from torchmn.gradients.reducer import GradientExchange
+from torchmn.optimizer import MultiNodeOptimizer, multi_node_optimizer
+from torchmn.schedules import DoubleBuffering, PeriodicAverage
 
 # ---- other bits on as many ranks ----
 
@@ -175,9 +176,10 @@ class GivesEachRankItsOwnGradients(MultiNodeOptimizer):
 
     @classmethod
     def recipe(cls, monkeypatch):
-        from torchmn.exchange import optimizer
 
-        monkeypatch.setattr(optimizer, "_shared_out", lambda accumulated, *_: accumulated[0])
+        monkeypatch.setattr(
+            multi_node_optimizer, "_shared_out", lambda accumulated, *_: accumulated[0]
+        )
         return Recipe(has_noise=False, num_passes=3, num_samples=48)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchmn.exchange import (
+from torchmn.schedules import (
     BlockMomentum,
     DoubleBuffering,
     EveryStep,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torchmn.exchange import ParameterServer
-from torchmn.exchange.server.stripe_server import StripeServer
+from torchmn.schedules import ParameterServer
+from torchmn.schedules.parameter_server.server import StripeServer
 
 
 def _with(server_class):

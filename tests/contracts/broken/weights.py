@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchmn.compression import ErrorFeedback, PowerSGD, Quantized
-from torchmn.exchange import BlockMomentum, DiLoCo, EveryStep
+from torchmn.schedules import BlockMomentum, DiLoCo, EveryStep
 
 from .schedules import CountsTheAbsent, SmallBlocks
 

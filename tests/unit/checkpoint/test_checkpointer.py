@@ -23,9 +23,9 @@ from tests.unit.checkpoint.training import (
     train,
 )
 from torchmn.checkpoint import Best
-from torchmn.checkpoint.reading import SavedCheckpoint
+from torchmn.checkpoint.reader import SavedCheckpoint
 from torchmn.checkpoint.storage import FolderStorage
-from torchmn.checkpoint.writing import read_manifest
+from torchmn.checkpoint.writer import read_manifest
 from torchmn.errors import (
     CommunicationError,
     DataError,

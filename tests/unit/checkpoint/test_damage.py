@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import torchmn
 from tests.unit.checkpoint.training import Training, checkpointer_of, names, on_ranks, train
 from torchmn.checkpoint import manifest as manifest_file
-from torchmn.checkpoint import shard_file
+from torchmn.checkpoint import rng_state, shard_file
 from torchmn.checkpoint.manifest import Manifest
 from torchmn.errors import DataError
 
@@ -307,11 +308,11 @@ def test_forged_values(path: Path, body: Any) -> None:
     ],
 )
 def test_forged_random_states(damage: Callable[[dict[str, Any]], None]) -> None:
-    state = random_state.capture(torch.device("cpu"))
-    random_state.check(state)
+    state = rng_state.capture(torch.device("cpu"))
+    rng_state.check(state)
     damage(state)
     with pytest.raises(DataError, match="random generators"):
-        random_state.check(state)
+        rng_state.check(state)
 
 
 def test_forged_headers_of_tensors() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 import torchmn
 from torchmn.communicators import Communicator
-from torchmn.exchange import ParameterServer
+from torchmn.schedules import ParameterServer
 from torchmn.testing import run_ranks
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import torchmn
-from tests.unit.exchange.models import batch, fill, loss_of
+from tests.unit.models import batch, fill, loss_of
 from torchmn.checkpoint import MultiNodeCheckpointer
 from torchmn.compression import ErrorFeedback, Quantized
 from torchmn.testing import run_ranks

@@ -48,7 +48,8 @@ def test_unknown_subcommand_is_one_sentence() -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "module", ["torchmn.cli.main", "torchmn.launch", "torchmn.launch.worker", "torchmn.topology"]
+    "module",
+    ["torchmn.cli.main", "torchmn.launch", "torchmn.launch.agent_main", "torchmn.topology"],
 )
 def test_starts_without_heavy_modules(module: str) -> None:
     code = f"import sys, {module}; print([m for m in sys.modules if m in {HEAVY}])"

@@ -12,10 +12,10 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from torchmn import create_communicator
-from torchmn.communicators.transports.torch_distributed import TorchDistributedTransport
 from torchmn.errors import DisagreementError, TopologyError, UnknownNameError, UsageError
 from torchmn.testing import run_ranks
 from torchmn.topology import Topology
+from torchmn.transports.gloo_nccl import TorchDistributedTransport
 
 
 def alone() -> TorchDistributedTransport:

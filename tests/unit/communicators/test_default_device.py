@@ -7,11 +7,11 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 import torchmn
+from tests.contracts.suites.communicator_contracts import network, sgd, step, training_data
 from torchmn.communicators import ROUTES, Communicator
-from torchmn.communicators.transports.torch_distributed import TorchDistributedTransport
-from torchmn.testing.contracts import network, sgd, step, training_data
 from torchmn.testing.ranks import run_threads
 from torchmn.topology import Topology
+from torchmn.transports.gloo_nccl import TorchDistributedTransport
 
 CPU = torch.device("cpu")
 

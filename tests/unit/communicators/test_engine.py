@@ -7,12 +7,18 @@ import threading
 import pytest
 import torch
 
+from tests.contracts.suites.communicator_contracts import (
+    CONTRACTS,
+    network,
+    sgd,
+    step,
+    training_data,
+)
 from torchmn import create_multi_node_optimizer
 from torchmn.communicators.engine import Engine
-from torchmn.communicators.transports.torch_distributed import TorchDistributedTransport
 from torchmn.errors import CommunicationError, DisagreementError, PeerLostError, TimeLimitError
 from torchmn.testing import run_ranks
-from torchmn.testing.contracts import CONTRACTS, network, sgd, step, training_data
+from torchmn.transports.gloo_nccl import TorchDistributedTransport
 
 CPU = torch.device("cpu")
 

@@ -7,11 +7,11 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 import torchmn
-from torchmn.communicators.transports.base import TimeLimit
-from torchmn.communicators.transports.streams import StreamTransport
-from torchmn.communicators.transports.torch_distributed import TorchDistributedTransport
 from torchmn.testing.ranks import run_threads
 from torchmn.topology import Topology
+from torchmn.transports.base import TimeLimit
+from torchmn.transports.gloo_nccl import TorchDistributedTransport
+from torchmn.transports.tcp import StreamTransport
 
 LARGE = 70_001
 

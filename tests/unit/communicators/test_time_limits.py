@@ -9,11 +9,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tests.contracts.suites.communicator_contracts import network, sgd, step, training_data
 from torchmn import create_multi_node_optimizer
 from torchmn.communicators import Communicator
 from torchmn.errors import CommunicationError, TimeLimitError
 from torchmn.testing import run_ranks
-from torchmn.testing.contracts import network, sgd, step, training_data
 from torchmn.topology import Topology
 
 CALLS: dict[str, Callable[[Communicator], object]] = {
@@ -89,7 +89,7 @@ def test_a_step_of_training(name: str) -> None:
 def test_creation_has_a_limit() -> None:
     from torch._C._distributed_c10d import HashStore
 
-    from torchmn.communicators.transports.torch_distributed import TorchDistributedTransport
+    from torchmn.transports.gloo_nccl import TorchDistributedTransport
 
     with pytest.raises(
         TimeLimitError, match=r"joining a world of 2 did not complete within 0\.5 s"

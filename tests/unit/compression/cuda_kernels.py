@@ -11,8 +11,8 @@ import sys
 import torch
 
 from torchmn.compression import Layout, Quantized, Segment
-from torchmn.compression import kernels_reference as reference
-from torchmn.compression.noise import Noise
+from torchmn.compression.kernels import reference
+from torchmn.compression.kernels.noise import Noise
 
 SIZES = [(1,), (33,), (512,), (1030, 96), (700, 5, 1999)]
 EXTREMES = [[0.0], [-0.0, 0.1], [1e-42], [3e38, -3e38], [1e25, 1e20], [1e-25], [0.5, 1.5, -2.5]]
@@ -57,7 +57,7 @@ def _compare(
     values: torch.Tensor,
     residue: torch.Tensor | None,
 ) -> None:
-    from torchmn.compression import kernels_cuda
+    from torchmn.compression.kernels import cuda
 
     plan = codec.plan(stripe)
     noise = Noise(3, 5, "worker") if codec.grid.is_stochastic else None
@@ -68,9 +68,7 @@ def _compare(
     there = torch.zeros(plan.nbytes, dtype=torch.uint8, device=device)
     owed_there = None if residue is None else residue.to(device)
     rest_there = None if residue is None else torch.zeros_like(owed_there)
-    flags_there = kernels_cuda.encode(
-        values.to(device), owed_there, rest_there, there, plan, noise
-    ).cpu()
+    flags_there = cuda.encode(values.to(device), owed_there, rest_there, there, plan, noise).cpu()
     what = f"{codec!r}, {stripe.dtype}, {[s.numel for s in stripe.segments]}, {values[:3].tolist()}"
     assert torch.equal(flags_there, flags), what
     if codec.grid.bits == 8 and device == "cpu":
@@ -79,7 +77,7 @@ def _compare(
     for source, add in itertools.product((encoded, there.cpu()), (False, True)):
         ours = torch.full(values.shape, 0.25, dtype=values.dtype, device=device)
         theirs = torch.full_like(values, 0.25)
-        flags_ours = kernels_cuda.decode(source.to(device), ours, plan, add=add).cpu()
+        flags_ours = cuda.decode(source.to(device), ours, plan, add=add).cpu()
         assert torch.equal(flags_ours, reference.decode(source, theirs, plan, add=add)), what
         assert flags.any() == flags_ours.any(), what
         exact = {} if not add or device == "cpu" else {"rtol": 1e-6, "atol": 1e-6}
@@ -112,7 +110,7 @@ def compile_all() -> int:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from torchmn.compression import kernels_cuda
+    from torchmn.compression.kernels import cuda
 
     num_compiled = 0
 
@@ -130,22 +128,22 @@ def compile_all() -> int:
     for bits, is_stochastic in itertools.product((8, 4, 2, 1), (False, True)):
         plan = Quantized(bits).plan(layout((700,), torch.float32))
         grid = {"BITS": bits, "LEVELS": max(plan.grid.levels, 1), "PLANES": 8 // bits}
-        grid["BYTES"] = kernels_cuda._columns(plan)
+        grid["BYTES"] = cuda._columns(plan)
         wide = "*fp64" if is_stochastic else "*fp32"
         compile_one(
-            kernels_cuda._encode_block,
+            cuda._encode_block,
             {"values": wide, "residue": wide, "rest": wide, "out": "*u8", "floats": "*fp32"}
             | {**shared, "keys": "*i64"},
             {**grid, "IS_STOCHASTIC": is_stochastic, "HAS_RESIDUE": True},
         )
         compile_one(
-            kernels_cuda._decode_block,
+            cuda._decode_block,
             {"encoded": "*u8", "floats": "*fp32", "out": wide, **shared},
             {**grid, "ADD": is_stochastic},
         )
     for is_out in (True, False):
         compile_one(
-            kernels_cuda._copy_small,
+            cuda._copy_small,
             {"buffer": "*fp32", "wire": "*fp32", **shared},
             {"ADD": not is_out, "OUT": is_out, "CHUNK": 1024},
         )

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from torchmn.communicators import Communicator
 from torchmn.compression import PowerSGD, reshard
-from torchmn.compression import kernels_reference as reference
-from torchmn.compression.kernels import kernels_for
+from torchmn.compression.kernels import reference
+from torchmn.compression.kernels.select import kernels_for
 from torchmn.compression.power_sgd import orthogonalise_
 from torchmn.errors import UsageError
 from torchmn.testing import run_ranks

@@ -15,13 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torchmn.data import scatter_dataset, scatter_index, shard_bounds
 from torchmn.data.packed_samples import PackedSamples
-from torchmn.errors import (
-    DataError,
-    DisagreementError,
-    TorchmnError,
-    UnsupportedError,
-    UsageError,
-)
+from torchmn.errors import DataError, DisagreementError, TorchmnError, UnsupportedError, UsageError
 from torchmn.testing import MpiPool, run_ranks
 from torchmn.testing.mpi_pool import find_mpirun
 from torchmn.topology import Topology

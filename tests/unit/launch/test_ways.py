@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from torchmn.control.processes import python_module
 from torchmn.errors import LaunchError, UsageError
-from torchmn.launch import Job, local, mpirun, python_command, srun, ssh, torchrun
-from torchmn.launch.job import Command, python_module, worker_command
-from torchmn.launch.remote import SSH, remote_shell, to_host
+from torchmn.launch import Job, python_command
+from torchmn.launch.job import Command, worker_command
+from torchmn.launch.starters import local, mpirun, srun, ssh, torchrun
+from torchmn.launch.starters.remote import SSH, remote_shell, to_host
 from torchmn.topology import Host
 
 
@@ -169,7 +171,7 @@ def test_ssh_gives_each_host_its_ranks_and_no_secret_to_a_command_line() -> None
     env = on_hosts(launcher="ssh").environment({"MINE": "1", "OTHERS": "2", "NCCL_DEBUG": "INFO"})
     first, second = ssh.commands(on_hosts(launcher="ssh"), {**env, "PATH": "/bin"})
     assert first.argv[:6] == (*SSH, "a")
-    assert "torchmn.launch.node" in first.argv[-1]
+    assert "torchmn.launch.starters.node_main" in first.argv[-1]
     assert (first.ranks, second.ranks) == (range(2), range(2, 3))
     assert [one["env"]["RANK"] for one in order_of(first)] == ["0", "1"]
     (order,) = order_of(second)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import torchmn
-from tests.unit.exchange.models import batch, loss_of, mlp
+from tests.unit.models import batch, loss_of, mlp
 from torchmn.errors import DisagreementError, UsageError
-from torchmn.exchange import PeriodicAverage
+from torchmn.schedules import PeriodicAverage
 from torchmn.testing import run_ranks
 
 

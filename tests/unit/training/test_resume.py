@@ -10,11 +10,11 @@ import torch
 from pytorch_pfn_extras.training.extension import Extension
 from torch.utils.data import DataLoader
 
+from tests.contracts.suites.resume_contracts import described
 from torchmn import GlobalSampler, SerialIterator, create_multi_node_optimizer
 from torchmn.communicators import Communicator
 from torchmn.errors import UsageError
 from torchmn.testing import run_ranks
-from torchmn.testing.resume_contracts import described
 from torchmn.topology import Topology
 from torchmn.training import (
     LoaderPasses,

@@ -11,10 +11,9 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from torchmn.errors import LaunchError
-from torchmn.launch.channel import Channel
-from torchmn.launch.messages import Message
-from torchmn.launch.messages.elastic import (
+from torchmn.control.connection import Channel
+from torchmn.control.messages import Message
+from torchmn.control.messages.elastic import (
     Arrived,
     Draft,
     ElasticMessage,
@@ -25,6 +24,7 @@ from torchmn.launch.messages.elastic import (
     Round,
     Stored,
 )
+from torchmn.errors import LaunchError
 
 _POLL_S = 0.2
 

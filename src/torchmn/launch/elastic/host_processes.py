@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchmn.control.processes import kill_descendants, send_group, signal_name
 from torchmn.launch.job import Command
-from torchmn.launch.processes import kill_descendants, send_group, signal_name
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 

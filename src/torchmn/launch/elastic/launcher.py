@@ -16,17 +16,10 @@ from contextlib import suppress
 from functools import partial
 from types import FrameType
 
-from torchmn.errors import LaunchError
-from torchmn.launch import channel as channels
-from torchmn.launch.channel import Channel
-from torchmn.launch.elastic.elastic_job import ElasticJob, node_process, store_process
-from torchmn.launch.elastic.host import round_secret
-from torchmn.launch.elastic.host_processes import HostProcesses, start_process
-from torchmn.launch.elastic.rendezvous import ROLE
-from torchmn.launch.elastic.round_ranks import RoundRanks, num_ranks_of
-from torchmn.launch.gate import Gate, knock
-from torchmn.launch.job import SAVED_STATUS, Command
-from torchmn.launch.messages.elastic import (
+from torchmn.control import connection as channels
+from torchmn.control.authenticated_listener import Gate, knock
+from torchmn.control.connection import Channel
+from torchmn.control.messages.elastic import (
     Absent,
     Gathering,
     HostLost,
@@ -36,17 +29,24 @@ from torchmn.launch.messages.elastic import (
     Stop,
     Watcher,
 )
-from torchmn.launch.processes import (
+from torchmn.control.processes import (
     adopt_orphans,
     descendants,
     kill_descendants,
     reap_children,
-    shell_code,
     signal_name,
     watch_signals,
 )
-from torchmn.launch.screen import Screen
-from torchmn.launch.watch.verdict import FAILURE_FILE
+from torchmn.errors import LaunchError
+from torchmn.exit_status import SAVED_STATUS, shell_code
+from torchmn.launch.console import Screen
+from torchmn.launch.elastic.host import round_secret
+from torchmn.launch.elastic.host_processes import HostProcesses, start_process
+from torchmn.launch.elastic.job import ElasticJob, node_process, store_process
+from torchmn.launch.elastic.rendezvous import ROLE
+from torchmn.launch.elastic.round_session import RoundRanks, num_ranks_of
+from torchmn.launch.job import Command
+from torchmn.monitor.job_result import FAILURE_FILE
 
 _STORE_START_S = 20.0
 _MARGIN_S = 10.0

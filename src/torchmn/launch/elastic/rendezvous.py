@@ -16,11 +16,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from torchmn.launch.channel import Channel
-from torchmn.launch.elastic.rounds import LAUNCHER, Rounds
-from torchmn.launch.gate import Gate
-from torchmn.launch.messages import Message
-from torchmn.launch.messages.elastic import (
+from torchmn.control.authenticated_listener import Gate
+from torchmn.control.connection import Channel
+from torchmn.control.messages import Message
+from torchmn.control.messages.elastic import (
     Absent,
     Announced,
     Arrived,
@@ -30,9 +29,10 @@ from torchmn.launch.messages.elastic import (
     Stored,
     Watcher,
 )
+from torchmn.launch.elastic.rendezvous_state import LAUNCHER, Rounds
 
 ROLE = "rendezvous"
-"""Whose gate it is, see `torchmn.launch.gate`."""
+"""Whose gate it is, see `torchmn.control.authenticated_listener`."""
 LAST_WORDS_S = 60.0
 
 

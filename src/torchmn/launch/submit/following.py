@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from torchmn.errors import LaunchError
-from torchmn.launch.job import SAVED_STATUS
+from torchmn.exit_status import SAVED_STATUS
 from torchmn.launch.submit.request import JobRequest
 from torchmn.launch.submit.requeue import GOES_ON
 from torchmn.launch.submit.scheduler import Ask, JobState, Scheduler, ask

@@ -7,7 +7,7 @@ limit: such a line belongs to the header, in the file of the scheduler (`slurm.R
 
 from __future__ import annotations
 
-from torchmn.launch.job import SAVED_STATUS
+from torchmn.exit_status import SAVED_STATUS
 from torchmn.launch.submit.request import JobRequest
 from torchmn.launch.submit.scheduler import Scheduler
 

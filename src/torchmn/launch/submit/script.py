@@ -91,7 +91,7 @@ def _output(job: JobRequest, scheduler: Scheduler) -> list[str]:
 
 
 def _end(job: JobRequest, scheduler: Scheduler) -> list[str]:
-    """When the time is over, for who saves before (`torchmn.topology.time_limit`)."""
+    """When the time is over, for who saves before (`torchmn.topology.walltime`)."""
     if job.settings.walltime is None or scheduler.tells_job_end:
         return []
     hours, minutes, seconds = map(int, job.settings.walltime.split(":"))

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields, replace
 
+from torchmn.control.authenticated_listener import SECRET_VARIABLE
 from torchmn.errors import UsageError
-from torchmn.launch.job import SECRET_VARIABLE
 
 Export = tuple[str, str]
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from torchmn.errors import run_main
+from torchmn.script import run_main
 from torchmn.testing.netlab.lab import Lab, netlab
 from torchmn.testing.netlab.leftovers import end_lab, living_labs, sweep
 

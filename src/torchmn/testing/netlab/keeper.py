@@ -18,8 +18,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+from torchmn.control.processes import watch_signals
 from torchmn.errors import TorchmnError
-from torchmn.launch.processes import watch_signals
 from torchmn.testing.netlab.construction import build
 from torchmn.testing.netlab.leftovers import claim_folder, sweep, take_down
 

@@ -1,0 +1,1 @@
+"""Choosing schedule, codec and bucket size by measurement."""

@@ -1,0 +1,102 @@
+"""Rounds in which ranks tell each other how far they are, beside the exchange of gradients.
+
+Disks differ, so a round may wait longer than a collective: the communicator's time limit, and a
+second for every 10 MB that are written or read before it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchmn.communicators.base import Communicator
+from torchmn.communicators.flight_recorder import Journal
+from torchmn.errors import PeerLostError, TimeLimitError
+from torchmn.monitor import script_monitor
+from torchmn.transports.base import Patience, Transport, break_off
+
+_SLOWEST_BYTES_PER_S = 10e6
+_LONGEST_PAUSE_S = 0.01
+
+
+class Agreement:
+    """Values of all ranks for all, over a transport of its own. One thread of a rank at a time."""
+
+    def __init__(
+        self,
+        transport: Transport | None,
+        speaker: str,
+        timeout_s: float,
+        *,
+        job_ranks: Sequence[int] = (),
+    ) -> None:
+        self._journal = Journal(job_ranks=job_ranks)
+        script_monitor.follow(self._journal)  # so that who does not come is named
+        self._transport = transport
+        self._timeout_s = timeout_s
+        self._speaker = speaker
+        self._patience: Patience | None = None
+        self._waiting_since_s: float | None = None
+
+    def all_gather(self, value: Any, what: str, *, nbytes: int = 0) -> list[Any]:
+        """The values of all ranks, plain JSON, in rank order. *Collective.*
+
+        ``nbytes`` is what any rank may have read or written since the last round. Raises
+        PeerLostError, TimeLimitError: a rank is gone, or does not come in time.
+        """
+        transport = self._transport
+        if transport is None:
+            return [value]
+        raw = bytearray(json.dumps(value, separators=(",", ":")).encode())
+        mine = torch.frombuffer(raw, dtype=torch.uint8)
+        others = [peer for peer in range(transport.size) if peer != transport.rank]
+        sizes = {peer: torch.zeros(1, dtype=torch.int64, device="cpu") for peer in others}
+        size = torch.tensor([mine.numel()], device="cpu")
+        limit_s = self._timeout_s + nbytes / _SLOWEST_BYTES_PER_S
+        self._waiting_since_s = time.monotonic()
+        entry = self._journal.begin("checkpoint", f"the round in which {what}", (), "-", limit_s)
+        try:
+            self._exchange(dict.fromkeys(others, size), sizes, limit_s)
+            received = {
+                peer: torch.empty(int(size), dtype=torch.uint8, device="cpu")
+                for peer, size in sizes.items()
+            }
+            self._exchange(dict.fromkeys(others, mine), received, self._timeout_s)
+        except (PeerLostError, TimeLimitError) as error:
+            self._journal.end(entry, "late" if isinstance(error, TimeLimitError) else "failed")
+            raise type(error)(
+                f"{self._speaker}: another rank was lost while {what}: {error}"
+            ) from error
+        finally:
+            self._waiting_since_s = None
+        self._journal.end(entry, "done")
+        received[transport.rank] = mine
+        return [json.loads(received[rank].numpy().tobytes()) for rank in range(transport.size)]
+
+    def waited_s(self) -> float:
+        """For how long this rank has been waiting for others in a round; 0 when in none."""
+        since_s = self._waiting_since_s
+        return 0.0 if since_s is None else time.monotonic() - since_s
+
+    def close(self, comm: Communicator) -> None:
+        """Let the connections go that ``comm`` made for it; no round may be under way. Local."""
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            comm.end_channels(transport)
+
+    def give_up(self) -> None:
+        """Let a round that waits end with an error. From another thread; nothing comes after."""
+        if self._patience is not None:
+            self._patience.end()
+        if self._transport is not None:
+            break_off(self._transport)
+
+    def _exchange(self, sends: dict[int, Tensor], recvs: dict[int, Tensor], limit_s: float) -> None:
+        if self._transport is not None:
+            self._patience = Patience(limit_s, _LONGEST_PAUSE_S)
+            self._transport.exchange(list(sends.items()), list(recvs.items()), self._patience)

@@ -1,0 +1,139 @@
+"""Reading a checkpoint back: nothing is handed out that does not match its checksum."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor
+
+from torchmn.checkpoint.manifest import Manifest
+from torchmn.checkpoint.shard_file import ShardReader
+from torchmn.checkpoint.storage import Reader, Storage
+from torchmn.communicators import object_codec
+from torchmn.communicators.checksums import digest
+from torchmn.errors import DataError
+
+_MOST_READERS = 64
+
+
+class SavedCheckpoint:
+    """One checkpoint, of which any rank reads what it needs. Local; a context manager.
+
+    Every method raises DataError: a file is missing, cut short or damaged; the sentence names it.
+    """
+
+    def __init__(self, storage: Storage, name: str, manifest: Manifest) -> None:
+        self.name = name
+        self.manifest = manifest
+        self._storage = storage
+        self._readers: dict[str, ShardReader] = {}
+        self._ranks: dict[int, dict[str, Any]] = {}
+
+    def __enter__(self) -> SavedCheckpoint:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        while self._readers:
+            self._readers.popitem()[1].close()
+
+    def labels(self, rank: int) -> list[str]:
+        """The names of the objects that a rank has saved."""
+        return list(self._rank(rank)["objects"])
+
+    def state_of(self, rank: int, label: str, shared: dict[str, Tensor] | None = None) -> Any:
+        """What ``state_dict()`` of an object was on a rank, all of it on the CPU.
+
+        ``shared`` keeps tensors that several ranks have in common: they are read once, and whoever
+        gets the states must not change them.
+        """
+        saved = self._rank(rank)
+        if label not in saved["objects"]:
+            raise DataError(f"rank{rank:04d}.json has no object '{label}'")
+        try:
+            entry = saved["objects"][label]
+            body, names = entry["body"], entry["parts"]
+            places = [(name, f"rank{saved['where'][name]:04d}.safetensors") for name in names]
+            kinds = list(object_codec.kinds_of(body))
+        except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
+            raise DataError(f"rank{rank:04d}.json is no description of a state: {error}") from error
+        if len(kinds) != len(places):
+            raise DataError(f"rank{rank:04d}.json describes {len(kinds)} tensors of {len(places)}")
+        tensors = []
+        for (name, file), kind in zip(places, kinds, strict=True):
+            key = f"{file}/{name}"
+            memory = shared.get(key) if shared is not None else None
+            if memory is None:
+                memory = self._read(file, name)
+            if shared is not None:
+                shared[key] = memory
+            tensors.append(_shaped(memory, kind, name))
+        return object_codec.build(body, tensors)
+
+    def _rank(self, rank: int) -> dict[str, Any]:
+        if rank not in self._ranks:
+            name = f"rank{rank:04d}.json"
+            entry = self.manifest.files.get(name)
+            if entry is None:
+                raise DataError(f"manifest.json lists no {name}")
+            reader = self._open(name)
+            try:
+                raw = bytearray(entry.nbytes)
+                reader.read_into(0, memoryview(raw))
+            finally:
+                reader.close()
+            if digest(bytes(raw)) != entry.checksum:
+                raise DataError(f"{name} is damaged: it does not match its checksum")
+            self._ranks[rank] = _described(name, bytes(raw))
+        return self._ranks[rank]
+
+    def _read(self, file: str, name: str) -> Tensor:
+        entry = self.manifest.files.get(file)
+        if entry is None or name not in entry.tensors:
+            raise DataError(f"manifest.json lists no '{name}' in {file}")
+        if file not in self._readers:
+            if len(self._readers) >= _MOST_READERS:
+                self._readers.pop(next(iter(self._readers))).close()
+            reader = self._open(file)
+            try:
+                self._readers[file] = ShardReader(reader, file, entry.checksum)
+            except DataError:
+                reader.close()
+                raise
+        return self._readers[file].read(name, entry.tensors[name])
+
+    def _open(self, file: str) -> Reader:
+        reader = self._storage.open(self.name, file)
+        nbytes = self.manifest.files[file].nbytes
+        if reader.nbytes != nbytes:
+            reader.close()
+            raise DataError(f"{file} has {reader.nbytes} bytes instead of {nbytes}")
+        return reader
+
+
+def _described(name: str, raw: bytes) -> dict[str, Any]:
+    try:
+        described = json.loads(raw)
+        if not isinstance(described["objects"], dict) or not isinstance(described["where"], dict):
+            raise TypeError("objects and where must be objects")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(f"{name} is no description of a state: {error}") from error
+    return dict(described)
+
+
+def _shaped(memory: Tensor, kind: Sequence[Any], name: str) -> Tensor:
+    """A tensor of the described dtype and shape, or the bytes for another kind."""
+    if kind[0] != "tensor":
+        return memory
+    try:
+        dtype, shape = object_codec.torch_dtype(kind[1]), [int(n) for n in kind[2]]
+        return memory.view(dtype).view(shape)
+    except (ValueError, TypeError, IndexError, RuntimeError, OverflowError) as error:
+        raise DataError(f"'{name}' does not have the shape that is described: {error}") from error

@@ -1,0 +1,103 @@
+"""What a rank loads: its own state, or its part of the states of another number of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from torchmn.checkpoint import rng_state
+from torchmn.checkpoint.manifest import Manifest
+from torchmn.checkpoint.reader import SavedCheckpoint
+from torchmn.checkpoint.snapshot import RANDOM, Stateful
+from torchmn.communicators import Communicator
+from torchmn.errors import UsageError
+
+
+@runtime_checkable
+class Resharding(Protocol):
+    """An object whose state differs from rank to rank, or depends on the number of workers."""
+
+    def reshard_state_dict(self, states: Sequence[Any], comm: Communicator) -> Any:
+        """The state that this rank loads, from those of all old ranks in rank order.
+
+        Local. Called where the number of workers is another one. The states share memory with each
+        other: what is returned is a copy where it is changed.
+        """
+
+
+@runtime_checkable
+class Noting(Protocol):
+    """An object that does not go on exactly with another number of workers."""
+
+    def resume_notes(self) -> list[str]:
+        """Sentences that say what does not hold. Local; those of rank 0 are shown."""
+
+
+class Resumption:
+    """Going on from one checkpoint: first everything is read and checked, then loaded. Local."""
+
+    def __init__(self, comm: Communicator, manifest: Manifest) -> None:
+        self._comm = comm
+        self._manifest = manifest
+        self._is_same_size = manifest.world_size == comm.size
+        self._states: dict[str, Any] = {}
+        self._old_states: dict[str, list[Any]] = {}
+        self._random: Any = None
+        self._unread: list[str] = []
+
+    def read(self, saved: SavedCheckpoint, state: Mapping[str, Stateful]) -> None:
+        """Read what these objects need. Raises DataError: damaged; UsageError: other names."""
+        comm, num_old = self._comm, self._manifest.world_size
+        source = comm.rank if self._is_same_size else 0
+        labels = saved.labels(source)
+        if missing := [label for label in state if label not in labels]:
+            raise UsageError(
+                f"{comm.speaker}: {saved.name} was saved without {', '.join(missing)}; it has "
+                f"{', '.join(label for label in labels if label != RANDOM)}. Use the same names."
+            )
+        self._unread = [label for label in labels if label not in state and label != RANDOM]
+        shared: dict[str, Tensor] = {}
+        for label, obj in state.items():
+            if not self._is_same_size and isinstance(obj, Resharding):
+                self._old_states[label] = [
+                    saved.state_of(rank, label, shared) for rank in range(num_old)
+                ]
+            else:
+                self._states[label] = saved.state_of(source, label)
+        self._random = saved.state_of(comm.rank if comm.rank < num_old else 0, RANDOM)
+        rng_state.check(self._random)
+
+    def load(self, state: Mapping[str, Stateful]) -> Exception | None:
+        """Load it, the random generators last; returns the error of an object that refused.
+
+        With another number of workers those that reshard come behind the others: an optimizer in
+        the middle of a block puts its parameters in the place of what the model has loaded.
+        """
+        comm = self._comm
+        try:
+            for label, obj in sorted(state.items(), key=lambda item: item[0] in self._old_states):
+                if isinstance(obj, Resharding) and label in self._old_states:
+                    theirs = obj.reshard_state_dict(self._old_states.pop(label), comm)
+                else:
+                    theirs = self._states.pop(label)
+                obj.load_state_dict(theirs)
+            if comm.rank < self._manifest.world_size:
+                rng_state.restore(self._random, comm.device)
+            else:
+                rng_state.start(self._random["seed"], self._manifest.step, comm.rank, comm.device)
+        except Exception as error:  # the other ranks learn of it before it is raised
+            return error
+        return None
+
+    def notes(self, state: Mapping[str, Stateful]) -> list[str]:
+        """What the user should know of this resumption, once."""
+        notes = []
+        if self._unread:
+            notes.append(f"the checkpoint also has {', '.join(self._unread)}, not asked for.")
+        if not self._is_same_size:
+            for obj in state.values():
+                if isinstance(obj, Noting):
+                    notes += obj.resume_notes()
+        return notes

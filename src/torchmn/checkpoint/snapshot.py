@@ -1,0 +1,160 @@
+"""A copy of a state in memory, so that training may go on while it is written.
+
+Tensors are copied into one block that lives as long as the checkpointer: a fresh block of that size
+costs more in page faults than the copy itself. Tensors of a GPU go there through the bus in one
+go, into memory that is pinned for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from torchmn.communicators import object_codec
+from torchmn.communicators.object_codec import Part
+from torchmn.errors import UsageError
+
+_ALIGNMENT = 64
+RANDOM = "random state"
+"""The name under which the generators are saved beside the user's objects."""
+
+
+class Stateful(Protocol):
+    """What can be saved."""
+
+    def state_dict(self) -> Any:
+        """Plain values and tensors."""
+
+    def load_state_dict(self, state_dict: Any) -> object:
+        """Go on from a state, in place."""
+
+
+@runtime_checkable
+class PromisesReplicas(Protocol):
+    """An object that says which tensors hold the same bits on all ranks."""
+
+    def promised_replicas(self) -> Sequence[Tensor]:
+        """These tensors, as of now. Local."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedObject:
+    """The description of one object, and the names of the tensors in it, in order."""
+
+    body: Any
+    parts: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """A rank's state: descriptions, tensors by name, and which of them are promised to be equal."""
+
+    objects: dict[str, SavedObject]
+    tensors: dict[str, Tensor]
+    promised: list[str]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+class CopyMemory:
+    """Holds the copy of one state at a time. Local."""
+
+    def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def copy(
+        self, state: Mapping[str, Stateful], random_state: object, *, asks_promises: bool = False
+    ) -> Copy:
+        """Copy what these objects hold now. It is valid until the next call.
+
+        ``asks_promises``: note what objects say is the same on all ranks.
+
+        Raises UsageError: one has no ``state_dict``; UnsupportedError: see `object_codec.describe`.
+        """
+        described = {
+            name: object_codec.describe(_state_of(name, obj), f"state['{name}']")
+            for name, obj in state.items()
+        }
+        described[RANDOM] = object_codec.describe(random_state, RANDOM)
+        names = _Names()
+        listed = {
+            label: SavedObject(body=body, parts=[names.of(label, part) for part in parts])
+            for label, (body, parts) in described.items()
+        }
+        promised = {
+            tensor.data_ptr()
+            for obj in state.values()
+            if asks_promises and isinstance(obj, PromisesReplicas)
+            for tensor in obj.promised_replicas()
+            if tensor.numel()
+        }
+        return Copy(
+            objects=listed,
+            promised=[n for n, tensor in names.tensors.items() if tensor.data_ptr() in promised],
+            tensors=self._copy(names.tensors),
+        )
+
+    def _copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        begins, end = [], 0
+        for tensor in tensors.values():
+            begins.append(end)
+            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        devices = {t.device for t in tensors.values() if t.is_cuda}
+        if self._block.numel() < end:
+            self._block = torch.empty(
+                end, dtype=torch.uint8, pin_memory=bool(devices), device="cpu"
+            )
+        copies = {}
+        for begin, (name, tensor) in zip(begins, tensors.items(), strict=True):
+            place = self._block[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            copies[name] = place.copy_(tensor, non_blocking=tensor.is_cuda)
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+        return copies
+
+
+class _Names:
+    """Gives each tensor a name in files, as ``model/conv1.weight``; one memory has one name."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._by_memory: dict[tuple[object, ...], str] = {}
+
+    def of(self, label: str, part: Part) -> str:
+        tensor = part.tensor
+        memory = (
+            (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+            if tensor.numel()
+            else (len(self.tensors),)
+        )
+        if memory not in self._by_memory:
+            words = [label, *(_plain(key) for key in part.path[1:])]
+            name = base = "/".join(word.replace("~", "~0").replace("/", "~1") for word in words)
+            number = 2
+            while name in self.tensors or name == "__metadata__":
+                name, number = f"{base}~{number}", number + 1
+            self.tensors[name] = tensor
+            self._by_memory[memory] = name
+        return self._by_memory[memory]
+
+
+def _plain(key: str) -> str:
+    """``'weight'`` without its quotes; other keys as they are."""
+    return key[1:-1] if key[:1] in "'\"" else key
+
+
+def _state_of(name: str, obj: Any) -> object:
+    method: Callable[[], object] | None = getattr(obj, "state_dict", None)
+    if method is None or not hasattr(obj, "load_state_dict"):
+        raise UsageError(
+            f"state['{name}'] is a {type(obj).__name__}, which has no state_dict() and "
+            "load_state_dict(). Give the object that holds the value."
+        )
+    return method()

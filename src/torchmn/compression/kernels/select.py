@@ -1,0 +1,63 @@
+"""Which kernels a device gets: compiled ones where they can be, plain torch where not."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import warnings
+from typing import Protocol, cast
+
+from torch import Tensor
+
+from torchmn.compression.kernels.noise import Noise
+from torchmn.compression.kernels.wire_format import StripePlan
+
+
+class Kernels(Protocol):
+    """What `reference`, `cpu` and `cuda` have alike."""
+
+    def encode(
+        self,
+        values: Tensor,
+        residue: Tensor | None,
+        rest: Tensor | None,
+        out: Tensor,
+        plan: StripePlan,
+        noise: Noise | None,
+    ) -> Tensor:
+        """See `reference.encode`."""
+
+    def decode(self, encoded: Tensor, out: Tensor, plan: StripePlan, *, add: bool) -> Tensor:
+        """See `reference.decode`."""
+
+    def outer_sum(self, p: Tensor, q: Tensor, out: Tensor) -> None:
+        """See `reference.outer_sum`."""
+
+    def subtract_outer_(self, v: Tensor, p: Tensor, q: Tensor) -> None:
+        """See `reference.subtract_outer_`."""
+
+
+_COMPILERS = {"cpu": ("numba", "cpu"), "cuda": ("triton", "cuda")}
+
+
+@functools.cache
+def kernels_for(device_type: str) -> Kernels:
+    """The fastest kernels that run here. Warns once where they are the slow ones."""
+    compiler, module = _COMPILERS.get(device_type, ("", ""))
+    if compiler and importlib.util.find_spec(compiler) is not None:
+        return _load(module)
+    cure = {
+        "numba": " Install numba: pip install 'torchmn[compression]'.",
+        "triton": " Install triton.",
+    }
+    warnings.warn(
+        f"Gradients on {device_type} are quantized by plain torch, about ten times slower than by "
+        f"compiled kernels.{cure.get(compiler, '')}",
+        stacklevel=2,
+    )
+    return _load("reference")
+
+
+def _load(module: str) -> Kernels:
+    return cast(Kernels, importlib.import_module(f"torchmn.compression.kernels.{module}"))

@@ -1,0 +1,1 @@
+"""The authenticated control plane between launcher, agents and scripts."""

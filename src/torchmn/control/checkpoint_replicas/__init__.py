@@ -1,0 +1,1 @@
+"""In-memory copies of checkpoints, kept by the agents of other hosts."""

@@ -1,0 +1,116 @@
+"""One copy of the root's data set for each node, in memory that the node's ranks share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from torchmn.communicators.run_on_one_rank import raise_if_any_failed, work_on_one_rank
+from torchmn.data.packed_samples import COPY, Layout, PackedSamples, pack_dataset
+from torchmn.data.sub_dataset import SizedDataset
+from torchmn.errors import TorchmnError
+from torchmn.transports.shared_segment import Address, NodeMemory, explained
+from torchmn.units import MiB
+
+if TYPE_CHECKING:
+    from torchmn.communicators import Communicator
+
+# Nodes pass the copy on from one to the next; small pieces let all of them work at once.
+_PIECE_BYTES = 4 * MiB
+
+
+def copy_to_nodes(
+    dataset: SizedDataset[Any] | None,
+    comm: Communicator,
+    root: int,
+    *,
+    max_buf_len: int,
+    shared_directory: str,
+) -> PackedSamples:
+    """Give every node one copy of the root's data set, and every rank a view of it. *Collective*.
+
+    The root reads every sample once and writes it to its node's memory. From there the bytes go
+    from node to node along a chain of one writer each; all ranks meet after every ``max_buf_len``
+    bytes, so the whole may take longer than the communicator's time limit. Then the other ranks of
+    a node attach. The memory has no name (see `node_memory`), so a crash leaves nothing.
+
+    Raises:
+        DataError, NodeMemoryError: the data set raised, or a node's memory is too small; the same
+            sentence on all ranks.
+    """
+    writers = [root if root in ranks else ranks[0] for ranks in comm.topology.nodes]
+    own_writer = writers[comm.inter_rank]
+    memory: NodeMemory | None = None
+
+    def pack(keep_waiting: Callable[[], None]) -> tuple[dict[str, Any], int]:
+        nonlocal memory
+        source = cast("SizedDataset[Any]", dataset)
+        memory, layout = pack_dataset(source, comm.trust, shared_directory, keep_waiting)
+        return layout.to_plain(), memory.size
+
+    plain, size = work_on_one_rank(comm, root, pack)
+    if len(writers) > 1:
+        is_receiver = comm.rank == own_writer and comm.rank != root
+        received, error = _attempt(
+            lambda: NodeMemory.create(size, COPY, shared_directory) if is_receiver else None
+        )
+        raise_if_any_failed(comm, error)
+        memory = received if is_receiver else memory
+        chain = [root, *(writer for writer in writers if writer != root)]
+        _pass_along(comm, chain, memory, size, max_buf_len, shared_directory)
+    address = None if memory is None else dataclasses.astuple(memory.address())
+    addresses = comm.allgather_obj(address)
+    if memory is None:
+        memory, error = _attempt(lambda: NodeMemory.attach(Address(*addresses[own_writer])))
+    else:
+        error = None
+    # After this every rank has its node's memory open, so no writer can leave too early.
+    raise_if_any_failed(comm, error)
+    return PackedSamples(cast(NodeMemory, memory), Layout.from_plain(plain), comm.trust)
+
+
+def _attempt(make: Callable[[], NodeMemory | None]) -> tuple[NodeMemory | None, Exception | None]:
+    try:
+        return make(), None
+    except TorchmnError as error:
+        return None, error
+
+
+def _pass_along(
+    comm: Communicator,
+    chain: list[int],
+    memory: NodeMemory | None,
+    size: int,
+    max_buf_len: int,
+    shared_directory: str,
+) -> None:
+    """Copy ``size`` bytes from ``chain[0]`` to all others of the chain. *Collective*."""
+    for begin in range(0, size, max_buf_len):
+        end = min(begin + max_buf_len, size)
+        error = None
+        if memory is not None and comm.rank != chain[0]:
+            try:
+                memory.reserve(begin, end)
+            except OSError as full:
+                error = explained(full, size, shared_directory, COPY)
+        raise_if_any_failed(comm, error)
+        if memory is not None:
+            _pass_chunk(comm, chain, memory, begin, end)
+
+
+def _pass_chunk(
+    comm: Communicator, chain: list[int], memory: NodeMemory, begin: int, end: int
+) -> None:
+    place = chain.index(comm.rank)
+    mapped = memory.map_shared()
+    for offset in range(begin, end, _PIECE_BYTES):
+        count = min(_PIECE_BYTES, end - offset)
+        piece = torch.frombuffer(mapped, dtype=torch.uint8, count=count, offset=offset)
+        if place > 0:
+            piece.copy_(cast(Tensor, comm.recv(chain[place - 1])))
+        if place + 1 < len(chain):
+            comm.send(piece, chain[place + 1])

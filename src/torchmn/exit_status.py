@@ -1,0 +1,11 @@
+"""Exit statuses of processes and what they mean to a launcher."""
+
+from __future__ import annotations
+
+SAVED_STATUS = 85
+"""The exit status of ranks that saved a checkpoint and exited before the job's time limit."""
+
+
+def shell_code(returncode: int) -> int:
+    """An exit code as a shell reports it: 128 + signal for a process that a signal ended."""
+    return 128 - returncode if returncode < 0 else returncode

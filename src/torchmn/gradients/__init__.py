@@ -1,0 +1,1 @@
+"""Gradients from the hooks of parameters to the sums of buckets."""

@@ -1,0 +1,187 @@
+"""Replicas: all ranks train one model and start from the same values; a checksum proves it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchmn.communicators import Communicator
+from torchmn.communicators.checksums import checksum, differences
+from torchmn.errors import CommunicationError, DisagreementError, UnsupportedError, UsageError
+from torchmn.gradients.buckets import NamedParameter
+from torchmn.gradients.sparse_gradients import sparse_parameters
+
+
+def named_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Parameters and buffers by name; several models are told apart by their number."""
+    return {
+        prefix + name: tensor
+        for prefix, model in zip(_prefixes(models), models, strict=True)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    }
+
+
+def named_parameters(inner: Optimizer, models: Sequence[nn.Module]) -> list[NamedParameter]:
+    """The optimizer's parameters with the model's names, in the model's order.
+
+    Raises UsageError: one is not in the model; UnsupportedError: one is not initialised yet.
+    """
+    names = {
+        parameter: prefix + name
+        for prefix, model in zip(_prefixes(models), models, strict=True)
+        for name, parameter in model.named_parameters()
+    }
+    wanted = set()
+    for group_index, group in enumerate(inner.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            is_lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
+            if parameter not in names:
+                label = group.get("param_names", {position: f"number {position}"})[position]
+                shape = "not known yet" if is_lazy else list(parameter.shape)
+                raise UsageError(
+                    f"Parameter {label} of the optimizer's group {group_index}, shape {shape}, is "
+                    "not in the model. Pass the model that owns it, or a list of models."
+                )
+            if is_lazy:
+                raise UnsupportedError(
+                    f"Parameter '{names[parameter]}' is not initialised yet. Run one forward pass "
+                    "before create_multi_node_optimizer."
+                )
+            wanted.add(parameter)
+    return [(name, parameter) for parameter, name in names.items() if parameter in wanted]
+
+
+def raise_if_ranks_differ(
+    comm: Communicator, models: Sequence[nn.Module], inner: Optimizer, asked: Mapping[str, object]
+) -> None:
+    """Compare what is exchanged, and how, over ranks. *Collective.*
+
+    Names, shapes, dtypes and strides of the tensors, which of them are trained, the options of the
+    optimizer, and what was ``asked`` for: all of these decide what a rank sends. Raises
+    DisagreementError on all ranks, naming the first difference and who has what.
+    """
+    trained = {parameter for _, parameter in named_parameters(inner, models)}
+    tensors = {n: _describe(t, trained) for n, t in named_tensors(models).items()}
+    sparse = sparse_parameters(models)
+    for name, tensor in named_tensors(models).items():
+        if tensor in sparse:
+            tensors[name] += ", with sparse gradients"
+    settings = {name: str(value) for name, value in asked.items()} | _options(inner)
+    everybody = comm.allgather_obj((settings, tensors))
+    for rank in range(1, comm.size):
+        what = _first_difference("the models", everybody[0][1], everybody[rank][1], rank)
+        what = what or _first_difference(
+            "the optimizers", everybody[0][0], everybody[rank][0], rank
+        )
+        if what:
+            raise DisagreementError(
+                f"{comm.speaker}: {what}. All ranks must build the same model and the same "
+                "optimizer."
+            )
+
+
+def _prefixes(models: Sequence[nn.Module]) -> list[str]:
+    return [""] if len(models) == 1 else [f"{i}." for i in range(len(models))]
+
+
+def _describe(tensor: Tensor, trained: set[nn.Parameter]) -> str:
+    text = f"{list(tensor.shape)} {tensor.dtype}"
+    if not tensor.is_contiguous():
+        text += f" with strides {list(tensor.stride())}"
+    if tensor in trained and not tensor.requires_grad:
+        text += ", frozen"
+    if isinstance(tensor, nn.Parameter) and tensor not in trained:
+        text += ", not in the optimizer"
+    return text
+
+
+def _options(inner: Optimizer) -> dict[str, str]:
+    """The class and the plain options of every group, as text."""
+    options = {"class": type(inner).__qualname__}
+    for index, group in enumerate(inner.param_groups):
+        options[f"size of group {index}"] = str(len(group["params"]))
+        for name, value in group.items():
+            if isinstance(value, Tensor) and value.numel() == 1:
+                value = value.item()
+            if name != "params" and isinstance(value, (bool, int, float, str, tuple, type(None))):
+                options[f"{name} of group {index}"] = repr(value)
+    return options
+
+
+def _first_difference(
+    kind: str, reference: Mapping[str, str], other: Mapping[str, str], rank: int
+) -> str | None:
+    for name in (*reference, *other):
+        if reference.get(name) != other.get(name):
+            return (
+                f"{kind} of the ranks differ in '{name}': rank 0 has "
+                f"{reference.get(name, 'none')}, rank {rank} has {other.get(name, 'none')}"
+            )
+    if list(reference) != list(other):
+        return f"{kind} of rank 0 and rank {rank} hold the same things in another order"
+    return None
+
+
+def broadcast_and_prove(comm: Communicator, models: Sequence[nn.Module]) -> None:
+    """Give all ranks rank 0's parameters and buffers, then compare checksums. *Collective.*
+
+    Raises CommunicationError: a tensor differs after the broadcast.
+    """
+    for model in models:
+        comm.bcast_data(model)
+    different = different_tensors(comm, models)
+    if different:
+        raise CommunicationError(
+            f"{comm.speaker}: after the broadcast ranks still differ in {different[:5]}. Memory or "
+            "network is faulty, or a tensor has overlapping memory."
+        )
+
+
+def broadcast_optimizer_state(comm: Communicator, inner: Optimizer) -> None:
+    """Give all ranks rank 0's optimizer state if theirs differ. *Collective.*
+
+    It differs where a file was loaded on rank 0 alone, or ranks took different steps before.
+    """
+    state = inner.state_dict()["state"]
+    mine = {
+        f"{index}.{name}": checksum([value]) if isinstance(value, Tensor) else repr(value)
+        for index, values in state.items()
+        for name, value in (values.items() if isinstance(values, Mapping) else [("", values)])
+    }
+    everybody = comm.allgather_obj(mine)
+    if any(other != everybody[0] for other in everybody):
+        whole = comm.bcast_obj(inner.state_dict() if comm.rank == 0 else None)
+        if comm.rank != 0:
+            inner.load_state_dict(whole)
+
+
+def different_tensors(comm: Communicator, models: Sequence[nn.Module]) -> list[str]:
+    """Names of the tensors that are not bit-identical on all ranks. *Collective.*"""
+    mine = {name: checksum([tensor]) for name, tensor in named_tensors(models).items()}
+    everybody = comm.allgather_obj(mine)
+    return [difference.name for difference in differences(everybody)]
+
+
+def take_over(
+    comm: Communicator,
+    tensors: Sequence[Tensor],
+    inner: Optimizer,
+    source: int,
+    *,
+    is_behind: bool | None = None,
+) -> None:
+    """Give ranks that are behind the tensors and the optimizer's state of another. *Collective.*
+
+    By default those are all but the ``source``.
+    """
+    is_source = comm.rank == source
+    state = comm.bcast_obj(inner.state_dict() if is_source else None, source)
+    held = comm.bcast_obj([t.detach() for t in tensors] if is_source else None, source)
+    if is_behind or (is_behind is None and not is_source):
+        with torch.no_grad():
+            for tensor, value in zip(tensors, held, strict=True):
+                tensor.copy_(value)
+        inner.load_state_dict(state)

@@ -1,0 +1,113 @@
+"""``python -m torchmn.launch.elastic.host_main``: one host of an elastic job.
+
+Reads its order from the standard input, reports to the rendezvous, and runs torchrun's agent for
+the workers of this host, round after round. Beside it, threads hold copies in memory for them. It
+ends with the job, with the launcher (the end of the standard input) and with the rendezvous, and
+lets nothing live on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from types import FrameType
+from typing import Any, NoReturn
+
+from torchmn.control.authenticated_listener import SECRET_VARIABLE, knock
+from torchmn.control.checkpoint_replicas.server import ROUND_VARIABLE, SOCKET_VARIABLE, Copies
+from torchmn.control.connection import ADDRESS_VARIABLE
+from torchmn.control.messages.elastic import ElasticMessage, Member, Round
+from torchmn.control.processes import adopt_orphans, kill_descendants
+from torchmn.errors import LaunchError, TorchmnError
+from torchmn.launch.elastic.host import Host, round_secret
+from torchmn.launch.elastic.rendezvous import ROLE
+from torchmn.launch.host_checks import versions, why_not_here
+from torchmn.topology import own_address_towards
+
+_STOP_MARGIN_S = 3.0
+
+
+class _Signalled(Exception):
+    """A signal came while torch's agent, which has its own handlers, did not run yet."""
+
+
+def main() -> int:
+    """Run this host's part of the job; the exit code says whether it ended as it was told."""
+    adopt_orphans()
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, _raise_signalled)
+    host: list[Host] = []
+    try:
+        order = json.loads(sys.stdin.readline())
+        os.environ.update(order["env"])
+        problem = why_not_here(order["cwd"], order["script"])
+        if problem:
+            raise LaunchError(problem)
+        _take_part(order, host)
+    except TorchmnError as error:
+        return _say(str(error))
+    except _Signalled:
+        pass
+    except Exception as error:
+        if type(error).__name__ != "SignalException":  # torch's, which only its agent imports
+            raise
+    finally:
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(signum, signal.SIG_IGN)
+        kill_descendants(os.getpid())
+    leave = host[0].leave if host else None
+    return _say(leave.text) if leave is not None and leave.text else 0
+
+
+def _take_part(order: dict[str, Any], hosts: list[Host]) -> None:
+    secret = order["secret"]
+    address = own_address_towards(order["rendezvous"].rpartition(":")[0])
+    if address is None:
+        raise LaunchError(f"No way leads from {socket.gethostname()} to {order['rendezvous']}.")
+    listener = socket.create_server((address, 0), backlog=64)
+
+    def post(message: ElasticMessage) -> None:
+        hosts[0].post(message)
+
+    copies = Copies(order["host"], secret, listener, post)
+    identity = Member(
+        host=order["host"],
+        slots=order["slots"],
+        address=address,
+        copies_port=listener.getsockname()[1],
+        versions=versions(),
+    )
+    channel = knock(order["rendezvous"], secret=secret, role=ROLE, identity=identity)
+    host = Host(channel, held=copies.held, on_keep=copies.keep, stdin=sys.stdin.fileno())
+    hosts.append(host)
+    os.environ["TORCHMN_HOST"] = order["host"]
+    os.environ[ADDRESS_VARIABLE] = order["supervisor"]
+    os.environ[SOCKET_VARIABLE] = copies.name
+
+    def on_round(found: Round) -> None:
+        copies.begin(found)
+        os.environ[SECRET_VARIABLE] = round_secret(secret, found.number)
+        os.environ[ROUND_VARIABLE] = str(found.number)
+
+    host.start()
+    copies.start()
+    from torchmn.launch.elastic.torch_agent import run_agent  # torch, after we have reported
+
+    stop_limit_s = order["grace_s"] + _STOP_MARGIN_S
+    run_agent(host, order["slots"], stop_limit_s=stop_limit_s, on_round=on_round)
+
+
+def _raise_signalled(signum: int, _: FrameType | None) -> NoReturn:
+    raise _Signalled(signum)
+
+
+def _say(text: str) -> int:
+    print(f"torchmn: {text}", file=sys.stderr, flush=True)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""What an elastic job is, and the processes that it is made of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from torchmn.control.authenticated_listener import SECRET_VARIABLE
+from torchmn.errors import LaunchError, UsageError
+from torchmn.launch.elastic.rendezvous import order_of
+from torchmn.launch.elastic.rendezvous_state import Limits
+from torchmn.launch.job import Command, Job
+from torchmn.launch.starters.remote import is_carried, remote_shell, to_host
+from torchmn.topology import is_this_host
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticJob:
+    """A job whose hosts may be lost and come back.
+
+    ``rendezvous`` is the host that the rendezvous runs on, empty for the launcher's, and
+    ``rendezvous_port`` its port, 0 for one that the system chooses.
+    """
+
+    job: Job
+    limits: Limits
+    rendezvous: str = ""
+    rendezvous_port: int = 0
+
+    def read_store_answer(self, said: str) -> str:
+        """``host:port`` from the first line of the rendezvous. Raises LaunchError."""
+        where = f"{self.rendezvous or 'this host'}:{self.rendezvous_port or 'any port'}"
+        try:
+            answer = json.loads(said)
+            if "error" in answer:
+                raise LaunchError(
+                    f"The rendezvous cannot listen at {where}: {answer['error']}. Choose another "
+                    "port or host with --rendezvous."
+                )
+            return str(answer["address"])
+        except (ValueError, TypeError, KeyError):
+            raise LaunchError(
+                f"The rendezvous at {where} did not start"
+                + (f": it said {said[:80]!r}" if said else "")
+                + f". What was said is in {self.job.log_dir / 'launcher.log'}."
+            ) from None
+
+
+def parse_elastic(text: str) -> tuple[int, int]:
+    """MIN and MAX of ``--elastic MIN:MAX``. Raises UsageError.
+
+    >>> parse_elastic("2:4")
+    (2, 4)
+    """
+    least, colon, most = text.partition(":")
+    if not (colon and least.isdecimal() and most.isdecimal()):
+        raise UsageError(f"--elastic is MIN:MAX hosts, such as 2:4, got {text!r}.")
+    return int(least), int(most)
+
+
+def parse_rendezvous(text: str) -> tuple[str, int]:
+    """Host and port of ``--rendezvous HOST:PORT``. Raises UsageError.
+
+    >>> parse_rendezvous("n0:29400")
+    ('n0', 29400)
+    """
+    host, colon, port = text.rpartition(":")
+    if not (colon and host and port.isdecimal() and int(port) < 65536):
+        raise UsageError(f"--rendezvous is HOST:PORT, such as n0:29400, got {text!r}.")
+    return host, int(port)
+
+
+def store_process(elastic: ElasticJob, env: Mapping[str, str], address: str) -> Command:
+    """The rendezvous, on this host or the one that was asked for. ``address`` is this host's."""
+    job, host = elastic.job, elastic.rendezvous
+    is_here = not host or is_this_host(host)
+    return Command(
+        to_host(
+            env, host if not is_here else "localhost", "torchmn.launch.elastic.rendezvous_main"
+        ),
+        env,
+        name="the rendezvous",
+        stdin=order_of(
+            secret=job.secret,
+            host=host or address,
+            port=elastic.rendezvous_port,
+            hosts=[each.name for each in job.hosts],
+            limits=asdict(elastic.limits),
+        ),
+    )
+
+
+def node_process(
+    elastic: ElasticJob, env: Mapping[str, str], host: str, *, rendezvous: str, supervisor: str
+) -> Command:
+    """One host's part of the job."""
+    job = elastic.job
+    order = {
+        "host": host,
+        "slots": next(each.slots for each in job.hosts if each.name == host),
+        "secret": job.secret,
+        "rendezvous": rendezvous,
+        "supervisor": supervisor,
+        "cwd": str(job.cwd),
+        "script": job.script,
+        "grace_s": job.grace_s,
+        "env": {
+            name: text
+            for name, text in env.items()
+            if is_carried(job, name) and name != SECRET_VARIABLE
+        },
+    }
+    return Command(
+        to_host(env, host, "torchmn.launch.elastic.host_main"),
+        env,
+        name=f"{remote_shell(env)[0]} to {host}",
+        stdin=json.dumps(order).encode() + b"\n",
+    )

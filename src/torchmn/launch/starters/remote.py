@@ -1,0 +1,148 @@
+"""Commands on other hosts, through ssh or what stands for it.
+
+What a command needs travels on its standard input, not on its command line, which everybody on
+the host could read.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from torchmn.control.processes import python_module
+from torchmn.errors import LaunchError
+from torchmn.launch.host_checks import HostFacts, differences
+from torchmn.launch.job import Command, Job
+from torchmn.topology import is_this_host
+
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
+RSH_VARIABLE = "TORCHMN_RSH"
+_OF_SCHEDULERS = (
+    (("PBS_JOBID", "PBS_NODEFILE"), ("pbs_tmrsh",)),
+    (("JOB_ID", "PE_HOSTFILE"), ("qrsh", "-inherit")),
+    (("SLURM_JOB_ID", "SLURM_JOB_NODELIST"), ("srun", "--overlap", "-Q", "-N1", "-n1", "-w")),
+)
+_NO_SHELL = ("srun",)  # runs words, not a line for a shell
+_ANSWER_S = 10.0
+_CARRIED = (
+    *("TORCHMN_", "NCCL_", "GLOO_", "OMP_", "MKL_", "KMP_", "CUDA_", "TORCH_", "PYTORCH_"),
+    *("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_", "I_MPI_", "UCX_", "FI_", "HF_", "CONDA_"),
+)
+_CARRIED_NAMES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "LANG", "LC_ALL", "TZ")
+
+
+def remote_shell(env: Mapping[str, str]) -> tuple[str, ...]:
+    """The command that runs another one on a host of this job.
+
+    ``TORCHMN_RSH``, else the scheduler's own where it has one (inside a job of PBS or Grid Engine:
+    it counts and ends what it starts, and many sites allow no other), else ssh without questions.
+    """
+    chosen = tuple(shlex.split(env.get(RSH_VARIABLE, "")))
+    if chosen:
+        return chosen
+    for variables, words in _OF_SCHEDULERS:
+        is_inside = all(env.get(name) for name in variables)
+        if is_inside and shutil.which(words[0], path=env.get("PATH")):
+            return words
+    return SSH
+
+
+def to_host(env: Mapping[str, str], host: str, module: str) -> tuple[str, ...]:
+    """The command that runs one of our modules on a host; without any shell on this one."""
+    if is_this_host(host):
+        return python_module(module)
+    path = env.get("PYTHONPATH")  # where torchmn may be found here
+    prefix = ("env", f"PYTHONPATH={path}") if path else ()
+    words = (*prefix, *python_module(module))
+    shell = remote_shell(env)
+    return (*shell, host, *(words if shell[0] in _NO_SHELL else (shlex.join(words),)))
+
+
+def is_carried(job: Job, name: str) -> bool:
+    """Whether a variable goes with a job to its other hosts: one named, or one of the field."""
+    return name in job.exported or name in _CARRIED_NAMES or name.startswith(_CARRIED)
+
+
+def node_command(
+    job: Job, inter_rank: int, env: Mapping[str, str], commands: Sequence[Command]
+) -> Command:
+    """One process that starts these commands on a host of the job.
+
+    There they get what is carried of their environment, and what they do not share with ``env``.
+    """
+    host = job.hosts[inter_rank]
+    order = {
+        "commands": [
+            {
+                "argv": list(command.argv),
+                "env": {
+                    name: text
+                    for name, text in command.env.items()
+                    if is_carried(job, name) or env.get(name) != text
+                },
+            }
+            for command in commands
+        ]
+    }
+    return Command(
+        to_host(env, host.name, "torchmn.launch.starters.node_main"),
+        env,
+        name=f"{remote_shell(env)[0]} to {host.name}",
+        ranks=job.ranks_on(inter_rank),
+        stdin=json.dumps(order).encode() + b"\n",
+    )
+
+
+def ask_hosts(job: Job, env: Mapping[str, str]) -> dict[str, HostFacts]:
+    """The facts of every host of the job, asked at once.
+
+    Raises LaunchError with the name of every host that does not answer within seconds, that cannot
+    see the script, or whose versions differ.
+    """
+    names = [host.name for host in job.hosts]
+    with ThreadPoolExecutor(max_workers=min(64, len(names))) as pool:
+        answers = dict(zip(names, pool.map(lambda name: _ask(job, name, env), names), strict=True))
+    silent = {name: answer for name, answer in answers.items() if isinstance(answer, str)}
+    if silent:
+        words = "; ".join(f"{name}: {why}" for name, why in silent.items())
+        raise LaunchError(
+            f"{len(silent)} of {len(names)} host(s) did not answer: {words}. See whether "
+            f"`{shlex.join((*remote_shell(env), next(iter(silent)), 'true'))}` works from here."
+        )
+    facts = {name: answer for name, answer in answers.items() if isinstance(answer, HostFacts)}
+    problems = [f"on {name} {found.problem}" for name, found in facts.items() if found.problem]
+    if problems:
+        raise LaunchError("; ".join(problems) + ".")
+    differing = differences({name: found.versions for name, found in facts.items()})
+    if differing:
+        raise LaunchError(f"Hosts differ: {differing}. Install the same on all of them.")
+    return facts
+
+
+def _ask(job: Job, host: str, env: Mapping[str, str]) -> HostFacts | str:
+    """The facts of one host, or why there are none."""
+    try:
+        answer = subprocess.run(
+            to_host(env, host, "torchmn.launch.probe_host"),
+            input=json.dumps({"cwd": str(job.cwd), "script": job.script}) + "\n",
+            env=dict(env),
+            capture_output=True,
+            text=True,
+            timeout=_ANSWER_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"nothing came within {_ANSWER_S:g} s"
+    except OSError as error:
+        return f"{remote_shell(env)[0]} cannot be run ({error.strerror})"
+    if answer.returncode == 0:
+        try:
+            return HostFacts(**json.loads(answer.stdout.splitlines()[-1]))
+        except (ValueError, TypeError, IndexError):
+            return f"it answered {answer.stdout[-80:]!r}"
+    said = answer.stderr.strip().splitlines()[-1:] or [f"exit code {answer.returncode}"]
+    return said[0]

@@ -1,0 +1,217 @@
+"""`create_multi_node_optimizer`: the one line that makes a training script parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from torchmn.autotune.tuner import Auto, Choices
+from torchmn.communicators import Communicator
+from torchmn.compression import Codec
+from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
+from torchmn.gradients.bucket_set import Reduction
+from torchmn.gradients.codec_state import own_codec, warn_if_it_encodes_nothing
+from torchmn.optimizer.equal_dropout import warn_of_equal_dropout
+from torchmn.optimizer.multi_node_optimizer import MultiNodeOptimizer, OnNonfinite, Weight
+from torchmn.schedules.base import Schedule
+from torchmn.schedules.double_buffering import DoubleBuffering
+from torchmn.schedules.every_step import EveryStep
+from torchmn.schedules.local_updates.block_momentum import BlockMomentum
+from torchmn.schedules.local_updates.diloco import DiLoCo
+from torchmn.schedules.local_updates.periodic_average import PeriodicAverage
+from torchmn.schedules.next_forward.schedule import EveryStepNextForward
+from torchmn.schedules.parameter_server.schedule import ParameterServer
+
+SCHEDULES: dict[str, Callable[[], Schedule]] = {
+    "every_step": EveryStep,
+    "every_step_next_forward": EveryStepNextForward,
+    "double_buffering": DoubleBuffering,
+    "periodic_average": PeriodicAverage,
+    "block_momentum": BlockMomentum,
+    "diloco": DiLoCo,
+    "parameter_server": ParameterServer,
+}
+"""By name they have their defaults: blocks are of 512 samples per worker, without overlap."""
+
+SINGLE_STEPS = ["every_step", "every_step_next_forward", "double_buffering"]
+"""The schedules that ``auto`` knows, the plainest first."""
+LOSSY_CODECS = ["float16", "int8", "int4", "1bit"]
+
+
+def create_multi_node_optimizer(
+    optimizer: Optimizer,
+    comm: Communicator,
+    model: nn.Module | Sequence[nn.Module],
+    *,
+    double_buffering: bool = False,
+    zero_fill: bool = False,
+    codec: str | Codec | None = None,
+    schedule: str | Schedule | None = None,
+    allow_lossy: bool = False,
+    allow_stale: bool = False,
+    allow_deferred: bool = False,
+    replan: bool = False,
+    weight: Weight = "rank",
+    reduction: Reduction = "mean",
+    on_nonfinite: OnNonfinite = "raise",
+    max_grad_norm: float | None = None,
+    gradient_as_bucket_view: bool = False,
+) -> MultiNodeOptimizer:
+    """Wrap an optimizer so that gradients are means over all ranks. *Collective.*
+
+    Parameters and buffers of rank 0 are given to all ranks, and a checksum proves it. No step is
+    lost, unlike in ChainerMN. The learning rate is left alone.
+
+    Args:
+        optimizer: any `torch.optim.Optimizer`.
+        comm: who takes part, and by which route.
+        model: the module, or modules, that own the optimizer's parameters: names, buffers.
+        double_buffering: the same as ``schedule="double_buffering"``.
+        zero_fill: give a parameter that has no gradient on any rank one of zeros, as ChainerMN did
+            by default. Otherwise it keeps ``grad = None``, as in one process, and the optimizer
+            leaves it alone. One that has a gradient on some ranks counts as zeros on the others.
+        codec: the form on the wire: ``float32``, ``float16``, ``bfloat16``, ``int8``, ``int4``,
+            ``int2``, ``1bit``, ``power_sgd`` or an object of `torchmn.compression`; default: the
+            communicator's ``allreduce_grad_dtype``. ``auto`` chooses by measurement.
+        schedule: ``every_step``, ``every_step_next_forward``, ``double_buffering``,
+            ``periodic_average``, ``block_momentum``, ``diloco``, ``parameter_server`` or an object
+            of `torchmn.exchange`. ``auto`` chooses by measurement.
+        allow_lossy: ``codec="auto"`` may choose codecs that lose bits.
+        allow_stale: ``schedule="auto"`` may choose ``double_buffering``, whose gradients are a step
+            late.
+        allow_deferred: ``schedule="auto"`` may choose ``every_step_next_forward``, which changes a
+            parameter after `step` has returned. Without these three, and whatever ``auto`` takes,
+            every ``p.grad`` is the mean when ``backward()`` returns and every parameter is new when
+            `step` returns.
+        replan: whether they choose again when steps have become slower.
+        weight: ``rank`` is the mean of the ranks' means; ``samples`` weights them by the number of
+            samples that the model's forward has seen; `MultiNodeOptimizer.set_weight` by anything.
+        reduction: ``mean`` over ranks, for a loss that is a mean over the batch; ``sum``, for one
+            that is a sum over it, as torch's losses with ``reduction="sum"``. N workers then give
+            the parameters of one. Where ranks train alone for a while, and with ``weight``, a sum
+            makes no sense and is refused.
+        on_nonfinite: what `step` does about a mean that is not finite, on all ranks alike:
+            ``raise``, ``warn`` or ``pass``. A GradScaler leaves such a step out by itself.
+        max_grad_norm: clip the mean by its global norm before each step.
+        gradient_as_bucket_view: every ``p.grad`` is the memory of the exchange, as under the option
+            of this name of DistributedDataParallel. That saves a copy of all gradients per step,
+            and a gradient that the script keeps over `zero_grad` is overwritten by the next pass.
+
+    Raises:
+        UnknownNameError, UsageError: a name or a parameter is not known.
+        DisagreementError: the ranks' models differ.
+        UnsupportedError: a combination that makes no sense.
+    """
+    if weight not in ("rank", "samples"):
+        raise UnknownNameError("weight", weight, ("rank", "samples"))
+    if on_nonfinite not in ("raise", "warn", "pass"):
+        raise UnknownNameError("on_nonfinite", on_nonfinite, ("raise", "warn", "pass"))
+    if reduction not in ("mean", "sum"):
+        raise UnknownNameError("reduction", reduction, ("mean", "sum"))
+    if reduction == "sum" and weight != "rank":
+        raise UnsupportedError(
+            f"weight={weight!r} and reduction='sum' contradict each other: weights divide a mean, "
+            "and the gradients of a summed loss are added as they are. Leave weight= out, or let "
+            "the loss be a mean over the batch."
+        )
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise UsageError(f"max_grad_norm={max_grad_norm} must be a positive number.")
+    if double_buffering and schedule not in (None, "double_buffering"):
+        raise UnsupportedError(
+            f"double_buffering=True and schedule={schedule!r} contradict each other. Give one."
+        )
+    name = (
+        schedule
+        if schedule is not None
+        else ("double_buffering" if double_buffering else "every_step")
+    )
+    if isinstance(name, str) and name not in ("auto", *SCHEDULES):
+        raise UnknownNameError("schedule", name, ["auto", *SCHEDULES])
+    if "auto" in (name, codec):
+        chosen: Schedule = Auto(
+            _choices(
+                name,
+                codec,
+                comm,
+                allow_lossy=allow_lossy,
+                left_out={
+                    *(() if allow_stale else ("double_buffering",)),
+                    *(() if allow_deferred else ("every_step_next_forward",)),
+                },
+            ),
+            replan=replan,
+        )
+        codec = None
+    else:
+        chosen = SCHEDULES[name]() if isinstance(name, str) else name
+    if reduction == "sum" and chosen.num_sets == 0:
+        raise UnsupportedError(
+            f"reduction='sum' adds the ranks' gradients of one step, and under {chosen.name} each "
+            "rank steps with its own. Let the loss be a mean over the batch, or use a schedule of "
+            "single steps, such as 'every_step'."
+        )
+    if isinstance(optimizer, MultiNodeOptimizer):
+        raise UsageError(
+            f"{comm.speaker}: the optimizer is a multi-node optimizer already. Give the one inside "
+            "it (optimizer.inner)."
+        )
+    models = [model] if isinstance(model, nn.Module) else list(model)
+    if any(isinstance(each, DistributedDataParallel) for each in models):
+        raise UnsupportedError(
+            f"{comm.speaker}: the model is a DistributedDataParallel, which exchanges its "
+            "gradients by itself. Give the module inside it (model.module) and drop the wrapper, "
+            "or stay with it and use torchmn.optimizer.ddp_hook."
+        )
+    form = own_codec(codec, comm)
+    made = MultiNodeOptimizer(
+        optimizer,
+        comm,
+        models,
+        chosen,
+        form,
+        zero_fill=zero_fill,
+        weight=weight,
+        reduction=reduction,
+        on_nonfinite=on_nonfinite,
+        max_grad_norm=max_grad_norm,
+        gradient_as_bucket_view=gradient_as_bucket_view,
+    )
+    warn_of_equal_dropout(comm, models)
+    if codec is not None and not isinstance(chosen, ParameterServer):  # it pushes between all ranks
+        warn_if_it_encodes_nothing(form, comm)
+    return made
+
+
+def _choices(
+    schedule: str | Schedule,
+    codec: str | Codec | None,
+    comm: Communicator,
+    *,
+    allow_lossy: bool,
+    left_out: Collection[str],
+) -> Choices:
+    """What ``auto`` may choose. Raises UnsupportedError: an object, or one that has no step."""
+    if not isinstance(schedule, str) or not (codec is None or isinstance(codec, str)):
+        raise UnsupportedError(
+            f"'auto' chooses among names, but schedule={schedule!r} and codec={codec!r} hold an "
+            "object. Give the other one by name, or both as objects."
+        )
+    if comm.codec is not None:
+        raise UnsupportedError(
+            f"The communicator was made with allreduce_grad_dtype={comm.codec.name!r}, so there is "
+            "nothing to choose. Leave it away, or leave 'auto' away."
+        )
+    schedules, codecs = [schedule], [codec or "float32"]
+    if schedule == "auto":
+        schedules = [name for name in SINGLE_STEPS if name not in left_out]
+    elif schedule not in SINGLE_STEPS:
+        raise UnsupportedError(
+            f"codec='auto' compares single steps, and schedule={schedule!r} has none that are "
+            "alike. Give the codec."
+        )
+    if codec == "auto":
+        codecs = ["float32", *(LOSSY_CODECS if allow_lossy else [])]
+    return Choices(schedules={name: SCHEDULES[name] for name in schedules}, codecs=codecs)

@@ -1,0 +1,137 @@
+"""Double buffering: step k applies mean(g_{k-1}) while the sum of g_k is under way.
+
+    backward k:  start the sum of g_k;  p.grad <- mean(g_{k-1})
+    step k:      w_{k+1} = w_k - update(mean(g_{k-1}))        (k >= 2; the first step does nothing)
+    flush:       w = w - update(mean(g_N))
+
+Source: ChainerMN's `_DoubleBufferingOptimizer` (ancestors 1.4), CNTK's
+``useBufferedAsyncGradientAggregation``. Staleness is exactly one step. Differences: no iteration is
+spent on a broadcast, so that N iterations give N-1 steps instead of N-2; `flush()` applies the last
+gradient; the pending gradient is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from torchmn.errors import UnsupportedError
+from torchmn.gradients.bucket_set import BucketSet
+from torchmn.gradients.reducer import GradientExchange
+from torchmn.schedules.base import Replicas
+
+
+class DoubleBuffering:
+    """Gradients are applied one step late, and their exchange hides behind a whole step."""
+
+    name = "double_buffering"
+    num_sets = 2
+    staleness_steps = 1
+    keeps_replicas: Replicas = "every step"
+    counts_samples = False
+    _exchange: GradientExchange
+    _inner: Optimizer
+
+    def __init__(self) -> None:
+        self._pending: BucketSet | None = None
+        self._has_mean = False
+        self._num_backwards = 0
+
+    def attach(self, exchange: GradientExchange, inner: Optimizer) -> None:
+        """See `Schedule.attach`."""
+        self._exchange, self._inner = exchange, inner
+
+    def backward_ended(self) -> None:
+        """See `Schedule.backward_ended`."""
+        self._num_backwards += 1
+        if self._num_backwards > 1:
+            raise UnsupportedError(
+                "Two backward passes before step() with double_buffering: the second would add to "
+                "the mean of the step before. Wrap all passes but the last in optimizer.no_sync()."
+            )
+        exchange = self._exchange
+        exchange.start_rest()
+        before, self._pending = self._pending, exchange.turn()
+        if before is None:
+            for bucket in self._pending.buckets:
+                for parameter in bucket.parameters:
+                    parameter.grad = None
+            return
+        before.wait()
+        exchange.expose(before)
+        self._has_mean = True
+
+    def step(self, closure: Callable[[], float] | None) -> float | None:
+        """See `Schedule.step`."""
+        loss = closure() if closure is not None else None
+        if self._num_backwards == 0:
+            self._exchange.exchange_now()
+        elif self._exchange.has_unexchanged:
+            raise UnsupportedError(
+                "A backward pass under no_sync() came after the one that was exchanged, before "
+                "step(). With double_buffering the pass outside no_sync() must be the last one."
+            )
+        self._num_backwards = 0
+        has_mean, self._has_mean = self._has_mean, False
+        if has_mean:
+            self._inner.step()
+        return loss
+
+    def take_part(self) -> int:
+        """See `Schedule.take_part`."""
+        if self._pending is not None:
+            self._pending.wait()
+        exchange = self._exchange
+        exchange.finish_filling()
+        exchange.start_rest()
+        if self._pending is not None:
+            exchange.inspect(self._pending)
+            exchange.adopt_unit(self._pending)
+        filling = exchange.filling
+        filling.wait()
+        if filling.num_active:  # take turns as the others do: buckets of all ranks belong together
+            self._pending = exchange.turn()
+        else:
+            exchange.restart()
+        return filling.num_active
+
+    def forget_backward(self) -> None:
+        """See `Schedule.forget_backward`. The mean in ``p.grad`` is gone: no step applies it."""
+        self._num_backwards = 0
+        self._has_mean = False
+
+    def flush(self) -> None:
+        """See `Schedule.flush`."""
+        has_mean, self._has_mean, self._num_backwards = self._has_mean, False, 0
+        if has_mean:  # there was a backward pass, but no step yet
+            self._inner.step()
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        pending.wait()
+        self._exchange.expose(pending)
+        self._inner.step()
+
+    def rebuild(self) -> None:
+        """See `Schedule.rebuild`: all layout is the exchange's."""
+
+    def close(self) -> None:
+        """See `Schedule.close`: there is nothing to close."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Schedule.state_dict`: the mean that the next step will apply, by name."""
+        if self._pending is None:
+            return {}
+        self._pending.wait()
+        return {"pending": self._pending.means(), "pending_record": self._pending.record()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Schedule.load_state_dict`. Raises UsageError: other parameters than saved."""
+        if self._pending is not None:
+            self._pending.drain()  # its memory is used again
+        self._pending, self._has_mean, self._num_backwards = None, False, 0
+        if "pending" in state:
+            self._exchange.filling.load_means(state["pending"], state.get("pending_record"))
+            self._pending = self._exchange.turn()

@@ -1,0 +1,93 @@
+"""Every step: p.grad <- mean over ranks of p.grad, hidden behind backward.
+
+Synchronous SGD. Differs from ChainerMN in that the mean is complete when ``backward()`` returns,
+not inside ``update()``: the user's clipping and unscaling see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from torchmn.gradients.reducer import GradientExchange
+from torchmn.schedules.base import Replicas
+
+
+class EveryStep:
+    """Gradients are averaged at each backward pass."""
+
+    name = "every_step"
+    num_sets = 1
+    staleness_steps = 0
+    keeps_replicas: Replicas = "every step"
+    counts_samples = False
+    _exchange: GradientExchange
+    _inner: Optimizer
+
+    def __init__(self) -> None:
+        self.num_active = 0
+        """How many ranks had data in the last exchange."""
+        self.num_samples = 0.0
+        """Samples of all ranks in the last exchange, where they are counted."""
+        self._is_exchanged = False
+
+    def attach(self, exchange: GradientExchange, inner: Optimizer) -> None:
+        """See `Schedule.attach`."""
+        self._exchange, self._inner = exchange, inner
+
+    def backward_ended(self) -> None:
+        """See `Schedule.backward_ended`."""
+        exchange = self._exchange
+        if self._is_exchanged:
+            exchange.warn_of_second_pass()
+        if exchange.comm.engine.is_idle:
+            exchange.sum_rest()
+        else:
+            exchange.start_rest()
+        means = exchange.turn()
+        exchange.wait_and_expose(means)
+        self.num_active, self.num_samples = means.num_active, means.num_samples
+        self._is_exchanged = True
+
+    def step(self, closure: Callable[[], float] | None) -> float | None:
+        """See `Schedule.step`. A rank without any backward pass takes part here."""
+        if closure is None and (not self._is_exchanged or self._exchange.has_unexchanged):
+            self._exchange.exchange_now()
+        self._is_exchanged = False
+        result = self._inner.step(closure)
+        self._is_exchanged = False
+        return result
+
+    def take_part(self) -> int:
+        """See `Schedule.take_part`."""
+        self._exchange.finish_filling()
+        self._exchange.sum_rest()
+        means = self._exchange.turn()
+        means.wait()
+        self._exchange.inspect(means)
+        self._exchange.adopt_unit(means)
+        self.num_active, self.num_samples = means.num_active, means.num_samples
+        return means.num_active
+
+    def forget_backward(self) -> None:
+        """Gradients were cleared: the next backward pass is the first of its step."""
+        self._is_exchanged = False
+
+    def flush(self) -> None:
+        """See `Schedule.flush`: nothing is ever pending."""
+
+    def rebuild(self) -> None:
+        """See `Schedule.rebuild`: all layout is the exchange's."""
+
+    def close(self) -> None:
+        """See `Schedule.close`: there is nothing to close."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Schedule.state_dict`: nothing outlives a step."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Schedule.load_state_dict`."""
+        self._is_exchanged = False

@@ -1,0 +1,5 @@
+"""Every step, hidden behind the next forward pass as well."""
+
+from torchmn.schedules.next_forward.schedule import EveryStepNextForward
+
+__all__ = ["EveryStepNextForward"]

@@ -1,0 +1,164 @@
+"""What ``p.grad`` is while its mean is under way: a tensor that waits for it as soon as it is used.
+
+Between ``backward()`` and the mean's arrival there is nothing to see. Whatever a script does with
+such a gradient (a norm, clipping, ``+``, ``.data``, `torch.save`, NumPy) is done with the mean, for
+which it waits. A gradient that nobody looks at costs neither memory nor time.
+
+Only Python can be made to wait. Code in C++ that adds to ``p.grad`` is autograd's: `settle_before`
+lets it find the mean.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from torchmn.gradients.bucket_set import BucketSet
+from torchmn.gradients.reducer import GradientExchange
+
+_FACTS: set[Any] = {
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "layout", "ndim", "is_sparse", "is_cuda")
+    ),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_complex, Tensor.is_floating_point),
+}
+"""What is known of a mean before it arrives."""
+
+
+class GradientUnderWay(Tensor):
+    """Made by `MeansUnderWay`; holds NaN in the memory of one number, which nobody gets to see.
+
+    Its attribute ``under_way`` is the `MeansUnderWay`, ``mean`` the mean once that has arrived.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Do it with the means."""
+        if func in _FACTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return func(*_arrived(args), **_arrived(kwargs or {}))
+
+
+class MeansUnderWay:
+    """The means of one exchange, which become gradients one by one. Local; waits for sums.
+
+    ``parameters`` are those whose ``p.grad`` is to be a mean. ``before_use`` is called once, before
+    the script uses one of them.
+    """
+
+    def __init__(
+        self,
+        exchange: GradientExchange,
+        means: BucketSet,
+        parameters: Collection[nn.Parameter],
+        before_use: Callable[[], None],
+    ) -> None:
+        self.means = means
+        self._exchange = exchange
+        self._before_use = before_use
+        self._slots = {
+            parameter: slot
+            for bucket in means.buckets
+            for parameter, slot in zip(bucket.parameters, bucket.slots, strict=True)
+        }
+        self._taken: set[nn.Parameter] = set()
+        self._gradients: dict[nn.Parameter, weakref.ref[GradientUnderWay]] = {}
+        for parameter in self._slots:
+            if parameter in parameters:
+                gradient = self._new(parameter)
+                self._gradients[parameter] = weakref.ref(gradient)
+                parameter.grad = gradient
+            else:
+                parameter.grad = None
+
+    def _new(self, parameter: nn.Parameter) -> GradientUnderWay:
+        nothing = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
+        gradient = nothing.expand(parameter.shape).as_subclass(GradientUnderWay)
+        vars(gradient)["under_way"] = self
+        return gradient
+
+    def mean_of(self, gradient: GradientUnderWay) -> Tensor:
+        """What to use in place of one of the gradients."""
+        if "mean" not in vars(gradient):
+            self._before_use()
+            self.settle()
+        return vars(gradient)["mean"]  # type: ignore[no-any-return]
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether no ``p.grad`` was used, replaced or cleared since."""
+        for parameter in self._slots:
+            reference = self._gradients.get(parameter)
+            gradient = reference() if reference is not None else None
+            if parameter.grad is not gradient or (reference is not None and gradient is None):
+                return False
+        return True
+
+    def take(self, parameter: nn.Parameter) -> Tensor:
+        """The mean of one parameter in its slot; after `BucketSet.await_footer`."""
+        slot = self._slots[parameter]
+        if parameter not in self._taken:
+            self.means.take(parameter, slot)
+            self._taken.add(parameter)
+        return slot
+
+    def settle(self) -> None:
+        """Wait for all, and let every gradient that somebody has be its mean."""
+        self.means.await_footer()
+        self._exchange.adopt_unit(self.means)
+        for parameter in self._slots:
+            mean, reference = self.take(parameter), self._gradients.pop(parameter, None)
+            gradient = reference() if reference is not None else None
+            if gradient is None:
+                continue
+            if parameter.grad is gradient:
+                self._assign(parameter, mean)
+                vars(gradient)["mean"] = parameter.grad
+            else:
+                vars(gradient)["mean"] = mean.clone()
+
+    def settle_held(self) -> None:
+        """`settle`, if anybody has one of the gradients: their memory is about to be used again."""
+        if any(reference() is not None for reference in self._gradients.values()):
+            self.settle()
+
+    def _assign(self, parameter: nn.Parameter, mean: Tensor) -> None:
+        if self._exchange.gradient_as_bucket_view:
+            parameter.grad = mean
+        elif mean.dtype is not parameter.dtype or mean.device != parameter.device:
+            parameter.grad = mean.to(parameter)  # in the middle of model.half(), say
+        else:
+            self._exchange.memory.set(parameter, mean)
+
+
+def settle_before(parameter: nn.Parameter) -> RemovableHandle:
+    """Let autograd find the mean when it adds to ``parameter.grad``."""
+
+    def hook(new: Tensor) -> None:
+        gradient = owner().grad  # type: ignore[union-attr]
+        if type(gradient) is GradientUnderWay:
+            _arrived(gradient)
+
+    owner = weakref.ref(parameter)
+    handle: RemovableHandle = parameter.register_hook(hook)
+    return handle
+
+
+def _arrived(value: Any) -> Any:
+    """The value with means in place of the gradients in it."""
+    if type(value) is GradientUnderWay:
+        return vars(value)["under_way"].mean_of(value)
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(_arrived(part) for part in value)
+    if type(value) is dict:
+        return {key: _arrived(part) for key, part in value.items()}
+    return value

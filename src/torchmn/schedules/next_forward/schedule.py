@@ -1,0 +1,416 @@
+"""Every step, hidden behind backward and the next forward: each layer is updated before it runs.
+
+    backward k:      chunks of late layers leave while gradients of earlier ones are computed
+    step k:          the options (lr, ...) are noted; what has arrived is applied
+    forward k+1:     before layer l runs:  w_l <- update(w_l, mean(g_l), options), both of step k
+
+The mathematics are those of `every_step`, and so are the bits if that one cuts its buckets alike:
+no layer runs with parameters of the step before. What pays is the order in which chunks leave, see
+`chunk_plan`; the first exchanges are as in `every_step` and are measured, then rank 0 makes the
+plan, and all ranks follow it from one exchange on.
+
+Papers: see `chunk_plan`. Differences: the order is static, since collectives need the same on all
+ranks; nothing is sent to a server and nothing pulled; the weights of the ranks and the flag of
+gradients that are not finite leave before what is deferred, so that `step` decides on all ranks
+alike whether there is an update at all. docs/explain/next-forward.md says what waits for what.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from torchmn.communicators import Communicator
+from torchmn.errors import UsageError
+from torchmn.gradients.bucket_set import BucketSet, NonfiniteGradients
+from torchmn.gradients.chunk_order import ChunkPlan
+from torchmn.gradients.reducer import GradientExchange
+from torchmn.schedules.base import Replicas
+from torchmn.schedules.next_forward.chunk_order_tuner import NUM_MEASURED, PlanMaker
+from torchmn.schedules.next_forward.deferred_updates import DeferredUpdates, update_sites
+from torchmn.schedules.next_forward.partial_step import is_separable, sees_steps
+from torchmn.schedules.next_forward.pending_gradient import MeansUnderWay, settle_before
+from torchmn.units import MiB
+
+_USED = "gradients were used between backward() and step()"
+
+
+class EveryStepNextForward:
+    """Synchronous SGD whose exchange hides behind backward and the next forward.
+
+    Args:
+        chunk_bytes: what leaves at once, at most.
+        before_forward: names of parameters, or of modules for all of theirs, that are updated
+            before the model runs at all. What several modules share is among them anyway.
+    """
+
+    name = "every_step_next_forward"
+    num_sets = 1
+    staleness_steps = 0
+    keeps_replicas: Replicas = "every step"
+    counts_samples = False
+    num_warm_up_steps = NUM_MEASURED + 1
+    """Before steps take the time that they will take."""
+    _exchange: GradientExchange
+    _inner: Optimizer
+    _updates: DeferredUpdates
+
+    def __init__(self, *, chunk_bytes: int = 2 * MiB, before_forward: Sequence[str] = ()) -> None:
+        if chunk_bytes <= 0:
+            raise UsageError(f"chunk_bytes={chunk_bytes} must be a positive number of bytes.")
+        self.chunk_bytes = chunk_bytes
+        self.before_forward = tuple(before_forward)
+        self.plan: ChunkPlan | None = None
+        """None while exchanges are measured."""
+        self.reasons: dict[str, None] = {}
+        """Why something had to wait for all of an exchange, each once."""
+        self._models: list[nn.Module] = []
+        self._why_wait: str | None = None
+        self._maker: PlanMaker | None = None
+        self._readers: dict[nn.Parameter, set[nn.Module]] = {}
+        # From backward to step: the sums under way, and the gradients that are in them.
+        self._flying: BucketSet | None = None
+        self._gradients: MeansUnderWay | None = None
+        """Those of the last exchange, until the next one takes their memory."""
+        self._is_exposed = False
+        self._is_exchanged = False
+        self._is_in_closure = False
+        # From step to the next backward.
+        self._uninspected: BucketSet | None = None
+        """Sums that nobody has looked at for values that are not finite."""
+        self._is_applied = False
+        self._late_problem: NonfiniteGradients | None = None
+        self._handles: list[RemovableHandle] = []
+
+    # ---- Schedule ----
+
+    def attach(self, exchange: GradientExchange, inner: Optimizer) -> None:
+        """See `Schedule.attach`."""
+        self._exchange, self._inner = exchange, inner
+        self._updates = DeferredUpdates(exchange.comm.speaker)
+        if not is_separable(inner):
+            self._why_wait = (
+                f"{type(inner).__name__} may look at all gradients at once (a class that updates "
+                "each parameter from its own gradient alone says so by is_separable = True)"
+            )
+        exchange.watcher = self
+        exchange.cut(self.chunk_bytes)
+
+    def backward_ended(self) -> None:
+        """See `Schedule.backward_ended`."""
+        exchange = self._exchange
+        if self._is_exchanged:
+            exchange.warn_of_second_pass()
+        if self.plan is None or self._is_in_closure:
+            exchange.sum_rest()
+            means = exchange.turn()
+            means.wait()
+            exchange.expose(means)
+        else:
+            exchange.start_rest()
+            present = exchange.present
+            self._flying, self._is_exposed = exchange.turn(), False
+            if not present.issuperset(self._flying.order):
+                present = self._present_anywhere(self._flying)
+            exchange.assign_sparse(self._flying)
+            self._gradients = MeansUnderWay(exchange, self._flying, present, self._before_use)
+        self._is_exchanged = True
+        self._exchange_ended()
+
+    def step(self, closure: Callable[[], float] | None) -> float | None:
+        """See `Schedule.step`."""
+        if closure is not None:
+            return self._step_with(closure)
+        exchange = self._exchange
+        if not self._is_exchanged or exchange.has_unexchanged:
+            exchange.exchange_now()
+        flying, self._flying, self._is_exchanged = self._flying, None, False
+        if flying is not None:
+            if not self._is_exposed and self._gradients is not None:
+                self._leave_uninspected(flying, is_applied=False)  # should this raise
+                is_untouched = self._gradients.is_untouched
+                why = sees_steps(self._inner, num_own_hooks=1) if is_untouched else _USED
+                if why is None and self._defer(flying):
+                    return None
+                self._expose(why)
+                self._uninspected = None
+            if flying.has_finite_gradients and flying.wire.codec is not None:
+                # Whether the wire was too narrow is looked at together: on other ranks the script
+                # may not have used a gradient.
+                self._leave_uninspected(flying, is_applied=True)
+            else:
+                exchange.inspect(flying)
+        exchange.problem = self._late_problem or exchange.problem
+        self._late_problem = None
+        self._inner.step()
+        return None
+
+    def take_part(self) -> int:
+        """See `Schedule.take_part`."""
+        exchange = self._exchange
+        exchange.finish_filling()
+        exchange.sum_rest()
+        means = exchange.turn()
+        means.wait()
+        exchange.inspect(means)
+        exchange.adopt_unit(means)
+        self._exchange_ended()
+        return means.num_active
+
+    def forget_backward(self) -> None:
+        """See `Schedule.forget_backward`. What is under way is not applied."""
+        if self._is_exchanged:
+            self._leave_uninspected(self._flying, is_applied=False)
+        self._flying, self._is_exchanged = None, False
+
+    def flush(self) -> None:
+        """See `Schedule.flush`."""
+        self.complete()
+        self._inspect_last()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Schedule.state_dict`: all is applied first. The plan, which needs three exchanges.
+
+        No bit depends on the plan: chunks are cut the same under each.
+        """
+        self.complete()
+        if self.plan is None:
+            return {}
+        names, modules = self._names(), self._module_names()
+        readers = {
+            names[parameter]: [modules[module] for module in read_by if module in modules]
+            for parameter, read_by in self._readers.items()
+            if parameter in names
+        }
+        plan = {
+            "order": list(self.plan.order),
+            "num_behind_backward": self.plan.num_behind_backward,
+            "readers": readers,
+        }
+        return {"plan": plan}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Schedule.load_state_dict`. Without a plan that fits one is measured."""
+        self.complete()
+        self.forget_backward()
+        saved = state.get("plan")
+        if saved is None:
+            return
+        self.layout_changed()
+        if self._maker is None or len(saved["order"]) != len(self._exchange.sets[0].chunks):
+            return
+        modules = {name: module for module, name in self._module_names().items()}
+        parameters = {name: parameter for parameter, name in self._names().items()}
+        if not set(saved["readers"]) <= parameters.keys() or not all(
+            set(read_by) <= modules.keys() for read_by in saved["readers"].values()
+        ):
+            return
+        self._follow(
+            ChunkPlan(
+                order=tuple(saved["order"]), num_behind_backward=saved["num_behind_backward"]
+            ),
+            {
+                parameters[name]: {modules[read_by] for read_by in names}
+                for name, names in saved["readers"].items()
+            },
+        )
+
+    def reshard_state_dict(
+        self, states: Sequence[dict[str, Any]], comm: Communicator
+    ) -> dict[str, Any]:
+        """See `Resharding`: the plan was measured for the old ranks, a new one is made."""
+        return {}
+
+    def rebuild(self) -> None:
+        """See `Schedule.rebuild`: all layout is the exchange's, see `layout_changed`."""
+
+    # ---- Deferring ----
+
+    def hook_into(self, models: Sequence[nn.Module], why_wait: str | None) -> None:
+        """See `Deferring.hook_into`."""
+        self._models = list(models)
+        self._why_wait = self._why_wait or why_wait
+        if self._why_wait:
+            self._note(self._why_wait)
+        self.layout_changed()
+
+    def await_gradients(self, why: str | None = None) -> None:
+        """See `Deferring.await_gradients`."""
+        if self._flying is not None and not self._is_exposed:
+            self._expose(why)
+
+    def complete(self) -> None:
+        """See `Deferring.complete`."""
+        self._updates.apply_all()
+        for sums in (self._flying, self._uninspected):
+            if sums is not None:
+                sums.drain()  # for what codecs remember
+
+    def close(self) -> None:
+        """See `Schedule.close`. All is applied first."""
+        self.complete()
+        self._unhook()
+        self._exchange.watcher = self._exchange.chunk_bytes = None
+
+    # ---- PassWatcher ----
+
+    def gradient_arrived(self, parameter: Tensor) -> None:
+        """See `PassWatcher.gradient_arrived`."""
+        if self._updates:
+            self._updates.raise_if_used(parameter)
+        if self._maker is not None:
+            self._maker.meter.gradient_arrived(parameter)
+
+    def filling_begins(self) -> None:
+        """See `PassWatcher.filling_begins`: nothing of the last exchange may be in flight."""
+        if self._flying is not None:  # a second pass before step(), or a step was left out
+            self._leave_uninspected(self._flying, is_applied=False)
+            self._flying = None
+        if self._gradients is not None:
+            self._gradients.settle_held()
+        self._inspect_last()
+
+    def filling_ends(self) -> None:
+        """See `PassWatcher.filling_ends`. What is pending still was not used in this pass."""
+        if self._maker is not None:
+            self._maker.meter.backward_ended()
+        self._updates.apply_all()
+
+    def layout_changed(self) -> None:
+        """See `PassWatcher.layout_changed`: measure and plan anew."""
+        self.plan = None
+        self._unhook()
+        exchange = self._exchange
+        if exchange.is_needed and exchange.sets[0].chunks and self._models and not self._why_wait:
+            self._maker = PlanMaker(exchange, self._models, self._note)
+
+    # ---- inside ----
+
+    def _present_anywhere(self, means: BucketSet) -> set[nn.Parameter]:
+        """The parameters that have a mean, though some have no gradient on this rank."""
+        if self._exchange.zero_fill:
+            return set(means.order)
+        means.await_footer()
+        return {p for p, flag in zip(means.order, means.presence, strict=True) if flag}
+
+    def _defer(self, means: BucketSet) -> bool:
+        """Begin to apply this step, if it is to be applied. The same on all ranks."""
+        means.await_footer()
+        if not means.has_finite_gradients or self._late_problem is not None:
+            return False
+        exchange = self._exchange
+        exchange.adopt_unit(means)
+        flags = [True] * len(means.order) if exchange.zero_fill else means.presence
+        self._leave_uninspected(means, is_applied=True)
+        is_present = dict(zip(means.order, flags, strict=True))
+        if self._gradients is not None:
+            self._updates.begin(self._inner, self._gradients, is_present)
+        return True
+
+    def _expose(self, why: str | None) -> None:
+        """Make every ``p.grad`` the mean, but for those that the script has replaced or cleared."""
+        if why is not None:
+            self._note(why)
+        self._is_exposed = True
+        if self._gradients is not None:
+            self._gradients.settle()
+
+    def _before_use(self) -> None:
+        """Before the script uses a gradient whose mean is under way."""
+        if self._flying is not None and not self._is_exposed:
+            self._is_exposed = True
+            self._note(_USED)
+
+    def _step_with(self, closure: Callable[[], float]) -> float | None:
+        self._note("step() has a closure, which needs its gradients at once")
+        self.complete()
+        self._is_in_closure = True
+        try:
+            return self._inner.step(closure)
+        finally:
+            self._is_in_closure = False
+            self.forget_backward()
+
+    def _leave_uninspected(self, means: BucketSet | None, *, is_applied: bool) -> None:
+        self._uninspected, self._is_applied = means, is_applied
+
+    def _inspect_last(self) -> None:
+        """Look whether the last exchange had a finite end. *Collective*, if it had not."""
+        means, self._uninspected = self._uninspected, None
+        if means is None:
+            return
+        means.drain()
+        exchange = self._exchange
+        exchange.inspect(means)
+        problem, exchange.problem = exchange.problem, None
+        if self._is_applied:  # only its sum was not finite: the next step says so
+            self._late_problem = problem
+
+    def _before_graph(self) -> None:
+        """A second pass before step() adds to the mean of the first, which must be there then."""
+        if self._flying is not None:
+            self.await_gradients()
+
+    def _exchange_ended(self) -> None:
+        """Called at the end of every exchange, on all ranks alike."""
+        if self._maker is None:
+            return
+        plan = self._maker.exchange_ended()
+        if plan is None:
+            return
+        self._follow(plan, self._maker.meter.readers)
+
+    def _follow(self, plan: ChunkPlan, readers: Mapping[nn.Parameter, set[nn.Module]]) -> None:
+        """From now on, on all ranks alike; ``readers``: in which modules a parameter was read."""
+        if self._maker is not None:
+            self._maker.meter.close()
+            self._maker = None
+        self.plan = self._exchange.plan = plan
+        self._readers = dict(readers)
+        self._updates.hook_into(
+            self._models,
+            *update_sites(self._models, self._names(), readers, self.before_forward),
+            self._before_graph,
+        )
+        self._handles = [settle_before(parameter) for parameter in self._exchange.sets[0].order]
+
+    def _names(self) -> dict[nn.Parameter, str]:
+        return {
+            parameter: name
+            for bucket in self._exchange.sets[0].buckets
+            for parameter, name in zip(bucket.parameters, bucket.names, strict=True)
+        }
+
+    def _module_names(self) -> dict[nn.Module, str]:
+        """By the number of the model and the path in it."""
+        return {
+            module: f"{index}.{name}"
+            for index, model in enumerate(self._models)
+            for name, module in model.named_modules()
+        }
+
+    def _unhook(self) -> None:
+        self._updates.unhook()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if self._maker is not None:
+            self._maker.meter.close()
+            self._maker = None
+
+    def _note(self, why: str) -> None:
+        """Say once for each reason that nothing hides behind the next forward."""
+        if why in self.reasons or self._exchange.comm.size == 1:
+            return
+        self.reasons[why] = None
+        warnings.warn(
+            f"{self.name}: {why}, so this waits for the whole exchange and nothing of it is hidden "
+            "behind the next forward pass.",
+            RuntimeWarning,
+            stacklevel=4,
+        )

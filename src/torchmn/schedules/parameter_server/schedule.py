@@ -1,0 +1,487 @@
+"""Asynchronous training: workers push gradients to servers and pull parameters, each at its pace.
+
+    worker i, step t:   g = gradient of its own batch at w_i
+                        push g to all servers; each applies it at once:  w <- update(w, g)
+                        pull w_i <- w, when at most s steps ahead of the slowest living worker
+
+Servers are threads inside the ranks: every rank owns a part of the parameters and its share of the
+optimizer's state (``servers="all"``), or the last k ranks do nothing else (``servers=k``).
+
+Sources: bounded staleness: Q. Ho et al., "More Effective Distributed ML via a Stale Synchronous
+Parallel Parameter Server", NIPS 2013; servers: M. Li et al., OSDI 2014; delay compensation: S.
+Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", ICML 2017 (with a
+constant lambda). CNTK's DataParallelASGD over Multiverso (ancestors 2.4) differs: its workers
+stepped by themselves and pushed the difference of models, there was no bound on staleness, no
+momentum at the servers, and a schedule of its own for the learning rate. Here gradients are pushed,
+each push is one update by the user's optimizer at the server, with the hyper-parameters that the
+worker has at that step; a stripe holds whole parameters.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from torchmn.communicators import Communicator
+from torchmn.communicators.engine import Engine, Work
+from torchmn.compression import StripeCodec
+from torchmn.errors import DisagreementError, UnsupportedError, UsageError
+from torchmn.gradients.bucket_set import NonfiniteGradients
+from torchmn.gradients.buckets import NamedParameter
+from torchmn.gradients.reducer import GradientExchange
+from torchmn.schedules.base import Replicas
+from torchmn.schedules.parameter_server.channels import (
+    Answer,
+    Channel,
+    Kind,
+    LocalChannel,
+    NetworkChannel,
+    ServerLinks,
+    start_threads,
+)
+from torchmn.schedules.parameter_server.server import Rules, StripeServer
+from torchmn.schedules.parameter_server.shards import (
+    Hyper,
+    StripeMemory,
+    assign,
+    device_copy,
+    hyper_parameters,
+)
+from torchmn.schedules.parameter_server.staleness import Staleness, StalenessRecord, report
+from torchmn.transports.base import Transport, break_off
+
+_GRACE_S = 2.0
+
+
+class ParameterServer:
+    """The schedule ``parameter_server``: parameters live at servers, workers come and go.
+
+    Args:
+        servers: ``"all"`` ranks serve and train, or the last ``servers`` ranks only serve.
+        max_staleness: no worker begins a step more than so many steps ahead of the slowest living
+            one. 0 is synchronous, though updates are applied one after another.
+        pipeline: compute the next gradient while the last one is pushed and parameters are pulled;
+            they are then older by one step, which counts: ``max_staleness`` must be at least 1.
+        delay_compensation: lambda of the term lambda * g * g * (w - w_pulled); 0 is none. The
+            servers then keep what every worker has pulled.
+    """
+
+    name = "parameter_server"
+    num_sets = 0
+    staleness_steps = 0  # of p.grad; that of the parameters is `staleness`
+    keeps_replicas: Replicas = "never"
+    counts_samples = False
+    _exchange: GradientExchange
+    _inner: Optimizer
+    _comm: Communicator
+    _server_class: type[StripeServer] = StripeServer
+
+    def __init__(
+        self,
+        servers: int | Literal["all"] = "all",
+        *,
+        max_staleness: int = 4,
+        pipeline: bool = False,
+        delay_compensation: float = 0.0,
+    ) -> None:
+        if servers != "all" and (not isinstance(servers, int) or servers < 1):
+            raise UsageError(f"servers={servers!r} must be 'all' or a positive number of ranks.")
+        if max_staleness < int(pipeline):
+            raise UsageError(
+                f"max_staleness={max_staleness} with pipeline={pipeline}: it must not be negative, "
+                "and a pipeline needs at least 1, for its gradients are one step old."
+            )
+        if not 0 <= delay_compensation < float("inf"):
+            raise UsageError(f"delay_compensation={delay_compensation} must be 0 or positive.")
+        self.servers = servers
+        self.max_staleness = max_staleness
+        self.pipeline = pipeline
+        self.delay_compensation = delay_compensation
+        self.is_server = False
+        """Whether this rank serves and does not train."""
+        self.versions: dict[int, int] = {}
+        """Of each server's parameters, when this rank last pulled them. They only increase."""
+        self.lost: set[int] = set()
+        """Ranks that died or left in the middle; training went on without them."""
+        self._own = StalenessRecord()
+        self._told: dict[int, StalenessRecord] = {}
+        self._work: Work[dict[int, Answer]] | None = None
+        self._episode = 0
+        self._clock = 0
+        self._is_open = False
+        self._is_finished_by_join = False
+        self._is_closed = False
+        self._sent: dict[int, Hyper] = {}
+        self._server: StripeServer | None = None
+        self._channels: list[Channel] = []
+        self._threads: list[threading.Thread] = []
+        self._transport: Transport | None = None
+
+    def __repr__(self) -> str:
+        text = (
+            f"ParameterServer(servers={self.servers!r}, max_staleness={self.max_staleness}, "
+            f"pipeline={self.pipeline}, delay_compensation={self.delay_compensation})"
+        )
+        met = self.staleness()
+        return f"{text}\n{met}" if met.workers else text
+
+    def staleness(self) -> Staleness:
+        """The staleness that was met: of this worker up to now, of all as of the last flush."""
+        return report(self.max_staleness, self._told | {self._comm.rank: self._own})
+
+    # ---- life ----
+
+    def attach(self, exchange: GradientExchange, inner: Optimizer) -> None:
+        """See `Schedule.attach`. Raises UnsupportedError: see `_raise_if_unsupported`."""
+        self._exchange, self._inner, self._comm = exchange, inner, exchange.comm
+        comm = exchange.comm
+        self._raise_if_unsupported()
+        options = comm.allgather_obj(repr(self))
+        if len(set(options)) > 1:
+            raise DisagreementError(
+                f"{comm.speaker}: ranks have different parameter servers: {sorted(set(options))}. "
+                "All ranks must give the same arguments."
+            )
+        num_servers = comm.size if self.servers == "all" else self.servers
+        servers = list(range(comm.size - num_servers, comm.size))
+        self.is_server = self.servers != "all" and comm.rank in servers
+        self._parameters = list(exchange.parameters())
+        stripes = dict(zip(servers, assign(self._parameters, num_servers), strict=True))
+        self._memory = {server: StripeMemory(stripe) for server, stripe in stripes.items()}
+        self._places: list[tuple[int, str, nn.Parameter, Tensor]] = [
+            (server, name, parameter, self._memory[server].slots[name])
+            for server, stripe in stripes.items()
+            for name, parameter in stripe
+        ]
+        codec = exchange.codec
+        self._codec = codec if isinstance(codec, StripeCodec) else None
+        if self._codec is not None:
+            for layout in {
+                ly.dtype: ly for m in self._memory.values() for ly in m.layouts
+            }.values():
+                self._codec.warm_up(layout, torch.device("cpu"))
+        self._transport = comm.channels("servers") if comm.size > 1 else None
+        local = self._start_server(stripes) if comm.rank in servers else None
+        self._links = ServerLinks(
+            self._transport,
+            self._memory,
+            local,
+            self._codec,
+            timeout_s=comm.timeout_s,
+            trust=comm.trust,
+            speaker=comm.speaker,
+        )
+        self._engine = Engine(torch.device("cpu"))
+        comm.before_end(self.close)
+        # Before the interpreter takes down its threads, and before MPI is finalized.
+        atexit.register(self.close)
+
+    def _start_server(self, stripes: Mapping[int, list[NamedParameter]]) -> LocalChannel:
+        comm = self._comm
+        rules = Rules(
+            max_staleness=self.max_staleness,
+            lead=int(self.pipeline),
+            delay_compensation=self.delay_compensation,
+            timeout_s=comm.timeout_s,
+        )
+        mine = stripes[comm.rank]
+        self._server = self._server_class(comm.rank, mine, self._inner, comm.size, rules)
+        local = LocalChannel(comm.rank, self._memory[comm.rank])
+        self._channels = [local]
+        if self._transport is not None:
+            self._channels += [
+                NetworkChannel(
+                    self._transport,
+                    worker,
+                    mine,
+                    self._codec,
+                    timeout_s=comm.timeout_s,
+                    trust=comm.trust,
+                )
+                for worker in range(comm.size)
+                if worker != comm.rank
+            ]
+        self._threads = start_threads(self._server, self._channels)
+        return local
+
+    def close(self) -> None:
+        """Leave the servers and end the own one. Local; once more changes nothing.
+
+        It waits up to two seconds for the others to close theirs.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        atexit.unregister(self.close)
+        self._comm.forget_before_end(self.close)
+        is_stuck = self._work is not None and not self._work.done
+        if is_stuck:  # an error has ended the loop: the worker's thread still waits for an answer
+            for channel in self._channels:
+                channel.end()
+        else:
+            self._links.goodbye(_GRACE_S)
+        if self._server is not None:
+            self._server.close(f"{self._comm.speaker} has ended its training.")
+        deadline = time.monotonic() + _GRACE_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if is_stuck or any(thread.is_alive() for thread in self._threads):
+            for channel in self._channels:
+                channel.end()
+            if self._transport is not None:
+                break_off(self._transport)
+            # A thread that comes back from waiting while the interpreter ends would end the process
+            # with a signal; by now they all come back.
+            for thread in self._threads:
+                thread.join(5 * _GRACE_S)
+        self._engine.close()
+        if self._transport is not None and not any(t.is_alive() for t in self._threads):
+            self._comm.end_channels(self._transport)
+
+    # ---- a step ----
+
+    def backward_ended(self) -> None:
+        """See `Schedule.backward_ended`: gradients stay this rank's own until `step`."""
+
+    def forget_backward(self) -> None:
+        """See `Schedule.forget_backward`."""
+
+    def step(self, closure: Callable[[], float] | None) -> None:
+        """See `Schedule.step`. Local, but for the bound on staleness.
+
+        Hooks of the inner optimizer's step are called here, around the push. A gradient that is
+        not finite never reaches the servers, whatever ``on_nonfinite`` says.
+        """
+        self._raise_if_misused(closure)
+        self._collect()
+        nonfinite = [name for _, name, p, _ in self._places if not _is_finite(p.grad)]
+        self._act_on(nonfinite)
+        notes = {} if nonfinite else self._pack()
+        if not nonfinite and (nonfinite := self._links.encode()):  # beyond the codec's range
+            self._act_on(nonfinite)
+        self._open()
+        self._clock += 1
+        kind = Kind.SKIP if nonfinite else Kind.PUSH
+        episode, clock = self._episode, self._clock
+        if self.pipeline:
+            self._work = self._engine.submit(lambda: self._links.ask(kind, episode, clock, notes))
+        else:
+            self._pulled(self._links.ask(kind, episode, clock, notes))
+        self._call_hooks("_optimizer_step_post_hooks")
+
+    def _pack(self) -> dict[int, dict[str, Any]]:
+        """Copy the gradients into the servers' memory; what each server is told beside them."""
+        counts_as_zeros = self._exchange.zero_fill or self._codec is not None
+        notes: dict[int, dict[str, Any]] = {server: {} for server in self._memory}
+        is_waiting = False
+        for server, name, parameter, slot in self._places:
+            grad = parameter.grad
+            if grad is None and parameter.requires_grad and counts_as_zeros:
+                slot.zero_()
+            elif grad is None:
+                slot.zero_()
+                notes[server].setdefault("absent", []).append(name)
+            elif grad.layout != torch.strided:
+                raise UnsupportedError(
+                    f"{self._comm.speaker}: the gradient of '{name}' is sparse ({grad.layout}). "
+                    "Only dense gradients are pushed: make the layer with sparse=False."
+                )
+            else:
+                slot.copy_(grad.detach(), non_blocking=True)
+                is_waiting = is_waiting or grad.is_cuda
+        if is_waiting:
+            torch.cuda.current_stream().synchronize()
+        hyper = hyper_parameters(self._inner)
+        for server, note in notes.items():
+            if self._sent.get(server) != hyper:
+                note["hyper"] = self._sent[server] = hyper
+        return notes
+
+    def _collect(self) -> None:
+        """Take over what the push under way has brought back."""
+        if self._work is not None:
+            work, self._work = self._work, None
+            self._pulled(work.wait())
+
+    def _pulled(self, answers: Mapping[int, Answer]) -> None:
+        """A push has come back."""
+        self._install(answers)
+        replies = [answer.reply for answer in answers.values()]
+        self._own.add(
+            max(reply.num_updates_late for reply in replies),
+            max(reply.num_steps_ahead for reply in replies),
+        )
+
+    def _install(self, answers: Mapping[int, Answer]) -> None:
+        """Make the parameters those that were pulled."""
+        with torch.no_grad():
+            for _, _, parameter, slot in self._places:
+                parameter.copy_(slot)
+        replies = {server: answer.reply for server, answer in answers.items()}
+        for server, reply in replies.items():
+            self.versions[server] = reply.version
+        lost = {worker for reply in replies.values() for worker in reply.lost} - self.lost
+        if lost:
+            self.lost |= lost
+            warnings.warn(
+                f"{self._comm.speaker}: rank {', '.join(map(str, sorted(lost)))} is gone. Training "
+                "goes on without it.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def _open(self) -> None:
+        """Begin an episode: the own server may take over what the model and optimizer hold."""
+        if self._is_open:
+            return
+        self._is_open, self._is_finished_by_join = True, False
+        self._clock = 0
+        self._sent.clear()
+        if self._server is not None:
+            self._server.open(self._episode)
+
+    # ---- the end of an episode ----
+
+    def flush(self) -> None:
+        """See `Schedule.flush`: wait until all workers have come here, and take the last version.
+
+        All ranks then hold the same parameters, and the whole state of the optimizer.
+        """
+        if self._is_finished_by_join:
+            self._is_finished_by_join = False
+            return
+        self._finish()
+
+    def take_part(self) -> int:
+        """See `Schedule.take_part`: this rank has left its loop, or only serves."""
+        self._finish()
+        self._is_finished_by_join = True  # join() flushes once more
+        return 0
+
+    def _finish(self) -> None:
+        self._collect()
+        self._open()
+        note = {"record": self._own.as_json()}
+        answers = self._links.ask(Kind.FINISH, self._episode, 0, dict.fromkeys(self._memory, note))
+        self._install(answers)
+        for reply in (answer.reply for answer in answers.values()):
+            for rank, told in reply.records.items():
+                self._told[rank] = StalenessRecord.from_json(told)
+        self._gather_state()
+        self._links.ask(Kind.CONFIRM, self._episode, 0, {})
+        self._episode += 1
+        self._is_open = False
+
+    def _gather_state(self) -> None:
+        """Copy the state of the optimizer from the servers into the inner one."""
+        answers = self._links.ask(Kind.STATE, self._episode, 0, {})
+        for server, name, parameter, _ in self._places:
+            state = answers[server].state.get(name)
+            self._inner.state.pop(parameter, None)
+            if state is not None:
+                self._inner.state[parameter] = device_copy(state, parameter)
+
+    def rebuild(self) -> None:
+        """Raises UnsupportedError: parameters cannot be added, for servers own them."""
+        raise UnsupportedError(
+            f"{self._comm.speaker}: parameters were added to the optimizer, but servers own them "
+            "from the beginning. Call flush() and close(), and make a new optimizer."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Schedule.state_dict`. The inner optimizer is given the servers' state as of now.
+
+        Servers go on meanwhile; after `flush` the state and the model belong together.
+        """
+        self._collect()
+        if self._is_open:
+            self._gather_state()
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Schedule.load_state_dict`: servers take over model and state at the next step."""
+        if self._work is not None:
+            work, self._work = self._work, None
+            work.wait()
+        self._episode += 1
+        self._is_open = self._is_finished_by_join = False
+
+    # ---- inside ----
+
+    def _act_on(self, nonfinite: list[str]) -> None:
+        """Call the hooks before the step: one of them raises or warns, as the user has asked."""
+        exchange = self._exchange
+        exchange.problem = None
+        if nonfinite:
+            exchange.problem = NonfiniteGradients(exchange.step, {self._comm.rank: nonfinite})
+            exchange.problems.append(exchange.problem)
+        self._call_hooks("_optimizer_step_pre_hooks")
+
+    def _call_hooks(self, which: str) -> None:
+        """Those of the inner optimizer's step, which is not called on a worker."""
+        for hook in [*getattr(self._inner, which).values()]:
+            hook(self._inner, (), {})
+
+    def _raise_if_unsupported(self) -> None:
+        comm, exchange = self._comm, self._exchange
+        if isinstance(self._inner, LBFGS):
+            raise UnsupportedError(
+                "parameter_server and LBFGS do not go together: it couples all parameters, and "
+                "each server has only some. Use an optimizer that treats each by itself."
+            )
+        if self.servers != "all" and self.servers >= comm.size:
+            raise UnsupportedError(
+                f"servers={self.servers} of {comm.size} ranks leave none to train. Use fewer, or "
+                "servers='all'."
+            )
+        if exchange.codec is not None and not isinstance(exchange.codec, StripeCodec):
+            raise UnsupportedError(
+                f"{exchange.codec.name} needs the gradients of all ranks at once, which "
+                "parameter_server never has. Use float16, bfloat16, int8 or fewer bits."
+            )
+        if comm.name == "pure_nccl":
+            raise UnsupportedError(
+                "parameter_server goes through host memory, over gloo or MPI, and pure_nccl uses "
+                "neither. Use 'flat' or 'hierarchical', also for GPUs."
+            )
+        if comm.size > 1 and not comm.engine.is_threaded:
+            raise UnsupportedError(
+                "parameter_server needs threads that use MPI, which was initialised below "
+                "THREAD_SERIALIZED. Make the communicator before mpi4py.MPI is imported."
+            )
+
+    def _raise_if_misused(self, closure: Callable[[], float] | None) -> None:
+        speaker = self._comm.speaker
+        if self.is_server:
+            raise UsageError(
+                f"{speaker}: this rank only serves (servers={self.servers}) and has nothing to "
+                "train: call optimizer.serve() in place of the loop."
+            )
+        if closure is not None:
+            raise UnsupportedError(
+                f"{speaker}: step(closure) with parameter_server: workers do not step together. "
+                "Compute loss and gradients before step()."
+            )
+        if self._exchange.weight != 1.0:
+            raise UnsupportedError(
+                f"{speaker}: parameter_server knows no weights: each worker's gradient is an "
+                "update of its own. Use weight='rank' and scale the loss instead."
+            )
+        held = {p for group in self._inner.param_groups for p in group["params"]}
+        if len(held) != len(self._parameters):
+            self.rebuild()
+
+
+def _is_finite(grad: Tensor | None) -> bool:
+    if grad is None or grad.layout != torch.strided:
+        return True
+    # The sum first: it is one pass without memory, and finite if nothing is wrong.
+    return bool(torch.isfinite(grad.sum())) or bool(torch.isfinite(grad).all())

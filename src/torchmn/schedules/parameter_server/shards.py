@@ -1,0 +1,147 @@
+"""Which server owns which parameters, and the memory in which they travel."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchmn.gradients.buckets import NamedParameter, plan_buckets
+
+Hyper = list[dict[str, Any]]
+"""The plain options of every parameter group, such as the learning rate."""
+
+_NOT_SENT = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+"""Options of a group that say which tensors it has, or how a device computes its update."""
+
+
+def assign(parameters: Sequence[NamedParameter], num_servers: int) -> list[list[NamedParameter]]:
+    """Whole parameters for each server, of about equally many bytes.
+
+    The largest goes first, each to the server that has least so far, so that no server has more
+    than 4/3 of the best (Graham 1969). A pure function: the same on all ranks. Within a stripe
+    parameters keep their order. There may be empty stripes.
+    """
+    nbytes = [0] * num_servers
+    owners: dict[str, int] = {}
+    for name, parameter in sorted(parameters, key=lambda item: (-item[1].nbytes, item[0])):
+        owner = nbytes.index(min(nbytes))
+        owners[name] = owner
+        nbytes[owner] += parameter.nbytes
+    return [[item for item in parameters if owners[item[0]] == s] for s in range(num_servers)]
+
+
+class StripeMemory:
+    """Host memory for the values, or the gradients, of some parameters; flat, by dtype.
+
+    ``slots[name]`` has the parameter's shape and lies in one of ``buffers``.
+    """
+
+    def __init__(self, parameters: Sequence[NamedParameter]) -> None:
+        planned = plan_buckets(
+            parameters, granularity="everything", bucket_bytes=0, num_footer=0, allocate=_on_host
+        )
+        self._buckets = [bucket for bucket in planned if bucket.names]
+        self.buffers = [bucket.buffer for bucket in self._buckets]
+        self.layouts = [bucket.cargo.layout for bucket in self._buckets]
+        self.slots = {
+            name: slot
+            for bucket in self._buckets
+            for name, slot in zip(bucket.names, bucket.slots, strict=True)
+        }
+
+    def copy_(self, other: StripeMemory) -> None:
+        """Take over the values of memory for the same parameters."""
+        for mine, theirs in zip(self.buffers, other.buffers, strict=True):
+            mine.copy_(theirs)
+
+
+def _on_host(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros on the CPU; page-locked if the parameter is on a GPU, for fast copies."""
+    return torch.zeros(numel, dtype=dtype, pin_memory=device.type == "cuda", device="cpu")
+
+
+def optimizer_like(inner: Optimizer, stand_ins: Mapping[Tensor, nn.Parameter]) -> Optimizer:
+    """An optimizer of the same class and options, for the stand-ins of some parameters.
+
+    It has no state and no hooks. All groups are there, some maybe empty.
+    """
+    clone: Optimizer = object.__new__(type(inner))
+    # Not by its constructor: nobody knows the arguments of a user's own class.
+    clone.__dict__.update(inner.__dict__)
+    clone.__dict__.pop("step", None)  # LR schedulers wrap the method of one object
+    clone._optimizer_step_pre_hooks = OrderedDict()
+    clone._optimizer_step_post_hooks = OrderedDict()
+    clone.state = defaultdict(dict)
+    clone.param_groups = []
+    for group in inner.param_groups:
+        own = {key: value for key, value in group.items() if key != "param_names"}
+        own["params"] = [stand_ins[p] for p in group["params"] if p in stand_ins]
+        if "capturable" in own:
+            own["capturable"] = False
+        if isinstance(own.get("lr"), Tensor):
+            own["lr"] = own["lr"].item()
+        clone.param_groups.append(own)
+    return clone
+
+
+def hyper_parameters(inner: Optimizer) -> Hyper:
+    """What of the optimizer's groups travels with a push: plain values and tuples of them."""
+    return [
+        {key: plain for key, value in group.items() if (plain := _plain(key, value)) is not _OMIT}
+        for group in inner.param_groups
+    ]
+
+
+def set_hyper_parameters(optimizer: Optimizer, hyper: Hyper) -> None:
+    """Take them over. Local."""
+    for group, values in zip(optimizer.param_groups, hyper, strict=True):
+        group.update({k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+
+_OMIT = object()
+
+
+def _plain(key: str, value: object) -> object:
+    if key in _NOT_SENT:
+        return _OMIT
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    items = value if isinstance(value, (tuple, list)) else (value,)
+    if all(isinstance(item, (bool, int, float, str, type(None))) for item in items):
+        return list(items) if isinstance(value, (tuple, list)) else value
+    return _OMIT
+
+
+def state_of(optimizer: Optimizer, stand_ins: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+    """What the optimizer keeps for each parameter, by name. Copies."""
+    return {
+        name: {
+            key: value.detach().clone() if isinstance(value, Tensor) else value
+            for key, value in optimizer.state[parameter].items()
+        }
+        for name, parameter in stand_ins.items()
+        if parameter in optimizer.state
+    }
+
+
+def host_copy(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What an optimizer keeps for one parameter, in memory of its own on the CPU."""
+    return {
+        key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+        for key, value in state.items()
+    }
+
+
+def device_copy(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """The same beside the parameter; single numbers, such as Adam's step, stay on the CPU."""
+    return {
+        key: value.to(parameter.device)
+        if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim()
+        else value
+        for key, value in state.items()
+    }

@@ -1,0 +1,252 @@
+"""The transport that joins all ranks of this job, made once per process.
+
+MPI has one world per process, and a torchrun store one server: so the first communicator joins,
+and later ones are split off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+
+from torchmn.control import port_discovery
+from torchmn.errors import (
+    LaunchError,
+    PeerLostError,
+    TimeLimitError,
+    TopologyError,
+    UnknownNameError,
+)
+from torchmn.topology import route_to
+from torchmn.topology.launcher_env import LaunchedPlace, launched_place, raise_if_contradicted
+from torchmn.transports.base import TimeLimit, Transport
+from torchmn.transports.gloo_nccl import TorchDistributedTransport
+from torchmn.transports.mpi import MpiTransport
+
+TRANSPORTS = ("auto", "mpi", "torch")
+
+_STORE_BACKLOG = 4096
+
+_joined: dict[str, Transport] = {}
+
+
+def choose_transport(
+    name: str, launched: LaunchedPlace | None, environment: Mapping[str, str], *, has_cuda: bool
+) -> str:
+    """``auto`` to ``mpi`` or ``torch``. Raises UnknownNameError.
+
+    What ``torchmn run`` asked for, else NCCL for GPUs, else MPI under an MPI launcher if mpi4py is
+    there.
+    """
+    if name not in TRANSPORTS:
+        raise UnknownNameError("transport", name, TRANSPORTS)
+    if name != "auto":
+        return name
+    asked = environment.get("TORCHMN_TRANSPORT", "auto")
+    if asked != "auto":
+        return choose_transport(asked, launched, environment, has_cuda=has_cuda)
+    under_mpi = launched is not None and launched.kind == "mpi"
+    return "mpi" if under_mpi and not has_cuda and _has_mpi4py() else "torch"
+
+
+def join_world(kind: str, timeout_s: float) -> Transport:
+    """The transport of all ranks of the job. *Collective* the first time, then cached.
+
+    Raises TopologyError: MPI and the launcher's variables contradict each other; LaunchError: there
+    is no meeting point; TimeLimitError: not all ranks came.
+    """
+    if kind in _joined:
+        return _joined[kind]
+    launched = launched_place(os.environ)
+    transport: Transport
+    if kind == "mpi":
+        transport = MpiTransport.world(timeout_s)
+        if launched is not None:
+            raise_if_contradicted(
+                launched, rank=transport.rank, size=transport.size, source="MPI.COMM_WORLD"
+            )
+    else:
+        transport = _join_torch(launched, timeout_s)
+    _joined[kind] = transport
+    return transport
+
+
+def _join_torch(launched: LaunchedPlace | None, timeout_s: float) -> Transport:
+    if launched is None or launched.size == 1:
+        has_secret = bool(_secret())
+        return TorchDistributedTransport(
+            HashStore(), 0, 1, timeout_s=timeout_s, is_trusted=has_secret
+        )
+    address, server = _meet(launched, timeout_s)
+    store = PrefixStore("torchmn", server)
+    transport = TorchDistributedTransport(
+        store,
+        launched.rank,
+        launched.size,
+        timeout_s=timeout_s,
+        own_address=_own_address(launched, address, store),
+    )
+    try:
+        transport.barrier(TimeLimit(timeout_s))
+    except (TimeLimitError, PeerLostError) as error:
+        raise type(error)(
+            f"Rank {launched.rank} of {launched.size} on {socket.gethostname()}: not all ranks "
+            f"joined. {error}"
+        ) from error
+    return transport
+
+
+def _meet(launched: LaunchedPlace, timeout_s: float) -> tuple[str, TCPStore]:
+    """Rank 0's address as we reach it, and its store.
+
+    It is at MASTER_ADDR and MASTER_PORT, or at a free port that MPI, or rank 0 itself, makes known.
+    """
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if address and port:
+        if not port.isdigit() or not 0 < int(port) < 65536:
+            raise LaunchError(f"MASTER_PORT should be a port number but is {port!r}.")
+        _raise_if_everybody_is_the_leader(launched, address)
+        return address, _store(launched, address, int(port), timeout_s)
+    if launched.kind == "mpi" and _has_mpi4py():
+        address, number = _announce_port(join_world("mpi", timeout_s), timeout_s)
+        return address, _store(launched, address, number, timeout_s)
+    host, job = (
+        port_discovery.leader_host(launched, os.environ),
+        port_discovery.job_name(os.environ),
+    )
+    if host is None or not job:
+        raise LaunchError(
+            f"Started by {launched.launcher} as rank {launched.rank} of {launched.size}, but there "
+            "is no meeting point for torch.distributed. Export MASTER_ADDR (the host of rank 0) "
+            "and MASTER_PORT (a free port) on all ranks, or install mpi4py."
+        )
+    if launched.rank == 0:
+        store = _store(launched, host, 0, timeout_s)
+        port_discovery.tell_port(job, store.port, host=host, secret=_secret())
+        return host, store
+    found = port_discovery.ask_port(host, job, timeout_s, secret=_secret())
+    if found is None:
+        raise TimeLimitError(
+            f"Rank {launched.rank} of {launched.size} on {socket.gethostname()} found no rank 0 of "
+            f"this job ({job}) on {host} within {timeout_s:g} s. See whether rank 0 runs there; if "
+            "not, export MASTER_ADDR and MASTER_PORT on all ranks."
+        )
+    return host, _store(launched, host, found, timeout_s)
+
+
+def _secret() -> str:
+    return os.environ.get("TORCHMN_SECRET", "")
+
+
+def _store(launched: LaunchedPlace, address: str, port: int, timeout_s: float) -> TCPStore:
+    serves = launched.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    listener = _store_listener(launched, address, port) if serves else None
+    if listener is not None:
+        port = listener.getsockname()[1]
+    try:
+        # multi_tenant: the user's own init_process_group() finds the same server and shares it.
+        return TCPStore(
+            address,
+            port,
+            launched.size,
+            serves,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=None if listener is None else listener.detach(),
+        )
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        if serves:
+            raise LaunchError(
+                f"Rank 0 could not listen on {address}:{port}: {reason}. Another job may use the "
+                "port: choose another MASTER_PORT."
+            ) from error
+        raise TimeLimitError(
+            f"Rank {launched.rank} of {launched.size} on {socket.gethostname()} did not reach rank "
+            f"0 at {address}:{port} within {timeout_s:g} s ({reason}). See whether rank 0 runs and "
+            "whether MASTER_ADDR names its host for this one."
+        ) from error
+
+
+def _store_listener(launched: LaunchedPlace, address: str, port: int) -> socket.socket | None:
+    """Where rank 0 serves its store: on the interface of this address alone.
+
+    torch would listen on all of them. That is left to it (``None``) where a host's own name leads
+    to a loopback address there, which is not how others reach it, and where something listens
+    already: torch knows the server that the user has made in this process, or says what is wrong.
+    """
+    is_alone = launched.intra_size == launched.size
+    if port_discovery.is_loopback(address) and _names_own_host(address) and not is_alone:
+        return None
+    with contextlib.suppress(OSError):
+        return socket.create_server((socket.gethostbyname(address), port), backlog=_STORE_BACKLOG)
+    return None
+
+
+def _raise_if_everybody_is_the_leader(launched: LaunchedPlace, address: str) -> None:
+    """Refuse an address that leads each of several hosts to itself."""
+    if (
+        _spans_nodes(launched)
+        and port_discovery.is_loopback(address)
+        and not _names_own_host(address)
+    ):
+        raise TopologyError(
+            f"MASTER_ADDR={address} leads every host to itself, but {launched}, on several hosts. "
+            "Export the name or address of rank 0's host as MASTER_ADDR on all ranks."
+        )
+
+
+def _names_own_host(address: str) -> bool:
+    """Whether it is this host's name, which may well lead to a loopback address here alone."""
+    return address not in ("localhost", "localhost.localdomain") and not address[0].isdigit()
+
+
+def _spans_nodes(launched: LaunchedPlace) -> bool:
+    if launched.inter_size is not None:
+        return launched.inter_size > 1
+    return launched.intra_size is not None and launched.intra_size < launched.size
+
+
+def _own_address(launched: LaunchedPlace, leader: str, store: PrefixStore) -> str | None:
+    """The address of ours that others reach us at, or ``None``: let gloo look for one itself.
+
+    It is the one from which we reach rank 0. On rank 0's own host that may be a loopback address:
+    there the ranks of other hosts say which address they reach. The user's own choice stays.
+    """
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return None
+    route = route_to(leader)
+    if route is None or not _spans_nodes(launched):
+        return None if route is None else route.address
+    if not route.is_loopback:
+        store.set("leader_address", socket.gethostbyname(leader))
+        return route.address
+    return bytes(store.get("leader_address")).decode()
+
+
+def _announce_port(mpi_world: Transport, timeout_s: float) -> tuple[str, int]:
+    """Rank 0 finds a free port and tells all ranks over MPI."""
+    import torch
+
+    row = torch.zeros(256, dtype=torch.uint8, device="cpu")
+    if mpi_world.rank == 0:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            text = f"{socket.gethostname()}:{probe.getsockname()[1]}".encode()
+        row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    mpi_world.broadcast_(row, 0, TimeLimit(timeout_s))
+    address, port = row.numpy().tobytes().rstrip(b"\0").decode().rsplit(":", 1)
+    return address, int(port)
+
+
+def _has_mpi4py() -> bool:
+    from importlib.util import find_spec
+
+    return "mpi4py" in sys.modules or find_spec("mpi4py") is not None

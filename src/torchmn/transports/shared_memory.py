@@ -1,0 +1,346 @@
+"""Shared memory between the ranks of one node, for CPU tensors.
+
+A wrapper around another transport: messages still travel by that one, collectives through memory
+that all ranks of the node have mapped. The memory has no name (see `node_memory`), so nothing is
+left after a kill -9.
+
+Buffers from `allocate` are *resident*: every rank sees every rank's. A sum is then formed in place.
+When all ranks have arrived, each folds its own stripe over all ranks' buffers and writes the result
+into all of them; when all have folded, it is done. Two waits, whatever the size, and each element
+is read and written once per rank.
+
+Other tensors pass in chunks that stay in the cache. Each rank has two slots of one chunk, used in
+turn:
+
+    1. copy the stripes that others own into the own slot       arrived[r] = k
+    2. when all arrived: fold the own stripe over all slots,
+       into the own buffer and into the own slot                folded[r] = k
+    3. when all folded: copy the others' stripes out of their slots
+
+Before a slot is written again (chunk k+2) all ranks have arrived at chunk k+1 and so have left
+chunk k: two waits a chunk are enough.
+
+Measured on two cores, sum over 2 ranks: 1 MB in 0.12 ms, 64 MB in 9 ms in chunks; MPI_Allreduce
+0.11 ms and 28 ms, gloo 3.7 ms and 46 ms.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchmn.errors import TorchmnError, UnsupportedError
+from torchmn.transports.base import Message, ReduceOp, TimeLimit, Transport, fold
+from torchmn.transports.node_barrier import ARRIVED, FOLDED, NodeCounters, counters_nbytes
+from torchmn.transports.shared_segment import Address, NodeMemory, Purpose
+from torchmn.units import KiB, MiB
+
+CHUNK_BYTES = 2 * MiB
+_SEGMENT_BYTES = 128 * MiB  # on nodes with many ranks chunks get smaller
+_SMALL_BYTES = 32 * KiB
+_CACHED_BYTES = 256 * KiB  # what is folded at a time, so that copies of it come from the cache
+_PAGE_BYTES = 4 * KiB
+_PURPOSE = Purpose(
+    "the exchange between this node's ranks",
+    "Make the folder larger (docker: --shm-size).",
+)
+
+
+class SharedMemoryTransport(Transport):
+    """Collectives of one node through shared memory, everything else by ``inner``. *Collective.*
+
+    Raises UnsupportedError on all ranks alike: the ranks cannot share memory.
+    """
+
+    name = "shared_memory"
+
+    def __init__(
+        self, inner: Transport, limit: TimeLimit, *, chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
+        super().__init__(inner.rank, inner.size, inner.scratch)
+        self.inner = inner
+        self.is_trusted = inner.is_trusted
+        self.is_threaded = getattr(inner, "is_threaded", True)
+        self._chunk_bytes = min(
+            chunk_bytes, _SEGMENT_BYTES // (2 * self.size) // _PAGE_BYTES * _PAGE_BYTES
+        )
+        head = counters_nbytes(self.size)
+        mapped = self._map_together(head + 2 * self.size * self._chunk_bytes, limit)
+        self._counters = NodeCounters(memoryview(mapped)[:head].cast("q"), self.rank, self.size)
+        slots = torch.frombuffer(mapped, dtype=torch.uint8)[head:]
+        slots = slots.view(2, self.size, self._chunk_bytes)
+        self._slots = [[slots[parity, rank] for rank in range(self.size)] for parity in (0, 1)]
+        self._residents: dict[int, list[Tensor]] = {}
+        self._sequence = 0
+
+    def allocate(self, numel: int, dtype: torch.dtype, limit: TimeLimit) -> Tensor:
+        """Zeros that all ranks of the node see, resident until nobody here uses them. *Collective.*
+
+        Raises UnsupportedError on all ranks alike: too little memory.
+        """
+        nbytes = -(-max(1, numel * dtype.itemsize) // _PAGE_BYTES) * _PAGE_BYTES
+        shared = torch.frombuffer(
+            self._map_together(self.size * nbytes, limit), dtype=torch.uint8
+        ).view(self.size, nbytes)
+        everybody = [
+            shared[rank, : numel * dtype.itemsize].view(dtype) for rank in range(self.size)
+        ]
+        mine = everybody[self.rank]
+        self._residents[mine.data_ptr()] = everybody
+        # The entry holds aliases, so it cannot keep the tensor that is handed out alive.
+        everybody[self.rank] = mine.detach()
+        weakref.finalize(mine, self._residents.pop, mine.data_ptr(), None)
+        return mine
+
+    def _map_together(self, nbytes: int, limit: TimeLimit) -> mmap.mmap:
+        """Memory of so many zero bytes, mapped by all ranks. Rank 0 makes it, the others attach.
+
+        A failure of any rank is raised on all. Once all have mapped it no rank needs its file.
+        """
+        row = torch.zeros(6, dtype=torch.int64, device="cpu")
+        memory: NodeMemory | None = None
+        problem: TorchmnError | None = None
+        if self.rank == 0:
+            try:
+                memory = NodeMemory.create(nbytes, _PURPOSE)
+                memory.reserve(0, nbytes)
+                address = memory.address()
+                row = torch.tensor(
+                    [1, address.pid, address.number, address.device, address.inode, address.size],
+                    device="cpu",
+                )
+            except (TorchmnError, OSError) as error:
+                memory, problem = None, UnsupportedError(str(error))
+        self.inner.broadcast_(row, 0, limit)
+        if self.rank != 0 and int(row[0]):
+            try:
+                memory = NodeMemory.attach(Address(*(int(value) for value in row[1:])))
+            except TorchmnError as error:
+                problem = error
+        mapped = memory.map_shared() if memory is not None else None
+        num_failed = torch.tensor([0 if memory is not None else 1], device="cpu")
+        self.inner.all_reduce_(num_failed, "sum", limit)
+        if mapped is None or int(num_failed):
+            raise UnsupportedError(
+                f"{int(num_failed)} of {self.size} ranks of this node cannot share memory"
+                + (f": {problem}" if problem else ".")
+            )
+        return mapped
+
+    # ---- collectives in shared memory ----
+
+    def all_reduce_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
+        """See `Transport.all_reduce_`."""
+        is_better_inside = buffer.nbytes <= _SMALL_BYTES and self.inner.name == "mpi"
+        if buffer.is_cuda or is_better_inside:
+            self.inner.all_reduce_(buffer, op, limit)
+        elif buffer.nbytes <= _SMALL_BYTES:
+            self._all_reduce_small_(buffer, op, limit)
+        elif everybody := self._residents.get(buffer.data_ptr()):
+            self._fold_resident(everybody, buffer, range(self.size), op, limit)
+        else:
+            for chunk in self._chunks(buffer):
+                pieces, slots = self._fold_chunk(chunk, op, limit)
+                self._wait(FOLDED, limit)
+                for peer in self._others:
+                    pieces[peer].copy_(slots[peer][peer])
+
+    def _all_reduce_small_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
+        """Everybody folds everything, in rank order: one wait instead of two."""
+        slots = [slot[: buffer.nbytes].view(buffer.dtype) for slot in self._open()]
+        slots[self.rank].copy_(buffer)
+        self._count(ARRIVED)
+        self._wait(ARRIVED, limit)
+        fold(buffer, slots, op)
+
+    def reduce_(self, buffer: Tensor, root: int, limit: TimeLimit) -> None:
+        """See `Transport.reduce_`."""
+        if buffer.is_cuda:
+            self.inner.reduce_(buffer, root, limit)
+        elif everybody := self._residents.get(buffer.data_ptr()):
+            self._fold_resident(everybody, buffer, (root,), "sum", limit)
+        else:
+            for chunk in self._chunks(buffer):
+                pieces, slots = self._fold_chunk(chunk, "sum", limit)
+                if self.rank == root:
+                    self._wait(FOLDED, limit)
+                    for peer in self._others:
+                        pieces[peer].copy_(slots[peer][peer])
+
+    def broadcast_(self, buffer: Tensor, root: int, limit: TimeLimit) -> None:
+        """See `Transport.broadcast_`."""
+        if buffer.is_cuda:
+            self.inner.broadcast_(buffer, root, limit)
+        elif everybody := self._residents.get(buffer.data_ptr()):
+            self._open()
+            self._count(ARRIVED)
+            self._wait(ARRIVED, limit)
+            if self.rank != root:
+                buffer.copy_(everybody[root][: buffer.numel()])
+            self._count(FOLDED)
+            self._wait(FOLDED, limit)
+        else:
+            for chunk in self._chunks(buffer):
+                slot = self._open()[root][: chunk.nbytes].view(chunk.dtype)
+                if self.rank == root:
+                    slot.copy_(chunk)
+                self._count(ARRIVED)
+                self._wait(ARRIVED, limit)
+                if self.rank != root:
+                    chunk.copy_(slot)
+
+    def all_gather_stripes_(self, buffer: Tensor, limit: TimeLimit) -> None:
+        """See `Transport.all_gather_stripes_`."""
+        if buffer.is_cuda:
+            self.inner.all_gather_stripes_(buffer, limit)
+            return
+        stripes = self.stripes(buffer)
+        if everybody := self._residents.get(buffer.data_ptr()):
+            self._open()
+            self._count(ARRIVED)
+            self._wait(ARRIVED, limit)
+            for peer in self._others:
+                stripes[peer].copy_(self.stripes(everybody[peer][: buffer.numel()])[peer])
+            self._count(FOLDED)
+            self._wait(FOLDED, limit)
+            return
+        step = max(1, self._chunk_bytes // buffer.element_size())
+        for start in range(0, stripes[0].numel(), step):  # stripe 0 is the longest
+            parts = [stripe[start : start + step] for stripe in stripes]
+            slots = [
+                slot[: part.nbytes].view(part.dtype)
+                for slot, part in zip(self._open(), parts, strict=True)
+            ]
+            slots[self.rank].copy_(parts[self.rank])
+            self._count(ARRIVED)
+            self._wait(ARRIVED, limit)
+            for peer in self._others:
+                parts[peer].copy_(slots[peer])
+
+    def reduce_scatter_stripes_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
+        """See `Transport.reduce_scatter_stripes_`."""
+        if buffer.is_cuda:
+            self.inner.reduce_scatter_stripes_(buffer, op, limit)
+            return
+        if everybody := self._residents.get(buffer.data_ptr()):
+            self._fold_resident(everybody, buffer, (self.rank,), op, limit)
+            return
+        stripes = self.stripes(buffer)
+        step = max(1, self._chunk_bytes // buffer.element_size() // self.size)
+        for start in range(0, stripes[0].numel(), step):
+            parts = [stripe[start : start + step] for stripe in stripes]
+            slots = self._lay_out(parts)
+            self._offer(parts, slots)
+            self._wait(ARRIVED, limit)
+            self._fold(parts, slots, op)
+
+    def barrier(self, limit: TimeLimit) -> None:
+        """See `Transport.barrier`."""
+        self._open()
+        self._count(ARRIVED)
+        self._wait(ARRIVED, limit)
+
+    # ---- resident buffers ----
+
+    def _fold_resident(
+        self,
+        everybody: Sequence[Tensor],
+        buffer: Tensor,
+        receivers: Sequence[int],
+        op: ReduceOp,
+        limit: TimeLimit,
+    ) -> None:
+        """Fold the own stripe over all ranks' buffers into those of ``receivers``."""
+        self._open()
+        self._count(ARRIVED)
+        self._wait(ARRIVED, limit)
+        stripes = [self.stripes(one[: buffer.numel()])[self.rank] for one in everybody]
+        step = _CACHED_BYTES // buffer.element_size()
+        for start in range(0, stripes[0].numel(), step):
+            parts = [stripe[start : start + step] for stripe in stripes]
+            fold(parts[receivers[0]], parts, op)
+            for receiver in receivers[1:]:
+                parts[receiver].copy_(parts[receivers[0]])
+        self._count(FOLDED)
+        self._wait(FOLDED, limit)
+
+    # ---- one chunk ----
+
+    def _chunks(self, buffer: Tensor) -> Sequence[Tensor]:
+        numel = self._chunk_bytes // buffer.element_size()
+        if buffer.numel() <= numel:
+            return (buffer,) if buffer.numel() else ()
+        return list(buffer.split(numel))
+
+    def _fold_chunk(
+        self, chunk: Tensor, op: ReduceOp, limit: TimeLimit
+    ) -> tuple[list[Tensor], list[list[Tensor]]]:
+        """Steps 1 and 2. Returns the stripes of the chunk and of every rank's slot."""
+        pieces = self.stripes(chunk)
+        slots = self._lay_out(pieces)
+        self._offer(pieces, slots)
+        self._wait(ARRIVED, limit)
+        self._fold(pieces, slots, op)
+        slots[self.rank][self.rank].copy_(pieces[self.rank])
+        self._count(FOLDED)
+        return pieces, slots
+
+    def _lay_out(self, pieces: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Every rank's slot, cut like ``pieces``."""
+        dtype = pieces[0].dtype
+        sizes = [piece.numel() for piece in pieces]
+        total = sum(sizes) * dtype.itemsize
+        return [list(slot[:total].view(dtype).split(sizes)) for slot in self._open()]
+
+    def _offer(self, pieces: Sequence[Tensor], slots: Sequence[Sequence[Tensor]]) -> None:
+        for peer in self._others:
+            slots[self.rank][peer].copy_(pieces[peer])
+        self._count(ARRIVED)
+
+    def _fold(
+        self, pieces: Sequence[Tensor], slots: Sequence[Sequence[Tensor]], op: ReduceOp
+    ) -> None:
+        mine = pieces[self.rank]
+        if mine.numel():
+            inputs = [slots[peer][self.rank] for peer in range(self.size)]
+            inputs[self.rank] = mine
+            fold(mine, inputs, op)
+
+    def _open(self) -> list[Tensor]:
+        """Begin the next round: every rank's slot for it."""
+        self._sequence += 1
+        return self._slots[self._sequence % 2]
+
+    def _count(self, counter: int) -> None:
+        self._counters.count(counter, self._sequence)
+
+    def _wait(self, counter: int, limit: TimeLimit) -> None:
+        self._counters.wait(counter, self._sequence, limit)
+
+    # ---- everything else ----
+
+    def exchange(
+        self, sends: Sequence[Message], recvs: Sequence[Message], limit: TimeLimit, tag: int = 0
+    ) -> None:
+        """See `Transport.exchange`."""
+        self.inner.exchange(sends, recvs, limit, tag)
+
+    def receive_any(self, buffer: Tensor, limit: TimeLimit, tag: int = 0) -> int:
+        """See `Transport.receive_any`."""
+        return self.inner.receive_any(buffer, limit, tag)
+
+    def split(self, ranks: Sequence[int], key: str, limit: TimeLimit) -> Transport:
+        """See `Transport.split`: the part shares memory as well."""
+        return SharedMemoryTransport(
+            self.inner.split(ranks, key, limit), limit, chunk_bytes=self._chunk_bytes
+        )
+
+    def close(self) -> None:
+        """Let go of the memory; ``inner`` is its maker's to close."""
+        self._slots.clear()
+        self._residents.clear()
+        self._counters.close()

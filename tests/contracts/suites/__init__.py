@@ -1,0 +1,1 @@
+"""Contract suites: what every communicator, codec, schedule and server must do."""

@@ -1,0 +1,605 @@
+"""What every schedule must do, with every codec, route and world size, held to what it declares.
+
+Each function is called on every rank with the communicator, something that makes the schedule, and
+the name of a codec, and raises `ContractError` where the contract is broken. Ranks may be threads.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tests.contracts.suites.communicator_contracts import ContractError, require, seeded
+from torchmn.communicators import Communicator
+from torchmn.errors import NonFiniteGradientError
+from torchmn.optimizer import SCHEDULES, MultiNodeOptimizer, create_multi_node_optimizer
+from torchmn.schedules import BlockSchedule, Deferring, EveryStep, Movement, Schedule
+from torchmn.schedules.base import Replicas
+
+MakeSchedule = Callable[[], Schedule]
+Gradients = list[Tensor]
+
+TOLERANCE = {None: 1e-12, "float32": 1e-12, "float16": 2e-3, "bfloat16": 2e-2}
+"""Of a mean, relative to the largest gradient that is in it. Only the sum over steps of what other
+codecs return has a bound, see `check_sums_up`: of one mean they give the number of gradients."""
+NUM_STEPS = 5
+
+
+def check_means(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
+    """The optimizer is given the mean of every backward pass, in order, none lost, none twice."""
+    run = TrackedRun(comm, make, codec)
+    for step in range(NUM_STEPS):
+        run.step(step)
+    run.optimizer.flush()
+    require(
+        len(run.applied) == NUM_STEPS,
+        f"{NUM_STEPS} backward passes and a flush gave {len(run.applied)} steps",
+    )
+    for step, (got, local) in enumerate(zip(run.applied, run.local, strict=True)):
+        run.require_mean(got, local, comm.size, f"step {step}")
+
+
+def check_staleness(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
+    """``p.grad`` is as late as declared when backward returns, and so are the steps.
+
+    Under a `Deferring` schedule it is there after synchronize().
+    """
+    run = TrackedRun(comm, make, codec)
+    late = run.optimizer.schedule.staleness_steps
+    for step in range(NUM_STEPS):
+        run.backward(step)
+        if isinstance(run.optimizer.schedule, Deferring):
+            run.optimizer.synchronize()
+        got = run.gradients()
+        if step < late:
+            require(not got, f"backward pass {step} left gradients, of which step?")
+        elif comm.size > 1 or late:
+            run.require_mean(got, run.local[step - late], comm.size, f"backward pass {step}")
+        run.optimizer.step()
+        num_expected = max(0, step + 1 - late)
+        require(
+            len(run.applied) == num_expected,
+            f"after {step + 1} iterations there were {len(run.applied)} steps, not {num_expected}",
+        )
+    for _ in range(2):
+        run.optimizer.flush()
+        require(len(run.applied) == NUM_STEPS, f"flush() led to {len(run.applied)} steps")
+
+
+def check_replicas(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
+    """All ranks hold the same bits after every step, in parameters and optimizer state."""
+    run = TrackedRun(comm, make, codec)
+    for step in range(NUM_STEPS):
+        run.step(step)
+        run.require_replicas(f"after step {step}")
+    run.optimizer.flush()
+    run.require_replicas("after flush()")
+
+
+def check_resume(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
+    """Going on from a saved state gives the bits of going on without a break."""
+    run = TrackedRun(comm, make, codec)
+    for step in range(NUM_STEPS):
+        run.step(step)
+    file = io.BytesIO()
+    torch.save((run.model.state_dict(), run.optimizer.state_dict()), file)
+    again = TrackedRun(comm, make, codec)
+    again.step(77)  # so that there is something to forget
+    file.seek(0)
+    model_state, optimizer_state = torch.load(file, weights_only=True)
+    again.model.load_state_dict(model_state)
+    again.optimizer.load_state_dict(optimizer_state)
+    for each in (run, again):
+        for step in range(NUM_STEPS, 2 * NUM_STEPS):
+            each.step(step)
+        each.optimizer.flush()
+    for (name, expected), got in zip(
+        run.model.named_parameters(), again.model.parameters(), strict=True
+    ):
+        require(torch.equal(got, expected), f"{name} has other bits after going on from a state")
+
+
+def check_accumulation(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
+    """Passes under no_sync() and the one after them count as one pass of their sum."""
+    run = TrackedRun(comm, make, codec)
+    sums = []
+    for step in range(NUM_STEPS):
+        run.optimizer.zero_grad()
+        with run.optimizer.no_sync():
+            run.add_pass(2 * step)
+        run.add_pass(2 * step + 1)
+        sums.append([a + b for a, b in zip(*run.local[-2:], strict=True)])
+        run.optimizer.step()
+    run.optimizer.flush()
+    applied = run.applied
+    require(len(applied) == NUM_STEPS, f"{NUM_STEPS} steps of two passes gave {len(applied)}")
+    for step, (got, local) in enumerate(zip(applied, sums, strict=True)):
+        run.require_mean(got, local, comm.size, f"step {step}")
+
+
+def check_join(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
+    """Rank r has r + 1 batches: means are over ranks that have data, replicas equal at the end."""
+    run = TrackedRun(comm, make, codec)
+    with run.optimizer.join():
+        for step in range(comm.rank + 1):
+            run.step(step)
+    run.require_replicas("after join()")
+    longest = comm.size - 1
+    applied = comm.bcast_obj(run.applied, longest)
+    require(len(applied) == comm.size, f"the longest loop led to {len(applied)} steps")
+    nothing = [torch.zeros_like(p) for p in run.model.parameters()]
+    for step, got in enumerate(applied):
+        local = run.local[step] if step <= comm.rank else nothing
+        run.require_mean(got, local, comm.size - step, f"round {step} of uneven loops")
+
+
+def check_sums_up(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
+    """What was applied adds up to the sum of the true means, less the residues that remain."""
+    run = TrackedRun(comm, make, codec)
+    for step in range(NUM_STEPS):
+        run.step(step)
+    run.optimizer.flush()
+    if codec in TOLERANCE and codec not in (None, "float32"):
+        return  # rounds, and keeps no account of it
+    entries = run.optimizer.state_dict()["torchmn"]["codec"].get("state", {}).get("residues", [])
+    owed = [e for entries in comm.allgather_obj(entries) for e in entries]
+    for index, (name, parameter) in enumerate(run.model.named_parameters()):
+        local = torch.stack([gradients[index] for gradients in run.local]).sum(0)
+        total = comm.allreduce(local, "mean").flatten()
+        rest = torch.stack([gradients[index] for gradients in run.applied]).sum(0).flatten()
+        for entry in owed:
+            if entry["name"] == name:
+                first = entry["offset"]
+                rest[first : first + len(entry["values"])] += entry["values"] / entry["scale"]
+        off = float((rest - total).abs().max() / (total.abs().max() + 1e-300))
+        require(off < 1e-5, f"of '{name}' {off} (relative) is neither applied nor owed")
+        require(bool(parameter.isfinite().all()), f"'{name}' is not finite")
+
+
+def check_zeros(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
+    """Gradients of zeros lead to none but zeros."""
+    run = TrackedRun(comm, make, codec)
+    for _ in range(NUM_STEPS):
+        run.optimizer.zero_grad()
+        sums = [parameter.sum() for parameter in run.model.parameters()]
+        (torch.stack(sums).sum() * 0).backward()
+        run.optimizer.step()
+    run.optimizer.flush()
+    for gradients in run.applied:
+        for gradient in gradients:
+            require(not gradient.any(), f"zeros became {gradient.unique()[:3]}")
+
+
+def check_nonfinite(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
+    """A gradient that is not finite is refused on all ranks, by name, and leaves no trace."""
+    run, untouched = TrackedRun(comm, make, codec), TrackedRun(comm, make, codec)
+    guilty = comm.size - 1
+    refusals = []
+    for step in (0, 1, 2, 3, None, 4, 5):
+        before = run.values()
+        try:
+            if step is None:
+                run.optimizer.zero_grad()
+                loss = run.model(seeded(comm.rank, 4, 1, 6, 6) / 10).pow(2).mean()
+                (loss * (float("inf") if comm.rank == guilty else 1.0)).backward()
+                run.optimizer.step()
+            else:
+                run.step(step)
+        except NonFiniteGradientError as error:
+            refusals.append(str(error))
+            for held, value in zip(before, run.values(), strict=True):
+                require(torch.equal(held, value), "the refused step changed parameters")
+        if step is not None:
+            untouched.step(step)
+    for each in (run, untouched):
+        each.optimizer.flush()
+    run.require_replicas("after a refused step")
+    require(len(refusals) == 1, f"one bad step led to {len(refusals)} refusals")
+    require(f"rank {guilty}: " in refusals[0], f"the guilty rank is not named: {refusals[0]}")
+    require(len(run.optimizer.nonfinite) == 1, "it is not recorded")
+    blamed = run.optimizer.nonfinite[0].by_rank
+    names = {name for name, _ in run.model.named_parameters()}
+    require(set(blamed) == {guilty} and set(blamed[guilty]) == names, f"blamed: {blamed}")
+    if run.optimizer.schedule.staleness_steps:
+        return  # later gradients were taken at other parameters
+    for (name, expected), got in zip(
+        untouched.model.named_parameters(), run.model.parameters(), strict=True
+    ):
+        require(torch.equal(got, expected), f"{name} has other bits since")
+
+
+def check_options(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
+    """A step is taken with the learning rate that `step` was called with."""
+    run = TrackedRun(comm, make, codec)
+    late = run.optimizer.schedule.staleness_steps
+    for step in range(NUM_STEPS):
+        run.step(step)
+        for group in run.optimizer.param_groups:
+            group["lr"] *= 0.7
+    run.optimizer.flush()
+    replay = _network()
+    inner = _Recorder(replay)
+    for step, gradients in enumerate(run.applied):
+        for parameter, gradient in zip(replay.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        inner.param_groups[0]["lr"] = 0.05 * 0.7 ** (step + late)
+        inner.step()
+    _require_near(run.values(), list(replay.parameters()), "other options")
+
+
+def check_trajectory(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
+    """What is not late comes to where `every_step` does: no layer runs with old parameters."""
+    run, plain = TrackedRun(comm, make, codec), TrackedRun(comm, EveryStep, codec)
+    if run.optimizer.schedule.staleness_steps or codec not in (None, "float32"):
+        return
+    for each in (run, plain):
+        for step in range(NUM_STEPS):
+            each.step(step)
+        each.optimizer.flush()
+    _require_near(run.values(), plain.values(), "another path than every_step")
+
+
+def _require_near(got: list[Tensor], expected: list[Tensor], what: str) -> None:
+    for index, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
+        error = float((mine - theirs).detach().abs().max())
+        require(error <= 1e-10, f"{what}: parameter {index} is off by {error}")
+
+
+# ---- schedules by blocks ----
+
+
+def check_block_means(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
+    """The first block moves all along the mean of the ranks' movements, weighted by samples.
+
+    The factor is the recipe's; the direction is the same for all.
+    """
+    run = TrackedRun(comm, make, codec, batch_size=2 + comm.rank)
+    start = run.parameters()
+    run.step(0)
+    here = [(b - w).double() for b, w in zip(start, run.parameters(), strict=True)]
+    run.optimizer.flush()
+    moved = _flat([(b - w).double() for b, w in zip(start, run.parameters(), strict=True)])
+    everybody = comm.allgather_obj((2 + comm.rank, _flat(here)))
+    total = sum(num_samples for num_samples, _ in everybody)
+    mean = torch.stack([num_samples * part / total for num_samples, part in everybody]).sum(0)
+    factor = float(moved @ mean / (mean @ mean))
+    error = float((moved - factor * mean).abs().max())
+    largest = max(float(part.abs().max()) for _, part in everybody)
+    require(factor > 0, f"the block moved by {factor} times the mean of the ranks' movements")
+    if codec in TOLERANCE:
+        bound = 2 * TOLERANCE[codec] * largest * abs(factor)
+        require(error <= bound, f"the block moved by {factor} means and {error}, bound {bound}")
+    counted = block_schedule(run.optimizer).num_samples
+    require(counted == total, f"{counted} samples were counted instead of {total}")
+
+
+def check_block_replicas(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
+    """Anchors are the same bits on all ranks at all times, parameters at the end of each block.
+
+    Between, ranks do differ. With overlap parameters are the same after flush() only.
+    """
+    run = TrackedRun(comm, make, codec)
+    schedule = block_schedule(run.optimizer)
+    num_moves = 0
+    for step in range(3 * NUM_STEPS):
+        before = [anchor.clone() for anchor in schedule.anchors.values()]
+        run.step(step)
+        anchors = list(schedule.anchors.values())
+        run.require_same(dict(schedule.anchors), f"of the anchors after step {step}")
+        if step == 0 or all(map(torch.equal, anchors, before)):
+            continue
+        num_moves += 1
+        if schedule.overlap_steps == 0 and schedule.num_fragments == 1:
+            run.require_same(run.named_parameters(), f"after step {step}, the end of a block")
+    require(num_moves >= 3, f"{3 * NUM_STEPS} steps led to {num_moves} new anchors")
+    run.optimizer.flush()
+    run.require_same(run.named_parameters(), "after flush()")
+    held = zip(run.parameters(), schedule.anchors.values(), strict=True)
+    require(all(torch.equal(p, a) for p, a in held), "flush() left parameters off their anchors")
+
+
+def check_block_accumulation(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
+    """The optimizer is given the rank's own gradients, summed over the passes of a step."""
+    run = TrackedRun(comm, make, codec)
+    for step in range(2):
+        run.optimizer.zero_grad()
+        with run.optimizer.no_sync():
+            run.add_pass(2 * step)
+        run.add_pass(2 * step + 1)
+        run.optimizer.step()
+        sums = [a + b for a, b in zip(*run.local[-2:], strict=True)]
+        require(len(run.applied) == step + 1, f"step {step} led to {len(run.applied)} steps")
+        for index, (got, expected) in enumerate(zip(run.applied[-1], sums, strict=True)):
+            error = float((got - expected).abs().max())
+            bound = 1e-12 * float(expected.abs().max())
+            require(error <= bound, f"step {step}: gradient {index} is off by {error}")
+
+
+def check_block_join(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
+    """Rank r has r + 1 batches: nobody's samples are lost, replicas equal at the end."""
+    run = TrackedRun(comm, make, codec)
+    schedule = block_schedule(run.optimizer)
+    num_samples = 0
+    for extra in (1, 3):
+        with run.optimizer.join():
+            for step in range(comm.rank + extra):
+                run.step(step)
+        run.require_same(run.named_parameters(), "after join()")
+        num_samples += 4 * sum(rank + extra for rank in range(comm.size))
+        counted = schedule.num_samples
+        require(counted == num_samples, f"{counted} samples were agreed on of {num_samples}")
+    require(len(run.applied) == 2 * comm.rank + 4, f"{len(run.applied)} steps of this rank")
+
+
+def check_block_sums_up(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
+    """What recipes were given adds up to the ranks' mean movements, less the residues."""
+    run = TrackedRun(comm, make, codec)
+    schedule = block_schedule(run.optimizer)
+    if schedule.overlap_steps or codec in ("float16", "bfloat16"):
+        return  # nobody sees what is under way; rounds, and keeps no account of it
+    after_steps: list[list[Tensor]] = []
+    run.optimizer.inner.register_step_post_hook(lambda *_: after_steps.append(run.parameters()))
+    moved = {name: torch.zeros_like(p) for name, p in run.named_parameters().items()}
+    given = {name: torch.zeros_like(p) for name, p in moved.items()}
+    move_ = schedule._move_
+
+    def note(movements: Sequence[Movement], num_samples: float) -> None:
+        after = dict(zip(moved, after_steps[-1], strict=True))
+        for movement in movements:
+            moved[movement.name] += movement.anchor - after[movement.name]
+            given[movement.name] += movement.mean
+        move_(movements, num_samples)
+
+    schedule._move_ = note  # type: ignore[method-assign]
+    for step in range(4 * 3):
+        run.step(step)
+    owed = [e for entries in comm.allgather_obj(_residues(schedule)) for e in entries]
+    for name, local in moved.items():
+        total = comm.allreduce(local, "mean").flatten()
+        rest = given[name].flatten()
+        for entry in owed:
+            if entry["name"] == name:
+                first = entry["offset"]
+                rest[first : first + len(entry["values"])] += entry["values"] / entry["scale"]
+        off = float((rest - total).abs().max() / (total.abs().max() + 1e-300))
+        require(off < 1e-5, f"of '{name}' {off} (relative) is neither agreed on nor owed")
+
+
+def check_block_zeros(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
+    """Where nobody moves, anchors stay."""
+    run = TrackedRun(comm, make, codec)
+    start = run.parameters()
+    for _ in range(7):
+        run.optimizer.zero_grad()
+        (run.model(seeded(comm.rank, 4, 1, 6, 6) / 10).sum() * 0).backward()
+        run.optimizer.step()
+    run.optimizer.flush()
+    require(all(map(torch.equal, run.parameters(), start)), "gradients of zeros moved parameters")
+
+
+def check_block_nonfinite(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
+    """A block that is not finite on one rank is an error on all, which go back to its beginning.
+
+    Its parameter's residues are as before.
+    """
+    run = TrackedRun(comm, make, codec)
+    schedule = block_schedule(run.optimizer)
+    for step in range(2):
+        run.step(step)
+    run.optimizer.flush()
+    name, parameter = max(run.model.named_parameters(), key=lambda item: item[1].numel())
+    start, owed = parameter.detach().clone(), _residues(schedule)
+    run.backward(2)
+    if comm.rank == comm.size - 1 and parameter.grad is not None:
+        parameter.grad.view(-1)[0] = float("nan")
+    try:
+        run.optimizer.step()
+        run.optimizer.flush()
+    except NonFiniteGradientError as error:
+        expected = f"rank {comm.size - 1}: {name}"
+        require(expected in str(error), f"the error does not name {expected!r}: {error}")
+    else:
+        require(False, "a movement that is not finite was no error on this rank")
+    anchor = schedule.anchors[name]
+    require(torch.equal(anchor, start), "a block that is not finite has moved the anchor")
+    require(torch.equal(parameter, start), f"{name} has not gone back to the anchor")
+    for before, after in zip(owed, _residues(schedule), strict=True):
+        if before["name"] == name:
+            lost, kept = (each["values"] / each["scale"] for each in (before, after))
+            is_same = torch.allclose(kept, lost, rtol=1e-12, atol=0)  # one more conversion
+            require(is_same, f"the residues of {name} have changed")
+    run.step(3)
+    run.optimizer.flush()
+    run.require_same(run.named_parameters(), "after the block behind it")
+    require(bool(parameter.isfinite().all()), "the block behind it is not finite either")
+
+
+def _residues(schedule: BlockSchedule) -> list[dict[str, Any]]:
+    """What this rank owes, run by run."""
+    codecs = schedule.state_dict()["codecs"]
+    return [entry for each in codecs for entry in each.get("state", {}).get("residues", [])]
+
+
+def block_schedule(optimizer: MultiNodeOptimizer) -> BlockSchedule:
+    """The optimizer's schedule, by blocks. Raises ContractError."""
+    schedule = optimizer.schedule
+    if not isinstance(schedule, BlockSchedule):
+        raise ContractError(f"{schedule!r} declares blocks, but is no BlockSchedule")
+    return schedule
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+class TrackedRun:
+    """A training run that remembers local gradients and what the inner optimizer was given."""
+
+    def __init__(
+        self, comm: Communicator, make: MakeSchedule, codec: str | None, batch_size: int = 4
+    ) -> None:
+        self.comm = comm
+        self.batch_size = batch_size
+        self.codec = codec
+        self.model: nn.Module = _network()
+        self._inner = _Recorder(self.model)
+        self.optimizer: MultiNodeOptimizer = create_multi_node_optimizer(
+            self._inner, comm, self.model, schedule=make(), codec=codec
+        )
+        self.local: list[Gradients] = []
+
+    @property
+    def applied(self) -> list[Gradients]:
+        """The gradients of every step that was taken."""
+        self.optimizer.synchronize()
+        given = [self._inner.given.get(p, []) for p in self.model.parameters()]
+        numbers = {len(gradients) for gradients in given}
+        require(len(numbers) == 1, f"the parameters had {sorted(numbers)} steps")
+        return [list(gradients) for gradients in zip(*given, strict=True)]
+
+    def values(self) -> list[Tensor]:
+        """Copies of the parameters, as they are saved."""
+        return [value.clone() for value in self.model.state_dict().values()]
+
+    def step(self, step: int) -> None:
+        """One step as users write it."""
+        self.backward(step)
+        self.optimizer.step()
+
+    def backward(self, step: int) -> None:
+        """All of a step but `step` itself."""
+        self.optimizer.zero_grad()
+        self.add_pass(step)
+
+    def add_pass(self, step: int) -> None:
+        """A forward and a backward pass; ``step`` makes the batch."""
+        inputs = seeded(self.comm.rank, self.batch_size, 1, 6, 6, salt=200 + step) / 10
+        parameters = list(self.model.parameters())
+        loss = self.model(inputs).pow(2).mean()
+        self.local.append(list(torch.autograd.grad(loss, parameters, retain_graph=True)))
+        loss.backward()
+
+    def gradients(self) -> Gradients:
+        """Copies of what is in ``p.grad``."""
+        return [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
+
+    def parameters(self) -> list[Tensor]:
+        """Copies of them."""
+        return [p.detach().clone() for p in self.model.parameters()]
+
+    def named_parameters(self) -> dict[str, Tensor]:
+        """As they are, by name."""
+        return {name: p.detach() for name, p in self.model.named_parameters()}
+
+    def require_mean(self, got: Gradients, local: Gradients, num_ranks: int, what: str) -> None:
+        """``got`` is the sum of all ranks' ``local`` over ``num_ranks``. *Collective.*"""
+        everybody = self.comm.allgather_obj(local)
+        require(len(got) == len(local), f"{what}: {len(got)} gradients instead of {len(local)}")
+        if self.codec not in TOLERANCE:
+            return
+        for index, mine in enumerate(got):
+            parts = torch.stack([rank_local[index] for rank_local in everybody])
+            error = float((mine - parts.sum(0) / num_ranks).abs().max())
+            bound = TOLERANCE[self.codec] * float(parts.abs().max())
+            require(error <= bound, f"{what}: gradient {index} is off by {error}, bound {bound}")
+
+    def require_replicas(self, when: str) -> None:
+        """Parameters and optimizer state. *Collective.*"""
+        held = dict(self.model.state_dict())
+        for index, state in enumerate(self.optimizer.state.values()):
+            held.update({f"{key} {index}": v for key, v in state.items() if v is not None})
+        self.require_same(held, when)
+
+    def require_same(self, held: dict[str, Tensor], when: str) -> None:
+        """The same bits on all ranks. *Collective.*"""
+        for rank, theirs in enumerate(self.comm.allgather_obj(held)):
+            require(theirs.keys() == held.keys(), f"{when}: rank {rank} holds other tensors")
+            for name, tensor in held.items():
+                require(torch.equal(theirs[name], tensor), f"{when}: {name} differs on rank {rank}")
+
+
+class _Recorder(Optimizer):
+    """SGD with momentum that keeps a copy of every gradient that it is given."""
+
+    is_separable = True
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {"lr": 0.05, "momentum": 0.9})
+        self.given: dict[Tensor, Gradients] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                self.given.setdefault(parameter, []).append(parameter.grad.clone())
+                if not self.state[parameter]:
+                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+                velocity = self.state[parameter]["momentum_buffer"]
+                velocity.mul_(group["momentum"]).add_(parameter.grad)
+                parameter.sub_(group["lr"] * velocity)
+
+
+def _network() -> nn.Sequential:
+    """A small float64 network with matrices that are large enough to be quantized."""
+    model = nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(3 * 4 * 4, 45), nn.Tanh(),
+        nn.Linear(45, 41), nn.Tanh(), nn.Linear(41, 4),
+    ).double()  # fmt: skip
+    with torch.no_grad():
+        for i, parameter in enumerate(model.parameters()):
+            parameter.copy_(seeded(0, *parameter.shape, salt=i) / 30)
+    return model
+
+
+Contract = Callable[[Communicator, MakeSchedule, str | None], None]
+SCHEDULE_CONTRACTS: dict[Replicas, tuple[Contract, ...]] = {
+    "every step": (
+        check_means,
+        check_staleness,
+        check_replicas,
+        check_resume,
+        check_accumulation,
+        check_join,
+        check_sums_up,
+        check_zeros,
+        check_nonfinite,
+        check_options,
+        check_trajectory,
+    ),
+    "every block": (
+        check_block_means,
+        check_block_replicas,
+        check_resume,
+        check_block_accumulation,
+        check_block_join,
+        check_block_sums_up,
+        check_block_zeros,
+        check_block_nonfinite,
+    ),
+}
+"""What must hold, by what a schedule declares: its `keeps_replicas`."""
+
+
+def variants(comm: Communicator, schedule: str) -> list[MakeSchedule]:
+    """A schedule by name; one by blocks with small blocks of three steps, whole and streamed."""
+    make = SCHEDULES[schedule]
+    if isinstance(make, type) and issubclass(make, BlockSchedule):
+        whole = partial(make, 12 * comm.size)
+        return [whole, partial(whole, overlap_steps=2, num_fragments=2)]
+    return [SCHEDULES[schedule]]
+
+
+def check_all(comm: Communicator, schedule: str, codec: str | None) -> None:
+    """All contracts for a schedule by name, with buckets so small that there are several."""
+    comm.bucket_bytes = 5000
+    for make in variants(comm, schedule):
+        for contract in SCHEDULE_CONTRACTS[make().keeps_replicas]:
+            contract(comm, make, codec)

@@ -1,0 +1,320 @@
+"""What an asynchronous schedule must do, which promises little about replicas.
+
+As `schedule_contracts`: each function is called on every rank, and ``make`` takes the options of
+`ParameterServer`. Ranks may be threads, or processes of one machine.
+"""
+
+from __future__ import annotations
+
+import bisect
+import io
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from tests.contracts.suites.communicator_contracts import require, seeded
+from torchmn.communicators import Communicator
+from torchmn.errors import NonFiniteGradientError
+from torchmn.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
+from torchmn.schedules import ParameterServer
+
+MakeServer = Callable[..., ParameterServer]
+
+NUM_STEPS = 6
+RATE = 0.01
+ROUNDING = {"float16": 2e-3, "bfloat16": 2e-2}
+"""Relative error of codecs that keep no account of what they lose; else nothing is lost."""
+_SLOW_S = 0.02
+
+
+def check_sums(comm: Communicator, make: MakeServer, codec: str | None) -> None:
+    """Every push is applied once, whoever pushes when, and all ranks end with the result.
+
+    The gradients do not depend on the parameters, so the order does not matter. Rank r has 2 r + 1
+    batches.
+    """
+    for pipeline in (False, True):
+        run = _Run(comm, make(pipeline=pipeline), codec)
+        with run.optimizer.join():
+            for step in range(2 * comm.rank + 1 if not run.optimizer.is_server else 0):
+                run.step(step)
+        run.require_sum("after join()")
+        run.require_replicas("after join()")
+        run.optimizer.close()
+
+
+def check_flush(comm: Communicator, make: MakeServer, codec: str | None) -> None:
+    """After flush() all pushes are applied and all ranks hold the same model and optimizer state.
+
+    So it is after the next one.
+    """
+    run = _Run(comm, make(pipeline=True), codec, momentum=0.9)
+    for turn in range(2):
+        for step in range(NUM_STEPS if not run.optimizer.is_server else 0):
+            run.step(NUM_STEPS * turn + step)
+        run.optimizer.flush()
+        run.require_replicas(f"after flush() number {turn}")
+        num_states = len(run.optimizer.state)
+        require(num_states == len(list(run.model.parameters())), f"{num_states} states")
+    run.optimizer.close()
+
+
+def check_versions(comm: Communicator, make: MakeServer, codec: str | None) -> None:
+    """What a worker pulls is newer each time, from each server."""
+    run = _Run(comm, make(), codec)
+    pulled: list[dict[int, int]] = []
+    with run.optimizer.join():
+        for step in range(NUM_STEPS if not run.optimizer.is_server else 0):
+            run.step(step)
+            pulled.append(dict(run.server.versions))
+    for rank, versions in enumerate(comm.allgather_obj(pulled)):
+        for step, (before, after) in enumerate(zip(versions, versions[1:], strict=False)):
+            require(after, f"rank {rank} pulled nothing in step {step + 1}")
+            for server, version in after.items():
+                require(
+                    version > before[server],
+                    f"rank {rank} pulled version {version} of server {server} after "
+                    f"{before[server]}",
+                )
+    run.optimizer.close()
+
+
+def check_bound(comm: Communicator, make: MakeServer, codec: str | None) -> None:
+    """Nobody begins a step more than ``max_staleness`` steps ahead of the slowest living worker.
+
+    One worker is slow on purpose. A step is counted as made when its push is about to begin, so
+    what is measured is never more than what is true.
+    """
+    for max_staleness, pipeline in ((0, False), (1, False), (1, True), (3, True)):
+        run = _Run(comm, make(max_staleness=max_staleness, pipeline=pipeline), codec)
+        began: list[float] = []
+        went_on: list[float] = []
+        with run.optimizer.join():
+            for step in range(NUM_STEPS if not run.optimizer.is_server else 0):
+                if comm.rank == 0:
+                    time.sleep(_SLOW_S)
+                run.backward(step)
+                began.append(time.monotonic())
+                run.optimizer.step()
+                went_on.append(time.monotonic())
+        everybody = comm.allgather_obj((began, went_on))
+        for fast, (_, times) in enumerate(everybody):
+            for slow, (pushes, _) in enumerate(everybody):
+                for step, at in enumerate(times if pushes else ()):
+                    num_made = bisect.bisect_right(pushes, at)
+                    require(
+                        step + 1 - num_made <= max_staleness or num_made == NUM_STEPS,
+                        f"rank {fast} went on after {step + 1} steps, when rank {slow} had made "
+                        f"{num_made}; allowed are {max_staleness} ahead",
+                    )
+        met = run.server.staleness()
+        for worker in met.workers.values():
+            require(worker.max_steps_ahead <= max_staleness, f"the report says: {met}")
+        require(met.histogram, "the report is empty")
+        run.optimizer.close()
+
+
+def check_zeros(comm: Communicator, make: MakeServer, codec: str | None) -> None:
+    """Gradients of zeros leave the parameters as they are."""
+    run = _Run(comm, make(), codec)
+    before = [p.detach().clone() for p in run.model.parameters()]
+    with run.optimizer.join():
+        for _ in range(3 if not run.optimizer.is_server else 0):
+            run.optimizer.zero_grad()
+            sums = [parameter.sum() for parameter in run.model.parameters()]
+            (torch.stack(sums).sum() * 0).backward()
+            run.optimizer.step()
+    for old, new in zip(before, run.model.parameters(), strict=True):
+        require(torch.equal(old, new), "zeros have changed a parameter")
+    run.optimizer.close()
+
+
+def check_alone(comm: Communicator, make: MakeServer, codec: str | None) -> None:
+    """One worker is as the plain optimizer, bit by bit, with changing hyper-parameters too."""
+    alone = comm.split(comm.rank, 0)
+    for kind in (torch.optim.SGD, torch.optim.AdamW):
+        plain_model, model = _network(), _network()
+        plain, inner = (
+            kind([{"params": network.parameters(), "momentum": 0.9}], 0.05, weight_decay=0.01)
+            for network in (plain_model, model)
+        )
+        optimizer = create_multi_node_optimizer(
+            inner, alone, model, schedule=make(max_staleness=0), codec=codec
+        )
+        for step in range(NUM_STEPS):
+            for each, network in ((plain, plain_model), (optimizer, model)):
+                each.param_groups[0]["lr"] = 0.05 / (step + 1)
+                each.zero_grad()
+                inputs = seeded(comm.rank, 4, 1, 6, 6, salt=300 + step) / 10
+                network(inputs).pow(2).mean().backward()
+                each.step()
+            if step == 2:
+                optimizer.flush()
+        for (name, expected), got in zip(
+            plain_model.named_parameters(), model.parameters(), strict=True
+        ):
+            require(torch.equal(got, expected), f"'{name}' has other bits with {kind.__name__}")
+        optimizer.close()
+    alone.finalize()
+
+
+def check_state(comm: Communicator, make: MakeServer, codec: str | None) -> None:
+    """What is saved after flush() is what training goes on with, in an optimizer made anew."""
+    run = _Run(comm, make(), codec, momentum=0.9)
+    with run.optimizer.join():
+        for step in range(NUM_STEPS if not run.optimizer.is_server else 0):
+            run.step(step)
+    file = io.BytesIO()
+    torch.save((run.model.state_dict(), run.optimizer.state_dict()), file)
+    again = _Run(comm, make(), codec, momentum=0.9)
+    with again.optimizer.join():
+        if not again.optimizer.is_server:
+            again.step(77)  # so that there is something to forget
+    file.seek(0)
+    model_state, optimizer_state = torch.load(file, weights_only=True)
+    again.model.load_state_dict(model_state)
+    again.optimizer.load_state_dict(optimizer_state)
+    expected = {name: tensor.clone() for name, tensor in run.tensors().items()}
+    for each in (run, again):
+        each.optimizer.flush()  # by way of the servers
+        held = each.tensors()
+        require(held.keys() == expected.keys(), f"{list(expected)} became {list(held)}")
+        for name, tensor in held.items():
+            require(torch.equal(tensor, expected[name]), f"{name} has other bits after loading")
+    for each in (run, again):
+        each.optimizer.close()
+
+
+def check_nonfinite(comm: Communicator, make: MakeServer, codec: str | None) -> None:
+    """A gradient that is not finite is refused where it is, and reaches no server."""
+    run = _Run(comm, make(), codec)
+    guilty, names = 0, {name for name, _ in run.model.named_parameters()}
+    refusal = ""
+    with run.optimizer.join():
+        for step in range(NUM_STEPS if not run.optimizer.is_server else 0):
+            if step == 3 and comm.rank == guilty:
+                run.optimizer.zero_grad()
+                sums = [parameter.sum() for parameter in run.model.parameters()]
+                (torch.stack(sums).sum() * float("inf")).backward()
+                try:
+                    run.optimizer.step()
+                except NonFiniteGradientError as error:
+                    refusal = str(error)
+            else:
+                run.step(step)
+    run.require_sum("after a refused step")
+    require(bool(refusal) == (comm.rank == guilty), f"rank {comm.rank} was told {refusal!r}")
+    blamed = [problem.by_rank for problem in run.optimizer.nonfinite]
+    expected = [guilty] if comm.rank == guilty else []
+    require([set(by_rank) for by_rank in blamed] == [{r} for r in expected], f"blamed: {blamed}")
+    require(not blamed or set(blamed[0][guilty]) == names, f"blamed: {blamed}")
+    run.optimizer.close()
+
+
+class _Run:
+    """Training with gradients that do not depend on the parameters: the loss is linear in them."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        schedule: ParameterServer,
+        codec: str | None,
+        *,
+        momentum: float = 0,
+    ) -> None:
+        self.comm = comm
+        self.codec = codec
+        self.server = schedule
+        self.model = _network()
+        self.begin = [p.detach().clone() for p in self.model.parameters()]
+        self.total = [torch.zeros_like(p) for p in self.begin]
+        inner = torch.optim.SGD(self.model.parameters(), RATE, momentum=momentum)
+        self.optimizer: MultiNodeOptimizer = create_multi_node_optimizer(
+            inner, comm, self.model, schedule=schedule, codec=codec
+        )
+
+    def step(self, step: int) -> None:
+        """One, with gradients that are accounted for."""
+        self.backward(step)
+        self.optimizer.step()
+
+    def backward(self, step: int) -> None:
+        """Gradients of the size of 1."""
+        self.optimizer.zero_grad()
+        loss = torch.zeros((), dtype=torch.float64)
+        for index, parameter in enumerate(self.model.parameters()):
+            gradient = seeded(self.comm.rank, *parameter.shape, salt=1000 * step + index) / 10
+            self.total[index] += gradient
+            loss = loss + (parameter * gradient).sum()
+        loss.backward()
+
+    def require_sum(self, when: str) -> None:
+        """The parameters are those of plain SGD with all ranks' gradients. *Collective.*"""
+        state = self.optimizer.state_dict()["torchmn"]["codec"].get("state", {})
+        owed = [e for es in self.comm.allgather_obj(state.get("residues", [])) for e in es]
+        for index, (name, parameter) in enumerate(self.model.named_parameters()):
+            total = self.comm.allreduce(self.total[index]).flatten()
+            for entry in owed:
+                if entry["name"] == name:
+                    first = entry["offset"]
+                    total[first : first + len(entry["values"])] -= entry["values"]
+            moved = (self.begin[index] - parameter.detach()).flatten() / RATE
+            off = float((moved - total).abs().max())
+            bound = ROUNDING.get(str(self.codec), 1e-5 if owed else 1e-10) * 100
+            require(off <= bound, f"{when}: '{name}' is off by {off}, bound {bound}")
+
+    def require_replicas(self, when: str) -> None:
+        """*Collective.*"""
+        held = self.tensors()
+        for rank, theirs in enumerate(self.comm.allgather_obj(held)):
+            require(theirs.keys() == held.keys(), f"{when}: rank {rank} holds other tensors")
+            for name, tensor in held.items():
+                require(torch.equal(theirs[name], tensor), f"{when}: {name} differs on rank {rank}")
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and optimizer state by name."""
+        held = {name: p.detach() for name, p in self.model.named_parameters()}
+        names = {p: name for name, p in self.model.named_parameters()}
+        for parameter, state in self.optimizer.state.items():
+            held.update({f"{k} {names[parameter]}": v for k, v in state.items() if v is not None})
+        return dict(sorted(held.items()))
+
+
+def _network() -> nn.Sequential:
+    """A small float64 network with a matrix that is large enough to be quantized."""
+    model = nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(3 * 4 * 4, 45), nn.Tanh(),
+        nn.Linear(45, 4),
+    ).double()  # fmt: skip
+    with torch.no_grad():
+        for i, parameter in enumerate(model.parameters()):
+            parameter.copy_(seeded(0, *parameter.shape, salt=i) / 30)
+    return model
+
+
+SERVER_CONTRACTS: tuple[Callable[[Communicator, MakeServer, str | None], None], ...] = (
+    check_sums,
+    check_flush,
+    check_versions,
+    check_bound,
+    check_zeros,
+    check_alone,
+    check_state,
+    check_nonfinite,
+)
+
+
+def check_all(comm: Communicator, servers: int | str, codec: str | None) -> None:
+    """All contracts, with servers everywhere (``"all"``) or on the last ranks only."""
+
+    def make(**options: object) -> ParameterServer:
+        own_servers = servers if comm.size > 1 else "all"
+        return ParameterServer(own_servers, **options)  # type: ignore[arg-type]
+
+    for contract in SERVER_CONTRACTS:
+        if contract is check_alone:
+            contract(comm, lambda **options: ParameterServer("all", **options), codec)
+        else:
+            contract(comm, make, codec)

@@ -1,0 +1,230 @@
+"""The schedule that chooses by measurement."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.unit.models import batch, equal, loss_of, mlp, near, values
+from torchmn import create_multi_node_optimizer
+from torchmn.autotune import tuner
+from torchmn.autotune.predict import Plan
+from torchmn.compression import Float16
+from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
+from torchmn.schedules import EveryStep
+from torchmn.testing import run_ranks
+from torchmn.topology import Topology
+
+MOST_TURNS = 2 * tuner.MOST_TRIALS + 1
+MOST_STEPS = tuner.NUM_WARM_UP + tuner.NUM_TIMED + MOST_TURNS * (tuner.NUM_TIMED + 2)
+TOLD = {"stale": "double_buffering", "deferred": "every_step_next_forward", "lossy": "every_step"}
+
+
+def train(optimizer, model, comm, steps) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, batch(comm.rank, step)).backward()
+        optimizer.step()
+
+
+def wrap(comm, **options):
+    model = mlp()
+    inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    return model, create_multi_node_optimizer(inner, comm, model, **options)
+
+
+@pytest.mark.parametrize(("name", "nodes"), [("flat", [2]), ("hierarchical", [2, 1])])
+@pytest.mark.parametrize("allowed", [(), ("lossy",), ("stale", "deferred"), tuple(TOLD)])
+def test_all_ranks_decide_alike_and_say_why(name, nodes, allowed, capfd) -> None:
+    topology = Topology.blocks(nodes)
+    options = {f"allow_{word}": True for word in allowed}
+
+    def rank_main(comm):
+        model, optimizer = wrap(comm, codec="auto", schedule="auto", **options)
+        assert optimizer.schedule.plan is None
+        train(optimizer, model, comm, range(MOST_STEPS))
+        optimizer.flush()
+        chosen = optimizer.schedule
+        assert chosen.plan is not None
+        best = min(chosen.trials, key=lambda trial: trial.step_s)
+        assert chosen.plan in (best.plan, chosen.trials[0].plan)
+        turns = Counter(trial.plan for trial in chosen.trials)
+        assert set(turns.values()) <= ({2} if len(turns) > 1 else {1})
+        tried = {trial.plan.codec for trial in chosen.trials}
+        assert "lossy" in allowed or tried == {"float32"}
+        schedules = {trial.plan.schedule for trial in chosen.trials}
+        assert schedules <= {"every_step", *(TOLD[word] for word in allowed if word in TOLD)}
+        assert comm.bucket_bytes == chosen.plan.bucket_bytes
+        return chosen.plan, chosen.reason, values(model)
+
+    results = run_ranks(rank_main, topology.size, name=name, topology=topology)
+    for plan, reason, held in results:
+        assert plan == results[0][0]
+        assert len(reason.splitlines()) == 3
+        assert equal(held, results[0][2])
+    assert capfd.readouterr().err.count("torchmn: auto takes") == 1
+
+
+@pytest.mark.parametrize("name", ["flat", "single_node"])
+def test_without_a_word_the_script_sees_means_and_new_parameters(name: str) -> None:
+    """Through all trials: clipped, logged and averaged as on one process with the whole batch."""
+
+    def loop(model, optimizer, x_of):
+        average, norms = copy.deepcopy(model), []
+        for step in range(MOST_STEPS + 2):
+            optimizer.zero_grad()
+            loss_of(model, x_of(step)).backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+            optimizer.step()
+            with torch.no_grad():
+                for held, value in zip(average.parameters(), model.parameters(), strict=True):
+                    held.lerp_(value, 0.3)
+                for value in model.parameters():
+                    value.clamp_(-0.1, 0.1)
+        return norms, values(average)
+
+    def rank_main(comm):
+        model, optimizer = wrap(comm, schedule="auto")
+        result = loop(model, optimizer, lambda step: batch(comm.rank, step))
+        assert optimizer.schedule.plan is not None
+        return result
+
+    model = mlp()
+    expected_norms, expected = loop(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1, momentum=0.9),
+        lambda step: torch.cat([batch(rank, step) for rank in range(2)]),
+    )
+    for norms, average in run_ranks(rank_main, 2, name=name):
+        assert norms == pytest.approx(expected_norms, rel=1e-12)
+        assert near(average, expected)
+
+
+def test_what_the_script_cannot_work_with_is_left_out() -> None:
+    """A GradScaler, and two backward passes for a step: no trial of what they do not bear."""
+
+    def rank_main(comm):
+        options = {f"allow_{word}": True for word in TOLD}
+        model, optimizer = wrap(comm, schedule="auto", codec="auto", **options)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "More than one backward pass")
+            for step in range(MOST_STEPS + 2):
+                optimizer.zero_grad()
+                for part in range(2):
+                    scaler.scale(loss_of(model, batch(comm.rank, step + 50 * part))).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        tried = {trial.plan.schedule for trial in optimizer.schedule.trials}
+        assert tried == {"every_step"}
+        assert "without double_buffering: " in optimizer.schedule.reason
+        assert "without every_step_next_forward: " in optimizer.schedule.reason
+        return values(model)
+
+    results = run_ranks(rank_main, 2)
+    assert equal(*results)
+
+
+def test_a_saved_plan_that_is_not_allowed_any_more() -> None:
+    def rank_main(comm):
+        model, optimizer = wrap(comm, schedule="auto", allow_stale=True)
+        optimizer.schedule._start_over()
+        optimizer.schedule._decide(
+            Plan(schedule="double_buffering", codec="float32", bucket_bytes=1 << 20), "of the test"
+        )
+        train(optimizer, model, comm, range(2))
+        pending = optimizer.state_dict()
+        optimizer.flush()
+        flushed = copy.deepcopy(optimizer.state_dict())
+        _, again = wrap(comm, schedule="auto")
+        with pytest.raises(UsageError, match=r"double_buffering.*allow_stale=True"):
+            again.load_state_dict(pending)
+        again.load_state_dict(flushed)
+        assert again.schedule.plan is None
+
+    run_ranks(rank_main, 2)
+
+
+def test_a_codec_alone_may_be_chosen() -> None:
+    def rank_main(comm):
+        model, optimizer = wrap(comm, codec="auto", allow_lossy=True)
+        train(optimizer, model, comm, range(MOST_STEPS))
+        assert {trial.plan.schedule for trial in optimizer.schedule.trials} == {"every_step"}
+
+    run_ranks(rank_main, 2)
+
+
+def test_shared_memory_leaves_nothing_to_choose() -> None:
+    def rank_main(comm):
+        model, optimizer = wrap(comm, codec="auto", schedule="auto", allow_lossy=True)
+        train(optimizer, model, comm, range(tuner.NUM_WARM_UP + tuner.NUM_TIMED))
+        assert optimizer.schedule.plan.codec == "float32"
+        assert "nothing crosses a network" in optimizer.schedule.reason
+
+    run_ranks(rank_main, 2, name="single_node")
+
+
+def test_a_saved_plan_is_used_again_and_goes_on_bit_equal() -> None:
+    def rank_main(comm):
+        options = {"codec": "auto", "schedule": "auto", "allow_lossy": True}
+        model, optimizer = wrap(comm, **options)
+        train(optimizer, model, comm, range(MOST_STEPS))
+        saved = copy.deepcopy(optimizer.state_dict())
+        again, other = wrap(comm, **options)
+        again.load_state_dict(model.state_dict())
+        other.load_state_dict(saved)
+        assert other.schedule.plan == optimizer.schedule.plan
+        for each, network in ((optimizer, model), (other, again)):
+            train(each, network, comm, range(3))
+            each.flush()
+        assert equal(values(model), values(again))
+
+    run_ranks(rank_main, 2)
+
+
+def test_ranks_whose_data_end_early_decide_too() -> None:
+    def rank_main(comm):
+        model, optimizer = wrap(comm, codec="auto", schedule="auto", allow_lossy=True)
+        with optimizer.join():
+            train(optimizer, model, comm, range(4 + comm.rank * MOST_STEPS))
+        assert optimizer.schedule.plan is not None
+        return values(model)
+
+    results = run_ranks(rank_main, 3)
+    assert all(equal(result, results[0]) for result in results)
+
+
+def test_drift_leads_to_a_new_plan(monkeypatch) -> None:
+    monkeypatch.setattr(tuner, "REPLAN_STEPS", 5)
+    monkeypatch.setattr(tuner, "DRIFT", 1e3)
+
+    def rank_main(comm):
+        model, optimizer = wrap(comm, codec="auto", replan=True)
+        train(optimizer, model, comm, range(MOST_STEPS))
+        assert optimizer.schedule.plan is not None
+        optimizer.schedule._planned_s = 1e-9  # as if the network had been so much faster
+        train(optimizer, model, comm, range(5))
+        assert optimizer.schedule.plan is None
+
+    run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"codec": "auto", "schedule": EveryStep()}, "chooses among names"),
+        ({"codec": Float16(), "schedule": "auto"}, "chooses among names"),
+    ],
+)
+def test_what_is_refused(options: dict, text: str) -> None:
+    with pytest.raises(UnsupportedError, match=text):
+        run_ranks(lambda comm: wrap(comm, **options), 1)
+
+
+def test_auto_is_among_the_known_names() -> None:
+    with pytest.raises(UnknownNameError, match="Known: auto, every_step"):
+        run_ranks(lambda comm: wrap(comm, schedule="sometimes"), 1)

@@ -1,0 +1,180 @@
+"""Checkpoints in the memory of hosts, with the processes of hosts as threads."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchmn.checkpoint import create_multi_node_checkpointer
+from torchmn.checkpoint.memory_storage import NodeMemory
+from torchmn.communicators import Communicator
+from torchmn.control.checkpoint_replicas.client import NodeCopies
+from torchmn.control.checkpoint_replicas.server import ROUND_VARIABLE, SOCKET_VARIABLE, Copies
+from torchmn.control.messages.elastic import Announced, ElasticMessage, Round, Stored
+from torchmn.errors import DataError
+from torchmn.testing.ranks import run_ranks
+
+
+class OneHost:
+    """The process that holds the copies of a host, and what it told the rendezvous."""
+
+    def __init__(self) -> None:
+        self.said: list[ElasticMessage] = []
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.copies = Copies("a", "secret", listener, self.said.append)
+        self.copies.start()
+        self.number = 0
+        self.begin()
+
+    def begin(self, *restored: int | str) -> None:
+        """The next round, all of whose workers are new."""
+        self.number += 1
+        member = {"host": "a", "slots": 2, "address": "127.0.0.1", "copies_port": 1}
+        found = Round(
+            number=self.number,
+            members=[member],
+            num_restarts=0,
+            why="",
+            restored=list(restored),
+            holders={},
+        )
+        self.copies.begin(found)
+
+    def complete(self) -> tuple[int, int, str]:
+        """The newest checkpoint of which all files are held, as the rendezvous finds it."""
+        stored = [message for message in self.said if isinstance(message, Stored)]
+        held = {(each.of, each.file) for each in stored}
+        whole = [s.of for s in stored if s.needs and all((s.of, f) in held for f in s.needs)]
+        return max(whole)
+
+    def steps_announced(self) -> list[int]:
+        return [message.step for message in self.said if isinstance(message, Announced)]
+
+
+@pytest.fixture
+def host() -> Iterator[OneHost]:
+    made = OneHost()
+    yield made
+    made.copies.close()
+
+
+@contextmanager
+def inside(host: OneHost) -> Iterator[None]:
+    """As if this process were a worker of the host's round."""
+    os.environ[SOCKET_VARIABLE] = host.copies.name
+    os.environ[ROUND_VARIABLE] = str(host.number)
+    try:
+        yield
+    finally:
+        del os.environ[SOCKET_VARIABLE], os.environ[ROUND_VARIABLE]
+
+
+class Value:
+    """An object with a state."""
+
+    def __init__(self, value: float) -> None:
+        self.tensor = torch.full((300,), value)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"tensor": self.tensor}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.tensor = state["tensor"]
+
+
+def test_without_an_elastic_job_a_copy_is_nothing(tmp_path: Path) -> None:
+    def work(comm: Communicator) -> int:
+        checkpointer = create_multi_node_checkpointer(comm, tmp_path, "x")
+        checkpointer.copy(3, {"value": Value(3.0)})
+        step = checkpointer.resume({"value": Value(0.0)})
+        checkpointer.close()
+        return step
+
+    assert run_ranks(work, 2) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("saved_step", "expected"), [(0, 7), (5, 7), (9, 9)], ids=["only copy", "older", "newer"]
+)
+def test_the_newest_of_disk_and_memory_is_taken(
+    host: OneHost, tmp_path: Path, saved_step: int, expected: int
+) -> None:
+    def train(comm: Communicator) -> None:
+        checkpointer = create_multi_node_checkpointer(comm, tmp_path, "x")
+        checkpointer.copy(7, {"value": Value(7.0)})
+        if saved_step:
+            checkpointer.save(saved_step, {"value": Value(float(saved_step))})
+        checkpointer.finish()
+        checkpointer.close()
+
+    def go_on(comm: Communicator) -> tuple[int, float]:
+        checkpointer = create_multi_node_checkpointer(comm, tmp_path, "x")
+        value = Value(0.0)
+        step = checkpointer.resume({"value": value})
+        checkpointer.close()
+        return step, float(value.tensor[-1])
+
+    with inside(host):
+        run_ranks(train, 2)
+    host.begin(*host.complete())
+    with inside(host):
+        assert run_ranks(go_on, 2) == [(expected, float(expected))] * 2
+    host.begin(*host.complete())
+    with inside(host):  # on another number of ranks
+        assert run_ranks(go_on, 3) == [(expected, float(expected))] * 3
+
+
+def test_a_damaged_copy_is_passed_over_with_a_sentence(host: OneHost, tmp_path: Path) -> None:
+    def train(comm: Communicator) -> None:
+        checkpointer = create_multi_node_checkpointer(comm, tmp_path, "x")
+        checkpointer.save(5, {"value": Value(5.0)})
+        checkpointer.copy(7, {"value": Value(7.0)})
+        checkpointer.finish()
+        checkpointer.close()
+
+    def go_on(comm: Communicator) -> int:
+        checkpointer = create_multi_node_checkpointer(comm, tmp_path, "x")
+        step = checkpointer.resume({"value": Value(0.0)})
+        checkpointer.close()
+        return step
+
+    with inside(host):
+        run_ranks(train, 1)
+    for (_, file), (_, held) in host.copies._held.items():
+        if file.endswith(".safetensors"):
+            held[-1] ^= 1
+    host.begin(*host.complete())
+    with inside(host), pytest.warns(RuntimeWarning, match="memory of the hosts is not good"):
+        assert run_ranks(go_on, 1) == [5]
+
+
+def test_a_finished_checkpoint_is_announced_once_by_the_leader(
+    host: OneHost, tmp_path: Path
+) -> None:
+    def train(comm: Communicator) -> None:
+        checkpointer = create_multi_node_checkpointer(comm, tmp_path, "x")
+        for step in (5, 6):
+            checkpointer.save(step, {"value": Value(5.0)})
+        checkpointer.finish()
+        checkpointer.close()
+
+    with inside(host):
+        run_ranks(train, 2)
+    assert host.steps_announced() == [5, 6]
+
+
+def test_a_lost_process_of_the_host_is_a_failed_storage(host: OneHost) -> None:
+    copies = NodeCopies(host.copies.name, 1)
+    memory = NodeMemory(copies)
+    assert memory.names() == []
+    with pytest.raises(DataError, match="not held in memory"):
+        memory.open("step-00000001", "manifest.json")
+    copies.close()
+    with pytest.raises(OSError, match="is gone"):
+        memory.write(".draft-00000001-x", "rank0000.json", [b"x"])

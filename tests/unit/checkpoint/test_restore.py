@@ -1,0 +1,135 @@
+"""Another number of workers: who gets whose state, and which random numbers come next."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import torchmn
+from tests.unit.checkpoint.training import assert_same, checkpointer_of, on_ranks, train
+from torchmn.checkpoint import rng_state
+
+CPU = torch.device("cpu")
+
+
+class Plain:
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+class Shards(Plain):
+    """Keeps a part of 0..11 on each rank."""
+
+    def reshard_state_dict(self, states: Sequence[Any], comm: torchmn.Communicator) -> Any:
+        whole = torch.cat([state["part"] for state in states])
+        return {"part": whole.tensor_split(comm.size)[comm.rank].clone(), "from": len(states)}
+
+    def resume_notes(self) -> list[str]:
+        return ["the parts are other parts now."]
+
+
+def save(path: Path, num_ranks: int) -> None:
+    def rank_main(comm: torchmn.Communicator) -> None:
+        checkpointer = checkpointer_of(comm, path)
+        part = torch.arange(12).tensor_split(comm.size)[comm.rank]
+        state = {"shards": Shards({"part": part, "from": 0}), "plain": Plain([comm.rank])}
+        checkpointer.save(4, state)
+        checkpointer.finish()
+
+    on_ranks(rank_main, num_ranks)
+
+
+def load(path: Path, num_ranks: int) -> list[Any]:
+    def rank_main(comm: torchmn.Communicator) -> Any:
+        said: list[str] = []
+        checkpointer = checkpointer_of(comm, path)
+        checkpointer._warn = said.append
+        shards, plain = Shards(), Plain()
+        step = checkpointer.resume({"shards": shards, "plain": plain})
+        return step, shards.state["part"].tolist(), shards.state["from"], plain.state, said
+
+    return on_ranks(rank_main, num_ranks)
+
+
+@pytest.mark.parametrize("new", [1, 2, 3, 4])
+@pytest.mark.parametrize("old", [1, 2, 3, 4])
+def test_from_old_to_new(tmp_path: Path, old: int, new: int) -> None:
+    save(tmp_path, old)
+    results = load(tmp_path, new)
+    assert [step for step, *_ in results] == [4] * new
+    assert sum((part for _, part, *_ in results), []) == list(range(12))
+    is_same = old == new
+    assert {num for _, _, num, *_ in results} == {0 if is_same else old}
+    ranks = [plain[0] for *_, plain, _ in results]
+    assert ranks == (list(range(new)) if is_same else [0] * new)
+    assert results[0][-1] == ([] if is_same else ["the parts are other parts now."])
+    assert all(said == [] for *_, said in results[1:])
+
+
+def draw() -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), float(torch.rand(1))
+
+
+def test_random_numbers_go_on() -> None:
+    before = rng_state.capture(CPU)
+    try:
+        expected = draw()
+        draw()
+        rng_state.restore(before, CPU)
+        assert draw() == expected
+        rng_state.start(1, 5, 3, CPU)
+        new = draw()
+        assert new != expected
+        rng_state.start(1, 5, 3, CPU)
+        assert draw() == new
+        for other in ((2, 5, 3), (1, 6, 3), (1, 5, 2)):
+            rng_state.start(*other, CPU)
+            assert not set(draw()) & set(new)
+    finally:
+        rng_state.restore(before, CPU)
+
+
+def test_random_numbers_of_a_resumed_run(tmp_path: Path) -> None:
+    def save_and_draw(comm: torchmn.Communicator) -> Any:
+        checkpointer = checkpointer_of(comm, tmp_path)
+        checkpointer.save(1, {})
+        checkpointer.finish()
+        return draw()
+
+    def resume_and_draw(comm: torchmn.Communicator) -> Any:
+        torch.manual_seed(99)
+        checkpointer_of(comm, tmp_path).resume({})
+        return draw()
+
+    before = rng_state.capture(CPU)
+    try:
+        expected = on_ranks(save_and_draw, 1)
+        assert on_ranks(resume_and_draw, 1) == expected
+    finally:
+        rng_state.restore(before, CPU)
+
+
+@pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 4), (1, 3)])
+def test_a_training_goes_on_with_another_number_of_workers(
+    tmp_path: Path, old: int, new: int
+) -> None:
+    """With residues, which the optimizer shares out; all ranks have the same model."""
+    train(tmp_path, old, 2)
+    with pytest.warns(RuntimeWarning, match="1bit.residue"):  # what does not hold exactly
+        results = train(tmp_path, new, 4)
+    assert [start for start, _ in results] == [2] * new
+    assert_same(results[1:], [results[0]] * (new - 1))
+    with pytest.warns(RuntimeWarning, match="1bit.residue"):
+        assert [start for start, _ in train(tmp_path, old, 4)] == [4] * old

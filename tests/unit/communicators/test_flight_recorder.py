@@ -1,0 +1,180 @@
+"""The record of collectives."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from tests.contracts.suites.communicator_contracts import network, sgd, step, training_data
+from torchmn import create_multi_node_optimizer
+from torchmn.communicators.flight_recorder import Journal
+from torchmn.testing import run_ranks
+
+
+def test_numbers_states_and_labels() -> None:
+    journal = Journal()
+    assert journal.last is None
+    first = journal.begin("world", "all_reduce", (3,), "float32")
+    assert first.state == "running"
+    assert first.ended_s is None
+    journal.end(first, "done")
+    with journal.label(bucket=2, step=7):
+        second = journal.begin("node", "reduce", (4, 5), "float64")
+        with journal.label(bucket=3, step=8):
+            third = journal.begin("node", "broadcast", (), "-")
+        fourth = journal.begin("node", "barrier", (), "-")
+    journal.end(second, "failed")
+    fifth = journal.begin("world", "barrier", (), "-")
+    assert journal.last is fifth
+    assert [e.number for e in journal.entries()] == [1, 2, 3, 4, 5]
+    assert [e.state for e in journal.entries()] == ["done", "failed", *["running"] * 3]
+    labels = [(e.bucket, e.step) for e in journal.entries()]
+    assert labels == [(None, None), (2, 7), (3, 8), (2, 7), (None, None)]
+    assert first.ended_s >= first.started_s
+    assert str(first) == "all_reduce #1 of group 'world' (shape (3,), float32)"
+    assert str(second) == "reduce #2 of group 'node' (bucket 2, step 7, shape (4, 5), float64)"
+    assert third.shape == fourth.shape == ()
+
+
+def test_a_label_ends_with_an_error_too() -> None:
+    journal = Journal()
+    with pytest.raises(KeyError), journal.label(bucket=1, step=1):
+        raise KeyError
+    assert journal.begin("world", "barrier", (), "-").bucket is None
+
+
+def test_keeps_the_last_ones() -> None:
+    journal = Journal(capacity=3)
+    for _ in range(10):
+        journal.end(journal.begin("world", "barrier", (), "-"), "done")
+    assert [e.number for e in journal.entries()] == [8, 9, 10]
+
+
+def test_overdue_is_what_has_not_completed_in_time() -> None:
+    journal = Journal(job_ranks=[0, 1])
+    journal.end(journal.begin("world", "barrier", (), "-", 0.0), "done")
+    assert journal.overdue() is None
+    journal.end(journal.begin("world", "barrier", (), "-", 100.0), "failed")  # a peer was lost
+    assert journal.overdue() is None
+    late = journal.begin("world", "barrier", (), "-", 0.0)
+    assert journal.overdue() is late
+    journal.end(late, "late")
+    assert journal.overdue() is late
+
+
+def test_a_description_has_the_ranks_as_the_job_calls_them() -> None:
+    journal = Journal(job_ranks=[4, 6, 7])
+    journal.know("leaders", [0, 2])
+    for _ in range(2):
+        journal.end(journal.begin("leaders", "all_reduce", (3,), "float32"), "done")
+    with journal.label(bucket=1, step=9):
+        journal.begin("world", "gather", (5,), "uint8")
+    leaders, world = journal.describe()
+    assert leaders["ranks"] == [4, 7]
+    assert leaders["number"] == 2
+    assert leaders["what"] == "all_reduce of float32[3]"
+    assert leaders["state"] == "done"
+    assert world["ranks"] == [4, 6, 7]
+    assert world["what"] == "gather"  # ranks come to it with different shapes
+    assert world["where"] == "bucket 1, step 9"
+
+
+def test_ranks_keep_pace_from_the_first_exchange_of_gradients_on() -> None:
+    def rank_main(comm):
+        before = comm.world.limit_s
+        comm.allreduce(torch.ones(2))
+        still = comm.world.limit_s
+        comm.sum_(torch.ones(2), bucket=0, step=3)
+        comm.sum_(torch.ones(2), bucket=1, step=3)
+        in_first = comm.world.limit_s
+        comm.sum_(torch.ones(2), bucket=0, step=4)
+        return before, still, in_first, comm.world.limit_s
+
+    def rank_main_with_limits(comm):
+        comm.world.first_timeout_s = 50.0
+        return rank_main(comm)
+
+    assert run_ranks(rank_main_with_limits, 2, timeout_s=5) == [(50.0, 50.0, 50.0, 5.0)] * 2
+
+
+def test_every_collective_of_every_group_is_recorded_in_order() -> None:
+    inputs, targets = training_data(num_steps=2)
+
+    def rank_main(comm):
+        comm.bucket_bytes = 100
+        model = network(0)
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+        num_before = comm.journal.last.number
+        for x, y in zip(inputs, targets, strict=True):
+            step(model, optimizer, x, y)
+        comm.barrier()
+        entries = [e for e in comm.journal.entries() if e.number > num_before]
+        assert [e.number for e in entries] == list(range(num_before + 1, entries[-1].number + 1))
+        assert all(e.state == "done" for e in entries)
+        assert entries[-1].name == "barrier"
+        assert entries[-1].bucket is None
+        steps = [e.step for e in entries[:-1]]
+        assert steps == sorted(steps)
+        assert set(steps) == {0, 1}
+        buckets = [e.bucket for e in entries if e.step == 0]
+        assert buckets == sorted(buckets)
+        assert len(set(buckets)) > 2
+        assert {e.group for e in entries} >= {"node"}
+        assert {e.dtype for e in entries[:-1]} == {"float64"}
+        return [(e.name, e.bucket, e.step, e.shape) for e in entries]
+
+    assert len(set(map(str, run_ranks(rank_main, 2, name="hierarchical")))) == 1
+
+
+def test_another_thread_reads_while_collectives_run() -> None:
+    def rank_main(comm):
+        problems: list[str] = []
+        is_over = threading.Event()
+        num_reads = [0]
+
+        def watch() -> None:
+            last = 0
+            while not is_over.is_set():
+                entries = comm.journal.entries()
+                numbers = [e.number for e in entries]
+                if numbers != sorted(numbers) or (numbers and numbers[-1] < last):
+                    problems.append(f"out of order: {numbers[-5:]}")
+                last = numbers[-1] if numbers else last
+                if sum(e.state == "running" for e in entries) > 1:
+                    problems.append("two collectives run at once")
+                num_reads[0] += 1
+                is_over.wait(0.0005)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        for _ in range(60):
+            works = [comm.start_sum_(torch.ones(3)) for _ in range(3)]
+            for work in works:
+                work.wait()
+        is_over.set()
+        watcher.join()
+        assert num_reads[0] > 0
+        return problems
+
+    assert run_ranks(rank_main, 2) == [[], []]
+
+
+def test_a_collective_that_waits_for_others_shows_as_running() -> None:
+    may_come = threading.Event()
+
+    def rank_main(comm):
+        if comm.rank == 1:
+            assert may_come.wait(timeout=10)
+            comm.sum_(torch.ones(5), bucket=4, step=9)
+            return None
+        work = comm.start_sum_(torch.ones(5), bucket=4, step=9)
+        while (seen := comm.journal.last) is None or seen.bucket != 4:
+            pass
+        state = seen.state
+        may_come.set()
+        work.wait()
+        return state, comm.journal.last.state
+
+    assert run_ranks(rank_main, 2)[0] == ("running", "done")

@@ -1,0 +1,63 @@
+"""One rank works, all hear how it ended."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from torchmn.communicators.run_on_one_rank import raise_if_any_failed, work_on_one_rank
+from torchmn.errors import DataError, TorchmnError, UsageError
+from torchmn.testing import run_ranks
+
+
+def caught(function):
+    try:
+        return function()
+    except TorchmnError as error:
+        return type(error), str(error)
+
+
+@pytest.mark.parametrize("worker", [0, 2])
+def test_the_result_reaches_all(worker: int) -> None:
+    def main(comm):
+        return work_on_one_rank(comm, worker, lambda _: {"from": comm.rank})
+
+    assert run_ranks(main, 3) == [{"from": worker}] * 3
+
+
+def test_work_may_take_longer_than_the_time_limit() -> None:
+    def work(keep_waiting) -> str:
+        for _ in range(15):
+            time.sleep(0.1)
+            keep_waiting()
+        return "done"
+
+    assert run_ranks(lambda c: work_on_one_rank(c, 1, work), 2, timeout_s=0.8) == ["done"] * 2
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (UsageError("a bad word"), UsageError, "Rank 1 on localhost: a bad word"),
+        (OSError("disk"), DataError, "Rank 1 on localhost: OSError: disk"),
+    ],
+)
+def test_its_error_is_everyone_s(error: Exception, kind: type, words: str) -> None:
+    def work(keep_waiting) -> None:
+        raise error
+
+    results = run_ranks(lambda c: caught(lambda: work_on_one_rank(c, 1, work)), 3)
+    assert results == [(kind, words)] * 3
+
+
+def test_the_first_failure_is_everyone_s() -> None:
+    def main(comm):
+        error = OSError(f"disk {comm.rank}") if comm.rank > 0 else None
+        return caught(lambda: raise_if_any_failed(comm, error))
+
+    assert run_ranks(main, 3) == [(DataError, "Rank 1 on localhost: disk 1")] * 3
+
+
+def test_no_failure() -> None:
+    assert run_ranks(lambda c: raise_if_any_failed(c, None), 2) == [None, None]

@@ -1,0 +1,156 @@
+"""Messages between supervisor and agents: framing, back-pressure, authentication, ends."""
+
+from __future__ import annotations
+
+import fcntl
+import resource
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from torchmn.control import connection as channels
+from torchmn.control.connection import Channel
+from torchmn.control.messages import End, Exit, Message, Note, Output, Started, decode, encode
+from torchmn.errors import LaunchError
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Channel, Channel]]:
+    listener = channels.listen()
+    one = Channel(socket.create_connection(listener.getsockname()))
+    listener.setblocking(True)
+    other = Channel(listener.accept()[0])
+    listener.close()
+    yield one, other
+    one.close()
+    other.close()
+
+
+def collect(channel: Channel, count: int) -> list[Message]:
+    messages: list[Message] = []
+    while len(messages) < count:
+        messages += channel.collect()
+        assert channel.is_open
+    return messages
+
+
+def test_messages_arrive_whole_and_in_order(pair: tuple[Channel, Channel]) -> None:
+    one, other = pair
+    sent = [Output(stream="out", lines=["a\nb", "ü", "\x1b[0m", "\x00"]), End(signum=15)] * 50
+    for message in sent:
+        one.post(message)
+    assert collect(other, len(sent)) == sent
+
+
+def test_full_connection_does_not_block(pair: tuple[Channel, Channel]) -> None:
+    one, other = pair
+    sent = [Note(text=f"{i}" * 100_000) for i in range(9)] * 20
+    for message in sent:
+        one.post(message)
+    assert one.waiting_bytes > 0
+    received: list[Message] = []
+    while len(received) < len(sent):
+        received += other.collect()
+        one.flush()
+    assert received == sent
+    assert one.waiting_bytes == 0
+
+
+def test_peer_that_never_stops_does_not_keep_us(pair: tuple[Channel, Channel]) -> None:
+    one, other = pair
+    line = Note(text="x" * 1000)
+    for _ in range(20_000):
+        one.post(line)
+    first = other.collect()
+    assert 0 < len(first) < 20_000
+
+
+def test_end_of_the_connection_is_seen_behind_the_last_message(
+    pair: tuple[Channel, Channel],
+) -> None:
+    one, other = pair
+    one.post(Exit(returncode=3, ended_at=1.5, ended_by="itself"))
+    one.close()
+    messages: list[Message] = []
+    while other.is_open:
+        messages += other.collect()
+    assert messages == [Exit(returncode=3, ended_at=1.5, ended_by="itself")]
+    other.post(End(signum=15))  # nobody is there: no error
+
+
+def test_a_connection_that_the_other_side_ends_is_not_silent(pair: tuple[Channel, Channel]) -> None:
+    one, other = pair
+    other.close()
+    while one.is_open:
+        one.collect()
+    assert not one.is_silent
+
+
+def test_wait_for_keeps_what_follows(pair: tuple[Channel, Channel]) -> None:
+    one, other = pair
+    one.post(Started(pid=7, cores=[], num_threads=1))
+    one.post(End(signum=2))
+    assert other.wait_for(Started, 5).pid == 7
+    assert collect(other, 1) == [End(signum=2)]
+
+
+def test_wait_for_refuses_silence_and_other_messages(pair: tuple[Channel, Channel]) -> None:
+    one, other = pair
+    with pytest.raises(LaunchError, match=r"no Started within 0\.05 s"):
+        other.wait_for(Started, 0.05)
+    one.post(End(signum=2))
+    with pytest.raises(LaunchError, match="instead of sending Started"):
+        other.wait_for(Started, 5)
+
+
+def test_wait_for_works_where_many_files_are_open(pair: tuple[Channel, Channel]) -> None:
+    """select() knows the first 1024 descriptors only."""
+    one, other = pair
+    many, limits = 1100, resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 2 * many), limits[1]))
+    number = fcntl.fcntl(other.fileno(), fcntl.F_DUPFD, many)
+    copy = Channel(socket.socket(fileno=number))
+    try:
+        with pytest.raises(LaunchError, match=r"no Started within 0\.05 s"):
+            copy.wait_for(Started, 0.05)
+        one.post(Started(pid=7, cores=[], num_threads=1))
+        assert copy.wait_for(Started, 5).pid == 7
+    finally:
+        copy.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_stranger_who_talks_http_is_cut_off() -> None:
+    with channels.listen() as listener:
+        stranger = socket.create_connection(listener.getsockname())
+        listener.setblocking(True)
+        channel = Channel(listener.accept()[0])
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        while channel.is_open:
+            assert channel.collect() == []
+        stranger.close()
+        channel.close()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"[]",
+        b'["End"]',
+        b'["End", {}]',
+        b'["End", {"signum": 1, "x": 2}]',
+        b"\xff",
+        b"[" * 9999,
+    ],
+)
+def test_lines_of_another_form_are_no_messages(line: bytes) -> None:
+    with pytest.raises(ValueError, match="No message"):
+        decode(line)
+
+
+def test_message_is_one_line() -> None:
+    line = encode(Output(stream="err", lines=["a\nb\r"]))
+    assert line.count(b"\n") == 1
+    assert line.endswith(b"\n")

@@ -1,0 +1,49 @@
+"""Descendants are found and ended, however they try to leave the family."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from torchmn.control.processes import descendants, kill_descendants, signal_name
+from torchmn.exit_status import shell_code
+
+TREE = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.processes
+def test_descendants_are_found_and_killed_but_for_the_spared() -> None:
+    tree = subprocess.Popen([sys.executable, "-c", TREE], stdout=subprocess.PIPE)
+    spared = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    assert tree.stdout is not None
+    tree.stdout.readline()
+    grandchildren = descendants(tree.pid)
+    assert len(grandchildren) == 2
+    assert {tree.pid, spared.pid, *grandchildren} <= set(descendants(os.getpid()))
+    others = set(descendants(os.getpid())) - {tree.pid, *grandchildren}
+    kill_descendants(os.getpid(), spare=others)
+    assert tree.wait(5) == -signal.SIGKILL
+    for pid in grandchildren:
+        deadline = time.monotonic() + 5
+        while pid in descendants(1):
+            assert time.monotonic() < deadline
+    assert spared.poll() is None
+    spared.kill()
+    spared.wait(5)
+    tree.stdout.close()
+
+
+def test_codes_and_names() -> None:
+    assert [shell_code(code) for code in (0, 3, -9, -15)] == [0, 3, 137, 143]
+    assert [signal_name(code) for code in (0, 3, -9, -64)] == [None, None, "SIGKILL", "SIGRTMAX"]

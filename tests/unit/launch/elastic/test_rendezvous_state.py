@@ -1,0 +1,307 @@
+from __future__ import annotations
+
+import signal
+from dataclasses import asdict
+
+import pytest
+
+from torchmn.control.messages.elastic import (
+    ElasticMessage,
+    HostLost,
+    Keep,
+    Leave,
+    Member,
+    Over,
+    Restart,
+    Round,
+    Sentence,
+    Stored,
+)
+from torchmn.errors import UsageError
+from torchmn.launch.elastic.rendezvous_state import LAUNCHER, Limits, Rounds
+
+VERSIONS = {"torch": "2.13"}
+
+
+class Play:
+    """Rounds, a clock, and what was said to whom."""
+
+    def __init__(self, *hosts: str, least: int = 1, most: int | None = None, **more: float) -> None:
+        limits = Limits(
+            least=least,
+            most=most or len(hosts),
+            max_restarts=int(more.pop("max_restarts", 3)),
+            join_timeout_s=more.pop("join_timeout_s", 60.0),
+        )
+        self.now = 0.0
+        self.rounds = Rounds(hosts, limits, now=0.0)
+
+    def come(self, *hosts: str, versions: dict[str, str] = VERSIONS) -> None:
+        for host in hosts:
+            member = Member(host=host, slots=2, address="a", copies_port=1, versions=versions)
+            if self.rounds.came(member):
+                self.arrive(host)
+
+    def arrive(self, host: str, *held: Stored) -> None:
+        self.rounds.arrived(host, [asdict(each) for each in held], self.now)
+
+    def lose(self, host: str) -> None:
+        self.rounds.lost(host, "gone", self.now)
+
+    def store(self, host: str, number: int, step: int, file: str, *needs: str) -> None:
+        self.rounds.stored(host, part(number, step, file, *needs), self.now)
+
+    def said(self, host: str, kind: type[ElasticMessage]) -> list[ElasticMessage]:
+        return [each for to, each in self.rounds.take_posts() if to == host and type(each) is kind]
+
+    def round(self) -> Round | None:
+        found = self.said(LAUNCHER, Round)
+        return found[-1] if found and isinstance(found[-1], Round) else None
+
+    def over(self) -> str | None:
+        found = self.said(LAUNCHER, Over)
+        return found[-1].text if found and isinstance(found[-1], Over) else None
+
+
+def part(number: int, step: int, file: str, *needs: str) -> Stored:
+    return Stored(round=number, step=step, draft="d", file=file, needs=list(needs))
+
+
+def names(found: Round | None) -> list[object]:
+    assert found is not None
+    return [member["host"] for member in found.members]
+
+
+def test_starts_when_all_hosts_are_there_in_the_order_of_the_list() -> None:
+    play = Play("a", "b", "c")
+    play.come("c", "a")
+    assert play.round() is None
+    play.come("b")
+    assert names(play.round()) == ["a", "b", "c"]
+
+
+def test_does_not_wait_for_a_host_that_cannot_be_reached() -> None:
+    play = Play("a", "b")
+    play.come("a")
+    play.rounds.absent("b", play.now)
+    assert names(play.round()) == ["a"]
+
+
+def test_starts_with_fewer_when_the_time_to_join_is_over() -> None:
+    play = Play("a", "b", "c", least=2)
+    play.come("a", "b")
+    play.now = 61.0
+    play.rounds.tick(play.now)
+    assert names(play.round()) == ["a", "b"]
+
+
+def test_too_few_hosts_end_the_job_with_their_names_and_the_limit() -> None:
+    play = Play("a", "b", "c", least=2)
+    play.come("a")
+    play.now = 61.0
+    play.rounds.tick(play.now)
+    text = play.over()
+    assert text is not None
+    assert "1 host(s) were there (a) and at least 2 are needed" in text
+    assert "--join-timeout" in text
+
+
+def test_a_connected_host_whose_agent_still_starts_is_waited_for() -> None:
+    play = Play("a", "b", least=2)
+    play.come("a")
+    member = Member(host="b", slots=2, address="a", copies_port=1, versions=VERSIONS)
+    play.rounds.came(member)
+    play.now = 61.0
+    play.rounds.tick(play.now)
+    assert play.over() is None
+    play.now = 121.0
+    play.rounds.tick(play.now)
+    assert play.over() is not None
+
+
+def test_a_failed_worker_restarts_all_and_counts() -> None:
+    play = Play("a", "b", max_restarts=1)
+    play.come("a", "b")
+    play.rounds.take_posts()
+    play.arrive("a")  # its agent comes back by itself: a worker has failed
+    assert play.said("b", Restart)
+    play.arrive("b")
+    found = play.round()
+    assert names(found) == ["a", "b"]
+    assert found is not None
+    assert (found.number, found.num_restarts) == (2, 1)
+    play.arrive("b")
+    play.arrive("a")
+    assert play.over() == "a worker on b failed, and all 1 restarts were used up"
+
+
+def test_a_lost_host_does_not_count_though_workers_fail_of_it() -> None:
+    play = Play("a", "b", max_restarts=0)
+    play.come("a", "b")
+    play.arrive("a")  # its workers fail first, since b's do not answer
+    assert play.round() is not None  # the first one
+    assert play.over() is None
+    play.lose("b")  # seconds later
+    found = play.round()
+    assert names(found) == ["a"]
+    assert found is not None
+    assert found.num_restarts == 0
+
+
+def test_waits_until_all_workers_of_the_old_round_have_stopped() -> None:
+    play = Play("a", "b", "c")
+    play.come("a", "b", "c")
+    play.lose("c")
+    play.rounds.take_posts()
+    play.arrive("a")
+    assert play.round() is None
+    play.arrive("b")
+    assert names(play.round()) == ["a", "b"]
+
+
+def test_a_host_whose_workers_do_not_stop_is_given_up() -> None:
+    play = Play("a", "b")
+    play.come("a", "b")
+    play.arrive("a")
+    play.rounds.take_posts()
+    play.now = 36.0
+    assert play.rounds.tick(play.now) == ["b"]
+    assert names(play.round()) == ["a"]
+
+
+def test_a_host_that_comes_back_waits_for_an_announcement() -> None:
+    play = Play("a", "b")
+    play.come("a", "b")
+    play.lose("b")
+    play.arrive("a")
+    assert names(play.round()) == ["a"]
+    play.come("b")
+    posts = play.rounds.take_posts()
+    assert [type(message) for _, message in posts] == [Sentence]  # nobody is disturbed
+    play.rounds.announced(40, play.now)
+    assert play.said("a", Restart)
+    play.arrive("a")
+    assert names(play.round()) == ["a", "b"]
+
+
+def test_a_complete_copy_in_memory_is_an_announcement_and_an_old_one_is_not() -> None:
+    play = Play("a", "b")
+    play.come("a", "b")
+    old = [part(1, 10, "rank0"), part(1, 10, "manifest", "rank0", "manifest")]
+    play.lose("b")
+    play.arrive("a", *old)
+    found = play.round()
+    assert found is not None
+    assert found.restored == [1, 10, "d"]
+    play.come("b")
+    play.rounds.take_posts()
+    play.store("a", 2, 20, "rank0")
+    assert not play.said("a", Restart)
+    play.store("a", 2, 20, "manifest", "rank0", "manifest")
+    assert play.said("a", Restart)
+
+
+def test_a_copy_counts_when_all_its_files_are_held_twice() -> None:
+    play = Play("a", "b")
+    play.come("a", "b")
+    play.store("a", 1, 10, "rank0")
+    play.store("b", 1, 10, "rank0")
+    play.store("b", 1, 10, "rank1")
+    play.store("a", 1, 10, "manifest", "rank0", "rank1", "manifest")
+    play.store("b", 1, 10, "manifest", "rank0", "rank1", "manifest")
+    assert not play.said("a", Keep)  # rank1's is held once
+    play.store("a", 1, 10, "rank1")
+    assert play.said("a", Keep) == [Keep(round=1, step=10, draft="d")]
+
+
+def test_goes_on_from_the_newest_whole_copy_that_survivors_hold() -> None:
+    play = Play("a", "b")
+    play.come("a", "b")
+    needs = ("rank0", "rank1", "manifest")
+    for step in (10, 20):
+        play.store("a", 1, step, "rank0")
+        play.store("a", 1, step, "manifest", *needs)
+    play.store("a", 1, 10, "rank1")  # b's of step 20 did not come in time
+    play.lose("b")
+    held = [part(1, step, file) for step, file in ((10, "rank0"), (10, "rank1"), (20, "rank0"))]
+    play.arrive("a", *held, part(1, 10, "manifest", *needs), part(1, 20, "manifest", *needs))
+    found = play.round()
+    assert found is not None
+    assert found.restored == [1, 10, "d"]
+    assert found.holders == {"rank0": [0], "rank1": [0], "manifest": [0]}
+
+
+def test_a_waiting_host_replaces_one_that_was_lost() -> None:
+    play = Play("a", "b", "c", most=2)
+    play.come("c", "a")
+    assert names(play.round()) == ["a", "c"]
+    play.come("b")
+    play.rounds.announced(10, play.now)
+    assert play.round() is None  # there is no room
+    play.lose("a")
+    play.arrive("c")
+    assert names(play.round()) == ["b", "c"]
+
+
+def test_ends_when_all_have_finished() -> None:
+    play = Play("a", "b")
+    play.come("a", "b")
+    play.rounds.finished("a")
+    assert play.over() is None
+    play.rounds.finished("b")
+    assert play.over() == ""
+    assert play.rounds.is_over
+
+
+def test_who_has_finished_works_again_if_another_fails() -> None:
+    play = Play("a", "b")
+    play.come("a", "b")
+    play.rounds.finished("a")
+    play.arrive("b")
+    assert play.said("a", Restart)
+    play.arrive("a")
+    assert names(play.round()) == ["a", "b"]
+
+
+def test_a_host_lost_after_it_has_finished_is_not_missed() -> None:
+    play = Play("a", "b")
+    play.come("a", "b")
+    play.rounds.finished("a")
+    play.lose("a")
+    play.rounds.finished("b")
+    assert play.over() == ""
+
+
+def test_strangers_and_other_versions_are_sent_away() -> None:
+    play = Play("a", "b")
+    play.come("z")
+    assert play.said("z", Leave)
+    play.come("a")
+    play.come("b", versions={"torch": "2.12"})
+    (leave,) = play.said("b", Leave)
+    assert isinstance(leave, Leave)
+    assert "torch is 2.13 on a and 2.12 on b" in leave.text
+
+
+def test_a_signal_reaches_all_hosts() -> None:
+    play = Play("a", "b")
+    play.come("a", "b")
+    play.rounds.stop(signal.SIGINT)
+    posts = play.rounds.take_posts()
+    assert ("a", Leave(signum=signal.SIGINT, text="")) in posts
+    assert ("b", Leave(signum=signal.SIGINT, text="")) in posts
+    play.lose("a")
+    assert not play.said(LAUNCHER, HostLost)  # that is what was asked for
+
+
+@pytest.mark.parametrize(("least", "most"), [(0, 1), (3, 2)])
+def test_limits_are_checked(least: int, most: int) -> None:
+    with pytest.raises(UsageError, match="MIN:MAX"):
+        Limits(least=least, most=most)
+
+
+def test_other_limits_are_checked() -> None:
+    with pytest.raises(UsageError, match="--max-restarts"):
+        Limits(least=1, most=1, max_restarts=-1)
+    with pytest.raises(UsageError, match="--join-timeout"):
+        Limits(least=1, most=1, join_timeout_s=0)

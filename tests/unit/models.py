@@ -1,0 +1,65 @@
+"""Small models that every rank builds alike: ranks are threads that share one generator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tests.contracts.suites.communicator_contracts import seeded
+
+
+def fill(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Values that depend on the seed only."""
+    with torch.no_grad():
+        for i, parameter in enumerate(model.parameters()):
+            parameter.copy_(seeded(seed, *parameter.shape, salt=i) / 20)
+    return model
+
+
+def mlp(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
+    return fill(model, seed)  # type: ignore[return-value]
+
+
+class OfList(nn.Module):
+    """Takes a list, whose number of samples cannot be seen from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = mlp()
+
+    def forward(self, xs: list[Tensor]) -> Tensor:
+        return self.layer(xs[0])
+
+
+def batch(rank: int, step: int, size: int = 4, dtype: torch.dtype = torch.float64) -> Tensor:
+    return (seeded(rank, size, 5, salt=100 + step) / 10).to(dtype)
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    """The mean over samples, not linear in the parameters."""
+    return model(x).pow(2).mean()
+
+
+def grads(model: nn.Module) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.detach().clone() for p in model.parameters()]
+
+
+def local_grads(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """What one process alone would get, without touching ``p.grad``."""
+    return list(torch.autograd.grad(loss_of(model, x), list(model.parameters())))
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    """Bit by bit."""
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def near(a: list[Tensor], b: list[Tensor], tolerance: float = 1e-12) -> bool:
+    return len(a) == len(b) and all(
+        torch.allclose(x, y, rtol=tolerance, atol=tolerance) for x, y in zip(a, b, strict=True)
+    )

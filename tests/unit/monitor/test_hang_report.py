@@ -1,0 +1,142 @@
+"""Who is named when a collective hangs."""
+
+from __future__ import annotations
+
+from torchmn.control.messages import Overdue, Told
+from torchmn.monitor.hang_report import report
+
+HOSTS = {0: "node0", 1: "node0", 2: "node1"}
+OVERDUE = Overdue(group="world", number=5, limit_s=60.0)
+STACKS = """MainThread:
+  File "/home/me/train.py", line 90, in <module>
+    main()
+  File "/home/me/train.py", line 17, in main
+    time.sleep(100)
+worker:
+  File "/usr/lib/other.py", line 3, in run
+    wait()"""
+
+
+def told(
+    state: str,
+    what: str = "all_reduce of float32[10]",
+    *,
+    number: int = 5,
+    group: str = "world",
+    ranks: tuple[int, ...] = (0, 1, 2),
+    where: str = "bucket 1, step 7",
+) -> Told:
+    collective = {
+        "group": group,
+        "ranks": list(ranks),
+        "number": number,
+        "what": what,
+        "where": where,
+        "state": state,
+        "age_s": 60.1,
+    }
+    return Told(collectives=[collective], stacks=STACKS)
+
+
+def test_a_rank_that_computes_is_named_with_its_line() -> None:
+    found = report(
+        OVERDUE, 0, {0: told("running"), 1: told("done", number=4), 2: told("running")}, HOSTS
+    )
+    assert found.missing == (1,)
+    assert found.sentence.startswith(
+        "all_reduce of float32[10] (bucket 1, step 7) of group 'world' has not completed within "
+        "60 s; rank 1 did not come to it: rank 1 on node0 runs at /home/me/train.py:17 in main"
+    )
+    assert "number 4" in found.text
+    assert "rank 2 on node1:" in found.text
+
+
+def test_a_process_that_does_not_answer_is_described_from_outside() -> None:
+    stopped = Told(state="does not answer: its process is stopped by a signal")
+    found = report(OVERDUE, 0, {0: told("failed"), 1: told("running"), 2: stopped}, HOSTS)
+    assert found.missing == (2,)
+    assert "rank 2 on node1 does not answer: its process is stopped" in found.sentence
+
+
+def test_a_rank_of_which_nothing_is_heard() -> None:
+    found = report(OVERDUE, 0, {0: told("running"), 2: told("running")}, HOSTS)
+    assert found.missing == (1,)
+    assert "rank 1 on node0 has not answered" in found.sentence
+    assert "neither from it nor from its agent" in found.text
+
+
+def test_different_collectives_are_told_apart() -> None:
+    found = report(
+        OVERDUE,
+        0,
+        {
+            0: told("running"),
+            1: told("running", "broadcast of int64[1]", where=""),
+            2: told("failed"),
+        },
+        HOSTS,
+    )
+    assert found.missing == ()
+    assert "ranks 0, 2 in all_reduce of float32[10] (bucket 1, step 7)" in found.sentence
+    assert "rank 1 in broadcast of int64[1]" in found.sentence
+    assert "in the same order and with the same shapes" in found.sentence
+
+
+def test_the_same_collective_of_other_steps_is_a_difference() -> None:
+    late = told("running", where="bucket 1, step 6")
+    found = report(OVERDUE, 0, {0: told("running"), 1: late, 2: told("running")}, HOSTS)
+    assert "rank 1 in all_reduce of float32[10] (bucket 1, step 6)" in found.sentence
+
+
+def test_when_all_have_come_the_network_is_named() -> None:
+    found = report(OVERDUE, 1, {rank: told("running") for rank in HOSTS}, HOSTS)
+    assert found.missing == ()
+    assert "ranks 0, 1, 2 have come to it" in found.sentence
+    assert "Look at the network" in found.sentence
+
+
+def test_only_members_of_the_group_are_waited_for() -> None:
+    node = told("running", group="node", ranks=(0, 1))
+    other_node = told("running", group="node", ranks=(2,))
+    overdue = Overdue(group="node", number=3, limit_s=10)
+    found = report(overdue, 0, {0: node, 1: told("done"), 2: other_node}, HOSTS)
+    assert found.missing == (1,)
+
+
+def of_groups(*collectives: Told) -> Told:
+    return Told(collectives=[c for one in collectives for c in one.collectives], stacks=STACKS)
+
+
+def test_who_waits_himself_in_another_group_is_not_to_blame() -> None:
+    """Ranks 0 and 1 share a node, 0 and 2 lead nodes: rank 1 waits for 0, who waits for 2."""
+    leaders = {"group": "leaders", "ranks": (0, 2), "what": "all_reduce of float32[9]"}
+    node = {"group": "node", "ranks": (0, 1), "what": "broadcast of float32[9]"}
+    answers = {
+        0: of_groups(told("done", **node), told("running", **leaders)),
+        1: told("running", **node),
+        2: of_groups(told("done", group="node", ranks=(2,)), told("done", **leaders)),
+    }
+    found = report(Overdue(group="node", number=5, limit_s=10), 1, answers, HOSTS)
+    assert found.missing == (2,)
+    assert found.sentence.startswith(
+        "all_reduce of float32[9] (bucket 1, step 7) of group 'leaders'"
+    )
+    assert "rank 2 on node1 runs at" in found.sentence
+    answers[2] = Told(state="does not answer: its process is stopped by a signal")
+    found = report(Overdue(group="node", number=5, limit_s=10), 1, answers, HOSTS)
+    assert found.missing == (2,)
+    assert "rank 2 on node1 does not answer" in found.sentence
+
+
+def test_ranks_that_wait_for_each_other_in_two_groups() -> None:
+    node = {"group": "node", "ranks": (0, 1), "what": "reduce of float32[9]"}
+    answers = {
+        0: told("running", **node),
+        1: told("running", "barrier"),
+        2: told("running", "barrier"),
+    }
+    found = report(OVERDUE, 2, answers, HOSTS)
+    assert found.missing == ()
+    assert "the ranks are in different collectives" in found.sentence
+    assert "ranks 1, 2 in barrier (bucket 1, step 7) of group 'world'" in found.sentence
+    assert "rank 0 in reduce of float32[9] (bucket 1, step 7) of group 'node'" in found.sentence

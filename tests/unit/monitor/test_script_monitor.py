@@ -1,0 +1,107 @@
+"""What the script's side tells its agent. The process itself is the matter of test_crash.py."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+import pytest
+
+from torchmn.control.connection import Channel
+from torchmn.control.messages import Leaving, Tell, Told
+from torchmn.errors import (
+    CommunicationError,
+    DisagreementError,
+    PeerLostError,
+    TimeLimitError,
+    UsageError,
+)
+from torchmn.monitor import script_monitor
+from torchmn.monitor.script_link import ScriptLink
+
+
+def chained(error: Exception, cause: Exception) -> Exception:
+    try:
+        raise error from cause
+    except Exception as raised:
+        return raised
+
+
+@pytest.mark.parametrize(
+    ("error", "follows"),
+    [
+        (PeerLostError("gone"), True),
+        (TimeLimitError("late"), True),
+        (CommunicationError("unusable since ..."), True),
+        (chained(RuntimeError("training failed"), PeerLostError("gone")), True),
+        (RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1"), True),
+        (DisagreementError("ranks differ"), False),
+        (chained(DisagreementError("ranks differ"), PeerLostError("x")), False),
+        (UsageError("wrong"), False),
+        (ValueError("connection closed"), False),
+        (MemoryError(), False),
+    ],
+)
+def test_what_only_follows_from_the_end_of_others(error: Exception, follows: bool) -> None:
+    assert script_monitor.is_consequence(error) is follows
+
+
+def test_a_ring_of_causes_ends() -> None:
+    first, second = ValueError("a"), ValueError("b")
+    first.__context__, second.__context__ = second, first
+    assert not script_monitor.is_consequence(first)
+
+
+def test_no_invitation_and_a_false_one_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert script_monitor.of_this_process() is None
+    reading, writing = os.pipe()
+    monkeypatch.setenv(script_monitor.WATCH_VARIABLE, f"{reading}:{os.getpid()}")
+    assert script_monitor.of_this_process() is None  # no socket
+    os.close(reading)
+    os.close(writing)
+    monkeypatch.setenv(script_monitor.WATCH_VARIABLE, f"{reading}:{os.getpid()}")
+    assert script_monitor.of_this_process() is None  # closed
+    own, other = socket.socketpair()
+    monkeypatch.setenv(script_monitor.WATCH_VARIABLE, f"{own.fileno()}:{os.getpid() + 1}")
+    assert script_monitor.of_this_process() is None  # made by another process
+    own.getpeername()  # and it was left as it is
+    own.close()
+    other.close()
+
+
+def test_the_agent_answers_for_a_script_that_is_silent() -> None:
+    said: list[object] = []
+    own, other = socket.socketpair()
+    link = ScriptLink(said.append, own)
+    link.begin(os.getpid())
+    link.ask()
+    assert link.answer_by is not None
+    link.answer_if_silent()
+    assert said == []
+    link.answer_by -= 10
+    link.answer_if_silent()
+    assert len(said) == 1
+    assert isinstance(said[0], Told)
+    assert said[0].state.startswith("does not answer: its process")
+    other.close()
+    own.close()
+
+
+def test_words_of_the_script_are_passed_on_and_others_are_not() -> None:
+    said: list[object] = []
+    own, other = socket.socketpair()
+    link = ScriptLink(said.append, own)
+    script = Channel(other)
+    script.post(Leaving(status=3))
+    script.post(Tell())  # not for a script to say
+    link.pass_on()
+    assert said == [Leaving(status=3)]
+    script.close()
+    link.pass_on()
+    assert not link.is_open
+    own.close()
+
+
+def test_nothing_of_this_process_was_changed() -> None:
+    assert sys.exit.__module__ == "sys"

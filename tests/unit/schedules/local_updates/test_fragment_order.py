@@ -1,0 +1,55 @@
+"""Which fragment is due when."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchmn.schedules.local_updates.fragment_order import Cadence
+
+
+def due(cadence: Cadence) -> list[int]:
+    found = []
+    while cadence.take_due():
+        found.append(cadence.advance())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("num_fragments", "expected"),
+    [
+        (1, [[], [], [], [0], [], [], [], [0]]),
+        (2, [[], [0], [], [1], [], [0], [], [1]]),
+        (4, [[0], [1], [2], [3], [0], [1], [2], [3]]),
+        (8, [[0, 1], [2, 3], [4, 5], [6, 7], [0, 1], [2, 3], [4, 5], [6, 7]]),
+    ],
+)
+def test_fragments_are_due_evenly_over_a_block(num_fragments, expected) -> None:
+    cadence = Cadence(num_fragments, 16.0)
+    found = []
+    for _ in expected:
+        cadence.count(4)
+        found.append(due(cadence))
+    assert found == expected
+
+
+def test_what_a_step_sees_beyond_a_block_is_of_no_block() -> None:
+    cadence = Cadence(1, 10.0)
+    found = []
+    for _ in range(6):
+        cadence.count(7)
+        found.append(due(cadence))
+    assert found == [[], [0], [], [0], [], [0]]
+
+
+def test_it_goes_on_from_its_state_and_begins_anew() -> None:
+    cadence, other = Cadence(2, 16.0), Cadence(2, 16.0)
+    cadence.count(12)
+    assert due(cadence) == [0]
+    other.load_state_dict(cadence.state_dict())
+    for each in (cadence, other):
+        each.count(4)
+        assert due(each) == [1]
+    other.count(8)
+    other.restart()
+    other.count(7)
+    assert due(other) == []

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from torchmn.schedules.parameter_server.shards import (
+    StripeMemory,
+    assign,
+    hyper_parameters,
+    optimizer_like,
+    set_hyper_parameters,
+)
+
+
+def parameters(sizes: list[int]) -> list[tuple[str, nn.Parameter]]:
+    return [(f"p{i}", nn.Parameter(torch.zeros(size))) for i, size in enumerate(sizes)]
+
+
+class TestAssign:
+    @settings(deadline=None)
+    @given(st.lists(st.integers(0, 1000), max_size=20), st.integers(1, 6))
+    def test_each_parameter_has_one_owner_and_order_is_kept(
+        self, sizes: list[int], num_servers: int
+    ) -> None:
+        given_ones = parameters(sizes)
+        stripes = assign(given_ones, num_servers)
+        assert len(stripes) == num_servers
+        names = [name for name, _ in given_ones]
+        assert sorted(n for s in stripes for n, _ in s) == sorted(names)
+        for stripe in stripes:
+            positions = [names.index(name) for name, _ in stripe]
+            assert positions == sorted(positions)
+
+    @settings(deadline=None)
+    @given(st.lists(st.integers(1, 1000), min_size=1, max_size=20), st.integers(1, 6))
+    def test_servers_differ_by_one_parameter_at_most(
+        self, sizes: list[int], num_servers: int
+    ) -> None:
+        loads = [sum(p.numel() for _, p in s) for s in assign(parameters(sizes), num_servers)]
+        assert max(loads) - min(loads) <= max(sizes)
+
+
+class TestStripeMemory:
+    def test_slots_have_shapes_and_share_the_buffers(self) -> None:
+        items = [
+            ("a", nn.Parameter(torch.zeros(3, 5))),
+            ("b", nn.Parameter(torch.zeros(7, dtype=torch.float16))),
+            ("c", nn.Parameter(torch.zeros(2, dtype=torch.complex64))),
+            ("d", nn.Parameter(torch.zeros(0))),
+        ]
+        memory, other = StripeMemory(items), StripeMemory(items)
+        assert {n: s.shape for n, s in memory.slots.items()} == {n: p.shape for n, p in items}
+        for slot in memory.slots.values():
+            slot.fill_(2)
+        assert sum(float(b.float().sum()) for b in memory.buffers) == 2 * (15 + 7 + 2)
+        other.copy_(memory)
+        assert all(torch.equal(other.slots[n], memory.slots[n]) for n in memory.slots)
+
+    def test_of_nothing(self) -> None:
+        assert StripeMemory([]).buffers == []
+
+
+class TestHyperParameters:
+    def test_travel_as_json_and_keep_every_bit(self) -> None:
+        model = nn.Linear(3, 2)
+        inner = torch.optim.AdamW(
+            [{"params": [model.weight], "lr": 0.1 / 3}, {"params": [model.bias], "amsgrad": True}]
+        )
+        stand_in = nn.Parameter(torch.zeros(2, 3))
+        clone = optimizer_like(inner, {model.weight: stand_in})
+        inner.param_groups[0]["lr"] = torch.tensor(0.25)
+        inner.param_groups[1]["betas"] = (0.5, 1 / 3)
+        set_hyper_parameters(clone, json.loads(json.dumps(hyper_parameters(inner))))
+        assert clone.param_groups[0]["lr"] == 0.25
+        assert clone.param_groups[1]["betas"] == (0.5, 1 / 3)
+        assert clone.param_groups[1]["amsgrad"] is True
+        assert clone.param_groups[0]["params"] == [stand_in]
+        assert clone.param_groups[1]["params"] == []
+
+    def test_a_clone_shares_neither_hooks_nor_schedulers(self) -> None:
+        model = nn.Linear(3, 2)
+        inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        torch.optim.lr_scheduler.ExponentialLR(inner, 0.5)
+        inner.register_step_pre_hook(lambda *_: pytest.fail("the worker's hook"))
+        stand_ins = {p: nn.Parameter(p.detach().clone()) for p in model.parameters()}
+        clone = optimizer_like(inner, stand_ins)
+        for stand_in in stand_ins.values():
+            stand_in.grad = torch.ones_like(stand_in)
+        clone.step()
+        for parameter, stand_in in stand_ins.items():
+            assert torch.allclose(stand_in, parameter - 0.1)
+        assert not inner.state

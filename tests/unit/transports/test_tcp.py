@@ -1,0 +1,328 @@
+"""Large messages over sockets of our own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import warnings
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from tests.contracts.suites.communicator_contracts import seeded
+from torchmn.communicators import create_communicator
+from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError
+from torchmn.testing.ranks import run_threads
+from torchmn.topology import Topology
+from torchmn.transports import tcp
+from torchmn.transports.base import TimeLimit
+from torchmn.transports.gloo_nccl import TorchDistributedTransport
+from torchmn.transports.tcp import StreamTransport
+
+LARGE = 70_001  # elements
+
+
+def run(function, size, timeout_s=20.0):
+    """Call ``function(transport)`` on every rank, threads; results in rank order."""
+    store = HashStore()
+
+    def rank_main(rank):
+        inner = TorchDistributedTransport(store, rank, size, timeout_s=timeout_s)
+        with contextlib.closing(StreamTransport.over(inner, TimeLimit(timeout_s))) as transport:
+            return function(transport)
+
+    return run_threads(rank_main, size)
+
+
+def part(rank, dtype=torch.float64, numel=LARGE):
+    return seeded(rank, numel).to(dtype)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
+def test_sums_are_right_and_the_same_bits_everywhere(size, dtype) -> None:
+    def rank_main(transport):
+        assert transport.name == "streams"
+        buffer = part(transport.rank, dtype, size * LARGE)
+        transport.all_reduce_(buffer, "sum", TimeLimit(20))
+        return buffer
+
+    results = run(rank_main, size)
+    total = sum(part(rank, dtype, size * LARGE).double() for rank in range(size))
+    for result in results:
+        assert torch.equal(result, results[0])
+        torch.testing.assert_close(result.double(), total, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_other_reductions(op) -> None:
+    def rank_main(transport):
+        buffer = part(transport.rank, numel=2 * LARGE)
+        transport.all_reduce_(buffer, op, TimeLimit(20))
+        return buffer
+
+    expected = getattr(torch, f"{op}imum")(*(part(r, numel=2 * LARGE) for r in range(2)))
+    for result in run(rank_main, 2):
+        assert torch.equal(result, expected)
+
+
+def test_small_and_large_messages_to_all_in_one_exchange() -> None:
+    def rank_main(transport):
+        me, others = transport.rank, [r for r in range(3) if r != transport.rank]
+        sizes = (LARGE, 5, 0, 2 * LARGE)
+        got = {(r, n): torch.zeros(n, dtype=torch.float64) for r in others for n in sizes}
+        transport.exchange(
+            [(r, part(10 * me + r, numel=n)) for r in others for n in sizes],
+            [(r, got[r, n]) for r in others for n in sizes],
+            TimeLimit(20),
+        )
+        for (r, n), tensor in got.items():
+            assert torch.equal(tensor, part(10 * r + me, numel=n))
+
+    run(rank_main, 3)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_announced_sums_are_those_that_are_not(size, dtype) -> None:
+    numels = [size * LARGE, size * LARGE + 1, 5, 2 * size * LARGE]
+
+    def rank_main(transport):
+        limit = TimeLimit(20)
+        plain = [part(transport.rank + i, dtype, n) for i, n in enumerate(numels)]
+        ahead = [buffer.clone() for buffer in plain]
+        for buffer in plain:
+            transport.all_reduce_(buffer, "sum", limit)
+        for buffer in ahead:
+            transport.send_ahead(buffer)
+        other = torch.ones(size * LARGE)
+        transport.all_reduce_(other, "max", limit)  # may come between them
+        for buffer in ahead:
+            transport.all_reduce_(buffer, "sum", limit)
+        return plain, ahead
+
+    for plain, ahead in run(rank_main, size):
+        assert all(map(torch.equal, plain, ahead))
+
+
+def test_announced_sums_are_made_in_their_order() -> None:
+    def rank_main(transport):
+        first, second = torch.ones(2 * LARGE), torch.ones(2 * LARGE)
+        transport.send_ahead(first)
+        transport.send_ahead(second)
+        with pytest.raises(CommunicationError, match="sum 2 is made before sum 1"):
+            transport.all_reduce_(second, "sum", TimeLimit(20))
+
+    run(rank_main, 2)
+
+
+def test_ranks_that_announce_something_else_are_told() -> None:
+    def rank_main(transport):
+        buffer = torch.ones(2 * LARGE)
+        if transport.rank == 1:
+            transport.send_ahead(torch.zeros(2 * LARGE))
+            transport._announced.popleft()
+        transport.send_ahead(buffer)
+        if transport.rank == 0:
+            with contextlib.suppress(PeerLostError):
+                transport.all_reduce_(buffer, "sum", TimeLimit(20))
+        else:
+            with pytest.raises(PeerLostError, match="with tag 1 where .* different collective"):
+                transport.all_reduce_(buffer, "sum", TimeLimit(20))
+
+    run(rank_main, 2)
+
+
+def test_a_part_has_connections_of_its_own() -> None:
+    def rank_main(transport):
+        if transport.rank == 1:
+            return
+        group = transport.split([0, 2], "part", TimeLimit(20))
+        buffer = torch.ones(2 * LARGE)
+        group.all_reduce_(buffer, "sum", TimeLimit(20))
+        assert (buffer == 2).all()
+        group.close()
+
+    run(rank_main, 3)
+
+
+def test_who_does_not_come_is_named_when_the_time_is_over() -> None:
+    is_over = threading.Event()
+
+    def rank_main(transport):
+        if transport.rank == 1:
+            assert is_over.wait(timeout=20)
+            return
+        try:
+            with pytest.raises(TimeLimitError, match=r"ranks \[1\].*within 0\.3 s"):
+                transport.exchange([], [(1, torch.zeros(LARGE))], TimeLimit(0.3))
+        finally:
+            is_over.set()
+
+    run(rank_main, 2)
+
+
+def test_a_closed_connection_is_noticed_at_once() -> None:
+    def rank_main(transport):
+        if transport.rank == 0:
+            with pytest.raises(PeerLostError, match="rank 1 of the group closed"):
+                transport.exchange([], [(1, torch.zeros(LARGE))], TimeLimit(20))
+
+    run(rank_main, 2)
+
+
+def test_a_message_of_another_collective_is_not_taken() -> None:
+    def rank_main(transport):
+        if transport.rank == 1:
+            # The other rank gives up, and closes, perhaps before all was sent.
+            with contextlib.suppress(PeerLostError):
+                transport.exchange([(0, torch.zeros(2 * LARGE))], [], TimeLimit(20), tag=7)
+        else:
+            with pytest.raises(PeerLostError, match="tag 7 .* different collective"):
+                transport.exchange([], [(1, torch.zeros(2 * LARGE))], TimeLimit(20), tag=8)
+
+    run(rank_main, 2)
+
+
+def test_where_ranks_cannot_reach_each_other_all_go_on_without(monkeypatch) -> None:
+    monkeypatch.setattr(tcp, "_CONNECT_S", 0.3)
+    monkeypatch.setattr(tcp, "_own_addresses", lambda inner: [])
+
+    def rank_main(transport):
+        assert transport.name == "torch.distributed"
+        assert transport.missing == "ranks 0, 1, 2 could not be connected in 0.3 s"
+        buffer = torch.ones(LARGE)
+        transport.all_reduce_(buffer, "sum", TimeLimit(20))
+        assert (buffer == 3).all()
+
+    run(rank_main, 3)
+
+
+class Meddler(TorchDistributedTransport):
+    """A transport beside which a stranger is busy at the listener of rank 0 from the beginning."""
+
+    def all_gather_stripes_(self, buffer, limit) -> None:
+        super().all_gather_stripes_(buffer, limit)
+        if buffer.numel() != self.size * tcp._ROW_BYTES or self.rank == 0:
+            return
+        row = buffer[: tcp._ROW_BYTES].numpy().tobytes()
+        token, rest = row[: tcp._TOKEN_BYTES], row[tcp._TOKEN_BYTES :]
+        port, _ = struct.unpack_from("<HB", rest)
+        for number in range(100):
+            stranger = socket.create_connection((socket.inet_ntoa(rest[3:7]), port), timeout=10)
+            self.strangers.append(stranger)
+            if number % 3 == 1:
+                stranger.sendall(os.urandom(100))
+            elif number % 3 == 2:  # the token was told over an open network, and not the secret
+                stranger.sendall(token + struct.pack("<I", 1))
+
+
+def test_strangers_neither_get_in_nor_keep_ranks_out(monkeypatch) -> None:
+    monkeypatch.setenv("TORCHMN_SECRET", "of this job")
+    store, strangers = HashStore(), []
+
+    def rank_main(rank):
+        inner = Meddler(store, rank, 2, timeout_s=20, own_address="127.0.0.1")
+        inner.strangers = strangers
+        with contextlib.closing(StreamTransport.over(inner, TimeLimit(20))) as transport:
+            assert transport.name == "streams"
+            buffer = part(rank, numel=2 * LARGE)
+            transport.all_reduce_(buffer, "sum", TimeLimit(20))
+            return buffer
+
+    results = run_threads(rank_main, 2)
+    assert torch.equal(results[0], part(0, numel=2 * LARGE) + part(1, numel=2 * LARGE))
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_ranks_without_the_secret_do_not_connect(monkeypatch) -> None:
+    """They know the token, which travels by the inner transport, and not the secret of the job."""
+    monkeypatch.setattr(tcp, "_CONNECT_S", 0.3)
+    known = threading.local()
+    monkeypatch.setattr(tcp, "_secret", lambda token: f"{known.secret} {token.hex()}")
+    store = HashStore()
+
+    def rank_main(rank):
+        known.secret = f"of job {rank}"
+        inner = TorchDistributedTransport(store, rank, 2, timeout_s=20)
+        with contextlib.closing(StreamTransport.over(inner, TimeLimit(20))) as transport:
+            return transport.name, transport.missing
+
+    for name, missing in run_threads(rank_main, 2):
+        assert name == "torch.distributed"
+        assert missing == "ranks 0, 1 could not be connected in 0.3 s"
+
+
+def test_more_ranks_than_are_connected_may_have_parts_that_are(monkeypatch) -> None:
+    monkeypatch.setattr(tcp, "MOST_PEERS", 1)
+
+    def rank_main(transport):
+        assert (transport.name, transport.missing) == (
+            "torch.distributed",
+            "3 ranks are more than 2",
+        )
+        transport.send_ahead(torch.ones(3 * LARGE))
+        whole = torch.ones(3 * LARGE)
+        transport.all_reduce_(whole, "sum", TimeLimit(20))
+        assert (whole == 3).all()
+        if transport.rank == 2:
+            return
+        leaders = transport.split([0, 1], "leaders", TimeLimit(20))
+        assert (leaders.name, leaders.missing) == ("streams", "")
+        buffer = torch.ones(2 * LARGE)
+        leaders.all_reduce_(buffer, "sum", TimeLimit(20))
+        assert (buffer == 2).all()
+        leaders.close()
+
+    run(rank_main, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks_per_node", "is_said"), [("flat", [2, 1], True), ("hierarchical", [2, 1], False)]
+)
+def test_what_goes_by_gloo_is_said_on_all_ranks(monkeypatch, name, ranks_per_node, is_said) -> None:
+    monkeypatch.setattr(tcp, "MOST_PEERS", 1)
+
+    def rank_main(transport):
+        topology = Topology.blocks(ranks_per_node)
+        comm = create_communicator(name, transport=transport, topology=topology, timeout_s=20)
+        reason = comm.reason
+        comm.finalize()
+        return reason
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        reasons = run(rank_main, 3)
+    said = [str(w.message) for w in caught if "TCP streams" in str(w.message)]
+    assert len(said) == is_said  # of rank 0 alone
+    for reason in reasons:
+        assert ("no TCP streams between hosts: 3 ranks are more than 2" in reason) is is_said
+    for text in said:
+        assert text.startswith("rank 0 of 3")
+        assert "large messages go by gloo, slower" in text
+
+
+def test_listens_at_the_address_that_gloo_was_given(monkeypatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    hosts = []
+
+    def listen(address, **options):
+        hosts.append(address[0])
+        return create_server(address, **options)
+
+    create_server = socket.create_server
+    monkeypatch.setattr(tcp.socket, "create_server", listen)
+    store = HashStore()
+
+    def rank_main(rank):
+        inner = TorchDistributedTransport(store, rank, 2, timeout_s=20, own_address="127.0.0.1")
+        with contextlib.closing(StreamTransport.over(inner, TimeLimit(20))) as transport:
+            return transport.name
+
+    assert run_threads(rank_main, 2) == ["streams"] * 2
+    assert set(hosts) == {"127.0.0.1"}
