@@ -58,9 +58,9 @@ with open(f"steps-{{number}}-{{comm.rank}}", "a", buffering=1) as log:
 """
 COPYING = f"""
 import json, os, time, torchmn
-from torchmn.control.checkpoint_replicas.client import NodeCopies
+from torchmn.control.checkpoint_replicas.client import ReplicaClient
 comm = torchmn.create_communicator("naive")
-copies = NodeCopies.of(os.environ)
+copies = ReplicaClient.of(os.environ)
 seconds = {{}}
 for size_mb in {SIZES_MB}:
     part = bytearray(size_mb << 20)

@@ -35,9 +35,9 @@ def main() -> int:
     if not lines:
         print(f"There is no line {arguments.lines}; see --list.", file=sys.stderr)
         return 2
-    from torchmn.testing.netlab import why_not
+    from torchmn.testing.netlab import missing_requirement
 
-    if reason := why_not():
+    if reason := missing_requirement():
         print(f"Test hosts cannot be made here: {reason}.", file=sys.stderr)
         return 2
     from exchange.conductor import measure

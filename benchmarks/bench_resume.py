@@ -26,11 +26,11 @@ from torch import nn
 from torchmn import GlobalSampler, create_multi_node_optimizer
 from torchmn.communicators import Communicator
 from torchmn.data import load_images
-from torchmn.schedules import BlockMomentum, DiLoCo, FullPrecisionFirst, PeriodicAverage
+from torchmn.schedules import BlockMomentum, CompressionWarmup, DiLoCo, PeriodicAverage
 from torchmn.testing import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.contracts.suites.resume_contracts import described  # noqa: E402
+from tests.contracts.suites.resume_contracts import described
 
 GLOBAL_BATCH = 48
 NUM_IMAGES = 1392  # 29 global batches
@@ -53,7 +53,7 @@ WAYS = {
     "every step, int8": Way(lambda: "every_step", "int8"),
     "every step, 1bit": Way(lambda: "every_step", "1bit"),
     "every step, power_sgd": Way(lambda: "every_step", "power_sgd"),
-    "float32, then 1bit": Way(lambda: FullPrecisionFirst(20 * GLOBAL_BATCH), "1bit"),
+    "float32, then 1bit": Way(lambda: CompressionWarmup(20 * GLOBAL_BATCH), "1bit"),
     "double buffering, int8": Way(lambda: "double_buffering", "int8"),
     "periodic average": Way(lambda: PeriodicAverage(6 * GLOBAL_BATCH)),
     "block momentum, 1bit": Way(lambda: BlockMomentum(6 * GLOBAL_BATCH), "1bit"),

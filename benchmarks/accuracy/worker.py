@@ -57,7 +57,7 @@ def _outcome(task: Task, side: Side, seed: int, images: Images) -> dict[str, Any
 def train(task: Task, side: Side, seed: int, images: Images) -> dict[str, Any]:
     """One run. *Collective.* Two hosts of one worker each: what leaves a worker is encoded."""
     import torchmn
-    from torchmn.evaluation import unify_buffers_
+    from torchmn.evaluation import sync_buffers_
     from torchmn.topology import Topology
 
     options = dict(side.options)
@@ -101,7 +101,7 @@ def train(task: Task, side: Side, seed: int, images: Images) -> dict[str, Any]:
         optimizer.flush()
         staleness = _staleness(schedule)
         optimizer.close()
-        unify_buffers_([model], comm, "average")
+        sync_buffers_([model], comm, "average")
         comm.bcast_data(model)  # asynchronous replicas differ: take what rank 0 would save
         accuracy, _ = evaluate(model, images.test, comm)
         few = task.num_loss_images

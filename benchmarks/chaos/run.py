@@ -177,7 +177,7 @@ class _Run:
             self._problems.append(f"status {status}")
         seen["named"] = verdicts.is_named(job.lines, fault, setting)
         if seen["named"] is False:
-            self._problems.append("culprit not named")
+            self._problems.append("first_failure not named")
         limit_s = verdicts.hang_limit_s(fault, setting)
         if fault.kind == "SIGSTOP" and (seen["detection_s"] or 0) > limit_s:
             self._problems.append(f"hang named after {seen['detection_s']} s")

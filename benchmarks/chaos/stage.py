@@ -19,7 +19,7 @@ from chaos.job import MARK, SCRIPT, Job
 from chaos.settings import Setting
 from torchmn.data import load_images
 from torchmn.launch.backend import find_mpirun
-from torchmn.testing.netlab import Lab, netlab, why_not
+from torchmn.testing.netlab import Lab, missing_requirement, netlab
 
 TRAINING = Path(__file__).parents[1] / SCRIPT
 NUM_HOSTS = 2
@@ -86,7 +86,7 @@ def open_stage() -> Iterator[Stage]:
 
 def has_hosts() -> bool:
     """Whether test hosts can be made here."""
-    return why_not() is None
+    return missing_requirement() is None
 
 
 def has_disks() -> bool:

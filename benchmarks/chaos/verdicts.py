@@ -15,7 +15,7 @@ HANG_MARGIN_S = 5.0
 
 
 def names_culprit(text: str, fault: Fault, setting: Setting) -> bool:
-    """Whether a line of the output names the culprit of the fault."""
+    """Whether a line of the output names the first_failure of the fault."""
     rank = fault.rank
     if fault.kind.startswith("network"):
         return re.search(r"\bn1\b|network", text) is not None and "hosts n" not in text
@@ -33,7 +33,7 @@ def last_sentence(lines: Sequence[Line]) -> str:
 
 
 def is_named(lines: Sequence[Line], fault: Fault, setting: Setting) -> bool | None:
-    """Whether the last word names the culprit; None where that is not promised.
+    """Whether the last word names the first_failure; None where that is not promised.
 
     A foreign launcher's job is watched from `install_crash_handler` on, and who was killed himself
     says nothing.

@@ -66,7 +66,15 @@ def _limit_bars(line: Line, limit: Limit, runs: Sequence[Run], why_not: WhyNot) 
     own = judged(runs, lambda run: None not in sides_of(run))
     if not own:
         name = f"{line.name}: {' | '.join(limit.ours)} / {' | '.join(limit.theirs)}"
-        return [Bar(f"{name}: {_why_missing(limit, runs, why_not)}", math.nan, "", text, None)]
+        return [
+            Bar(
+                f"{name}: {_why_missing(limit, runs, why_not)}",
+                math.nan,
+                "",
+                text,
+                None,
+            )
+        ]
     best = [sides_of(run) for run in own]
     ours, theirs = (" | ".join(dict.fromkeys(map(str, names))) for names in zip(*best, strict=True))
     ratios = [

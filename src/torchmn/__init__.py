@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torchmn.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
     from torchmn.resilience import Preemption, ReplicaCheck
     from torchmn.script import run_main
-    from torchmn.topology import Place, Topology
+    from torchmn.topology import RankPlacement, Topology
     from torchmn.training import (
         AllreducePersistent,
         MultiNodeEarlyStoppingTrigger,
@@ -61,7 +61,7 @@ _HOME = {
     "MultiNodeOptimizer": "torchmn.optimizer",
     "MultiprocessParallelUpdater": "torchmn.training",
     "ObservationAggregator": "torchmn.training",
-    "Place": "torchmn.topology",
+    "RankPlacement": "torchmn.topology",
     "Preemption": "torchmn.resilience",
     "Ratio": "torchmn.evaluation",
     "ReplicaCheck": "torchmn.resilience",
@@ -91,7 +91,7 @@ __all__ = [
     "MultiNodeOptimizer",
     "MultiprocessParallelUpdater",
     "ObservationAggregator",
-    "Place",
+    "RankPlacement",
     "Preemption",
     "Ratio",
     "ReplicaCheck",

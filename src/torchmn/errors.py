@@ -6,13 +6,13 @@ TorchmnError
 ├── UnsupportedError                   each part is fine, the combination is refused
 ├── TopologyError                      two sources of facts about the world contradict each other
 ├── LaunchError                        a job could not be started or did not start as asked
-├── NodeMemoryError                    the ranks of a node cannot share memory
+├── SharedMemoryError                    the ranks of a node cannot share memory
 ├── NonFiniteGradientError             a gradient holds NaN or infinity
 ├── DataError                          a data file is missing, damaged or of another format
 └── CommunicationError                 a collective did not complete
     ├── TimeLimitError                 it did not complete within its time limit
     ├── PeerLostError                  a peer closed its connection or died
-    └── DisagreementError              ranks came to the same collective with different intentions
+    └── RankMismatchError              ranks came to the same collective with different intentions
 
 A message holds what was seen, what the rule is and what to do. On a communicator it also says
 which rank on which host speaks.
@@ -25,9 +25,9 @@ from collections.abc import Iterable
 __all__ = [
     "CommunicationError",
     "DataError",
-    "DisagreementError",
+    "RankMismatchError",
     "LaunchError",
-    "NodeMemoryError",
+    "SharedMemoryError",
     "NonFiniteGradientError",
     "PeerLostError",
     "TimeLimitError",
@@ -66,7 +66,7 @@ class LaunchError(TorchmnError):
     """A job could not be started, or did not start as asked."""
 
 
-class NodeMemoryError(TorchmnError):
+class SharedMemoryError(TorchmnError):
     """The ranks of a node cannot share memory, or there is too little of it."""
 
 
@@ -90,5 +90,5 @@ class PeerLostError(CommunicationError):
     """A peer closed its connection or died."""
 
 
-class DisagreementError(CommunicationError):
+class RankMismatchError(CommunicationError):
     """Ranks came to the same collective with different intentions."""

@@ -40,7 +40,7 @@ def reshard_object(target: object, states: Sequence[State], comm: Communicator) 
 
 def notes_of(target: object) -> list[str]:
     """What ``target`` says of what does not hold on another number of ranks. Local."""
-    notes = getattr(target, "resume_notes", None)
+    notes = getattr(target, "resume_warnings", None)
     return list(notes()) if callable(notes) else []
 
 
@@ -50,13 +50,13 @@ def reshard_codec(states: Sequence[State], comm: Communicator) -> State:
     Ranks that encode nothing on this route (all but the leaders of nodes) owe nothing.
     """
     held = [state["state"] for state in states if state.get("state")]
-    if not any("residues" in state for state in held):
+    if not any("residuals" in state for state in held):
         return {"rank": comm.rank, "size": comm.size, "state": held[0]} if held else {}
-    group = comm.link_group
+    group = comm.inter_node_group
     # Old ranks that encoded nothing have an empty memory: take what all share from one that has.
-    fullest = max(held, key=lambda state: len(state["residues"]))
+    fullest = max(held, key=lambda state: len(state["residuals"]))
     state = {**reshard(held, 1 if group is None else group.size)}
-    state = {**fullest, "residues": [] if group is None else state["residues"]}
+    state = {**fullest, "residuals": [] if group is None else state["residuals"]}
     return {"rank": comm.rank, "size": comm.size, "state": state}
 
 

@@ -15,7 +15,7 @@ from torchmn.testing.ranks import run_threads
 from torchmn.topology import Topology
 from torchmn.transports.base import TimeLimit
 from torchmn.transports.gloo_nccl import TorchDistributedTransport
-from torchmn.transports.tcp import StreamTransport
+from torchmn.transports.tcp import TcpTransport
 
 SIZES = (1, 2, 3, 4)
 
@@ -45,7 +45,7 @@ def test_over_streams(size: int) -> None:
         inner = TorchDistributedTransport(store, rank, size, timeout_s=20, is_trusted=True)
         comm = create_communicator(
             "hierarchical",
-            transport=StreamTransport.over(inner, TimeLimit(20)),
+            transport=TcpTransport.over(inner, TimeLimit(20)),
             topology=Topology.blocks([1] * size),
             timeout_s=20,
         )

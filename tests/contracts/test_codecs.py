@@ -49,9 +49,9 @@ MAKERS = {
     **{f"quantized {bits}": lambda bits=bits: Quantized(bits) for bits in (8, 4, 2, 1)},
     "stochastic": lambda: ErrorFeedback(Quantized(8, stochastic=True)),
     "short blocks": lambda: ErrorFeedback(Quantized(4, block_length=32)),
-    "float16 with residue": lambda: ErrorFeedback(Float16()),
-    "bfloat16 with residue": lambda: ErrorFeedback(BFloat16()),
-    "plainest with residue": lambda: ErrorFeedback(Plainest()),
+    "float16 with residual": lambda: ErrorFeedback(Float16()),
+    "bfloat16 with residual": lambda: ErrorFeedback(BFloat16()),
+    "plainest with residual": lambda: ErrorFeedback(Plainest()),
 }
 
 
@@ -99,7 +99,7 @@ def test_is_caught(wrong: type, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _workers_only(state: dict) -> dict:
-    return {**state, "residues": [e for e in state["residues"] if e["side"] == "worker"]}
+    return {**state, "residuals": [e for e in state["residuals"] if e["side"] == "worker"]}
 
 
 def test_every_contract_has_one_that_breaks_it() -> None:

@@ -69,7 +69,7 @@ def test_nothing_is_lost_whatever_the_weights(data: st.DataObject) -> None:
     def rank_main(comm):
         comm.bucket_bytes = 5000
         for make in variants(comm, schedule):
-            if make().keeps_replicas == "every step":
+            if make().replica_consistency == "per_step":
                 check_weighted_means(comm, make, codec, weights)
             else:
                 check_weighted_blocks(comm, make, codec, weights)
@@ -119,9 +119,9 @@ def test_every_contract_has_one_that_breaks_it() -> None:
 def test_the_broken_ones_begin_with_some_that_are_right() -> None:
     def rank_main(comm):
         for codec in (None, "int4"):
-            for contract in WEIGHT_CONTRACTS["every step"]:
+            for contract in WEIGHT_CONTRACTS["per_step"]:
                 contract(comm, EveryStep, codec)
-            for contract in WEIGHT_CONTRACTS["every block"]:
+            for contract in WEIGHT_CONTRACTS["per_block"]:
                 contract(comm, SmallBlocks, codec)
 
     run_ranks(rank_main, 3)

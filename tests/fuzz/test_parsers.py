@@ -22,7 +22,7 @@ from torchmn.checkpoint import manifest, shard_file
 from torchmn.communicators import object_codec
 from torchmn.communicators.object_codec import Trust
 from torchmn.control import connection as channels
-from torchmn.control.authenticated_listener import MOST_BYTES, Gate, connect
+from torchmn.control.authenticated_listener import MOST_BYTES, AuthenticatedListener, connect
 from torchmn.control.connection import Channel
 from torchmn.control.messages import decode, encode
 from torchmn.errors import CommunicationError, DataError, LaunchError, TopologyError, UsageError
@@ -281,7 +281,7 @@ def _fuzz_gate() -> None:
     hexadecimal = st.text("0123456789abcdef", min_size=30, max_size=66).map(str.encode)
     answers = st.tuples(hexadecimal, hexadecimal, st.binary(max_size=40)).map(b" ".join)
     listener = channels.listen()
-    gate = Gate(listener, secret="of this job", role="tests")
+    gate = AuthenticatedListener(listener, secret="of this job", role="tests")
 
     @fuzzed
     @given(st.binary(max_size=MOST_BYTES + 10) | answers | answers.map(lambda words: words + b"\n"))
@@ -307,7 +307,7 @@ def _fuzz_visitor() -> None:
             st.binary(max_size=120) | st.tuples(greetings, st.binary(max_size=120)).map(b"".join)
         )
         def hear(words: bytes) -> None:
-            def knock() -> None:
+            def connect_authenticated() -> None:
                 connect(
                     *(address,),
                     secret="of this job",
@@ -317,12 +317,14 @@ def _fuzz_visitor() -> None:
                     insists=False,
                 )
 
-            _while_saying(listener, words, knock)
+            _while_saying(listener, words, connect_authenticated)
 
         hear()
 
 
-def _while_saying(listener: socket.socket, words: bytes, knock: Callable[[], None]) -> None:
+def _while_saying(
+    listener: socket.socket, words: bytes, connect_authenticated: Callable[[], None]
+) -> None:
     import threading
 
     def say() -> None:
@@ -336,5 +338,5 @@ def _while_saying(listener: socket.socket, words: bytes, knock: Callable[[], Non
     thread = threading.Thread(target=say)
     thread.start()
     with pytest.raises(LaunchError):
-        knock()
+        connect_authenticated()
     thread.join()

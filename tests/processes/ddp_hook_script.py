@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmn import create_communicator, create_multi_node_optimizer
 from torchmn.communicators import Communicator
 from torchmn.compression import CODECS, ErrorFeedback, Float16, PowerSGD, Quantized
-from torchmn.errors import DisagreementError, PeerLostError, UsageError
+from torchmn.errors import PeerLostError, RankMismatchError, UsageError
 from torchmn.optimizer import ddp_hook
 from torchmn.topology import Topology
 from torchmn.transports.gloo_nccl import TorchDistributedTransport
@@ -164,7 +164,7 @@ def owed_through_new_buckets(world: World, codec: object, **options: object) -> 
     assert len(seen[-1]) > 1, f"DDP did not build its buckets anew: {seen[-1]}"
     owed = {name: torch.zeros(p.numel()) for name, p in model.named_parameters()}
     for state in world.comm.allgather_obj(hook.state_dict()):
-        for entry in state["state"]["residues"]:
+        for entry in state["state"]["residuals"]:
             first = entry["offset"]
             owed[entry["name"]][first : first + len(entry["values"])] += entry["values"]
     assert any(values.any() for values in owed.values()), "nothing is owed: a test of nothing"
@@ -189,7 +189,7 @@ def nan_leaves_no_trace(world: World, codec: object) -> None:
             if world.rank == 1:
                 handle.remove()
             assert not model.middle.weight.grad.isfinite().all(), "NaN did not reach this rank"
-            assert same(before, hook.state_dict()), "residues changed"
+            assert same(before, hook.state_dict()), "residuals changed"
         else:
             assert all(p.grad.isfinite().all() for p in model.parameters())
             assert not same(before, hook.state_dict()), "a test of nothing"
@@ -358,7 +358,7 @@ def plain_registration(world: World) -> None:
 
 
 def ranks_that_disagree(world: World) -> None:
-    with pytest.raises(DisagreementError, match=r"rank 0: int4\+residue, rank 1: int8\+residue"):
+    with pytest.raises(RankMismatchError, match=r"rank 0: int4\+residual, rank 1: int8\+residual"):
         world.ddp(Net(), "int8" if world.rank else "int4")
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchmn
-from torchmn.training import LoaderPasses
+from torchmn.training import EpochLoader
 
 NUM_STEPS = 14  # epochs of five steps
 
@@ -30,7 +30,7 @@ def main(folder: str, schedule: str, codec: str, result: str, kill_at: int) -> N
     inputs = torch.randn(60, 6, generator=generator)
     data = TensorDataset(inputs, inputs[:, 0].gt(0).long() + inputs[:, 1].gt(0).long())
     sampler = torchmn.GlobalSampler(len(data), comm, 12, seed=1)
-    batches = LoaderPasses(DataLoader(data, batch_sampler=sampler))
+    batches = EpochLoader(DataLoader(data, batch_sampler=sampler))
     state = {"model": model, "optimizer": optimizer, "batches": batches}
     checkpointer = torchmn.create_multi_node_checkpointer(comm, folder, "run")
     first = checkpointer.resume(state)

@@ -22,12 +22,14 @@ import pytest
 import torch
 
 import torchmn
-from torchmn.testing.netlab import Lab, netlab, why_not
+from torchmn.testing.netlab import Lab, missing_requirement, netlab
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 needs_hosts = [
     pytest.mark.root,
-    pytest.mark.skipif(bool(why_not()), reason=f"no test hosts: {why_not()}"),
+    pytest.mark.skipif(
+        bool(missing_requirement()), reason=f"no test hosts: {missing_requirement()}"
+    ),
 ]
 
 SCRIPT = Path(__file__).parent / "elastic_script.py"

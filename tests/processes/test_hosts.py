@@ -19,13 +19,15 @@ import pytest
 
 import torchmn
 from torchmn.launch.backend import find_mpirun
-from torchmn.testing.netlab import Lab, netlab, why_not
+from torchmn.testing.netlab import Lab, missing_requirement, netlab
 
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.root,
     pytest.mark.timeout(180),
-    pytest.mark.skipif(bool(why_not()), reason=f"no test hosts: {why_not()}"),
+    pytest.mark.skipif(
+        bool(missing_requirement()), reason=f"no test hosts: {missing_requirement()}"
+    ),
 ]
 
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,7 @@ import pytest
 import torchmn
 from torchmn.errors import LaunchError, UsageError
 from torchmn.launch.backend import find_mpirun
-from torchmn.testing.netlab import Host, Lab, netlab, why_not
+from torchmn.testing.netlab import Host, Lab, missing_requirement, netlab
 from torchmn.testing.netlab.leftovers import OPEN, living_labs, processes_inside, sweep
 from torchmn.testing.netlab.namespaces import call, tool
 
@@ -73,7 +73,7 @@ with netlab(2) as lab:
 @pytest.fixture(autouse=True)
 def _labs_of_this_test_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What other labs stand on this machine is no business of these tests, nor theirs of them."""
-    if reason := why_not():
+    if reason := missing_requirement():
         pytest.skip(reason=reason)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

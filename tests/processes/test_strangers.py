@@ -23,11 +23,11 @@ import pytest
 
 import torchmn
 from torchmn.control import connection as channels
-from torchmn.control.authenticated_listener import MOST_WAITING, knock
+from torchmn.control.authenticated_listener import MOST_WAITING, connect_authenticated
 from torchmn.control.messages import Hello
 from torchmn.errors import LaunchError
 from torchmn.launch.backend import this_machine
-from torchmn.testing.netlab import Lab, netlab, why_not
+from torchmn.testing.netlab import Lab, missing_requirement, netlab
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
@@ -221,13 +221,15 @@ def at_the_supervisor(job: Job) -> None:
     who = Hello(rank=0, host="x", pid=1, address="127.0.0.1", port=1, versions={})
     role = channels.SUPERVISOR
     with pytest.raises(LaunchError, match="does not answer"):
-        knock(name, secret="a guess", role=role, identity=who, limit_s=0.3)
+        connect_authenticated(name, secret="a guess", role=role, identity=who, limit_s=0.3)
     takes = [b"", b""]
     with socket.create_server(("127.0.0.1", 0)) as between:
         thread = threading.Thread(target=record, args=(between, address, takes))
         thread.start()
         way = channels.address_of(between)
-        channel = knock(way, secret=job.secret(), role=role, identity=who, limit_s=20)
+        channel = connect_authenticated(
+            way, secret=job.secret(), role=role, identity=who, limit_s=20
+        )
         thread.join()  # hung up on: rank 0 is there already
         channel.close()
     own, theirs = takes
@@ -295,8 +297,8 @@ def test_secret_stands_in_no_command_line_and_no_file(start: Callable[..., Job])
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    if why_not():
-        pytest.skip(reason=f"no test hosts: {why_not()}")
+    if missing_requirement():
+        pytest.skip(reason=f"no test hosts: {missing_requirement()}")
     with netlab(2, None) as made:
         yield made
 

@@ -10,7 +10,7 @@ import torch
 from torchmn.errors import TorchmnError
 from torchmn.gradients.bucket_set import BucketSet
 from torchmn.gradients.buckets import Bucket
-from torchmn.gradients.reducer import GradientExchange
+from torchmn.gradients.reducer import GradientReducer
 from torchmn.optimizer import multi_node_optimizer
 
 from .running import check_exact, on_ranks
@@ -21,7 +21,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 def gradients_are_slots(patch: pytest.MonkeyPatch) -> None:
     always = property(lambda self: True, lambda self, value: None)
-    patch.setattr(GradientExchange, "gradient_as_bucket_view", always, raising=False)
+    patch.setattr(GradientReducer, "gradient_as_bucket_view", always, raising=False)
 
 
 def slots_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
@@ -34,14 +34,14 @@ def nobody_takes_over(patch: pytest.MonkeyPatch) -> None:
 
 
 def layouts_stay(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(GradientExchange, "_is_other_layout", lambda self: False)
+    patch.setattr(GradientReducer, "_is_other_layout", lambda self: False)
 
 
 def passes_cannot_be_repeated(patch: pytest.MonkeyPatch) -> None:
-    def give_up(self: GradientExchange) -> None:
+    def give_up(self: GradientReducer) -> None:
         raise RuntimeError("the backward pass before this did not reach its end")
 
-    patch.setattr(GradientExchange, "_give_up_pass", give_up)
+    patch.setattr(GradientReducer, "_give_up_pass", give_up)
 
 
 def missing_gradients_are_zeros(patch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ def _auto_tries_every_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuner, "NUM_WARM_UP", 1)
     monkeypatch.setattr(tuner, "NUM_TIMED", 1)
     monkeypatch.setattr(tuner, "WITHIN", float("inf"))
-    monkeypatch.setattr(tuner, "MOST_TRIALS", 100)
+    monkeypatch.setattr(tuner, "MAX_TRIALS", 100)
     link = LinkSpeed(latency_s=1e-4, bandwidth_bytes_per_s=1e8)
     monkeypatch.setattr(tuner, "measure_links", lambda group: link if group.size > 1 else None)
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torchmn
-from torchmn.testing.netlab import Host, Lab, netlab, why_not
+from torchmn.testing.netlab import Host, Lab, missing_requirement, netlab
 
 TOOLS = ("slurmctld", "slurmd", "srun", "sbatch", "munged")
 PATIENCE_S = 60
@@ -50,7 +50,7 @@ def why_no_slurm() -> str | None:
     missing = [tool for tool in TOOLS if shutil.which(tool, path=_path()) is None]
     if missing:
         return f"no {', '.join(missing)}: 'make test-slurm' installs Slurm and runs these tests"
-    return why_not()
+    return missing_requirement()
 
 
 def _path() -> str:

@@ -31,18 +31,18 @@ from torchmn.communicators.link_speed import LinkSpeed, measure_links
 from torchmn.compression import ErrorFeedback, create_codec
 from torchmn.compression.codec_timing import coding_s_per_element
 from torchmn.errors import UsageError
-from torchmn.gradients.reducer import GradientExchange
+from torchmn.gradients.reducer import GradientReducer
 from torchmn.resharding import reshard_object
-from torchmn.schedules.base import LOOKED_AT_BY_SCALER, Deferring, Replicas, Schedule
+from torchmn.schedules.base import LOOKED_AT_BY_SCALER, DefersUpdates, ReplicaConsistency, Schedule
 from torchmn.units import MiB
 
 NUM_WARM_UP = 2
 NUM_TIMED = 4
-MOST_TRIALS = 4
+MAX_TRIALS = 4
 WITHIN = 1.5  # times the best prediction is worth a trial
 MARGIN = 1.02  # what loses bits, or is late, must be so much better
-DRIFT = 1.25  # with replan=True: so much slower than planned, and it is planned anew
-REPLAN_STEPS = 200
+DRIFT = 1.25  # with retune=True: so much slower than planned, and it is planned anew
+RETUNE_STEPS = 200
 _ONE_PASS = ("double_buffering", "every_step_next_forward")
 BUCKET_BYTES = (MiB, 4 * MiB, 16 * MiB)
 
@@ -75,19 +75,19 @@ class Trial:
 class Auto:
     """Measures the first steps, then goes on with the fastest schedule, codec and bucket size.
 
-    It is a schedule around another one. ``replan=True`` looks again when steps have become slower,
+    It is a schedule around another one. ``retune=True`` looks again when steps have become slower,
     and gives up that a repeated run has the same bits.
     """
 
     name = "auto"
     num_sets = 1
     counts_samples = False
-    _exchange: GradientExchange
+    _exchange: GradientReducer
     _inner: Optimizer
 
-    def __init__(self, choices: Choices, *, replan: bool = False) -> None:
+    def __init__(self, choices: Choices, *, retune: bool = False) -> None:
         self.choices = choices
-        self.replan = replan
+        self.retune = retune
         self.plan: Plan | None = None
         """What was decided; None while it is being measured."""
         self.reason = ""
@@ -113,11 +113,11 @@ class Auto:
         return self.current.staleness_steps
 
     @property
-    def keeps_replicas(self) -> Replicas:
+    def replica_consistency(self) -> ReplicaConsistency:
         """That of the schedule in use."""
-        return self.current.keeps_replicas
+        return self.current.replica_consistency
 
-    def attach(self, exchange: GradientExchange, inner: Optimizer) -> None:
+    def attach(self, exchange: GradientReducer, inner: Optimizer) -> None:
         """See `Schedule.attach`."""
         self._exchange, self._inner = exchange, inner
         self._default = Plan(
@@ -153,17 +153,17 @@ class Auto:
         self._step_ended()
         return result
 
-    def take_part(self) -> int:
-        """See `Schedule.take_part`."""
-        num_active = self.current.take_part()
+    def shadow_step(self) -> int:
+        """See `Schedule.shadow_step`."""
+        num_active = self.current.shadow_step()
         if num_active:
             self._step_ended()
         return num_active
 
-    def forget_backward(self) -> None:
-        """See `Schedule.forget_backward`."""
+    def on_zero_grad(self) -> None:
+        """See `Schedule.on_zero_grad`."""
         self._num_passes = 0
-        self.current.forget_backward()
+        self.current.on_zero_grad()
 
     def flush(self) -> None:
         """See `Schedule.flush`."""
@@ -249,32 +249,32 @@ class Auto:
             "is_of_other_ranks": True,
         }
 
-    def resume_notes(self) -> list[str]:
-        """See `MultiNodeOptimizer.resume_notes`."""
+    def resume_warnings(self) -> list[str]:
+        """See `MultiNodeOptimizer.resume_warnings`."""
         return ["'auto' measures anew and may choose another plan: its plan was for the old ranks."]
 
-    # ---- Deferring, if the schedule in use is ----
+    # ---- DefersUpdates, if the schedule in use is ----
 
-    def hook_into(self, models: Sequence[nn.Module], why_wait: str | None) -> None:
-        """See `Deferring.hook_into`."""
-        self._models, self._why_wait = models, why_wait
-        if why_wait is not None:
-            self._left_out["every_step_next_forward"] = why_wait
-        if isinstance(self.current, Deferring):
-            self.current.hook_into(models, why_wait)
+    def install_hooks(self, models: Sequence[nn.Module], sync_reason: str | None) -> None:
+        """See `DefersUpdates.install_hooks`."""
+        self._models, self._why_wait = models, sync_reason
+        if sync_reason is not None:
+            self._left_out["every_step_next_forward"] = sync_reason
+        if isinstance(self.current, DefersUpdates):
+            self.current.install_hooks(models, sync_reason)
 
     def await_gradients(self, why: str | None = None) -> None:
-        """See `Deferring.await_gradients`."""
+        """See `DefersUpdates.await_gradients`."""
         if self._num_passes and why is not None:
             self._left_out["every_step_next_forward"] = why
             if why == LOOKED_AT_BY_SCALER:
                 self._left_out["double_buffering"] = why
-        if isinstance(self.current, Deferring):
+        if isinstance(self.current, DefersUpdates):
             self.current.await_gradients(why)
 
     def complete(self) -> None:
-        """See `Deferring.complete`."""
-        if isinstance(self.current, Deferring):
+        """See `DefersUpdates.complete`."""
+        if isinstance(self.current, DefersUpdates):
             self.current.complete()
 
     # ---- measuring and deciding; collective, at the end of a step ----
@@ -283,12 +283,12 @@ class Auto:
         if self._must_start_over:
             self._start_over()
             return
-        if self.plan is not None and not self.replan:
+        if self.plan is not None and not self.retune:
             return
         self._clock.step_ended()
         num_steps = len(self._clock.steps_s)
         if self.plan is not None:
-            if num_steps == REPLAN_STEPS:
+            if num_steps == RETUNE_STEPS:
                 self._look_for_drift()
         elif self._trying is not None:
             warm_up = getattr(self.current, "num_warm_up_steps", 1 + self.current.staleness_steps)
@@ -309,7 +309,7 @@ class Auto:
         """Measure links and codecs, and find what is worth a trial."""
         comm = self._exchange.comm
         self.trials.append(Trial(self._default, self._slowest_s()))
-        group = comm.link_group
+        group = comm.inter_node_group
         link = comm.engine.call(lambda: measure_links(group)) if group is not None else None
         mine = self._clock.facts(NUM_TIMED)
         codecs = [
@@ -339,7 +339,7 @@ class Auto:
                     if plan.schedule == self._default.schedule or plan.schedule not in left_out
                 ]
                 found = ranked(bearable, slowest, codecs, link, group.size)
-                plans = shortlist(found, within=WITHIN, most=MOST_TRIALS)
+                plans = shortlist(found, within=WITHIN, most=MAX_TRIALS)
             told = (
                 [asdict(plan) for plan in plans],
                 _why(link, slowest) + self._why_left_out(left_out),
@@ -398,13 +398,13 @@ class Auto:
         before, codec = exchange.codec, create_codec(plan.codec)
         codec = codec.fresh() if codec is not None else None
         if isinstance(before, ErrorFeedback) and isinstance(codec, ErrorFeedback):
-            codec.load_state_dict({"residues": before.state_dict()["residues"]})
+            codec.load_state_dict({"residuals": before.state_dict()["residuals"]})
         self.current = self.choices.schedules[plan.schedule]()
         exchange.comm.bucket_bytes = plan.bucket_bytes
         exchange.redirect(exchange.comm, codec, num_sets=self.current.num_sets)
         self.current.attach(exchange, self._inner)
         if self._models:
-            self.hook_into(self._models, self._why_wait)
+            self.install_hooks(self._models, self._why_wait)
         self._clock.restart()
 
 

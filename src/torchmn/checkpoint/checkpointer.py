@@ -16,11 +16,11 @@ from typing import Any, Literal
 from pytorch_pfn_extras.training.extension import Extension
 
 from torchmn.checkpoint import rng_state
-from torchmn.checkpoint.control_channel import Agreement
+from torchmn.checkpoint.control_channel import ControlChannel
 from torchmn.checkpoint.dcp import export_dcp
 from torchmn.checkpoint.manifest import Manifest, parse
 from torchmn.checkpoint.reader import SavedCheckpoint
-from torchmn.checkpoint.restore import Resumption
+from torchmn.checkpoint.restore import RestoreOperation
 from torchmn.checkpoint.retention import Best, is_checkpoint, order_of
 from torchmn.checkpoint.snapshot import CopyMemory, Stateful
 from torchmn.checkpoint.storage import Storage
@@ -29,7 +29,7 @@ from torchmn.communicators import Communicator
 from torchmn.errors import (
     CommunicationError,
     DataError,
-    DisagreementError,
+    RankMismatchError,
     TorchmnError,
     UsageError,
 )
@@ -69,7 +69,7 @@ class MultiNodeCheckpointer(Extension):
         self,
         comm: Communicator,
         storage: Storage,
-        agreement: Agreement,
+        agreement: ControlChannel,
         *,
         where: str,
         keep: int,
@@ -93,7 +93,7 @@ class MultiNodeCheckpointer(Extension):
         self._memory = CopyMemory()
         self._writer = Writer(
             rank=comm.rank,
-            speaker=comm.speaker,
+            rank_label=comm.rank_label,
             route=comm.name,
             storage=storage,
             where=where,
@@ -112,12 +112,12 @@ class MultiNodeCheckpointer(Extension):
         """One for each `save`."""
         self.resumed_from: str | None = None
         """The checkpoint that `resume` has loaded; None if there was none."""
-        comm.before_end(self.close)
+        comm.on_finalize(self.close)
         # Before the interpreter takes down its threads and connections.
         atexit.register(self.close)
 
     def __repr__(self) -> str:
-        return f"<MultiNodeCheckpointer {self._comm.speaker}, {self._where}>"
+        return f"<MultiNodeCheckpointer {self._comm.rank_label}, {self._where}>"
 
     # ---- saving ----
 
@@ -136,7 +136,7 @@ class MultiNodeCheckpointer(Extension):
         Raises:
             UsageError: an object has no ``state_dict``, or the step is negative.
             UnsupportedError: a state holds something that would have to be pickled.
-            DisagreementError: replicas that must be equal were not when the checkpoint before was
+            RankMismatchError: replicas that must be equal were not when the checkpoint before was
                 taken, which is given up; with ``check_replicas="warn"`` a warning.
         """
         self._raise_if_unusable()
@@ -153,7 +153,7 @@ class MultiNodeCheckpointer(Extension):
                 asks_promises=self._checks_replicas,
             )
         except Exception as error:  # the other ranks must not wait for this one
-            words = f"{self._comm.speaker}: {type(error).__name__}: {error}"
+            words = f"{self._comm.rank_label}: {type(error).__name__}: {error}"
             self._start(Request(step=step, copy=None, problem=words))
             raise
         self.records.append(
@@ -178,7 +178,7 @@ class MultiNodeCheckpointer(Extension):
     def finish(self) -> None:
         """Wait until everything is written. *Collective.*
 
-        Raises DataError: the last checkpoint could not be written; DisagreementError as `save`.
+        Raises DataError: the last checkpoint could not be written; RankMismatchError as `save`.
         """
         self._wait()
         self._settle(is_last=True)
@@ -291,7 +291,7 @@ class MultiNodeCheckpointer(Extension):
             self._writer.bad.add(name)
         if problems:
             raise DataError(
-                f"{self._comm.speaker}: no checkpoint in {self._where} is good. "
+                f"{self._comm.rank_label}: no checkpoint in {self._where} is good. "
                 f"{'; '.join(problems)}. Move the folder away to begin anew."
             )
         return 0
@@ -331,7 +331,7 @@ class MultiNodeCheckpointer(Extension):
         said = self._agreement.all_gather(mine, "checkpoints were looked for")[0]
         if said["problem"]:
             raise DataError(
-                f"{self._comm.speaker}: {self._where} cannot be read: {said['problem']}."
+                f"{self._comm.rank_label}: {self._where} cannot be read: {said['problem']}."
             )
         return [
             (name, None if text is None else parse(text.encode()), problem)
@@ -340,7 +340,7 @@ class MultiNodeCheckpointer(Extension):
 
     def _load(self, name: str, manifest: Manifest, state: Mapping[str, Stateful]) -> str | None:
         """Load one checkpoint; returns why not, the same on all ranks."""
-        resumption = Resumption(self._comm, manifest)
+        resumption = RestoreOperation(self._comm, manifest)
         problem: str | None = None
         refusal: UsageError | None = None
         try:
@@ -368,7 +368,7 @@ class MultiNodeCheckpointer(Extension):
         if any(told):
             rank = next(rank for rank, text in enumerate(told) if text)
             raise CommunicationError(
-                f"{self._comm.speaker}: rank {rank} could not load {name}: {told[rank]}"
+                f"{self._comm.rank_label}: rank {rank} could not load {name}: {told[rank]}"
             )
         self.resumed_from = name
         for note in resumption.notes(state) if self._comm.rank == 0 else ():
@@ -399,7 +399,7 @@ class MultiNodeCheckpointer(Extension):
                 problem = str(error)
         problem = self._agreement.all_gather(problem, "a checkpoint was exported")[0]
         if problem is not None:
-            raise DataError(f"{self._comm.speaker}: no export of {self._where}: {problem}.")
+            raise DataError(f"{self._comm.rank_label}: no export of {self._where}: {problem}.")
 
     # ---- inside ----
 
@@ -441,12 +441,12 @@ class MultiNodeCheckpointer(Extension):
         self._last_problem = None
         if outcome.disagreement is not None:
             if outcome.name is None:
-                raise DisagreementError(f"{self._comm.speaker}: {outcome.disagreement}")
+                raise RankMismatchError(f"{self._comm.rank_label}: {outcome.disagreement}")
             self._warn_once_per_job(outcome.disagreement)
         if outcome.note is not None and self._comm.rank == 0:
             self._warn(outcome.note)
         if outcome.problem is not None:
-            error = DataError(f"{self._comm.speaker}: {outcome.problem}")
+            error = DataError(f"{self._comm.rank_label}: {outcome.problem}")
             if self._on_failure == "raise":
                 raise error
             self._last_problem = error
@@ -459,11 +459,11 @@ class MultiNodeCheckpointer(Extension):
 
     def _warn(self, text: str | None) -> None:
         if text:
-            warnings.warn(f"{self._comm.speaker}: {text}", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"{self._comm.rank_label}: {text}", RuntimeWarning, stacklevel=3)
 
     def _raise_if_unusable(self) -> None:
         if self._is_closed:
-            raise UsageError(f"{self._comm.speaker}: this checkpointer was closed.")
+            raise UsageError(f"{self._comm.rank_label}: this checkpointer was closed.")
         if self._broken is not None:
             raise CommunicationError(
                 f"No checkpoint can be made since a rank was lost: {self._broken}"

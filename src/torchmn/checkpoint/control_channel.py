@@ -15,32 +15,32 @@ import torch
 from torch import Tensor
 
 from torchmn.communicators.base import Communicator
-from torchmn.communicators.flight_recorder import Journal
+from torchmn.communicators.flight_recorder import FlightRecorder
 from torchmn.errors import PeerLostError, TimeLimitError
 from torchmn.monitor import script_monitor
-from torchmn.transports.base import Patience, Transport, break_off
+from torchmn.transports.base import BackoffTimeLimit, Transport, abort_pending_receives
 
 _SLOWEST_BYTES_PER_S = 10e6
 _LONGEST_PAUSE_S = 0.01
 
 
-class Agreement:
+class ControlChannel:
     """Values of all ranks for all, over a transport of its own. One thread of a rank at a time."""
 
     def __init__(
         self,
         transport: Transport | None,
-        speaker: str,
+        rank_label: str,
         timeout_s: float,
         *,
         job_ranks: Sequence[int] = (),
     ) -> None:
-        self._journal = Journal(job_ranks=job_ranks)
+        self._journal = FlightRecorder(job_ranks=job_ranks)
         script_monitor.follow(self._journal)  # so that who does not come is named
         self._transport = transport
         self._timeout_s = timeout_s
-        self._speaker = speaker
-        self._patience: Patience | None = None
+        self._speaker = rank_label
+        self._patience: BackoffTimeLimit | None = None
         self._waiting_since_s: float | None = None
 
     def all_gather(self, value: Any, what: str, *, nbytes: int = 0) -> list[Any]:
@@ -94,9 +94,9 @@ class Agreement:
         if self._patience is not None:
             self._patience.end()
         if self._transport is not None:
-            break_off(self._transport)
+            abort_pending_receives(self._transport)
 
     def _exchange(self, sends: dict[int, Tensor], recvs: dict[int, Tensor], limit_s: float) -> None:
         if self._transport is not None:
-            self._patience = Patience(limit_s, _LONGEST_PAUSE_S)
+            self._patience = BackoffTimeLimit(limit_s, _LONGEST_PAUSE_S)
             self._transport.exchange(list(sends.items()), list(recvs.items()), self._patience)

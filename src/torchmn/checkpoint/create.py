@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchmn.checkpoint.checkpointer import MultiNodeCheckpointer, OnFailure
-from torchmn.checkpoint.control_channel import Agreement
-from torchmn.checkpoint.memory_storage import NodeMemory
+from torchmn.checkpoint.control_channel import ControlChannel
+from torchmn.checkpoint.memory_storage import MemoryStorage
 from torchmn.checkpoint.retention import Best
 from torchmn.checkpoint.storage import FolderStorage
 from torchmn.communicators import Communicator
-from torchmn.control.checkpoint_replicas.client import NodeCopies
-from torchmn.errors import DataError, DisagreementError, LaunchError, UnsupportedError, UsageError
+from torchmn.control.checkpoint_replicas.client import ReplicaClient
+from torchmn.errors import DataError, LaunchError, RankMismatchError, UnsupportedError, UsageError
 
 _TOKEN = ".token-"
 _PATIENCE_S = 5.0  # a file system over a network remembers for some seconds that there was no file
@@ -63,7 +63,7 @@ def create_multi_node_checkpointer(
 
     Raises:
         UsageError: an argument is out of range.
-        DisagreementError: ranks gave different arguments.
+        RankMismatchError: ranks gave different arguments.
         DataError: the folder cannot be made or read.
         UnsupportedError: the ranks do not share the file system.
     """
@@ -71,8 +71,8 @@ def create_multi_node_checkpointer(
     asked = repr((str(path), name, keep, best, is_async, check_replicas, on_failure))
     everybody = comm.allgather_obj(asked)
     if len(set(everybody)) > 1:
-        raise DisagreementError(
-            f"{comm.speaker}: ranks ask for different checkpointers: {sorted(set(everybody))}. "
+        raise RankMismatchError(
+            f"{comm.rank_label}: ranks ask for different checkpointers: {sorted(set(everybody))}. "
             "All ranks must give the same arguments."
         )
     where = Path(path).absolute() / name  # the working directory may change
@@ -80,7 +80,7 @@ def create_multi_node_checkpointer(
         is_async = False
         if comm.rank == 0:
             warnings.warn(
-                f"{comm.speaker}: MPI allows no calls from a second thread here, so training waits "
+                f"{comm.rank_label}: MPI allows no calls from a second thread here, so training waits "
                 "while a checkpoint is written.",
                 RuntimeWarning,
                 stacklevel=2,
@@ -91,7 +91,9 @@ def create_multi_node_checkpointer(
     return MultiNodeCheckpointer(
         comm,
         FolderStorage(where),
-        Agreement(transport, comm.speaker, comm.timeout_s, job_ranks=comm.journal.job_ranks),
+        ControlChannel(
+            transport, comm.rank_label, comm.timeout_s, job_ranks=comm.journal.job_ranks
+        ),
         where=str(where),
         keep=keep,
         best=best,
@@ -110,15 +112,17 @@ def _memory_of_hosts(
 
     Nothing outside of `torchmn run --elastic`. *Collective*, since all ranks are inside or outside.
     """
-    copies = NodeCopies.of(os.environ)
+    copies = ReplicaClient.of(os.environ)
     if copies is None:
         return None, lambda _: None
-    comm.before_end(copies.close)
+    comm.on_finalize(copies.close)
     transport = comm.channels("copies") if comm.size > 1 else None
     memory = MultiNodeCheckpointer(
         comm,
-        NodeMemory(copies),
-        Agreement(transport, comm.speaker, comm.timeout_s, job_ranks=comm.journal.job_ranks),
+        MemoryStorage(copies),
+        ControlChannel(
+            transport, comm.rank_label, comm.timeout_s, job_ranks=comm.journal.job_ranks
+        ),
         where="the memory of the hosts",
         keep=1,
         best=None,
@@ -168,11 +172,11 @@ def _raise_if_not_shared(comm: Communicator, where: Path) -> None:
     said: Any = comm.bcast_obj((token, problem, is_readable))
     token, problem, is_readable = said
     if problem is not None and not is_readable:
-        raise DataError(f"{comm.speaker}: no folder for checkpoints can be made: {problem}.")
+        raise DataError(f"{comm.rank_label}: no folder for checkpoints can be made: {problem}.")
     if problem is not None:
         if comm.rank == 0:
             warnings.warn(
-                f"{comm.speaker}: no checkpoint can be written: {problem}. Those that are there "
+                f"{comm.rank_label}: no checkpoint can be written: {problem}. Those that are there "
                 "can be read.",
                 RuntimeWarning,
                 stacklevel=3,
@@ -185,7 +189,7 @@ def _raise_if_not_shared(comm: Communicator, where: Path) -> None:
     if blind:
         hosts = sorted({comm.topology.hosts[rank] for rank in blind})
         raise UnsupportedError(
-            f"{comm.speaker}: ranks {blind} on {', '.join(hosts)} do not see {where}, which rank 0 "
+            f"{comm.rank_label}: ranks {blind} on {', '.join(hosts)} do not see {where}, which rank 0 "
             "has made. Checkpoints need a folder on a file system that all hosts share: each rank "
             "writes a part, and on another number of workers reads the parts of others."
         )

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from torchmn.checkpoint.manifest import parse
 from torchmn.checkpoint.retention import DRAFT, name_of
 from torchmn.checkpoint.storage import MANIFEST, Reader
-from torchmn.control.checkpoint_replicas.client import NodeCopies
+from torchmn.control.checkpoint_replicas.client import ReplicaClient
 from torchmn.control.checkpoint_replicas.frames import Payload
 from torchmn.control.messages.elastic import Draft
 from torchmn.errors import DataError, LaunchError
@@ -21,12 +21,12 @@ from torchmn.errors import DataError, LaunchError
 _STEP = re.compile(re.escape(DRAFT) + r"(\d+)-")
 
 
-class NodeMemory:
+class MemoryStorage:
     """A `Storage` that holds one finished checkpoint: the newest when this round began."""
 
     sees_all_ranks = False
 
-    def __init__(self, copies: NodeCopies) -> None:
+    def __init__(self, copies: ReplicaClient) -> None:
         self._copies = copies
         self._is_outdated = False
 

@@ -28,14 +28,14 @@ class Resharding(Protocol):
 
 
 @runtime_checkable
-class Noting(Protocol):
+class HasResumeWarnings(Protocol):
     """An object that does not go on exactly with another number of workers."""
 
-    def resume_notes(self) -> list[str]:
+    def resume_warnings(self) -> list[str]:
         """Sentences that say what does not hold. Local; those of rank 0 are shown."""
 
 
-class Resumption:
+class RestoreOperation:
     """Going on from one checkpoint: first everything is read and checked, then loaded. Local."""
 
     def __init__(self, comm: Communicator, manifest: Manifest) -> None:
@@ -54,7 +54,7 @@ class Resumption:
         labels = saved.labels(source)
         if missing := [label for label in state if label not in labels]:
             raise UsageError(
-                f"{comm.speaker}: {saved.name} was saved without {', '.join(missing)}; it has "
+                f"{comm.rank_label}: {saved.name} was saved without {', '.join(missing)}; it has "
                 f"{', '.join(label for label in labels if label != RANDOM)}. Use the same names."
             )
         self._unread = [label for label in labels if label not in state and label != RANDOM]
@@ -98,6 +98,6 @@ class Resumption:
             notes.append(f"the checkpoint also has {', '.join(self._unread)}, not asked for.")
         if not self._is_same_size:
             for obj in state.values():
-                if isinstance(obj, Noting):
-                    notes += obj.resume_notes()
+                if isinstance(obj, HasResumeWarnings):
+                    notes += obj.resume_warnings()
         return notes

@@ -48,7 +48,7 @@ def order_of(name: str) -> tuple[int, int]:
     return (int(found[1]), int(found[2] or 1)) if found else (-1, 0)
 
 
-def superfluous(
+def checkpoints_to_delete(
     good: Mapping[str, Manifest],
     bad: Sequence[str],
     newest: str,

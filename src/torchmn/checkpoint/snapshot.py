@@ -34,10 +34,10 @@ class Stateful(Protocol):
 
 
 @runtime_checkable
-class PromisesReplicas(Protocol):
+class HasReplicatedTensors(Protocol):
     """An object that says which tensors hold the same bits on all ranks."""
 
-    def promised_replicas(self) -> Sequence[Tensor]:
+    def replicated_tensors(self) -> Sequence[Tensor]:
         """These tensors, as of now. Local."""
 
 
@@ -91,8 +91,8 @@ class CopyMemory:
         promised = {
             tensor.data_ptr()
             for obj in state.values()
-            if asks_promises and isinstance(obj, PromisesReplicas)
-            for tensor in obj.promised_replicas()
+            if asks_promises and isinstance(obj, HasReplicatedTensors)
+            for tensor in obj.replicated_tensors()
             if tensor.numel()
         }
         return Copy(

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 import torchmn
-from torchmn.checkpoint.control_channel import Agreement
+from torchmn.checkpoint.control_channel import ControlChannel
 from torchmn.checkpoint.manifest import FileEntry, Manifest, parse
-from torchmn.checkpoint.retention import DRAFT, Best, is_checkpoint, name_of, superfluous
+from torchmn.checkpoint.retention import DRAFT, Best, checkpoints_to_delete, is_checkpoint, name_of
 from torchmn.checkpoint.shard_assignment import owners
 from torchmn.checkpoint.shard_file import TensorEntry, header_of, in_file_order
 from torchmn.checkpoint.snapshot import Copy
@@ -69,11 +69,11 @@ class Writer:
     """
 
     rank: int
-    speaker: str
+    rank_label: str
     route: str
     storage: Storage
     where: str
-    agreement: Agreement
+    agreement: ControlChannel
     keep: int
     best: Best | None
     gives_up_on_difference: bool
@@ -221,10 +221,10 @@ class Writer:
                     good[name] = read_manifest(self.storage, name)
                 except DataError:
                     bad.append(name)
-            for name in superfluous(good, bad, newest, keep=self.keep, best=self.best):
+            for name in checkpoints_to_delete(good, bad, newest, keep=self.keep, best=self.best):
                 self.storage.remove(name)
         except OSError as error:
-            return f"{self.speaker}: old checkpoints could not be removed: {self._words(error)}."
+            return f"{self.rank_label}: old checkpoints could not be removed: {self._words(error)}."
         return None
 
     def _give_up(self, draft: str) -> None:
@@ -241,10 +241,10 @@ class Writer:
         if isinstance(error, OSError):
             number = "" if error.errno is None else f" (errno {error.errno})"
             place = error.filename or self.where
-            return f"{self.speaker}: {place}: {error.strerror or error}{number}"
+            return f"{self.rank_label}: {place}: {error.strerror or error}{number}"
         if isinstance(error, DataError):
-            return f"{self.speaker}: {self.where}: {error}"
-        return f"{self.speaker}: {type(error).__name__}: {error}"
+            return f"{self.rank_label}: {self.where}: {error}"
+        return f"{self.rank_label}: {type(error).__name__}: {error}"
 
     def _failed(self, request: Request, problems: Sequence[str]) -> Outcome:
         text = "; ".join(problems)

@@ -86,10 +86,10 @@ def run(
     its exit code is the exit code of this command.
     """
     from torchmn.launch import (
-        Wish,
+        RunOptions,
+        detect_existing_rank,
         dry_run,
         dry_run_elastic,
-        place_inside,
         plan_elastic,
         plan_job,
         python_command,
@@ -98,7 +98,7 @@ def run(
         run_job,
     )
 
-    wish = Wish(
+    wish = RunOptions(
         argv=tuple(python_command(target, args or [], is_module=is_module)),
         script="" if is_module else target,
         num_ranks=num_ranks,
@@ -120,7 +120,7 @@ def run(
         join_timeout_s=join_timeout_s,
     )
     env = wish.environment(os.environ)
-    place = place_inside(wish, env)
+    place = detect_existing_rank(wish, env)
     if place is not None:
         run_as_rank(wish.argv, env, place)
     if elastic is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchmn.communicators.group import Group
 from torchmn.compression import Codec, Layout, PowerSGD, StripeCodec
-from torchmn.compression.base import Side, aligned, nameless
+from torchmn.compression.base import Side, aligned, anonymous_layout
 from torchmn.errors import UnsupportedError, UsageError
 
 
@@ -30,7 +30,9 @@ class Cargo:
     @classmethod
     def of(cls, buffer: Tensor, layout: Layout | None = None, num_exact: int = 0) -> Cargo:
         """Without a layout the buffer is one run of elements that has no name."""
-        return cls(buffer, layout or nameless(buffer.numel() - num_exact, buffer.dtype), num_exact)
+        return cls(
+            buffer, layout or anonymous_layout(buffer.numel() - num_exact, buffer.dtype), num_exact
+        )
 
     @property
     def exact(self) -> Tensor:
@@ -61,11 +63,11 @@ class Wire(Protocol):
     def sum_(self, group: Group, cargo: Cargo) -> None:
         """*Collective over the group.*"""
 
-    def send_ahead(self, group: Group, cargo: Cargo) -> None:
-        """Announce a sum that will come; see `Transport.send_ahead`. Local."""
+    def prefetch_send(self, group: Group, cargo: Cargo) -> None:
+        """Announce a sum that will come; see `Transport.prefetch_send`. Local."""
 
 
-class PlainWire:
+class NativeAllReduce:
     """The buffer's own dtype, by the transport's all-reduce."""
 
     codec: Codec | None = None
@@ -75,13 +77,13 @@ class PlainWire:
         if group.size > 1:
             group.all_reduce_(cargo.buffer)
 
-    def send_ahead(self, group: Group, cargo: Cargo) -> None:
-        """See `Wire.send_ahead`."""
+    def prefetch_send(self, group: Group, cargo: Cargo) -> None:
+        """See `Wire.prefetch_send`."""
         if group.size > 1:
-            group.transport.send_ahead(cargo.buffer)
+            group.transport.prefetch_send(cargo.buffer)
 
 
-class StripedWire(PlainWire):
+class ReduceScatterAllGather(NativeAllReduce):
     """Reduce-scatter and all-gather of stripes.
 
     This is the all-reduce of ChainerMN's `inter_allreduce_gpu`: all-to-all, sum at the owner of
@@ -97,7 +99,7 @@ class StripedWire(PlainWire):
             group.all_gather_stripes_(cargo.buffer)
 
 
-class EncodedWire:
+class CompressedAllReduce:
     """Stripes that a codec encodes (CNTK's quantized all-reduce, ancestors 2.2).
 
     Every stripe is encoded for its owner; the owner adds what arrives to its own part in float32
@@ -115,14 +117,14 @@ class EncodedWire:
         if group.size == 1:
             sides: tuple[Side, ...] = ("worker", "owner")
             for side in sides:
-                self.codec.settle_stripe(cargo.buffer, cargo.layout, side)
+                self.codec.flush_residual_into(cargo.buffer, cargo.layout, side)
             return
         stripes = self._stripes(group, cargo)
         total, wide = self._scatter(group, cargo, stripes)
         self._gather(group, cargo, stripes, total, wide)
 
-    def send_ahead(self, group: Group, cargo: Cargo) -> None:
-        """See `Wire.send_ahead`: it must be encoded first, in its turn."""
+    def prefetch_send(self, group: Group, cargo: Cargo) -> None:
+        """See `Wire.prefetch_send`: it must be encoded first, in its turn."""
 
     def _stripes(self, group: Group, cargo: Cargo) -> _Stripes:
         key = (cargo.layout, group.size, group.rank, cargo.num_exact)
@@ -150,7 +152,7 @@ class EncodedWire:
             total = buffer[mine.begin : mine.end].to(mine.wide_dtype)
             wide = mine.moved(-mine.begin, mine.wide_dtype)
         if mine.numel:
-            codec.settle_stripe(total, wide)
+            codec.flush_residual_into(total, wide)
             for peer in stripes.others:
                 arrived = stripes.incoming[peer][: stripes.nbytes[group.rank]]
                 codec.decode_stripe(arrived, wide, total, add=True)
@@ -200,7 +202,7 @@ class _Stripes:
         self.sums = [memory(nbytes) for nbytes in self.nbytes]
 
 
-class FactorisedWire:
+class LowRankAllReduce:
     """Matrices as products of thin ones (`PowerSGD`), whatever does not gain as it is.
 
     Only whole parameters can be factorised: a route that cuts them is refused.
@@ -224,8 +226,8 @@ class FactorisedWire:
         if group.size > 1 and cargo.num_exact:
             group.all_reduce_(cargo.exact)
 
-    def send_ahead(self, group: Group, cargo: Cargo) -> None:
-        """See `Wire.send_ahead`: it must be factorised first, in its turn."""
+    def prefetch_send(self, group: Group, cargo: Cargo) -> None:
+        """See `Wire.prefetch_send`: it must be factorised first, in its turn."""
 
 
 class _GroupOfRanks:
@@ -268,12 +270,12 @@ class _GroupOfRanks:
         return total
 
 
-def create_wire(codec: Codec | None) -> Wire:
+def create_allreduce(codec: Codec | None) -> Wire:
     """The wire for a codec; None is the transport's own all-reduce."""
     if codec is None:
-        return PlainWire()
+        return NativeAllReduce()
     if isinstance(codec, PowerSGD):
-        return FactorisedWire(codec)
+        return LowRankAllReduce(codec)
     if isinstance(codec, StripeCodec):
-        return EncodedWire(codec)
+        return CompressedAllReduce(codec)
     raise UsageError(f"{codec!r} is neither a StripeCodec nor PowerSGD: no wire can carry it.")

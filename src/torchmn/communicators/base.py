@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from torchmn.communicators import object_codec
-from torchmn.communicators.allreduce import Cargo, Wire, create_wire
+from torchmn.communicators.allreduce import Cargo, Wire, create_allreduce
 from torchmn.communicators.collectives import Collectives
 from torchmn.communicators.engine import Engine, Work
-from torchmn.communicators.flight_recorder import Journal
+from torchmn.communicators.flight_recorder import FlightRecorder
 from torchmn.communicators.group import Group
 from torchmn.communicators.opening import Call
 from torchmn.communicators.reductions import dense, described
@@ -40,14 +40,14 @@ class Communicator(Collectives, ABC):
 
     Methods are *collective* unless they say otherwise: every rank calls them in the same order.
     All raise TimeLimitError or PeerLostError when other ranks do not come within ``timeout_s``,
-    and DisagreementError when they come with something else.
+    and RankMismatchError when they come with something else.
     """
 
     name: ClassVar[str]
     granularity: ClassVar[Granularity] = "bucket"
     """What one exchange of gradients holds: one parameter, all, or a bucket behind backward."""
     bucket_bytes: int = 4 * MiB
-    cuts_parameters: ClassVar[bool] = False
+    shards_parameters: ClassVar[bool] = False
     """Whether what crosses nodes is cut wherever ranks' shares end, inside of a parameter too."""
 
     def __init__(
@@ -77,7 +77,9 @@ class Communicator(Collectives, ABC):
         self.trust = trust
         self.num_steps: int | None = None
         """Steps of the optimizers made with it, by which data loading tells training from looks."""
-        self.journal = Journal(job_ranks=range(self.size) if job_ranks is None else job_ranks)
+        self.journal = FlightRecorder(
+            job_ranks=range(self.size) if job_ranks is None else job_ranks
+        )
         script_monitor.follow(self.journal)
         self.engine = Engine(device, is_threaded=getattr(transport, "is_threaded", True))
         self.world = Group(
@@ -86,7 +88,7 @@ class Communicator(Collectives, ABC):
             journal=self.journal,
             engine=self.engine,
             timeout_s=timeout_s,
-            speaker=self.speaker,
+            rank_label=self.rank_label,
             first_timeout_s=first_timeout_s,
         )
         self._open_collectives(trust, device)
@@ -120,12 +122,12 @@ class Communicator(Collectives, ABC):
         return is_valid
 
     @property
-    def hides_exchange(self) -> bool:
+    def overlaps_backward(self) -> bool:
         """Whether gradients should leave while backward runs: whether waiting can be hidden."""
         return self.granularity == "bucket"
 
     @property
-    def link_group(self) -> Group | None:
+    def inter_node_group(self) -> Group | None:
         """The group whose sums cross what is slow here; None where there is none."""
         return self.world
 
@@ -149,7 +151,7 @@ class Communicator(Collectives, ABC):
             self._shared_memory = None
             if shared.rank == 0:
                 warnings.warn(
-                    f"{self.speaker}: {error} Gradients are copied into shared memory in chunks "
+                    f"{self.rank_label}: {error} Gradients are copied into shared memory in chunks "
                     "instead, which is slower.",
                     RuntimeWarning,
                     stacklevel=2,
@@ -159,7 +161,7 @@ class Communicator(Collectives, ABC):
     # ---- the exchange's way in ----
 
     @property
-    def speaker(self) -> str:
+    def rank_label(self) -> str:
         """How errors name this rank."""
         return f"rank {self.rank} of {self.size} on {self.host} ({socket.gethostname()})"
 
@@ -203,7 +205,7 @@ class Communicator(Collectives, ABC):
         step: int | None,
         then: Callable[[], None] | None,
     ) -> Callable[[], None]:
-        chosen = wire if wire is not None else create_wire(self.codec)
+        chosen = wire if wire is not None else create_allreduce(self.codec)
         freight = cargo if isinstance(cargo, Cargo) else Cargo.of(cargo)
         self._send_ahead(freight, chosen)
 
@@ -225,7 +227,10 @@ class Communicator(Collectives, ABC):
         tag and thread.
         """
         self._num_splits += 1
-        world, key = self.world.over(self.world.transport.for_threads), f"{name}{self._num_splits}"
+        world, key = (
+            self.world.over(self.world.transport.thread_safe_transport),
+            f"{name}{self._num_splits}",
+        )
         group = self.engine.call(lambda: world.split(name, range(self.size), key))
         self._subgroups.append(group)
         return group.transport
@@ -254,7 +259,7 @@ class Communicator(Collectives, ABC):
         except UnsupportedError as error:
             if group.rank == 0:
                 warnings.warn(
-                    f"{self.speaker}: {error} Going on with {group.transport.name}, slower.",
+                    f"{self.rank_label}: {error} Going on with {group.transport.name}, slower.",
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -275,7 +280,7 @@ class Communicator(Collectives, ABC):
         """Replace every ``p.grad`` by its mean over ranks, sorted by name, in place.
 
         ``zero_fill`` gives parameters without a gradient one of zeros; else they are skipped, and
-        all ranks must skip the same ones. Raises DisagreementError on all ranks, before anything is
+        all ranks must skip the same ones. Raises RankMismatchError on all ranks, before anything is
         written: they have gradients of other names, shapes or dtypes.
         """
         grads: dict[str, Tensor] = {}
@@ -355,7 +360,7 @@ class Communicator(Collectives, ABC):
             job_ranks=[self.journal.job_ranks[rank] for rank in ranks],
         )
 
-    def before_end(self, callback: Callable[[], None]) -> None:
+    def on_finalize(self, callback: Callable[[], None]) -> None:
         """Have it called when `finalize` begins: by whoever has threads of his own here. Local."""
         self._before_end.append(callback)
 
@@ -383,9 +388,7 @@ class Communicator(Collectives, ABC):
         self._subgroups.clear()
 
     def __repr__(self) -> str:
-        return (
-            f"<{type(self).__name__} {self.speaker}, {self.topology}, {self.world.transport.name}>"
-        )
+        return f"<{type(self).__name__} {self.rank_label}, {self.topology}, {self.world.transport.name}>"
 
 
 def all_agree(group: Group, is_valid: bool) -> bool:

@@ -18,7 +18,7 @@ from torchmn.communicators import object_codec
 from torchmn.communicators.engine import Engine, Work
 from torchmn.communicators.group import Group
 from torchmn.communicators.mailbox import ANY_SOURCE, HasStatus, Mailbox, checked_tag
-from torchmn.communicators.object_exchange import Delivery
+from torchmn.communicators.object_exchange import ObjectExchange
 from torchmn.communicators.opening import INLINE_BYTES, Call, Opening
 from torchmn.communicators.reductions import Reduction, UserOp, dense, dense_parts, described
 from torchmn.errors import UsageError
@@ -35,13 +35,13 @@ class Collectives:
     engine: Engine
     world: Group
     _opening: Opening
-    _delivery: Delivery
+    _delivery: ObjectExchange
     _mailbox: Mailbox
 
     def _open_collectives(self, trust: object_codec.Trust, device: torch.device) -> None:
         """Make what the methods here need, once the world is there."""
         self._opening = Opening(self.world)
-        self._delivery = Delivery(self.world, self._opening, trust, device)
+        self._delivery = ObjectExchange(self.world, self._opening, trust, device)
         self._mailbox = Mailbox(self.world, trust, device)
 
     def _job(self, name: str, prepare: Callable[[], Callable[[], Result]]) -> Callable[[], Result]:
@@ -163,7 +163,7 @@ class Collectives:
     def alltoall(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """``xs[i]`` goes to rank i; returns what every rank sent here.
 
-        Shapes and dtypes may differ. Raises UsageError: ``len(xs) != size`` (DisagreementError on
+        Shapes and dtypes may differ. Raises UsageError: ``len(xs) != size`` (RankMismatchError on
         the other ranks).
         """
         return self.engine.call(self._alltoall_job(xs))
@@ -210,7 +210,7 @@ class Collectives:
 
         Raises:
             UsageError: unknown ``op``, a mean or a factor for integers, ``x`` no dense tensor.
-            DisagreementError: ranks differ in shape, dtype, op or factors.
+            RankMismatchError: ranks differ in shape, dtype, op or factors.
 
         Names: Horovod's ``prescale_factor`` and ``postscale_factor``.
         """
@@ -281,7 +281,7 @@ class Collectives:
         """``xs[r]`` of all ranks reduced, at rank r.
 
         W tensors, the r-th of the same shape and dtype on every rank, or one of shape (W, ...).
-        Otherwise as `allreduce`. Raises UsageError: not W parts (DisagreementError on other ranks).
+        Otherwise as `allreduce`. Raises UsageError: not W parts (RankMismatchError on other ranks).
         """
         return self.engine.call(self._reduce_scatter_job(xs, op, prescale_factor, postscale_factor))
 
@@ -385,7 +385,7 @@ class Collectives:
     def bcast_data(self, model: nn.Module) -> None:
         """Give every rank the parameters and buffers of rank 0, in place.
 
-        Raises DisagreementError on all ranks, before anything is written: the models differ in the
+        Raises RankMismatchError on all ranks, before anything is written: the models differ in the
         names, the order, the shapes or the dtypes of their tensors.
         """
 

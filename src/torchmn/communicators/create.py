@@ -27,19 +27,19 @@ from torchmn.communicators.single_node import SingleNodeCommunicator
 from torchmn.communicators.two_dimensional import TwoDimensionalCommunicator
 from torchmn.compression import BFloat16, Codec, Float16
 from torchmn.errors import (
-    DisagreementError,
+    RankMismatchError,
     TopologyError,
     TorchmnError,
     UnknownNameError,
     UsageError,
 )
 from torchmn.monitor import script_monitor
-from torchmn.topology import Place, Topology
-from torchmn.topology.launcher_env import LaunchedPlace, launched_place
+from torchmn.topology import RankPlacement, Topology
+from torchmn.topology.launcher_env import LauncherInfo, read_launcher_env
 from torchmn.transports.base import TimeLimit, Transport
 from torchmn.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.transports.join import choose_transport, join_world
-from torchmn.transports.tcp import MOST_PEERS, StreamTransport
+from torchmn.transports.tcp import MAX_PEERS, TcpTransport
 
 ROUTES: dict[str, type[Communicator]] = {
     "naive": NaiveCommunicator,
@@ -100,7 +100,7 @@ def create_communicator(
         UnknownNameError: no such route or transport.
         UnsupportedError: the route cannot serve this placement, device or transport.
         TopologyError: launcher, MPI and host names contradict each other.
-        DisagreementError: ranks asked for different communicators.
+        RankMismatchError: ranks asked for different communicators.
         TimeLimitError: not all ranks came within ``first_timeout_s``.
         UsageError: called while a worker of multiprocessing imports the script.
 
@@ -165,8 +165,8 @@ def _say_what_is_missing(comm: Communicator) -> None:
     """
     if comm.inter_size == 1 or comm.device.type != "cpu":
         return
-    link = None if comm.link_group is None else comm.link_group.transport
-    own = link.missing if isinstance(link, StreamTransport) else ""
+    link = None if comm.inter_node_group is None else comm.inter_node_group.transport
+    own = link.missing if isinstance(link, TcpTransport) else ""
     found = [missing for missing in comm.allgather_obj(own) if missing]
     if not found:
         return
@@ -174,7 +174,7 @@ def _say_what_is_missing(comm: Communicator) -> None:
     comm.reason = f"{comm.reason}; {text}" if comm.reason else text
     if comm.rank == 0:
         warnings.warn(
-            f"{comm.speaker}: {text}. Up to {MOST_PEERS + 1} ranks that send between hosts are "
+            f"{comm.rank_label}: {text}. Up to {MAX_PEERS + 1} ranks that send between hosts are "
             "connected: 'hierarchical' has one of them per host. See whether a firewall closes "
             "free ports, and whether GLOO_SOCKET_IFNAME names the interface between the hosts.",
             RuntimeWarning,
@@ -195,7 +195,7 @@ def _world(transport: str | Transport, timeout_s: float) -> tuple[Transport, boo
     """The transport of all ranks, and whether it is this communicator's own."""
     if isinstance(transport, Transport):
         return transport, True
-    launched = launched_place(os.environ)
+    launched = read_launcher_env(os.environ)
     kind = choose_transport(transport, launched, os.environ, has_cuda=torch.cuda.is_available())
     return join_world(kind, timeout_s), False
 
@@ -225,7 +225,7 @@ def _own_part(
     own = world.split(range(world.size), key, limit)
     # Where bytes cross hosts, they do so with fewer cycles over connections of our own.
     is_gloo = isinstance(own, TorchDistributedTransport) and device.type == "cpu"
-    return StreamTransport.over(own, limit) if is_gloo and len(topology.nodes) > 1 else own
+    return TcpTransport.over(own, limit) if is_gloo and len(topology.nodes) > 1 else own
 
 
 def _shared_secret(world: Transport, timeout_s: float) -> bytes:
@@ -251,7 +251,7 @@ def _wire_codec(dtype: torch.dtype | str | None) -> Codec | None:
 
 
 def _exchange_hosts(world: Transport, greeting: dict[str, Any], timeout_s: float) -> list[str]:
-    """Every rank's host name. Raises DisagreementError: ranks want different communicators."""
+    """Every rank's host name. Raises RankMismatchError: ranks want different communicators."""
     said = json.dumps({"host": socket.gethostname(), **greeting}).encode()
     if len(said) > _HELLO_BYTES:
         raise UsageError(f"Host name {socket.gethostname()!r} is too long.")
@@ -262,7 +262,7 @@ def _exchange_hosts(world: Transport, greeting: dict[str, Any], timeout_s: float
     for what in greeting:
         values = [row[what] for row in rows]
         if len(set(values)) > 1:
-            raise DisagreementError(
+            raise RankMismatchError(
                 f"Ranks came to create_communicator with different {what}: "
                 + ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
                 + ". All ranks must give the same arguments and run the same versions."
@@ -279,13 +279,15 @@ def _checked_topology(given: Topology | None, found_hosts: list[str], world: Tra
             )
         return given
     topology = Topology(tuple(found_hosts))
-    launched = launched_place(os.environ)
+    launched = read_launcher_env(os.environ)
     if launched is not None and launched.known_size == world.size:
         _raise_if_nodes_differ(launched, topology.place(world.rank), found_hosts)
     return topology
 
 
-def _raise_if_nodes_differ(launched: LaunchedPlace, place: Place, found_hosts: list[str]) -> None:
+def _raise_if_nodes_differ(
+    launched: LauncherInfo, place: RankPlacement, found_hosts: list[str]
+) -> None:
     """Compare the launcher's nodes with those of the host names: containers may share a name.
 
     Where the launcher says how many ranks a node has, their order is its own business: Open MPI

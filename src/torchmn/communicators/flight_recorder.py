@@ -24,7 +24,7 @@ _ALIKE = {"all_reduce", "broadcast", "reduce", "reduce_scatter", "all_gather", "
 
 
 @dataclass(slots=True)
-class Entry:
+class CollectiveRecord:
     """One collective on this rank. ``shape`` and ``dtype`` describe the local tensor.
 
     ``number`` counts the collectives of this rank, ``in_group`` those of the group, which all of
@@ -62,15 +62,15 @@ class Entry:
         return f"{self.name} #{self.number} of group '{self.group}' ({where}{shape})"
 
 
-class Journal:
+class FlightRecorder:
     """The last ``capacity`` collectives of one communicator and everything split from it. Local."""
 
     def __init__(self, capacity: int = 512, *, job_ranks: Sequence[int] = ()) -> None:
         self.job_ranks = tuple(job_ranks)
         """What the communicator's ranks are called in the job."""
         self._members: dict[str, tuple[int, ...]] = {}
-        self._entries: deque[Entry] = deque(maxlen=capacity)
-        self._last_of: dict[str, Entry] = {}
+        self._entries: deque[CollectiveRecord] = deque(maxlen=capacity)
+        self._last_of: dict[str, CollectiveRecord] = {}
         self._number = 0
         self._in_group: Counter[str] = Counter()
         self._bucket: int | None = None
@@ -86,11 +86,11 @@ class Journal:
         shape: tuple[int, ...],
         dtype: str,
         limit_s: float = math.inf,
-    ) -> Entry:
+    ) -> CollectiveRecord:
         """Number and record a collective that is about to start."""
         self._number += 1
         self._in_group[group] += 1
-        entry = Entry(
+        entry = CollectiveRecord(
             self._number,
             group,
             self._in_group[group],
@@ -106,7 +106,7 @@ class Journal:
         self._last_of[group] = entry
         return entry
 
-    def end(self, entry: Entry, state: State) -> None:
+    def end(self, entry: CollectiveRecord, state: State) -> None:
         """Record how it ended."""
         entry.ended_s = time.monotonic()
         entry.state = state
@@ -128,7 +128,7 @@ class Journal:
         finally:
             self._bucket, self._step = before
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CollectiveRecord]:
         """The recorded collectives, oldest first; a snapshot, safe from any thread."""
         return list(self._entries.copy())
 
@@ -136,7 +136,7 @@ class Journal:
         """Note which of the communicator's ranks a group has; else it has all."""
         self._members[group] = tuple(ranks)
 
-    def overdue(self) -> Entry | None:
+    def overdue(self) -> CollectiveRecord | None:
         """A collective that has not completed within its limit. From any thread."""
         now = time.monotonic()
         for entry in self._last_of.copy().values():
@@ -165,6 +165,6 @@ class Journal:
         return told
 
     @property
-    def last(self) -> Entry | None:
+    def last(self) -> CollectiveRecord | None:
         """The newest collective, or None before the first."""
         return self._entries[-1] if self._entries else None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchmn.communicators.engine import Engine
-from torchmn.communicators.flight_recorder import Journal
+from torchmn.communicators.flight_recorder import FlightRecorder
 from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError
 from torchmn.transports.base import Message, ReduceOp, TimeLimit, Transport
 
@@ -31,10 +31,10 @@ class Group:
         name: str,
         transport: Transport,
         *,
-        journal: Journal,
+        journal: FlightRecorder,
         engine: Engine,
         timeout_s: float,
-        speaker: str,
+        rank_label: str,
         first_timeout_s: float | None = None,
     ) -> None:
         self.name = name
@@ -45,7 +45,7 @@ class Group:
         self.engine = engine
         self.timeout_s = timeout_s
         self.first_timeout_s = timeout_s if first_timeout_s is None else first_timeout_s
-        self.speaker = speaker
+        self.rank_label = rank_label
 
     @property
     def limit_s(self) -> float:
@@ -60,7 +60,7 @@ class Group:
             journal=self.journal,
             engine=self.engine,
             timeout_s=self.timeout_s,
-            speaker=self.speaker,
+            rank_label=self.rank_label,
             first_timeout_s=self.first_timeout_s,
         )
 
@@ -179,10 +179,10 @@ class Group:
                 "Another rank may be slower than the limit (raise timeout_s=), may have ended, or "
                 "may be in a different collective: look at the other ranks' last words."
             )
-            raise type(error)(f"{self.speaker}: {entry}: {error} {cure}") from error
+            raise type(error)(f"{self.rank_label}: {entry}: {error} {cure}") from error
         except Exception as error:
             self.journal.end(entry, "failed")
-            raise CommunicationError(f"{self.speaker}: {entry} failed: {error}") from error
+            raise CommunicationError(f"{self.rank_label}: {entry} failed: {error}") from error
         self.journal.end(entry, "done")
         return result
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _WORKING, _DONE, _FAILED = "working", "done", "failed"
 
 
-class Meeting:
+class HeartbeatGather:
     """The end of a piece of work that every rank does. All ranks make one alike.
 
     ``what`` names the work in messages. Every rank calls `beat` as often as it likes between two
@@ -65,6 +65,6 @@ class Meeting:
         for rank, (theirs, text) in enumerate(said):
             if theirs == _FAILED:
                 raise CommunicationError(
-                    f"{self._comm.speaker}: {self._what} stopped, because rank {rank} raised {text}"
+                    f"{self._comm.rank_label}: {self._what} stopped, because rank {rank} raised {text}"
                 )
         return said

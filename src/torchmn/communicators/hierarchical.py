@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchmn.communicators.allreduce import Cargo, PlainWire, StripedWire, Wire
+from torchmn.communicators.allreduce import Cargo, NativeAllReduce, ReduceScatterAllGather, Wire
 from torchmn.communicators.base import Communicator, all_agree
 from torchmn.communicators.group import Group
 
@@ -25,8 +25,8 @@ class HierarchicalCommunicator(Communicator):
         self._leaders = self._part_of("leaders", [ranks[0] for ranks in nodes])
 
     @property
-    def link_group(self) -> Group | None:
-        """See `Communicator.link_group`."""
+    def inter_node_group(self) -> Group | None:
+        """See `Communicator.inter_node_group`."""
         return self._leaders
 
     @property
@@ -46,13 +46,13 @@ class HierarchicalCommunicator(Communicator):
     def _send_ahead(self, cargo: Cargo, wire: Wire) -> None:
         # All leaders or none: what is announced goes by another connection.
         if self._leaders is not None and self._leaders.size == self.size:
-            wire.send_ahead(self._leaders, cargo)
+            wire.prefetch_send(self._leaders, cargo)
 
     def _agree(self, is_valid: bool) -> bool:
         """Leaders have decoded the same bytes; the others of the node have decoded nothing."""
         return all_agree(self._node, is_valid)
 
     def _sum_between_leaders_(self, leaders: Group, cargo: Cargo, wire: Wire) -> None:
-        if isinstance(wire, PlainWire):
-            wire = StripedWire()
+        if isinstance(wire, NativeAllReduce):
+            wire = ReduceScatterAllGather()
         wire.sum_(leaders, cargo)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchmn.communicators import object_codec
 from torchmn.communicators.group import Group
 from torchmn.communicators.object_exchange import exchange_tensors
-from torchmn.errors import CommunicationError, DisagreementError, UsageError
+from torchmn.errors import CommunicationError, RankMismatchError, UsageError
 
 ANY_SOURCE = -1
 """As ``source`` of `recv` and `recv_obj`: from whichever rank a message comes first."""
@@ -98,7 +98,7 @@ class Mailbox:
     def receive(self, source: int, tag: int) -> tuple[Any, Status]:
         """The first message that fits, and where it came from. Called by the receiver.
 
-        Raises DisagreementError: its sender refused to send the object.
+        Raises RankMismatchError: its sender refused to send the object.
         """
         while True:
             for letter in self._arrived:
@@ -135,8 +135,8 @@ class Mailbox:
 
     def _opened(self, letter: _Letter) -> Any:
         if letter.note == _REFUSED:
-            raise DisagreementError(
-                f"{self._group.speaker} is in recv, but rank {letter.source} refused to send: "
+            raise RankMismatchError(
+                f"{self._group.rank_label} is in recv, but rank {letter.source} refused to send: "
                 f"{letter.body}"
             )
         return object_codec.unpack(letter.body, letter.tensors, self._trust)

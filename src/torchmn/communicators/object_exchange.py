@@ -18,10 +18,10 @@ from torchmn.communicators.group import Group
 from torchmn.communicators.opening import INLINE_BYTES, Call, Opening, Row
 
 
-class Delivery:
+class ObjectExchange:
     """Carries objects over a group. Its methods are collective and run inside engine jobs.
 
-    Raises from every method: DisagreementError, the calls of the ranks differ, or a rank refused
+    Raises from every method: RankMismatchError, the calls of the ranks differ, or a rank refused
     its own; UnsupportedError, the own object may not travel.
     """
 

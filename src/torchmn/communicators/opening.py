@@ -8,7 +8,7 @@ with them.
 
 Where a signature differs, or a rank had to refuse its call because of an argument, all ranks
 exchange their calls as text and raise: the rank that refused raises its own error, the others
-DisagreementError. After that they may go on together.
+RankMismatchError. After that they may go on together.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import NoReturn
 import torch
 
 from torchmn.communicators.group import Group
-from torchmn.errors import CommunicationError, DisagreementError, TorchmnError
+from torchmn.errors import CommunicationError, RankMismatchError, TorchmnError
 
 ROW_BYTES = 256
 _HEAD = struct.Struct("<8sBiq")  # signature, state, bytes of the call as text, bytes of the message
@@ -69,7 +69,7 @@ class Opening:
         """The rows of all ranks, once they all make the same call. *Collective.*
 
         ``nbytes`` is the size of the message that follows, which is ``inline`` where that has at
-        most `INLINE_BYTES`. Raises DisagreementError on all ranks: the calls differ, or a rank
+        most `INLINE_BYTES`. Raises RankMismatchError on all ranks: the calls differ, or a rank
         refused its own.
         """
         if self._group.size == 1:
@@ -82,7 +82,7 @@ class Opening:
         return rows
 
     def refuse(self, name: str, error: Exception) -> NoReturn:
-        """Raise ``error`` here and a DisagreementError with its text on all other ranks.
+        """Raise ``error`` here and a RankMismatchError with its text on all other ranks.
 
         *Collective.*
         """
@@ -135,11 +135,11 @@ class Opening:
         for rank, head in enumerate(heads):
             if head[1] == _REFUSED:
                 own_title = json.loads(words)[0]
-                raise DisagreementError(
-                    f"{self._group.speaker} is in {own_title}, but rank {rank} refused it: "
+                raise RankMismatchError(
+                    f"{self._group.rank_label} is in {own_title}, but rank {rank} refused it: "
                     f"{texts[rank]}"
                 )
-        raise DisagreementError(f"{self._group.speaker}: {_difference(texts)}")
+        raise RankMismatchError(f"{self._group.rank_label}: {_difference(texts)}")
 
 
 def _difference(texts: Sequence[str]) -> str:

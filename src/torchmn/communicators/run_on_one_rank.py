@@ -25,7 +25,7 @@ _KINDS: dict[str, type[TorchmnError]] = {
 }
 
 
-def work_on_one_rank(
+def run_on_one_rank(
     comm: Communicator, worker: int, work: Callable[[Callable[[], None]], Result]
 ) -> Result:
     """Run ``work(keep_waiting)`` on rank ``worker`` and give its result to all ranks. *Collective*.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchmn.communicators.allreduce import Cargo, PlainWire, Wire
+from torchmn.communicators.allreduce import Cargo, NativeAllReduce, Wire
 from torchmn.communicators.base import Communicator
 from torchmn.communicators.group import Group
 from torchmn.errors import UnsupportedError
@@ -32,11 +32,11 @@ class SingleNodeCommunicator(Communicator):
 
     def _connect(self) -> None:
         self._node = self._with_shared_memory(self.world)
-        if not self.hides_exchange:
+        if not self.overlaps_backward:
             self.bucket_bytes = _UNHIDDEN_BUCKET_BYTES
 
     @property
-    def hides_exchange(self) -> bool:
+    def overlaps_backward(self) -> bool:
         """Only on GPUs. Through shared memory the sum is work for the core that backward needs.
 
         VGG, 2 workers on 2 cores: behind backward 1.00 x DistributedDataParallel on gloo, after
@@ -45,15 +45,15 @@ class SingleNodeCommunicator(Communicator):
         return self.device.type == "cuda"
 
     @property
-    def link_group(self) -> Group | None:
-        """See `Communicator.link_group`: through shared memory nothing is slow."""
+    def inter_node_group(self) -> Group | None:
+        """See `Communicator.inter_node_group`: through shared memory nothing is slow."""
         return None if self._node.transport.name == "shared_memory" else self._node
 
     @property
     def encodes_between(self) -> str:
         """See `Communicator.encodes_between`."""
-        return "" if self.link_group is None else super().encodes_between
+        return "" if self.inter_node_group is None else super().encodes_between
 
     def _sum_(self, cargo: Cargo, wire: Wire) -> None:
         is_shared = self._node.transport.name == "shared_memory"
-        (PlainWire() if is_shared else wire).sum_(self._node, cargo)
+        (NativeAllReduce() if is_shared else wire).sum_(self._node, cargo)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchmn.communicators.allreduce import Cargo, PlainWire, StripedWire, Wire
+from torchmn.communicators.allreduce import Cargo, NativeAllReduce, ReduceScatterAllGather, Wire
 from torchmn.communicators.base import Communicator, all_agree
 from torchmn.communicators.group import Group
 from torchmn.errors import UnsupportedError
@@ -17,7 +17,7 @@ class TwoDimensionalCommunicator(Communicator):
     """
 
     name = "two_dimensional"
-    cuts_parameters = True
+    shards_parameters = True
     _node: Group
     _column: Group
 
@@ -35,8 +35,8 @@ class TwoDimensionalCommunicator(Communicator):
         self._column = self._own_part_of("column", list(zip(*nodes, strict=True)))
 
     @property
-    def link_group(self) -> Group | None:
-        """See `Communicator.link_group`."""
+    def inter_node_group(self) -> Group | None:
+        """See `Communicator.inter_node_group`."""
         return self._column
 
     @property
@@ -51,15 +51,15 @@ class TwoDimensionalCommunicator(Communicator):
             part = self._node.reduce_scatter_stripes_(cargo.buffer)
             start = int(part.storage_offset()) - int(cargo.buffer.storage_offset())
             mine = cargo.between(start, start + part.numel())
-        if isinstance(wire, PlainWire):
-            wire = StripedWire()
+        if isinstance(wire, NativeAllReduce):
+            wire = ReduceScatterAllGather()
         wire.sum_(self._column, mine)
         if self._node.size > 1:
             self._node.all_gather_stripes_(cargo.buffer)
 
     def _send_ahead(self, cargo: Cargo, wire: Wire) -> None:
         if self._node.size == 1:
-            wire.send_ahead(self._column, cargo)
+            wire.prefetch_send(self._column, cargo)
 
     def _agree(self, is_valid: bool) -> bool:
         """Ranks of one column have decoded the same bytes, the others of the node other ones."""

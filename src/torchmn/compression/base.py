@@ -5,7 +5,7 @@ What the wire does with them, for a bucket on W ranks (CNTK's quantized all-redu
 
     stripes = codec.cut(layout, W)
     for each j but the own rank:     codec.encode_stripe(buffer, stripes[j], bytes_j)   -> rank j
-    once, the own part unencoded:    codec.settle_stripe(buffer, stripes[rank])
+    once, the own part unencoded:    codec.flush_residual_into(buffer, stripes[rank])
     for what came from each rank:    codec.decode_stripe(bytes, stripes[rank], buffer, add=True)
     once, the sum:                   codec.encode_stripe(buffer, stripes[rank], bytes, "owner")
                                                                                         -> all ranks
@@ -57,7 +57,7 @@ class Codec(ABC):
     def begin(self, total_scale: float) -> None:
         """Begin an exchange in which the sum over ranks is ``total_scale`` times the mean.
 
-        A residue that was kept in an exchange with another ``total_scale`` is multiplied by the
+        A residual that was kept in an exchange with another ``total_scale`` is multiplied by the
         ratio of the two before it is added, so that it adds to the mean exactly what was lost of
         an earlier mean. 0 is a sum of nothing, after which `finish` is told ``is_valid=False``.
         """
@@ -68,16 +68,16 @@ class Codec(ABC):
         """End an exchange: all its buckets are decoded, none of the next is encoded.
 
         ``is_valid=False`` (a gradient somewhere was not finite; the same on all ranks) takes back
-        what this exchange did to residues, as if it had not been.
+        what this exchange did to residuals, as if it had not been.
         """
         self.nonfinite.clear()
 
     def fresh(self) -> Codec:
-        """One like it with a state of its own: no two exchanges may share residues."""
+        """One like it with a state of its own: no two exchanges may share residuals."""
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """What outlives a step, of this rank: tensors and numbers. Copies."""
+        """What outlives a step, of this rank: tensors and numbers. A copy."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -98,7 +98,7 @@ class StripeCodec(Codec):
     ``values``, ``out`` of `decode_stripe`: the buffer, (n,), in whose elements a layout's segments
     count. ``encoded``, ``out`` of `encode_stripe`: (stripe_nbytes,) uint8, contiguous, at a
     multiple of 8 bytes. An own codec writes the three abstract methods; whatever it does not say
-    of blocks, state and residues has a default.
+    of blocks, state and residuals has a default.
     """
 
     block_length: int = 1
@@ -135,28 +135,28 @@ class StripeCodec(Codec):
     def encode_rest(
         self,
         values: Tensor,
-        residue: Tensor,
+        residual: Tensor,
         rest: Tensor,
         stripe: Layout,
         out: Tensor,
         side: Side = "worker",
     ) -> None:
-        """Encode v = values + residue and write what is lost, v minus its decoded value, to rest.
+        """Encode v = values + residual and write what is lost, v minus its decoded value, to rest.
 
-        ``residue`` and ``rest``: (stripe.span,) of the wide dtype, element 0 for element
-        ``stripe.begin`` of ``values``. Where v is not finite, ``rest`` is ``residue``. Called by
+        ``residual`` and ``rest``: (stripe.span,) of the wide dtype, element 0 for element
+        ``stripe.begin`` of ``values``. Where v is not finite, ``rest`` is ``residual``. Called by
         `ErrorFeedback`; a codec with a faster way than this one, in four passes, overrides it.
         """
         local = stripe.moved(-stripe.begin, stripe.wide_dtype)
-        torch.add(residue, span_of(values, stripe), out=rest)
+        torch.add(residual, span_of(values, stripe), out=rest)
         self.encode_stripe(rest, local, out, side)
         decoded = torch.zeros_like(rest)
         self.decode_stripe(out, local, decoded)
         rest.sub_(decoded)
         if not torch.isfinite(rest).all():
-            torch.where(torch.isfinite(rest), rest, residue, out=rest)
+            torch.where(torch.isfinite(rest), rest, residual, out=rest)
 
-    def settle_stripe(self, values: Tensor, stripe: Layout, side: Side = "worker") -> None:
+    def flush_residual_into(self, values: Tensor, stripe: Layout, side: Side = "worker") -> None:
         """Add what is owed to ``values``, which go on unencoded: nothing of them is lost.
 
         ``values`` has at least 32 bits. One rank alone settles its whole bucket, on both sides.
@@ -168,7 +168,7 @@ class StripeCodec(Codec):
         return self
 
 
-def nameless(numel: int, dtype: torch.dtype) -> Layout:
+def anonymous_layout(numel: int, dtype: torch.dtype) -> Layout:
     """The layout of a buffer that is one run of elements."""
     return Layout((Segment("", 0, numel),) if numel else (), dtype)
 

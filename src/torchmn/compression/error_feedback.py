@@ -3,16 +3,16 @@
     v = g + r,   send Q(v),   r <- v - Q(v)
 
 so that after any number of steps the sum of what was sent is the sum of the gradients less the
-residue r that remains (Seide et al. 2014; Stich et al. 2018; Karimireddy et al. 2019). Both sides
-have residues: the worker for its gradient, the owner of a stripe for the mean.
+residual r that remains (Seide et al. 2014; Stich et al. 2018; Karimireddy et al. 2019). Both sides
+have residuals: the worker for its gradient, the owner of a stripe for the mean.
 
-An exchange whose sum is c times the mean keeps residues r = c R. What counts is R, the part of the
+An exchange whose sum is c times the mean keeps residuals r = c R. What counts is R, the part of the
 mean that was lost; with another c', because the weights of the ranks have changed, r is multiplied
 by c' / c first (see `Codec.begin`). So for any history of weights
 
     sum of returned means = sum of true means - sum of all R that remain
 
-Differences from CNTK: residues are part of the state, where CNTK set them to zero at every
+Differences from CNTK: residuals are part of the state, where CNTK set them to zero at every
 checkpoint; they are kept by the parameter's name, so that they outlive another layout of buckets
 (PyTorch's PowerSGD hook keyed by bucket and lost them) and another number of workers (`reshard`);
 a worker adds its own stripe to the sum unencoded; an exchange with a gradient that is not finite
@@ -35,7 +35,7 @@ from torchmn.errors import UnsupportedError, UsageError
 class ErrorFeedback(StripeCodec):
     """Wraps any stripe codec. Memory: 8 bytes an element as a worker, and as much over W as owner.
 
-    One object belongs to one exchange: its residues are of that exchange's parameters.
+    One object belongs to one exchange: its residuals are of that exchange's parameters.
     """
 
     keeps_residues = True
@@ -50,7 +50,7 @@ class ErrorFeedback(StripeCodec):
             raise UsageError(f"{codec!r} has error feedback already: wrap the codec inside it.")
         super().__init__()
         self.codec = codec
-        self.name = f"{codec.name}+residue"
+        self.name = f"{codec.name}+residual"
         self.block_length = codec.block_length
         self.bits = codec.bits
         self.nonfinite = codec.nonfinite
@@ -80,9 +80,9 @@ class ErrorFeedback(StripeCodec):
         """See `StripeCodec.decode_stripe`."""
         self.codec.decode_stripe(encoded, stripe, out, add=add)
 
-    def settle_stripe(self, values: Tensor, stripe: Layout, side: Side = "worker") -> None:
-        """See `StripeCodec.settle_stripe`. Afterwards nothing of the stripe is owed."""
-        super().settle_stripe(values, stripe, side)
+    def flush_residual_into(self, values: Tensor, stripe: Layout, side: Side = "worker") -> None:
+        """See `StripeCodec.flush_residual_into`. Afterwards nothing of the stripe is owed."""
+        super().flush_residual_into(values, stripe, side)
         run = self._run(side, stripe, values.device)
         span_of(values, stripe).add_(run.now)
         run.rest.zero_()
@@ -102,12 +102,12 @@ class ErrorFeedback(StripeCodec):
         return ErrorFeedback(self.codec.fresh())
 
     def state_dict(self) -> dict[str, Any]:
-        """The residues of this rank, between two exchanges. See `residues.reshard`."""
-        return {"residues": self._residues.state_dict(), "codec": self.codec.state_dict()}
+        """The residuals of this rank, between two exchanges. See `residuals.reshard`."""
+        return {"residuals": self._residues.state_dict(), "codec": self.codec.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `StripeCodec.load_state_dict`."""
-        self._residues.load_state_dict(state.get("residues", []))
+        self._residues.load_state_dict(state.get("residuals", []))
         self.codec.load_state_dict(state.get("codec", {}))
 
     def _run(
@@ -115,7 +115,7 @@ class ErrorFeedback(StripeCodec):
     ) -> Run:
         if any(not segment.name for segment in stripe.segments):
             raise UnsupportedError(
-                f"{self.name} keeps residues by the names of parameters, and this buffer has none: "
+                f"{self.name} keeps residuals by the names of parameters, and this buffer has none: "
                 "it can only be carried by an exchange of named parameters."
             )
         return self._residues.run(side, stripe, device, is_owner=is_owner)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchmn.compression.base import Side, StripeCodec, check_encoded, span_of
 from torchmn.compression.layout import Layout
-from torchmn.compression.nonfinite import is_surely_finite
+from torchmn.compression.nonfinite import known_finite
 
 
 class ReducedPrecision(StripeCodec):
@@ -55,20 +55,20 @@ class ReducedPrecision(StripeCodec):
     def encode_rest(
         self,
         values: Tensor,
-        residue: Tensor,
+        residual: Tensor,
         rest: Tensor,
         stripe: Layout,
         out: Tensor,
         side: Side = "worker",
     ) -> None:
         """See `StripeCodec.encode_rest`."""
-        torch.add(residue, span_of(values, stripe), out=rest)
+        torch.add(residual, span_of(values, stripe), out=rest)
         narrow = self._narrow(out, stripe)
         narrow.copy_(rest)
         rest.sub_(narrow)
-        if is_surely_finite(narrow):
+        if known_finite(narrow):
             return
-        torch.where(torch.isfinite(rest), rest, residue, out=rest)
+        torch.where(torch.isfinite(rest), rest, residual, out=rest)
         if side == "worker":
             self.nonfinite.look("encoding", stripe, narrow)
 

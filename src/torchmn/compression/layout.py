@@ -75,7 +75,7 @@ class Segment:
 class Layout:
     """The segments of a bucket, or of a stripe of it, in the order of the buffer.
 
-    ``dtype`` is the buffer's. Two layouts that are equal share residues, so that sets of buckets
+    ``dtype`` is the buffer's. Two layouts that are equal share residuals, so that sets of buckets
     that take turns do. Elements of the buffer between segments are nobody's and do not travel.
     """
 
@@ -119,7 +119,7 @@ class Layout:
 
     @property
     def wide_dtype(self) -> torch.dtype:
-        """In which its values are summed and residues kept: float64 for float64, else float32."""
+        """In which its values are summed and residuals kept: float64 for float64, else float32."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @cached_property

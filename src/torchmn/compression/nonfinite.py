@@ -34,7 +34,7 @@ class Nonfinite:
 
     def look(self, when: When, stripe: Layout, span: Tensor) -> None:
         """Look into ``span`` (stripe.span,), at every parameter only if there is something."""
-        if not is_surely_finite(span):
+        if not known_finite(span):
             parts = (span[s.start - stripe.begin : s.end - stripe.begin] for s in stripe.segments)
             self.note(when, stripe, torch.stack([~torch.isfinite(part).all() for part in parts]))
 
@@ -59,7 +59,7 @@ class Nonfinite:
             self._names[when].append(stripe.segments[position].name)
 
 
-def is_surely_finite(span: Tensor) -> bool:
+def known_finite(span: Tensor) -> bool:
     """Whether the extremes are, and NaN counts as one. A GPU is not waited for: maybe not."""
     if not span.numel():
         return True

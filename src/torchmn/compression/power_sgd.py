@@ -13,7 +13,7 @@ so that what is returned and what all ranks owe add up to the gradients. r (n + 
 instead of n m. Where the sum is not the mean but a multiple of it, R_i is converted as in
 `error_feedback`; Q has no unit.
 
-Differences from the paper and from PyTorch's hook: the residue is what this rank's own part has
+Differences from the paper and from PyTorch's hook: the residual is what this rank's own part has
 lost, V_i - P Q_i', not V_i less the mean, which would keep the differences between ranks too. P is
 summed and orthogonalised at one rank, and all use its bytes; P Q' is added up in one order without
 fused operations: replicas stay bit-identical on unlike CPUs. A column of P that is nothing beside
@@ -65,21 +65,21 @@ class Ranks(Protocol):
 
 @dataclass
 class _Memory:
-    """Of one matrix: ``q`` (m, r) and ``residue`` (n, m), and what may replace them.
+    """Of one matrix: ``q`` (m, r) and ``residual`` (n, m), and what may replace them.
 
-    ``scale``: how many times its mean the sum was, of the exchange that ``residue`` is from.
+    ``scale``: how many times its mean the sum was, of the exchange that ``residual`` is from.
     """
 
     q: Tensor
-    residue: Tensor
+    residual: Tensor
     scale: float
     next_q: Tensor | None = None
     next_residue: Tensor | None = None
 
     def work(self) -> Tensor:
-        """The memory of the next residue, kept from step to step."""
+        """The memory of the next residual, kept from step to step."""
         if self.next_residue is None:
-            self.next_residue = torch.empty_like(self.residue)
+            self.next_residue = torch.empty_like(self.residual)
         return self.next_residue
 
 
@@ -157,12 +157,12 @@ class PowerSGD(Codec):
                 self._agree_on_q(own, rest, comm, dtype)
 
     def finish(self, *, is_valid: bool) -> None:
-        """End an exchange: make its residues and Q valid, or forget them. See `Codec.finish`."""
+        """End an exchange: make its residuals and Q valid, or forget them. See `Codec.finish`."""
         super().finish(is_valid=is_valid)
         for memory in self._memories.values():
             if is_valid and memory.next_q is not None and memory.next_residue is not None:
                 memory.q = memory.next_q
-                memory.residue, memory.next_residue = memory.next_residue, memory.residue
+                memory.residual, memory.next_residue = memory.next_residue, memory.residual
             memory.next_q = None
         self._step += is_valid
         self._loaded.clear()
@@ -172,24 +172,24 @@ class PowerSGD(Codec):
         return PowerSGD(self.rank, seed=self.seed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Q and residues by name, as copies; `residues.reshard` serves these states as well."""
+        """Q and residuals by name, as copies; `residuals.reshard` serves these states as well."""
         memories = {
             **{n: (e["q"], e["values"], e["scale"]) for n, e in self._loaded.items()},
-            **{n: (m.q, m.residue.flatten(), m.scale) for n, m in self._memories.items()},
+            **{n: (m.q, m.residual.flatten(), m.scale) for n, m in self._memories.items()},
         }
         memories = dict(sorted(memories.items()))  # as other codecs: see `Residues.state_dict`
         return {
             "step": self._step,
             "q": {name: q.clone() for name, (q, _, _) in memories.items()},
-            "residues": [
+            "residuals": [
                 {
                     "side": "worker",
                     "name": name,
                     "offset": 0,
-                    "values": residue.clone(),
+                    "values": residual.clone(),
                     "scale": scale,
                 }
-                for name, (_, residue, scale) in memories.items()
+                for name, (_, residual, scale) in memories.items()
             ],
         }
 
@@ -203,7 +203,7 @@ class PowerSGD(Codec):
                 "values": entry["values"],
                 "scale": scale_of(entry),
             }
-            for entry in state.get("residues", [])
+            for entry in state.get("residuals", [])
         }
 
     # ---- one exchange ----
@@ -218,7 +218,7 @@ class PowerSGD(Codec):
         """Add what is owed, and multiply by Q."""
         wide = tensor.reshape(tensor.shape[0], -1).to(_wide(tensor))
         memory = self._memory(name, wide)
-        v = torch.add(wide, memory.residue, out=memory.work())
+        v = torch.add(wide, memory.residual, out=memory.work())
         q = self._without_zero_columns(
             name, memory.q
         ).double()  # squares of 1e-25 vanish in 32 bits
@@ -226,7 +226,7 @@ class PowerSGD(Codec):
 
     def _memory(self, name: str, matrix: Tensor) -> _Memory:
         memory = self._memories.get(name)
-        if memory is None or memory.residue.shape != matrix.shape:
+        if memory is None or memory.residual.shape != matrix.shape:
             memory = _Memory(
                 matrix.new_zeros(matrix.shape[1], self.rank),
                 matrix.new_zeros(matrix.shape),
@@ -234,13 +234,13 @@ class PowerSGD(Codec):
             )
             loaded = self._loaded.pop(name, None)
             if loaded is not None and loaded["values"].numel() == matrix.numel():
-                memory.residue.copy_(loaded["values"].view(matrix.shape))
+                memory.residual.copy_(loaded["values"].view(matrix.shape))
                 memory.scale = loaded["scale"]
                 if loaded["q"].shape == memory.q.shape:  # another rank starts from new columns
                     memory.q.copy_(loaded["q"])
             self._memories[name] = memory
         if memory.scale != self.total_scale:
-            memory.residue.mul_(self.total_scale / memory.scale)
+            memory.residual.mul_(self.total_scale / memory.scale)
             memory.scale = self.total_scale
         return memory
 

@@ -49,7 +49,7 @@ class Quantized(StripeCodec):
 
     ``block_length`` is a multiple of 32. ``seed`` is for stochastic rounding; give each rank its
     own, such as ``comm.rank``, or their errors are alike and do not average out. Values beyond the
-    range of float32 count as not finite. float64 buffers have float32 scales and float64 residues.
+    range of float32 count as not finite. float64 buffers have float32 scales and float64 residuals.
     """
 
     def __init__(
@@ -86,14 +86,14 @@ class Quantized(StripeCodec):
     def encode_rest(
         self,
         values: Tensor,
-        residue: Tensor,
+        residual: Tensor,
         rest: Tensor,
         stripe: Layout,
         out: Tensor,
         side: Side = "worker",
     ) -> None:
         """See `StripeCodec.encode_rest`; here in one pass."""
-        self._encode(values, residue, rest, stripe, out, side)
+        self._encode(values, residual, rest, stripe, out, side)
 
     def decode_stripe(
         self, encoded: Tensor, stripe: Layout, out: Tensor, *, add: bool = False
@@ -159,7 +159,7 @@ class Quantized(StripeCodec):
     def _encode(
         self,
         values: Tensor,
-        residue: Tensor | None,
+        residual: Tensor | None,
         rest: Tensor | None,
         stripe: Layout,
         out: Tensor,
@@ -170,7 +170,7 @@ class Quantized(StripeCodec):
         noise = Noise(self.seed, self._step, side) if self.grid.is_stochastic else None
         span = span_of(values, stripe).to(stripe.wide_dtype).contiguous()
         kernels = kernels_for(values.device.type)
-        flags = kernels.encode(span, residue, rest, out, plan, noise)
+        flags = kernels.encode(span, residual, rest, out, plan, noise)
         if side == "worker":
             self.nonfinite.note("encoding", stripe, flags)
 

@@ -2,7 +2,7 @@
 
 Kept by the parameter's name and the position in it, once for what this rank owes as a worker and
 once for what it owes as the owner of stripes. Buckets and stripes may be laid out anew at any time
-between two exchanges: residues move along. What one exchange writes becomes valid when it ends, so
+between two exchanges: residuals move along. What one exchange writes becomes valid when it ends, so
 that an exchange whose result is thrown away leaves no trace.
 
 Values are kept in the unit of the exchange that wrote them, whose sum was ``scale`` times the mean:
@@ -27,7 +27,7 @@ State = dict[str, Any]
 
 
 class Run:
-    """The residues of one stripe: ``now`` (span,), and ``rest`` (span,), which may replace it."""
+    """The residuals of one stripe: ``now`` (span,), and ``rest`` (span,), which may replace it."""
 
     def __init__(self, stripe: Layout, device: torch.device, scale: float) -> None:
         self.stripe = stripe
@@ -37,20 +37,20 @@ class Run:
         self.is_written = False
 
     def convert(self, scale: float) -> None:
-        """Keep the valid residues in the unit of an exchange of this scale."""
+        """Keep the valid residuals in the unit of an exchange of this scale."""
         if scale != self.scale:
             self.now.mul_(scale / self.scale)
             self.scale = scale
 
     def part(self, position: int) -> Tensor:
-        """The valid residues of one segment, a view."""
+        """The valid residuals of one segment, a view."""
         segment = self.stripe.segments[position]
         start = segment.start - self.stripe.begin
         return self.now[start : start + segment.numel]
 
 
 class Residues:
-    """All residues of one rank. Local."""
+    """All residuals of one rank. Local."""
 
     def __init__(self) -> None:
         self.scale = 1.0
@@ -62,7 +62,7 @@ class Residues:
     def run(
         self, side: Side, stripe: Layout, device: torch.device, *, is_owner: bool = True
     ) -> Run:
-        """The residues of a stripe in the unit of this exchange, zeros where there are none yet.
+        """The residuals of a stripe in the unit of this exchange, zeros where there are none yet.
 
         A worker that is not the stripe's owner takes over what it owes as its owner of before: it
         is owed to the sum all the same.
@@ -130,7 +130,7 @@ class Residues:
             self._loose.setdefault(key, []).append(piece)
 
     def _claim(self, side: Side, name: str, offset: int, into: Tensor) -> None:
-        """Add loose residues of a run of elements to ``into``; they are loose no more."""
+        """Add loose residuals of a run of elements to ``into``; they are loose no more."""
         pieces = self._loose.pop((side, name), [])
         left = []
         for piece in pieces:
@@ -183,7 +183,7 @@ class _Piece:
 
 
 def scale_of(entry: State) -> float:
-    """How many times its mean the sum was, of the exchange that a saved residue is from."""
+    """How many times its mean the sum was, of the exchange that a saved residual is from."""
     scale: float = entry.get("scale", 1.0)
     return scale
 
@@ -192,7 +192,7 @@ def reshard(states: Sequence[State], num_workers: int) -> State:
     """The state that each of ``num_workers`` workers loads, from those of all old ones. Local.
 
     ``states`` are `ErrorFeedback.state_dict` of every old rank, in rank order. What the means have
-    lost is the sum of all residues over their scales, workers' and owners' alike; each new worker
+    lost is the sum of all residuals over their scales, workers' and owners' alike; each new worker
     takes an equal part of it, in the unit of the mean: with a scale of 1. Owners begin with zeros.
     Where only some ranks encode (leaders of nodes), ``num_workers`` is their number.
     """
@@ -201,7 +201,7 @@ def reshard(states: Sequence[State], num_workers: int) -> State:
             f"reshard() needs the states of all old ranks and at least one new worker, but got "
             f"{len(states)} states and num_workers={num_workers}."
         )
-    entries = [entry for state in states for entry in state["residues"]]
+    entries = [entry for state in states for entry in state["residuals"]]
     lengths: dict[str, int] = {}
     for entry in entries:
         end = entry["offset"] + len(entry["values"])
@@ -214,7 +214,7 @@ def reshard(states: Sequence[State], num_workers: int) -> State:
     dtypes = {entry["name"]: entry["values"].dtype for entry in entries}
     return {
         **states[0],
-        "residues": [
+        "residuals": [
             {
                 "side": "worker",
                 "name": name,

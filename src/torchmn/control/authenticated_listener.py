@@ -70,7 +70,7 @@ class _Stranger:
     said: bytearray = field(default_factory=bytearray)
 
 
-class Gate:
+class AuthenticatedListener:
     """A listener that lets in who knows the secret, in one thread and without ever waiting.
 
     Watch it with a selector, and call `admit` or `accept` when it is ready and about every second.
@@ -221,7 +221,7 @@ class Gate:
         stranger.connection.close()
 
 
-def knock(
+def connect_authenticated(
     address: str, *, secret: str, role: str, identity: Message, limit_s: float = 30.0
 ) -> Channel:
     """The way in for a visitor: prove who we are to the gate of ``role`` at ``host:port``. Blocks.
@@ -242,7 +242,7 @@ def connect(
     limit_s: float = 30.0,
     insists: bool = True,
 ) -> socket.socket:
-    """As `knock`, for a visitor who does not speak in messages. ``line`` says who it is.
+    """As `connect_authenticated`, for a visitor who does not speak in messages. ``line`` says who it is.
 
     One that does not insist takes being turned away for an answer.
     """

@@ -17,9 +17,9 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
-from torchmn.control.authenticated_listener import Gate, connect
+from torchmn.control.authenticated_listener import AuthenticatedListener, connect
 from torchmn.errors import LaunchError, TopologyError
-from torchmn.topology import LaunchedPlace, allocation, route_of
+from torchmn.topology import LauncherInfo, allocation, route_of
 from torchmn.topology.hostlists import parse_node_list
 
 _NUM_PORTS = 8
@@ -48,7 +48,7 @@ def job_name(env: Mapping[str, str]) -> str:
     return " ".join(f"{name}={env[name]}" for name in names)
 
 
-def leader_host(place: LaunchedPlace, env: Mapping[str, str]) -> str | None:
+def leader_host(place: LauncherInfo, env: Mapping[str, str]) -> str | None:
     """The host of rank 0 as the launcher or the scheduler says, or ``None``.
 
     Where all ranks stand on one host it is this one. Ranks are taken to be counted along the list
@@ -63,7 +63,7 @@ def leader_host(place: LaunchedPlace, env: Mapping[str, str]) -> str | None:
     return given.hosts[0].name if given is not None else None
 
 
-def tell_port(job: str, port: int, *, host: str = "127.0.0.1", secret: str = "") -> None:
+def publish_port(job: str, port: int, *, host: str = "127.0.0.1", secret: str = "") -> None:
     """Rank 0: tell the others ``port`` as long as this process lives, in a daemon thread.
 
     ``host`` is where the others look for us, ``secret`` that of the job if it has one. Raises
@@ -72,7 +72,7 @@ def tell_port(job: str, port: int, *, host: str = "127.0.0.1", secret: str = "")
     for candidate in _candidates(job):
         with suppress(OSError):
             listener = socket.create_server((_interface(host), candidate), backlog=1024)
-            gate = Gate(listener, secret=_word(job, secret), role=_ROLE)
+            gate = AuthenticatedListener(listener, secret=_word(job, secret), role=_ROLE)
             threading.Thread(target=_answer, args=(gate, port), name="meeting", daemon=True).start()
             return
     raise LaunchError(
@@ -82,7 +82,7 @@ def tell_port(job: str, port: int, *, host: str = "127.0.0.1", secret: str = "")
     )
 
 
-def ask_port(host: str, job: str, limit_s: float, *, secret: str = "") -> int | None:
+def lookup_port(host: str, job: str, limit_s: float, *, secret: str = "") -> int | None:
     """The other ranks: rank 0's port, or ``None`` if nobody told it within the limit.
 
     Raises TopologyError: the name of the host is unknown here.
@@ -122,7 +122,7 @@ def is_loopback(name: str) -> bool:
         return False
 
 
-def _answer(gate: Gate, port: int) -> None:
+def _answer(gate: AuthenticatedListener, port: int) -> None:
     with selectors.DefaultSelector() as selector:
         selector.register(gate, selectors.EVENT_READ)
         while True:

@@ -21,7 +21,7 @@ from torchmn.data.permutations import Order, epoch_permutation
 from torchmn.data.sampler_pass import SamplerPass, asking_loader
 from torchmn.data.scatter import shard_bounds
 from torchmn.data.sub_dataset import SizedDataset
-from torchmn.errors import DisagreementError, UsageError
+from torchmn.errors import RankMismatchError, UsageError
 
 if TYPE_CHECKING:
     from torchmn.communicators import Communicator
@@ -69,7 +69,7 @@ class GlobalSampler(Sampler[list[int]]):
 
     Raises:
         UsageError: an argument is out of range, or nothing is left of an epoch.
-        DisagreementError: ranks passed different arguments; all ranks raise.
+        RankMismatchError: ranks passed different arguments; all ranks raise.
     """
 
     def __init__(
@@ -312,7 +312,7 @@ def _raise_if_ranks_disagree(comm: Communicator, arguments: dict[str, int]) -> N
     for rank, theirs in enumerate(everyone):
         for name, value in theirs.items():
             if value != everyone[0][name]:
-                raise DisagreementError(
+                raise RankMismatchError(
                     f"GlobalSampler: rank 0 has {name}={everyone[0][name]} and rank {rank} "
                     f"{name}={value}. All ranks must pass the same."
                 )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from torchmn.communicators.run_on_one_rank import raise_if_any_failed, work_on_one_rank
+from torchmn.communicators.run_on_one_rank import raise_if_any_failed, run_on_one_rank
 from torchmn.data.cifar_files import find_cifar10, read_cifar10
 from torchmn.data.download import download as fetch
 from torchmn.data.idx_files import find_mnist, read_mnist
@@ -159,7 +159,7 @@ def load_images(
     if comm is None:
         provide(lambda: None)
         return _load(name, files, root, verify)
-    work_on_one_rank(comm, 0, provide)
+    run_on_one_rank(comm, 0, provide)
     loaded, error = None, None
     try:
         loaded = _load(name, files, root, verify)

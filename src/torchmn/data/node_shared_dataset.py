@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from torchmn.communicators.run_on_one_rank import raise_if_any_failed, work_on_one_rank
+from torchmn.communicators.run_on_one_rank import raise_if_any_failed, run_on_one_rank
 from torchmn.data.packed_samples import COPY, Layout, PackedSamples, pack_dataset
 from torchmn.data.sub_dataset import SizedDataset
 from torchmn.errors import TorchmnError
-from torchmn.transports.shared_segment import Address, NodeMemory, explained
+from torchmn.transports.shared_segment import Address, SharedMemorySegment, explained
 from torchmn.units import MiB
 
 if TYPE_CHECKING:
@@ -39,12 +39,12 @@ def copy_to_nodes(
     a node attach. The memory has no name (see `node_memory`), so a crash leaves nothing.
 
     Raises:
-        DataError, NodeMemoryError: the data set raised, or a node's memory is too small; the same
+        DataError, SharedMemoryError: the data set raised, or a node's memory is too small; the same
             sentence on all ranks.
     """
     writers = [root if root in ranks else ranks[0] for ranks in comm.topology.nodes]
     own_writer = writers[comm.inter_rank]
-    memory: NodeMemory | None = None
+    memory: SharedMemorySegment | None = None
 
     def pack(keep_waiting: Callable[[], None]) -> tuple[dict[str, Any], int]:
         nonlocal memory
@@ -52,11 +52,13 @@ def copy_to_nodes(
         memory, layout = pack_dataset(source, comm.trust, shared_directory, keep_waiting)
         return layout.to_plain(), memory.size
 
-    plain, size = work_on_one_rank(comm, root, pack)
+    plain, size = run_on_one_rank(comm, root, pack)
     if len(writers) > 1:
         is_receiver = comm.rank == own_writer and comm.rank != root
         received, error = _attempt(
-            lambda: NodeMemory.create(size, COPY, shared_directory) if is_receiver else None
+            lambda: (
+                SharedMemorySegment.create(size, COPY, shared_directory) if is_receiver else None
+            )
         )
         raise_if_any_failed(comm, error)
         memory = received if is_receiver else memory
@@ -65,15 +67,19 @@ def copy_to_nodes(
     address = None if memory is None else dataclasses.astuple(memory.address())
     addresses = comm.allgather_obj(address)
     if memory is None:
-        memory, error = _attempt(lambda: NodeMemory.attach(Address(*addresses[own_writer])))
+        memory, error = _attempt(
+            lambda: SharedMemorySegment.attach(Address(*addresses[own_writer]))
+        )
     else:
         error = None
     # After this every rank has its node's memory open, so no writer can leave too early.
     raise_if_any_failed(comm, error)
-    return PackedSamples(cast(NodeMemory, memory), Layout.from_plain(plain), comm.trust)
+    return PackedSamples(cast(SharedMemorySegment, memory), Layout.from_plain(plain), comm.trust)
 
 
-def _attempt(make: Callable[[], NodeMemory | None]) -> tuple[NodeMemory | None, Exception | None]:
+def _attempt(
+    make: Callable[[], SharedMemorySegment | None],
+) -> tuple[SharedMemorySegment | None, Exception | None]:
     try:
         return make(), None
     except TorchmnError as error:
@@ -83,7 +89,7 @@ def _attempt(make: Callable[[], NodeMemory | None]) -> tuple[NodeMemory | None, 
 def _pass_along(
     comm: Communicator,
     chain: list[int],
-    memory: NodeMemory | None,
+    memory: SharedMemorySegment | None,
     size: int,
     max_buf_len: int,
     shared_directory: str,
@@ -103,7 +109,7 @@ def _pass_along(
 
 
 def _pass_chunk(
-    comm: Communicator, chain: list[int], memory: NodeMemory, begin: int, end: int
+    comm: Communicator, chain: list[int], memory: SharedMemorySegment, begin: int, end: int
 ) -> None:
     place = chain.index(comm.rank)
     mapped = memory.map_shared()

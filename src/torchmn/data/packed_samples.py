@@ -25,7 +25,12 @@ from torch.utils.data import Dataset
 from torchmn.communicators import object_codec
 from torchmn.data.sub_dataset import SizedDataset, is_starting_process
 from torchmn.errors import DataError, TorchmnError, UnsupportedError
-from torchmn.transports.shared_segment import SHARED_DIRECTORY, NodeMemory, Purpose, explained
+from torchmn.transports.shared_segment import (
+    SHARED_DIRECTORY,
+    Purpose,
+    SharedMemorySegment,
+    explained,
+)
 from torchmn.units import GiB
 
 COPY = Purpose(
@@ -89,7 +94,7 @@ class Layout:
 
 
 class OwnMemory:
-    """Bytes of this process, where a `NodeMemory` is what the node shares. Local."""
+    """Bytes of this process, where a `SharedMemorySegment` is what the node shares. Local."""
 
     def __init__(self, content: bytearray) -> None:
         self._content = content
@@ -123,7 +128,7 @@ class PackedSamples(Dataset[Any]):
 
     def __init__(
         self,
-        memory: NodeMemory | OwnMemory,
+        memory: SharedMemorySegment | OwnMemory,
         layout: Layout,
         trust: object_codec.Trust,
         held: np.ndarray[Any, Any] | None = None,
@@ -211,14 +216,14 @@ def pack_dataset(
     trust: object_codec.Trust,
     directory: str = SHARED_DIRECTORY,
     progress: Callable[[], None] = lambda: None,
-) -> tuple[NodeMemory, Layout]:
+) -> tuple[SharedMemorySegment, Layout]:
     """Read every sample of a data set once and put it into new shared memory. Local.
 
     ``progress`` is called after every sample.
 
     Raises:
         DataError: the data set raised, named with the sample.
-        NodeMemoryError: the memory is too small.
+        SharedMemoryError: the memory is too small.
         UnsupportedError: a sample holds a CUDA tensor, or needs pickle and there is no trust.
     """
     length = len(dataset)
@@ -309,10 +314,10 @@ def _pack_stacked(
     shape: Layout,
     directory: str,
     progress: Callable[[], None],
-) -> tuple[NodeMemory, Layout, int]:
+) -> tuple[SharedMemorySegment, Layout, int]:
     """Also the number of samples that are in it: up to the first that is not like sample 0."""
     layout, end = _laid_out(shape, length)
-    memory = NodeMemory.create(end, COPY, directory)
+    memory = SharedMemorySegment.create(end, COPY, directory)
     try:
         for begin in range(0, end, _RESERVE_BYTES):
             memory.reserve(begin, min(begin + _RESERVE_BYTES, end))
@@ -383,8 +388,8 @@ def _pack_encoded(
     trust: object_codec.Trust,
     directory: str,
     progress: Callable[[], None],
-) -> tuple[NodeMemory, Layout]:
-    memory = NodeMemory.create(0, COPY, directory)
+) -> tuple[SharedMemorySegment, Layout]:
+    memory = SharedMemorySegment.create(0, COPY, directory)
     starts = np.zeros(length + 1, np.int64)
     end = 0
     try:

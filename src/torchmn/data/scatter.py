@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from torchmn.data.node_shared_dataset import copy_to_nodes
 from torchmn.data.permutations import SEED_RULE, draw_seed, is_seed, permutation
 from torchmn.data.sub_dataset import SizedDataset, SubDataset
-from torchmn.errors import DisagreementError, UsageError
+from torchmn.errors import RankMismatchError, UsageError
 from torchmn.transports.shared_segment import SHARED_DIRECTORY
 from torchmn.units import MiB
 
@@ -55,7 +55,7 @@ def scatter_index(
 
     Raises:
         UsageError: the number of samples is negative, on all ranks.
-        DisagreementError: ranks passed different roots, on all ranks.
+        RankMismatchError: ranks passed different roots, on all ranks.
     """
     try:
         length, refusal = operator.index(n_total_samples), None
@@ -116,9 +116,9 @@ def scatter_dataset(
 
     Raises:
         UsageError: an argument is out of range, or the root's data set has no length.
-        DisagreementError: ranks passed different roots, or data sets of different lengths.
+        RankMismatchError: ranks passed different roots, or data sets of different lengths.
         DataError: the data set raised.
-        NodeMemoryError: a node's memory is too small.
+        SharedMemoryError: a node's memory is too small.
         UnsupportedError: a sample cannot travel.
         All ranks raise the same sentence.
     """
@@ -181,7 +181,7 @@ def _agree(comm: Communicator, words: dict[str, Any], root: int) -> list[dict[st
     everyone: list[dict[str, Any]] = comm.allgather_obj({**words, "root": operator.index(root)})
     roots = [theirs["root"] for theirs in everyone]
     if len(set(roots)) > 1:
-        raise DisagreementError(
+        raise RankMismatchError(
             f"Ranks 0 to {comm.size - 1} passed root={roots}. All ranks must pass the same root."
         )
     if not 0 <= roots[0] < comm.size:
@@ -195,7 +195,7 @@ def _agree(comm: Communicator, words: dict[str, Any], root: int) -> list[dict[st
 def _raise_if_lengths_differ(lengths: list[int | None], root: int) -> None:
     for rank, length in enumerate(lengths):
         if length is not None and length != lengths[root]:
-            raise DisagreementError(
+            raise RankMismatchError(
                 f"scatter_dataset: rank {root} has a data set of {lengths[root]} samples and rank "
                 f"{rank} one of {length}. Pass the same data set on every rank, or None on every "
                 "rank but the root."

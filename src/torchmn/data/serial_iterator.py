@@ -163,7 +163,7 @@ class SerialIterator(Generic[Batch]):
         """The state that this rank loads, from those of all old ranks, in rank order. Local.
 
         As many samples of the epoch are done as before, over all ranks; which ones they are is not
-        kept, see `resume_notes`. A seed that each rank has of its own stays with the rank's number.
+        kept, see `resume_warnings`. A seed that each rank has of its own stays with the rank's number.
         """
         own = states[comm.rank % len(states)]
         epoch = int(own["epoch"])
@@ -173,7 +173,7 @@ class SerialIterator(Generic[Batch]):
         before = epoch + (position - self.batch_size) / max(length, 1)
         return {**own, "current_position": position, "previous_epoch_detail": max(before, 0.0)}
 
-    def resume_notes(self) -> list[str]:
+    def resume_warnings(self) -> list[str]:
         """What does not hold when a state is loaded by another number of ranks, in sentences."""
         return [
             "The shards of another number of ranks hold other samples: of the epoch under way some "

@@ -1,8 +1,8 @@
 """What a model is worth, measured over the shards of all ranks."""
 
-from torchmn.communicators.heartbeat_gather import Meeting
+from torchmn.communicators.heartbeat_gather import HeartbeatGather
 from torchmn.evaluation.batches import batch_to, call_with_batch, num_samples
-from torchmn.evaluation.buffers import BufferRule, unify_buffers_
+from torchmn.evaluation.buffers import BufferRule, sync_buffers_
 from torchmn.evaluation.create import create_multi_node_evaluator
 from torchmn.evaluation.generic import GenericMultiNodeEvaluator
 from torchmn.evaluation.ratio import Ratio
@@ -11,7 +11,7 @@ from torchmn.evaluation.sums import Sums, WeightedSums, means_of, merge_sums, sc
 __all__ = [
     "BufferRule",
     "GenericMultiNodeEvaluator",
-    "Meeting",
+    "HeartbeatGather",
     "Ratio",
     "Sums",
     "WeightedSums",
@@ -22,5 +22,5 @@ __all__ = [
     "merge_sums",
     "num_samples",
     "scalars_of",
-    "unify_buffers_",
+    "sync_buffers_",
 ]

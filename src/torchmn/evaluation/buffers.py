@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from torchmn.errors import DisagreementError, UnknownNameError
+from torchmn.errors import RankMismatchError, UnknownNameError
 
 if TYPE_CHECKING:
     from torchmn.communicators import Communicator
@@ -22,7 +22,7 @@ BufferRule = Literal["average", "rank0", "local"]
 BUFFER_RULES: tuple[BufferRule, ...] = ("average", "rank0", "local")
 
 
-def unify_buffers_(
+def sync_buffers_(
     models: Iterable[nn.Module], comm: Communicator, rule: BufferRule = "average"
 ) -> None:
     """Give all ranks the same buffers, in place. *Collective* unless the rule is ``local``.
@@ -36,7 +36,7 @@ def unify_buffers_(
 
     Raises:
         UnknownNameError: no such rule.
-        DisagreementError: the ranks' buffers differ in number or shape.
+        RankMismatchError: the ranks' buffers differ in number or shape.
     """
     if rule not in BUFFER_RULES:
         raise UnknownNameError("rule for buffers", rule, BUFFER_RULES)
@@ -67,8 +67,8 @@ def _take_from_rank_0_(buffers: list[Tensor], comm: Communicator) -> None:
     own = [buffer.detach().cpu() for buffer in buffers]
     theirs = comm.bcast_obj(own if comm.rank == 0 else None)
     if [value.shape for value in theirs] != [value.shape for value in own]:
-        raise DisagreementError(
-            f"{comm.speaker}: rank 0 has buffers of shapes {_shapes(theirs)}, this rank of "
+        raise RankMismatchError(
+            f"{comm.rank_label}: rank 0 has buffers of shapes {_shapes(theirs)}, this rank of "
             f"{_shapes(own)}. All ranks must build the same model."
         )
     for buffer, value in zip(buffers, theirs, strict=True):

@@ -17,9 +17,9 @@ import torch
 from pytorch_pfn_extras.training.extensions.evaluator import DistributedEvaluator, Evaluator
 from torch.utils.data import DataLoader
 
-from torchmn.communicators.heartbeat_gather import Meeting
-from torchmn.errors import DisagreementError, UnknownNameError, UnsupportedError, UsageError
-from torchmn.evaluation.buffers import BUFFER_RULES, BufferRule, unify_buffers_
+from torchmn.communicators.heartbeat_gather import HeartbeatGather
+from torchmn.errors import RankMismatchError, UnknownNameError, UnsupportedError, UsageError
+from torchmn.evaluation.buffers import BUFFER_RULES, BufferRule, sync_buffers_
 from torchmn.evaluation.one_pass import named_loaders
 from torchmn.evaluation.recorder import Recorder
 from torchmn.evaluation.sums import Sums, means_of, merge_sums
@@ -62,7 +62,7 @@ def create_multi_node_evaluator(
     Raises:
         UnknownNameError, UsageError: an argument is of the wrong kind.
         UnsupportedError: ``compat`` together with ``verify``.
-        DisagreementError: the ranks' arguments differ.
+        RankMismatchError: the ranks' arguments differ.
 
     ``evaluate()`` then raises UsageError: a value that has no mean, or ``verify`` found a
     difference; CommunicationError: another rank raised.
@@ -72,8 +72,8 @@ def create_multi_node_evaluator(
     words = {"buffers": buffers, "compat": compat}
     for rank, theirs in enumerate(comm.allgather_obj(words)):
         if theirs != words:
-            raise DisagreementError(
-                f"{comm.speaker}: create_multi_node_evaluator has {words} here and {theirs} on "
+            raise RankMismatchError(
+                f"{comm.rank_label}: create_multi_node_evaluator has {words} here and {theirs} on "
                 f"rank {rank}. All ranks must give the same."
             )
     evaluation = _MultiNodeEvaluation(evaluator, comm, buffers, compat, verify)
@@ -124,8 +124,10 @@ class _MultiNodeEvaluation:
 
     def __call__(self) -> dict[str, float]:
         targets = self._evaluator.get_all_targets().values()
-        unify_buffers_(targets, self._comm, self._buffers)
-        meeting = Meeting(self._comm, f"evaluation '{self._evaluator.name or 'validation'}'")
+        sync_buffers_(targets, self._comm, self._buffers)
+        meeting = HeartbeatGather(
+            self._comm, f"evaluation '{self._evaluator.name or 'validation'}'"
+        )
         try:
             shard = self._measure(self._evaluator.get_all_iterators(), meeting)
             whole = None
@@ -142,7 +144,7 @@ class _MultiNodeEvaluation:
                 self._raise_if_different(values, _means([theirs]), rank)
         return values
 
-    def _measure(self, loaders: Mapping[str, Any], meeting: Meeting) -> Sums:
+    def _measure(self, loaders: Mapping[str, Any], meeting: HeartbeatGather) -> Sums:
         """Run the evaluator's own ``evaluate`` over some loaders."""
         recorder = Recorder(meeting.beat)
         own_loaders = self._evaluator._iterators

@@ -10,7 +10,7 @@ import torch
 from pytorch_pfn_extras.training import extension
 from torch import nn
 
-from torchmn.communicators.heartbeat_gather import Meeting
+from torchmn.communicators.heartbeat_gather import HeartbeatGather
 from torchmn.errors import UsageError
 from torchmn.evaluation.batches import batch_to, call_with_batch
 from torchmn.evaluation.one_pass import one_pass
@@ -77,7 +77,7 @@ class GenericMultiNodeEvaluator(extension.Extension):
     def __call__(self, manager: Any = None) -> Any:
         """Evaluate. *Collective.* Raises CommunicationError: another rank raised."""
         what = f"evaluation '{self.name or self.default_name}'"
-        meeting = Meeting(self.comm, what)
+        meeting = HeartbeatGather(self.comm, what)
         try:
             with torch.no_grad(), _evaluation_mode(self.targets.values()):
                 results = self._local_results(meeting)
@@ -86,7 +86,7 @@ class GenericMultiNodeEvaluator(extension.Extension):
             raise
         meeting.finish(None)
         gathered = self.comm.gather_obj(results, self.root)
-        meeting = Meeting(self.comm, what)
+        meeting = HeartbeatGather(self.comm, what)
         result = None
         try:
             if gathered is not None:
@@ -97,7 +97,7 @@ class GenericMultiNodeEvaluator(extension.Extension):
         meeting.finish(None)
         return result
 
-    def _local_results(self, meeting: Meeting) -> list[Any]:
+    def _local_results(self, meeting: HeartbeatGather) -> list[Any]:
         results = []
         for number, batch in enumerate(self.iterator, start=1):
             meeting.beat()

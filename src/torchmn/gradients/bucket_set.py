@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torchmn.communicators import Communicator
 from torchmn.communicators.allreduce import Wire
 from torchmn.communicators.engine import Work
-from torchmn.errors import CommunicationError, DisagreementError, UsageError
+from torchmn.errors import CommunicationError, RankMismatchError, UsageError
 from torchmn.gradients.buckets import Bucket
 from torchmn.gradients.chunks import Chunk, cut_into_chunks
-from torchmn.gradients.weight_scale import weight_unit
+from torchmn.gradients.weight_scale import weight_scale
 from torchmn.gradients.weight_sum import WeightAgreement
 
 (
@@ -307,11 +307,11 @@ class BucketSet:
             footer_work.wait()
         self.raise_if_flags_differ()
         total = self.total_weight
-        self.next_unit = weight_unit(total, self.num_active)
+        self.next_unit = weight_scale(total, self.num_active)
         self._factor = self._factor_of(total, self.unit)
         if total == 0.0 and self.num_active and self.reduction == "mean":
             raise UsageError(
-                f"{self.comm.speaker}: the weights of all ranks are zero. With weight='samples' "
+                f"{self.comm.rank_label}: the weights of all ranks are zero. With weight='samples' "
                 "the model's forward must see a tensor with a batch dimension; else call "
                 "optimizer.set_weight(number_of_samples) before backward()."
             )
@@ -323,7 +323,7 @@ class BucketSet:
         return self.comm.size * unit / (1.0 if self.reduction == "sum" else total)
 
     def raise_if_flags_differ(self) -> None:
-        """Raise DisagreementError if only some ranks did what all must do, after `await_footer`.
+        """Raise RankMismatchError if only some ranks did what all must do, after `await_footer`.
 
         On all ranks, and without another message. CommunicationError: the ranks are at different
         exchanges.
@@ -335,10 +335,10 @@ class BucketSet:
                 who = f"{num_flagged} of {size} ranks each"
                 if num_flagged == 1:
                     who = f"rank {round(footer[FLAGGED_RANKS]) - 1}"
-                raise DisagreementError(f"{self.comm.speaker}: {who} {what}.")
+                raise RankMismatchError(f"{self.comm.rank_label}: {who} {what}.")
         if self.buckets and footer[NUM_EXCHANGES] != self._sent_count * size:
             raise CommunicationError(
-                f"{self.comm.speaker}: the ranks are at different exchanges of gradients: this one "
+                f"{self.comm.rank_label}: the ranks are at different exchanges of gradients: this one "
                 f"at number {self._sent_count}, all together at "
                 f"{footer[NUM_EXCHANGES] / size:g} in the mean. Every rank must run backward() and "
                 "step() equally often, or end its loop inside optimizer.join()."

@@ -62,14 +62,14 @@ class ChunkPlan:
 
 
 def plan_chunks(
-    times: Sequence[ChunkTimes], *, backward_s: float, hides_exchange: bool = True
+    times: Sequence[ChunkTimes], *, backward_s: float, overlaps_backward: bool = True
 ) -> ChunkPlan:
     """The plan for these chunks and, behind the last of them by index, the footer.
 
-    ``backward_s`` is from the first gradient to the end of backward. ``hides_exchange=False``: no
+    ``backward_s`` is from the first gradient to the end of backward. ``overlaps_backward=False``: no
     chunk may leave before the end of backward.
     """
-    behind = _behind_backward(times, backward_s) if hides_exchange else []
+    behind = _behind_backward(times, backward_s) if overlaps_backward else []
     chosen = set(behind)
     rest = [index for index in range(len(times)) if index not in chosen]
     rest.sort(key=lambda index: (times[index].needed_s, index))

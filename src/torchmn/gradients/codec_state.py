@@ -26,7 +26,7 @@ def own_codec(codec: str | Codec | None, comm: Communicator) -> Codec | None:
         chosen = create_codec(codec)
     if chosen is None:
         return None
-    if chosen.needs_whole_parameters and comm.cuts_parameters:
+    if chosen.needs_whole_parameters and comm.shards_parameters:
         raise UnsupportedError(
             f"{chosen.name} needs whole parameters, and the route {comm.name!r} cuts them between "
             "the ranks of a node. Use 'hierarchical' or another codec."
@@ -39,7 +39,7 @@ def warn_if_it_encodes_nothing(codec: Codec | None, comm: Communicator) -> None:
     if codec is None or comm.size == 1 or comm.rank != 0 or comm.encodes_between:
         return
     warnings.warn(
-        f"{comm.speaker}: the codec {codec.name} encodes nothing here: the route {comm.name!r} "
+        f"{comm.rank_label}: the codec {codec.name} encodes nothing here: the route {comm.name!r} "
         f"encodes what crosses between nodes, and all {comm.size} ranks are on one, where sums are "
         "exact and faster without it. To encode between all ranks all the same, take "
         "torchmn.create_communicator('flat').",
@@ -57,9 +57,9 @@ def codec_state(codec: Codec | None, comm: Communicator) -> dict[str, Any]:
 def load_codec_state(codec: Codec | None, comm: Communicator, state: dict[str, Any]) -> None:
     """Go on from `codec_state`. What another rank owes is not ours to pay: it is left out."""
     if codec is None:
-        if state.get("state", {}).get("residues"):
+        if state.get("state", {}).get("residuals"):
             warnings.warn(
-                f"{comm.speaker}: the saved state has residues of a codec, and here is none: what "
+                f"{comm.rank_label}: the saved state has residuals of a codec, and here is none: what "
                 "was owed to the model is left out. Use the codec of the saved run.",
                 RuntimeWarning,
                 stacklevel=4,
@@ -68,8 +68,8 @@ def load_codec_state(codec: Codec | None, comm: Communicator, state: dict[str, A
     is_ours = (state.get("rank"), state.get("size")) == (comm.rank, comm.size)
     if state.get("state") and not is_ours:
         warnings.warn(
-            f"{comm.speaker}: the saved state of the codec {codec.name} is that of "
-            f"rank {state['rank']} of {state['size']}, so this rank starts without residues. "
+            f"{comm.rank_label}: the saved state of the codec {codec.name} is that of "
+            f"rank {state['rank']} of {state['size']}, so this rank starts without residuals. "
             "Save and load optimizer.state_dict() on every rank; for another number of ranks "
             "load what optimizer.reshard_state_dict() makes of the states of all old ranks.",
             RuntimeWarning,

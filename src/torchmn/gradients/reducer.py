@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from torchmn.communicators import Communicator
-from torchmn.communicators.allreduce import create_wire
+from torchmn.communicators.allreduce import create_allreduce
 from torchmn.compression import Codec
-from torchmn.errors import CommunicationError, DisagreementError, UnsupportedError, UsageError
+from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
 from torchmn.gradients.backward_pass import AtEnd, BackwardPass
 from torchmn.gradients.bucket_set import (
     GIVEN_UP,
@@ -59,7 +59,7 @@ class PassWatcher(Protocol):
         """There are other chunks now, in the order of their index."""
 
 
-class GradientExchange:
+class GradientReducer:
     """Watches the backward passes of some parameters and sums their gradients over ranks.
 
     ``num_sets`` sets of buckets take turns: with two, the means of one step are in use while the
@@ -71,7 +71,7 @@ class GradientExchange:
     A pass that an exception has ended is given up when the next one begins: the ranks end its
     exchange and throw it away. Parameters that have another dtype, device, shape or
     ``requires_grad`` than at the last pass are laid out again. Both must happen on all ranks; where
-    it does not, all raise DisagreementError, for the footer of each exchange holds what its ranks
+    it does not, all raise RankMismatchError, for the footer of each exchange holds what its ranks
     are about to do.
     """
 
@@ -95,9 +95,9 @@ class GradientExchange:
         self.step = 0
         self.contribution = Contribution()
         """This rank's weight in the next exchange or step, and its samples."""
-        self.act_on_problem: Callable[[], None] = lambda: None
+        self.on_nonfinite_callback: Callable[[], None] = lambda: None
         """Raise or warn about `problem`, as the user has asked. *Collective.*"""
-        self.is_resting = num_sets == 0
+        self.is_suspended = num_sets == 0
         """Whether nothing is exchanged: gradients stay this rank's own."""
         self.is_active = True
         self.is_syncing = True
@@ -167,7 +167,7 @@ class GradientExchange:
         trainable = [
             (n, p)
             for n, p in known
-            if (p.requires_grad or p in self._unexchanged) and not self.is_resting
+            if (p.requires_grad or p in self._unexchanged) and not self.is_suspended
         ]
         sparse = set(self._find_sparse())
         self._sparse = [(n, p) for n, p in trainable if p in sparse]
@@ -175,7 +175,7 @@ class GradientExchange:
         self._facts = [ParameterFacts(p) for _, p in known]
         self._num_exchanges = 0
         self.memory.clear()
-        wire = create_wire(self.codec)
+        wire = create_allreduce(self.codec)
         num_footer = NUM_FOOTER + (0 if self.zero_fill else len(trainable))
         self.sets = [
             BucketSet(
@@ -227,13 +227,13 @@ class GradientExchange:
         self, comm: Communicator, codec: Codec | None, *, num_sets: int | None = None
     ) -> None:
         """Exchange over another communicator, in another form, from now on. *Collective.*"""
-        self.comm, self.codec, self.is_resting = comm, codec, False
+        self.comm, self.codec, self.is_suspended = comm, codec, False
         self._num_sets = self._num_sets if num_sets is None else num_sets
         self.rebuild()
 
     def rest(self) -> None:
         """Exchange nothing until `redirect`: every ``p.grad`` stays this rank's own. Local."""
-        self.is_resting = True
+        self.is_suspended = True
         self.rebuild()
 
     def close(self) -> None:
@@ -260,7 +260,7 @@ class GradientExchange:
     @property
     def is_needed(self) -> bool:
         """Whether there is anything to do: one rank alone has its means already."""
-        return not self.is_resting and (self.comm.size > 1 or self._num_sets > 1)
+        return not self.is_suspended and (self.comm.size > 1 or self._num_sets > 1)
 
     @property
     def filling(self) -> BucketSet:
@@ -316,7 +316,7 @@ class GradientExchange:
             bucket = self.filling.buckets[bucket_index]
             if parameter in self._arrived:
                 raise UnsupportedError(
-                    f"{self.comm.speaker}: the gradient of '{bucket.names[position]}' came twice "
+                    f"{self.comm.rank_label}: the gradient of '{bucket.names[position]}' came twice "
                     "in one backward pass, as torch.utils.checkpoint with use_reentrant=True does. "
                     "Use use_reentrant=False."
                 )
@@ -327,7 +327,7 @@ class GradientExchange:
                 parameter.grad = bucket.slots[position]
             elif not self.memory.is_mean(parameter):  # type: ignore[arg-type]
                 parameter.grad = None
-            if self.comm.hides_exchange:
+            if self.comm.overlaps_backward:
                 self._start_full_chunks()
 
     def _open_backward(self) -> BackwardPass:
@@ -367,7 +367,7 @@ class GradientExchange:
                 # More of it may come in another one, after this has been handed over.
                 self._pass = ended
                 raise UnsupportedError(
-                    f"{self.comm.speaker}: this backward pass runs in parts, as "
+                    f"{self.comm.rank_label}: this backward pass runs in parts, as "
                     "torch.utils.checkpoint with use_reentrant=True does, and the first gradients "
                     "came from a part. Use use_reentrant=False."
                 )
@@ -376,7 +376,7 @@ class GradientExchange:
             raise  # on all ranks, and nothing is under way: they may continue
         except BaseException as error:
             # Ranks that gave up a pass use the same buckets again, others the next ones.
-            if self._num_sets > 1 or not isinstance(error, DisagreementError):
+            if self._num_sets > 1 or not isinstance(error, RankMismatchError):
                 self._pass, self._failure = ended, error
             raise
 
@@ -392,18 +392,18 @@ class GradientExchange:
             if self._pass.is_cleared:
                 return
             raise UsageError(
-                f"{self.comm.speaker}: the backward pass before this raised an exception, so the "
+                f"{self.comm.rank_label}: the backward pass before this raised an exception, so the "
                 "gradients are not complete. Call optimizer.zero_grad() and run forward and "
                 "backward again, or leave this step out; on all ranks."
             )
         if self._failure is None:
             raise UsageError(
-                f"{self.comm.speaker}: step() or an exchange is called inside of a backward pass, "
+                f"{self.comm.rank_label}: step() or an exchange is called inside of a backward pass, "
                 "whose means are there when backward() has returned. Call step() after "
                 "backward(), not in a hook of a gradient."
             )
         raise CommunicationError(
-            f"{self.comm.speaker}: the backward pass before this did not reach its end "
+            f"{self.comm.rank_label}: the backward pass before this did not reach its end "
             f"({self._failure}), so the ranks no longer agree on what was exchanged. End the job "
             "and continue from the last checkpoint."
         )
@@ -411,7 +411,7 @@ class GradientExchange:
     def _give_up_pass(self) -> None:
         """End the exchange of a pass that raised, and throw it away. *Collective.*
 
-        Other ranks that have not given it up raise DisagreementError at the end of theirs.
+        Other ranks that have not given it up raise RankMismatchError at the end of theirs.
         """
         self._pass = None
         self._end_without_means(GIVEN_UP)
@@ -426,10 +426,10 @@ class GradientExchange:
             filling.chunks[index].cargo.buffer.zero_()
         filling.write_footer(0.0, is_active=False, flags=(flag,), num_exchanges=self._num_exchanges)
         self._num_exchanges += 1
-        self.sum_rest()
+        self.reduce_remaining()
         filling.drain()
 
-    def forget_backward(self) -> None:
+    def on_zero_grad(self) -> None:
         """Gradients were cleared. Local."""
         self._unexchanged.clear()
         if self._pass is not None:
@@ -466,7 +466,7 @@ class GradientExchange:
         grad = parameter.grad
         if grad is not None and grad.layout != torch.strided:
             raise UnsupportedError(
-                f"{self.comm.speaker}: the gradient of '{bucket.names[position]}' is sparse "
+                f"{self.comm.rank_label}: the gradient of '{bucket.names[position]}' is sparse "
                 f"({grad.layout}), and its layer is none whose gradients are known to be: "
                 "nn.Embedding and nn.EmbeddingBag with sparse=True. Use one of these, or dense "
                 "gradients (sparse=False)."
@@ -506,7 +506,7 @@ class GradientExchange:
         self._on_backward_end()
         if is_of_sums:
             raise UnsupportedError(
-                f"{self.comm.speaker}: this backward pass added to a sum over ranks, which was "
+                f"{self.comm.rank_label}: this backward pass added to a sum over ranks, which was "
                 "then added up over ranks once more (reduction='sum'). Call zero_grad() before "
                 "each step, and wrap all passes of a step but the last in optimizer.no_sync()."
             )
@@ -514,7 +514,7 @@ class GradientExchange:
     def _lay_out_again(self) -> None:
         """Parameters have changed, on all ranks; nothing of this pass was packed. *Collective.*
 
-        Raises DisagreementError on all ranks: not all have changed them.
+        Raises RankMismatchError on all ranks: not all have changed them.
         """
         self._end_without_means(OTHER_LAYOUT)
         self.restart()
@@ -547,16 +547,16 @@ class GradientExchange:
         )
         self._num_exchanges += 1
         self.has_loaded = False
-        if self.comm.hides_exchange:
+        if self.comm.overlaps_backward:
             self._start_full_chunks()
 
-    def start_rest(self) -> None:
+    def start_remaining(self) -> None:
         """Hand over what is left; return at once, or, with sparse gradients, when all is summed."""
         for index in self.plan.order[self._num_started :]:
             self.filling.start(self.filling.chunks[index], self.step)
         self._exchange_sparse()
 
-    def sum_rest(self) -> None:
+    def reduce_remaining(self) -> None:
         """Sum what is left, on the calling thread if it can be."""
         for index in self.plan.order[self._num_started :]:
             self.filling.sum_now(self.filling.chunks[index], self.step)

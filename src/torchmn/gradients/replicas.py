@@ -1,4 +1,4 @@
-"""Replicas: all ranks train one model and start from the same values; a checksum proves it."""
+"""ReplicaConsistency: all ranks train one model and start from the same values; a checksum proves it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from torchmn.communicators import Communicator
 from torchmn.communicators.checksums import checksum, differences
-from torchmn.errors import CommunicationError, DisagreementError, UnsupportedError, UsageError
+from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
 from torchmn.gradients.buckets import NamedParameter
 from torchmn.gradients.sparse_gradients import sparse_parameters
 
@@ -61,7 +61,7 @@ def raise_if_ranks_differ(
 
     Names, shapes, dtypes and strides of the tensors, which of them are trained, the options of the
     optimizer, and what was ``asked`` for: all of these decide what a rank sends. Raises
-    DisagreementError on all ranks, naming the first difference and who has what.
+    RankMismatchError on all ranks, naming the first difference and who has what.
     """
     trained = {parameter for _, parameter in named_parameters(inner, models)}
     tensors = {n: _describe(t, trained) for n, t in named_tensors(models).items()}
@@ -77,8 +77,8 @@ def raise_if_ranks_differ(
             "the optimizers", everybody[0][0], everybody[rank][0], rank
         )
         if what:
-            raise DisagreementError(
-                f"{comm.speaker}: {what}. All ranks must build the same model and the same "
+            raise RankMismatchError(
+                f"{comm.rank_label}: {what}. All ranks must build the same model and the same "
                 "optimizer."
             )
 
@@ -125,7 +125,7 @@ def _first_difference(
     return None
 
 
-def broadcast_and_prove(comm: Communicator, models: Sequence[nn.Module]) -> None:
+def broadcast_and_verify(comm: Communicator, models: Sequence[nn.Module]) -> None:
     """Give all ranks rank 0's parameters and buffers, then compare checksums. *Collective.*
 
     Raises CommunicationError: a tensor differs after the broadcast.
@@ -135,7 +135,7 @@ def broadcast_and_prove(comm: Communicator, models: Sequence[nn.Module]) -> None
     different = different_tensors(comm, models)
     if different:
         raise CommunicationError(
-            f"{comm.speaker}: after the broadcast ranks still differ in {different[:5]}. Memory or "
+            f"{comm.rank_label}: after the broadcast ranks still differ in {different[:5]}. Memory or "
             "network is faulty, or a tensor has overlapping memory."
         )
 
@@ -165,7 +165,7 @@ def different_tensors(comm: Communicator, models: Sequence[nn.Module]) -> list[s
     return [difference.name for difference in differences(everybody)]
 
 
-def take_over(
+def copy_state_from_rank(
     comm: Communicator,
     tensors: Sequence[Tensor],
     inner: Optimizer,

@@ -84,7 +84,7 @@ def _rows_of(
     grad = grad.detach().coalesce()
     if grad.sparse_dim() != 1:
         raise UnsupportedError(
-            f"{comm.speaker}: a gradient of shape {list(grad.shape)} is sparse in "
+            f"{comm.rank_label}: a gradient of shape {list(grad.shape)} is sparse in "
             f"{grad.sparse_dim()} dims. Only gradients that are sparse in their first dim, as "
             "those of nn.Embedding(sparse=True), are exchanged."
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 
-def weight_unit(total: float, num_active: int) -> float:
+def weight_scale(total: float, num_active: int) -> float:
     """The power of two at or above the mean weight.
 
     In this unit a 16-bit sum of weighted gradients stays in range. Powers of two shift exponents

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 from torchmn.communicators import Communicator
-from torchmn.gradients.weight_scale import weight_unit
+from torchmn.gradients.weight_scale import weight_scale
 
 
 class WeightAgreement:
@@ -54,12 +54,12 @@ class WeightAgreement:
         if self._unit is None:
             self.wait()
             total, num_active = self._row.tolist()
-            return weight_unit(total, round(num_active))
+            return weight_scale(total, round(num_active))
         return self._unit
 
     def _sum(self) -> None:
         if self._comm.size > 1:
             self._comm.world.all_reduce_(self._row)
         total, num_active = self._row.tolist()
-        unit = weight_unit(total, round(num_active)) if self._unit is None else self._unit
+        unit = weight_scale(total, round(num_active)) if self._unit is None else self._unit
         self._then(total, unit)

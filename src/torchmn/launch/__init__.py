@@ -2,7 +2,7 @@
 
 from torchmn.launch.backend import BACKENDS, Machine, choose_backend, this_machine
 from torchmn.launch.job import Job, python_command
-from torchmn.launch.plan import LAUNCHERS, Wish, place_inside, plan_elastic, plan_job
+from torchmn.launch.plan import LAUNCHERS, RunOptions, detect_existing_rank, plan_elastic, plan_job
 from torchmn.launch.rank_environment import run_as_rank
 from torchmn.launch.start import dry_run, dry_run_elastic, run_elastic_job, run_job
 
@@ -11,11 +11,11 @@ __all__ = [
     "LAUNCHERS",
     "Job",
     "Machine",
-    "Wish",
+    "RunOptions",
     "choose_backend",
     "dry_run",
     "dry_run_elastic",
-    "place_inside",
+    "detect_existing_rank",
     "plan_elastic",
     "plan_job",
     "python_command",

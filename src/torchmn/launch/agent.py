@@ -32,8 +32,8 @@ from torchmn.control.messages import (
     Refresh,
     Run,
     Started,
+    StatusRequest,
     Stream,
-    Tell,
 )
 from torchmn.control.processes import (
     death_with_parent,
@@ -50,7 +50,7 @@ from torchmn.exit_status import shell_code
 from torchmn.launch.line_splitter import LineSplitter
 from torchmn.monitor.script_link import ScriptLink
 from torchmn.monitor.script_monitor import WATCH_VARIABLE
-from torchmn.topology import Share
+from torchmn.topology import CpuAssignment
 
 _FULL_BYTES = 1 << 20
 """With so much waiting to be sent the script's pipes are left alone until the supervisor reads."""
@@ -79,7 +79,7 @@ class Agent:
         order: Run,
         channel: Channel,
         wakeup: socket.socket,
-        share: Share,
+        share: CpuAssignment,
         beside: str = "",
     ) -> None:
         self._rank = rank
@@ -209,7 +209,7 @@ class Agent:
             if isinstance(message, End):
                 self._link.post(message)
                 self._end(message.signum, "supervisor")
-            elif isinstance(message, Tell):
+            elif isinstance(message, StatusRequest):
                 self._link.ask()
             elif isinstance(message, Notice) and self._returncode is None:
                 send(self._script_pid, message.signum)  # its children know nothing of it

@@ -13,20 +13,20 @@ import sys
 from collections.abc import Mapping
 
 from torchmn.control import connection as channels
-from torchmn.control.authenticated_listener import knock
+from torchmn.control.authenticated_listener import connect_authenticated
 from torchmn.control.connection import Channel
 from torchmn.control.messages import Hello, Refused, Run
 from torchmn.control.processes import adopt_orphans, watch_signals
 from torchmn.errors import LaunchError, TorchmnError
 from torchmn.launch.agent import Agent
-from torchmn.launch.host_checks import versions, why_not_here
+from torchmn.launch.host_checks import find_problem, versions
 from torchmn.launch.rank_environment import script_environment, take_share
 from torchmn.launch.starters.local import reserve_port
 from torchmn.topology import (
     Route,
     available_processors,
-    launched_place,
-    own_address_towards,
+    local_address_for,
+    read_launcher_env,
     route_of,
 )
 
@@ -39,11 +39,11 @@ def main() -> int:
     adopt_orphans()
     wakeup = watch_signals(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
     try:
-        place = launched_place(os.environ)
+        place = read_launcher_env(os.environ)
         if place is None:
             raise LaunchError("No launcher started this agent: run `torchmn run` instead.")
         channel, order, route, keeper = report_for_work(place.rank, os.environ)
-        problem = why_not_here(order.cwd, order.script)
+        problem = find_problem(order.cwd, order.script)
         if problem:
             channel.post(Refused(text=problem))
             channel.close()
@@ -72,7 +72,7 @@ def report_for_work(
         raise LaunchError(
             f"{channels.ADDRESS_VARIABLE} or TORCHMN_SECRET is not set: run `torchmn run` instead."
         )
-    own_address = own_address_towards(address.rpartition(":")[0])
+    own_address = local_address_for(address.rpartition(":")[0])
     if own_address is None:
         raise LaunchError(f"No way leads from {socket.gethostname()} to the supervisor, {address}.")
     keeper, port = reserve_port(own_address)
@@ -84,7 +84,9 @@ def report_for_work(
         port=port,
         versions=versions(),
     )
-    channel = knock(address, secret=secret, role=channels.SUPERVISOR, identity=identity)
+    channel = connect_authenticated(
+        address, secret=secret, role=channels.SUPERVISOR, identity=identity
+    )
     return channel, channel.wait_for(Run, limit_s=_OTHERS_S), route_of(own_address), keeper
 
 

@@ -9,7 +9,7 @@ from typing import TextIO
 from torchmn.control.messages import Stream
 
 
-class Screen:
+class RankOutput:
     """Writes whole lines, each with its rank in front; standard output and error stay apart.
 
     On a terminal the progress bar that moved last is shown below the lines. Raises

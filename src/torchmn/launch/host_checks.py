@@ -32,7 +32,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def why_not_here(cwd: str, script: str) -> str:
+def find_problem(cwd: str, script: str) -> str:
     """Why this host cannot run a script, in words; empty if it can. ``script`` may be empty."""
     if not os.path.isdir(cwd):
         return f"there is no folder {cwd}: share it between the hosts, or start from one that is"

@@ -16,12 +16,12 @@ from torchmn.launch.job import THIS_HOST, Backend, Job, Launcher, default_log_di
 from torchmn.topology import (
     Allocation,
     Host,
-    LaunchedPlace,
+    LauncherInfo,
     allocation,
     is_this_host,
-    launched_place,
     parse_hostfile,
     parse_hosts,
+    read_launcher_env,
     seat,
 )
 
@@ -29,7 +29,7 @@ LAUNCHERS = ("auto", "local", "mpirun", "torchrun", "srun", "ssh")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
+class RunOptions:
     """What the user asked for, ``None`` or ``auto`` where nothing was said; see `torchmn run`."""
 
     argv: tuple[str, ...]
@@ -71,12 +71,12 @@ class Wish:
         return {**env, **given, **threads}
 
 
-def place_inside(wish: Wish, env: Mapping[str, str]) -> LaunchedPlace | None:
+def detect_existing_rank(wish: RunOptions, env: Mapping[str, str]) -> LauncherInfo | None:
     """The place of this process if a launcher has started it as one of several, else ``None``.
 
     Then there is nothing to be started. Raises TopologyError: other workers were asked for.
     """
-    place = launched_place(env)
+    place = read_launcher_env(env)
     if place is None or place.known_size in (None, 1):
         return None
     lists = wish.hosts is not None or wish.hostfile is not None
@@ -90,7 +90,7 @@ def place_inside(wish: Wish, env: Mapping[str, str]) -> LaunchedPlace | None:
     return place
 
 
-def plan_job(wish: Wish, env: Mapping[str, str]) -> tuple[Job, str]:
+def plan_job(wish: RunOptions, env: Mapping[str, str]) -> tuple[Job, str]:
     """The job, and in words why its launcher and backend are these. Reads files, changes nothing.
 
     Raises UsageError, UnknownNameError, UnsupportedError or TopologyError: what was asked for
@@ -100,7 +100,7 @@ def plan_job(wish: Wish, env: Mapping[str, str]) -> tuple[Job, str]:
         raise UnknownNameError("launcher", wish.launcher, LAUNCHERS)
     _raise_if_elastic_options_stand_alone(wish)
     given = allocation(env) if wish.hosts is None and wish.hostfile is None else None
-    hosts = seats(wish, given)
+    hosts = assign_slots(wish, given)
     num_ranks = sum(host.slots for host in hosts)
     is_remote = not all(is_this_host(host.name) for host in hosts)
     machine = this_machine(env)
@@ -127,7 +127,7 @@ def plan_job(wish: Wish, env: Mapping[str, str]) -> tuple[Job, str]:
     return job, "; ".join(reason for reason in reasons if reason)
 
 
-def plan_elastic(wish: Wish, env: Mapping[str, str]) -> tuple[ElasticJob, str]:
+def plan_elastic(wish: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJob, str]:
     """As `plan_job`, for a job that ``--elastic`` lets go on when hosts are lost and come back.
 
     Raises UnsupportedError: MPI, or a launcher whose world is fixed.
@@ -147,7 +147,7 @@ def plan_elastic(wish: Wish, env: Mapping[str, str]) -> tuple[ElasticJob, str]:
     if wish.launcher_args:
         raise UnsupportedError("--launcher-args has no launcher to go to with --elastic.")
     given = allocation(env) if wish.hosts is None and wish.hostfile is None else None
-    hosts = seats(wish, given)
+    hosts = assign_slots(wish, given)
     if most > len(hosts):
         has_list = given is not None or wish.hosts is not None or wish.hostfile is not None
         cure = "" if has_list else " Without a list of hosts there is this one: --elastic 1:1."
@@ -181,7 +181,7 @@ def plan_elastic(wish: Wish, env: Mapping[str, str]) -> tuple[ElasticJob, str]:
     return elastic, "; ".join(reason for reason in reasons if reason)
 
 
-def seats(wish: Wish, given: Allocation | None) -> tuple[Host, ...]:
+def assign_slots(wish: RunOptions, given: Allocation | None) -> tuple[Host, ...]:
     """The hosts, with as many slots as they get workers.
 
     Without any list of hosts this one is used, with as many workers as asked for.
@@ -214,7 +214,7 @@ def seats(wish: Wish, given: Allocation | None) -> tuple[Host, ...]:
     return (Host(name=THIS_HOST, slots=wish.num_ranks or wish.per_node or 1),)
 
 
-def _raise_if_elastic_options_stand_alone(wish: Wish) -> None:
+def _raise_if_elastic_options_stand_alone(wish: RunOptions) -> None:
     for name, value in (
         ("--max-restarts", wish.max_restarts),
         ("--rendezvous", wish.rendezvous),

@@ -10,7 +10,7 @@ import sys
 from contextlib import closing
 from dataclasses import asdict
 
-from torchmn.launch.host_checks import HostFacts, versions, why_not_here
+from torchmn.launch.host_checks import HostFacts, find_problem, versions
 from torchmn.launch.starters.local import reserve_port
 
 
@@ -20,7 +20,7 @@ def main() -> None:
     keeper, port = reserve_port("")
     with closing(keeper):
         facts = HostFacts(
-            versions=versions(), port=port, problem=why_not_here(asked["cwd"], asked["script"])
+            versions=versions(), port=port, problem=find_problem(asked["cwd"], asked["script"])
         )
         print(json.dumps(asdict(facts)), flush=True)
 

@@ -8,21 +8,21 @@ from typing import NoReturn
 
 from torchmn.control import connection as channels
 from torchmn.topology import (
-    LaunchedPlace,
+    CpuAssignment,
+    LauncherInfo,
     Processors,
     Route,
-    Share,
+    assign_cpus,
     available_processors,
-    gpu_neighbourhoods,
+    cores_near_gpu,
+    gpu_localities,
     memory_nodes,
-    share_beside,
-    share_of,
 )
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def run_as_rank(argv: Sequence[str], env: Mapping[str, str], place: LaunchedPlace) -> NoReturn:
+def run_as_rank(argv: Sequence[str], env: Mapping[str, str], place: LauncherInfo) -> NoReturn:
     """Become the script of a rank that another launcher has started, bound to its cores.
 
     A launcher may have bound it already, by a rule of its own. What MPI launchers and torchrun have
@@ -33,21 +33,21 @@ def run_as_rank(argv: Sequence[str], env: Mapping[str, str], place: LaunchedPlac
     is_bound = set(own.logical) < set(around.logical)
     if not (is_bound and place.kind == "scheduler"):
         take_share(place, env, around if is_bound else own)
-    share = share_of(available_processors(), intra_rank=0, intra_size=1)
+    share = assign_cpus(available_processors(), intra_rank=0, intra_size=1)
     os.execvpe(argv[0], list(argv), script_environment(env, share, {}, None))
 
 
 def take_share(
-    place: LaunchedPlace, env: Mapping[str, str], processors: Processors
-) -> tuple[Share, str]:
+    place: LauncherInfo, env: Mapping[str, str], processors: Processors
+) -> tuple[CpuAssignment, str]:
     """Bind this process, and so its children, to the rank's share of the node's processors.
 
     Also says in words what the share lies beside. Memory then comes from the node of these cores:
     that is the system's rule where nobody has set another.
     """
-    share, beside = share_beside(
+    share, beside = cores_near_gpu(
         processors,
-        gpu_neighbourhoods(env),
+        gpu_localities(env),
         intra_rank=0 if place.intra_rank is None else place.intra_rank,
         intra_size=1 if place.intra_size is None else place.intra_size,
     )
@@ -60,7 +60,7 @@ def take_share(
 
 
 def script_environment(
-    env: Mapping[str, str], share: Share, ordered: Mapping[str, str], route: Route | None
+    env: Mapping[str, str], share: CpuAssignment, ordered: Mapping[str, str], route: Route | None
 ) -> dict[str, str]:
     """What the script sees: as many threads as it has cores unless the user chose a number.
 

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from contextlib import closing
 
 from torchmn.control import connection as channels
-from torchmn.control.authenticated_listener import Gate
+from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.errors import LaunchError
 from torchmn.launch.backend import find_mpirun
-from torchmn.launch.console import Screen
+from torchmn.launch.console import RankOutput
 from torchmn.launch.elastic.job import ElasticJob, node_process, store_process
 from torchmn.launch.elastic.launcher import ElasticLauncher
 from torchmn.launch.job import Command, Job
@@ -31,12 +31,14 @@ def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
 
     Raises LaunchError: the job could not be started.
     """
-    screen = Screen(sys.stdout, sys.stderr)
+    screen = RankOutput(sys.stdout, sys.stderr)
     route = route_between(job)
     base = job.environment(mpirun.clean_environment(env))
     meeting_port = _look_at_hosts(job, base)
     listener = channels.listen(route.address if route else "127.0.0.1")
-    with closing(Gate(listener, secret=job.secret, role=channels.SUPERVISOR)) as gate:
+    with closing(
+        AuthenticatedListener(listener, secret=job.secret, role=channels.SUPERVISOR)
+    ) as gate:
         base[channels.ADDRESS_VARIABLE] = channels.address_of(listener)
         commands = commands_of(job, base, route=route, meeting_port=meeting_port)
         _make_log_dir(job)
@@ -71,7 +73,7 @@ def run_elastic_job(elastic: ElasticJob, env: Mapping[str, str], *, why: str = "
     """As `run_job`, for a job whose hosts may be lost and come back. Raises LaunchError."""
     base = elastic.job.environment(mpirun.clean_environment(env))
     _make_log_dir(elastic.job)
-    screen = Screen(sys.stdout, sys.stderr)
+    screen = RankOutput(sys.stdout, sys.stderr)
     screen.say(
         f"{elastic.limits.least} to {elastic.limits.most} of {len(elastic.job.hosts)} host(s) with "
         f"{elastic.job.backend}{f' ({why})' if why else ''} on "

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from torchmn.control.authenticated_listener import Gate
+from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.connection import Channel
 from torchmn.control.messages import (
     End,
@@ -29,7 +29,7 @@ from torchmn.control.messages import (
     Refused,
     Run,
     Started,
-    Tell,
+    StatusRequest,
 )
 from torchmn.control.processes import (
     adopt_orphans,
@@ -41,10 +41,10 @@ from torchmn.control.processes import (
     watch_signals,
 )
 from torchmn.exit_status import SAVED_STATUS, shell_code
-from torchmn.launch.console import Screen
+from torchmn.launch.console import RankOutput
 from torchmn.launch.host_checks import differences
 from torchmn.launch.job import Command, Job
-from torchmn.monitor.failure_detector import Watch
+from torchmn.monitor.failure_detector import FailureDetector
 from torchmn.monitor.job_result import FAILURE_FILE, HANG_FILE, RankRecord, judge
 
 _MARGIN_S = 3.0
@@ -70,11 +70,11 @@ class Supervisor:
     handlers of SIGINT, SIGTERM, SIGHUP and SIGCHLD are replaced: it should do nothing else.
     """
 
-    def __init__(self, job: Job, screen: Screen, gate: Gate) -> None:
+    def __init__(self, job: Job, screen: RankOutput, gate: AuthenticatedListener) -> None:
         self._job = job
         self._screen = screen
         self._records = [RankRecord(rank) for rank in range(job.num_ranks)]
-        self._watch = Watch(self._records)
+        self._watch = FailureDetector(self._records)
         self._lines: list[_Line] = []
         self._processes: dict[int, Command] = {}
         self._bystanders = descendants(os.getpid())
@@ -285,7 +285,7 @@ class Supervisor:
                 )
             if self._watch.must_ask(now):
                 for line in self._lines:
-                    line.channel.post(Tell())
+                    line.channel.post(StatusRequest())
             must_end = self._watch.must_end(now)
             if must_end or self._launcher_problem or self._interrupted_by is not None:
                 self._tell_of_hang()
@@ -349,9 +349,9 @@ class Supervisor:
             launcher_returncode=self._launcher_returncode,
             hang=self._watch.hang,
         )
-        culprit = verdict.culprit
-        if culprit and culprit.num_lines_of_others_since and culprit.last_errors:
-            words = [f"The last words of rank {culprit.rank}:", *culprit.last_words]
+        first_failure = verdict.first_failure
+        if first_failure and first_failure.num_lines_of_others_since and first_failure.last_errors:
+            words = [f"The last words of rank {first_failure.rank}:", *first_failure.last_words]
             self._show(partial(self._screen.quote, "\n".join(words)))
         is_silent = not any(record.num_lines for record in self._records)
         if verdict.blames_launcher or (verdict.exit_code and is_silent):
@@ -359,7 +359,7 @@ class Supervisor:
             if lines:
                 self._show(partial(self._screen.quote, "\n".join(lines[-_NUM_QUOTED_LINES:])))
         if verdict.sentence:
-            words = culprit.last_words if culprit else []
+            words = first_failure.last_words if first_failure else []
             if verdict.exit_code != SAVED_STATUS:
                 self._keep(FAILURE_FILE, "\n".join([*words, verdict.sentence]) + "\n")
             self._show(partial(self._screen.say, verdict.sentence))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchmn.control.messages import Failed, Joined, Joining, Leaving, Message, Overdue, Told
+from torchmn.control.messages import Failed, Joined, Joining, Leaving, Message, Overdue, StatusReply
 from torchmn.monitor.hang_report import HangReport, report, report_of_joining
 from torchmn.monitor.job_result import RankRecord
 
@@ -17,7 +17,7 @@ _CAUSE_S = 1.0
 _ANSWERS_S = 3.0
 
 
-class Watch:
+class FailureDetector:
     """Over the ranks of ``records``. Moments are of one monotonic clock, in seconds."""
 
     def __init__(self, records: Sequence[RankRecord]) -> None:
@@ -47,7 +47,7 @@ class Watch:
             if record.overdue is None and self._asker is None:
                 self._asker = record
             record.overdue = message
-        elif isinstance(message, Told):
+        elif isinstance(message, StatusReply):
             record.told = message
 
     def must_ask(self, now: float) -> bool:
@@ -97,12 +97,12 @@ def _is_late(record: RankRecord, now: float) -> bool:
     return now - record.joining_since >= record.joining.limit_s
 
 
-def _last_told(record: RankRecord) -> Told | None:
+def _last_told(record: RankRecord) -> StatusReply | None:
     """What it has told; where it has ended, that."""
     if record.exit is not None and not record.follows:
-        return Told(state=f"has ended with exit code {record.exit.returncode}")
+        return StatusReply(state=f"has ended with exit code {record.exit.returncode}")
     if record.lost_at is not None:
-        return Told(state="is lost with its agent")
+        return StatusReply(state="is lost with its agent")
     if record.is_leaving:
-        return Told(state="has come to the end of its script")
+        return StatusReply(state="has come to the end of its script")
     return record.told

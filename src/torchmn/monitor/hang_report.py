@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 
-from torchmn.control.messages import Joining, Overdue, Told
+from torchmn.control.messages import Joining, Overdue, StatusReply
 from torchmn.control.processes import HALTED
 
 _NUM_STACK_LINES = 60
@@ -26,7 +26,7 @@ class HangReport:
 
 
 def report(
-    overdue: Overdue, asker: int, told: Mapping[int, Told], hosts: Mapping[int, str]
+    overdue: Overdue, asker: int, told: Mapping[int, StatusReply], hosts: Mapping[int, str]
 ) -> HangReport:
     """The report of a collective that ``asker`` has found overdue.
 
@@ -56,7 +56,7 @@ def report(
 def report_of_joining(
     joining: Joining,
     on_the_way: Iterable[int],
-    told: Mapping[int, Told],
+    told: Mapping[int, StatusReply],
     hosts: Mapping[int, str],
 ) -> HangReport:
     """The report of ranks that wait for others at `create_communicator`.
@@ -85,7 +85,7 @@ def _written(
     head: str,
     cause: str,
     missing: tuple[int, ...],
-    told: Mapping[int, Told],
+    told: Mapping[int, StatusReply],
     hosts: Mapping[int, str],
 ) -> HangReport:
     lines = [f"A hang: {head}.", f"{cause[0].upper()}{cause[1:]}.", ""]
@@ -94,11 +94,11 @@ def _written(
     return HangReport(sentence=f"{head}; {cause}", text="\n".join(lines) + "\n", missing=missing)
 
 
-def _is_halted(told: Told | None) -> bool:
+def _is_halted(told: StatusReply | None) -> bool:
     return told is not None and any(words in told.state for words in HALTED)
 
 
-def _elsewhere(told: Told | None) -> str:
+def _elsewhere(told: StatusReply | None) -> str:
     if told is None:
         return "has not answered"
     if told.state:
@@ -121,7 +121,7 @@ class _Sight:
 
 
 def _sight(
-    group: Mapping[str, object], told: Mapping[int, Told], hosts: Mapping[int, str]
+    group: Mapping[str, object], told: Mapping[int, StatusReply], hosts: Mapping[int, str]
 ) -> _Sight:
     members = [int(rank) for rank in _list(group.get("ranks"))] or sorted(hosts)
     waiting = {
@@ -133,7 +133,7 @@ def _sight(
 
 
 def _source(
-    sight: _Sight, told: Mapping[int, Told], hosts: Mapping[int, str]
+    sight: _Sight, told: Mapping[int, StatusReply], hosts: Mapping[int, str]
 ) -> tuple[_Sight, bool]:
     """Follow who waits for whom, from group to group, to where somebody does not wait himself.
 
@@ -152,7 +152,9 @@ def _source(
     return sight, False
 
 
-def _waiting(ranks: Iterable[int], told: Mapping[int, Told]) -> dict[int, Mapping[str, object]]:
+def _waiting(
+    ranks: Iterable[int], told: Mapping[int, StatusReply]
+) -> dict[int, Mapping[str, object]]:
     """In which collective each of the ranks waits, of those that wait in any."""
     found: dict[int, Mapping[str, object]] = {}
     for rank in ranks:
@@ -167,14 +169,14 @@ def _is_same(group: Mapping[str, object], other: Mapping[str, object]) -> bool:
     return group.get("group") == other.get("group") and group.get("ranks") == other.get("ranks")
 
 
-def _group_of(overdue: Overdue, told: Told | None) -> Mapping[str, object]:
+def _group_of(overdue: Overdue, told: StatusReply | None) -> Mapping[str, object]:
     for mine in told.collectives if told else ():
         if mine.get("group") == overdue.group and mine.get("state") != "done":
             return mine
     return {"group": overdue.group, "number": overdue.number}
 
 
-def _in_group(told: Told | None, group: Mapping[str, object]) -> Mapping[str, object] | None:
+def _in_group(told: StatusReply | None, group: Mapping[str, object]) -> Mapping[str, object] | None:
     """What a rank did last in this group. Communicators with the same ranks may be several."""
     found = None
     for mine in told.collectives if told else ():
@@ -206,7 +208,7 @@ def _disagreement(waiting: Mapping[int, Mapping[str, object]]) -> str:
     )
 
 
-def _doing(told: Told | None, group: Mapping[str, object]) -> str:
+def _doing(told: StatusReply | None, group: Mapping[str, object]) -> str:
     if told is None:
         return "has not answered"
     if told.state:
@@ -229,7 +231,7 @@ def _own_line(stacks: str) -> str:
     return f"{file[len(_FRAME) : -1]}:{line[len('line ') :]} {function}"
 
 
-def _lines_of(rank: int, told: Told | None, hosts: Mapping[int, str]) -> list[str]:
+def _lines_of(rank: int, told: StatusReply | None, hosts: Mapping[int, str]) -> list[str]:
     who = _who(rank, hosts)
     if told is None:
         return [f"{who}: no answer, neither from it nor from its agent."]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from torchmn.control.messages import Exit, Failed, Joining, Overdue, Told
+from torchmn.control.messages import Exit, Failed, Joining, Overdue, StatusReply
 from torchmn.control.processes import signal_name
 from torchmn.exit_status import SAVED_STATUS, shell_code
 from torchmn.monitor.hang_report import HangReport
@@ -33,7 +33,7 @@ class RankRecord:
     joining_since: float | None = None  # of the listener's monotonic clock
     has_joined: bool = False
     overdue: Overdue | None = None
-    told: Told | None = None
+    told: StatusReply | None = None
     lost_at: float | None = None  # its agent died without a report
     is_silent: bool = False  # it is not known to be dead: nothing comes from its host
     lost_returncode: int | None = None
@@ -91,12 +91,12 @@ class RankRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class JobResult:
     """The exit code of the job, a sentence if it is not 0, and the rank that failed first."""
 
     exit_code: int
     sentence: str = ""
-    culprit: RankRecord | None = None
+    first_failure: RankRecord | None = None
     blames_launcher: bool = False
 
 
@@ -109,21 +109,21 @@ def judge(
     launcher_returncode: int = 0,
     hang: HangReport | None = None,
     keeps_output: bool = True,
-) -> Verdict:
+) -> JobResult:
     """The verdict over a job whose ranks have all ended or never started.
 
-    The first rank that failed by itself is the culprit. Ranks that only say that a peer is lost
+    The first rank that failed by itself is the first_failure. Ranks that only say that a peer is lost
     follow from it, and ranks that a launcher ended are its victims: neither is blamed as long as
     there is a cause. ``keeps_output`` says whether the folder has a file with each rank's output.
     """
     if interrupted_by is not None:
         name = signal_name(-interrupted_by)
-        return Verdict(
+        return JobResult(
             exit_code=shell_code(-interrupted_by),
             sentence=f"interrupted by {name}; all {len(ranks)} ranks have ended.",
         )
     if hang is not None:
-        return Verdict(
+        return JobResult(
             exit_code=1, sentence=f"{hang.sentence}. All that is known is in {log_dir / HANG_FILE}."
         )
     by_itself = sorted((r.failed_at, r.rank) for r in ranks if r.failed_at is not None)
@@ -140,23 +140,25 @@ def judge(
         own_code = _exit_code(victims[0]) if victims else 1
         problem = launcher_problem or f"{_obituary(victims[0])}, which neither it nor we sent"
         sentence = f"{problem}; what the launcher said is in {log_dir / 'launcher.log'}."
-        return Verdict(
+        return JobResult(
             exit_code=shell_code(launcher_returncode) or own_code,
             sentence=_with_early(sentence, ranks) if victims else sentence,
             blames_launcher=True,
         )
-    return Verdict(exit_code=0)
+    return JobResult(exit_code=0)
 
 
-def _blame(culprit: RankRecord, log_dir: Path | None) -> Verdict:
-    code = _exit_code(culprit)
+def _blame(first_failure: RankRecord, log_dir: Path | None) -> JobResult:
+    code = _exit_code(first_failure)
     if code == SAVED_STATUS:
-        return Verdict(
+        return JobResult(
             exit_code=SAVED_STATUS,
             sentence=f"the ranks saved and left before the time limit (status {SAVED_STATUS}).",
         )
-    where = f"; its output is in {log_dir / f'rank{culprit.rank}.log'}" if log_dir else ""
-    return Verdict(exit_code=code, sentence=f"{_obituary(culprit)}{where}.", culprit=culprit)
+    where = f"; its output is in {log_dir / f'rank{first_failure.rank}.log'}" if log_dir else ""
+    return JobResult(
+        exit_code=code, sentence=f"{_obituary(first_failure)}{where}.", first_failure=first_failure
+    )
 
 
 def _with_early(sentence: str, ranks: Sequence[RankRecord]) -> str:

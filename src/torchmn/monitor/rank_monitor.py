@@ -19,9 +19,18 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from torchmn.control.authenticated_listener import knock
+from torchmn.control.authenticated_listener import connect_authenticated
 from torchmn.control.connection import Channel
-from torchmn.control.messages import End, EndedBy, Exit, Failed, Leaving, Message, Present, Tell
+from torchmn.control.messages import (
+    End,
+    EndedBy,
+    Exit,
+    Failed,
+    Leaving,
+    Message,
+    Present,
+    StatusRequest,
+)
 from torchmn.control.processes import exit_of_zombie, is_running, is_stopped, send
 from torchmn.errors import LaunchError
 from torchmn.monitor.script_link import ScriptLink
@@ -46,7 +55,7 @@ class Order:
     grace_s: float
 
 
-class Sentinel:
+class RankMonitor:
     """Watches one script. One thread."""
 
     def __init__(self, order: Order, connection: socket.socket, hub: Channel) -> None:
@@ -94,7 +103,7 @@ class Sentinel:
         was_open = self._hub.is_open
         self._hub.flush()
         for message in self._hub.collect():
-            if isinstance(message, Tell):
+            if isinstance(message, StatusRequest):
                 self._link.ask()
             elif isinstance(message, End):
                 self._end(message)
@@ -164,11 +173,11 @@ def main() -> int:
     order = Order(**told)
     identity = Present(rank=order.rank, host=socket.gethostname(), pid=order.pid)
     try:
-        hub = knock(order.hub, secret=order.secret, role=ROLE, identity=identity)
+        hub = connect_authenticated(order.hub, secret=order.secret, role=ROLE, identity=identity)
     except LaunchError as error:
         print(f"torchmn: rank {order.rank}: {error}", file=sys.stderr, flush=True)
         return 1
-    Sentinel(order, connection, hub).run()
+    RankMonitor(order, connection, hub).run()
     return 0
 
 

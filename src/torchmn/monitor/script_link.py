@@ -1,6 +1,6 @@
 """The agent's end of the connection to its script: words go up, questions go down.
 
-The other end is `Watched`, in the script. A script that does not answer is looked at from outside.
+The other end is `ScriptMonitor`, in the script. A script that does not answer is looked at from outside.
 """
 
 from __future__ import annotations
@@ -11,11 +11,20 @@ import time
 from collections.abc import Callable
 
 from torchmn.control.connection import Channel
-from torchmn.control.messages import Failed, Joined, Joining, Leaving, Message, Overdue, Tell, Told
+from torchmn.control.messages import (
+    Failed,
+    Joined,
+    Joining,
+    Leaving,
+    Message,
+    Overdue,
+    StatusReply,
+    StatusRequest,
+)
 from torchmn.control.processes import state_of
 
 _ANSWER_S = 2.0
-_OF_SCRIPTS = (Failed, Joined, Joining, Leaving, Overdue, Told)
+_OF_SCRIPTS = (Failed, Joined, Joining, Leaving, Overdue, StatusReply)
 
 
 class ScriptLink:
@@ -65,13 +74,13 @@ class ScriptLink:
     def ask(self) -> None:
         """What is the script doing? The answer is passed on."""
         self.answer_by = time.monotonic() + _ANSWER_S
-        self._channel.post(Tell())
+        self._channel.post(StatusRequest())
 
     def pass_on(self) -> None:
         """Pass on what the script has said."""
         self._channel.flush()
         for message in self._channel.collect():
-            if isinstance(message, Told):
+            if isinstance(message, StatusReply):
                 self.answer_by = None
             if isinstance(message, _OF_SCRIPTS):
                 self._tell(message)
@@ -81,4 +90,4 @@ class ScriptLink:
         if self.answer_by is not None and time.monotonic() >= self.answer_by:
             self.answer_by = None
             state = state_of(self._pid) or "cannot be looked at on this system"
-            self._tell(Told(state=f"does not answer: its process {state}"))
+            self._tell(StatusReply(state=f"does not answer: its process {state}"))

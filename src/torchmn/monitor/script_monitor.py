@@ -35,8 +35,8 @@ from torchmn.control.messages import (
     Leaving,
     Message,
     Overdue,
-    Tell,
-    Told,
+    StatusReply,
+    StatusRequest,
 )
 from torchmn.errors import CommunicationError
 from torchmn.script import before_exit
@@ -69,7 +69,7 @@ class Collectives(Protocol):
         """The newest of each group: group, ranks, number, what, where, state, age_s."""
 
 
-class Watched:
+class ScriptMonitor:
     """This process as its agent sees it. Made once, in the main thread, by `of_this_process`."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -155,9 +155,9 @@ class Watched:
                 self._channel.flush()
                 messages = self._channel.collect()
             for message in messages:
-                if isinstance(message, Tell):
+                if isinstance(message, StatusRequest):
                     stacks = _words_of(self._fatal) if self._fatal else _stacks()
-                    self._post(Told(collectives=self._collectives(), stacks=stacks))
+                    self._post(StatusReply(collectives=self._collectives(), stacks=stacks))
                 elif isinstance(message, End):
                     self._must_end.set()
             self.look_for_hang()
@@ -228,11 +228,11 @@ class Watched:
         return sum(int(str(told["number"])) for told in self._collectives())
 
 
-_watched: list[Watched] = []
+_watched: list[ScriptMonitor] = []
 """At most one: a process ends only once."""
 
 
-def of_this_process() -> Watched | None:
+def of_this_process() -> ScriptMonitor | None:
     """What watches this process; ``None`` where no agent has left a connection to itself."""
     if _watched:
         return _watched[0]
@@ -258,10 +258,10 @@ def _maker_of(connection: socket.socket) -> int | None:
     return int(struct.unpack("3i", packed)[0])
 
 
-def watch_over(connection: socket.socket) -> Watched:
+def watch_over(connection: socket.socket) -> ScriptMonitor:
     """Begin to be watched by whoever is at the other end."""
     connection.set_inheritable(False)
-    watched = Watched(connection)
+    watched = ScriptMonitor(connection)
     watched.start()
     _watched.append(watched)
     return watched
@@ -298,7 +298,7 @@ def is_consequence(error: BaseException) -> bool:
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
         seen.add(id(current))
-        if isinstance(current, errors.DisagreementError):
+        if isinstance(current, errors.RankMismatchError):
             return False
         if isinstance(current, CommunicationError) or _is_of_an_engine(current):
             return True

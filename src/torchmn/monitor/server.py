@@ -16,11 +16,11 @@ import time
 from contextlib import closing, suppress
 from pathlib import Path
 
-from torchmn.control.authenticated_listener import Gate
+from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.connection import Channel, address_of, listen
-from torchmn.control.messages import End, Exit, Present, Tell
-from torchmn.monitor.failure_detector import Watch
-from torchmn.monitor.job_result import FAILURE_FILE, HANG_FILE, RankRecord, Verdict, judge
+from torchmn.control.messages import End, Exit, Present, StatusRequest
+from torchmn.monitor.failure_detector import FailureDetector
+from torchmn.monitor.job_result import FAILURE_FILE, HANG_FILE, JobResult, RankRecord, judge
 
 ROLE = "hub"
 _PERIOD_S = 0.2
@@ -30,14 +30,14 @@ _LAST_WORDS_S = 1.0
 _ENDING_S = 20.0
 
 
-class Hub:
+class MonitorServer:
     """Over ``size`` ranks. One thread."""
 
-    def __init__(self, gate: Gate, size: int, log_dir: Path) -> None:
+    def __init__(self, gate: AuthenticatedListener, size: int, log_dir: Path) -> None:
         self._gate = gate
         self._log_dir = log_dir
         self._records = [RankRecord(rank) for rank in range(size)]
-        self._watch = Watch(self._records)
+        self._watch = FailureDetector(self._records)
         self._channels: dict[int, Channel] = {}
         self._all_here_by = time.monotonic() + _ALL_HERE_S
         self._report_at: float | None = None
@@ -94,7 +94,7 @@ class Hub:
         if self._leave_at is None:
             if self._watch.must_ask(now):
                 for channel in self._channels.values():
-                    channel.post(Tell())
+                    channel.post(StatusRequest())
             if self._report_at is None and self._watch.must_end(now):
                 self._report_at = now + _LAST_WORDS_S
             if self._report_at is not None and (now >= self._report_at or self._all_have_spoken()):
@@ -119,11 +119,11 @@ class Hub:
             self._keep(HANG_FILE, hang.text)
         self._say(verdict)
 
-    def _say(self, verdict: Verdict) -> None:
-        culprit = verdict.culprit
-        words = culprit.last_words if culprit is not None else []
-        if words and culprit is not None:
-            words = [f"The last words of rank {culprit.rank}:", *words]
+    def _say(self, verdict: JobResult) -> None:
+        first_failure = verdict.first_failure
+        words = first_failure.last_words if first_failure is not None else []
+        if words and first_failure is not None:
+            words = [f"The last words of rank {first_failure.rank}:", *words]
         text = "\n".join([*words, f"torchmn: {verdict.sentence}"])
         print(text, file=sys.stderr, flush=True)
         self._keep(FAILURE_FILE, text + "\n")
@@ -145,8 +145,8 @@ def main() -> int:
     print(address_of(listener), flush=True)
     with suppress(OSError):
         sys.stdout.close()  # who started us reads to the end
-    with closing(Gate(listener, secret=order["secret"], role=ROLE)) as gate:
-        Hub(gate, order["size"], Path(order["log_dir"])).run()
+    with closing(AuthenticatedListener(listener, secret=order["secret"], role=ROLE)) as gate:
+        MonitorServer(gate, order["size"], Path(order["log_dir"])).run()
     return 0
 
 

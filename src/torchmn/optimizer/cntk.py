@@ -15,7 +15,7 @@ from torchmn.communicators import Communicator
 from torchmn.errors import UsageError
 from torchmn.optimizer.create import create_multi_node_optimizer
 from torchmn.optimizer.multi_node_optimizer import MultiNodeOptimizer
-from torchmn.schedules.compression_warmup import FullPrecisionFirst
+from torchmn.schedules.compression_warmup import CompressionWarmup
 from torchmn.schedules.every_step import EveryStep
 from torchmn.schedules.local_updates.block_momentum import BlockMomentum
 
@@ -51,7 +51,7 @@ def data_parallel_distributed_learner(
         comm,
         model,
         codec=CODEC_OF_BITS[num_quantization_bits],
-        schedule=FullPrecisionFirst(distributed_after) if distributed_after else EveryStep(),
+        schedule=CompressionWarmup(distributed_after) if distributed_after else EveryStep(),
         weight="samples",
     )
 

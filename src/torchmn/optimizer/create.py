@@ -53,7 +53,7 @@ def create_multi_node_optimizer(
     allow_lossy: bool = False,
     allow_stale: bool = False,
     allow_deferred: bool = False,
-    replan: bool = False,
+    retune: bool = False,
     weight: Weight = "rank",
     reduction: Reduction = "mean",
     on_nonfinite: OnNonfinite = "raise",
@@ -86,7 +86,7 @@ def create_multi_node_optimizer(
             parameter after `step` has returned. Without these three, and whatever ``auto`` takes,
             every ``p.grad`` is the mean when ``backward()`` returns and every parameter is new when
             `step` returns.
-        replan: whether they choose again when steps have become slower.
+        retune: whether they choose again when steps have become slower.
         weight: ``rank`` is the mean of the ranks' means; ``samples`` weights them by the number of
             samples that the model's forward has seen; `MultiNodeOptimizer.set_weight` by anything.
         reduction: ``mean`` over ranks, for a loss that is a mean over the batch; ``sum``, for one
@@ -102,7 +102,7 @@ def create_multi_node_optimizer(
 
     Raises:
         UnknownNameError, UsageError: a name or a parameter is not known.
-        DisagreementError: the ranks' models differ.
+        RankMismatchError: the ranks' models differ.
         UnsupportedError: a combination that makes no sense.
     """
     if weight not in ("rank", "samples"):
@@ -142,7 +142,7 @@ def create_multi_node_optimizer(
                     *(() if allow_deferred else ("every_step_next_forward",)),
                 },
             ),
-            replan=replan,
+            retune=retune,
         )
         codec = None
     else:
@@ -155,13 +155,13 @@ def create_multi_node_optimizer(
         )
     if isinstance(optimizer, MultiNodeOptimizer):
         raise UsageError(
-            f"{comm.speaker}: the optimizer is a multi-node optimizer already. Give the one inside "
+            f"{comm.rank_label}: the optimizer is a multi-node optimizer already. Give the one inside "
             "it (optimizer.inner)."
         )
     models = [model] if isinstance(model, nn.Module) else list(model)
     if any(isinstance(each, DistributedDataParallel) for each in models):
         raise UnsupportedError(
-            f"{comm.speaker}: the model is a DistributedDataParallel, which exchanges its "
+            f"{comm.rank_label}: the model is a DistributedDataParallel, which exchanges its "
             "gradients by itself. Give the module inside it (model.module) and drop the wrapper, "
             "or stay with it and use torchmn.optimizer.ddp_hook."
         )

@@ -7,7 +7,7 @@ For each bucket, as soon as DDP has filled it, on W ranks:
 and at the end of backward `Codec.finish`, once. The sums run on the communicator's engine, behind
 backward, over connections of their own: nothing of ours comes between DDP's own collectives.
 
-Differences from the hooks of torch.distributed.algorithms: residues are kept by the parameter's
+Differences from the hooks of torch.distributed.algorithms: residuals are kept by the parameter's
 name, so that they outlive DDP's new buckets after the first step (its PowerSGD hook lost them
 there); they are state, and a step whose gradients are not finite leaves them as they were; all
 ranks decode the same bytes, so replicas stay bit-identical.
@@ -27,12 +27,12 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 from torch.nn.parallel import DistributedDataParallel
 
 from torchmn.communicators import Communicator
-from torchmn.communicators.allreduce import Cargo, create_wire
+from torchmn.communicators.allreduce import Cargo, create_allreduce
 from torchmn.communicators.engine import Work
 from torchmn.communicators.flat import FlatCommunicator
 from torchmn.communicators.object_codec import Trust
 from torchmn.compression import Codec, Layout
-from torchmn.errors import DisagreementError, UnsupportedError, UsageError
+from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.gradients.bucket_set import NonfiniteGradients
 from torchmn.gradients.buckets import shape_in_memory
 from torchmn.gradients.codec_state import (
@@ -42,7 +42,7 @@ from torchmn.gradients.codec_state import (
     warn_if_it_encodes_nothing,
 )
 from torchmn.gradients.parameter_hook import owners_of
-from torchmn.gradients.reducer import GradientExchange
+from torchmn.gradients.reducer import GradientReducer
 from torchmn.resharding import reshard_codec
 from torchmn.topology import Topology
 from torchmn.transports.gloo_nccl import TorchDistributedTransport
@@ -78,7 +78,7 @@ class DdpHook:
         """Exchange the gradients of ``model`` from now on; returns itself. *Collective.*
 
         Raises UsageError: not a DDP model, or a second one; UnsupportedError: the route cannot
-        carry the codec; DisagreementError: ranks ask for different codecs.
+        carry the codec; RankMismatchError: ranks ask for different codecs.
         """
         if not isinstance(model, DistributedDataParallel):
             raise UsageError(
@@ -87,7 +87,7 @@ class DdpHook:
             )
         if self._is_open:
             raise UsageError("This hook serves a model already. Make another with ddp_hook().")
-        if any(isinstance(o, GradientExchange) for o in owners_of(model.parameters())):
+        if any(isinstance(o, GradientReducer) for o in owners_of(model.parameters())):
             raise UsageError(
                 "A multi-node optimizer exchanges the gradients of this model already, and they "
                 "would be averaged twice. Use one of the two: close() the optimizer, or give it "
@@ -107,7 +107,7 @@ class DdpHook:
 
     @property
     def codec(self) -> Codec | None:
-        """The codec of this model, with its residues; None in float32."""
+        """The codec of this model, with its residuals; None in float32."""
         return self._codec
 
     def state_dict(self) -> dict[str, Any]:
@@ -144,7 +144,7 @@ class DdpHook:
         comm = self._comm if self._comm is not None else _connect(group, device, self._timeout_s)
         if (comm.rank, comm.size) != (dist.get_rank(group), dist.get_world_size(group)):
             raise UsageError(
-                f"{comm.speaker}: the model's process group has this rank as "
+                f"{comm.rank_label}: the model's process group has this rank as "
                 f"{dist.get_rank(group)} of {dist.get_world_size(group)}. Give a communicator of "
                 "the same ranks in the same order, or none."
             )
@@ -152,8 +152,8 @@ class DdpHook:
         warn_if_it_encodes_nothing(self._codec, comm)
         asked = comm.allgather_obj(self._codec.name if self._codec is not None else None)
         if len(set(asked)) > 1:
-            raise DisagreementError(
-                f"{comm.speaker}: the ranks ask for different codecs: "
+            raise RankMismatchError(
+                f"{comm.rank_label}: the ranks ask for different codecs: "
                 + ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(asked))
                 + "."
             )
@@ -181,7 +181,7 @@ class DdpHook:
 
     def _forget_buckets(self) -> None:
         """DDP builds its buckets anew after the first step: drop the memory of messages."""
-        self._wire = create_wire(self._codec)
+        self._wire = create_allreduce(self._codec)
         self._layouts: dict[tuple[str, ...], Layout] = {}
 
     # ---- during backward ----
@@ -225,7 +225,7 @@ class DdpHook:
         names = tuple(self._name(parameter) for parameter in parameters)
         if buffer.layout != torch.strided:
             raise UnsupportedError(
-                f"{self.communicator.speaker}: the gradient of '{names[0]}' is sparse. Only dense "
+                f"{self.communicator.rank_label}: the gradient of '{names[0]}' is sparse. Only dense "
                 "gradients are exchanged: make the layer with sparse=False."
             )
         real = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
@@ -250,7 +250,7 @@ class DdpHook:
             name = self._names[parameter] = f"parameter {len(self._names)}"
         if name is None:
             raise UsageError(
-                f"{self.communicator.speaker}: a parameter of shape {list(parameter.shape)} came "
+                f"{self.communicator.rank_label}: a parameter of shape {list(parameter.shape)} came "
                 "to the model after this hook, or the hook was given to two models. Build the "
                 "model first, and make a hook for each."
             )
@@ -293,7 +293,7 @@ def ddp_hook(
     ``torchmn.optimizer.ddp_hook("1bit").register(model)`` after ``model`` was wrapped; nothing else
     of the script changes. ``no_sync()``, ``join()``, unused parameters and GradScaler work as DDP
     has them. ``model.register_comm_hook(None, ddp_hook("1bit"))`` does the same among all ranks of
-    the default process group; the residues then cannot be saved.
+    the default process group; the residuals then cannot be saved.
 
     Args:
         codec: a name of `torchmn.compression.CODECS` or an object; None is float32.

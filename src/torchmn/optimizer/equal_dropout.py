@@ -30,7 +30,7 @@ def warn_of_equal_dropout(comm: Communicator, models: Sequence[nn.Module]) -> No
     processes = {(host, pid): theirs for host, pid, theirs in everybody}
     if comm.rank == 0 and len(processes) > len(set(processes.values())):
         warnings.warn(
-            f"{comm.speaker}: the model has dropout, and ranks will draw the same masks, as after "
+            f"{comm.rank_label}: the model has dropout, and ranks will draw the same masks, as after "
             "torch.manual_seed with one seed on all of them. Write torchmn.seed_ranks(seed, comm) "
             "in its place.",
             stacklevel=3,

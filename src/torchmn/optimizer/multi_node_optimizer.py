@@ -19,13 +19,13 @@ from torchmn.gradients.bucket_set import NonfiniteGradients, Reduction
 from torchmn.gradients.contribution import Contribution
 from torchmn.gradients.model_hooks import ModelHooks
 from torchmn.gradients.parameter_hook import owners_of
-from torchmn.gradients.reducer import GradientExchange
+from torchmn.gradients.reducer import GradientReducer
 from torchmn.gradients.replicas import (
-    broadcast_and_prove,
+    broadcast_and_verify,
     broadcast_optimizer_state,
+    copy_state_from_rank,
     named_parameters,
     raise_if_ranks_differ,
-    take_over,
 )
 from torchmn.gradients.sparse_gradients import sparse_parameters
 from torchmn.optimizer.unmanaged_parameters import warn_of_gradients_of_others
@@ -36,7 +36,7 @@ from torchmn.resharding import (
     reshard_inner,
     reshard_object,
 )
-from torchmn.schedules.base import LOOKED_AT_BY_SCALER, Deferring, Schedule
+from torchmn.schedules.base import LOOKED_AT_BY_SCALER, DefersUpdates, Schedule
 
 _NOT_THE_SCHEDULES = ("schedule", "codec", "progress", "accumulated")
 """What of our part of the state is the optimizer's own."""
@@ -70,7 +70,7 @@ class MultiNodeOptimizer(Optimizer):
         _raise_if_attached(schedule)
         # Optimizer.__init__ would make groups and state of its own; ours are the inner one's.
         self.inner = inner
-        self._deferring: Deferring | None = None
+        self._deferring: DefersUpdates | None = None
         self.communicator = comm
         comm.num_steps = comm.num_steps or 0
         self.schedule = schedule
@@ -101,7 +101,7 @@ class MultiNodeOptimizer(Optimizer):
         self._taken_over_by = ""
         self._take_parameters_over()  # an older one may have to complete what `_unify` broadcasts
         self._unify()
-        self.exchange = GradientExchange(
+        self.exchange = GradientReducer(
             comm,
             codec,
             lambda: named_parameters(inner, self._models),
@@ -122,18 +122,18 @@ class MultiNodeOptimizer(Optimizer):
 
     def _attach(self, max_grad_norm: float | None) -> None:
         schedule, inner = self.schedule, self.inner
-        self.exchange.act_on_problem = self._act_on_problem
+        self.exchange.on_nonfinite_callback = self._act_on_problem
         schedule.attach(self.exchange, inner)
-        self._deferring = schedule if isinstance(schedule, Deferring) else None
+        self._deferring = schedule if isinstance(schedule, DefersUpdates) else None
         if self._deferring is not None:
-            why_wait = None if max_grad_norm is None else "max_grad_norm needs all gradients"
-            self._deferring.hook_into(self._models, why_wait)
+            sync_reason = None if max_grad_norm is None else "max_grad_norm needs all gradients"
+            self._deferring.install_hooks(self._models, sync_reason)
         self._step_hook = inner.register_step_pre_hook(self._before_step)
         # With this the model also keeps the optimizer: gradients are exchanged even if nobody else
         # has it.
         self._hooks.before_copy(self._models[0], self._complete)
         if self._weight_kind == "samples" or schedule.counts_samples:
-            self._hooks.before_forward(self._models[0], self.exchange.contribution.count)
+            self._hooks.eager_parameters(self._models[0], self.exchange.contribution.count)
 
     def _unhook(self) -> None:
         if self._step_hook is not None:
@@ -202,8 +202,8 @@ class MultiNodeOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the inner optimizer's. Local."""
-        self.schedule.forget_backward()
-        self.exchange.forget_backward()
+        self.schedule.on_zero_grad()
+        self.exchange.on_zero_grad()
         self.inner.zero_grad(set_to_none)
         self._has_local_passes = False
 
@@ -219,7 +219,7 @@ class MultiNodeOptimizer(Optimizer):
         """
         if self._taken_over_by:
             raise UsageError(
-                f"{self.communicator.speaker}: {self._label} gave its parameters to "
+                f"{self.communicator.rank_label}: {self._label} gave its parameters to "
                 f"{self._taken_over_by}, which was made later for some of the same parameters: "
                 "only one multi-node optimizer can exchange the gradient of a parameter. Step the "
                 "newer one, or make one optimizer with several parameter groups."
@@ -240,13 +240,13 @@ class MultiNodeOptimizer(Optimizer):
         self._has_local_passes = False
         return result
 
-    def promised_replicas(self) -> list[Tensor]:
+    def replicated_tensors(self) -> list[Tensor]:
         """The parameters, where the schedule promises the same bits on all ranks now. Local.
 
         Empty where replicas differ by design: what a replica check may compare.
         """
         self._complete()
-        if self.schedule.keeps_replicas != "every step":
+        if self.schedule.replica_consistency != "per_step":
             return []
         return [p for group in self.inner.param_groups for p in group["params"]]
 
@@ -256,7 +256,7 @@ class MultiNodeOptimizer(Optimizer):
         Raises UsageError: a parameter is not in the model. The group is then not added.
         """
         self._complete()
-        if self.schedule.keeps_replicas != "every step":
+        if self.schedule.replica_consistency != "per_step":
             self.schedule.flush()  # or what other ranks have learned would be overwritten
         self.inner.add_param_group(param_group)
         try:
@@ -336,7 +336,7 @@ class MultiNodeOptimizer(Optimizer):
             )
         return state
 
-    def resume_notes(self) -> list[str]:
+    def resume_warnings(self) -> list[str]:
         """What does not hold when a state is loaded by another number of ranks, in sentences."""
         notes = notes_of(self.schedule)
         if self._asked["codec"] is not None:
@@ -399,7 +399,7 @@ class MultiNodeOptimizer(Optimizer):
         try:
             yield
             exchange.is_active = False
-            while self.schedule.take_part():
+            while self.schedule.shadow_step():
                 pass
         finally:
             exchange.is_active, self._is_joining = True, False
@@ -408,7 +408,7 @@ class MultiNodeOptimizer(Optimizer):
         comm = self.communicator
         everybody = comm.allgather_obj((self._num_exchanges - num_before, exchange.step))
         last = max(num for num, _ in everybody)
-        if self.schedule.keeps_replicas == "every step":
+        if self.schedule.replica_consistency == "per_step":
             self.schedule.flush()
             if any(num < last for num, _ in everybody):
                 self._take_over(next(r for r, (num, _) in enumerate(everybody) if num == last))
@@ -438,7 +438,7 @@ class MultiNodeOptimizer(Optimizer):
         """On a rank that `is_server`, in place of a loop that the workers have in `join`."""
         if not self.is_server:
             raise UsageError(
-                f"{self.communicator.speaker}: serve() is for ranks that do nothing else, of "
+                f"{self.communicator.rank_label}: serve() is for ranks that do nothing else, of "
                 "schedule=ParameterServer(servers=k). Ask optimizer.is_server."
             )
         with self.join():
@@ -465,7 +465,7 @@ class MultiNodeOptimizer(Optimizer):
 
     def _unify(self) -> None:
         raise_if_ranks_differ(self.communicator, self._models, self.inner, self._asked)
-        broadcast_and_prove(self.communicator, self._models)
+        broadcast_and_verify(self.communicator, self._models)
         broadcast_optimizer_state(self.communicator, self.inner)
 
     @property
@@ -475,7 +475,7 @@ class MultiNodeOptimizer(Optimizer):
     def _take_parameters_over(self) -> None:
         """Close the multi-node optimizers that exchange gradients of our parameters. Local."""
         for owner in owners_of(p for _, p in named_parameters(self.inner, self._models)):
-            if isinstance(owner, GradientExchange) and isinstance(owner.owner, MultiNodeOptimizer):
+            if isinstance(owner, GradientReducer) and isinstance(owner.owner, MultiNodeOptimizer):
                 owner.owner._taken_over_by = self._label
                 owner.owner.close()
 
@@ -487,7 +487,7 @@ class MultiNodeOptimizer(Optimizer):
     def _make_ready_for_step(self) -> None:
         """All that is done to gradients before the inner optimizer sees them."""
         exchange = self.exchange
-        if not (exchange.is_needed or exchange.is_resting):
+        if not (exchange.is_needed or exchange.is_suspended):
             self._look_at_own_gradients()
         self._act_on_problem()
         if self._max_grad_norm is not None:
@@ -513,7 +513,7 @@ class MultiNodeOptimizer(Optimizer):
         problem, self.exchange.problem = self.exchange.problem, None
         if problem is not None and self._on_nonfinite != "pass":
             text = (
-                f"{self.communicator.speaker}: {problem}. Lower the learning rate, clip "
+                f"{self.communicator.rank_label}: {problem}. Lower the learning rate, clip "
                 "(max_grad_norm=), or scale the loss with torch.amp.GradScaler; on_nonfinite="
                 "'warn' or 'pass' goes on all the same."
             )
@@ -542,7 +542,7 @@ class MultiNodeOptimizer(Optimizer):
             return
         if any(p.grad is not None for group in self.param_groups for p in group["params"]):
             raise UsageError(
-                f"{self.communicator.speaker}: {self.schedule.name} counts samples, but the "
+                f"{self.communicator.rank_label}: {self.schedule.name} counts samples, but the "
                 "model's forward has seen no tensor with a batch dimension. Call "
                 "optimizer.set_weight(number_of_samples) before step()."
             )
@@ -610,9 +610,9 @@ class MultiNodeOptimizer(Optimizer):
 
     def _take_over(self, source: int) -> None:
         tensors = [t for m in self._models for t in (*m.parameters(), *m.buffers())]
-        take_over(self.communicator, tensors, self.inner, source)
+        copy_state_from_rank(self.communicator, tensors, self.inner, source)
         if self.communicator.rank != source:
-            self.schedule.forget_backward()
+            self.schedule.on_zero_grad()
 
 
 def _shared_out(

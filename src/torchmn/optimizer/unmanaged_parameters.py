@@ -29,7 +29,7 @@ def warn_of_gradients_of_others(comm: Communicator, models: Sequence[nn.Module])
     if names and comm.rank == 0:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         warnings.warn(
-            f"{comm.speaker}: '{names[0]}'{more} has a gradient, but no multi-node optimizer has "
+            f"{comm.rank_label}: '{names[0]}'{more} has a gradient, but no multi-node optimizer has "
             "the parameter: its grad is of this rank alone, and clip_grad_norm_ over all of the "
             "model would clip otherwise on each rank. Freeze it by requires_grad_(False), or give "
             "it to the optimizer.",

@@ -51,7 +51,7 @@ def install_crash_handler(comm: Communicator, *, grace_s: float = 5.0) -> None:
         try:
             hub = _start_hub(comm, secret)
         except OSError as error:
-            problem = f"{comm.speaker}: the hub of the crash handler did not start: {error}"
+            problem = f"{comm.rank_label}: the hub of the crash handler did not start: {error}"
     secret, hub, problem = comm.bcast_obj((secret, hub, problem))
     if problem:
         raise CommunicationError(problem)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torchmn.communicators import Communicator
 from torchmn.communicators.checksums import Difference, checksum, differences, sentence
-from torchmn.errors import DisagreementError, UsageError
+from torchmn.errors import RankMismatchError, UsageError
 
 
 @runtime_checkable
@@ -27,7 +27,7 @@ class ReportsReplicas(Protocol):
     def nonfinite(self) -> Sequence[object]:
         """Every step whose gradients were not finite: a sentence each."""
 
-    def promised_replicas(self) -> Sequence[Tensor]:
+    def replicated_tensors(self) -> Sequence[Tensor]:
         """What holds the same bits on all ranks now; empty where nothing is promised."""
 
 
@@ -102,7 +102,7 @@ class ReplicaCheck:
     def step_ended(self) -> None:
         """Count a step, and compare if it is time. *Collective.*
 
-        Raises DisagreementError on all ranks: the sentence names parameters, ranks and the step.
+        Raises RankMismatchError on all ranks: the sentence names parameters, ranks and the step.
         """
         self._num_steps += 1
         if self._num_steps % self._every == 0:
@@ -123,11 +123,11 @@ class ReplicaCheck:
         self._last_step = step
         self._found += [(step, difference) for difference in found]
         if found:
-            text = f"{self._comm.speaker}: {sentence(found, step)}"
+            text = f"{self._comm.rank_label}: {sentence(found, step)}"
             if self._nonfinite():
                 text += f" Gradients were not finite before: {'; '.join(self._nonfinite())}."
             if self._on_difference == "raise":
-                raise DisagreementError(text)
+                raise RankMismatchError(text)
             if self._comm.rank == 0:
                 warnings.warn(text, RuntimeWarning, stacklevel=3)
         return found
@@ -144,7 +144,7 @@ class ReplicaCheck:
     def _checksums(self) -> dict[str, int]:
         named = dict(self._model.named_parameters())
         if self._optimizer is not None:
-            promised = {id(tensor) for tensor in self._optimizer.promised_replicas()}
+            promised = {id(tensor) for tensor in self._optimizer.replicated_tensors()}
             named = {name: p for name, p in named.items() if id(p) in promised}
         return {name: checksum([parameter]) for name, parameter in named.items()}
 

@@ -1,7 +1,7 @@
 """Schedules: when ranks exchange gradients or parameters."""
 
-from torchmn.schedules.base import Deferring, Schedule
-from torchmn.schedules.compression_warmup import FullPrecisionFirst
+from torchmn.schedules.base import DefersUpdates, Schedule
+from torchmn.schedules.compression_warmup import CompressionWarmup
 from torchmn.schedules.double_buffering import DoubleBuffering
 from torchmn.schedules.every_step import EveryStep
 from torchmn.schedules.local_updates.base import BlockSchedule
@@ -16,12 +16,12 @@ from torchmn.schedules.parameter_server.staleness import Staleness, WorkerStalen
 __all__ = [
     "BlockMomentum",
     "BlockSchedule",
-    "Deferring",
+    "DefersUpdates",
     "DiLoCo",
     "DoubleBuffering",
     "EveryStep",
     "EveryStepNextForward",
-    "FullPrecisionFirst",
+    "CompressionWarmup",
     "Movement",
     "ParameterServer",
     "PeriodicAverage",

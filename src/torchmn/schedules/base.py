@@ -8,11 +8,11 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from torch import nn
 from torch.optim import Optimizer
 
-from torchmn.gradients.reducer import GradientExchange
+from torchmn.gradients.reducer import GradientReducer
 
 LOOKED_AT_BY_SCALER = "a GradScaler looks at all gradients"
-"""What `Deferring.await_gradients` is told by one."""
-Replicas = Literal["every step", "every block", "never"]
+"""What `DefersUpdates.await_gradients` is told by one."""
+ReplicaConsistency = Literal["per_step", "per_block", "none"]
 """How long ranks' parameters may differ, at most: when they hold the same bits again."""
 
 
@@ -29,13 +29,13 @@ class Schedule(Protocol):
 
     @property
     def counts_samples(self) -> bool:
-        """Whether it asks what `GradientExchange.num_samples` counts."""
+        """Whether it asks what `GradientReducer.num_samples` counts."""
 
     @property
-    def keeps_replicas(self) -> Replicas:
+    def replica_consistency(self) -> ReplicaConsistency:
         """What it promises about the parameters of the ranks, from now on."""
 
-    def attach(self, exchange: GradientExchange, inner: Optimizer) -> None:
+    def attach(self, exchange: GradientReducer, inner: Optimizer) -> None:
         """Called once, at wrap time."""
 
     def backward_ended(self) -> None:
@@ -44,10 +44,10 @@ class Schedule(Protocol):
     def step(self, closure: Callable[[], float] | None) -> float | None:
         """In place of the local optimizer's step."""
 
-    def take_part(self) -> int:
+    def shadow_step(self) -> int:
         """Join the others' exchange without data; returns how many ranks had data."""
 
-    def forget_backward(self) -> None:
+    def on_zero_grad(self) -> None:
         """Gradients were cleared: the next backward pass is the first of its step. Local."""
 
     def flush(self) -> None:
@@ -67,13 +67,13 @@ class Schedule(Protocol):
 
 
 @runtime_checkable
-class Deferring(Protocol):
+class DefersUpdates(Protocol):
     """A schedule whose means come after backward() has returned, and whose updates after step().
 
     That it has these methods declares it. All are local, and wait for what is under way.
     """
 
-    def hook_into(self, models: Sequence[nn.Module], why_wait: str | None) -> None:
+    def install_hooks(self, models: Sequence[nn.Module], sync_reason: str | None) -> None:
         """Called once, behind `Schedule.attach`: the models, and why nothing may be deferred."""
 
     def await_gradients(self, why: str | None = None) -> None:

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from torchmn.communicators import Communicator
 from torchmn.compression import Codec
 from torchmn.errors import UsageError
-from torchmn.gradients.reducer import GradientExchange
+from torchmn.gradients.reducer import GradientReducer
 from torchmn.schedules.every_step import EveryStep
 
 
-class FullPrecisionFirst(EveryStep):
+class CompressionWarmup(EveryStep):
     """`EveryStep` whose codec comes in after ``distributed_after`` samples over all workers.
 
     The number of samples comes out of the exchanges, so that all ranks switch at one step.
@@ -37,7 +37,7 @@ class FullPrecisionFirst(EveryStep):
         self.total_samples = 0.0
         """Over all workers, in all exchanges so far. The same on all ranks."""
 
-    def attach(self, exchange: GradientExchange, inner: Optimizer) -> None:
+    def attach(self, exchange: GradientReducer, inner: Optimizer) -> None:
         """See `Schedule.attach`."""
         super().attach(exchange, inner)
         self._codec = exchange.codec
@@ -48,9 +48,9 @@ class FullPrecisionFirst(EveryStep):
         super().backward_ended()
         self._count()
 
-    def take_part(self) -> int:
-        """See `Schedule.take_part`."""
-        num_active = super().take_part()
+    def shadow_step(self) -> int:
+        """See `Schedule.shadow_step`."""
+        num_active = super().shadow_step()
         self._count()
         return num_active
 

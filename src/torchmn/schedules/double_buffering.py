@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from torchmn.errors import UnsupportedError
 from torchmn.gradients.bucket_set import BucketSet
-from torchmn.gradients.reducer import GradientExchange
-from torchmn.schedules.base import Replicas
+from torchmn.gradients.reducer import GradientReducer
+from torchmn.schedules.base import ReplicaConsistency
 
 
 class DoubleBuffering:
@@ -29,9 +29,9 @@ class DoubleBuffering:
     name = "double_buffering"
     num_sets = 2
     staleness_steps = 1
-    keeps_replicas: Replicas = "every step"
+    replica_consistency: ReplicaConsistency = "per_step"
     counts_samples = False
-    _exchange: GradientExchange
+    _exchange: GradientReducer
     _inner: Optimizer
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class DoubleBuffering:
         self._has_mean = False
         self._num_backwards = 0
 
-    def attach(self, exchange: GradientExchange, inner: Optimizer) -> None:
+    def attach(self, exchange: GradientReducer, inner: Optimizer) -> None:
         """See `Schedule.attach`."""
         self._exchange, self._inner = exchange, inner
 
@@ -52,7 +52,7 @@ class DoubleBuffering:
                 "the mean of the step before. Wrap all passes but the last in optimizer.no_sync()."
             )
         exchange = self._exchange
-        exchange.start_rest()
+        exchange.start_remaining()
         before, self._pending = self._pending, exchange.turn()
         if before is None:
             for bucket in self._pending.buckets:
@@ -79,13 +79,13 @@ class DoubleBuffering:
             self._inner.step()
         return loss
 
-    def take_part(self) -> int:
-        """See `Schedule.take_part`."""
+    def shadow_step(self) -> int:
+        """See `Schedule.shadow_step`."""
         if self._pending is not None:
             self._pending.wait()
         exchange = self._exchange
         exchange.finish_filling()
-        exchange.start_rest()
+        exchange.start_remaining()
         if self._pending is not None:
             exchange.inspect(self._pending)
             exchange.adopt_unit(self._pending)
@@ -97,8 +97,8 @@ class DoubleBuffering:
             exchange.restart()
         return filling.num_active
 
-    def forget_backward(self) -> None:
-        """See `Schedule.forget_backward`. The mean in ``p.grad`` is gone: no step applies it."""
+    def on_zero_grad(self) -> None:
+        """See `Schedule.on_zero_grad`. The mean in ``p.grad`` is gone: no step applies it."""
         self._num_backwards = 0
         self._has_mean = False
 

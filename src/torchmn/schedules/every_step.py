@@ -11,8 +11,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from torchmn.gradients.reducer import GradientExchange
-from torchmn.schedules.base import Replicas
+from torchmn.gradients.reducer import GradientReducer
+from torchmn.schedules.base import ReplicaConsistency
 
 
 class EveryStep:
@@ -21,9 +21,9 @@ class EveryStep:
     name = "every_step"
     num_sets = 1
     staleness_steps = 0
-    keeps_replicas: Replicas = "every step"
+    replica_consistency: ReplicaConsistency = "per_step"
     counts_samples = False
-    _exchange: GradientExchange
+    _exchange: GradientReducer
     _inner: Optimizer
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class EveryStep:
         """Samples of all ranks in the last exchange, where they are counted."""
         self._is_exchanged = False
 
-    def attach(self, exchange: GradientExchange, inner: Optimizer) -> None:
+    def attach(self, exchange: GradientReducer, inner: Optimizer) -> None:
         """See `Schedule.attach`."""
         self._exchange, self._inner = exchange, inner
 
@@ -43,9 +43,9 @@ class EveryStep:
         if self._is_exchanged:
             exchange.warn_of_second_pass()
         if exchange.comm.engine.is_idle:
-            exchange.sum_rest()
+            exchange.reduce_remaining()
         else:
-            exchange.start_rest()
+            exchange.start_remaining()
         means = exchange.turn()
         exchange.wait_and_expose(means)
         self.num_active, self.num_samples = means.num_active, means.num_samples
@@ -60,10 +60,10 @@ class EveryStep:
         self._is_exchanged = False
         return result
 
-    def take_part(self) -> int:
-        """See `Schedule.take_part`."""
+    def shadow_step(self) -> int:
+        """See `Schedule.shadow_step`."""
         self._exchange.finish_filling()
-        self._exchange.sum_rest()
+        self._exchange.reduce_remaining()
         means = self._exchange.turn()
         means.wait()
         self._exchange.inspect(means)
@@ -71,7 +71,7 @@ class EveryStep:
         self.num_active, self.num_samples = means.num_active, means.num_samples
         return means.num_active
 
-    def forget_backward(self) -> None:
+    def on_zero_grad(self) -> None:
         """Gradients were cleared: the next backward pass is the first of its step."""
         self._is_exchanged = False
 

@@ -1,37 +1,37 @@
 """Where things are: facts only. Starts without torch; reading a fact changes nothing."""
 
 from torchmn.topology.allocation import Allocation, allocation
-from torchmn.topology.cpus import Processors, Share, available_processors, share_of
-from torchmn.topology.gpu_locality import gpu_neighbourhoods, memory_nodes, share_beside
+from torchmn.topology.cpus import CpuAssignment, Processors, assign_cpus, available_processors
+from torchmn.topology.gpu_locality import cores_near_gpu, gpu_localities, memory_nodes
 from torchmn.topology.gpus import count_gpus
 from torchmn.topology.hostlists import Host, parse_hostfile, parse_hosts, seat
-from torchmn.topology.launcher_env import LaunchedPlace, launched_place, raise_if_contradicted
-from torchmn.topology.network import Route, is_this_host, own_address_towards, route_of, route_to
-from torchmn.topology.placement import Place, Topology
+from torchmn.topology.launcher_env import LauncherInfo, raise_if_contradicted, read_launcher_env
+from torchmn.topology.network import Route, is_this_host, local_address_for, route_of, route_to
+from torchmn.topology.placement import RankPlacement, Topology
 
 __all__ = [
     "Allocation",
     "Host",
-    "LaunchedPlace",
-    "Place",
+    "LauncherInfo",
+    "RankPlacement",
     "Processors",
     "Route",
-    "Share",
+    "CpuAssignment",
     "Topology",
     "allocation",
     "available_processors",
     "count_gpus",
-    "gpu_neighbourhoods",
+    "gpu_localities",
     "is_this_host",
-    "launched_place",
+    "read_launcher_env",
     "memory_nodes",
-    "own_address_towards",
+    "local_address_for",
     "parse_hostfile",
     "parse_hosts",
     "raise_if_contradicted",
     "route_of",
     "route_to",
     "seat",
-    "share_beside",
-    "share_of",
+    "cores_near_gpu",
+    "assign_cpus",
 ]

@@ -34,7 +34,7 @@ class Processors:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class CpuAssignment:
     """What one rank of a node gets: cores to be bound to and a number of threads to start."""
 
     cores: frozenset[int]
@@ -59,7 +59,7 @@ def available_processors(root: Path = Path("/"), *, pid: int = 0) -> Processors:
     )
 
 
-def share_of(processors: Processors, *, intra_rank: int, intra_size: int) -> Share:
+def assign_cpus(processors: Processors, *, intra_rank: int, intra_size: int) -> CpuAssignment:
     """The share of one of ``intra_size`` ranks on the same cores.
 
     Every rank gets a block of the same number of cores; cores that do not divide belong to all
@@ -70,7 +70,7 @@ def share_of(processors: Processors, *, intra_rank: int, intra_size: int) -> Sha
     Raises UsageError: ``intra_rank`` is outside 0..intra_size-1.
 
     >>> four = Processors(logical=(0, 2, 1, 3), physical=((0, 0), (0, 0), (0, 1), (0, 1)))
-    >>> share = share_of(four, intra_rank=1, intra_size=2)
+    >>> share = assign_cpus(four, intra_rank=1, intra_size=2)
     >>> sorted(share.cores), share.num_threads
     ([1, 3], 1)
     """
@@ -78,7 +78,7 @@ def share_of(processors: Processors, *, intra_rank: int, intra_size: int) -> Sha
         raise UsageError(f"Rank {intra_rank} of a node is outside 0..{intra_size - 1}.")
     num_cores = len(processors.logical)
     if num_cores < intra_size:
-        return Share(
+        return CpuAssignment(
             cores=frozenset({processors.logical[intra_rank * num_cores // intra_size]}),
             num_threads=1,
         )
@@ -87,7 +87,7 @@ def share_of(processors: Processors, *, intra_rank: int, intra_size: int) -> Sha
     threads = len(set(processors.physical[block]))
     if processors.quota is not None:
         threads = min(threads, int(processors.quota / intra_size))
-    return Share(
+    return CpuAssignment(
         cores=frozenset(processors.logical[block] + processors.logical[intra_size * width :]),
         num_threads=max(1, threads),
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchmn.topology.cpus import Processors, Share, share_of
+from torchmn.topology.cpus import CpuAssignment, Processors, assign_cpus
 
 _GPUS = "proc/driver/nvidia/gpus"
 _PCI = "sys/bus/pci/devices"
@@ -15,7 +15,7 @@ _NODES = "sys/devices/system/node"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Neighbourhood:
+class GpuLocality:
     """What lies next to one GPU: cores by number, and the memory node, -1 if there is only one."""
 
     bus: str
@@ -23,7 +23,7 @@ class Neighbourhood:
     memory_node: int = -1
 
 
-def gpu_neighbourhoods(env: Mapping[str, str], root: Path = Path("/")) -> tuple[Neighbourhood, ...]:
+def gpu_localities(env: Mapping[str, str], root: Path = Path("/")) -> tuple[GpuLocality, ...]:
     """The neighbourhoods of the GPUs that this process may use, in CUDA's order. Local.
 
     CUDA's order is taken to be that of the bus, as it is for GPUs of one kind. Empty where the
@@ -42,13 +42,13 @@ def gpu_neighbourhoods(env: Mapping[str, str], root: Path = Path("/")) -> tuple[
     return tuple(_around(bus, root) for bus in buses)
 
 
-def share_beside(
+def cores_near_gpu(
     processors: Processors,
-    neighbourhoods: Sequence[Neighbourhood],
+    neighbourhoods: Sequence[GpuLocality],
     *,
     intra_rank: int,
     intra_size: int,
-) -> tuple[Share, Neighbourhood | None]:
+) -> tuple[CpuAssignment, GpuLocality | None]:
     """A rank's share of the cores next to its GPU, the ``intra_rank``-th one.
 
     Ranks whose GPUs have the same neighbours divide those. Where a rank has no GPU of its own, or
@@ -57,7 +57,7 @@ def share_beside(
     """
     own = [_within(processors, around.cores) for around in neighbourhoods[:intra_size]]
     if len(own) < intra_size or not all(own):
-        return share_of(processors, intra_rank=intra_rank, intra_size=intra_size), None
+        return assign_cpus(processors, intra_rank=intra_rank, intra_size=intra_size), None
     sharing = [rank for rank in range(intra_size) if own[rank] == own[intra_rank]]
     physical = dict(zip(processors.logical, processors.physical, strict=True))
     near = Processors(
@@ -65,7 +65,7 @@ def share_beside(
         physical=tuple(physical[core] for core in own[intra_rank]),
         quota=(None if processors.quota is None else processors.quota * len(sharing) / intra_size),
     )
-    share = share_of(near, intra_rank=sharing.index(intra_rank), intra_size=len(sharing))
+    share = assign_cpus(near, intra_rank=sharing.index(intra_rank), intra_size=len(sharing))
     return share, neighbourhoods[intra_rank]
 
 
@@ -95,10 +95,10 @@ def parse_core_list(text: str) -> frozenset[int]:
     return frozenset(cores)
 
 
-def _around(bus: str, root: Path) -> Neighbourhood:
+def _around(bus: str, root: Path) -> GpuLocality:
     device = root / _PCI / bus
     node = _text(device / "numa_node").strip()
-    return Neighbourhood(
+    return GpuLocality(
         bus=bus,
         cores=parse_core_list(_text(device / "local_cpulist")),
         memory_node=int(node) if re.fullmatch(r"-?\d+", node) else -1,

@@ -98,7 +98,7 @@ _FIRST_SPECIAL_SLURM_STEP = 0xFFFFFFF0
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchedPlace:
+class LauncherInfo:
     """What a launcher says about this process; ``None`` where it does not say.
 
     ``variables`` are the (name, text) pairs it was read from, for messages.
@@ -135,7 +135,7 @@ class LaunchedPlace:
         return f"{self.launcher} says rank {self.rank}{size} ({self.words})"
 
 
-def launched_place(env: Environment) -> LaunchedPlace | None:
+def read_launcher_env(env: Environment) -> LauncherInfo | None:
     """The place that the innermost launcher gave this process, or ``None`` without a launcher.
 
     Facts that it leaves out are filled in from launchers that describe the same world. Local.
@@ -146,7 +146,7 @@ def launched_place(env: Environment) -> LaunchedPlace | None:
         return None
     sized = [place for place in places if place.known_size is not None]
     innermost = sized[0] if sized else places[0]
-    worlds: list[list[LaunchedPlace]] = []
+    worlds: list[list[LauncherInfo]] = []
     for place in sized:
         if worlds and any(_is_same_world(place, other) for other in worlds[-1]):
             worlds[-1].append(place)
@@ -166,7 +166,7 @@ def launched_place(env: Environment) -> LaunchedPlace | None:
 
 
 def raise_if_contradicted(
-    launched: LaunchedPlace | None, *, rank: int, size: int, source: str
+    launched: LauncherInfo | None, *, rank: int, size: int, source: str
 ) -> None:
     """Refuse a rank and size that a communication library reports against the launcher's.
 
@@ -192,7 +192,7 @@ _CURES = {
 }
 
 
-def _read(row: LauncherVariables, env: Environment) -> LaunchedPlace | None:
+def _read(row: LauncherVariables, env: Environment) -> LauncherInfo | None:
     """One launcher's facts, or ``None`` where it did not start this process."""
     if row.kind == "scheduler" and not _is_in_slurm_step(env):
         return None
@@ -208,7 +208,7 @@ def _read(row: LauncherVariables, env: Environment) -> LaunchedPlace | None:
             f"Start the script with {row.launcher}, or unset {present[0]}."
         )
     inter_rank = _optional(row.inter_rank, env)
-    place = LaunchedPlace(
+    place = LauncherInfo(
         launcher=row.launcher,
         kind=row.kind,
         rank=_count(rank, least=0),
@@ -259,7 +259,7 @@ def _is_in_slurm_step(env: Environment) -> bool:
     return not step[1].isdigit() or int(step[1]) < _FIRST_SPECIAL_SLURM_STEP
 
 
-def _is_same_world(one: LaunchedPlace, other: LaunchedPlace) -> bool:
+def _is_same_world(one: LauncherInfo, other: LauncherInfo) -> bool:
     """Whether two launchers count the same ranks.
 
     Real torchrun agents (they say how many they are) always make a world of their own: rank 0 of
@@ -270,7 +270,7 @@ def _is_same_world(one: LaunchedPlace, other: LaunchedPlace) -> bool:
     return (one.rank, one.known_size) == (other.rank, other.known_size)
 
 
-def _started_agents_of(outer: LaunchedPlace, inner: LaunchedPlace, env: Environment) -> bool:
+def _started_agents_of(outer: LauncherInfo, inner: LauncherInfo, env: Environment) -> bool:
     """Whether ``outer`` counts the agents or daemons that started the ranks of ``inner``."""
     if outer.known_size == 1 and (inner.known_size or 0) >= 1:
         return inner.kind == "agents" or outer.kind == "scheduler"  # one shell, one agent
@@ -289,7 +289,7 @@ def _started_agents_of(outer: LaunchedPlace, inner: LaunchedPlace, env: Environm
 _PMIX_SERVERS = ("PMIX_SERVER_URI41", "PMIX_SERVER_URI4", "PMIX_SERVER_URI3", "PMIX_SERVER_URI21")
 
 
-def _raise_if_rank_is_nobodys(place: LaunchedPlace, others: list[LaunchedPlace]) -> None:
+def _raise_if_rank_is_nobodys(place: LauncherInfo, others: list[LauncherInfo]) -> None:
     """A launcher that gives only a rank must agree with one of the others."""
     for other in others:
         is_agent = other.kind == "agents" and place.rank < (other.inter_size or 0)
@@ -298,7 +298,7 @@ def _raise_if_rank_is_nobodys(place: LaunchedPlace, others: list[LaunchedPlace])
     raise _contradiction(others[0], place)
 
 
-def _contradiction(inner: LaunchedPlace, outer: LaunchedPlace) -> TopologyError:
+def _contradiction(inner: LauncherInfo, outer: LauncherInfo) -> TopologyError:
     cure = "Start the script with one of them, or unset the variables left over from another job."
     if inner.kind == "agents":
         cure = (
@@ -309,7 +309,7 @@ def _contradiction(inner: LaunchedPlace, outer: LaunchedPlace) -> TopologyError:
     return TopologyError(f"Two launchers contradict each other: {inner}, {outer}. {cure}")
 
 
-def _filled_in(place: LaunchedPlace, other: LaunchedPlace) -> LaunchedPlace:
+def _filled_in(place: LauncherInfo, other: LauncherInfo) -> LauncherInfo:
     """``place`` with the facts about nodes that only ``other`` gives."""
     intra_rank, intra_size = place.intra_rank, place.intra_size
     inter_rank, inter_size = place.inter_rank, place.inter_size

@@ -32,11 +32,11 @@ def route_to(host: str) -> Route | None:
     ``None`` where the name is unknown or no way leads there. IPv4 only, as gloo's and MPI's own
     choices can be set for it everywhere.
     """
-    address = own_address_towards(host)
+    address = local_address_for(host)
     return None if address is None else route_of(address)
 
 
-def own_address_towards(host: str) -> str | None:
+def local_address_for(host: str) -> str | None:
     """The address of ours that packets to ``host`` come from; ``None`` as for `route_to`. Local.
 
     It may be a second one of its interface, which `route_of` does not find.

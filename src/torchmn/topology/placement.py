@@ -10,7 +10,7 @@ from torchmn.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RankPlacement:
     """Where one rank stands.
 
     ``intra_rank`` counts the ranks of the same node in ascending order, ``inter_rank`` counts
@@ -66,12 +66,12 @@ class Topology:
         """Whether every node has the same number of ranks."""
         return len({len(ranks) for ranks in self.nodes}) == 1
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> RankPlacement:
         """The place of one rank. Raises UsageError: no such rank."""
         if not 0 <= rank < self.size:
             raise UsageError(f"Rank {rank} is outside 0..{self.size - 1}.")
         inter_rank, ranks = next((i, r) for i, r in enumerate(self.nodes) if rank in r)
-        return Place(
+        return RankPlacement(
             rank=rank,
             size=self.size,
             intra_rank=ranks.index(rank),

@@ -1,7 +1,7 @@
 """The training loop: what pytorch-pfn-extras lacks for many workers."""
 
 from torchmn.training.allreduce_persistent import AllreducePersistent
-from torchmn.training.batch_source import BatchSource, LoaderPasses
+from torchmn.training.batch_source import BatchSource, EpochLoader
 from torchmn.training.classifier import Classifier
 from torchmn.training.early_stopping import MultiNodeEarlyStoppingTrigger
 from torchmn.training.log_report import LogReport
@@ -18,7 +18,7 @@ __all__ = [
     "AllreducePersistent",
     "BatchSource",
     "Classifier",
-    "LoaderPasses",
+    "EpochLoader",
     "LogReport",
     "MultiNodeEarlyStoppingTrigger",
     "MultiprocessParallelUpdater",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from pytorch_pfn_extras.training import extension
 from torch import nn
 
-from torchmn.evaluation import BufferRule, unify_buffers_
+from torchmn.evaluation import BufferRule, sync_buffers_
 
 if TYPE_CHECKING:
     from torchmn.communicators import Communicator
@@ -33,4 +33,4 @@ class AllreducePersistent(extension.Extension):
 
     def __call__(self, manager: Any = None) -> None:
         """Average now."""
-        unify_buffers_([self._model], self._comm, self._rule)
+        sync_buffers_([self._model], self._comm, self._rule)

@@ -42,7 +42,7 @@ class BatchSource(Protocol):
 
 
 def batch_source(iterator: Any) -> BatchSource:
-    """What was given, if it counts epochs itself, else `LoaderPasses` over it.
+    """What was given, if it counts epochs itself, else `EpochLoader` over it.
 
     Raises UsageError: it can be iterated only once.
     """
@@ -55,12 +55,12 @@ def batch_source(iterator: Any) -> BatchSource:
             "can be iterated again for each epoch, such as a DataLoader, or an iterator that "
             "counts epochs, such as torchmn.SerialIterator."
         )
-    return LoaderPasses(iterator)
+    return EpochLoader(iterator)
 
 
 def iterations_per_epoch(source: BatchSource) -> Fraction | None:
     """The mean number of iterations in an epoch; None if it is not known."""
-    if isinstance(source, LoaderPasses):
+    if isinstance(source, EpochLoader):
         length = source.full_length()
         return None if length is None else Fraction(length)
     dataset, batch_size = getattr(source, "dataset", None), getattr(source, "batch_size", None)
@@ -69,7 +69,7 @@ def iterations_per_epoch(source: BatchSource) -> Fraction | None:
     return Fraction(len(dataset), batch_size)
 
 
-class LoaderPasses:
+class EpochLoader:
     """Passes over a DataLoader, one after the other; a pass is an epoch. Local.
 
     ``set_epoch`` of its samplers is called at the beginning of each pass. With a `GlobalSampler` as
@@ -159,7 +159,7 @@ class LoaderPasses:
             num_done = min(num_done, max(length - 1, 0))
         return {**own, "num_done": num_done}
 
-    def resume_notes(self) -> list[str]:
+    def resume_warnings(self) -> list[str]:
         """What does not hold when a state is loaded by another number of ranks, in sentences."""
         if self._sampler is not None:
             return []

@@ -17,7 +17,7 @@ from torchmn.errors import CommunicationError, UnknownNameError, UnsupportedErro
 from torchmn.gradients.replicas import named_parameters
 from torchmn.optimizer import MultiNodeOptimizer
 from torchmn.topology import Topology
-from torchmn.topology.cpus import available_processors, share_of
+from torchmn.topology.cpus import assign_cpus, available_processors
 from torchmn.training.batch_source import batch_source, iterations_per_epoch
 from torchmn.training.log_report import OBSERVATIONS, Observations
 from torchmn.training.replica import Replica, report_sums
@@ -249,7 +249,7 @@ class MultiprocessParallelUpdater:
 
     def _plan(self, rank: int) -> WorkerPlan:
         name, device = list(self.devices.items())[rank]
-        share = share_of(available_processors(), intra_rank=rank, intra_size=len(self.devices))
+        share = assign_cpus(available_processors(), intra_rank=rank, intra_size=len(self.devices))
         is_cpu = device.type == "cpu"
         return WorkerPlan(
             name=name,

@@ -81,7 +81,7 @@ class ObservationAggregator(extension.Extension):
             problem, result = self.comm.bcast_obj(None)
             if problem is not None:
                 raise CommunicationError(
-                    f"{self.comm.speaker}: the aggregator of '{self.original_key}' raised "
+                    f"{self.comm.rank_label}: the aggregator of '{self.original_key}' raised "
                     f"{problem} on rank 0."
                 )
             return result

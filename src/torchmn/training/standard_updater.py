@@ -120,7 +120,7 @@ class StandardUpdater:
         sources = [state["source"] for state in states]
         return {**states[0], "source": reshard_object(self.source, sources, comm)}
 
-    def resume_notes(self) -> list[str]:
+    def resume_warnings(self) -> list[str]:
         """What does not hold when a state is loaded by another number of ranks, in sentences."""
         return notes_of(self.source)
 

@@ -14,7 +14,7 @@ from pytorch_pfn_extras.training.trigger import (  # type: ignore[attr-defined]
 )
 from pytorch_pfn_extras.writing import SimpleWriter, Writer  # type: ignore[attr-defined]
 
-from torchmn.errors import DataError, DisagreementError, UsageError
+from torchmn.errors import DataError, RankMismatchError, UsageError
 from torchmn.resharding import notes_of, reshard_object
 from torchmn.training.epoch_length import EpochLength
 from torchmn.training.updater import Updater
@@ -123,7 +123,7 @@ class Trainer(ExtensionsManager):
 
         Raises:
             UsageError: it has run before.
-            DisagreementError: ranks begin at different places or have epochs of different lengths.
+            RankMismatchError: ranks begin at different places or have epochs of different lengths.
         """
         if self._has_run:
             raise UsageError("This trainer has run already. Make a new one to train again.")
@@ -170,13 +170,13 @@ class Trainer(ExtensionsManager):
             "stop_trigger": self._stop_trigger.state_dict(),
         }
 
-    def promised_replicas(self) -> list[Tensor]:
+    def replicated_tensors(self) -> list[Tensor]:
         """What the optimizers promise to be the same on all ranks now. Local."""
         return [
             tensor
             for optimizer in self._optimizers.values()
-            if hasattr(optimizer, "promised_replicas")
-            for tensor in optimizer.promised_replicas()
+            if hasattr(optimizer, "replicated_tensors")
+            for tensor in optimizer.replicated_tensors()
         ]
 
     def load_state_dict(self, to_load: dict[str, Any]) -> None:
@@ -228,7 +228,7 @@ class Trainer(ExtensionsManager):
             "stop_trigger": reshard_object(self._stop_trigger, stops, comm),
         }
 
-    def resume_notes(self) -> list[str]:
+    def resume_warnings(self) -> list[str]:
         """What does not hold when a state is loaded by another number of ranks, in sentences."""
         parts = [*self._optimizers.values(), *self._state_objects.values()]
         return [note for part in parts for note in notes_of(part)]
@@ -246,8 +246,8 @@ class Trainer(ExtensionsManager):
         for what in mine:
             said = [theirs[what] for theirs in everybody]
             if len(set(said)) > 1:
-                raise DisagreementError(
-                    f"{self._comm.speaker}: the ranks' {what} differ: "
+                raise RankMismatchError(
+                    f"{self._comm.rank_label}: the ranks' {what} differ: "
                     + ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(said))
                     + ". Their triggers would not fire together. Use GlobalSampler, or "
                     "scatter_dataset with force_equal_length=True, and resume all ranks alike."

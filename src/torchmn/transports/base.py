@@ -60,7 +60,7 @@ class TimeLimit:
         return _POLL_S
 
 
-class Patience(TimeLimit):
+class BackoffTimeLimit(TimeLimit):
     """A wait that may be long and costs little: the longer it lasts, the longer the pauses.
 
     `end` makes it end now, from another thread, with the error of a limit that has passed.
@@ -144,7 +144,7 @@ class Transport(ABC):
         self.scratch = scratch or Scratch()
 
     @property
-    def for_threads(self) -> Transport:
+    def thread_safe_transport(self) -> Transport:
         """The same ranks, where threads may exchange at once: each with a peer or tag of its own.
 
         That is what gloo and MPI allow; a transport that does not names the one under it.
@@ -173,7 +173,7 @@ class Transport(ABC):
     def close(self) -> None:
         """Release connections. Call it on every rank; nothing may be in flight."""
 
-    def send_ahead(self, buffer: Tensor) -> None:  # noqa: B027 - most transports need no hint
+    def prefetch_send(self, buffer: Tensor) -> None:  # noqa: B027 - most transports need no hint
         """Announce the sum of a buffer, by `all_reduce_` or `reduce_scatter_stripes_`. Local.
 
         What the sum sends first may then leave behind the sums that were announced before it. All
@@ -285,7 +285,7 @@ class Transport(ABC):
         return [(self.rank + i) % self.size for i in range(1, self.size)]
 
 
-def break_off(transport: Transport) -> None:
+def abort_pending_receives(transport: Transport) -> None:
     """End what waits on this transport in other threads, where it does not poll. Local.
 
     A gloo group closes its connections when a receive has passed its time limit, and nothing else

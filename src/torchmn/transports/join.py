@@ -24,7 +24,7 @@ from torchmn.errors import (
     UnknownNameError,
 )
 from torchmn.topology import route_to
-from torchmn.topology.launcher_env import LaunchedPlace, launched_place, raise_if_contradicted
+from torchmn.topology.launcher_env import LauncherInfo, raise_if_contradicted, read_launcher_env
 from torchmn.transports.base import TimeLimit, Transport
 from torchmn.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.transports.mpi import MpiTransport
@@ -37,7 +37,7 @@ _joined: dict[str, Transport] = {}
 
 
 def choose_transport(
-    name: str, launched: LaunchedPlace | None, environment: Mapping[str, str], *, has_cuda: bool
+    name: str, launched: LauncherInfo | None, environment: Mapping[str, str], *, has_cuda: bool
 ) -> str:
     """``auto`` to ``mpi`` or ``torch``. Raises UnknownNameError.
 
@@ -63,7 +63,7 @@ def join_world(kind: str, timeout_s: float) -> Transport:
     """
     if kind in _joined:
         return _joined[kind]
-    launched = launched_place(os.environ)
+    launched = read_launcher_env(os.environ)
     transport: Transport
     if kind == "mpi":
         transport = MpiTransport.world(timeout_s)
@@ -77,7 +77,7 @@ def join_world(kind: str, timeout_s: float) -> Transport:
     return transport
 
 
-def _join_torch(launched: LaunchedPlace | None, timeout_s: float) -> Transport:
+def _join_torch(launched: LauncherInfo | None, timeout_s: float) -> Transport:
     if launched is None or launched.size == 1:
         has_secret = bool(_secret())
         return TorchDistributedTransport(
@@ -102,7 +102,7 @@ def _join_torch(launched: LaunchedPlace | None, timeout_s: float) -> Transport:
     return transport
 
 
-def _meet(launched: LaunchedPlace, timeout_s: float) -> tuple[str, TCPStore]:
+def _meet(launched: LauncherInfo, timeout_s: float) -> tuple[str, TCPStore]:
     """Rank 0's address as we reach it, and its store.
 
     It is at MASTER_ADDR and MASTER_PORT, or at a free port that MPI, or rank 0 itself, makes known.
@@ -128,9 +128,9 @@ def _meet(launched: LaunchedPlace, timeout_s: float) -> tuple[str, TCPStore]:
         )
     if launched.rank == 0:
         store = _store(launched, host, 0, timeout_s)
-        port_discovery.tell_port(job, store.port, host=host, secret=_secret())
+        port_discovery.publish_port(job, store.port, host=host, secret=_secret())
         return host, store
-    found = port_discovery.ask_port(host, job, timeout_s, secret=_secret())
+    found = port_discovery.lookup_port(host, job, timeout_s, secret=_secret())
     if found is None:
         raise TimeLimitError(
             f"Rank {launched.rank} of {launched.size} on {socket.gethostname()} found no rank 0 of "
@@ -144,7 +144,7 @@ def _secret() -> str:
     return os.environ.get("TORCHMN_SECRET", "")
 
 
-def _store(launched: LaunchedPlace, address: str, port: int, timeout_s: float) -> TCPStore:
+def _store(launched: LauncherInfo, address: str, port: int, timeout_s: float) -> TCPStore:
     serves = launched.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     listener = _store_listener(launched, address, port) if serves else None
     if listener is not None:
@@ -175,7 +175,7 @@ def _store(launched: LaunchedPlace, address: str, port: int, timeout_s: float) -
         ) from error
 
 
-def _store_listener(launched: LaunchedPlace, address: str, port: int) -> socket.socket | None:
+def _store_listener(launched: LauncherInfo, address: str, port: int) -> socket.socket | None:
     """Where rank 0 serves its store: on the interface of this address alone.
 
     torch would listen on all of them. That is left to it (``None``) where a host's own name leads
@@ -190,7 +190,7 @@ def _store_listener(launched: LaunchedPlace, address: str, port: int) -> socket.
     return None
 
 
-def _raise_if_everybody_is_the_leader(launched: LaunchedPlace, address: str) -> None:
+def _raise_if_everybody_is_the_leader(launched: LauncherInfo, address: str) -> None:
     """Refuse an address that leads each of several hosts to itself."""
     if (
         _spans_nodes(launched)
@@ -208,13 +208,13 @@ def _names_own_host(address: str) -> bool:
     return address not in ("localhost", "localhost.localdomain") and not address[0].isdigit()
 
 
-def _spans_nodes(launched: LaunchedPlace) -> bool:
+def _spans_nodes(launched: LauncherInfo) -> bool:
     if launched.inter_size is not None:
         return launched.inter_size > 1
     return launched.intra_size is not None and launched.intra_size < launched.size
 
 
-def _own_address(launched: LaunchedPlace, leader: str, store: PrefixStore) -> str | None:
+def _own_address(launched: LauncherInfo, leader: str, store: PrefixStore) -> str | None:
     """The address of ours that others reach us at, or ``None``: let gloo look for one itself.
 
     It is the one from which we reach rank 0. On rank 0's own host that may be a loopback address:

@@ -295,7 +295,7 @@ def _leave(mpi: Any) -> None:
         return
     with _TURN:
         request = mpi.COMM_WORLD.Ibarrier()
-    limit_s = float(os.environ.get("TORCHMN_FAREWELL_S", _FAREWELL_S))
+    limit_s = float(os.environ.get("TORCHMN_EXIT_TIMEOUT_S", _FAREWELL_S))
     deadline = time.monotonic() + limit_s
 
     def is_done() -> bool:

@@ -36,7 +36,7 @@ from torch import Tensor
 from torchmn.errors import TorchmnError, UnsupportedError
 from torchmn.transports.base import Message, ReduceOp, TimeLimit, Transport, fold
 from torchmn.transports.node_barrier import ARRIVED, FOLDED, NodeCounters, counters_nbytes
-from torchmn.transports.shared_segment import Address, NodeMemory, Purpose
+from torchmn.transports.shared_segment import Address, Purpose, SharedMemorySegment
 from torchmn.units import KiB, MiB
 
 CHUNK_BYTES = 2 * MiB
@@ -102,11 +102,11 @@ class SharedMemoryTransport(Transport):
         A failure of any rank is raised on all. Once all have mapped it no rank needs its file.
         """
         row = torch.zeros(6, dtype=torch.int64, device="cpu")
-        memory: NodeMemory | None = None
+        memory: SharedMemorySegment | None = None
         problem: TorchmnError | None = None
         if self.rank == 0:
             try:
-                memory = NodeMemory.create(nbytes, _PURPOSE)
+                memory = SharedMemorySegment.create(nbytes, _PURPOSE)
                 memory.reserve(0, nbytes)
                 address = memory.address()
                 row = torch.tensor(
@@ -118,7 +118,7 @@ class SharedMemoryTransport(Transport):
         self.inner.broadcast_(row, 0, limit)
         if self.rank != 0 and int(row[0]):
             try:
-                memory = NodeMemory.attach(Address(*(int(value) for value in row[1:])))
+                memory = SharedMemorySegment.attach(Address(*(int(value) for value in row[1:])))
             except TorchmnError as error:
                 problem = error
         mapped = memory.map_shared() if memory is not None else None

@@ -15,7 +15,7 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchmn.errors import NodeMemoryError, UnsupportedError
+from torchmn.errors import SharedMemoryError, UnsupportedError
 from torchmn.units import MiB
 
 SHARED_DIRECTORY = "/dev/shm"
@@ -31,7 +31,7 @@ class Purpose:
 
 @dataclass(frozen=True)
 class Address:
-    """Where another process of the same node finds a `NodeMemory`."""
+    """Where another process of the same node finds a `SharedMemorySegment`."""
 
     pid: int
     number: int
@@ -40,7 +40,7 @@ class Address:
     size: int
 
 
-class NodeMemory:
+class SharedMemorySegment:
     """``size`` bytes in a file without a name. Local; made by one process, attached by others."""
 
     def __init__(self, number: int) -> None:
@@ -48,11 +48,13 @@ class NodeMemory:
         self._close = weakref.finalize(self, os.close, number)
 
     @classmethod
-    def create(cls, size: int, purpose: Purpose, directory: str = SHARED_DIRECTORY) -> NodeMemory:
+    def create(
+        cls, size: int, purpose: Purpose, directory: str = SHARED_DIRECTORY
+    ) -> SharedMemorySegment:
         """Memory that will hold ``size`` bytes once they are reserved; ``directory`` has room now.
 
         Raises:
-            NodeMemoryError: the folder is missing or has too little room.
+            SharedMemoryError: the folder is missing or has too little room.
             UnsupportedError: the system or the folder's file system has no files without names.
         """
         if not hasattr(os, "O_TMPFILE"):
@@ -70,18 +72,18 @@ class NodeMemory:
         return memory
 
     @classmethod
-    def attach(cls, address: Address) -> NodeMemory:
+    def attach(cls, address: Address) -> SharedMemorySegment:
         """The memory that another process of this node made; that process must still have it.
 
-        Raises NodeMemoryError: it cannot be reached from here.
+        Raises SharedMemoryError: it cannot be reached from here.
         """
         path = f"/proc/{address.pid}/fd/{address.number}"
         try:
             memory = cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
         except OSError as error:
-            raise NodeMemoryError(_unreachable(path, str(error))) from error
+            raise SharedMemoryError(_unreachable(path, str(error))) from error
         if memory.address(address.pid, address.number) != address:
-            raise NodeMemoryError(_unreachable(path, "another file is open there"))
+            raise SharedMemoryError(_unreachable(path, "another file is open there"))
         return memory
 
     @property
@@ -129,12 +131,12 @@ class NodeMemory:
 
     def __reduce__(self) -> tuple[object, ...]:
         # For DataLoader workers that are spawned: they attach while their parent lives.
-        return NodeMemory.attach, (self.address(),)
+        return SharedMemorySegment.attach, (self.address(),)
 
 
 def explained(
     error: OSError, size: int, directory: str, purpose: Purpose
-) -> NodeMemoryError | UnsupportedError:
+) -> SharedMemoryError | UnsupportedError:
     """The sentence for an OSError while ``size`` bytes were being put into ``directory``."""
     if error.errno in (errno.EOPNOTSUPP, errno.EISDIR):
         return UnsupportedError(
@@ -144,13 +146,15 @@ def explained(
     if error.errno == errno.ENOSPC:
         facts = os.statvfs(directory)
         free = facts.f_bavail * facts.f_frsize
-        return NodeMemoryError(
+        return SharedMemoryError(
             f"{directory} has {free / MiB:.1f} MiB free and {purpose.what} needs "
             f"{size / MiB:.1f} MiB. {purpose.cure}"
         )
     if not Path(directory).is_dir():
-        return NodeMemoryError(f"There is no folder {directory} for {purpose.what}. {purpose.cure}")
-    return NodeMemoryError(
+        return SharedMemoryError(
+            f"There is no folder {directory} for {purpose.what}. {purpose.cure}"
+        )
+    return SharedMemoryError(
         f"{directory} could not be used for {purpose.what}: {error}. {purpose.cure}"
     )
 

@@ -13,7 +13,7 @@ Sums are formed at the owners of stripes, see `Transport.all_reduce_`; between t
 all it has and adds, which is as many bytes in one round instead of two.
 
 Between the end of one sum and the beginning of the next nothing would be on the wire: 3 to 5 ms for
-a bucket of 4 MB on a core that computes. What is announced by `send_ahead` follows at once behind
+a bucket of 4 MB on a core that computes. What is announced by `prefetch_send` follows at once behind
 the sums before it, over a second connection with an order of its own.
 """
 
@@ -33,14 +33,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from torchmn.control.authenticated_listener import Gate, connect
+from torchmn.control.authenticated_listener import AuthenticatedListener, connect
 from torchmn.errors import CommunicationError, LaunchError, PeerLostError, TimeLimitError
 from torchmn.topology.network import address_of
 from torchmn.transports.base import COMBINE, Message, ReduceOp, TimeLimit, Transport
 from torchmn.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.units import KiB
 
-MOST_PEERS = 15
+MAX_PEERS = 15
 """With more the many connections of an all-to-all cost more than they save."""
 
 _LARGE_BYTES = 64 * KiB
@@ -52,7 +52,7 @@ _ROW_BYTES = 128
 _ROLE = "streams"
 
 
-class StreamTransport(Transport):
+class TcpTransport(Transport):
     """Large messages over sockets of our own, everything else by ``inner``. *Collective.*
 
     `over` makes one. Where the ranks could not be connected ``missing`` says why, all goes by
@@ -85,8 +85,8 @@ class StreamTransport(Transport):
         """Connect all ranks with each other, or none of them. *Collective.*"""
         if inner.size == 1:
             return inner
-        if inner.size > MOST_PEERS + 1:
-            return cls(inner, {}, {}, f"{inner.size} ranks are more than {MOST_PEERS + 1}")
+        if inner.size > MAX_PEERS + 1:
+            return cls(inner, {}, {}, f"{inner.size} ranks are more than {MAX_PEERS + 1}")
         both = [_connect_all(inner, limit) for _ in range(2)]
         num_missing = torch.zeros(inner.size, dtype=torch.int64, device="cpu")
         for peer in range(inner.size):
@@ -102,9 +102,9 @@ class StreamTransport(Transport):
         return cls(inner, both[0], both[1])
 
     @property
-    def for_threads(self) -> Transport:
-        """See `Transport.for_threads`: a stream has one order for all tags."""
-        return self.inner.for_threads
+    def thread_safe_transport(self) -> Transport:
+        """See `Transport.thread_safe_transport`: a stream has one order for all tags."""
+        return self.inner.thread_safe_transport
 
     def exchange(
         self, sends: Sequence[Message], recvs: Sequence[Message], limit: TimeLimit, tag: int = 0
@@ -131,8 +131,8 @@ class StreamTransport(Transport):
                 streams[peer].post_recv(tensor, tag)
         self._pump(limit)
 
-    def send_ahead(self, buffer: Tensor) -> None:
-        """See `Transport.send_ahead`."""
+    def prefetch_send(self, buffer: Tensor) -> None:
+        """See `Transport.prefetch_send`."""
         if self.missing or buffer.is_cuda or buffer.nbytes < _LARGE_BYTES * self.size:
             return
         if self._swaps(buffer):
@@ -224,7 +224,7 @@ class StreamTransport(Transport):
 
     def split(self, ranks: Sequence[int], key: str, limit: TimeLimit) -> Transport:
         """See `Transport.split`: the part has connections of its own."""
-        return StreamTransport.over(self.inner.split(ranks, key, limit), limit)
+        return TcpTransport.over(self.inner.split(ranks, key, limit), limit)
 
     def close(self) -> None:
         """See `Transport.close`."""
@@ -376,7 +376,9 @@ def _connect_all(inner: Transport, limit: TimeLimit) -> dict[int, socket.socket]
     addresses = _own_addresses(inner)[: (_ROW_BYTES - _TOKEN_BYTES - 3) // 4]
     token = secrets.token_bytes(_TOKEN_BYTES)
     listener = socket.create_server((addresses[0] if len(addresses) == 1 else "", 0), backlog=1024)
-    with contextlib.closing(Gate(listener, secret=_secret(token), role=_ROLE)) as gate:
+    with contextlib.closing(
+        AuthenticatedListener(listener, secret=_secret(token), role=_ROLE)
+    ) as gate:
         row = token + struct.pack("<HB", listener.getsockname()[1], len(addresses))
         row += b"".join(socket.inet_aton(address) for address in addresses)
         table = torch.zeros(inner.size, _ROW_BYTES, dtype=torch.uint8, device="cpu")
@@ -414,7 +416,7 @@ def _reach(row: bytes, rank: int, deadline: float) -> socket.socket | None:
     return None
 
 
-def _let_in(gate: Gate, peers: range, deadline: float) -> dict[int, socket.socket]:
+def _let_in(gate: AuthenticatedListener, peers: range, deadline: float) -> dict[int, socket.socket]:
     """The connections of these ranks, as far as they come in time."""
     found: dict[int, socket.socket] = {}
     poll = select.poll()

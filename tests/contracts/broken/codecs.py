@@ -26,7 +26,7 @@ class HasNoResidue(Base):
 
 
 class ForgetsTheOwner(Base):
-    """Has a residue as a worker only."""
+    """Has a residual as a worker only."""
 
     def encode_stripe(self, values, stripe, out, side="worker"):
         (super() if side == "worker" else self.codec).encode_stripe(values, stripe, out, side)
@@ -90,29 +90,29 @@ class HidesNaN(Base):
     def encode_stripe(self, values, stripe, out, side="worker"):
         super().encode_stripe(torch.nan_to_num(values), stripe, out, side)
 
-    def settle_stripe(self, values, stripe, side="worker"):
-        super().settle_stripe(values, stripe, side)
+    def flush_residual_into(self, values, stripe, side="worker"):
+        super().flush_residual_into(values, stripe, side)
         values.nan_to_num_()
 
 
 class NeverTakesBack(Base):
-    """Keeps what an exchange did to residues though its result is thrown away."""
+    """Keeps what an exchange did to residuals though its result is thrown away."""
 
     def finish(self, *, is_valid):
         super().finish(is_valid=True)
 
 
 class SavesHalf(Base):
-    """Saves the workers' residues only."""
+    """Saves the workers' residuals only."""
 
     def state_dict(self):
         state = super().state_dict()
-        state["residues"] = [e for e in state["residues"] if e["side"] == "worker"]
+        state["residuals"] = [e for e in state["residuals"] if e["side"] == "worker"]
         return state
 
 
 class StartsAnewInNewBuckets(Base):
-    """Keeps residues by bucket, as PyTorch's PowerSGD hook: another layout has none."""
+    """Keeps residuals by bucket, as PyTorch's PowerSGD hook: another layout has none."""
 
     def encode_stripe(self, values, stripe, out, side="worker"):
         if len(stripe.segments) and all(key[1] != stripe for key in self._residues._runs):
@@ -121,4 +121,4 @@ class StartsAnewInNewBuckets(Base):
 
 
 class ReshardsWorkersOnly(Base):
-    """Gives the mean of the workers' residues and forgets what owners owe."""
+    """Gives the mean of the workers' residuals and forgets what owners owe."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.contracts.suites.resume_contracts import Recipe
 from torchmn.compression import ErrorFeedback, Quantized
-from torchmn.gradients.reducer import GradientExchange
+from torchmn.gradients.reducer import GradientReducer
 from torchmn.optimizer import MultiNodeOptimizer, multi_node_optimizer
 from torchmn.schedules import DoubleBuffering, PeriodicAverage
 
@@ -18,7 +18,7 @@ class ForgetsItsResidues(ErrorFeedback):
         return ForgetsItsResidues(self.codec.fresh())
 
     def state_dict(self):
-        return {**super().state_dict(), "residues": []}
+        return {**super().state_dict(), "residuals": []}
 
     @classmethod
     def recipe(cls, monkeypatch):
@@ -37,12 +37,12 @@ class DropsItsPendingMean(DoubleBuffering):
 
 
 class ForgetsTheUnit:
-    """Agrees anew in which unit weights are counted, and residues are worth something else."""
+    """Agrees anew in which unit weights are counted, and residuals are worth something else."""
 
     @classmethod
     def recipe(cls, monkeypatch):
         monkeypatch.setattr(
-            GradientExchange, "load_progress", lambda self, state: self.forget_weights()
+            GradientReducer, "load_progress", lambda self, state: self.forget_weights()
         )
         return Recipe(codec="1bit")
 
@@ -107,8 +107,8 @@ class OwesOncePerRank(ErrorFeedback):
     """Every new rank takes over all that is owed: it is paid once by each."""
 
     def load_state_dict(self, state):
-        entries = [{**e, "values": e["values"] * 3} for e in state.get("residues", [])]
-        super().load_state_dict({**state, "residues": entries})
+        entries = [{**e, "values": e["values"] * 3} for e in state.get("residuals", [])]
+        super().load_state_dict({**state, "residuals": entries})
 
     def fresh(self):
         return OwesOncePerRank(self.codec.fresh())

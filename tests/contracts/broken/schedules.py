@@ -255,10 +255,10 @@ class ForgetsLocalPassesOfBlocks(_Forgetful, SmallBlocks):
 class LosesWhatTheAbsentLearned(SmallBlocks):
     """A rank that has left its loop brings nothing into the next block."""
 
-    def take_part(self):
+    def shadow_step(self):
         for fragment in self._fragments:
             fragment.num_samples = 0.0
-        return super().take_part()
+        return super().shadow_step()
 
 
 class GoesOnWithNan(SmallBlocks):

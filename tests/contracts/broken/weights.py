@@ -11,7 +11,7 @@ from .schedules import CountsTheAbsent, SmallBlocks
 class KeepsResiduesOfSums(ErrorFeedback):
     """Adds what was lost of one sum to the next one, whatever part of its mean that is.
 
-    So it was before residues had a unit: adrift with unequal weights, 16 times too much one step
+    So it was before residuals had a unit: adrift with unequal weights, 16 times too much one step
     into a block of 16, W times too much where one of W ranks goes on.
     """
 
@@ -51,11 +51,11 @@ class PaysIntoNothing(ErrorFeedback):
 class KeepsAnOldUnit(EveryStep):
     """A rank that has left its loop counts weights in the unit of when it left."""
 
-    def take_part(self):
+    def shadow_step(self):
         adopt = self._exchange.adopt_unit
         self._exchange.adopt_unit = lambda means: None
         try:
-            return super().take_part()
+            return super().shadow_step()
         finally:
             self._exchange.adopt_unit = adopt
 

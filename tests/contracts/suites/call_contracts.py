@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.contracts.suites.communicator_contracts import require, seeded
 from torchmn.communicators import ANY_SOURCE, ANY_TAG, Communicator, Status
-from torchmn.errors import DisagreementError, UsageError
+from torchmn.errors import RankMismatchError, UsageError
 
 
 def _different_calls() -> dict[str, Callable[[Communicator, bool], object]]:
@@ -47,13 +47,13 @@ def _different_calls() -> dict[str, Callable[[Communicator, bool], object]]:
 
 
 def check_disagreement(comm: Communicator) -> None:
-    """A call that one rank makes in another way is a DisagreementError on all, nothing else."""
+    """A call that one rank makes in another way is a RankMismatchError on all, nothing else."""
     if comm.size == 1:
         return
     is_odd = comm.rank == comm.size - 1
     for what, call in _different_calls().items():
         error = _error_of(lambda call=call: call(comm, is_odd))  # type: ignore[misc]
-        require(isinstance(error, DisagreementError), f"another {what}: {error!r}")
+        require(isinstance(error, RankMismatchError), f"another {what}: {error!r}")
         require(f"rank {comm.size - 1}: " in str(error), f"another {what}: says only {error}")
     _check_together(comm)
 
@@ -75,7 +75,7 @@ def check_refusal(comm: Communicator) -> None:
         if is_odd:
             require(isinstance(error, UsageError), f"a wrong {what}: {error!r}")
         else:
-            require(isinstance(error, DisagreementError), f"a wrong {what} elsewhere: {error!r}")
+            require(isinstance(error, RankMismatchError), f"a wrong {what} elsewhere: {error!r}")
             text = f"rank {comm.size - 1} refused it"
             require(text in str(error), f"a wrong {what} elsewhere: says only {error}")
     _check_together(comm)

@@ -66,7 +66,7 @@ def exchange_(codecs: Sequence[StripeCodec], buffers: Sequence[Tensor], layout: 
     for owner, stripe in enumerate(stripes):
         total = buffers[owner].to(layout.wide_dtype, copy=True)
         wide = stripe.moved(0, layout.wide_dtype)
-        codecs[owner].settle_stripe(total, wide)
+        codecs[owner].flush_residual_into(total, wide)
         for worker, codec in enumerate(codecs):
             if worker != owner:
                 message = _encoded(codec, buffers[worker], stripe)
@@ -208,7 +208,7 @@ def owed(codecs: Sequence[StripeCodec], name: str) -> Tensor:
     """What all workers and owners owe to one parameter, (numel,) float64."""
     total = torch.zeros(torch.Size(SHAPES[name]).numel(), dtype=torch.float64)
     for codec in codecs:
-        for entry in codec.state_dict().get("residues", []):
+        for entry in codec.state_dict().get("residuals", []):
             if entry["name"] == name:
                 first = entry["offset"]
                 total[first : first + len(entry["values"])] += entry["values"].double()
@@ -216,7 +216,7 @@ def owed(codecs: Sequence[StripeCodec], name: str) -> Tensor:
 
 
 def check_sums_up(make: Factory) -> None:
-    """What was returned adds up to the sum of the true means, less the residues that remain."""
+    """What was returned adds up to the sum of the true means, less the residuals that remain."""
     for dtype in (torch.float32, torch.float64):
         layout = layout_of(dtype)
         for size in (2, 3):
@@ -227,7 +227,7 @@ def check_sums_up(make: Factory) -> None:
                 one_step = gradients(layout, 0, 0).double().norm()
                 require(
                     float(owed(codecs, name).norm()) < 12 * float(one_step),
-                    f"{codecs[0].name}: the residues of '{name}' grow",
+                    f"{codecs[0].name}: the residuals of '{name}' grow",
                 )
 
 
@@ -292,14 +292,14 @@ def _require_same_residues(got: State, expected: State, what: str) -> None:
     def nonzero(state: State) -> dict[tuple[str, str, int], Tensor]:
         return {
             (entry["side"], entry["name"], entry["offset"]): entry["values"]
-            for entry in state.get("residues", [])
+            for entry in state.get("residuals", [])
             if entry["values"].any()
         }
 
     a, b = nonzero(got), nonzero(expected)
     require(
         a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a),
-        f"{what}: residues changed",
+        f"{what}: residuals changed",
     )
     require(got.get("codec") == expected.get("codec"), f"{what}: the codec's state changed")
 
@@ -367,8 +367,8 @@ def check_reshard(make: Factory) -> None:
         returned, true = _run(old, layout, range(3))
         state = residuals.reshard([codec.state_dict() for codec in old], new_size)
         require(
-            all(entry["side"] == "worker" for entry in state["residues"]),
-            f"{old[0].name}: owners' residues after resharding",
+            all(entry["side"] == "worker" for entry in state["residuals"]),
+            f"{old[0].name}: owners' residuals after resharding",
         )
         new = [make() for _ in range(new_size)]
         for codec in new:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchmn.communicators import Communicator
-from torchmn.communicators.allreduce import Cargo, create_wire
+from torchmn.communicators.allreduce import Cargo, create_allreduce
 from torchmn.compression import create_codec
 from torchmn.optimizer import create_multi_node_optimizer
 
@@ -69,7 +69,7 @@ def check_sum(comm: Communicator) -> None:
 def check_coded_sum(comm: Communicator) -> None:
     """With float16 on the wire: close, the same bits on every rank, exact elements exact."""
     for codec, relative in (("float16", 2e-3), ("bfloat16", 2e-2)):
-        wire = create_wire(create_codec(codec))
+        wire = create_allreduce(create_codec(codec))
         for size in SIZES:
             buffer = torch.cat(
                 [seeded(comm.rank, size, dtype=torch.float32), torch.full((2,), 0.3001)]

@@ -329,7 +329,7 @@ def _require_debts(run: Run, left: Left) -> None:
     comm = run.comm
     everybody = comm.allgather_obj(described(run.optimizer.state_dict()))
     # Where ranks of a node each encode a share, each holds all of it until it is asked for a part.
-    copies = comm.intra_size if comm.cuts_parameters else 1
+    copies = comm.intra_size if comm.shards_parameters else 1
     owed = {name: total / copies for name, total in _owed(everybody).items()}
     require(owed.keys() == left.owed.keys(), f"owed is of other parameters: {owed.keys()}")
     for name, total in left.owed.items():
@@ -343,7 +343,7 @@ def _owed(states: States) -> dict[str, Tensor]:
     for state in states:
         ours = state["torchmn"]
         for codec in (ours["codec"], *ours.get("codecs", [])):
-            for entry in codec.get("state", {}).get("residues", []):
+            for entry in codec.get("state", {}).get("residuals", []):
                 first, values = entry["offset"], entry["values"].double() / entry["scale"]
                 total = owed.get(entry["name"], values.new_zeros(0))
                 missing = max(0, first + len(values) - len(total))

@@ -19,8 +19,8 @@ from tests.contracts.suites.communicator_contracts import ContractError, require
 from torchmn.communicators import Communicator
 from torchmn.errors import NonFiniteGradientError
 from torchmn.optimizer import SCHEDULES, MultiNodeOptimizer, create_multi_node_optimizer
-from torchmn.schedules import BlockSchedule, Deferring, EveryStep, Movement, Schedule
-from torchmn.schedules.base import Replicas
+from torchmn.schedules import BlockSchedule, DefersUpdates, EveryStep, Movement, Schedule
+from torchmn.schedules.base import ReplicaConsistency
 
 MakeSchedule = Callable[[], Schedule]
 Gradients = list[Tensor]
@@ -48,13 +48,13 @@ def check_means(comm: Communicator, make: MakeSchedule, codec: str | None) -> No
 def check_staleness(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
     """``p.grad`` is as late as declared when backward returns, and so are the steps.
 
-    Under a `Deferring` schedule it is there after synchronize().
+    Under a `DefersUpdates` schedule it is there after synchronize().
     """
     run = TrackedRun(comm, make, codec)
     late = run.optimizer.schedule.staleness_steps
     for step in range(NUM_STEPS):
         run.backward(step)
-        if isinstance(run.optimizer.schedule, Deferring):
+        if isinstance(run.optimizer.schedule, DefersUpdates):
             run.optimizer.synchronize()
         got = run.gradients()
         if step < late:
@@ -140,14 +140,14 @@ def check_join(comm: Communicator, make: MakeSchedule, codec: str | None) -> Non
 
 
 def check_sums_up(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
-    """What was applied adds up to the sum of the true means, less the residues that remain."""
+    """What was applied adds up to the sum of the true means, less the residuals that remain."""
     run = TrackedRun(comm, make, codec)
     for step in range(NUM_STEPS):
         run.step(step)
     run.optimizer.flush()
     if codec in TOLERANCE and codec not in (None, "float32"):
         return  # rounds, and keeps no account of it
-    entries = run.optimizer.state_dict()["torchmn"]["codec"].get("state", {}).get("residues", [])
+    entries = run.optimizer.state_dict()["torchmn"]["codec"].get("state", {}).get("residuals", [])
     owed = [e for entries in comm.allgather_obj(entries) for e in entries]
     for index, (name, parameter) in enumerate(run.model.named_parameters()):
         local = torch.stack([gradients[index] for gradients in run.local]).sum(0)
@@ -338,7 +338,7 @@ def check_block_join(comm: Communicator, make: MakeSchedule, codec: str | None) 
 
 
 def check_block_sums_up(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
-    """What recipes were given adds up to the ranks' mean movements, less the residues."""
+    """What recipes were given adds up to the ranks' mean movements, less the residuals."""
     run = TrackedRun(comm, make, codec)
     schedule = block_schedule(run.optimizer)
     if schedule.overlap_steps or codec in ("float16", "bfloat16"):
@@ -386,7 +386,7 @@ def check_block_zeros(comm: Communicator, make: MakeSchedule, codec: str | None)
 def check_block_nonfinite(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
     """A block that is not finite on one rank is an error on all, which go back to its beginning.
 
-    Its parameter's residues are as before.
+    Its parameter's residuals are as before.
     """
     run = TrackedRun(comm, make, codec)
     schedule = block_schedule(run.optimizer)
@@ -413,7 +413,7 @@ def check_block_nonfinite(comm: Communicator, make: MakeSchedule, codec: str | N
         if before["name"] == name:
             lost, kept = (each["values"] / each["scale"] for each in (before, after))
             is_same = torch.allclose(kept, lost, rtol=1e-12, atol=0)  # one more conversion
-            require(is_same, f"the residues of {name} have changed")
+            require(is_same, f"the residuals of {name} have changed")
     run.step(3)
     run.optimizer.flush()
     run.require_same(run.named_parameters(), "after the block behind it")
@@ -423,7 +423,7 @@ def check_block_nonfinite(comm: Communicator, make: MakeSchedule, codec: str | N
 def _residues(schedule: BlockSchedule) -> list[dict[str, Any]]:
     """What this rank owes, run by run."""
     codecs = schedule.state_dict()["codecs"]
-    return [entry for each in codecs for entry in each.get("state", {}).get("residues", [])]
+    return [entry for each in codecs for entry in each.get("state", {}).get("residuals", [])]
 
 
 def block_schedule(optimizer: MultiNodeOptimizer) -> BlockSchedule:
@@ -560,8 +560,8 @@ def _network() -> nn.Sequential:
 
 
 Contract = Callable[[Communicator, MakeSchedule, str | None], None]
-SCHEDULE_CONTRACTS: dict[Replicas, tuple[Contract, ...]] = {
-    "every step": (
+SCHEDULE_CONTRACTS: dict[ReplicaConsistency, tuple[Contract, ...]] = {
+    "per_step": (
         check_means,
         check_staleness,
         check_replicas,
@@ -574,7 +574,7 @@ SCHEDULE_CONTRACTS: dict[Replicas, tuple[Contract, ...]] = {
         check_options,
         check_trajectory,
     ),
-    "every block": (
+    "per_block": (
         check_block_means,
         check_block_replicas,
         check_resume,
@@ -585,7 +585,7 @@ SCHEDULE_CONTRACTS: dict[Replicas, tuple[Contract, ...]] = {
         check_block_nonfinite,
     ),
 }
-"""What must hold, by what a schedule declares: its `keeps_replicas`."""
+"""What must hold, by what a schedule declares: its `replica_consistency`."""
 
 
 def variants(comm: Communicator, schedule: str) -> list[MakeSchedule]:
@@ -601,5 +601,5 @@ def check_all(comm: Communicator, schedule: str, codec: str | None) -> None:
     """All contracts for a schedule by name, with buckets so small that there are several."""
     comm.bucket_bytes = 5000
     for make in variants(comm, schedule):
-        for contract in SCHEDULE_CONTRACTS[make().keeps_replicas]:
+        for contract in SCHEDULE_CONTRACTS[make().replica_consistency]:
             contract(comm, make, codec)

@@ -253,7 +253,7 @@ class _Run:
     def require_sum(self, when: str) -> None:
         """The parameters are those of plain SGD with all ranks' gradients. *Collective.*"""
         state = self.optimizer.state_dict()["torchmn"]["codec"].get("state", {})
-        owed = [e for es in self.comm.allgather_obj(state.get("residues", [])) for e in es]
+        owed = [e for es in self.comm.allgather_obj(state.get("residuals", [])) for e in es]
         for index, (name, parameter) in enumerate(self.model.named_parameters()):
             total = self.comm.allreduce(self.total[index]).flatten()
             for entry in owed:

@@ -29,7 +29,7 @@ from tests.contracts.suites.schedule_contracts import (
 from torchmn.communicators import Communicator
 from torchmn.compression import Codec
 from torchmn.optimizer import MultiNodeOptimizer
-from torchmn.schedules.base import Replicas
+from torchmn.schedules.base import ReplicaConsistency
 from torchmn.schedules.local_updates.fragments import Fragment, Movement
 
 Weights = Sequence[Sequence[float]]
@@ -271,7 +271,7 @@ def _lost(optimizer: MultiNodeOptimizer) -> Tensor:
 def _residues_of(codec: Codec | None, sizes: dict[str, int]) -> Tensor:
     parts = {name: torch.zeros(numel, dtype=torch.float64) for name, numel in sizes.items()}
     state = {} if codec is None else codec.state_dict()
-    for entry in state.get("residues", []):
+    for entry in state.get("residuals", []):
         first, values = entry["offset"], entry["values"]
         parts[entry["name"]][first : first + len(values)] += values / entry["scale"]
     return torch.cat(list(parts.values()))
@@ -281,16 +281,16 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
-WEIGHT_CONTRACTS: dict[Replicas, tuple[Contract, ...]] = {
-    "every step": (check_weighted_means, check_weighted_join),
-    "every block": (check_weighted_blocks, check_parts_of_blocks),
+WEIGHT_CONTRACTS: dict[ReplicaConsistency, tuple[Contract, ...]] = {
+    "per_step": (check_weighted_means, check_weighted_join),
+    "per_block": (check_weighted_blocks, check_parts_of_blocks),
 }
-"""What must hold, by what a schedule declares: its `keeps_replicas`."""
+"""What must hold, by what a schedule declares: its `replica_consistency`."""
 
 
 def check_all(comm: Communicator, schedule: str, codec: str | None) -> None:
     """All contracts for a schedule by name, with buckets so small that there are several."""
     comm.bucket_bytes = 5000
     for make in variants(comm, schedule):
-        for contract in WEIGHT_CONTRACTS[make().keeps_replicas]:
+        for contract in WEIGHT_CONTRACTS[make().replica_consistency]:
             contract(comm, make, codec)

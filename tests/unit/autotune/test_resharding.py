@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.contracts.suites.resume_contracts import described
-from tests.unit.autotune.test_tuner import MOST_STEPS, train, wrap
+from tests.unit.autotune.test_tuner import MAX_STEPS, train, wrap
 from tests.unit.models import batch, equal, loss_of, mlp, values
 from torchmn import create_multi_node_optimizer
 from torchmn.autotune import tuner
@@ -47,13 +47,13 @@ def test_means_keep_what_is_equal_and_take_counts_from_rank_0() -> None:
 @pytest.mark.parametrize(("nodes", "num_encoding"), [([4], 1), ([2, 1], 2), ([1, 1, 1], 3)])
 def test_only_who_encodes_owes(nodes: list[int], num_encoding: int) -> None:
     entry = {"side": "worker", "name": "w", "offset": 0, "values": torch.tensor([6.0, -12.0])}
-    old = {"rank": 0, "size": 1, "state": {"residues": [entry], "codec": {}}}
+    old = {"rank": 0, "size": 1, "state": {"residuals": [entry], "codec": {}}}
     topology = Topology.blocks(nodes)
     states = run_ranks(
         lambda comm: reshard_codec([old], comm), topology.size, name="hierarchical",
         topology=topology,
     )  # fmt: skip
-    shares = [s["state"]["residues"][0]["values"] for s in states if s["state"]["residues"]]
+    shares = [s["state"]["residuals"][0]["values"] for s in states if s["state"]["residuals"]]
     assert len(shares) == num_encoding
     assert torch.stack(shares).sum(0).tolist() == [6.0, -12.0]
     assert [(s["rank"], s["size"]) for s in states] == [
@@ -74,7 +74,7 @@ def test_residues_without_a_codec_are_not_dropped_in_silence() -> None:
         other = create_multi_node_optimizer(torch.optim.SGD(model.parameters(), 0.1), comm, model)
         other.load_state_dict(state)
 
-    with pytest.warns(RuntimeWarning, match="has residues of a codec, and here is none"):
+    with pytest.warns(RuntimeWarning, match="has residuals of a codec, and here is none"):
         run_ranks(rank_main, 2)
 
 
@@ -134,7 +134,7 @@ def test_auto_goes_on_measuring_where_it_was(num_steps: int) -> None:
         other.load_state_dict(state)
         for name in ("_using", "_trying", "_untried", "trials", "plan"):
             assert getattr(other.schedule, name) == getattr(optimizer.schedule, name), name
-        was_left = MOST_STEPS + tuner.NUM_WARM_UP + tuner.NUM_TIMED
+        was_left = MAX_STEPS + tuner.NUM_WARM_UP + tuner.NUM_TIMED
         train(other, again, comm, range(num_steps, num_steps + was_left))
         assert other.schedule.plan is not None
         return other.schedule.plan
@@ -167,7 +167,7 @@ def test_auto_measures_anew_on_other_ranks_and_loses_nothing() -> None:
         model.load_state_dict(saved[0][0][0])
         optimizer.load_state_dict(described(optimizer.reshard_state_dict(states, comm)))
         assert optimizer.schedule.plan is None
-        assert "measures anew" in " ".join(optimizer.resume_notes())
+        assert "measures anew" in " ".join(optimizer.resume_warnings())
         held = values(model)
         optimizer.flush()
         assert not equal(values(model), held)
@@ -213,9 +213,9 @@ def test_blocks_that_were_saved_apart_are_refused() -> None:
 def test_notes_say_what_does_not_hold() -> None:
     def rank_main(comm):
         _, plain = wrap(comm, schedule="every_step")
-        assert plain.resume_notes() == []
+        assert plain.resume_warnings() == []
         _, lossy = wrap(comm, schedule=PeriodicAverage(16), codec="int8")
-        first, second = lossy.resume_notes()
+        first, second = lossy.resume_warnings()
         assert "mean of the old ones' parameters, weighted by samples" in first
         assert "int8" in second
 

@@ -19,8 +19,8 @@ from torchmn.schedules import EveryStep
 from torchmn.testing import run_ranks
 from torchmn.topology import Topology
 
-MOST_TURNS = 2 * tuner.MOST_TRIALS + 1
-MOST_STEPS = tuner.NUM_WARM_UP + tuner.NUM_TIMED + MOST_TURNS * (tuner.NUM_TIMED + 2)
+MOST_TURNS = 2 * tuner.MAX_TRIALS + 1
+MAX_STEPS = tuner.NUM_WARM_UP + tuner.NUM_TIMED + MOST_TURNS * (tuner.NUM_TIMED + 2)
 TOLD = {"stale": "double_buffering", "deferred": "every_step_next_forward", "lossy": "every_step"}
 
 
@@ -46,7 +46,7 @@ def test_all_ranks_decide_alike_and_say_why(name, nodes, allowed, capfd) -> None
     def rank_main(comm):
         model, optimizer = wrap(comm, codec="auto", schedule="auto", **options)
         assert optimizer.schedule.plan is None
-        train(optimizer, model, comm, range(MOST_STEPS))
+        train(optimizer, model, comm, range(MAX_STEPS))
         optimizer.flush()
         chosen = optimizer.schedule
         assert chosen.plan is not None
@@ -75,7 +75,7 @@ def test_without_a_word_the_script_sees_means_and_new_parameters(name: str) -> N
 
     def loop(model, optimizer, x_of):
         average, norms = copy.deepcopy(model), []
-        for step in range(MOST_STEPS + 2):
+        for step in range(MAX_STEPS + 2):
             optimizer.zero_grad()
             loss_of(model, x_of(step)).backward()
             norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
@@ -113,7 +113,7 @@ def test_what_the_script_cannot_work_with_is_left_out() -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "More than one backward pass")
-            for step in range(MOST_STEPS + 2):
+            for step in range(MAX_STEPS + 2):
                 optimizer.zero_grad()
                 for part in range(2):
                     scaler.scale(loss_of(model, batch(comm.rank, step + 50 * part))).backward()
@@ -152,7 +152,7 @@ def test_a_saved_plan_that_is_not_allowed_any_more() -> None:
 def test_a_codec_alone_may_be_chosen() -> None:
     def rank_main(comm):
         model, optimizer = wrap(comm, codec="auto", allow_lossy=True)
-        train(optimizer, model, comm, range(MOST_STEPS))
+        train(optimizer, model, comm, range(MAX_STEPS))
         assert {trial.plan.schedule for trial in optimizer.schedule.trials} == {"every_step"}
 
     run_ranks(rank_main, 2)
@@ -172,7 +172,7 @@ def test_a_saved_plan_is_used_again_and_goes_on_bit_equal() -> None:
     def rank_main(comm):
         options = {"codec": "auto", "schedule": "auto", "allow_lossy": True}
         model, optimizer = wrap(comm, **options)
-        train(optimizer, model, comm, range(MOST_STEPS))
+        train(optimizer, model, comm, range(MAX_STEPS))
         saved = copy.deepcopy(optimizer.state_dict())
         again, other = wrap(comm, **options)
         again.load_state_dict(model.state_dict())
@@ -190,7 +190,7 @@ def test_ranks_whose_data_end_early_decide_too() -> None:
     def rank_main(comm):
         model, optimizer = wrap(comm, codec="auto", schedule="auto", allow_lossy=True)
         with optimizer.join():
-            train(optimizer, model, comm, range(4 + comm.rank * MOST_STEPS))
+            train(optimizer, model, comm, range(4 + comm.rank * MAX_STEPS))
         assert optimizer.schedule.plan is not None
         return values(model)
 
@@ -199,12 +199,12 @@ def test_ranks_whose_data_end_early_decide_too() -> None:
 
 
 def test_drift_leads_to_a_new_plan(monkeypatch) -> None:
-    monkeypatch.setattr(tuner, "REPLAN_STEPS", 5)
+    monkeypatch.setattr(tuner, "RETUNE_STEPS", 5)
     monkeypatch.setattr(tuner, "DRIFT", 1e3)
 
     def rank_main(comm):
-        model, optimizer = wrap(comm, codec="auto", replan=True)
-        train(optimizer, model, comm, range(MOST_STEPS))
+        model, optimizer = wrap(comm, codec="auto", retune=True)
+        train(optimizer, model, comm, range(MAX_STEPS))
         assert optimizer.schedule.plan is not None
         optimizer.schedule._planned_s = 1e-9  # as if the network had been so much faster
         train(optimizer, model, comm, range(5))

@@ -29,7 +29,7 @@ from torchmn.checkpoint.writer import read_manifest
 from torchmn.errors import (
     CommunicationError,
     DataError,
-    DisagreementError,
+    RankMismatchError,
     UnsupportedError,
     UsageError,
 )
@@ -58,7 +58,7 @@ def test_resumed_run_is_bit_equal(tmp_path: Path, num_ranks: int, is_async: bool
     assert_same(parts, whole)
 
 
-@pytest.mark.filterwarnings("ignore:.*starts without residues")
+@pytest.mark.filterwarnings("ignore:.*starts without residuals")
 def test_the_comparison_sees_a_residue_that_is_lost(tmp_path: Path) -> None:
     """A checkpointer that gave all ranks rank 0's state would not pass."""
     whole = train(tmp_path / "whole", 2, 6)
@@ -119,7 +119,7 @@ def test_arguments(tmp_path: Path, options: dict[str, Any], words: str) -> None:
 
 
 def test_ranks_with_different_arguments(tmp_path: Path) -> None:
-    with pytest.raises(DisagreementError, match="different checkpointers"):
+    with pytest.raises(RankMismatchError, match="different checkpointers"):
         on_ranks(lambda c: checkpointer_of(c, tmp_path, keep=1 + c.rank), 2)
 
 

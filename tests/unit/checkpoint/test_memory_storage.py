@@ -12,10 +12,14 @@ import pytest
 import torch
 
 from torchmn.checkpoint import create_multi_node_checkpointer
-from torchmn.checkpoint.memory_storage import NodeMemory
+from torchmn.checkpoint.memory_storage import MemoryStorage
 from torchmn.communicators import Communicator
-from torchmn.control.checkpoint_replicas.client import NodeCopies
-from torchmn.control.checkpoint_replicas.server import ROUND_VARIABLE, SOCKET_VARIABLE, Copies
+from torchmn.control.checkpoint_replicas.client import ReplicaClient
+from torchmn.control.checkpoint_replicas.server import (
+    ROUND_VARIABLE,
+    SOCKET_VARIABLE,
+    ReplicaServer,
+)
 from torchmn.control.messages.elastic import Announced, ElasticMessage, Round, Stored
 from torchmn.errors import DataError
 from torchmn.testing.ranks import run_ranks
@@ -27,7 +31,7 @@ class OneHost:
     def __init__(self) -> None:
         self.said: list[ElasticMessage] = []
         listener = socket.create_server(("127.0.0.1", 0))
-        self.copies = Copies("a", "secret", listener, self.said.append)
+        self.copies = ReplicaServer("a", "secret", listener, self.said.append)
         self.copies.start()
         self.number = 0
         self.begin()
@@ -170,8 +174,8 @@ def test_a_finished_checkpoint_is_announced_once_by_the_leader(
 
 
 def test_a_lost_process_of_the_host_is_a_failed_storage(host: OneHost) -> None:
-    copies = NodeCopies(host.copies.name, 1)
-    memory = NodeMemory(copies)
+    copies = ReplicaClient(host.copies.name, 1)
+    memory = MemoryStorage(copies)
     assert memory.names() == []
     with pytest.raises(DataError, match="not held in memory"):
         memory.open("step-00000001", "manifest.json")

@@ -36,7 +36,7 @@ class Shards(Plain):
         whole = torch.cat([state["part"] for state in states])
         return {"part": whole.tensor_split(comm.size)[comm.rank].clone(), "from": len(states)}
 
-    def resume_notes(self) -> list[str]:
+    def resume_warnings(self) -> list[str]:
         return ["the parts are other parts now."]
 
 
@@ -125,11 +125,11 @@ def test_random_numbers_of_a_resumed_run(tmp_path: Path) -> None:
 def test_a_training_goes_on_with_another_number_of_workers(
     tmp_path: Path, old: int, new: int
 ) -> None:
-    """With residues, which the optimizer shares out; all ranks have the same model."""
+    """With residuals, which the optimizer shares out; all ranks have the same model."""
     train(tmp_path, old, 2)
-    with pytest.warns(RuntimeWarning, match="1bit.residue"):  # what does not hold exactly
+    with pytest.warns(RuntimeWarning, match="1bit.residual"):  # what does not hold exactly
         results = train(tmp_path, new, 4)
     assert [start for start, _ in results] == [2] * new
     assert_same(results[1:], [results[0]] * (new - 1))
-    with pytest.warns(RuntimeWarning, match="1bit.residue"):
+    with pytest.warns(RuntimeWarning, match="1bit.residual"):
         assert [start for start, _ in train(tmp_path, old, 4)] == [4] * old

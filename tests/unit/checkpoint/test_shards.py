@@ -12,7 +12,7 @@ import torchmn
 from tests.unit.checkpoint.training import Training, checkpointer_of, on_ranks, train
 from torchmn.checkpoint import Best, FolderStorage, export_dcp, import_dcp
 from torchmn.checkpoint.manifest import Manifest
-from torchmn.checkpoint.retention import name_of, order_of, superfluous
+from torchmn.checkpoint.retention import checkpoints_to_delete, name_of, order_of
 from torchmn.checkpoint.shard_assignment import owners
 from torchmn.checkpoint.shard_file import ShardReader, TensorEntry, header_of, in_file_order
 from torchmn.communicators.checksums import digest
@@ -109,16 +109,18 @@ def test_names_of_checkpoints() -> None:
 
 def test_retention_never_removes_the_newest_or_the_best() -> None:
     good = {f"step-{step:08d}": manifest(1 / step) for step in range(1, 6)}
-    gone = superfluous(good, [], "step-00000005", keep=1, best=Best("x", "max"))
+    gone = checkpoints_to_delete(good, [], "step-00000005", keep=1, best=Best("x", "max"))
     assert gone == [f"step-{step:08d}" for step in (2, 3, 4)]
-    gone = superfluous(good, [], "step-00000005", keep=2, best=Best("x", "min"))
+    gone = checkpoints_to_delete(good, [], "step-00000005", keep=2, best=Best("x", "min"))
     assert gone == [f"step-{step:08d}" for step in (1, 2, 3)]
     # Someone went back to step 2 and saved 3 again: what comes later does not push it out.
-    assert "step-00000003-2" not in superfluous(
+    assert "step-00000003-2" not in checkpoints_to_delete(
         good | {"step-00000003-2": manifest()}, [], "step-00000003-2", keep=1, best=None
     )
     bad = [".draft-00000005-a", "step-00000001", "step-00000009"]
-    gone = superfluous({"step-00000005": manifest()}, bad, "step-00000005", keep=3, best=None)
+    gone = checkpoints_to_delete(
+        {"step-00000005": manifest()}, bad, "step-00000005", keep=3, best=None
+    )
     assert gone == [".draft-00000005-a", "step-00000001"]
 
 

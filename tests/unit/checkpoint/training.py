@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 class Training:
-    """A model, a multi-node Adam with 1 bit (residues of each rank's own), and a scheduler."""
+    """A model, a multi-node Adam with 1 bit (residuals of each rank's own), and a scheduler."""
 
     def __init__(self, comm: torchmn.Communicator) -> None:
         self.comm = comm

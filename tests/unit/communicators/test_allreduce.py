@@ -9,7 +9,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from torchmn.communicators.allreduce import Cargo, PlainWire, StripedWire, create_wire
+from torchmn.communicators.allreduce import (
+    Cargo,
+    NativeAllReduce,
+    ReduceScatterAllGather,
+    create_allreduce,
+)
 from torchmn.compression import CODECS, Float16, Layout, create_codec
 from torchmn.testing import run_ranks
 
@@ -25,8 +30,8 @@ def test_short_buffers(codec: str | None, numel: int, num_exact: int, dtype: tor
         buffer = torch.full((numel,), comm.rank + 1.0, dtype=dtype)
         if num_exact:
             buffer[-num_exact:] = comm.rank + 1 + 2.0**-20  # lost in 16 bits
-        wire = create_wire(create_codec(codec))
-        wire = StripedWire() if isinstance(wire, PlainWire) else wire
+        wire = create_allreduce(create_codec(codec))
+        wire = ReduceScatterAllGather() if isinstance(wire, NativeAllReduce) else wire
         comm.sum_(Cargo.of(buffer, num_exact=num_exact), wire)
         return buffer
 
@@ -40,7 +45,7 @@ def test_owners_add_in_more_than_16_bits() -> None:
 
     def rank_main(comm):
         buffer = torch.full((5,), 1.0 if comm.rank == 0 else 2.0**-11)
-        comm.sum_(buffer, create_wire(Float16()))
+        comm.sum_(buffer, create_allreduce(Float16()))
         return buffer.tolist()
 
     for result in run_ranks(rank_main, 4):
@@ -74,7 +79,7 @@ def test_any_layout_travels(shapes, codec, dtype, size, gap, num_exact) -> None:
 
     def rank_main(comm):
         own = create_codec(codec).fresh()
-        wire = create_wire(own)
+        wire = create_allreduce(own)
         returned = torch.zeros(start, dtype=torch.float64)
         true = torch.zeros_like(returned)
         for step in range(2):
@@ -87,10 +92,10 @@ def test_any_layout_travels(shapes, codec, dtype, size, gap, num_exact) -> None:
             returned += buffer[:start].double()
             assert buffer[start:].tolist() == [0.5 * size] * num_exact
         zeros = torch.zeros(start + num_exact, dtype=dtype)
-        create = create_wire(create_codec(codec).fresh())
+        create = create_allreduce(create_codec(codec).fresh())
         comm.sum_(Cargo.of(zeros, layout, num_exact), create)
         assert not zeros.any()
-        owed = comm.allgather_obj(own.state_dict().get("residues", []))
+        owed = comm.allgather_obj(own.state_dict().get("residuals", []))
         return buffer, returned, true, [entry for entries in owed for entry in entries]
 
     results = run_ranks(rank_main, size)

@@ -14,7 +14,7 @@ from torch import nn
 from torchmn.communicators import Communicator
 from torchmn.errors import (
     CommunicationError,
-    DisagreementError,
+    RankMismatchError,
     TimeLimitError,
     TorchmnError,
     UnknownNameError,
@@ -165,7 +165,7 @@ DIFFERENT: dict[str, tuple[Callable, str]] = {
 def test_ranks_that_differ_all_hear_both_versions(case: str) -> None:
     call, said = DIFFERENT[case]
     for rank, error in enumerate(errors_of(lambda comm: call(comm, comm.rank == 1))):
-        assert isinstance(error, DisagreementError)
+        assert isinstance(error, RankMismatchError)
         assert str(error).startswith(f"rank {rank} of 3 on localhost")
         assert said in str(error)
         assert "All ranks must make the same calls with the same arguments" in str(error)
@@ -177,7 +177,7 @@ def test_what_differs_is_found_before_anything_is_written() -> None:
         with torch.no_grad():
             model.a.fill_(comm.rank)
         model = model if comm.rank else model_of(("a", [2]), ("b", [3]))
-        with pytest.raises(DisagreementError):
+        with pytest.raises(RankMismatchError):
             comm.bcast_data(model)
         assert comm.rank == 0 or (model.a == comm.rank).all()
 
@@ -306,7 +306,7 @@ def test_an_argument_that_is_wrong_on_one_rank_is_told_to_all(case: str) -> None
     assert isinstance(second, kind)
     assert text in str(second)
     for error in (first, third):
-        assert isinstance(error, DisagreementError)
+        assert isinstance(error, RankMismatchError)
         assert "is in allreduce(op=sum, tensor=float32[4]), but rank 1 refused it: " in str(error)
         assert text in str(error)
 
@@ -370,7 +370,7 @@ def test_a_wrong_number_of_parts_is_told_to_all(way: str) -> None:
     assert isinstance(second, UsageError)
     assert "needs 3 parts, got" in str(second)
     for error in (first, third):
-        assert isinstance(error, DisagreementError)
+        assert isinstance(error, RankMismatchError)
         assert "rank 1 refused it" in str(error)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from torchmn import create_communicator
-from torchmn.errors import DisagreementError, TopologyError, UnknownNameError, UsageError
+from torchmn.errors import RankMismatchError, TopologyError, UnknownNameError, UsageError
 from torchmn.testing import run_ranks
 from torchmn.topology import Topology
 from torchmn.transports.gloo_nccl import TorchDistributedTransport
@@ -71,7 +71,7 @@ def test_ranks_that_ask_for_different_things_are_told() -> None:
         transport = TorchDistributedTransport(store, rank, 2, timeout_s=5)
         try:
             create_communicator("naive" if rank else "flat", transport=transport, timeout_s=5)
-        except DisagreementError as error:
+        except RankMismatchError as error:
             texts[rank] = str(error)
         transport.close()
 

@@ -16,7 +16,7 @@ from tests.contracts.suites.communicator_contracts import (
 )
 from torchmn import create_multi_node_optimizer
 from torchmn.communicators.engine import Engine
-from torchmn.errors import CommunicationError, DisagreementError, PeerLostError, TimeLimitError
+from torchmn.errors import CommunicationError, PeerLostError, RankMismatchError, TimeLimitError
 from torchmn.testing import run_ranks
 from torchmn.transports.gloo_nccl import TorchDistributedTransport
 
@@ -70,14 +70,14 @@ def test_without_a_thread_the_waiting_one_works() -> None:
 
 def test_an_error_comes_to_who_waits_and_the_engine_goes_on(engine: Engine) -> None:
     def fail() -> None:
-        raise DisagreementError("not this")
+        raise RankMismatchError("not this")
 
     work = engine.submit(fail)
     after = engine.submit(lambda: 1)
-    with pytest.raises(DisagreementError, match="not this"):
+    with pytest.raises(RankMismatchError, match="not this"):
         work.wait()
     assert after.wait() == 1
-    with pytest.raises(DisagreementError, match="not this"):
+    with pytest.raises(RankMismatchError, match="not this"):
         engine.call(fail)
     assert engine.call(lambda: 2) == 2
 

@@ -9,12 +9,12 @@ import torch
 
 from tests.contracts.suites.communicator_contracts import network, sgd, step, training_data
 from torchmn import create_multi_node_optimizer
-from torchmn.communicators.flight_recorder import Journal
+from torchmn.communicators.flight_recorder import FlightRecorder
 from torchmn.testing import run_ranks
 
 
 def test_numbers_states_and_labels() -> None:
-    journal = Journal()
+    journal = FlightRecorder()
     assert journal.last is None
     first = journal.begin("world", "all_reduce", (3,), "float32")
     assert first.state == "running"
@@ -39,21 +39,21 @@ def test_numbers_states_and_labels() -> None:
 
 
 def test_a_label_ends_with_an_error_too() -> None:
-    journal = Journal()
+    journal = FlightRecorder()
     with pytest.raises(KeyError), journal.label(bucket=1, step=1):
         raise KeyError
     assert journal.begin("world", "barrier", (), "-").bucket is None
 
 
 def test_keeps_the_last_ones() -> None:
-    journal = Journal(capacity=3)
+    journal = FlightRecorder(capacity=3)
     for _ in range(10):
         journal.end(journal.begin("world", "barrier", (), "-"), "done")
     assert [e.number for e in journal.entries()] == [8, 9, 10]
 
 
 def test_overdue_is_what_has_not_completed_in_time() -> None:
-    journal = Journal(job_ranks=[0, 1])
+    journal = FlightRecorder(job_ranks=[0, 1])
     journal.end(journal.begin("world", "barrier", (), "-", 0.0), "done")
     assert journal.overdue() is None
     journal.end(journal.begin("world", "barrier", (), "-", 100.0), "failed")  # a peer was lost
@@ -65,7 +65,7 @@ def test_overdue_is_what_has_not_completed_in_time() -> None:
 
 
 def test_a_description_has_the_ranks_as_the_job_calls_them() -> None:
-    journal = Journal(job_ranks=[4, 6, 7])
+    journal = FlightRecorder(job_ranks=[4, 6, 7])
     journal.know("leaders", [0, 2])
     for _ in range(2):
         journal.end(journal.begin("leaders", "all_reduce", (3,), "float32"), "done")

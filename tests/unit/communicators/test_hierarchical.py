@@ -11,7 +11,7 @@ from torchmn.testing.ranks import run_threads
 from torchmn.topology import Topology
 from torchmn.transports.base import TimeLimit
 from torchmn.transports.gloo_nccl import TorchDistributedTransport
-from torchmn.transports.tcp import StreamTransport
+from torchmn.transports.tcp import TcpTransport
 
 LARGE = 70_001
 
@@ -26,7 +26,7 @@ def test_large_sums_between_nodes_of_different_sizes(ranks_per_node) -> None:
         inner = TorchDistributedTransport(store, rank, size, timeout_s=10)
         comm = torchmn.create_communicator(
             "hierarchical",
-            transport=StreamTransport.over(inner, TimeLimit(10)),
+            transport=TcpTransport.over(inner, TimeLimit(10)),
             topology=Topology.blocks(ranks_per_node),
             timeout_s=5,
         )

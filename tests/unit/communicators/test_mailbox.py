@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchmn.communicators import ANY_SOURCE, ANY_TAG, Status
-from torchmn.errors import DisagreementError, TimeLimitError, UnsupportedError, UsageError
+from torchmn.errors import RankMismatchError, TimeLimitError, UnsupportedError, UsageError
 from torchmn.testing import run_ranks
 
 
@@ -23,7 +23,7 @@ def test_an_object_that_may_not_travel_is_an_error_on_both_sides() -> None:
                 comm.send_obj(Own(), 1, tag=3)
             comm.send_obj("next", 1, tag=3)
         else:
-            with pytest.raises(DisagreementError, match="rank 0 refused to send: .* needs pickle"):
+            with pytest.raises(RankMismatchError, match="rank 0 refused to send: .* needs pickle"):
                 comm.recv_obj(0, tag=3)
             assert comm.recv_obj(ANY_SOURCE, ANY_TAG) == "next"
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from torchmn.communicators import object_codec
 from torchmn.communicators.object_codec import Trust
-from torchmn.errors import CommunicationError, DisagreementError, UnsupportedError
+from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError
 from torchmn.testing import run_ranks
 
 NOBODY = Trust()
@@ -270,7 +270,7 @@ def test_a_refused_object_is_told_to_all(way: str) -> None:
     def rank_main(comm):
         try:
             WAYS[way](comm, Own(1) if comm.rank == 1 else comm.rank)
-        except (UnsupportedError, DisagreementError) as error:
+        except (UnsupportedError, RankMismatchError) as error:
             refusal = error
         else:
             refusal = None
@@ -281,7 +281,7 @@ def test_a_refused_object_is_told_to_all(way: str) -> None:
     assert isinstance(second, UnsupportedError)
     assert "needs pickle" in str(second)
     for error in (first, third):
-        assert isinstance(error, DisagreementError)
+        assert isinstance(error, RankMismatchError)
         assert "rank 1 refused it: An object of type Own needs pickle" in str(error)
 
 

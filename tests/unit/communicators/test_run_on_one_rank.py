@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from torchmn.communicators.run_on_one_rank import raise_if_any_failed, work_on_one_rank
+from torchmn.communicators.run_on_one_rank import raise_if_any_failed, run_on_one_rank
 from torchmn.errors import DataError, TorchmnError, UsageError
 from torchmn.testing import run_ranks
 
@@ -21,7 +21,7 @@ def caught(function):
 @pytest.mark.parametrize("worker", [0, 2])
 def test_the_result_reaches_all(worker: int) -> None:
     def main(comm):
-        return work_on_one_rank(comm, worker, lambda _: {"from": comm.rank})
+        return run_on_one_rank(comm, worker, lambda _: {"from": comm.rank})
 
     assert run_ranks(main, 3) == [{"from": worker}] * 3
 
@@ -33,7 +33,7 @@ def test_work_may_take_longer_than_the_time_limit() -> None:
             keep_waiting()
         return "done"
 
-    assert run_ranks(lambda c: work_on_one_rank(c, 1, work), 2, timeout_s=0.8) == ["done"] * 2
+    assert run_ranks(lambda c: run_on_one_rank(c, 1, work), 2, timeout_s=0.8) == ["done"] * 2
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_its_error_is_everyone_s(error: Exception, kind: type, words: str) -> No
     def work(keep_waiting) -> None:
         raise error
 
-    results = run_ranks(lambda c: caught(lambda: work_on_one_rank(c, 1, work)), 3)
+    results = run_ranks(lambda c: caught(lambda: run_on_one_rank(c, 1, work)), 3)
     assert results == [(kind, words)] * 3
 
 

@@ -28,11 +28,11 @@ def compare(device: str) -> int:
         stripe = layout(sizes, dtype)
         generator = torch.Generator().manual_seed(bits + len(sizes))
         values = torch.randn(stripe.end, generator=generator, dtype=dtype)
-        residue = torch.randn(stripe.end, generator=generator, dtype=dtype)
+        residual = torch.randn(stripe.end, generator=generator, dtype=dtype)
         codec = Quantized(
             bits, block_length=96 if len(sizes) > 2 else 512, stochastic=is_stochastic
         )
-        for owed in (residue, None):
+        for owed in (residual, None):
             _compare(device, codec, stripe, values, owed)
             num_cases += 1
     for bits, sample in itertools.product((8, 4, 2, 1), EXTREMES + BAD):
@@ -55,19 +55,19 @@ def _compare(
     codec: Quantized,
     stripe: Layout,
     values: torch.Tensor,
-    residue: torch.Tensor | None,
+    residual: torch.Tensor | None,
 ) -> None:
     from torchmn.compression.kernels import cuda
 
     plan = codec.plan(stripe)
     noise = Noise(3, 5, "worker") if codec.grid.is_stochastic else None
     encoded = torch.zeros(plan.nbytes, dtype=torch.uint8)
-    rest = None if residue is None else torch.zeros_like(residue)
-    flags = reference.encode(values, residue, rest, encoded, plan, noise)
+    rest = None if residual is None else torch.zeros_like(residual)
+    flags = reference.encode(values, residual, rest, encoded, plan, noise)
 
     there = torch.zeros(plan.nbytes, dtype=torch.uint8, device=device)
-    owed_there = None if residue is None else residue.to(device)
-    rest_there = None if residue is None else torch.zeros_like(owed_there)
+    owed_there = None if residual is None else residual.to(device)
+    rest_there = None if residual is None else torch.zeros_like(owed_there)
     flags_there = cuda.encode(values.to(device), owed_there, rest_there, there, plan, noise).cpu()
     what = f"{codec!r}, {stripe.dtype}, {[s.numel for s in stripe.segments]}, {values[:3].tolist()}"
     assert torch.equal(flags_there, flags), what
@@ -87,13 +87,13 @@ def _compare(
         if not add:
             decoded = ours.cpu()
     if flags.any():
-        assert rest_there is None or torch.equal(rest_there.cpu()[:512], residue[:512]), what
+        assert rest_there is None or torch.equal(rest_there.cpu()[:512], residual[:512]), what
         return
     # what was sent and what is owed make up the value, and no more is owed than by the reference
-    if residue is not None:
+    if residual is not None:
         for s in stripe.segments:
             run = slice(s.start, s.end)
-            v = values[run] + residue[run]
+            v = values[run] + residual[run]
             if s.is_small:
                 assert torch.equal(decoded[run], values[run]), what
                 continue
@@ -132,7 +132,7 @@ def compile_all() -> int:
         wide = "*fp64" if is_stochastic else "*fp32"
         compile_one(
             cuda._encode_block,
-            {"values": wide, "residue": wide, "rest": wide, "out": "*u8", "floats": "*fp32"}
+            {"values": wide, "residual": wide, "rest": wide, "out": "*u8", "floats": "*fp32"}
             | {**shared, "keys": "*i64"},
             {**grid, "IS_STOCHASTIC": is_stochastic, "HAS_RESIDUE": True},
         )

@@ -17,7 +17,7 @@ from torchmn.compression import (
     StripeCodec,
     create_codec,
 )
-from torchmn.compression.base import nameless
+from torchmn.compression.base import anonymous_layout
 from torchmn.errors import UnsupportedError, UsageError
 
 pytestmark = pytest.mark.timeout(300)  # numba compiles once per machine, on one that may be busy
@@ -35,10 +35,10 @@ def step(codec: StripeCodec, values: torch.Tensor, *, is_valid: bool = True) -> 
     return out
 
 
-def residue(codec: StripeCodec, dtype: torch.dtype) -> torch.Tensor:
+def residual(codec: StripeCodec, dtype: torch.dtype) -> torch.Tensor:
     total = torch.zeros(LAYOUT.end, dtype=dtype)
     places = {s.name: s.start for s in LAYOUT.segments}
-    for entry in codec.state_dict()["residues"]:
+    for entry in codec.state_dict()["residuals"]:
         at = places[entry["name"]] + entry["offset"]
         total[at : at + entry["values"].numel()] = entry["values"]
     return total
@@ -65,7 +65,7 @@ def test_sum_of_sent_is_sum_of_gradients_less_the_residue(
     tolerance = (1e-5 if dtype == torch.float32 else 1e-13) * num_steps
     for s in LAYOUT.segments:  # what lies between them is nobody's
         run = slice(s.start, s.end)
-        owed = residue(codec, dtype).double()[run]
+        owed = residual(codec, dtype).double()[run]
         torch.testing.assert_close(sent[run] + owed, true[run], rtol=0, atol=tolerance)
 
 
@@ -81,9 +81,9 @@ def test_what_is_lost_is_counted_in_means(scales: list[float], bits: int) -> Non
         codec.begin(scale)
         sent = sent + step(codec, mean * scale) / scale
         true = true + mean
-    entries = codec.state_dict()["residues"]
+    entries = codec.state_dict()["residuals"]
     assert {entry["scale"] for entry in entries} == {scales[-1]}
-    owed = residue(codec, torch.float64) / scales[-1]
+    owed = residual(codec, torch.float64) / scales[-1]
     for s in LAYOUT.segments:
         run = slice(s.start, s.end)
         torch.testing.assert_close(sent[run] + owed[run], true[run], rtol=0, atol=1e-11)
@@ -96,16 +96,16 @@ def test_equal_scales_change_no_bit_and_a_sum_of_nothing_no_residue() -> None:
         codecs[1].begin(0.3)
         outs = [step(codec, values) for codec in codecs]
         assert torch.equal(*outs)
-    held = residue(codecs[1], torch.float32)
+    held = residual(codecs[1], torch.float32)
     codecs[1].begin(0.0)
     step(codecs[1], torch.zeros(LAYOUT.end), is_valid=False)
-    assert torch.equal(residue(codecs[1], torch.float32), held)
-    assert torch.equal(residue(codecs[0], torch.float32), held)
+    assert torch.equal(residual(codecs[1], torch.float32), held)
+    assert torch.equal(residual(codecs[0], torch.float32), held)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "int2", "1bit"])
 def test_descent_ends_where_it_would_without_a_codec(name: str) -> None:
-    """On a badly scaled quadratic; without the residue the quantized gradient stays off."""
+    """On a badly scaled quadratic; without the residual the quantized gradient stays off."""
     target = torch.linspace(-1, 1, LAYOUT.end)
     curvature = torch.logspace(-1, 0, LAYOUT.end)
     codec = create_codec(name)
@@ -131,10 +131,10 @@ def test_an_exchange_that_is_thrown_away_leaves_no_trace() -> None:
     codec = create_codec("1bit")
     generator = torch.Generator().manual_seed(0)
     step(codec, torch.randn(LAYOUT.end, generator=generator))
-    before = residue(codec, torch.float32)
+    before = residual(codec, torch.float32)
     assert before.any()
     step(codec, torch.randn(LAYOUT.end, generator=generator), is_valid=False)
-    assert torch.equal(residue(codec, torch.float32), before)
+    assert torch.equal(residual(codec, torch.float32), before)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -142,7 +142,7 @@ def test_blocks_that_are_not_finite_keep_their_residue_by_themselves(bad: float)
     codec = ErrorFeedback(Quantized(4, block_length=64))
     generator = torch.Generator().manual_seed(0)
     step(codec, torch.randn(LAYOUT.end, generator=generator))
-    before = residue(codec, torch.float32)
+    before = residual(codec, torch.float32)
     values = torch.randn(LAYOUT.end, generator=generator)
     values[70] = bad
     layout = LAYOUT
@@ -156,7 +156,7 @@ def test_blocks_that_are_not_finite_keep_their_residue_by_themselves(bad: float)
     assert torch.isfinite(out[:64]).all()
     codec.finish(is_valid=True)
     assert codec.nonfinite.names("decoding") == []
-    after = residue(codec, torch.float32)
+    after = residual(codec, torch.float32)
     assert torch.equal(after[64:128], before[64:128])
     assert not torch.equal(after[:64], before[:64])
 
@@ -166,31 +166,31 @@ def test_settling_pays_what_is_owed() -> None:
     g = torch.linspace(-1, 1, LAYOUT.end)
     sent = step(codec, g)
     values = torch.zeros(LAYOUT.end)
-    codec.settle_stripe(values, LAYOUT)
+    codec.flush_residual_into(values, LAYOUT)
     codec.finish(is_valid=True)
     for s in LAYOUT.segments:
         run = slice(s.start, s.end)
         torch.testing.assert_close(values[run] + sent[run], g[run])
-    assert not residue(codec, torch.float32).any()
+    assert not residual(codec, torch.float32).any()
 
 
 def test_state_is_a_copy_and_survives_other_dtypes() -> None:
     codec = create_codec("1bit")
     step(codec, torch.linspace(-1, 1, LAYOUT.end))
     state = codec.state_dict()
-    kept = [entry["values"].clone() for entry in state["residues"]]
+    kept = [entry["values"].clone() for entry in state["residuals"]]
     step(codec, torch.linspace(-3, 1, LAYOUT.end))
-    assert all(torch.equal(e["values"], k) for e, k in zip(state["residues"], kept, strict=True))
+    assert all(torch.equal(e["values"], k) for e, k in zip(state["residuals"], kept, strict=True))
     other = create_codec("1bit")
     other.load_state_dict(state)
     step(other, torch.zeros(LAYOUT.end, dtype=torch.float64))
-    assert all(e["values"].dtype == torch.float64 for e in other.state_dict()["residues"])
+    assert all(e["values"].dtype == torch.float64 for e in other.state_dict()["residuals"])
 
 
 def test_fresh_has_no_residues() -> None:
     codec = create_codec("int2")
     step(codec, torch.linspace(-1, 1, LAYOUT.end))
-    assert codec.fresh().state_dict()["residues"] == []
+    assert codec.fresh().state_dict()["residuals"] == []
     assert (
         repr(codec.fresh()) == repr(codec) == "ErrorFeedback(Quantized(bits=2, block_length=512))"
     )
@@ -199,7 +199,7 @@ def test_fresh_has_no_residues() -> None:
 def test_warm_up_leaves_no_trace() -> None:
     codec = create_codec("int4")
     codec.warm_up(LAYOUT, torch.device("cpu"))
-    assert codec.state_dict()["residues"] == []
+    assert codec.state_dict()["residuals"] == []
     assert codec.nonfinite.names("encoding") == []
 
 
@@ -208,7 +208,7 @@ def test_refusals() -> None:
         ErrorFeedback(ErrorFeedback(Quantized(8)))
     with pytest.raises(UsageError, match="PowerSGD has error feedback of its own"):
         ErrorFeedback(PowerSGD())
-    with pytest.raises(UnsupportedError, match="keeps residues by the names of parameters"):
+    with pytest.raises(UnsupportedError, match="keeps residuals by the names of parameters"):
         create_codec("int8").encode_stripe(
-            torch.zeros(10), nameless(10, torch.float32), torch.zeros(24, dtype=torch.uint8)
+            torch.zeros(10), anonymous_layout(10, torch.float32), torch.zeros(24, dtype=torch.uint8)
         )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchmn.compression import CODECS, BFloat16, Float16, create_codec
-from torchmn.compression.base import nameless
+from torchmn.compression.base import anonymous_layout
 from torchmn.errors import UnknownNameError
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -17,14 +17,14 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 @pytest.mark.parametrize("size", [0, 1, 7])
 def test_round_trip_rounds_once(codec, dtype: torch.dtype, size: int) -> None:
     values = torch.linspace(-3, 3, size).to(dtype)
-    encoded = torch.empty(codec.stripe_nbytes(nameless(size, dtype)), dtype=torch.uint8)
+    encoded = torch.empty(codec.stripe_nbytes(anonymous_layout(size, dtype)), dtype=torch.uint8)
     assert encoded.numel() == 2 * size
-    codec.encode_stripe(values, nameless(len(values), values.dtype), encoded)
+    codec.encode_stripe(values, anonymous_layout(len(values), values.dtype), encoded)
     decoded = torch.full((size,), 9.0, dtype=dtype)
-    codec.decode_stripe(encoded, nameless(len(decoded), decoded.dtype), decoded)
+    codec.decode_stripe(encoded, anonymous_layout(len(decoded), decoded.dtype), decoded)
     assert torch.equal(decoded, values.to(codec.wire_dtype).to(dtype))
     again = torch.empty_like(encoded)
-    codec.encode_stripe(decoded, nameless(len(decoded), decoded.dtype), again)
+    codec.encode_stripe(decoded, anonymous_layout(len(decoded), decoded.dtype), again)
     if dtype not in (torch.float16, torch.bfloat16):
         assert torch.equal(again, encoded)
 
@@ -36,9 +36,9 @@ def test_range() -> None:
         (BFloat16(), [65536.0, 70000.0, -70000.0, float("nan"), 6e-8]),
     ):
         encoded = torch.empty(10, dtype=torch.uint8)
-        codec.encode_stripe(values, nameless(len(values), values.dtype), encoded)
+        codec.encode_stripe(values, anonymous_layout(len(values), values.dtype), encoded)
         decoded = torch.empty(5)
-        codec.decode_stripe(encoded, nameless(len(decoded), decoded.dtype), decoded)
+        codec.decode_stripe(encoded, anonymous_layout(len(decoded), decoded.dtype), decoded)
         torch.testing.assert_close(
             decoded, torch.tensor(expected), rtol=1e-2, atol=1e-8, equal_nan=True
         )

@@ -50,7 +50,7 @@ def gradients(
 def owed(states: list[dict], name: str, shape: tuple[int, ...]) -> Tensor:
     total = torch.zeros(shape, dtype=torch.float64)
     for state in states:
-        for entry in state["residues"]:
+        for entry in state["residuals"]:
             if entry["name"] == name:
                 total += entry["values"].view(shape)
     return total
@@ -85,7 +85,7 @@ def test_sums_up_and_is_the_same_everywhere(size: int, dtype: torch.dtype) -> No
         )
         tolerance = 1e-4 if dtype == torch.float32 else 1e-12
         assert torch.allclose(sent + owed(states, name, shape), true, rtol=0, atol=tolerance), name
-    held = {entry["name"] for entry in states[0]["residues"]}
+    held = {entry["name"] for entry in states[0]["residuals"]}
     assert held == {"conv", "dense"}  # the others would not gain
 
 
@@ -127,7 +127,7 @@ def test_warm_start_finds_the_largest_singular_vectors() -> None:
             codec.mean_([("m", copy)], comm)
             codec.finish(is_valid=True)
             for memory in codec._memories.values():
-                memory.residue.zero_()  # to see the subspace iteration by itself
+                memory.residual.zero_()  # to see the subspace iteration by itself
             errors.append(float((copy - matrix).norm()))
         best = float(scales[4:].norm())
         return [error / best for error in errors]

@@ -190,6 +190,6 @@ def test_names_come_with_error_feedback() -> None:
     for name, bits in (("int8", 8), ("int4", 4), ("int2", 2), ("1bit", 1)):
         codec = create_codec(name)
         assert codec is not None
-        assert codec.name == f"{name}+residue"
+        assert codec.name == f"{name}+residual"
         assert codec.codec.grid.bits == bits
         assert create_codec(name) is not codec

@@ -23,9 +23,9 @@ def stripe(*runs: tuple[str, int, int]) -> Layout:
     return Layout(tuple(segments))
 
 
-def fill(residues: Residues, side: str, layout: Layout, first: float) -> None:
-    """Make the residue of element i of every parameter ``first`` + i, and valid."""
-    run = residues.run(side, layout, CPU)
+def fill(residuals: Residues, side: str, layout: Layout, first: float) -> None:
+    """Make the residual of element i of every parameter ``first`` + i, and valid."""
+    run = residuals.run(side, layout, CPU)
     for position, segment in enumerate(layout.segments):
         at = segment.start - layout.begin
         values = first + segment.offset + torch.arange(segment.numel)
@@ -35,16 +35,16 @@ def fill(residues: Residues, side: str, layout: Layout, first: float) -> None:
 
 
 def test_what_is_written_is_valid_from_the_end_of_the_exchange() -> None:
-    residues, layout = Residues(), stripe(("a", 0, 5))
-    fill(residues, "worker", layout, 10)
-    assert not residues.run("worker", layout, CPU).now.any()
-    residues.finish(is_valid=False)
-    assert not residues.run("worker", layout, CPU).now.any()
-    fill(residues, "worker", layout, 10)
-    residues.finish(is_valid=True)
-    assert residues.run("worker", layout, CPU).now.tolist() == [10, 11, 12, 13, 14]
-    residues.finish(is_valid=True)  # nothing was written since
-    assert residues.run("worker", layout, CPU).now.tolist() == [10, 11, 12, 13, 14]
+    residuals, layout = Residues(), stripe(("a", 0, 5))
+    fill(residuals, "worker", layout, 10)
+    assert not residuals.run("worker", layout, CPU).now.any()
+    residuals.finish(is_valid=False)
+    assert not residuals.run("worker", layout, CPU).now.any()
+    fill(residuals, "worker", layout, 10)
+    residuals.finish(is_valid=True)
+    assert residuals.run("worker", layout, CPU).now.tolist() == [10, 11, 12, 13, 14]
+    residuals.finish(is_valid=True)  # nothing was written since
+    assert residuals.run("worker", layout, CPU).now.tolist() == [10, 11, 12, 13, 14]
 
 
 @given(
@@ -53,7 +53,7 @@ def test_what_is_written_is_valid_from_the_end_of_the_exchange() -> None:
     st.booleans(),
 )
 def test_runs_move_into_any_other_cut(old: list[int], new: list[int], is_loaded: bool) -> None:
-    residues = Residues()
+    residuals = Residues()
 
     def pieces(cuts: list[int]) -> list[Layout]:
         edges = [0, *sorted(set(cuts)), 30]
@@ -64,62 +64,62 @@ def test_runs_move_into_any_other_cut(old: list[int], new: list[int], is_loaded:
         ]
 
     for layout in pieces(old):
-        fill(residues, "worker", layout, 100)
-    residues.finish(is_valid=True)
+        fill(residuals, "worker", layout, 100)
+    residuals.finish(is_valid=True)
     if is_loaded:
-        state = residues.state_dict()
-        residues = Residues()
-        residues.load_state_dict(state)
+        state = residuals.state_dict()
+        residuals = Residues()
+        residuals.load_state_dict(state)
     met: dict[str, list[float]] = {"a": [], "b": []}
     for layout in pieces(new):
-        run = residues.run("worker", layout, CPU)
+        run = residuals.run("worker", layout, CPU)
         met[layout.segments[0].name] += run.part(0).tolist()
     assert met == {name: [100.0 + i for i in range(30)] for name in ("a", "b")}
-    residues.finish(is_valid=True)
-    kept = sorted((e["name"], e["offset"]) for e in residues.state_dict())
+    residuals.finish(is_valid=True)
+    kept = sorted((e["name"], e["offset"]) for e in residuals.state_dict())
     assert kept == sorted((x.segments[0].name, x.segments[0].offset) for x in pieces(new))
 
 
 def test_a_worker_takes_over_what_it_owed_as_owner_of_before() -> None:
-    residues = Residues()
-    fill(residues, "owner", stripe(("a", 0, 20)), 100)
-    fill(residues, "worker", stripe(("a", 20, 10)), 0)
-    residues.finish(is_valid=True)
+    residuals = Residues()
+    fill(residuals, "owner", stripe(("a", 0, 20)), 100)
+    fill(residuals, "worker", stripe(("a", 20, 10)), 0)
+    residuals.finish(is_valid=True)
     # now rank 1 owns 0 to 10, and this rank the rest
-    worker = residues.run("worker", stripe(("a", 0, 10)), CPU, is_owner=False)
-    settled = residues.run("worker", stripe(("a", 10, 20)), CPU)
-    owner = residues.run("owner", stripe(("a", 10, 20)), CPU)
+    worker = residuals.run("worker", stripe(("a", 0, 10)), CPU, is_owner=False)
+    settled = residuals.run("worker", stripe(("a", 10, 20)), CPU)
+    owner = residuals.run("owner", stripe(("a", 10, 20)), CPU)
     assert worker.now.tolist() == [100.0 + i for i in range(10)]
     assert settled.now.tolist() == [0.0] * 10 + [float(i) for i in range(20, 30)]
     assert owner.now.tolist() == [100.0 + i for i in range(10, 20)] + [0.0] * 10
 
 
 def test_equal_layouts_share_residues_and_others_do_not() -> None:
-    residues = Residues()
+    residuals = Residues()
     one, other = stripe(("a", 0, 5)), stripe(("b", 0, 5))
-    fill(residues, "worker", one, 1)
-    fill(residues, "owner", one, 7)
-    residues.finish(is_valid=True)
-    assert residues.run("worker", stripe(("a", 0, 5)), CPU).now.tolist() == [1, 2, 3, 4, 5]
-    assert residues.run("owner", stripe(("a", 0, 5)), CPU).now.tolist() == [7, 8, 9, 10, 11]
-    assert not residues.run("worker", other, CPU).now.any()
+    fill(residuals, "worker", one, 1)
+    fill(residuals, "owner", one, 7)
+    residuals.finish(is_valid=True)
+    assert residuals.run("worker", stripe(("a", 0, 5)), CPU).now.tolist() == [1, 2, 3, 4, 5]
+    assert residuals.run("owner", stripe(("a", 0, 5)), CPU).now.tolist() == [7, 8, 9, 10, 11]
+    assert not residuals.run("worker", other, CPU).now.any()
 
 
 def test_what_nobody_claims_is_dropped_when_the_exchange_ends() -> None:
-    residues = Residues()
-    fill(residues, "worker", stripe(("a", 0, 5), ("frozen", 0, 4)), 1)
-    residues.finish(is_valid=True)
-    fill(residues, "worker", stripe(("a", 0, 5)), 1)
-    assert {e["name"] for e in residues.state_dict()} == {"a", "frozen"}
-    residues.finish(is_valid=True)
-    assert [e["name"] for e in residues.state_dict()] == ["a"]
+    residuals = Residues()
+    fill(residuals, "worker", stripe(("a", 0, 5), ("frozen", 0, 4)), 1)
+    residuals.finish(is_valid=True)
+    fill(residuals, "worker", stripe(("a", 0, 5)), 1)
+    assert {e["name"] for e in residuals.state_dict()} == {"a", "frozen"}
+    residuals.finish(is_valid=True)
+    assert [e["name"] for e in residuals.state_dict()] == ["a"]
 
 
 def test_one_element_in_two_stripes_of_one_exchange_is_refused() -> None:
-    residues = Residues()
-    fill(residues, "worker", stripe(("a", 0, 5)), 1)
+    residuals = Residues()
+    fill(residuals, "worker", stripe(("a", 0, 5)), 1)
     with pytest.raises(UsageError, match="encoded twice in one exchange"):
-        residues.run("worker", stripe(("a", 3, 5)), CPU)
+        residuals.run("worker", stripe(("a", 3, 5)), CPU)
 
 
 def entry(side: str, name: str, offset: int, values: list[float]) -> dict:
@@ -127,16 +127,16 @@ def entry(side: str, name: str, offset: int, values: list[float]) -> dict:
 
 
 def test_reshard_by_hand() -> None:
-    """In units of the gradient: mean of the old workers' residues plus the owners'."""
+    """In units of the gradient: mean of the old workers' residuals plus the owners'."""
     states = [
-        {"residues": [entry("worker", "a", 1, [4.0]), entry("owner", "a", 0, [1.0])], "codec": {}},
-        {"residues": [entry("worker", "a", 0, [2.0]), entry("owner", "a", 1, [3.0])], "codec": {}},
+        {"residuals": [entry("worker", "a", 1, [4.0]), entry("owner", "a", 0, [1.0])], "codec": {}},
+        {"residuals": [entry("worker", "a", 0, [2.0]), entry("owner", "a", 1, [3.0])], "codec": {}},
     ]
     state = reshard(states, 4)
     assert state["codec"] == {}
-    (only,) = state["residues"]
+    (only,) = state["residuals"]
     assert (only["side"], only["name"], only["offset"]) == ("worker", "a", 0)
-    # residues of a share of the mean: W r; W r' = mean(W r_i) + s = (2, 4) + (1, 3), W' = 4
+    # residuals of a share of the mean: W r; W r' = mean(W r_i) + s = (2, 4) + (1, 3), W' = 4
     assert only["values"].tolist() == [3.0 / 4, 7.0 / 4]
 
 
@@ -147,24 +147,24 @@ def test_reshard_by_hand() -> None:
 @settings(max_examples=30, deadline=None)
 def test_reshard_conserves(residues_of_ranks: list[list[int]], num_workers: int) -> None:
     states = [
-        {"residues": [entry("worker", "a", 0, [float(v) for v in values])], "codec": {}}
+        {"residuals": [entry("worker", "a", 0, [float(v) for v in values])], "codec": {}}
         for values in residues_of_ranks
     ]
-    values = reshard(states, num_workers)["residues"][0]["values"]
+    values = reshard(states, num_workers)["residuals"][0]["values"]
     total = torch.tensor(residues_of_ranks, dtype=torch.float32).sum(0)
     torch.testing.assert_close(values * num_workers, total)
 
 
 def test_a_piece_of_another_scale_is_converted_when_it_is_claimed() -> None:
-    residues, layout = Residues(), stripe(("a", 0, 4))
-    residues.scale = 0.5
-    fill(residues, "worker", layout, 10)
-    residues.finish(is_valid=True)
-    state = residues.state_dict()
+    residuals, layout = Residues(), stripe(("a", 0, 4))
+    residuals.scale = 0.5
+    fill(residuals, "worker", layout, 10)
+    residuals.finish(is_valid=True)
+    state = residuals.state_dict()
     assert [entry["scale"] for entry in state] == [0.5]
     loaded = Residues()
     loaded.load_state_dict(state)
-    for each in (residues, loaded):
+    for each in (residuals, loaded):
         each.scale = 2.0
         assert each.run("worker", layout, CPU).now.tolist() == [40, 44, 48, 52]
         each.finish(is_valid=True)
@@ -176,11 +176,11 @@ def test_a_piece_of_another_scale_is_converted_when_it_is_claimed() -> None:
 def test_reshard_counts_in_means() -> None:
     """Of ranks that were saved behind sums of other multiples of their means."""
     states = [
-        {"residues": [{**entry("worker", "a", 0, [4.0]), "scale": 2.0}]},
-        {"residues": [{**entry("owner", "a", 0, [3.0]), "scale": 0.5}]},
-        {"residues": [entry("worker", "a", 0, [1.0])]},  # saved before residues had a scale
+        {"residuals": [{**entry("worker", "a", 0, [4.0]), "scale": 2.0}]},
+        {"residuals": [{**entry("owner", "a", 0, [3.0]), "scale": 0.5}]},
+        {"residuals": [entry("worker", "a", 0, [1.0])]},  # saved before residuals had a scale
     ]
-    (only,) = reshard(states, 3)["residues"]
+    (only,) = reshard(states, 3)["residuals"]
     assert only["values"].tolist() == [3.0]
     assert only["scale"] == 1.0
 
@@ -189,4 +189,4 @@ def test_reshard_needs_somebody() -> None:
     with pytest.raises(UsageError, match="got 0 states"):
         reshard([], 2)
     with pytest.raises(UsageError, match="num_workers=0"):
-        reshard([{"residues": []}], 0)
+        reshard([{"residuals": []}], 0)

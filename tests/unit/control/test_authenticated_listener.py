@@ -15,7 +15,11 @@ import pytest
 
 from torchmn.control import authenticated_listener as gates
 from torchmn.control import connection as channels
-from torchmn.control.authenticated_listener import MOST_BYTES, Gate, knock
+from torchmn.control.authenticated_listener import (
+    MOST_BYTES,
+    AuthenticatedListener,
+    connect_authenticated,
+)
 from torchmn.control.connection import Channel
 from torchmn.control.messages import End, Message, Note, encode
 from torchmn.errors import LaunchError, UsageError
@@ -28,7 +32,7 @@ Visitors = list[tuple[Channel, Message]]
 class Doorkeeper:
     """Serves a gate in a thread, as a supervisor would, and keeps who came in."""
 
-    def __init__(self, gate: Gate, address: tuple[str, int]) -> None:
+    def __init__(self, gate: AuthenticatedListener, address: tuple[str, int]) -> None:
         self.gate = gate
         self.address = address
         self.visitors: Visitors = []
@@ -42,8 +46,12 @@ class Doorkeeper:
     def name(self) -> str:
         return "{}:{}".format(*self.address)
 
-    def knock(self, limit_s: float = 30.0, secret: str = SECRET, role: str = "tests") -> Channel:
-        return knock(self.name, secret=secret, role=role, identity=WHO, limit_s=limit_s)
+    def connect_authenticated(
+        self, limit_s: float = 30.0, secret: str = SECRET, role: str = "tests"
+    ) -> Channel:
+        return connect_authenticated(
+            self.name, secret=secret, role=role, identity=WHO, limit_s=limit_s
+        )
 
     def connect(self) -> socket.socket:
         return socket.create_connection(self.address, timeout=20)
@@ -75,7 +83,7 @@ def open_gate() -> Iterator[Open]:
 
         def make(most_waiting: int = 64, handshake_s: float = 20.0) -> Doorkeeper:
             listener = channels.listen()
-            gate = Gate(
+            gate = AuthenticatedListener(
                 listener,
                 secret=SECRET,
                 role="tests",
@@ -149,7 +157,7 @@ def say_once(listener: socket.socket, words: bytes) -> None:
 
 def test_who_knows_the_secret_comes_in_and_talks(open_gate: Open) -> None:
     keeper = open_gate()
-    with closing(keeper.knock()) as own:
+    with closing(keeper.connect_authenticated()) as own:
         until(lambda: bool(keeper.visitors))
         ((channel, who),) = keeper.visitors
         assert who == WHO
@@ -161,7 +169,10 @@ def test_who_knows_the_secret_comes_in_and_talks(open_gate: Open) -> None:
 
 
 def test_what_the_gatekeeper_says_at_once_is_not_lost(open_gate: Open) -> None:
-    with channels.listen() as listener, closing(Gate(listener, secret=SECRET, role="t")) as gate:
+    with (
+        channels.listen() as listener,
+        closing(AuthenticatedListener(listener, secret=SECRET, role="t")) as gate,
+    ):
 
         def serve() -> None:
             while not (visitors := gate.admit()):
@@ -172,7 +183,7 @@ def test_what_the_gatekeeper_says_at_once_is_not_lost(open_gate: Open) -> None:
         thread = threading.Thread(target=serve)
         thread.start()
         address = channels.address_of(listener)
-        with closing(knock(address, secret=SECRET, role="t", identity=WHO)) as own:
+        with closing(connect_authenticated(address, secret=SECRET, role="t", identity=WHO)) as own:
             assert own.wait_for(End, 10).signum == 9
         thread.join()
 
@@ -183,7 +194,7 @@ def test_wrong_secret_and_other_gates_visitors_stay_outside(
 ) -> None:
     keeper = open_gate()
     with pytest.raises(LaunchError, match="TORCHMN_SECRET is the same here") as caught:
-        keeper.knock(limit_s=0.5, secret=secret, role=role)
+        keeper.connect_authenticated(limit_s=0.5, secret=secret, role=role)
     assert secret not in str(caught.value)
     assert keeper.visitors == []
 
@@ -207,7 +218,7 @@ def test_strangers_hear_one_number_and_no_more(open_gate: Open, said: bytes) -> 
         stranger.sendall(said)
         assert len(read_all(stranger)) <= len(b"torchmn gate 1 \n") + 32
     assert keeper.visitors == []
-    keeper.knock().close()
+    keeper.connect_authenticated().close()
 
 
 def test_signature_over_what_is_no_message_does_not_open(open_gate: Open) -> None:
@@ -223,7 +234,7 @@ def test_recording_of_a_true_visit_is_of_no_use(open_gate: Open) -> None:
     keeper = open_gate()
     takes: list[bytes] = []
     with recorded(keeper.address, takes) as way:
-        knock(way, secret=SECRET, role="tests", identity=WHO).close()
+        connect_authenticated(way, secret=SECRET, role="tests", identity=WHO).close()
     until(lambda: len(keeper.visitors) == 1)
     own, theirs = takes
     assert encode(WHO) in own  # it is the true words that are said again
@@ -236,7 +247,9 @@ def test_recording_of_a_true_visit_is_of_no_use(open_gate: Open) -> None:
         thread = threading.Thread(target=say_once, args=(fake, theirs))
         thread.start()
         with pytest.raises(LaunchError, match="does not know the secret"):
-            knock(channels.address_of(fake), secret=SECRET, role="tests", identity=WHO)
+            connect_authenticated(
+                channels.address_of(fake), secret=SECRET, role="tests", identity=WHO
+            )
         thread.join()
 
 
@@ -254,7 +267,9 @@ def test_visitor_is_not_answered_with_its_own_words(open_gate: Open) -> None:
         thread = threading.Thread(target=reflect)
         thread.start()
         with pytest.raises(LaunchError, match="does not know the secret"):
-            knock(channels.address_of(fake), secret=SECRET, role="tests", identity=WHO)
+            connect_authenticated(
+                channels.address_of(fake), secret=SECRET, role="tests", identity=WHO
+            )
         thread.join()
 
 
@@ -301,16 +316,18 @@ def test_silent_and_slow_strangers_are_sent_away(open_gate: Open) -> None:
             is_shut.set()
             thread.join()
     until(lambda: keeper.gate.num_waiting == 0)
-    keeper.knock().close()
+    keeper.connect_authenticated().close()
 
 
 def test_gate_that_was_kept_from_its_work_hears_who_came_in_time() -> None:
     listener = channels.listen()
-    with closing(Gate(listener, secret=SECRET, role="t", handshake_s=0.01)) as gate:
+    with closing(
+        AuthenticatedListener(listener, secret=SECRET, role="t", handshake_s=0.01)
+    ) as gate:
         address, came = channels.address_of(listener), []
         thread = threading.Thread(
             target=lambda: came.append(
-                knock(address, secret=SECRET, role="t", identity=WHO, limit_s=20)
+                connect_authenticated(address, secret=SECRET, role="t", identity=WHO, limit_s=20)
             )
         )
         thread.start()
@@ -347,7 +364,7 @@ def test_crowd_of_strangers_keeps_nobody_out(open_gate: Open) -> None:
     try:
         until(lambda: num_connected[0] > 500)
         for _ in range(5):
-            keeper.knock().close()
+            keeper.connect_authenticated().close()
     finally:
         is_over.set()
         for thread in threads:
@@ -360,7 +377,10 @@ def test_crowd_of_strangers_keeps_nobody_out(open_gate: Open) -> None:
 def test_host_with_most_strangers_makes_room(open_gate: Open) -> None:
     listener = channels.listen("0.0.0.0")  # reached from 127.0.0.2 and .3, as from two hosts
     port = listener.getsockname()[1]
-    with closing(Gate(listener, secret=SECRET, role="t", most_waiting=3)) as gate, ExitStack() as s:
+    with (
+        closing(AuthenticatedListener(listener, secret=SECRET, role="t", most_waiting=3)) as gate,
+        ExitStack() as s,
+    ):
 
         def come(host: str) -> socket.socket:
             connection = socket.create_connection(
@@ -394,7 +414,7 @@ def read_or_none(connection: socket.socket) -> bytes | None:
 def test_gate_outlives_a_process_without_free_descriptors() -> None:
     listener = channels.listen()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with closing(Gate(listener, secret=SECRET, role="t")) as gate:
+    with closing(AuthenticatedListener(listener, secret=SECRET, role="t")) as gate:
         address = channels.address_of(listener)
         stranger = socket.create_connection(listener.getsockname())
         lowest = os.dup(0)
@@ -413,7 +433,9 @@ def test_gate_outlives_a_process_without_free_descriptors() -> None:
         visitors: Visitors = []
         came: list[Channel] = []
         thread = threading.Thread(
-            target=lambda: came.append(knock(address, secret=SECRET, role="t", identity=WHO))
+            target=lambda: came.append(
+                connect_authenticated(address, secret=SECRET, role="t", identity=WHO)
+            )
         )
         thread.start()
         until(lambda: bool(visitors.extend(gate.admit()) or visitors))
@@ -425,12 +447,12 @@ def test_gate_outlives_a_process_without_free_descriptors() -> None:
 
 def test_gate_needs_a_secret() -> None:
     with channels.listen() as listener, pytest.raises(UsageError, match="needs a secret"):
-        Gate(listener, secret="", role="tests")
+        AuthenticatedListener(listener, secret="", role="tests")
 
 
 def test_closed_gate_closes_who_waits(open_gate: Open) -> None:
     listener = channels.listen()
-    gate = Gate(listener, secret=SECRET, role="t")
+    gate = AuthenticatedListener(listener, secret=SECRET, role="t")
     with socket.create_connection(listener.getsockname(), timeout=20) as stranger:
         until(lambda: gate.admit() == [] and gate.num_waiting == 1)
         gate.close()
@@ -440,22 +462,24 @@ def test_closed_gate_closes_who_waits(open_gate: Open) -> None:
 @pytest.mark.parametrize("address", ["", "nowhere", "127.0.0.1:x", "127.0.0.1:1", "::1:99999"])
 def test_address_where_nobody_answers(address: str) -> None:
     with pytest.raises(LaunchError, match="does not answer"):
-        knock(address, secret=SECRET, role="tests", identity=WHO, limit_s=2)
+        connect_authenticated(address, secret=SECRET, role="tests", identity=WHO, limit_s=2)
 
 
 def test_visitor_asks_somebody_else_and_gives_up(open_gate: Open) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = channels.address_of(other)
         with pytest.raises(LaunchError, match="does not answer: timed out"):
-            knock(address, secret=SECRET, role="tests", identity=WHO, limit_s=0.1)
+            connect_authenticated(address, secret=SECRET, role="tests", identity=WHO, limit_s=0.1)
         other.accept()[0].close()
         thread = threading.Thread(target=say_once, args=(other, b"?" * 99))
         thread.start()
         with pytest.raises(LaunchError, match="instead of the tests says"):
-            knock(address, secret=SECRET, role="tests", identity=WHO, limit_s=5)
+            connect_authenticated(address, secret=SECRET, role="tests", identity=WHO, limit_s=5)
         thread.join()
 
 
 def test_visitor_that_says_too_much_is_told_so() -> None:
     with pytest.raises(LaunchError, match="must be shorter than 4096"):
-        knock("127.0.0.1:1", secret=SECRET, role="t", identity=Note(text="x" * MOST_BYTES))
+        connect_authenticated(
+            "127.0.0.1:1", secret=SECRET, role="t", identity=Note(text="x" * MOST_BYTES)
+        )

@@ -10,7 +10,7 @@ import pytest
 
 from torchmn.control import port_discovery
 from torchmn.errors import LaunchError, TopologyError
-from torchmn.topology import launched_place
+from torchmn.topology import read_launcher_env
 
 SLURM = {
     "SLURM_JOB_ID": "7",
@@ -26,30 +26,30 @@ SLURM = {
 
 def test_ranks_of_a_job_learn_its_port_and_no_others_do() -> None:
     one, other = uuid.uuid4().hex, uuid.uuid4().hex
-    port_discovery.tell_port(one, 1111)
-    port_discovery.tell_port(other, 2222)
-    assert port_discovery.ask_port("127.0.0.1", one, 5) == 1111
-    assert port_discovery.ask_port("127.0.0.1", other, 5) == 2222
-    assert port_discovery.ask_port("127.0.0.1", uuid.uuid4().hex, 0.2) is None
+    port_discovery.publish_port(one, 1111)
+    port_discovery.publish_port(other, 2222)
+    assert port_discovery.lookup_port("127.0.0.1", one, 5) == 1111
+    assert port_discovery.lookup_port("127.0.0.1", other, 5) == 2222
+    assert port_discovery.lookup_port("127.0.0.1", uuid.uuid4().hex, 0.2) is None
 
 
 def test_a_taken_port_is_passed_over() -> None:
     job = uuid.uuid4().hex
     with socket.create_server(("", port_discovery._candidates(job)[0])):
-        port_discovery.tell_port(job, 3333)
-        assert port_discovery.ask_port("127.0.0.1", job, 10) == 3333
+        port_discovery.publish_port(job, 3333)
+        assert port_discovery.lookup_port("127.0.0.1", job, 10) == 3333
 
 
 def test_all_ports_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("", 0)) as taken:
         monkeypatch.setattr(port_discovery, "_candidates", lambda job: [taken.getsockname()[1]])
         with pytest.raises(LaunchError, match="export MASTER_ADDR and MASTER_PORT"):
-            port_discovery.tell_port("job", 1)
+            port_discovery.publish_port("job", 1)
 
 
 def test_strangers_learn_nothing() -> None:
     job = uuid.uuid4().hex
-    port_discovery.tell_port(job, 4444)
+    port_discovery.publish_port(job, 4444)
     address = ("127.0.0.1", port_discovery._candidates(job)[0])
     for sent in (b"", b"short", b"x" * 32, b"x" * 100_000):
         with socket.create_connection(address, timeout=5) as stranger:
@@ -60,37 +60,37 @@ def test_strangers_learn_nothing() -> None:
                 while chunk := stranger.recv(100):
                     heard += chunk
             assert len(heard.splitlines()) <= 1  # a number to sign
-    assert port_discovery.ask_port("127.0.0.1", job, 5) == 4444
+    assert port_discovery.lookup_port("127.0.0.1", job, 5) == 4444
 
 
 def test_slow_strangers_keep_nobody_waiting() -> None:
     job = uuid.uuid4().hex
-    port_discovery.tell_port(job, 4444)
+    port_discovery.publish_port(job, 4444)
     address = ("127.0.0.1", port_discovery._candidates(job)[0])
     with contextlib.ExitStack() as stack:
         for _ in range(200):
             stack.enter_context(socket.create_connection(address, timeout=5))
-        assert port_discovery.ask_port("127.0.0.1", job, 5) == 4444
+        assert port_discovery.lookup_port("127.0.0.1", job, 5) == 4444
 
 
 def test_with_a_secret_the_name_of_the_job_is_not_enough() -> None:
     job = uuid.uuid4().hex
-    port_discovery.tell_port(job, 4444, secret="word")
-    assert port_discovery.ask_port("127.0.0.1", job, 0.2) is None
-    assert port_discovery.ask_port("127.0.0.1", job, 0.2, secret="other") is None
-    assert port_discovery.ask_port("127.0.0.1", job, 5, secret="word") == 4444
+    port_discovery.publish_port(job, 4444, secret="word")
+    assert port_discovery.lookup_port("127.0.0.1", job, 0.2) is None
+    assert port_discovery.lookup_port("127.0.0.1", job, 0.2, secret="other") is None
+    assert port_discovery.lookup_port("127.0.0.1", job, 5, secret="word") == 4444
 
 
 def test_only_the_interface_that_is_asked_for_listens() -> None:
     job = uuid.uuid4().hex
-    port_discovery.tell_port(job, 4444, host="127.0.0.2")
-    assert port_discovery.ask_port("127.0.0.1", job, 0.2) is None
-    assert port_discovery.ask_port("127.0.0.2", job, 5) == 4444
+    port_discovery.publish_port(job, 4444, host="127.0.0.2")
+    assert port_discovery.lookup_port("127.0.0.1", job, 0.2) is None
+    assert port_discovery.lookup_port("127.0.0.2", job, 5) == 4444
 
 
 def test_an_unknown_host() -> None:
     with pytest.raises(TopologyError, match="'no-such.invalid', a name that"):
-        port_discovery.ask_port("no-such.invalid", "job", 1)
+        port_discovery.lookup_port("no-such.invalid", "job", 1)
 
 
 @pytest.mark.parametrize(
@@ -110,14 +110,14 @@ def test_names_of_jobs(env: dict[str, str], name: str) -> None:
 
 
 def test_where_rank_0_is() -> None:
-    place = launched_place(SLURM)
+    place = read_launcher_env(SLURM)
     assert place is not None
     assert port_discovery.leader_host(place, SLURM) == "n3"
     alone = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
-    place = launched_place(alone)
+    place = read_launcher_env(alone)
     assert place is not None
     assert port_discovery.leader_host(place, alone) is None
     here = {**alone, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
-    place = launched_place(here)
+    place = read_launcher_env(here)
     assert place is not None
     assert port_discovery.leader_host(place, here) == "127.0.0.1"

@@ -16,13 +16,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmn import create_multi_node_optimizer
 from torchmn.data import EmptyBatchCollate, GlobalSampler
 from torchmn.data.sampler_pass import SamplerPass
-from torchmn.errors import DisagreementError, UsageError
+from torchmn.errors import RankMismatchError, UsageError
 from torchmn.testing import run_ranks
 
 SIZES = [1, 2, 3, 4]
 
 
-class Place:
+class RankPlacement:
     """As much of a communicator as the sampler uses, on a world where all ranks agree."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -35,7 +35,9 @@ class Place:
 
 
 def samplers(size: int, length: int, global_batch: int, **options: object) -> list[GlobalSampler]:
-    return [GlobalSampler(length, Place(r, size), global_batch, **options) for r in range(size)]
+    return [
+        GlobalSampler(length, RankPlacement(r, size), global_batch, **options) for r in range(size)
+    ]
 
 
 def global_batches(ranks: list[GlobalSampler]) -> list[list[int]]:
@@ -82,7 +84,7 @@ def test_collective_on_real_ranks() -> None:
 
 def test_ranks_that_disagree() -> None:
     def attempt(comm):
-        with pytest.raises(DisagreementError, match="dataset_length=10 and rank 2 .*=11"):
+        with pytest.raises(RankMismatchError, match="dataset_length=10 and rank 2 .*=11"):
             GlobalSampler(11 if comm.rank == 2 else 10, comm, 4)
 
     run_ranks(attempt, 3)
@@ -179,7 +181,7 @@ def test_the_state_counts_what_the_loop_has_got_and_not_what_was_drawn(
 @pytest.mark.parametrize("num_steps", [None, 0])
 @pytest.mark.parametrize("options", LOADERS)
 def test_a_look_at_a_batch_moves_nothing(options: dict[str, object], num_steps: int | None) -> None:
-    place = Place(0, 1)
+    place = RankPlacement(0, 1)
     place.num_steps = num_steps
     sampler = GlobalSampler(24, place, 4)
     loader = DataLoader(torch.arange(24), batch_sampler=sampler, **options)
@@ -205,7 +207,7 @@ def test_a_look_at_the_only_batch_does_not_end_the_epoch() -> None:
 def test_a_pass_that_is_left_after_training_goes_on_where_it_was(
     options: dict[str, object],
 ) -> None:
-    place = Place(0, 1)
+    place = RankPlacement(0, 1)
     place.num_steps = 0
     sampler = GlobalSampler(40, place, 4)
     loader = DataLoader(torch.arange(40), batch_sampler=sampler, **options)
@@ -220,7 +222,7 @@ def test_a_pass_that_is_left_after_training_goes_on_where_it_was(
 
 
 def test_batches_that_nobody_trained_on_are_looked_at_again() -> None:
-    place = Place(0, 1)
+    place = RankPlacement(0, 1)
     place.num_steps = 7
     sampler = GlobalSampler(40, place, 4)
     for _ in range(2):  # a statistic of the first batches, say

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torchmn.data import scatter_dataset, scatter_index, shard_bounds
 from torchmn.data.packed_samples import PackedSamples
-from torchmn.errors import DataError, DisagreementError, TorchmnError, UnsupportedError, UsageError
+from torchmn.errors import DataError, RankMismatchError, TorchmnError, UnsupportedError, UsageError
 from torchmn.testing import MpiPool, run_ranks
 from torchmn.testing.mpi_pool import find_mpirun
 from torchmn.topology import Topology
@@ -120,7 +120,7 @@ def test_root_outside_the_world(root: int) -> None:
 
 def test_ranks_with_different_roots_are_refused() -> None:
     errors = run_ranks(lambda c: outcome(lambda c: scatter_index(5, c, c.rank), c), 2)
-    assert all(isinstance(error, DisagreementError) for error, _ in errors)
+    assert all(isinstance(error, RankMismatchError) for error, _ in errors)
     assert all("root=[0, 1]" in str(error) for error, _ in errors)
 
 
@@ -355,7 +355,7 @@ def test_data_sets_of_different_lengths_are_refused() -> None:
     results = run_ranks(
         lambda c: outcome(lambda c: scatter_dataset(list(range(3 + c.rank)), c), c), 2
     )
-    assert all(isinstance(error, DisagreementError) for error, _ in results)
+    assert all(isinstance(error, RankMismatchError) for error, _ in results)
     assert all("3 samples and rank 1 one of 4" in str(error) for error, _ in results)
 
 

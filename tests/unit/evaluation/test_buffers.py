@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from torchmn.communicators import Communicator
-from torchmn.errors import DisagreementError, UnknownNameError
-from torchmn.evaluation import unify_buffers_
+from torchmn.errors import RankMismatchError, UnknownNameError
+from torchmn.evaluation import sync_buffers_
 from torchmn.testing import run_ranks
 
 
@@ -24,7 +24,7 @@ def model_of(rank: int) -> nn.Sequential:
 def test_average_floats_and_take_the_rest_from_rank_0(size: int) -> None:
     def body(comm: Communicator) -> dict[str, torch.Tensor]:
         model = model_of(comm.rank)
-        unify_buffers_([model], comm)
+        sync_buffers_([model], comm)
         return dict(model.named_buffers())
 
     mean = sum(range(size)) / size
@@ -41,7 +41,7 @@ def test_average_floats_and_take_the_rest_from_rank_0(size: int) -> None:
 def test_all_from_rank_0() -> None:
     def body(comm: Communicator) -> list[torch.Tensor]:
         model = model_of(comm.rank)
-        unify_buffers_([model], comm, "rank0")
+        sync_buffers_([model], comm, "rank0")
         return list(model.buffers())
 
     for buffers in run_ranks(body, 3):
@@ -55,7 +55,7 @@ def test_equal_buffers_keep_their_bits() -> None:
     def body(comm: Communicator) -> torch.Tensor:
         model = nn.Module()
         model.register_buffer("statistics", values.clone())
-        unify_buffers_([model, model], comm)
+        sync_buffers_([model, model], comm)
         return model.statistics  # type: ignore[return-value]
 
     assert all(torch.equal(after, values) for after in run_ranks(body, 3))
@@ -64,21 +64,21 @@ def test_equal_buffers_keep_their_bits() -> None:
 def test_local_is_no_collective() -> None:
     def body(comm: Communicator) -> None:
         if comm.rank == 0:
-            unify_buffers_([model_of(0)], comm, "local")
+            sync_buffers_([model_of(0)], comm, "local")
 
     run_ranks(body, 2)
 
 
 def test_unknown_rule() -> None:
     with pytest.raises(UnknownNameError, match="average, rank0, local"):
-        run_ranks(lambda comm: unify_buffers_([], comm, "sum"), 1)  # type: ignore[arg-type]
+        run_ranks(lambda comm: sync_buffers_([], comm, "sum"), 1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("rule", ["average", "rank0"])
 def test_different_models_are_refused(rule: str) -> None:
     def body(comm: Communicator) -> None:
         model = nn.BatchNorm1d(3 + comm.rank)
-        unify_buffers_([model], comm, rule)  # type: ignore[arg-type]
+        sync_buffers_([model], comm, rule)  # type: ignore[arg-type]
 
-    with pytest.raises(DisagreementError):
+    with pytest.raises(RankMismatchError):
         run_ranks(body, 2)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from torchmn.communicators import Communicator
 from torchmn.errors import (
     CommunicationError,
-    DisagreementError,
+    RankMismatchError,
     UnknownNameError,
     UnsupportedError,
     UsageError,
@@ -379,7 +379,7 @@ class TestRefused:
             rule: Any = "average" if comm.rank else "local"
             create_multi_node_evaluator(plain_evaluator(samples(3)), comm, buffers=rule)
 
-        assert isinstance(self._error(make), DisagreementError)
+        assert isinstance(self._error(make), RankMismatchError)
 
     def test_compat_with_verify(self) -> None:
         def make(comm: Communicator) -> None:

@@ -64,7 +64,7 @@ def test_a_gradient_may_be_a_little_late_without_holding_up_others() -> None:
 
 
 def test_routes_that_block_send_nothing_behind_backward() -> None:
-    plan = plan_chunks(layers(0.1, 0.1), backward_s=1.0, hides_exchange=False)
+    plan = plan_chunks(layers(0.1, 0.1), backward_s=1.0, overlaps_backward=False)
     assert plan.order == (2, 1, 0)
     assert plan.num_behind_backward == 0
 

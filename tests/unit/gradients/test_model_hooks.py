@@ -101,7 +101,7 @@ def test_what_is_hidden_is_only_ours() -> None:
     model = nn.Sequential(nn.Linear(5, 3))
     model[0].register_forward_pre_hook(_double)
     hooks = ModelHooks()
-    hooks.before_forward(model, lambda module, args, kwargs: calls.append("before"))
+    hooks.eager_parameters(model, lambda module, args, kwargs: calls.append("before"))
     hooks.after_forward(model[0], lambda module: calls.append("after"))
     hooks.before_copy(model, lambda: calls.append("copy"))
     x = torch.ones(1, 5)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests.unit.models import batch, equal, fill, mlp, near, values
 from torchmn import create_multi_node_optimizer
-from torchmn.errors import DisagreementError, UnknownNameError, UnsupportedError, UsageError
+from torchmn.errors import RankMismatchError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.schedules import BlockMomentum
 from torchmn.testing import run_ranks
 from torchmn.topology import Topology
@@ -310,7 +310,7 @@ def test_names_weights_and_ranks_that_differ() -> None:
         with pytest.raises(UsageError, match="gradients are added as they are"):
             optimizer.set_weight(8)
         optimizer.close()
-        with pytest.raises(DisagreementError, match="reduction"):
+        with pytest.raises(RankMismatchError, match="reduction"):
             create_multi_node_optimizer(
                 sgd(model), comm, model, reduction=["sum", "mean"][comm.rank]
             )

@@ -11,7 +11,7 @@ from torch import nn
 from tests.unit.models import equal, fill, mlp, values
 from torchmn import create_multi_node_optimizer
 from torchmn.communicators.flat import FlatCommunicator
-from torchmn.errors import CommunicationError, DisagreementError, UnsupportedError, UsageError
+from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
 from torchmn.gradients.replicas import different_tensors
 from torchmn.testing import run_ranks
 
@@ -26,7 +26,7 @@ def sentences(build: Callable, world_size: int = 3, **options: Callable) -> list
     def rank_main(comm):
         model, inner = build(comm.rank)
         given = {name: option(comm.rank) for name, option in options.items()}
-        with pytest.raises(DisagreementError) as caught:
+        with pytest.raises(RankMismatchError) as caught:
             create_multi_node_optimizer(inner, comm, model, **given)
         return str(caught.value)
 

@@ -21,7 +21,7 @@ from tests.unit.models import (
 )
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import UsageError
-from torchmn.gradients.weight_scale import weight_unit
+from torchmn.gradients.weight_scale import weight_scale
 from torchmn.testing import run_ranks
 
 SCHEDULES = ["every_step", "double_buffering"]
@@ -269,11 +269,11 @@ def test_the_loss_of_a_closure_is_weighted_as_its_gradient(how: str) -> None:
 
 
 def test_the_unit_of_weights() -> None:
-    assert [weight_unit(t, 1) for t in (1, 2, 3, 4, 0.5, 0.3)] == [1, 2, 4, 4, 0.5, 0.5]
-    assert weight_unit(3, 3) == 1.0
-    assert weight_unit(0, 2) == weight_unit(5, 0) == 1.0
+    assert [weight_scale(t, 1) for t in (1, 2, 3, 4, 0.5, 0.3)] == [1, 2, 4, 4, 0.5, 0.5]
+    assert weight_scale(3, 3) == 1.0
+    assert weight_scale(0, 2) == weight_scale(5, 0) == 1.0
     for total, num_active in [(1000.0, 3), (1e-9, 1), (7.0, 7)]:
-        unit = weight_unit(total, num_active)
+        unit = weight_scale(total, num_active)
         assert unit / 2 < total / num_active <= unit
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from torchmn.launch.console import Screen
+from torchmn.launch.console import RankOutput
 
 
 class Terminal(io.StringIO):
@@ -14,7 +14,7 @@ class Terminal(io.StringIO):
 
 def test_streams_stay_apart() -> None:
     out, err = io.StringIO(), io.StringIO()
-    screen = Screen(out, err)
+    screen = RankOutput(out, err)
     screen.lines(0, "out", ["a", ""])
     screen.lines(11, "err", ["b"])
     screen.say("a sentence.")
@@ -25,7 +25,7 @@ def test_streams_stay_apart() -> None:
 
 def test_bars_are_for_terminals() -> None:
     out, err = io.StringIO(), io.StringIO()
-    screen = Screen(out, err)
+    screen = RankOutput(out, err)
     assert not screen.shows_bars
     screen.refresh(0, "10 %")
     assert err.getvalue() == ""
@@ -33,7 +33,7 @@ def test_bars_are_for_terminals() -> None:
 
 def test_bar_makes_room_for_lines() -> None:
     terminal = Terminal()
-    screen = Screen(terminal, terminal)
+    screen = RankOutput(terminal, terminal)
     screen.refresh(0, "10 %")
     screen.refresh(1, "20 %")
     screen.lines(0, "out", ["line"])
@@ -45,5 +45,5 @@ def test_bar_makes_room_for_lines() -> None:
 def test_letters_that_the_terminal_lacks() -> None:
     raw = io.BytesIO()
     out = io.TextIOWrapper(raw, encoding="ascii")
-    Screen(out, io.StringIO()).lines(0, "out", ["grün"])
+    RankOutput(out, io.StringIO()).lines(0, "out", ["grün"])
     assert raw.getvalue() == b"[0] gr?n\n"

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import torchmn
-from torchmn.launch.host_checks import differences, versions, why_not_here
+from torchmn.launch.host_checks import differences, find_problem, versions
 
 
 def test_versions_are_those_of_the_packages() -> None:
@@ -28,10 +28,10 @@ def test_differences_name_both_hosts() -> None:
 
 def test_scripts_and_folders_that_are_not_here(tmp_path: Path) -> None:
     (tmp_path / "a script.py").write_text("")
-    assert why_not_here(str(tmp_path), "a script.py") == ""
-    assert why_not_here(str(tmp_path), "") == ""
-    assert "no folder /no/such" in why_not_here("/no/such", "x.py")
-    assert f"script {tmp_path / 'x.py'} is not there" in why_not_here(str(tmp_path), "x.py")
+    assert find_problem(str(tmp_path), "a script.py") == ""
+    assert find_problem(str(tmp_path), "") == ""
+    assert "no folder /no/such" in find_problem("/no/such", "x.py")
+    assert f"script {tmp_path / 'x.py'} is not there" in find_problem(str(tmp_path), "x.py")
 
 
 def test_a_host_answers(tmp_path: Path) -> None:

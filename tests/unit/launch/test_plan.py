@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from torchmn.errors import TopologyError, UnknownNameError, UnsupportedError, UsageError
-from torchmn.launch.plan import Wish, place_inside, plan_job
+from torchmn.launch.plan import RunOptions, detect_existing_rank, plan_job
 
 PATH = {"PATH": os.environ["PATH"]}
 
 
 def planned(env: dict[str, str] | None = None, **options: object):
-    wish = Wish(argv=("python", "x.py"), script="x.py", **options)  # type: ignore[arg-type]
+    wish = RunOptions(argv=("python", "x.py"), script="x.py", **options)  # type: ignore[arg-type]
     return plan_job(wish, env or PATH)[0]
 
 
@@ -99,33 +99,33 @@ def test_mpi_needs_a_launcher_of_mpi(launcher: str) -> None:
 
 
 def test_exported_variables() -> None:
-    wish = Wish(argv=("x",), exported=("A=1=2", "B"), num_threads=3)
+    wish = RunOptions(argv=("x",), exported=("A=1=2", "B"), num_threads=3)
     assert wish.environment({"B": "b"}) == {"A": "1=2", "B": "b", "OMP_NUM_THREADS": "3"}
     with pytest.raises(UsageError, match="-x B: there is no such variable"):
         wish.environment({})
     with pytest.raises(UsageError, match="--threads is a number of at least 1"):
-        Wish(argv=("x",), num_threads=0).environment({})
+        RunOptions(argv=("x",), num_threads=0).environment({})
 
 
 INSIDE = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
 
 
 def test_inside_of_an_mpirun_there_is_nothing_to_start() -> None:
-    place = place_inside(Wish(argv=("x",)), INSIDE)
+    place = detect_existing_rank(RunOptions(argv=("x",)), INSIDE)
     assert place is not None
     assert (place.rank, place.size) == (1, 4)
-    assert place_inside(Wish(argv=("x",), num_ranks=4), INSIDE) is not None
-    assert place_inside(Wish(argv=("x",)), {}) is None
+    assert detect_existing_rank(RunOptions(argv=("x",), num_ranks=4), INSIDE) is not None
+    assert detect_existing_rank(RunOptions(argv=("x",)), {}) is None
 
 
 @pytest.mark.parametrize("options", [{"num_ranks": 2}, {"hosts": "a"}, {"launcher": "ssh"}])
 def test_inside_of_an_mpirun_nothing_else_can_be_asked_for(options: dict[str, object]) -> None:
     with pytest.raises(TopologyError, match="was itself started several times: Open MPI says rank"):
-        place_inside(Wish(argv=("x",), **options), INSIDE)  # type: ignore[arg-type]
+        detect_existing_rank(RunOptions(argv=("x",), **options), INSIDE)  # type: ignore[arg-type]
 
 
 def test_the_secret_is_not_taken_from_a_command_line() -> None:
-    wish = Wish(argv=("python", "x.py"), exported=("TORCHMN_SECRET=word",))
+    wish = RunOptions(argv=("python", "x.py"), exported=("TORCHMN_SECRET=word",))
     with pytest.raises(UsageError, match="everybody on this host can read") as caught:
         wish.environment(PATH)
     assert "word" not in str(caught.value)

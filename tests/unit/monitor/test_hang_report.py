@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchmn.control.messages import Overdue, Told
+from torchmn.control.messages import Overdue, StatusReply
 from torchmn.monitor.hang_report import report
 
 HOSTS = {0: "node0", 1: "node0", 2: "node1"}
@@ -25,7 +25,7 @@ def told(
     group: str = "world",
     ranks: tuple[int, ...] = (0, 1, 2),
     where: str = "bucket 1, step 7",
-) -> Told:
+) -> StatusReply:
     collective = {
         "group": group,
         "ranks": list(ranks),
@@ -35,7 +35,7 @@ def told(
         "state": state,
         "age_s": 60.1,
     }
-    return Told(collectives=[collective], stacks=STACKS)
+    return StatusReply(collectives=[collective], stacks=STACKS)
 
 
 def test_a_rank_that_computes_is_named_with_its_line() -> None:
@@ -52,7 +52,7 @@ def test_a_rank_that_computes_is_named_with_its_line() -> None:
 
 
 def test_a_process_that_does_not_answer_is_described_from_outside() -> None:
-    stopped = Told(state="does not answer: its process is stopped by a signal")
+    stopped = StatusReply(state="does not answer: its process is stopped by a signal")
     found = report(OVERDUE, 0, {0: told("failed"), 1: told("running"), 2: stopped}, HOSTS)
     assert found.missing == (2,)
     assert "rank 2 on node1 does not answer: its process is stopped" in found.sentence
@@ -103,8 +103,10 @@ def test_only_members_of_the_group_are_waited_for() -> None:
     assert found.missing == (1,)
 
 
-def of_groups(*collectives: Told) -> Told:
-    return Told(collectives=[c for one in collectives for c in one.collectives], stacks=STACKS)
+def of_groups(*collectives: StatusReply) -> StatusReply:
+    return StatusReply(
+        collectives=[c for one in collectives for c in one.collectives], stacks=STACKS
+    )
 
 
 def test_who_waits_himself_in_another_group_is_not_to_blame() -> None:
@@ -122,7 +124,7 @@ def test_who_waits_himself_in_another_group_is_not_to_blame() -> None:
         "all_reduce of float32[9] (bucket 1, step 7) of group 'leaders'"
     )
     assert "rank 2 on node1 runs at" in found.sentence
-    answers[2] = Told(state="does not answer: its process is stopped by a signal")
+    answers[2] = StatusReply(state="does not answer: its process is stopped by a signal")
     found = report(Overdue(group="node", number=5, limit_s=10), 1, answers, HOSTS)
     assert found.missing == (2,)
     assert "rank 2 on node1 does not answer" in found.sentence

@@ -9,7 +9,7 @@ import pytest
 
 from torchmn.control.messages import EndedBy, Exit, Failed
 from torchmn.monitor.hang_report import HangReport
-from torchmn.monitor.job_result import RankRecord, Verdict, judge
+from torchmn.monitor.job_result import JobResult, RankRecord, judge
 
 
 def ended(rank: int, code: int, at: float = 0.0, by: EndedBy = "itself") -> RankRecord:
@@ -18,18 +18,18 @@ def ended(rank: int, code: int, at: float = 0.0, by: EndedBy = "itself") -> Rank
     )
 
 
-def verdict(*records: RankRecord, **facts: object) -> Verdict:
+def verdict(*records: RankRecord, **facts: object) -> JobResult:
     return judge(records, log_dir=Path("logs"), **facts)  # type: ignore[arg-type]
 
 
 def test_all_is_well() -> None:
-    assert verdict(ended(0, 0), ended(1, 0)) == Verdict(exit_code=0)
+    assert verdict(ended(0, 0), ended(1, 0)) == JobResult(exit_code=0)
 
 
 def test_first_failure_counts_whatever_the_order_of_ranks() -> None:
     ranks = [ended(0, 4, at=2.0), ended(1, 3, at=1.0), ended(2, 0, at=0.5)]
     found = verdict(*ranks)
-    assert (found.exit_code, found.culprit) == (3, ranks[1])
+    assert (found.exit_code, found.first_failure) == (3, ranks[1])
     assert found.sentence == (
         f"rank 1 on node7 failed with exit code 3; its output is in {Path('logs/rank1.log')}."
     )
@@ -53,8 +53,8 @@ def test_signal(signum: int, code: int, words: str) -> None:
 def test_victims_of_the_launcher_are_not_the_culprit() -> None:
     found = verdict(ended(0, -15, at=1.0, by="outside"), ended(1, 7, at=2.0))
     assert found.exit_code == 7
-    assert found.culprit is not None
-    assert found.culprit.rank == 1
+    assert found.first_failure is not None
+    assert found.first_failure.rank == 1
 
 
 def test_only_victims_blame_the_launcher() -> None:
@@ -120,9 +120,9 @@ def failed(rank: int, at: float, *, follows: bool, code: int = 1) -> RankRecord:
 
 def test_who_only_lost_a_peer_is_not_blamed_though_it_ended_first() -> None:
     found = verdict(failed(0, 1.0, follows=True), failed(1, 2.0, follows=False))
-    assert found.culprit is not None
-    assert found.culprit.rank == 1
-    assert found.culprit.last_words == ["Traceback", "Error: of 1"]
+    assert found.first_failure is not None
+    assert found.first_failure.rank == 1
+    assert found.first_failure.last_words == ["Traceback", "Error: of 1"]
     assert "failed with exit code 1 (Error: of 1)" in found.sentence
 
 
@@ -144,7 +144,7 @@ def test_a_rank_killed_by_us_keeps_the_status_it_told() -> None:
 def test_without_a_cause_the_first_that_lost_a_peer_and_who_had_left_before() -> None:
     ranks = [failed(0, 2.0, follows=True), failed(1, 1.0, follows=True), ended(2, 0)]
     found = verdict(*ranks)
-    assert found.culprit is ranks[1]
+    assert found.first_failure is ranks[1]
     assert "Before that rank 2 had ended with exit code 0" in found.sentence
 
 

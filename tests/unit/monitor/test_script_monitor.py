@@ -9,11 +9,11 @@ import sys
 import pytest
 
 from torchmn.control.connection import Channel
-from torchmn.control.messages import Leaving, Tell, Told
+from torchmn.control.messages import Leaving, StatusReply, StatusRequest
 from torchmn.errors import (
     CommunicationError,
-    DisagreementError,
     PeerLostError,
+    RankMismatchError,
     TimeLimitError,
     UsageError,
 )
@@ -36,8 +36,8 @@ def chained(error: Exception, cause: Exception) -> Exception:
         (CommunicationError("unusable since ..."), True),
         (chained(RuntimeError("training failed"), PeerLostError("gone")), True),
         (RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1"), True),
-        (DisagreementError("ranks differ"), False),
-        (chained(DisagreementError("ranks differ"), PeerLostError("x")), False),
+        (RankMismatchError("ranks differ"), False),
+        (chained(RankMismatchError("ranks differ"), PeerLostError("x")), False),
         (UsageError("wrong"), False),
         (ValueError("connection closed"), False),
         (MemoryError(), False),
@@ -82,7 +82,7 @@ def test_the_agent_answers_for_a_script_that_is_silent() -> None:
     link.answer_by -= 10
     link.answer_if_silent()
     assert len(said) == 1
-    assert isinstance(said[0], Told)
+    assert isinstance(said[0], StatusReply)
     assert said[0].state.startswith("does not answer: its process")
     other.close()
     own.close()
@@ -94,7 +94,7 @@ def test_words_of_the_script_are_passed_on_and_others_are_not() -> None:
     link = ScriptLink(said.append, own)
     script = Channel(other)
     script.post(Leaving(status=3))
-    script.post(Tell())  # not for a script to say
+    script.post(StatusRequest())  # not for a script to say
     link.pass_on()
     assert said == [Leaving(status=3)]
     script.close()

@@ -55,7 +55,7 @@ def test_quantized_after_a_number_of_samples() -> None:
             assert (learner.exchange.codec is None) is (step < 2)
             train(model, learner, comm.rank, step)
             names = {entry.name for entry in comm.journal.entries()}
-        assert "scatter_1bit+residue" in names
+        assert "scatter_1bit+residual" in names
         return values(model)
 
     assert equal(*run_ranks(rank_main, 2))

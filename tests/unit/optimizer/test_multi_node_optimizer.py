@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 
 from tests.unit.models import batch, equal, grads, local_grads, loss_of, mlp, near, values
 from torchmn import create_multi_node_optimizer
-from torchmn.errors import CommunicationError, DisagreementError, UnsupportedError, UsageError
+from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
 from torchmn.testing import run_ranks
 
 WORLDS = [1, 2, 3, 4]
@@ -450,7 +450,7 @@ def test_a_backward_that_raises_and_is_repeated_on_one_rank_alone_is_named_on_th
                 loss_of(nn.Sequential(Raises(), *model), batch(comm.rank, 0)).backward()
         else:
             with pytest.raises(
-                DisagreementError, match=r"rank 1 raised an exception in its backward"
+                RankMismatchError, match=r"rank 1 raised an exception in its backward"
             ):
                 loss_of(model, batch(comm.rank, 0)).backward()
         optimizer.zero_grad()

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.unit.models import batch, equal, grads, local_grads, loss_of, mlp, near, values
 from torchmn import create_multi_node_optimizer
-from torchmn.errors import CommunicationError, DisagreementError, UnsupportedError, UsageError
+from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
 from torchmn.schedules import EveryStep
 from torchmn.testing import run_ranks
 
@@ -41,7 +41,7 @@ class TestFlags:
             optimizer = create_multi_node_optimizer(sgd(model), comm, model, schedule=schedule)
             train(model, optimizer, comm.rank, range(2))
             model[0].requires_grad_(comm.rank != 1)
-            with pytest.raises(DisagreementError, match="rank 1 changed the dtype, device, shape"):
+            with pytest.raises(RankMismatchError, match="rank 1 changed the dtype, device, shape"):
                 train(model, optimizer, comm.rank, range(2, 5))
 
         run_ranks(rank_main, 2)
@@ -69,7 +69,7 @@ class TestFlags:
             train(model, optimizer, comm.rank, range(2))
             if comm.rank == 0:
                 optimizer.load_state_dict(optimizer.state_dict())
-            with pytest.raises(DisagreementError, match="rank 0 loaded an optimizer state"):
+            with pytest.raises(RankMismatchError, match="rank 0 loaded an optimizer state"):
                 train(model, optimizer, comm.rank, [2])
             optimizer.load_state_dict(optimizer.state_dict())
             train(model, optimizer, comm.rank, [3])

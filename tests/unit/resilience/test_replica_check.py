@@ -10,7 +10,7 @@ import torch
 
 import torchmn
 from tests.unit.models import batch, loss_of, mlp
-from torchmn.errors import DisagreementError, UsageError
+from torchmn.errors import RankMismatchError, UsageError
 from torchmn.schedules import PeriodicAverage
 from torchmn.testing import run_ranks
 
@@ -66,7 +66,7 @@ def test_one_flipped_bit_is_named(num_ranks: int) -> None:
                 training.go_astray()
             if step < 5:
                 check.step_ended()
-        with pytest.raises(DisagreementError) as caught:
+        with pytest.raises(RankMismatchError) as caught:
             check.step_ended()
         assert check.report().differences[0][0] == 6
         return str(caught.value)
@@ -109,7 +109,7 @@ def test_replicas_that_differ_by_design_are_not_compared(tmp_path: Path) -> None
         checkpointer.save(2, {"model": training.model, "optimizer": training.optimizer})
         checkpointer.finish()
         bare = torchmn.ReplicaCheck(comm, training.model, every=1)
-        with pytest.raises(DisagreementError):
+        with pytest.raises(RankMismatchError):
             bare.step_ended()
         return check.report()
 
@@ -134,7 +134,7 @@ def test_at_each_checkpoint(tmp_path: Path, check_replicas: Any) -> None:
         checkpointer.save(2, state)
         try:
             checkpointer.finish()
-        except DisagreementError as error:
+        except RankMismatchError as error:
             said.append(str(error))
         return said
 

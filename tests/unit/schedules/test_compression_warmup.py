@@ -11,7 +11,7 @@ from tests.unit.schedules.local_updates.runs import momentum, train
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import UsageError
 from torchmn.gradients.replicas import different_tensors
-from torchmn.schedules import FullPrecisionFirst
+from torchmn.schedules import CompressionWarmup
 from torchmn.testing import run_ranks
 
 
@@ -31,7 +31,7 @@ def test_exact_until_then_and_encoded_afterwards() -> None:
     """Batches of 2 and 9: 33 samples after three steps."""
 
     def rank_main(comm):
-        model, optimizer = wrap(comm, FullPrecisionFirst(30))
+        model, optimizer = wrap(comm, CompressionWarmup(30))
         exact, each = wrap(comm, "every_step", None)
         for step in range(6):
             size = 9 if comm.rank else 2
@@ -47,7 +47,7 @@ def test_exact_until_then_and_encoded_afterwards() -> None:
 
 def test_ranks_that_have_left_switch_as_well() -> None:
     def rank_main(comm):
-        model, optimizer = wrap(comm, FullPrecisionFirst(14))
+        model, optimizer = wrap(comm, CompressionWarmup(14))
         with optimizer.join():
             for step in range(1 if comm.rank else 5):
                 train(model, optimizer, comm.rank, step)
@@ -61,10 +61,10 @@ def test_ranks_that_have_left_switch_as_well() -> None:
 @pytest.mark.parametrize("saved_after", [1, 4])
 def test_resuming_is_bit_equal(saved_after: int) -> None:
     def rank_main(comm):
-        model, optimizer = wrap(comm, FullPrecisionFirst(20), "int8")
+        model, optimizer = wrap(comm, CompressionWarmup(20), "int8")
         for step in range(saved_after):
             train(model, optimizer, comm.rank, step)
-        again, resumed = wrap(comm, FullPrecisionFirst(20), "int8")
+        again, resumed = wrap(comm, CompressionWarmup(20), "int8")
         train(again, resumed, comm.rank, 9, 30)
         again.load_state_dict(model.state_dict())
         resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -78,7 +78,7 @@ def test_resuming_is_bit_equal(saved_after: int) -> None:
 
 def test_one_rank_alone() -> None:
     def rank_main(comm):
-        model, optimizer = wrap(comm, FullPrecisionFirst(6))
+        model, optimizer = wrap(comm, CompressionWarmup(6))
         for step in range(3):
             train(model, optimizer, 0, step)
         assert all(v.isfinite().all() for v in values(model))
@@ -89,4 +89,4 @@ def test_one_rank_alone() -> None:
 @pytest.mark.parametrize("after", [-1, float("nan"), float("inf")])
 def test_values_that_make_no_sense(after: float) -> None:
     with pytest.raises(UsageError, match="must be 0 or more"):
-        FullPrecisionFirst(after)
+        CompressionWarmup(after)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchmn.errors import UsageError
-from torchmn.topology import Processors, available_processors, share_of
+from torchmn.topology import Processors, assign_cpus, available_processors
 from torchmn.topology.cpus import cpu_quota
 
 
@@ -26,7 +26,7 @@ def plain(num_cores: int, quota: float | None = None) -> Processors:
 def test_shares_are_equal_and_inside(num_cores: int, num_ranks: int) -> None:
     processors = plain(num_cores)
     shares = [
-        share_of(processors, intra_rank=rank, intra_size=num_ranks) for rank in range(num_ranks)
+        assign_cpus(processors, intra_rank=rank, intra_size=num_ranks) for rank in range(num_ranks)
     ]
     assert len({len(share.cores) for share in shares}) == 1
     assert len({share.num_threads for share in shares}) == 1
@@ -46,22 +46,22 @@ def test_threads_of_a_core_stay_together() -> None:
     processors = Processors(
         logical=(0, 4, 1, 5, 2, 6, 3, 7), physical=tuple((0, i // 2) for i in range(8))
     )
-    share = share_of(processors, intra_rank=1, intra_size=2)
+    share = assign_cpus(processors, intra_rank=1, intra_size=2)
     assert share.cores == {2, 6, 3, 7}
     assert share.num_threads == 2
 
 
 def test_quota_limits_threads_and_not_cores() -> None:
-    share = share_of(plain(64, quota=8.0), intra_rank=0, intra_size=4)
+    share = assign_cpus(plain(64, quota=8.0), intra_rank=0, intra_size=4)
     assert share.num_threads == 2
     assert len(share.cores) == 16
-    assert share_of(plain(64, quota=0.5), intra_rank=0, intra_size=4).num_threads == 1
+    assert assign_cpus(plain(64, quota=0.5), intra_rank=0, intra_size=4).num_threads == 1
 
 
 @pytest.mark.parametrize("rank", [-1, 2, 3])
 def test_rank_outside_is_refused(rank: int) -> None:
     with pytest.raises(UsageError, match="outside 0..1"):
-        share_of(plain(4), intra_rank=rank, intra_size=2)
+        assign_cpus(plain(4), intra_rank=rank, intra_size=2)
 
 
 def test_this_machine() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchmn.topology import Processors, gpu_neighbourhoods, memory_nodes, share_beside
+from torchmn.topology import Processors, cores_near_gpu, gpu_localities, memory_nodes
 from torchmn.topology.gpu_locality import parse_core_list
 
 BUSES = {"0000:07:00.0": ("0-3", 0), "0000:0a:00.0": ("0-3", 0), "0000:87:00.0": ("4-7", 1)}
@@ -29,9 +29,9 @@ def root(tmp_path: Path) -> Path:
 
 
 def cores_of(root: Path, intra_size: int, env: dict[str, str] | None = None) -> list[list[int]]:
-    around = gpu_neighbourhoods(env or {}, root)
+    around = gpu_localities(env or {}, root)
     return [
-        sorted(share_beside(EIGHT, around, intra_rank=rank, intra_size=intra_size)[0].cores)
+        sorted(cores_near_gpu(EIGHT, around, intra_rank=rank, intra_size=intra_size)[0].cores)
         for rank in range(intra_size)
     ]
 
@@ -57,16 +57,16 @@ def test_more_ranks_than_gpus_divide_all_cores(root: Path) -> None:
 
 def test_no_core_next_to_a_gpu_may_be_ours(root: Path) -> None:
     first = Processors(logical=(0, 1), physical=((0, 0), (0, 1)))
-    around = gpu_neighbourhoods({"CUDA_VISIBLE_DEVICES": "2"}, root)
-    share, beside = share_beside(first, around, intra_rank=0, intra_size=1)
+    around = gpu_localities({"CUDA_VISIBLE_DEVICES": "2"}, root)
+    share, beside = cores_near_gpu(first, around, intra_rank=0, intra_size=1)
     assert (share.cores, beside) == (frozenset({0, 1}), None)
 
 
 def test_the_quota_is_divided_as_the_ranks_are(root: Path) -> None:
     limited = Processors(logical=EIGHT.logical, physical=EIGHT.physical, quota=3.0)
-    around = gpu_neighbourhoods({}, root)
+    around = gpu_localities({}, root)
     threads = [
-        share_beside(limited, around, intra_rank=rank, intra_size=3)[0].num_threads
+        cores_near_gpu(limited, around, intra_rank=rank, intra_size=3)[0].num_threads
         for rank in range(3)
     ]
     assert threads == [1, 1, 1]
@@ -79,7 +79,7 @@ def test_memory_nodes(root: Path) -> None:
 
 
 def test_a_machine_without_a_driver(tmp_path: Path) -> None:
-    assert gpu_neighbourhoods({}, tmp_path) == ()
+    assert gpu_localities({}, tmp_path) == ()
 
 
 @pytest.mark.parametrize(("text", "cores"), [("", []), ("3", [3]), ("0-1,4\n", [0, 1, 4])])

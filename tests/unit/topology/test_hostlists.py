@@ -88,7 +88,7 @@ def test_parsers_refuse_or_answer_whatever_they_read(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "seats"),
+    ("wanted", "assign_slots"),
     [
         ({}, ["a:4", "b:2"]),
         ({"num_ranks": 3}, ["a:3"]),
@@ -99,8 +99,8 @@ def test_parsers_refuse_or_answer_whatever_they_read(text: str) -> None:
         ({"per_node": 1, "num_nodes": 2, "num_ranks": 2}, ["a:1", "b:1"]),
     ],
 )
-def test_seats(wanted: dict[str, int], seats: list[str]) -> None:
-    assert texts(seat(parse_hosts("a:4,b:2"), **wanted)) == seats
+def test_seats(wanted: dict[str, int], assign_slots: list[str]) -> None:
+    assert texts(seat(parse_hosts("a:4,b:2"), **wanted)) == assign_slots
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchmn.errors import TopologyError
-from torchmn.topology import launched_place, raise_if_contradicted
+from torchmn.topology import raise_if_contradicted, read_launcher_env
 from torchmn.topology.launcher_env import LAUNCHERS, tasks_per_node
 
 Env = dict[str, str]
@@ -193,7 +193,7 @@ KNOWN = {
 @pytest.mark.parametrize("case", KNOWN)
 def test_known_launchers(case: str) -> None:
     env, *expected = KNOWN[case]
-    place = launched_place(env)
+    place = read_launcher_env(env)
     assert place is not None
     assert [
         *(place.launcher, place.rank, place.size, place.intra_rank, place.intra_size),
@@ -207,7 +207,7 @@ def test_known_launchers(case: str) -> None:
     + [slurm_step(0, 4, step=str(special)) for special in (0xFFFFFFFA, 0xFFFFFFFB, 0xFFFFFFFC)],
 )
 def test_no_launcher(env: Env) -> None:
-    assert launched_place(env) is None
+    assert read_launcher_env(env) is None
 
 
 # (environment, what the message must hold)
@@ -265,7 +265,7 @@ CONTRADICTIONS = {
 def test_contradictions_are_refused(case: str) -> None:
     env, words = CONTRADICTIONS[case]
     with pytest.raises(TopologyError) as caught:
-        launched_place(env)
+        read_launcher_env(env)
     for word in words:
         assert word in str(caught.value)
 
@@ -290,14 +290,14 @@ HOSTILE = {
 def test_hostile_values_are_named(case: str) -> None:
     change, words = HOSTILE[case]
     with pytest.raises(TopologyError) as caught:
-        launched_place(torchrun(1, 4, local=1, per_node=2, agents=2) | change)
+        read_launcher_env(torchrun(1, 4, local=1, per_node=2, agents=2) | change)
     for word in words:
         assert word in str(caught.value)
 
 
 @pytest.mark.parametrize("env", [{"PMIX_RANK": "2"}, pals(2), pals(2) | {"PMIX_RANK": "2"}])
 def test_rank_without_size_is_known_and_its_size_is_refused(env: Env) -> None:
-    place = launched_place(env)
+    place = read_launcher_env(env)
     assert place is not None
     assert (place.rank, place.known_size) == (2, None)
     with pytest.raises(TopologyError, match="not how many ranks"):
@@ -309,7 +309,7 @@ def test_rank_without_size_is_known_and_its_size_is_refused(env: Env) -> None:
 
 def test_library_that_sees_another_world() -> None:
     raise_if_contradicted(None, rank=0, size=1, source="MPI.COMM_WORLD")
-    launched = launched_place(slurm_step(2, 4))
+    launched = read_launcher_env(slurm_step(2, 4))
     raise_if_contradicted(launched, rank=2, size=4, source="MPI.COMM_WORLD")
     with pytest.raises(TopologyError) as caught:
         raise_if_contradicted(launched, rank=0, size=1, source="MPI.COMM_WORLD")
@@ -330,7 +330,7 @@ def test_library_that_sees_another_world() -> None:
 )
 def test_any_environment_gives_a_place_inside_its_world_or_our_error(env: Env) -> None:
     try:
-        place = launched_place(env)
+        place = read_launcher_env(env)
     except TopologyError:
         return
     if place is not None and place.known_size is not None:

@@ -13,7 +13,7 @@ from torchmn import GlobalSampler, SerialIterator
 from torchmn.communicators import Communicator
 from torchmn.errors import UsageError
 from torchmn.testing import run_ranks
-from torchmn.training.batch_source import LoaderPasses, batch_source, iterations_per_epoch
+from torchmn.training.batch_source import EpochLoader, batch_source, iterations_per_epoch
 
 
 class Stream(IterableDataset[int]):
@@ -82,7 +82,7 @@ def test_a_global_sampler_resumes_with_another_number_of_ranks(num_workers: int)
     def part(comm: Communicator, state: Any, num_batches: int) -> Any:
         sampler = GlobalSampler(22, comm, 6, seed=1)
         loader = DataLoader(range(22), batch_sampler=sampler, num_workers=num_workers)
-        source = LoaderPasses(loader)
+        source = EpochLoader(loader)
         if state is not None:
             source.load_state_dict(state)
         batches = [next(source).tolist() for _ in range(num_batches)]
@@ -101,9 +101,9 @@ def test_a_global_sampler_resumes_with_another_number_of_ranks(num_workers: int)
 @pytest.mark.parametrize("num_done", [0, 1, 3, 4, 7])
 @pytest.mark.parametrize("has_own_generator", [True, False])
 def test_a_shuffling_loader_resumes_in_mid_epoch(num_done: int, has_own_generator: bool) -> None:
-    def make(seed: int) -> LoaderPasses:
+    def make(seed: int) -> EpochLoader:
         generator = torch.Generator().manual_seed(seed) if has_own_generator else None
-        return LoaderPasses(DataLoader(range(10), 3, shuffle=True, generator=generator))
+        return EpochLoader(DataLoader(range(10), 3, shuffle=True, generator=generator))
 
     torch.manual_seed(5)
     first = make(3)
@@ -150,12 +150,12 @@ def test_lengths_that_are_wrong(loader: Any, words: str) -> None:
 def test_the_state_of_something_else() -> None:
     state = SerialIterator(range(4), 2).state_dict()
     with pytest.raises(UsageError, match="num_done"):
-        LoaderPasses(DataLoader(range(4))).load_state_dict(state)
+        EpochLoader(DataLoader(range(4))).load_state_dict(state)
 
 
 def test_the_state_of_a_longer_epoch() -> None:
-    source = LoaderPasses(DataLoader(range(8), 2))
+    source = EpochLoader(DataLoader(range(8), 2))
     for _ in range(3):
         next(source)
     with pytest.raises(UsageError, match="has fewer"):
-        LoaderPasses(DataLoader(range(4), 2)).load_state_dict(source.state_dict())
+        EpochLoader(DataLoader(range(4), 2)).load_state_dict(source.state_dict())

@@ -17,7 +17,7 @@ from torchmn.errors import UsageError
 from torchmn.testing import run_ranks
 from torchmn.topology import Topology
 from torchmn.training import (
-    LoaderPasses,
+    EpochLoader,
     LogReport,
     MultiNodeEarlyStoppingTrigger,
     MultiprocessParallelUpdater,
@@ -45,13 +45,13 @@ def test_a_pass_that_is_gone_on_with_takes_no_random_number(
     """A DataLoader takes one when a pass begins: dropout behind it would be another."""
 
     def body(comm: Communicator) -> None:
-        def make() -> tuple[LoaderPasses, torch.Generator]:
+        def make() -> tuple[EpochLoader, torch.Generator]:
             own = torch.Generator().manual_seed(7) if has_own_generator else None
             sampler = GlobalSampler(20, comm, 6)
             loader = DataLoader(range(20), batch_sampler=sampler, generator=own)
-            return LoaderPasses(loader), torch.default_generator if own is None else own
+            return EpochLoader(loader), torch.default_generator if own is None else own
 
-        def draw(source: LoaderPasses, generator: torch.Generator) -> list[Any]:
+        def draw(source: EpochLoader, generator: torch.Generator) -> list[Any]:
             return [(next(source).tolist(), generator.get_state().tolist()) for _ in range(6)]
 
         torch.manual_seed(3)
@@ -86,7 +86,7 @@ def test_shards_go_on_as_far_as_they_were(old: int, new: int) -> None:
         assert after.epoch_detail == pytest.approx(done, abs=new / length)
         assert after.state_dict()["seed"] == place.rank % old
         next(after)
-        assert "seen twice and some not at all" in after.resume_notes()[0]
+        assert "seen twice and some not at all" in after.resume_warnings()[0]
 
 
 def test_a_position_that_a_smaller_shard_does_not_have() -> None:
@@ -99,15 +99,15 @@ def test_a_position_that_a_smaller_shard_does_not_have() -> None:
 
 
 def test_loaders_share_out_the_batches_that_were_done() -> None:
-    before = LoaderPasses(DataLoader(range(40), 2))
+    before = EpochLoader(DataLoader(range(40), 2))
     for _ in range(9):
         next(before)
     states = [described(before.state_dict())] * 2
     for place in places(3):
-        after = LoaderPasses(DataLoader(range(26), 2))
+        after = EpochLoader(DataLoader(range(26), 2))
         after.load_state_dict(after.reshard_state_dict(states, place))
         assert after.epoch_detail == pytest.approx(6 / 13)
-        assert "loader without GlobalSampler" in after.resume_notes()[0]
+        assert "loader without GlobalSampler" in after.resume_warnings()[0]
 
 
 # ---- observations ----
@@ -203,7 +203,7 @@ def test_a_trainer_goes_on(tmp_path: Path, old: int, new: int, stop_after: int) 
         mine = states[comm.rank] if same else trainer.reshard_state_dict(states, comm)
         trainer.load_state_dict(described(mine))
         assert trainer.iteration == stop_after
-        assert trainer.resume_notes() == []
+        assert trainer.resume_warnings() == []
         trainer.run()
         return model.weight.detach(), trainer.get_extension("LogReport").log
 

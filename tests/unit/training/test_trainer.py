@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Subset
 
 from torchmn import GlobalSampler, SerialIterator, create_multi_node_optimizer
 from torchmn.communicators import Communicator
-from torchmn.errors import DataError, DisagreementError, UsageError
+from torchmn.errors import DataError, RankMismatchError, UsageError
 from torchmn.testing import run_ranks
 from torchmn.training import LogReport, StandardUpdater, Trainer
 
@@ -334,7 +334,7 @@ def test_ranks_whose_epochs_differ_are_refused(
         model = Line()
         optimizer = create_multi_node_optimizer(sgd(model), comm, model)
         updater = StandardUpdater(make_iterator(comm.rank), optimizer, model)
-        with pytest.raises(DisagreementError) as raised:
+        with pytest.raises(RankMismatchError) as raised:
             Trainer(updater, (1, "epoch"), tmp_path, comm=comm).run()
         return str(raised.value)
 

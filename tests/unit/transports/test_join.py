@@ -13,7 +13,7 @@ import pytest
 
 import torchmn
 from torchmn.errors import TopologyError
-from torchmn.topology import launched_place
+from torchmn.topology import read_launcher_env
 from torchmn.transports import join
 
 TORCHRUN = {
@@ -33,14 +33,14 @@ print(json.dumps([comm.rank, comm.size, float(comm.allreduce(torch.ones(1)))]))
 
 @pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "127.0.1.1"])
 def test_an_address_that_leads_every_host_to_itself_is_refused(address: str) -> None:
-    place = launched_place(TORCHRUN)
+    place = read_launcher_env(TORCHRUN)
     assert place is not None
     with pytest.raises(TopologyError, match=f"MASTER_ADDR={address} leads every host to itself"):
         join._raise_if_everybody_is_the_leader(place, address)
 
 
 def test_on_one_host_it_is_right() -> None:
-    place = launched_place({**TORCHRUN, "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"})
+    place = read_launcher_env({**TORCHRUN, "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"})
     assert place is not None
     join._raise_if_everybody_is_the_leader(place, "127.0.0.1")
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from torchmn.errors import NodeMemoryError, UnsupportedError
-from torchmn.transports.shared_segment import NodeMemory, Purpose, explained
+from torchmn.errors import SharedMemoryError, UnsupportedError
+from torchmn.transports.shared_segment import Purpose, SharedMemorySegment, explained
 
 TEST = Purpose("a test", "Ask for less.")
 
@@ -28,15 +28,15 @@ def memory_folder() -> Iterator[str]:
         assert list(Path(folder).iterdir()) == []
 
 
-def filled(payload: bytes, directory: str = "/dev/shm") -> NodeMemory:
-    memory = NodeMemory.create(len(payload), TEST, directory)
+def filled(payload: bytes, directory: str = "/dev/shm") -> SharedMemorySegment:
+    memory = SharedMemorySegment.create(len(payload), TEST, directory)
     memory.append(payload)
     return memory
 
 
 def test_attached_memory_is_the_same() -> None:
     memory = filled(b"abc")
-    other = NodeMemory.attach(memory.address())
+    other = SharedMemorySegment.attach(memory.address())
     memory.map_shared()[0:1] = b"x"
     assert other.map_private()[:] == b"xbc"
 
@@ -51,8 +51,8 @@ def test_private_changes_stay_private() -> None:
 def test_an_address_that_leads_elsewhere(change: dict[str, int]) -> None:
     memory = filled(b"abc")
     address = dataclasses.replace(memory.address(), **change)
-    with pytest.raises(NodeMemoryError, match=r"cannot be opened at /proc/\d+/fd/\d+"):
-        NodeMemory.attach(address)
+    with pytest.raises(SharedMemoryError, match=r"cannot be opened at /proc/\d+/fd/\d+"):
+        SharedMemorySegment.attach(address)
 
 
 def test_append_after_append(memory_folder: str) -> None:
@@ -64,26 +64,26 @@ def test_append_after_append(memory_folder: str) -> None:
 
 def test_too_large_for_the_folder() -> None:
     with pytest.raises(
-        NodeMemoryError, match=r"/dev/shm has .* MiB free and .* needs 1099511627776\.0"
+        SharedMemoryError, match=r"/dev/shm has .* MiB free and .* needs 1099511627776\.0"
     ):
-        NodeMemory.create(2**60, TEST)
+        SharedMemorySegment.create(2**60, TEST)
 
 
 def test_missing_folder() -> None:
-    with pytest.raises(NodeMemoryError, match="no folder /nowhere"):
-        NodeMemory.create(1, TEST, "/nowhere")
+    with pytest.raises(SharedMemoryError, match="no folder /nowhere"):
+        SharedMemorySegment.create(1, TEST, "/nowhere")
 
 
 def test_file_system_without_nameless_files() -> None:
     with pytest.raises(UnsupportedError, match="/proc cannot hold files without a name"):
-        NodeMemory.create(1, TEST, "/proc")
+        SharedMemorySegment.create(1, TEST, "/proc")
     assert isinstance(explained(OSError(errno.EOPNOTSUPP, ""), 1, "/dev", TEST), UnsupportedError)
 
 
 def test_other_systems(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "O_TMPFILE")
     with pytest.raises(UnsupportedError, match="needs Linux"):
-        NodeMemory.create(1, TEST)
+        SharedMemorySegment.create(1, TEST)
 
 
 @pytest.mark.root
@@ -96,13 +96,13 @@ def test_a_full_folder_is_an_error_and_no_crash(tmp_path: Path) -> None:
     if mounted.returncode != 0:
         pytest.skip(reason="this machine does not allow mounts")
     try:
-        memory = NodeMemory.create(1000, TEST, str(tmp_path))
+        memory = SharedMemorySegment.create(1000, TEST, str(tmp_path))
         with pytest.raises(OSError, match="No space left"):
             memory.reserve(0, 2 * 2**20)
         with pytest.raises(OSError, match="No space left"):
             memory.append(bytes(2 * 2**20))
-        with pytest.raises(NodeMemoryError, match=r"has 1\.0 MiB free|has 0\.\d MiB free"):
-            NodeMemory.create(2 * 2**20, TEST, str(tmp_path))
+        with pytest.raises(SharedMemoryError, match=r"has 1\.0 MiB free|has 0\.\d MiB free"):
+            SharedMemorySegment.create(2 * 2**20, TEST, str(tmp_path))
     finally:
         del memory
         subprocess.run(["umount", str(tmp_path)], check=True)
@@ -110,8 +110,8 @@ def test_a_full_folder_is_an_error_and_no_crash(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-from torchmn.transports.shared_segment import NodeMemory, Purpose
-memory = NodeMemory.create(64, Purpose("a test", ""), sys.argv[1])
+from torchmn.transports.shared_segment import SharedMemorySegment, Purpose
+memory = SharedMemorySegment.create(64, Purpose("a test", ""), sys.argv[1])
 memory.append(bytes(64))
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -21,7 +21,7 @@ from torchmn.topology import Topology
 from torchmn.transports import tcp
 from torchmn.transports.base import TimeLimit
 from torchmn.transports.gloo_nccl import TorchDistributedTransport
-from torchmn.transports.tcp import StreamTransport
+from torchmn.transports.tcp import TcpTransport
 
 LARGE = 70_001  # elements
 
@@ -32,7 +32,7 @@ def run(function, size, timeout_s=20.0):
 
     def rank_main(rank):
         inner = TorchDistributedTransport(store, rank, size, timeout_s=timeout_s)
-        with contextlib.closing(StreamTransport.over(inner, TimeLimit(timeout_s))) as transport:
+        with contextlib.closing(TcpTransport.over(inner, TimeLimit(timeout_s))) as transport:
             return function(transport)
 
     return run_threads(rank_main, size)
@@ -98,7 +98,7 @@ def test_announced_sums_are_those_that_are_not(size, dtype) -> None:
         for buffer in plain:
             transport.all_reduce_(buffer, "sum", limit)
         for buffer in ahead:
-            transport.send_ahead(buffer)
+            transport.prefetch_send(buffer)
         other = torch.ones(size * LARGE)
         transport.all_reduce_(other, "max", limit)  # may come between them
         for buffer in ahead:
@@ -112,8 +112,8 @@ def test_announced_sums_are_those_that_are_not(size, dtype) -> None:
 def test_announced_sums_are_made_in_their_order() -> None:
     def rank_main(transport):
         first, second = torch.ones(2 * LARGE), torch.ones(2 * LARGE)
-        transport.send_ahead(first)
-        transport.send_ahead(second)
+        transport.prefetch_send(first)
+        transport.prefetch_send(second)
         with pytest.raises(CommunicationError, match="sum 2 is made before sum 1"):
             transport.all_reduce_(second, "sum", TimeLimit(20))
 
@@ -124,9 +124,9 @@ def test_ranks_that_announce_something_else_are_told() -> None:
     def rank_main(transport):
         buffer = torch.ones(2 * LARGE)
         if transport.rank == 1:
-            transport.send_ahead(torch.zeros(2 * LARGE))
+            transport.prefetch_send(torch.zeros(2 * LARGE))
             transport._announced.popleft()
-        transport.send_ahead(buffer)
+        transport.prefetch_send(buffer)
         if transport.rank == 0:
             with contextlib.suppress(PeerLostError):
                 transport.all_reduce_(buffer, "sum", TimeLimit(20))
@@ -228,7 +228,7 @@ def test_strangers_neither_get_in_nor_keep_ranks_out(monkeypatch) -> None:
     def rank_main(rank):
         inner = Meddler(store, rank, 2, timeout_s=20, own_address="127.0.0.1")
         inner.strangers = strangers
-        with contextlib.closing(StreamTransport.over(inner, TimeLimit(20))) as transport:
+        with contextlib.closing(TcpTransport.over(inner, TimeLimit(20))) as transport:
             assert transport.name == "streams"
             buffer = part(rank, numel=2 * LARGE)
             transport.all_reduce_(buffer, "sum", TimeLimit(20))
@@ -250,7 +250,7 @@ def test_ranks_without_the_secret_do_not_connect(monkeypatch) -> None:
     def rank_main(rank):
         known.secret = f"of job {rank}"
         inner = TorchDistributedTransport(store, rank, 2, timeout_s=20)
-        with contextlib.closing(StreamTransport.over(inner, TimeLimit(20))) as transport:
+        with contextlib.closing(TcpTransport.over(inner, TimeLimit(20))) as transport:
             return transport.name, transport.missing
 
     for name, missing in run_threads(rank_main, 2):
@@ -259,14 +259,14 @@ def test_ranks_without_the_secret_do_not_connect(monkeypatch) -> None:
 
 
 def test_more_ranks_than_are_connected_may_have_parts_that_are(monkeypatch) -> None:
-    monkeypatch.setattr(tcp, "MOST_PEERS", 1)
+    monkeypatch.setattr(tcp, "MAX_PEERS", 1)
 
     def rank_main(transport):
         assert (transport.name, transport.missing) == (
             "torch.distributed",
             "3 ranks are more than 2",
         )
-        transport.send_ahead(torch.ones(3 * LARGE))
+        transport.prefetch_send(torch.ones(3 * LARGE))
         whole = torch.ones(3 * LARGE)
         transport.all_reduce_(whole, "sum", TimeLimit(20))
         assert (whole == 3).all()
@@ -286,7 +286,7 @@ def test_more_ranks_than_are_connected_may_have_parts_that_are(monkeypatch) -> N
     ("name", "ranks_per_node", "is_said"), [("flat", [2, 1], True), ("hierarchical", [2, 1], False)]
 )
 def test_what_goes_by_gloo_is_said_on_all_ranks(monkeypatch, name, ranks_per_node, is_said) -> None:
-    monkeypatch.setattr(tcp, "MOST_PEERS", 1)
+    monkeypatch.setattr(tcp, "MAX_PEERS", 1)
 
     def rank_main(transport):
         topology = Topology.blocks(ranks_per_node)
@@ -321,7 +321,7 @@ def test_listens_at_the_address_that_gloo_was_given(monkeypatch) -> None:
 
     def rank_main(rank):
         inner = TorchDistributedTransport(store, rank, 2, timeout_s=20, own_address="127.0.0.1")
-        with contextlib.closing(StreamTransport.over(inner, TimeLimit(20))) as transport:
+        with contextlib.closing(TcpTransport.over(inner, TimeLimit(20))) as transport:
             return transport.name
 
     assert run_threads(rank_main, 2) == ["streams"] * 2

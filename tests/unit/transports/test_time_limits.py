@@ -4,7 +4,7 @@ import threading
 import time
 
 from torchmn.testing import run_ranks
-from torchmn.transports.base import Patience, TimeLimit, poll_until
+from torchmn.transports.base import BackoffTimeLimit, TimeLimit, poll_until
 
 
 def test_a_patient_wait_polls_less_and_less() -> None:
@@ -19,13 +19,13 @@ def test_a_patient_wait_polls_less_and_less() -> None:
         assert not poll_until(is_done, limit, polls_before_yield=1)
         return polls
 
-    patient = num_polls(Patience(0.2, longest_pause_s=0.02))
+    patient = num_polls(BackoffTimeLimit(0.2, longest_pause_s=0.02))
     assert 5 < patient < 300
     assert num_polls(TimeLimit(0.2, lambda: False)) > patient
 
 
 def test_it_can_be_ended_from_another_thread() -> None:
-    patience = Patience(1000, longest_pause_s=0.01)
+    patience = BackoffTimeLimit(1000, longest_pause_s=0.01)
     threading.Timer(0.05, patience.end).start()
     began = time.monotonic()
     assert not poll_until(lambda: False, patience, polls_before_yield=1)
@@ -35,7 +35,7 @@ def test_it_can_be_ended_from_another_thread() -> None:
 def test_what_has_threads_of_its_own_ends_before_the_communicator() -> None:
     def job(comm) -> list[str]:
         order: list[str] = []
-        comm.before_end(lambda: order.append(comm.allreduce_obj("a")))
+        comm.on_finalize(lambda: order.append(comm.allreduce_obj("a")))
         channels = comm.channels("own")
         assert (channels.rank, channels.size) == (comm.rank, comm.size)
         comm.finalize()

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from torchmn.compression.kernels.noise import Noise
 from torchmn.compression.kernels.wire_format import (
+    CLIP_FACTOR_4BIT,
     CODES,
     FLOATS,
     IS_SMALL,
@@ -28,7 +29,6 @@ from torchmn.compression.kernels.wire_format import (
     OFFSET,
     START,
     TINY,
-    WIDE_RANGE,
     StripePlan,
 )
 
@@ -38,7 +38,7 @@ _ONE = np.float32(1)
 _HALF = np.float32(0.5)
 _ULP = np.float32(2.0**-23)
 _TINY = np.float32(TINY)
-_WIDE_RANGE = np.float32(WIDE_RANGE)
+_WIDE_RANGE = np.float32(CLIP_FACTOR_4BIT)
 _NAN = np.float32(np.nan)
 _INFINITE_BITS = np.int32(0x7F800000)
 _WITHOUT_SIGN = np.int32(0x7FFFFFFF)
@@ -52,7 +52,7 @@ _inner = njit(  # wrappers for calls from Python would take as long to compile a
 
 def encode(
     values: Tensor,
-    residue: Tensor | None,
+    residual: Tensor | None,
     rest: Tensor | None,
     out: Tensor,
     plan: StripePlan,
@@ -64,7 +64,7 @@ def encode(
     keys = np.zeros(len(plan.table), np.uint32) if noise is None else noise.keys(plan.stripe)
     _encode(
         values.numpy(),
-        None if residue is None else residue.numpy(),
+        None if residual is None else residual.numpy(),
         None if rest is None else rest.numpy(),
         plan.table,
         keys,
@@ -122,7 +122,7 @@ def _outer_sum(p, q_rows, out):
 
 
 @_entry
-def _encode(values, residue, rest, table, keys, out, flags, bits, block_length, is_stochastic):
+def _encode(values, residual, rest, table, keys, out, flags, bits, block_length, is_stochastic):
     work = np.empty(block_length, np.float32)
     codes = np.empty(block_length, np.uint8)
     lanes = np.empty((3, _LANES), np.float32)
@@ -141,17 +141,17 @@ def _encode(values, residue, rest, table, keys, out, flags, bits, block_length, 
             begin, end = start + first, start + first + length
             v, w = values[begin:end], work[:length]
             c = out[byte : byte + length] if bits == 8 else codes[:length]
-            if residue is None:
+            if residual is None:
                 _narrow(v, w)
             else:
-                _add(v, residue[begin:end], w)
+                _add(v, residual[begin:end], w)
             low, high = _two_values(w, lanes, bits, is_stochastic, levels)
             if not (np.isfinite(low) and np.isfinite(high)):
                 flags[s] = 1
                 floats[pair : pair + num_floats] = _NAN
                 c[:] = 0
                 if rest is not None:
-                    rest[begin:end] = residue[begin:end]
+                    rest[begin:end] = residual[begin:end]
             else:
                 floats[pair] = low
                 if bits == 1:
@@ -163,14 +163,14 @@ def _encode(values, residue, rest, table, keys, out, flags, bits, block_length, 
                     else:
                         _signs(w, c)
                     if rest is not None:
-                        _rest_of_bits(v, residue[begin:end], rest[begin:end], c, low, high)
+                        _rest_of_bits(v, residual[begin:end], rest[begin:end], c, low, high)
                 else:
                     if is_stochastic:
                         _round_by_chance(w, c, high, levels, counter)
                     else:
                         _round(w, c, high, levels)
                     if rest is not None:
-                        _rest_of_codes(v, residue[begin:end], rest[begin:end], c, low, levels)
+                        _rest_of_codes(v, residual[begin:end], rest[begin:end], c, low, levels)
             pair += num_floats
             byte += length if bits == 8 else _pack(c, out[byte:], bits)
 
@@ -194,9 +194,9 @@ def _narrow(values, work):
 
 
 @_inner
-def _add(values, residue, work):
+def _add(values, residual, work):
     for i in range(work.size):
-        work[i] = np.float32(values[i] + residue[i])
+        work[i] = np.float32(values[i] + residual[i])
 
 
 @_inner
@@ -330,16 +330,16 @@ def _draw_bits(work, codes, low, high, counter):
 
 
 @_inner
-def _rest_of_codes(values, residue, rest, codes, scale, levels):
+def _rest_of_codes(values, residual, rest, codes, scale, levels):
     top = np.int32(levels)
     for i in range(codes.size):
-        rest[i] = (values[i] + residue[i]) - np.float32(np.int32(codes[i]) - top) * scale
+        rest[i] = (values[i] + residual[i]) - np.float32(np.int32(codes[i]) - top) * scale
 
 
 @_inner
-def _rest_of_bits(values, residue, rest, codes, low, high):
+def _rest_of_bits(values, residual, rest, codes, low, high):
     for i in range(codes.size):
-        rest[i] = (values[i] + residue[i]) - (high if codes[i] else low)
+        rest[i] = (values[i] + residual[i]) - (high if codes[i] else low)
 
 
 @_inner

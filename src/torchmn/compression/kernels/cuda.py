@@ -23,6 +23,7 @@ from torch import Tensor
 from torchmn.compression.kernels.noise import Noise
 from torchmn.compression.kernels.reference import outer_sum, subtract_outer_
 from torchmn.compression.kernels.wire_format import (
+    CLIP_FACTOR_4BIT,
     CODES,
     FLOATS,
     IS_SMALL,
@@ -30,7 +31,6 @@ from torchmn.compression.kernels.wire_format import (
     OFFSET,
     START,
     TINY,
-    WIDE_RANGE,
     StripePlan,
 )
 
@@ -39,7 +39,7 @@ __all__ = ["decode", "encode", "outer_sum", "subtract_outer_"]
 _SMALL_CHUNK = 1024
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds to even
 _TINY = tl.constexpr(TINY)
-_WIDE_RANGE = tl.constexpr(WIDE_RANGE)
+_WIDE_RANGE = tl.constexpr(CLIP_FACTOR_4BIT)
 _INFINITE_BITS = tl.constexpr(0x7F800000)
 
 
@@ -56,7 +56,7 @@ _tables: weakref.WeakKeyDictionary[StripePlan, _Tables] = weakref.WeakKeyDiction
 
 def encode(
     values: Tensor,
-    residue: Tensor | None,
+    residual: Tensor | None,
     rest: Tensor | None,
     out: Tensor,
     plan: StripePlan,
@@ -70,7 +70,7 @@ def encode(
     if len(tables.blocks):
         _encode_block[(len(tables.blocks),)](
             values,
-            values if residue is None else residue,
+            values if residual is None else residual,
             values if rest is None else rest,
             out,
             out.view(torch.float32),
@@ -80,7 +80,7 @@ def encode(
             BITS=grid.bits,
             LEVELS=max(grid.levels, 1),
             IS_STOCHASTIC=grid.is_stochastic,
-            HAS_RESIDUE=residue is not None,
+            HAS_RESIDUE=residual is not None,
             PLANES=8 // grid.bits,
             BYTES=_columns(plan),
         )
@@ -189,7 +189,7 @@ def _total(x):
 @triton.jit
 def _encode_block(
     values,
-    residue,
+    residual,
     rest,
     out,
     floats,
@@ -213,7 +213,7 @@ def _encode_block(
     mask = (column < nbytes) & (element < length)
     v = tl.load(values + start + element, mask=mask, other=0.0)
     if HAS_RESIDUE:
-        owed = tl.load(residue + start + element, mask=mask, other=0.0)
+        owed = tl.load(residual + start + element, mask=mask, other=0.0)
         v += owed
     w = v.to(tl.float32)
     magnitude = tl.abs(w)

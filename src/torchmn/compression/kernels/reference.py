@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchmn.compression.kernels.noise import Noise
 from torchmn.compression.kernels.wire_format import (
+    CLIP_FACTOR_4BIT,
     CODES,
     FLOATS,
     IS_SMALL,
@@ -18,7 +19,6 @@ from torchmn.compression.kernels.wire_format import (
     OFFSET,
     START,
     TINY,
-    WIDE_RANGE,
     Grid,
     StripePlan,
 )
@@ -28,7 +28,7 @@ _ROUND = 12582912.0  # 1.5 * 2**23: adding and subtracting it in float32 rounds 
 
 def encode(
     values: Tensor,
-    residue: Tensor | None,
+    residual: Tensor | None,
     rest: Tensor | None,
     out: Tensor,
     plan: StripePlan,
@@ -36,7 +36,7 @@ def encode(
 ) -> Tensor:
     """Encode a stripe; returns flags (num_segments,) uint8 of segments that are not finite.
 
-    ``values`` (span,) in the wide dtype, ``residue`` and ``rest`` (span,) or both None, ``out``
+    ``values`` (span,) in the wide dtype, ``residual`` and ``rest`` (span,) or both None, ``out``
     (plan.nbytes,) uint8. See `StripeCodec.encode_rest`. A block that is not finite gets NaN.
     """
     grid = plan.grid
@@ -48,7 +48,7 @@ def encode(
             _view(out, row[CODES], row[NUMEL], values.dtype).copy_(values[own])
             flags[s] = ~torch.isfinite(values[own]).all()
             continue
-        v = values[own] if residue is None else values[own] + residue[own]
+        v = values[own] if residual is None else values[own] + residual[own]
         counters = _counters(v, 0 if keys is None else int(keys[s]) + row[OFFSET])
         floats, packed, decoded, bad = [], [], [], []
         for rows, chances in zip(_rows(v, grid), _rows(counters, grid), strict=True):
@@ -60,8 +60,8 @@ def encode(
         _write(out, row[FLOATS], torch.cat(floats).view(torch.uint8))
         _write(out, row[CODES], torch.cat(packed))
         flags[s] = torch.cat(bad).any()
-        if residue is not None and rest is not None:
-            torch.where(torch.cat(bad), residue[own], v - torch.cat(decoded), out=rest[own])
+        if residual is not None and rest is not None:
+            torch.where(torch.cat(bad), residual[own], v - torch.cat(decoded), out=rest[own])
     return flags
 
 
@@ -126,7 +126,7 @@ def _encode_rows(work: Tensor, counters: Tensor, grid: Grid) -> tuple[Tensor, Te
             squares, magnitudes = _sum(work * work), _sum(work.abs())
             typical = squares / magnitudes
             if grid.bits == 4:
-                typical = typical * WIDE_RANGE
+                typical = typical * CLIP_FACTOR_4BIT
             is_usable = torch.isfinite(squares) & (magnitudes > 0)
             span = torch.where(is_usable, torch.minimum(span, typical), span)
         is_zero = span < TINY

@@ -20,7 +20,7 @@ class Kernels(Protocol):
     def encode(
         self,
         values: Tensor,
-        residue: Tensor | None,
+        residual: Tensor | None,
         rest: Tensor | None,
         out: Tensor,
         plan: StripePlan,

@@ -27,7 +27,7 @@ LANES = 32
 in halves: every kernel adds in this order."""
 TINY = 1e-36
 """Blocks whose range is smaller are sent as zeros."""
-WIDE_RANGE = 2.5
+CLIP_FACTOR_4BIT = 2.5
 """With 4 bits values are clipped at so many times their typical size."""
 
 START, NUMEL, IS_SMALL, FLOATS, CODES, OFFSET = range(6)

@@ -18,7 +18,7 @@ from torchmn.control.messages.elastic import Draft
 from torchmn.errors import LaunchError
 
 
-class NodeCopies:
+class ReplicaClient:
     """A rank's connection to the process of its host, which outlives the rank. Local.
 
     Any thread. Raises LaunchError from every method: that process is gone, or refused.
@@ -37,7 +37,7 @@ class NodeCopies:
             ) from None
 
     @classmethod
-    def of(cls, env: Mapping[str, str]) -> NodeCopies | None:
+    def of(cls, env: Mapping[str, str]) -> ReplicaClient | None:
         """The connection of a rank that `torchmn run --elastic` started; else ``None``."""
         name, number = env.get(SOCKET_VARIABLE), env.get(ROUND_VARIABLE)
         return cls(name, int(number)) if name and number else None

@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from torchmn.control.authenticated_listener import Gate, knock
+from torchmn.control.authenticated_listener import AuthenticatedListener, connect_authenticated
 from torchmn.control.checkpoint_replicas.frames import Header, Payload, receive_frame, send_frame
 from torchmn.control.connection import Channel
 from torchmn.control.messages.elastic import (
@@ -44,7 +44,7 @@ _CREDENTIALS = struct.Struct("3i")
 _CONNECT_S = 10.0
 
 
-class Copies:
+class ReplicaServer:
     """Serves the copies of one host to its workers and to other hosts, in daemon threads.
 
     ``post`` tells the rendezvous what is held, and what the leader's checkpointer announces.
@@ -70,7 +70,7 @@ class Copies:
         self._door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._door.bind(f"\0{self.name}")
         self._door.listen(256)
-        self._gate = Gate(listener, secret=secret, role=ROLE)
+        self._gate = AuthenticatedListener(listener, secret=secret, role=ROLE)
         self._is_closed = False
         self._threads = [
             threading.Thread(target=work, name="copies", daemon=True)
@@ -250,7 +250,7 @@ class Copies:
     def _connect(self, found: Round, index: int) -> socket.socket:
         member = found.members[index]
         return _bare(
-            knock(
+            connect_authenticated(
                 f"{member['address']}:{member['copies_port']}",
                 secret=self._secret,
                 role=ROLE,

@@ -29,8 +29,8 @@ from torchmn.control.messages.monitor import (
     Leaving,
     Overdue,
     Present,
-    Tell,
-    Told,
+    StatusReply,
+    StatusRequest,
     WatchMessage,
 )
 
@@ -54,8 +54,8 @@ __all__ = [
     "Run",
     "Started",
     "Stream",
-    "Tell",
-    "Told",
+    "StatusRequest",
+    "StatusReply",
     "decode",
     "encode",
 ]

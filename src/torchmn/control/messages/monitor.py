@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Present:
-    """Sentinel: I watch the script of this rank, this process on this host."""
+    """RankMonitor: I watch the script of this rank, this process on this host."""
 
     rank: int
     host: str
@@ -57,12 +57,12 @@ class Overdue:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tell:
+class StatusRequest:
     """Supervisor: what are you doing?"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class StatusReply:
     """Script, or its agent in its place: what it is doing.
 
     ``collectives`` holds the last one of each group; see `Collective`. ``state`` is the process's
@@ -74,4 +74,4 @@ class Told:
     state: str = ""
 
 
-WatchMessage = Present | Failed | Leaving | Joining | Joined | Overdue | Tell | Told
+WatchMessage = Present | Failed | Leaving | Joining | Joined | Overdue | StatusRequest | StatusReply

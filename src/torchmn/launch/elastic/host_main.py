@@ -16,16 +16,20 @@ import sys
 from types import FrameType
 from typing import Any, NoReturn
 
-from torchmn.control.authenticated_listener import SECRET_VARIABLE, knock
-from torchmn.control.checkpoint_replicas.server import ROUND_VARIABLE, SOCKET_VARIABLE, Copies
+from torchmn.control.authenticated_listener import SECRET_VARIABLE, connect_authenticated
+from torchmn.control.checkpoint_replicas.server import (
+    ROUND_VARIABLE,
+    SOCKET_VARIABLE,
+    ReplicaServer,
+)
 from torchmn.control.connection import ADDRESS_VARIABLE
 from torchmn.control.messages.elastic import ElasticMessage, Member, Round
 from torchmn.control.processes import adopt_orphans, kill_descendants
 from torchmn.errors import LaunchError, TorchmnError
 from torchmn.launch.elastic.host import Host, round_secret
 from torchmn.launch.elastic.rendezvous import ROLE
-from torchmn.launch.host_checks import versions, why_not_here
-from torchmn.topology import own_address_towards
+from torchmn.launch.host_checks import find_problem, versions
+from torchmn.topology import local_address_for
 
 _STOP_MARGIN_S = 3.0
 
@@ -43,7 +47,7 @@ def main() -> int:
     try:
         order = json.loads(sys.stdin.readline())
         os.environ.update(order["env"])
-        problem = why_not_here(order["cwd"], order["script"])
+        problem = find_problem(order["cwd"], order["script"])
         if problem:
             raise LaunchError(problem)
         _take_part(order, host)
@@ -64,7 +68,7 @@ def main() -> int:
 
 def _take_part(order: dict[str, Any], hosts: list[Host]) -> None:
     secret = order["secret"]
-    address = own_address_towards(order["rendezvous"].rpartition(":")[0])
+    address = local_address_for(order["rendezvous"].rpartition(":")[0])
     if address is None:
         raise LaunchError(f"No way leads from {socket.gethostname()} to {order['rendezvous']}.")
     listener = socket.create_server((address, 0), backlog=64)
@@ -72,7 +76,7 @@ def _take_part(order: dict[str, Any], hosts: list[Host]) -> None:
     def post(message: ElasticMessage) -> None:
         hosts[0].post(message)
 
-    copies = Copies(order["host"], secret, listener, post)
+    copies = ReplicaServer(order["host"], secret, listener, post)
     identity = Member(
         host=order["host"],
         slots=order["slots"],
@@ -80,7 +84,9 @@ def _take_part(order: dict[str, Any], hosts: list[Host]) -> None:
         copies_port=listener.getsockname()[1],
         versions=versions(),
     )
-    channel = knock(order["rendezvous"], secret=secret, role=ROLE, identity=identity)
+    channel = connect_authenticated(
+        order["rendezvous"], secret=secret, role=ROLE, identity=identity
+    )
     host = Host(channel, held=copies.held, on_keep=copies.keep, stdin=sys.stdin.fileno())
     hosts.append(host)
     os.environ["TORCHMN_HOST"] = order["host"]

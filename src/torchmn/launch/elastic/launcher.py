@@ -17,7 +17,7 @@ from functools import partial
 from types import FrameType
 
 from torchmn.control import connection as channels
-from torchmn.control.authenticated_listener import Gate, knock
+from torchmn.control.authenticated_listener import AuthenticatedListener, connect_authenticated
 from torchmn.control.connection import Channel
 from torchmn.control.messages.elastic import (
     Absent,
@@ -39,12 +39,12 @@ from torchmn.control.processes import (
 )
 from torchmn.errors import LaunchError
 from torchmn.exit_status import SAVED_STATUS, shell_code
-from torchmn.launch.console import Screen
+from torchmn.launch.console import RankOutput
 from torchmn.launch.elastic.host import round_secret
 from torchmn.launch.elastic.host_processes import HostProcesses, start_process
 from torchmn.launch.elastic.job import ElasticJob, node_process, store_process
 from torchmn.launch.elastic.rendezvous import ROLE
-from torchmn.launch.elastic.round_session import RoundRanks, num_ranks_of
+from torchmn.launch.elastic.round_session import RoundSupervisor, num_ranks_of
 from torchmn.launch.job import Command
 from torchmn.monitor.job_result import FAILURE_FILE
 
@@ -60,7 +60,7 @@ class ElasticLauncher:
     """
 
     def __init__(
-        self, elastic: ElasticJob, screen: Screen, address: str, env: Mapping[str, str]
+        self, elastic: ElasticJob, screen: RankOutput, address: str, env: Mapping[str, str]
     ) -> None:
         self._elastic = elastic
         self._job = elastic.job
@@ -80,7 +80,7 @@ class ElasticLauncher:
         self._listener = channels.listen(address)
         names = [host.name for host in self._job.hosts]
         self._hosts = HostProcesses(names, self._part_of, self._job.log_dir)
-        self._ranks: RoundRanks | None = None
+        self._ranks: RoundSupervisor | None = None
         self._store: subprocess.Popen[bytes] | None = None
         self._store_end: int | None = None
         self._rendezvous = ""
@@ -120,7 +120,9 @@ class ElasticLauncher:
         said = _first_line(self._store.stdout.fileno(), _STORE_START_S)
         self._rendezvous = self._elastic.read_store_answer(said)
         identity = Watcher(pid=os.getpid())
-        return knock(self._rendezvous, secret=self._job.secret, role=ROLE, identity=identity)
+        return connect_authenticated(
+            self._rendezvous, secret=self._job.secret, role=ROLE, identity=identity
+        )
 
     def _part_of(self, host: str) -> Command:
         return node_process(
@@ -193,7 +195,7 @@ class ElasticLauncher:
             self._finish("")
 
     def _begin(self, found: Round) -> None:
-        """A round begins: its ranks will knock here, with a secret of their own."""
+        """A round begins: its ranks will connect_authenticated here, with a secret of their own."""
         if self._ranks is not None:
             self._say(self._why_again(self._ranks, found))
             self._ranks.close()
@@ -201,10 +203,10 @@ class ElasticLauncher:
             self._hosts.is_in(str(member["host"]))
         self._said.clear()
         secret = round_secret(self._job.secret, found.number)
-        gate = Gate(self._listener.dup(), secret=secret, role=channels.SUPERVISOR)
-        self._ranks = RoundRanks(found, self._job, gate, self._screen, self._show)
+        gate = AuthenticatedListener(self._listener.dup(), secret=secret, role=channels.SUPERVISOR)
+        self._ranks = RoundSupervisor(found, self._job, gate, self._screen, self._show)
 
-    def _why_again(self, before: RoundRanks, found: Round) -> str:
+    def _why_again(self, before: RoundSupervisor, found: Round) -> str:
         """What ended the round before, and with whom and from where all go on."""
         why = found.why
         if found.num_restarts > before.round.num_restarts:
@@ -277,9 +279,9 @@ class ElasticLauncher:
         if verdict and not (verdict.blames_launcher or self._has_lost_store):
             code = verdict.exit_code or 1
             sentences += [verdict.sentence] if verdict.sentence else []
-            if verdict.culprit is not None and verdict.culprit.last_errors:
-                words = verdict.culprit.last_words
-                quoted = [f"The last words of rank {verdict.culprit.rank}:", *words]
+            if verdict.first_failure is not None and verdict.first_failure.last_errors:
+                words = verdict.first_failure.last_words
+                quoted = [f"The last words of rank {verdict.first_failure.rank}:", *words]
                 self._show(partial(self._screen.quote, "\n".join(quoted)))
         text = " ".join(sentences)
         with suppress(OSError):  # a full disk costs the file only

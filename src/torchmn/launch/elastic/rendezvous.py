@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from torchmn.control.authenticated_listener import Gate
+from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.connection import Channel
 from torchmn.control.messages import Message
 from torchmn.control.messages.elastic import (
@@ -29,7 +29,7 @@ from torchmn.control.messages.elastic import (
     Stored,
     Watcher,
 )
-from torchmn.launch.elastic.rendezvous_state import LAUNCHER, Rounds
+from torchmn.launch.elastic.rendezvous_state import LAUNCHER, RendezvousState
 
 ROLE = "rendezvous"
 """Whose gate it is, see `torchmn.control.authenticated_listener`."""
@@ -37,9 +37,11 @@ LAST_WORDS_S = 60.0
 
 
 class Rendezvous:
-    """Carries what hosts and launcher say to the `Rounds`, and its decisions to them."""
+    """Carries what hosts and launcher say to the `RendezvousState`, and its decisions to them."""
 
-    def __init__(self, gate: Gate, rounds: Rounds, goodbye_s: float) -> None:
+    def __init__(
+        self, gate: AuthenticatedListener, rounds: RendezvousState, goodbye_s: float
+    ) -> None:
         self._gate = gate
         self._rounds = rounds
         self._goodbye_s = goodbye_s

@@ -14,10 +14,10 @@ import socket
 import sys
 import time
 
-from torchmn.control.authenticated_listener import Gate
+from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.connection import address_of
 from torchmn.launch.elastic.rendezvous import LAST_WORDS_S, ROLE, Rendezvous
-from torchmn.launch.elastic.rendezvous_state import Limits, Rounds
+from torchmn.launch.elastic.rendezvous_state import Limits, RendezvousState
 
 
 def main() -> int:
@@ -30,10 +30,10 @@ def main() -> int:
     except OSError as error:
         print(json.dumps({"error": f"{error.strerror or error}"}), flush=True)
         return 1
-    gate = Gate(listener, secret=order["secret"], role=ROLE)
+    gate = AuthenticatedListener(listener, secret=order["secret"], role=ROLE)
     print(json.dumps({"address": address_of(listener), "pid": os.getpid()}), flush=True)
     limits = Limits(**order["limits"])
-    rounds = Rounds(order["hosts"], limits, now=time.monotonic())
+    rounds = RendezvousState(order["hosts"], limits, now=time.monotonic())
     Rendezvous(gate, rounds, goodbye_s=limits.grace_s + LAST_WORDS_S).run(sys.stdin.fileno())
     gate.close()
     return 0

@@ -75,7 +75,7 @@ class _Seat:
     held: dict[tuple[Draft, str], Stored] = field(default_factory=dict)
 
 
-class Rounds:
+class RendezvousState:
     """The rendezvous of the hosts with these names, whose order is that of their ranks."""
 
     def __init__(self, hosts: Sequence[str], limits: Limits, *, now: float) -> None:

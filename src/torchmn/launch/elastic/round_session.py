@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from torchmn.control.authenticated_listener import Gate
+from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.connection import Channel
 from torchmn.control.messages import (
     End,
@@ -23,14 +23,14 @@ from torchmn.control.messages import (
     Refresh,
     Refused,
     Run,
-    Tell,
+    StatusRequest,
 )
 from torchmn.control.messages.elastic import Round
 from torchmn.exit_status import SAVED_STATUS
-from torchmn.launch.console import Screen
+from torchmn.launch.console import RankOutput
 from torchmn.launch.job import Job
-from torchmn.monitor.failure_detector import Watch
-from torchmn.monitor.job_result import HANG_FILE, RankRecord, Verdict, judge
+from torchmn.monitor.failure_detector import FailureDetector
+from torchmn.monitor.job_result import HANG_FILE, JobResult, RankRecord, judge
 
 
 @dataclass
@@ -43,10 +43,10 @@ class _Line:
     has_order: bool = False
 
 
-class RoundRanks:
+class RoundSupervisor:
     """Gives the ranks of a round their orders, shows what they say, and ends them together.
 
-    The agents knock at ``gate``, which is this round's. ``show`` is how anything reaches the
+    The agents connect_authenticated at ``gate``, which is this round's. ``show`` is how anything reaches the
     screen.
     """
 
@@ -54,8 +54,8 @@ class RoundRanks:
         self,
         found: Round,
         job: Job,
-        gate: Gate,
-        screen: Screen,
+        gate: AuthenticatedListener,
+        screen: RankOutput,
         show: Callable[[partial[None]], None],
     ) -> None:
         self.round = found
@@ -64,7 +64,7 @@ class RoundRanks:
         self._screen = screen
         self._show = show
         self._records = [RankRecord(rank) for rank in range(num_ranks_of(found))]
-        self._watch = Watch(self._records)
+        self._watch = FailureDetector(self._records)
         self._lines: list[_Line] = []
         self._has_ended = False
 
@@ -79,7 +79,7 @@ class RoundRanks:
         exits = [record.exit for record in self._records if record.exit is not None]
         return any(each.returncode == SAVED_STATUS for each in exits)
 
-    def verdict(self, interrupted_by: int | None = None) -> Verdict:
+    def verdict(self, interrupted_by: int | None = None) -> JobResult:
         """Who was to blame for the end of this round."""
         return judge(
             self._records,
@@ -101,7 +101,7 @@ class RoundRanks:
         now = time.monotonic()
         if self._watch.must_ask(now):
             for line in self._lines:
-                line.channel.post(Tell())
+                line.channel.post(StatusRequest())
         if self._watch.must_end(now) and not self._has_ended:
             self._has_ended = True
             if self._watch.hang is not None:

@@ -47,14 +47,14 @@ from torch.optim import Optimizer
 from torchmn.communicators import Communicator
 from torchmn.communicators.checksums import checksum
 from torchmn.compression import Codec
-from torchmn.errors import DisagreementError, UnsupportedError, UsageError
+from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.gradients.codec_state import codec_state, load_codec_state
-from torchmn.gradients.reducer import GradientExchange
-from torchmn.gradients.replicas import take_over
-from torchmn.gradients.weight_scale import weight_unit
-from torchmn.schedules.base import Replicas
+from torchmn.gradients.reducer import GradientReducer
+from torchmn.gradients.replicas import copy_state_from_rank
+from torchmn.gradients.weight_scale import weight_scale
+from torchmn.schedules.base import ReplicaConsistency
 from torchmn.schedules.every_step import EveryStep
-from torchmn.schedules.local_updates.fragment_order import Cadence
+from torchmn.schedules.local_updates.fragment_order import FragmentSchedule
 from torchmn.schedules.local_updates.fragments import (
     Fragment,
     Movement,
@@ -101,7 +101,7 @@ class BlockSchedule(ABC):
     counts_samples = True
     resets_smoothed_gradients = False
     """Whether the inner optimizer's smoothed gradients become zero where a new block begins."""
-    _exchange: GradientExchange
+    _exchange: GradientReducer
     _inner: Optimizer
     _comm: Communicator
 
@@ -138,7 +138,7 @@ class BlockSchedule(ABC):
         self._every_step = EveryStep()
         self._codec: Codec | None = None
         self._fragments: list[Fragment] = []
-        self._cadence = Cadence(num_fragments, math.inf)
+        self._cadence = FragmentSchedule(num_fragments, math.inf)
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -191,11 +191,11 @@ class BlockSchedule(ABC):
     # ---- the protocol ----
 
     @property
-    def keeps_replicas(self) -> Replicas:
-        """See `Schedule.keeps_replicas`. A warm start is as every other step."""
-        return "every step" if self._is_warm else "every block"
+    def replica_consistency(self) -> ReplicaConsistency:
+        """See `Schedule.replica_consistency`. A warm start is as every other step."""
+        return "per_step" if self._is_warm else "per_block"
 
-    def attach(self, exchange: GradientExchange, inner: Optimizer) -> None:
+    def attach(self, exchange: GradientReducer, inner: Optimizer) -> None:
         """See `Schedule.attach`."""
         self._exchange, self._inner = exchange, inner
         self._comm, self._codec = exchange.comm, exchange.codec
@@ -204,7 +204,7 @@ class BlockSchedule(ABC):
         self._block_size = self.block_size or DEFAULT_SAMPLES_PER_WORKER * size
         if self._block_size < size:
             raise UsageError(
-                f"{self._comm.speaker}: block_size={self._block_size:g} samples over all workers "
+                f"{self._comm.rank_label}: block_size={self._block_size:g} samples over all workers "
                 f"leaves less than one for each of the {size} workers. Make it larger."
             )
         if self.inside_node is not None:
@@ -218,7 +218,7 @@ class BlockSchedule(ABC):
         comm = self._comm
         if self.overlap_steps and not _is_concurrent(comm):
             raise UnsupportedError(
-                f"{comm.speaker}: inside_node='every_step' with overlap_steps="
+                f"{comm.rank_label}: inside_node='every_step' with overlap_steps="
                 f"{self.overlap_steps} needs two exchanges at a time, and MPI is called by one "
                 "thread at a time. Use overlap_steps=0, or another transport."
             )
@@ -242,7 +242,7 @@ class BlockSchedule(ABC):
             for name, p in parameters
         }
         # A power of two: sums stay near the size of the movements, and no bit of a mean changes.
-        self.unit = weight_unit(self._block_size / self._comm.size, 1)
+        self.unit = weight_scale(self._block_size / self._comm.size, 1)
         self._fragments = [
             Fragment(self._comm, codec, part, self.anchors, self.unit)
             for codec, part in zip(
@@ -282,10 +282,10 @@ class BlockSchedule(ABC):
         self._progress(self.overlap_steps)
         return result
 
-    def take_part(self) -> int:
-        """See `Schedule.take_part`. What a rank has learned goes into the next block that ends."""
+    def shadow_step(self) -> int:
+        """See `Schedule.shadow_step`. What a rank has learned goes into the next block that ends."""
         if self._exchange.is_needed and not self._has_node_left:
-            num_active = self._every_step.take_part()
+            num_active = self._every_step.shadow_step()
             self._count_exchange()
             if num_active:
                 return self._followed(num_active)
@@ -298,9 +298,9 @@ class BlockSchedule(ABC):
             return 0
         return self._exchange_stopped()
 
-    def forget_backward(self) -> None:
-        """See `Schedule.forget_backward`."""
-        self._every_step.forget_backward()
+    def on_zero_grad(self) -> None:
+        """See `Schedule.on_zero_grad`."""
+        self._every_step.on_zero_grad()
         self._is_last_warm_step = False
 
     def flush(self) -> None:
@@ -446,7 +446,7 @@ class BlockSchedule(ABC):
         fragment.restart(None)
         fragment.num_samples = 0.0
         self._reset_smoothed_gradients(fragment)
-        self._exchange.act_on_problem()
+        self._exchange.on_nonfinite_callback()
 
     def _reset_smoothed_gradients(self, fragment: Fragment) -> None:
         reset_smoothed_gradients_(self._inner.state, fragment.parameters)
@@ -480,7 +480,7 @@ class BlockSchedule(ABC):
         if any(everybody):
             source = next(rank for rank, num in enumerate(everybody) if num == 0)
             parameters = [p for fragment in self._fragments for p in fragment.parameters]
-            take_over(self._node, parameters, self._inner, source)
+            copy_state_from_rank(self._node, parameters, self._inner, source)
         self._num_missed, self._num_sharing = 0, self._node.size
 
     def _prove_anchors(self) -> None:
@@ -495,15 +495,17 @@ class BlockSchedule(ABC):
         everybody = self._comm.allgather_obj((self._num_missed_warm, checksum(anchors)))
         present = {rank: sum_ for rank, (missed, sum_) in enumerate(everybody) if missed == 0}
         if len(set(present.values())) > 1:
-            raise DisagreementError(
-                f"{self._comm.speaker}: the ranks set out from different parameters (checksums "
+            raise RankMismatchError(
+                f"{self._comm.rank_label}: the ranks set out from different parameters (checksums "
                 f"{present}). Between steps parameters may be changed only on all ranks alike; "
                 "with a GradScaler clear gradients by optimizer.zero_grad(); states must be saved "
                 "where all ranks have seen equally many samples, or after optimizer.flush()."
             )
         if len(present) < len(everybody):
             is_behind = self._num_missed_warm > 0
-            take_over(self._comm, anchors, self._inner, min(present), is_behind=is_behind)
+            copy_state_from_rank(
+                self._comm, anchors, self._inner, min(present), is_behind=is_behind
+            )
             if is_behind:
                 for fragment in self._fragments:
                     fragment.restart(None)
@@ -563,8 +565,8 @@ class BlockSchedule(ABC):
         """See `Resharding` and `reshard_blocks`."""
         return reshard_blocks(states, comm, num_sharing=self._node.size if self._node else 1)
 
-    def resume_notes(self) -> list[str]:
-        """See `MultiNodeOptimizer.resume_notes`."""
+    def resume_warnings(self) -> list[str]:
+        """See `MultiNodeOptimizer.resume_warnings`."""
         return [
             "In the middle of a block the new workers go on from the mean of the old ones' "
             "parameters, weighted by samples: what is averaged at its end is the same, but not the "
@@ -578,7 +580,7 @@ class BlockSchedule(ABC):
         self._check_state(state)
         was_warm = self._is_warm
         self._begin_anew()
-        self._every_step.forget_backward()
+        self._every_step.on_zero_grad()
         for fragment in self._fragments:
             fragment.num_samples = 0.0
         self._load_recipe_state(state.get("recipe", {}))
@@ -642,7 +644,7 @@ def _is_concurrent(comm: Communicator) -> bool:
 
 
 def _merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The states of codecs of different parameters as one: all their residues."""
+    """The states of codecs of different parameters as one: all their residuals."""
     merged = dict(states[0])
     for state in states[1:]:
         for key, value in state.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-class Cadence:
+class FragmentSchedule:
     """Counts what a worker has seen, and says which fragment's block is full. Local.
 
     Of F fragments, f is due when ``(f + 1) / F`` of ``share`` samples were counted, its share of a

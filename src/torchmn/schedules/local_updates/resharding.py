@@ -94,7 +94,7 @@ def _raise_if_apart(states: Sequence[State], comm: Communicator) -> None:
             for rank, (_, following, under_way) in enumerate(places)
         )
         raise UsageError(
-            f"{comm.speaker}: the old ranks were saved at different exchanges of their blocks "
+            f"{comm.rank_label}: the old ranks were saved at different exchanges of their blocks "
             f"(fragments {described}), and cannot be put together for another number of ranks. "
             "Save where all ranks have made equally many steps, or after optimizer.flush()."
         )

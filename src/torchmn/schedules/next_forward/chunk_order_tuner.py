@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from torchmn.gradients.chunk_order import ChunkPlan, ChunkTimes, plan_chunks
-from torchmn.gradients.reducer import GradientExchange
+from torchmn.gradients.reducer import GradientReducer
 from torchmn.schedules.next_forward.pass_meter import PassMeter
 
 NUM_MEASURED = 3
@@ -23,7 +23,7 @@ class PlanMaker:
 
     def __init__(
         self,
-        exchange: GradientExchange,
+        exchange: GradientReducer,
         models: Sequence[nn.Module],
         on_failure: Callable[[str], None],
     ) -> None:
@@ -91,6 +91,6 @@ class PlanMaker:
         plan = plan_chunks(
             times,
             backward_s=meter.backward_s,
-            hides_exchange=self._exchange.comm.hides_exchange,
+            overlaps_backward=self._exchange.comm.overlaps_backward,
         )
         return list(plan.order), plan.num_behind_backward

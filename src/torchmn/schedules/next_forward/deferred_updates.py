@@ -33,8 +33,8 @@ class _Update:
 class DeferredUpdates:
     """Updates that `begin` has noted and `apply` has not made yet. Local; waits for sums."""
 
-    def __init__(self, speaker: str) -> None:
-        self._speaker = speaker
+    def __init__(self, rank_label: str) -> None:
+        self._speaker = rank_label
         self._pending: dict[nn.Parameter, _Update] = {}
         self._means: MeansUnderWay | None = None
         self._step: PartialStep | None = None
@@ -138,7 +138,7 @@ class DeferredUpdates:
 
     # ---- just before a layer runs ----
 
-    def hook_into(
+    def install_hooks(
         self,
         models: Sequence[nn.Module],
         sites: Mapping[nn.Module, Collection[nn.Parameter]],
@@ -151,7 +151,7 @@ class DeferredUpdates:
         complete. ``before_graph`` is called before anything that a backward pass may follow.
         """
 
-        def before_forward(module: nn.Module, args: object, kwargs: object) -> None:
+        def eager_parameters(module: nn.Module, args: object, kwargs: object) -> None:
             if torch.compiler.is_compiling():
                 return  # done before the code was called, or `raise_if_used` tells
             if torch.is_grad_enabled():
@@ -165,7 +165,7 @@ class DeferredUpdates:
 
         for module in dict.fromkeys(m for model in models for m in model.modules()):
             if module in sites or module in models:
-                self._hooks.before_forward(module, before_forward, prepend=True)
+                self._hooks.eager_parameters(module, eager_parameters, prepend=True)
             self._hooks.before_copy(module, self.apply_all)
             listen(module, self, self.apply_one, self.apply_all)
             self._modules.append(module)
@@ -185,7 +185,7 @@ class DeferredUpdates:
                 f"{self._speaker}: '{update.name}' was used before the update of the last step was "
                 "applied to it: its values were read by a module that did not read them in the "
                 "first steps, or without the hooks of modules. Name it in "
-                f"EveryStepNextForward(before_forward=[{update.name!r}]), or call "
+                f"EveryStepNextForward(eager_parameters=[{update.name!r}]), or call "
                 "optimizer.flush() before such a forward pass."
             )
 
@@ -210,7 +210,7 @@ def update_sites(
     models: Sequence[nn.Module],
     names: Mapping[nn.Parameter, str],
     readers: Mapping[nn.Parameter, Collection[nn.Module]],
-    before_forward: Collection[str],
+    eager_parameters: Collection[str],
 ) -> tuple[dict[nn.Module, list[nn.Parameter]], list[nn.Parameter]]:
     """Before which modules each parameter must be up to date, and which before all.
 
@@ -225,7 +225,7 @@ def update_sites(
     sites: dict[nn.Module, list[nn.Parameter]] = {}
     before_all = []
     for parameter, name in names.items():
-        is_named = any(f"{name}.".startswith(f"{listed}.") for listed in before_forward)
+        is_named = any(f"{name}.".startswith(f"{listed}.") for listed in eager_parameters)
         own = owners.get(parameter, set())
         if len(own) != 1 or is_named:
             before_all.append(parameter)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from torchmn.gradients.bucket_set import BucketSet
-from torchmn.gradients.reducer import GradientExchange
+from torchmn.gradients.reducer import GradientReducer
 
 _FACTS: set[Any] = {
     *(
@@ -57,7 +57,7 @@ class MeansUnderWay:
 
     def __init__(
         self,
-        exchange: GradientExchange,
+        exchange: GradientReducer,
         means: BucketSet,
         parameters: Collection[nn.Parameter],
         before_use: Callable[[], None],

@@ -29,8 +29,8 @@ from torchmn.communicators import Communicator
 from torchmn.errors import UsageError
 from torchmn.gradients.bucket_set import BucketSet, NonfiniteGradients
 from torchmn.gradients.chunk_order import ChunkPlan
-from torchmn.gradients.reducer import GradientExchange
-from torchmn.schedules.base import Replicas
+from torchmn.gradients.reducer import GradientReducer
+from torchmn.schedules.base import ReplicaConsistency
 from torchmn.schedules.next_forward.chunk_order_tuner import NUM_MEASURED, PlanMaker
 from torchmn.schedules.next_forward.deferred_updates import DeferredUpdates, update_sites
 from torchmn.schedules.next_forward.partial_step import is_separable, sees_steps
@@ -45,26 +45,26 @@ class EveryStepNextForward:
 
     Args:
         chunk_bytes: what leaves at once, at most.
-        before_forward: names of parameters, or of modules for all of theirs, that are updated
+        eager_parameters: names of parameters, or of modules for all of theirs, that are updated
             before the model runs at all. What several modules share is among them anyway.
     """
 
     name = "every_step_next_forward"
     num_sets = 1
     staleness_steps = 0
-    keeps_replicas: Replicas = "every step"
+    replica_consistency: ReplicaConsistency = "per_step"
     counts_samples = False
     num_warm_up_steps = NUM_MEASURED + 1
     """Before steps take the time that they will take."""
-    _exchange: GradientExchange
+    _exchange: GradientReducer
     _inner: Optimizer
     _updates: DeferredUpdates
 
-    def __init__(self, *, chunk_bytes: int = 2 * MiB, before_forward: Sequence[str] = ()) -> None:
+    def __init__(self, *, chunk_bytes: int = 2 * MiB, eager_parameters: Sequence[str] = ()) -> None:
         if chunk_bytes <= 0:
             raise UsageError(f"chunk_bytes={chunk_bytes} must be a positive number of bytes.")
         self.chunk_bytes = chunk_bytes
-        self.before_forward = tuple(before_forward)
+        self.eager_parameters = tuple(eager_parameters)
         self.plan: ChunkPlan | None = None
         """None while exchanges are measured."""
         self.reasons: dict[str, None] = {}
@@ -89,10 +89,10 @@ class EveryStepNextForward:
 
     # ---- Schedule ----
 
-    def attach(self, exchange: GradientExchange, inner: Optimizer) -> None:
+    def attach(self, exchange: GradientReducer, inner: Optimizer) -> None:
         """See `Schedule.attach`."""
         self._exchange, self._inner = exchange, inner
-        self._updates = DeferredUpdates(exchange.comm.speaker)
+        self._updates = DeferredUpdates(exchange.comm.rank_label)
         if not is_separable(inner):
             self._why_wait = (
                 f"{type(inner).__name__} may look at all gradients at once (a class that updates "
@@ -107,12 +107,12 @@ class EveryStepNextForward:
         if self._is_exchanged:
             exchange.warn_of_second_pass()
         if self.plan is None or self._is_in_closure:
-            exchange.sum_rest()
+            exchange.reduce_remaining()
             means = exchange.turn()
             means.wait()
             exchange.expose(means)
         else:
-            exchange.start_rest()
+            exchange.start_remaining()
             present = exchange.present
             self._flying, self._is_exposed = exchange.turn(), False
             if not present.issuperset(self._flying.order):
@@ -150,11 +150,11 @@ class EveryStepNextForward:
         self._inner.step()
         return None
 
-    def take_part(self) -> int:
-        """See `Schedule.take_part`."""
+    def shadow_step(self) -> int:
+        """See `Schedule.shadow_step`."""
         exchange = self._exchange
         exchange.finish_filling()
-        exchange.sum_rest()
+        exchange.reduce_remaining()
         means = exchange.turn()
         means.wait()
         exchange.inspect(means)
@@ -162,8 +162,8 @@ class EveryStepNextForward:
         self._exchange_ended()
         return means.num_active
 
-    def forget_backward(self) -> None:
-        """See `Schedule.forget_backward`. What is under way is not applied."""
+    def on_zero_grad(self) -> None:
+        """See `Schedule.on_zero_grad`. What is under way is not applied."""
         if self._is_exchanged:
             self._leave_uninspected(self._flying, is_applied=False)
         self._flying, self._is_exchanged = None, False
@@ -197,7 +197,7 @@ class EveryStepNextForward:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Schedule.load_state_dict`. Without a plan that fits one is measured."""
         self.complete()
-        self.forget_backward()
+        self.on_zero_grad()
         saved = state.get("plan")
         if saved is None:
             return
@@ -229,23 +229,23 @@ class EveryStepNextForward:
     def rebuild(self) -> None:
         """See `Schedule.rebuild`: all layout is the exchange's, see `layout_changed`."""
 
-    # ---- Deferring ----
+    # ---- DefersUpdates ----
 
-    def hook_into(self, models: Sequence[nn.Module], why_wait: str | None) -> None:
-        """See `Deferring.hook_into`."""
+    def install_hooks(self, models: Sequence[nn.Module], sync_reason: str | None) -> None:
+        """See `DefersUpdates.install_hooks`."""
         self._models = list(models)
-        self._why_wait = self._why_wait or why_wait
+        self._why_wait = self._why_wait or sync_reason
         if self._why_wait:
             self._note(self._why_wait)
         self.layout_changed()
 
     def await_gradients(self, why: str | None = None) -> None:
-        """See `Deferring.await_gradients`."""
+        """See `DefersUpdates.await_gradients`."""
         if self._flying is not None and not self._is_exposed:
             self._expose(why)
 
     def complete(self) -> None:
-        """See `Deferring.complete`."""
+        """See `DefersUpdates.complete`."""
         self._updates.apply_all()
         for sums in (self._flying, self._uninspected):
             if sums is not None:
@@ -334,7 +334,7 @@ class EveryStepNextForward:
             return self._inner.step(closure)
         finally:
             self._is_in_closure = False
-            self.forget_backward()
+            self.on_zero_grad()
 
     def _leave_uninspected(self, means: BucketSet | None, *, is_applied: bool) -> None:
         self._uninspected, self._is_applied = means, is_applied
@@ -372,9 +372,9 @@ class EveryStepNextForward:
             self._maker = None
         self.plan = self._exchange.plan = plan
         self._readers = dict(readers)
-        self._updates.hook_into(
+        self._updates.install_hooks(
             self._models,
-            *update_sites(self._models, self._names(), readers, self.before_forward),
+            *update_sites(self._models, self._names(), readers, self.eager_parameters),
             self._before_graph,
         )
         self._handles = [settle_before(parameter) for parameter in self._exchange.sets[0].order]

@@ -28,7 +28,7 @@ from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError, To
 from torchmn.gradients.buckets import NamedParameter
 from torchmn.schedules.parameter_server.server import Push, Reply, StripeServer
 from torchmn.schedules.parameter_server.shards import StripeMemory
-from torchmn.transports.base import Message, Patience, TimeLimit, Transport
+from torchmn.transports.base import BackoffTimeLimit, Message, TimeLimit, Transport
 
 _REQUEST, _REPLY = 1, 2
 _HEADER = 8
@@ -213,14 +213,14 @@ class NetworkChannel:
         self._trust = trust
         self._codec = decoder_of(codec)
         self._incoming = wire_memory(self.memory, codec)
-        self._patience: Patience | None = None
+        self._patience: BackoffTimeLimit | None = None
         self._is_ended = False
 
     def next_request(self) -> Request:
         """See `Channel.next_request`."""
         header = torch.zeros(_HEADER, dtype=torch.int64, device="cpu")
         # Every thread of this rank polls, if its transport does: all of them together not often.
-        self._patience = Patience(_YEAR_S, _PAUSE_S * self._transport.size)
+        self._patience = BackoffTimeLimit(_YEAR_S, _PAUSE_S * self._transport.size)
         if self._is_ended:
             self._patience.end()
         self._transport.exchange([], [(self.worker, header)], self._patience, _REQUEST)
@@ -287,10 +287,10 @@ class ServerLinks:
         *,
         timeout_s: float,
         trust: object_codec.Trust,
-        speaker: str,
+        rank_label: str,
     ) -> None:
         self.memory = memory
-        self._speaker = speaker
+        self._speaker = rank_label
         self._transport = transport
         self._local = local
         self._codec = codec
@@ -419,7 +419,7 @@ class ServerLinks:
         if self._transport is None:
             return
         limit: TimeLimit = (
-            Patience(self._timeout_s, _PAUSE_S)
+            BackoffTimeLimit(self._timeout_s, _PAUSE_S)
             if is_long
             else TimeLimit(self._timeout_s, lambda: False)
         )

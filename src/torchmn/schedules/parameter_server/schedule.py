@@ -33,11 +33,11 @@ from torch.optim import LBFGS, Optimizer
 from torchmn.communicators import Communicator
 from torchmn.communicators.engine import Engine, Work
 from torchmn.compression import StripeCodec
-from torchmn.errors import DisagreementError, UnsupportedError, UsageError
+from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.gradients.bucket_set import NonfiniteGradients
 from torchmn.gradients.buckets import NamedParameter
-from torchmn.gradients.reducer import GradientExchange
-from torchmn.schedules.base import Replicas
+from torchmn.gradients.reducer import GradientReducer
+from torchmn.schedules.base import ReplicaConsistency
 from torchmn.schedules.parameter_server.channels import (
     Answer,
     Channel,
@@ -56,7 +56,7 @@ from torchmn.schedules.parameter_server.shards import (
     hyper_parameters,
 )
 from torchmn.schedules.parameter_server.staleness import Staleness, StalenessRecord, report
-from torchmn.transports.base import Transport, break_off
+from torchmn.transports.base import Transport, abort_pending_receives
 
 _GRACE_S = 2.0
 
@@ -77,9 +77,9 @@ class ParameterServer:
     name = "parameter_server"
     num_sets = 0
     staleness_steps = 0  # of p.grad; that of the parameters is `staleness`
-    keeps_replicas: Replicas = "never"
+    replica_consistency: ReplicaConsistency = "none"
     counts_samples = False
-    _exchange: GradientExchange
+    _exchange: GradientReducer
     _inner: Optimizer
     _comm: Communicator
     _server_class: type[StripeServer] = StripeServer
@@ -139,15 +139,15 @@ class ParameterServer:
 
     # ---- life ----
 
-    def attach(self, exchange: GradientExchange, inner: Optimizer) -> None:
+    def attach(self, exchange: GradientReducer, inner: Optimizer) -> None:
         """See `Schedule.attach`. Raises UnsupportedError: see `_raise_if_unsupported`."""
         self._exchange, self._inner, self._comm = exchange, inner, exchange.comm
         comm = exchange.comm
         self._raise_if_unsupported()
         options = comm.allgather_obj(repr(self))
         if len(set(options)) > 1:
-            raise DisagreementError(
-                f"{comm.speaker}: ranks have different parameter servers: {sorted(set(options))}. "
+            raise RankMismatchError(
+                f"{comm.rank_label}: ranks have different parameter servers: {sorted(set(options))}. "
                 "All ranks must give the same arguments."
             )
         num_servers = comm.size if self.servers == "all" else self.servers
@@ -177,10 +177,10 @@ class ParameterServer:
             self._codec,
             timeout_s=comm.timeout_s,
             trust=comm.trust,
-            speaker=comm.speaker,
+            rank_label=comm.rank_label,
         )
         self._engine = Engine(torch.device("cpu"))
-        comm.before_end(self.close)
+        comm.on_finalize(self.close)
         # Before the interpreter takes down its threads, and before MPI is finalized.
         atexit.register(self.close)
 
@@ -229,7 +229,7 @@ class ParameterServer:
         else:
             self._links.goodbye(_GRACE_S)
         if self._server is not None:
-            self._server.close(f"{self._comm.speaker} has ended its training.")
+            self._server.close(f"{self._comm.rank_label} has ended its training.")
         deadline = time.monotonic() + _GRACE_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -237,7 +237,7 @@ class ParameterServer:
             for channel in self._channels:
                 channel.end()
             if self._transport is not None:
-                break_off(self._transport)
+                abort_pending_receives(self._transport)
             # A thread that comes back from waiting while the interpreter ends would end the process
             # with a signal; by now they all come back.
             for thread in self._threads:
@@ -251,8 +251,8 @@ class ParameterServer:
     def backward_ended(self) -> None:
         """See `Schedule.backward_ended`: gradients stay this rank's own until `step`."""
 
-    def forget_backward(self) -> None:
-        """See `Schedule.forget_backward`."""
+    def on_zero_grad(self) -> None:
+        """See `Schedule.on_zero_grad`."""
 
     def step(self, closure: Callable[[], float] | None) -> None:
         """See `Schedule.step`. Local, but for the bound on staleness.
@@ -291,7 +291,7 @@ class ParameterServer:
                 notes[server].setdefault("absent", []).append(name)
             elif grad.layout != torch.strided:
                 raise UnsupportedError(
-                    f"{self._comm.speaker}: the gradient of '{name}' is sparse ({grad.layout}). "
+                    f"{self._comm.rank_label}: the gradient of '{name}' is sparse ({grad.layout}). "
                     "Only dense gradients are pushed: make the layer with sparse=False."
                 )
             else:
@@ -332,7 +332,7 @@ class ParameterServer:
         if lost:
             self.lost |= lost
             warnings.warn(
-                f"{self._comm.speaker}: rank {', '.join(map(str, sorted(lost)))} is gone. Training "
+                f"{self._comm.rank_label}: rank {', '.join(map(str, sorted(lost)))} is gone. Training "
                 "goes on without it.",
                 RuntimeWarning,
                 stacklevel=4,
@@ -360,8 +360,8 @@ class ParameterServer:
             return
         self._finish()
 
-    def take_part(self) -> int:
-        """See `Schedule.take_part`: this rank has left its loop, or only serves."""
+    def shadow_step(self) -> int:
+        """See `Schedule.shadow_step`: this rank has left its loop, or only serves."""
         self._finish()
         self._is_finished_by_join = True  # join() flushes once more
         return 0
@@ -392,7 +392,7 @@ class ParameterServer:
     def rebuild(self) -> None:
         """Raises UnsupportedError: parameters cannot be added, for servers own them."""
         raise UnsupportedError(
-            f"{self._comm.speaker}: parameters were added to the optimizer, but servers own them "
+            f"{self._comm.rank_label}: parameters were added to the optimizer, but servers own them "
             "from the beginning. Call flush() and close(), and make a new optimizer."
         )
 
@@ -459,20 +459,20 @@ class ParameterServer:
             )
 
     def _raise_if_misused(self, closure: Callable[[], float] | None) -> None:
-        speaker = self._comm.speaker
+        rank_label = self._comm.rank_label
         if self.is_server:
             raise UsageError(
-                f"{speaker}: this rank only serves (servers={self.servers}) and has nothing to "
+                f"{rank_label}: this rank only serves (servers={self.servers}) and has nothing to "
                 "train: call optimizer.serve() in place of the loop."
             )
         if closure is not None:
             raise UnsupportedError(
-                f"{speaker}: step(closure) with parameter_server: workers do not step together. "
+                f"{rank_label}: step(closure) with parameter_server: workers do not step together. "
                 "Compute loss and gradients before step()."
             )
         if self._exchange.weight != 1.0:
             raise UnsupportedError(
-                f"{speaker}: parameter_server knows no weights: each worker's gradient is an "
+                f"{rank_label}: parameter_server knows no weights: each worker's gradient is an "
                 "update of its own. Use weight='rank' and scale the loss instead."
             )
         held = {p for group in self._inner.param_groups for p in group["params"]}

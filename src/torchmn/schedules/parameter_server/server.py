@@ -200,7 +200,7 @@ class StripeServer:
             return Reply(version=self._version)
 
     def state(self) -> dict[str, Any]:
-        """The optimizer state of the stripe, by parameter's name. Copies."""
+        """The optimizer state of the stripe, by parameter's name. A copy."""
         with self._changed:
             self._raise_if_closed()
             return state_of(self._optimizer, self._stand_ins)

@@ -118,7 +118,7 @@ def _plain(key: str, value: object) -> object:
 
 
 def state_of(optimizer: Optimizer, stand_ins: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """What the optimizer keeps for each parameter, by name. Copies."""
+    """What the optimizer keeps for each parameter, by name. A copy."""
     return {
         name: {
             key: value.detach().clone() if isinstance(value, Tensor) else value

@@ -22,7 +22,7 @@ from torchmn.testing.netlab.construction import (
     shape,
 )
 from torchmn.testing.netlab.leftovers import END_S
-from torchmn.testing.netlab.namespaces import call, entering, pinned, tool, why_not
+from torchmn.testing.netlab.namespaces import call, entering, missing_requirement, pinned, tool
 from torchmn.testing.netlab.shaping import rate_bytes_per_s
 
 _START = '[ -e "$0" ] && cd -- "$1" && shift && exec "$@"'
@@ -227,7 +227,7 @@ def netlab(
     that each host's processes may run on. ``is_standing`` marks a lab that `down` may end.
 
     Raises:
-        LaunchError: test hosts cannot be made here; see `why_not`.
+        LaunchError: test hosts cannot be made here; see `missing_requirement`.
         UsageError: not a number of hosts, a rate or one set of cores per host.
 
     >>> with netlab(2, "100mbit") as lab:                               # doctest: +SKIP
@@ -239,7 +239,7 @@ def netlab(
         rate_bytes_per_s(rate)
     if cores is not None and len(cores) != num_hosts:
         raise UsageError(f"cores has {len(cores)} entries for {num_hosts} hosts; give one each.")
-    if reason := why_not():
+    if reason := missing_requirement():
         raise LaunchError(f"{reason[0].upper()}{reason[1:]}.")
     own = [sorted(each) if each else None for each in cores or [None] * num_hosts]
     order = {

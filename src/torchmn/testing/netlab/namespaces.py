@@ -29,7 +29,7 @@ mount -t sysfs sysfs /sys
 
 
 @cache
-def why_not() -> str | None:
+def missing_requirement() -> str | None:
     """Why no lab can be made here, or None where it can. Tries it, in namespaces of its own."""
     if sys.platform != "linux":
         return f"test hosts need Linux, this is {sys.platform}"

@@ -32,16 +32,16 @@ def both(
     codec: Quantized,
     stripe: Layout,
     values: Tensor,
-    residue: Tensor | None,
+    residual: Tensor | None,
     noise: Noise | None,
 ) -> None:
     """Encode and decode by both, and compare everything that they write."""
     plan = codec.plan(stripe)
     written = []
     for kernels in (compiled, reference):
-        rest = None if residue is None else torch.full_like(residue, 5.0)
+        rest = None if residual is None else torch.full_like(residual, 5.0)
         encoded = torch.zeros(plan.nbytes, dtype=torch.uint8)
-        flags = kernels.encode(values, residue, rest, encoded, plan, noise)
+        flags = kernels.encode(values, residual, rest, encoded, plan, noise)
         decoded = torch.full_like(values, 0.25)
         flags_set = kernels.decode(encoded, decoded, plan, add=False)
         added = torch.full_like(values, 0.25)
@@ -51,11 +51,11 @@ def both(
         if ours is not None:
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
     encoded, flags, decoded, *_, rest = written[0]
-    if residue is not None and not flags.any():
+    if residual is not None and not flags.any():
         for s in stripe.segments:
             if not s.is_small:
                 run = slice(s.start, s.end)
-                v = values[run] + residue[run]
+                v = values[run] + residual[run]
                 assert torch.equal(rest[run], v - decoded[run])
 
 
@@ -96,9 +96,9 @@ def test_bits_are_the_reference(
     values = torch.randn(stripe.end, generator=generator, dtype=dtype)
     values *= torch.rand(stripe.end, generator=generator, dtype=dtype) ** 4  # small ones too
     values[torch.rand(stripe.end, generator=generator) < 0.1] = 0
-    residue = torch.randn(stripe.end, generator=generator, dtype=dtype) if has_residue else None
+    residual = torch.randn(stripe.end, generator=generator, dtype=dtype) if has_residue else None
     noise = Noise(seed, 3, "worker") if is_stochastic else None
-    both(compiled, codec, stripe, values, residue, noise)
+    both(compiled, codec, stripe, values, residual, noise)
 
 
 EXTREMES = {
@@ -127,8 +127,8 @@ def test_extreme_values(compiled: Kernels, name: str, bits: int, is_stochastic: 
     stripe = Layout((Segment("p", 0, 1000),))
     codec = Quantized(bits, block_length=96, stochastic=is_stochastic)
     noise = Noise(0, 0, "worker") if is_stochastic else None
-    residue = torch.linspace(-1e-3, 1e-3, 1000) if name == "not a number" else torch.zeros(1000)
-    both(compiled, codec, stripe, values, residue, noise)
+    residual = torch.linspace(-1e-3, 1e-3, 1000) if name == "not a number" else torch.zeros(1000)
+    both(compiled, codec, stripe, values, residual, noise)
 
 
 def test_without_a_compiler_it_warns_once_and_works() -> None:
@@ -138,9 +138,9 @@ find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "numba" else find(name, *rest)
 import torch
 from torchmn.compression import Quantized
-from torchmn.compression.base import nameless
+from torchmn.compression.base import anonymous_layout
 codec = Quantized(8)
-layout = nameless(4000, torch.float32)
+layout = anonymous_layout(4000, torch.float32)
 values = torch.linspace(-1, 1, 4000)
 encoded = torch.empty(codec.stripe_nbytes(layout), dtype=torch.uint8)
 with warnings.catch_warnings(record=True) as caught:

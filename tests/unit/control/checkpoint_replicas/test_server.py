@@ -6,9 +6,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from torchmn.control.authenticated_listener import knock
-from torchmn.control.checkpoint_replicas.client import NodeCopies
-from torchmn.control.checkpoint_replicas.server import ROUND_VARIABLE, SOCKET_VARIABLE, Copies
+from torchmn.control.authenticated_listener import connect_authenticated
+from torchmn.control.checkpoint_replicas.client import ReplicaClient
+from torchmn.control.checkpoint_replicas.server import (
+    ROUND_VARIABLE,
+    SOCKET_VARIABLE,
+    ReplicaServer,
+)
 from torchmn.control.messages.elastic import Announced, ElasticMessage, Neighbour, Round, Stored
 from torchmn.errors import LaunchError
 
@@ -26,11 +30,11 @@ class OneHost:
     def __post_init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port = self.listener.getsockname()[1]
-        self.copies = Copies(self.name, self.secret, self.listener, self.said.append)
+        self.copies = ReplicaServer(self.name, self.secret, self.listener, self.said.append)
         self.copies.start()
 
-    def rank(self, number: int = 1) -> NodeCopies:
-        found = NodeCopies.of({SOCKET_VARIABLE: self.copies.name, ROUND_VARIABLE: str(number)})
+    def rank(self, number: int = 1) -> ReplicaClient:
+        found = ReplicaClient.of({SOCKET_VARIABLE: self.copies.name, ROUND_VARIABLE: str(number)})
         assert found is not None
         return found
 
@@ -68,7 +72,7 @@ def begin(
 
 
 def test_without_an_elastic_job_there_is_nobody_to_talk_to() -> None:
-    assert NodeCopies.of({}) is None
+    assert ReplicaClient.of({}) is None
 
 
 def test_a_file_is_held_here_and_by_the_next_host_and_both_say_so(hosts: list[OneHost]) -> None:
@@ -158,7 +162,7 @@ def test_the_leader_announces(hosts: list[OneHost]) -> None:
 
 def test_a_stranger_gets_nothing(hosts: list[OneHost]) -> None:
     with pytest.raises(LaunchError):
-        knock(
+        connect_authenticated(
             f"127.0.0.1:{hosts[0].port}",
             secret="another",
             role="copies",
@@ -170,5 +174,5 @@ def test_a_stranger_gets_nothing(hosts: list[OneHost]) -> None:
 def test_a_dead_process_is_named(hosts: list[OneHost]) -> None:
     rank = hosts[0].rank()
     with pytest.raises(LaunchError, match="does not answer"):
-        NodeCopies("torchmn-no-such", 1)
+        ReplicaClient("torchmn-no-such", 1)
     rank.close()

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from torchmn.errors import LaunchError, UnsupportedError, UsageError
-from torchmn.launch import Wish, dry_run_elastic, plan_elastic, plan_job
+from torchmn.launch import RunOptions, dry_run_elastic, plan_elastic, plan_job
 from torchmn.launch.elastic.job import parse_elastic, parse_rendezvous
 
 
-def wish(**more: object) -> Wish:
-    return Wish(**{"argv": ("true",), "elastic": "1:1", "backend": "gloo", **more})  # type: ignore[arg-type]
+def wish(**more: object) -> RunOptions:
+    return RunOptions(**{"argv": ("true",), "elastic": "1:1", "backend": "gloo", **more})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["", "2", ":", "a:b", "2:", "-1:2", "1:2:3"])

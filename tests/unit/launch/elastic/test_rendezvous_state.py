@@ -18,13 +18,13 @@ from torchmn.control.messages.elastic import (
     Stored,
 )
 from torchmn.errors import UsageError
-from torchmn.launch.elastic.rendezvous_state import LAUNCHER, Limits, Rounds
+from torchmn.launch.elastic.rendezvous_state import LAUNCHER, Limits, RendezvousState
 
 VERSIONS = {"torch": "2.13"}
 
 
 class Play:
-    """Rounds, a clock, and what was said to whom."""
+    """RendezvousState, a clock, and what was said to whom."""
 
     def __init__(self, *hosts: str, least: int = 1, most: int | None = None, **more: float) -> None:
         limits = Limits(
@@ -34,7 +34,7 @@ class Play:
             join_timeout_s=more.pop("join_timeout_s", 60.0),
         )
         self.now = 0.0
-        self.rounds = Rounds(hosts, limits, now=0.0)
+        self.rounds = RendezvousState(hosts, limits, now=0.0)
 
     def come(self, *hosts: str, versions: dict[str, str] = VERSIONS) -> None:
         for host in hosts:

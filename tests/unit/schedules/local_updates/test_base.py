@@ -21,7 +21,7 @@ from tests.unit.schedules.local_updates.runs import (
     wrap,
 )
 from torchmn import create_multi_node_optimizer
-from torchmn.errors import DisagreementError, NonFiniteGradientError, UnsupportedError, UsageError
+from torchmn.errors import NonFiniteGradientError, RankMismatchError, UnsupportedError, UsageError
 from torchmn.gradients.replicas import different_tensors
 from torchmn.schedules import BlockMomentum, DiLoCo, PeriodicAverage
 from torchmn.testing import run_ranks
@@ -302,12 +302,12 @@ def test_warm_start_is_every_step_and_the_anchor_is_its_end(size: int, weight: s
         reference = mlp()
         each = create_multi_node_optimizer(momentum(reference), comm, reference)
         for step in range(5):
-            assert optimizer.schedule.keeps_replicas == "every step"
+            assert optimizer.schedule.replica_consistency == "per_step"
             train(model, optimizer, comm.rank, step)
             train(reference, each, comm.rank, step)
             assert equal(values(model), values(reference))
         assert optimizer.schedule.num_samples == after
-        assert optimizer.schedule.keeps_replicas == "every block"
+        assert optimizer.schedule.replica_consistency == "per_block"
         start = values(model)
         train(model, optimizer, comm.rank, 5)
         assert equal(list(optimizer.schedule.anchors.values()), start)
@@ -326,13 +326,13 @@ def test_all_switch_at_one_step_though_batches_differ() -> None:
         switched = []
         for step in range(4):
             train(model, optimizer, comm.rank, step, 9 if comm.rank else 2)
-            switched.append(schedule.keeps_replicas)
+            switched.append(schedule.replica_consistency)
         optimizer.flush()
         assert different_tensors(comm, [model]) == []
         return switched
 
     for switched in run_ranks(rank_main, 2):
-        assert switched == ["every step", "every step", "every block", "every block"]
+        assert switched == ["per_step", "per_step", "per_block", "per_block"]
 
 
 @pytest.mark.parametrize("lengths", [[1, 6], [6, 1], [2, 3], [0, 5], [2, 2]], ids=str)
@@ -350,8 +350,8 @@ def test_a_rank_that_leaves_in_the_warm_start(lengths: list[int], nodes: list[in
                 for step in range(lengths[comm.rank]):
                     train(model, optimizer, comm.rank, 10 * epoch + step)
             assert different_tensors(comm, [model]) == []
-            assert schedule.keeps_replicas == (
-                "every step" if schedule.num_samples < 20 else "every block"
+            assert schedule.replica_consistency == (
+                "per_step" if schedule.num_samples < 20 else "per_block"
             )
         assert len(set(comm.allgather_obj(schedule.num_samples))) == 1
         optimizer.close()
@@ -367,7 +367,7 @@ def test_different_anchors_are_found() -> None:
         model, optimizer = wrap(comm, PeriodicAverage(8))
         with torch.no_grad():
             model[0].weight.add_(comm.rank)
-        with pytest.raises(DisagreementError, match="set out from different parameters"):
+        with pytest.raises(RankMismatchError, match="set out from different parameters"):
             train(model, optimizer, comm.rank, 0)
 
     run_ranks(rank_main, 2)
@@ -590,7 +590,7 @@ def test_a_plain_state_starts_anew() -> None:
             train(model, optimizer, comm.rank, step)
         optimizer.flush()
         optimizer.load_state_dict(sgd(mlp()).state_dict())
-        assert (schedule.keeps_replicas, schedule.num_samples) == ("every step", 0)
+        assert (schedule.replica_consistency, schedule.num_samples) == ("per_step", 0)
         train(model, optimizer, comm.rank, 5)
         assert schedule.num_samples == 8
         assert different_tensors(comm, [model]) == []
@@ -605,7 +605,7 @@ def test_a_plain_state_starts_anew() -> None:
 @pytest.mark.parametrize("k", [0, 1])
 @pytest.mark.parametrize("make", RECIPES)
 def test_a_block_that_is_not_finite_is_left_out(make: type, k: int, codec: str | None) -> None:
-    """All ranks go back to its beginning, with anchors, momenta and residues as they were."""
+    """All ranks go back to its beginning, with anchors, momenta and residuals as they were."""
 
     def rank_main(comm):
         model, optimizer = wrap(
@@ -642,12 +642,12 @@ def test_a_block_that_is_not_finite_is_left_out(make: type, k: int, codec: str |
 
 
 def in_means(codecs):
-    """States of codecs whose residues are in units of the mean."""
+    """States of codecs whose residuals are in units of the mean."""
     states = [codec["state"] for codec in codecs if codec]
     return [
         {**entry, "values": entry["values"] / entry["scale"], "scale": 1.0}
         for state in states
-        for entry in state["residues"]
+        for entry in state["residuals"]
     ]
 
 

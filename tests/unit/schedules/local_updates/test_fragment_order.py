@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from torchmn.schedules.local_updates.fragment_order import Cadence
+from torchmn.schedules.local_updates.fragment_order import FragmentSchedule
 
 
-def due(cadence: Cadence) -> list[int]:
+def due(cadence: FragmentSchedule) -> list[int]:
     found = []
     while cadence.take_due():
         found.append(cadence.advance())
@@ -24,7 +24,7 @@ def due(cadence: Cadence) -> list[int]:
     ],
 )
 def test_fragments_are_due_evenly_over_a_block(num_fragments, expected) -> None:
-    cadence = Cadence(num_fragments, 16.0)
+    cadence = FragmentSchedule(num_fragments, 16.0)
     found = []
     for _ in expected:
         cadence.count(4)
@@ -33,7 +33,7 @@ def test_fragments_are_due_evenly_over_a_block(num_fragments, expected) -> None:
 
 
 def test_what_a_step_sees_beyond_a_block_is_of_no_block() -> None:
-    cadence = Cadence(1, 10.0)
+    cadence = FragmentSchedule(1, 10.0)
     found = []
     for _ in range(6):
         cadence.count(7)
@@ -42,7 +42,7 @@ def test_what_a_step_sees_beyond_a_block_is_of_no_block() -> None:
 
 
 def test_it_goes_on_from_its_state_and_begins_anew() -> None:
-    cadence, other = Cadence(2, 16.0), Cadence(2, 16.0)
+    cadence, other = FragmentSchedule(2, 16.0), FragmentSchedule(2, 16.0)
     cadence.count(12)
     assert due(cadence) == [0]
     other.load_state_dict(cadence.state_dict())

@@ -703,7 +703,7 @@ class Changing(nn.Module):
 def test_a_parameter_that_is_read_where_it_never_was_is_an_error(nothing_arrives, named) -> None:
     def rank_main(comm):
         model = Changing()
-        schedule = EveryStepNextForward(chunk_bytes=CHUNK_BYTES, before_forward=named)
+        schedule = EveryStepNextForward(chunk_bytes=CHUNK_BYTES, eager_parameters=named)
         run = Held(comm, model, schedule=schedule)
         model.is_odd = True
         if named:

@@ -11,8 +11,8 @@ from torch import nn
 from tests.unit.models import batch, equal, fill, loss_of, mlp, near, values
 from torchmn.communicators import Communicator, create_communicator
 from torchmn.errors import (
-    DisagreementError,
     NonFiniteGradientError,
+    RankMismatchError,
     TimeLimitError,
     UnsupportedError,
     UsageError,
@@ -22,7 +22,7 @@ from torchmn.schedules import ParameterServer
 from torchmn.testing import run_ranks
 from torchmn.topology import Topology
 from torchmn.transports.base import TimeLimit
-from torchmn.transports.tcp import StreamTransport
+from torchmn.transports.tcp import TcpTransport
 
 
 def make(
@@ -65,7 +65,7 @@ class TestOptions:
         assert "parameter_server" in run_ranks(by_name, 1)[0]
 
     def test_ranks_must_have_the_same(self) -> None:
-        with pytest.raises(DisagreementError, match="max_staleness=1"):
+        with pytest.raises(RankMismatchError, match="max_staleness=1"):
             run_ranks(lambda comm: make(comm, mlp(), ParameterServer(max_staleness=comm.rank)), 2)
 
 
@@ -541,8 +541,8 @@ def test_over_a_transport_for_one_thread_at_a_time() -> None:
     def job(comm: Communicator) -> list[torch.Tensor]:
         limit = TimeLimit(20)
         inner = comm.world.transport.split(range(comm.size), "for-streams", limit)
-        streams = StreamTransport.over(inner, limit)
-        assert isinstance(streams, StreamTransport)
+        streams = TcpTransport.over(inner, limit)
+        assert isinstance(streams, TcpTransport)
         own = create_communicator(
             "flat", transport=streams, topology=Topology.blocks([1] * comm.size), timeout_s=20
         )

@@ -8,20 +8,20 @@ import sys
 import pytest
 
 from torchmn.errors import LaunchError
-from torchmn.testing.netlab import netlab, why_not
+from torchmn.testing.netlab import missing_requirement, netlab
 
-ASK = "from torchmn.testing.netlab import why_not; print(why_not())"
+ASK = "from torchmn.testing.netlab import missing_requirement; print(missing_requirement())"
 
 
 def test_another_user_is_told_to_be_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    why_not.cache_clear()
+    missing_requirement.cache_clear()
     try:
-        assert why_not() == "test hosts need root, to make network namespaces"
+        assert missing_requirement() == "test hosts need root, to make network namespaces"
         with pytest.raises(LaunchError, match="^Test hosts need root"), netlab(2):
             pass
     finally:
-        why_not.cache_clear()
+        missing_requirement.cache_clear()
 
 
 @pytest.mark.root

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from torchmn.checkpoint import rng_state
-from torchmn.errors import DisagreementError, UsageError
+from torchmn.errors import RankMismatchError, UsageError
 
 if TYPE_CHECKING:
     from torchmn.communicators import Communicator
@@ -88,7 +88,7 @@ def seed_ranks(seed: int, comm: Communicator) -> RandomStreams:
 
     Raises:
         UsageError: it is no seed.
-        DisagreementError: ranks passed different seeds; all ranks raise.
+        RankMismatchError: ranks passed different seeds; all ranks raise.
 
     >>> streams = seed_ranks(0, comm)  # doctest: +SKIP
     """
@@ -96,13 +96,13 @@ def seed_ranks(seed: int, comm: Communicator) -> RandomStreams:
     everyone = comm.allgather_obj(int(seed) if is_seed else repr(seed))
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
-            raise DisagreementError(
-                f"{comm.speaker}: seed_ranks got {everyone[0]} on rank 0 and {theirs} on rank "
+            raise RankMismatchError(
+                f"{comm.rank_label}: seed_ranks got {everyone[0]} on rank 0 and {theirs} on rank "
                 f"{rank}. Give all ranks one seed: the ranks' own seeds are derived from it."
             )
     if not is_seed:
         raise UsageError(
-            f"{comm.speaker}: seed_ranks got {seed!r}. It needs an integer from 0 to 2**32 - 1."
+            f"{comm.rank_label}: seed_ranks got {seed!r}. It needs an integer from 0 to 2**32 - 1."
         )
     return RandomStreams(int(seed), comm.rank, comm.device)
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from torchmn.checkpoint import RandomStreams, seed_ranks
-from torchmn.errors import DisagreementError, UsageError
+from torchmn.errors import RankMismatchError, UsageError
 from torchmn.testing import run_ranks
 
 CPU = torch.device("cpu")
@@ -106,7 +106,7 @@ def test_loader_workers_of_ranks_draw_other_numbers() -> None:
 
 def test_ranks_that_disagree_and_what_is_no_seed() -> None:
     def attempt(comm):
-        with pytest.raises(DisagreementError, match="got 3 on rank 0 and 4 on rank 1"):
+        with pytest.raises(RankMismatchError, match="got 3 on rank 0 and 4 on rank 1"):
             seed_ranks(3 + comm.rank, comm)
         for seed in (-1, 2**32, 0.5, None):
             with pytest.raises(UsageError, match="needs an integer from 0"):
