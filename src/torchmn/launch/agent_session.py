@@ -12,15 +12,15 @@ from pathlib import Path
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.connection import Channel
 from torchmn.control.messages import (
-    Hello,
+    AgentHello,
+    ForwardSignal,
+    LogWarning,
     Message,
-    Note,
-    Notice,
     Output,
     Refresh,
-    Refused,
-    Run,
-    Started,
+    ScriptStarted,
+    StartRefused,
+    StartScript,
 )
 from torchmn.control.processes import send_group
 from torchmn.launch.console import RankOutput
@@ -63,7 +63,7 @@ class AgentSession(RankSession):
 
     def admit(self, channel: Channel, identity: Message) -> bool:
         """As in `RankSession`. With the last agent all scripts start, wherever rank 0 is."""
-        if self.is_ending or not isinstance(identity, Hello):
+        if self.is_ending or not isinstance(identity, AgentHello):
             channel.close()
             return False
         is_admitted = super().admit(channel, identity)
@@ -73,7 +73,7 @@ class AgentSession(RankSession):
 
     def _start_scripts(self) -> None:
         agents = [self.connections[rank].identity for rank in range(len(self.records))]
-        hellos = [agent for agent in agents if isinstance(agent, Hello)]
+        hellos = [agent for agent in agents if isinstance(agent, AgentHello)]
         differing = differences({hello.host: hello.versions for hello in hellos})
         if differing:
             self._problems.append(
@@ -83,7 +83,7 @@ class AgentSession(RankSession):
         self.has_started = True
         job = self._job
         self.post(
-            Run(
+            StartScript(
                 argv=list(job.argv),
                 cwd=str(job.cwd),
                 log_dir=str(self.log_dir.absolute()),
@@ -99,15 +99,15 @@ class AgentSession(RankSession):
         record = connection.record
         if isinstance(message, Output):
             self._on_output(record, message)
-        elif isinstance(message, Started):
+        elif isinstance(message, ScriptStarted):
             connection.script_pid = message.pid
             if self._job.shows_binding:
                 self._output.say(_binding(record, message))
-        elif isinstance(message, Refused):
+        elif isinstance(message, StartRefused):
             self._problems.append(f"rank {record.rank} on {record.host}: {message.text}")
         elif isinstance(message, Refresh):
             self._output.refresh(record.rank, message.text)
-        elif isinstance(message, Note):
+        elif isinstance(message, LogWarning):
             self._output.say(f"rank {record.rank}: {message.text}")
         else:
             super().on_message(connection, message)
@@ -131,7 +131,7 @@ class AgentSession(RankSession):
         """Send a scheduler's signal to all scripts, which continue."""
         for connection in self.connections.values():
             if connection.script_pid:
-                connection.channel.post(Notice(signum=signum))
+                connection.channel.post(ForwardSignal(signum=signum))
 
     def end(self, signum: int = signal.SIGTERM) -> str:
         """As in `RankSession`; a hang report is shown and written to ``hang.txt``."""
@@ -156,7 +156,7 @@ class AgentSession(RankSession):
             self._output.say(text)
 
 
-def _binding(record: RankRecord, started: Started) -> str:
+def _binding(record: RankRecord, started: ScriptStarted) -> str:
     cores = ",".join(map(str, started.cores))
     return (
         f"rank {record.rank} on {record.host}: core(s) {cores}, {started.num_threads} thread(s)"

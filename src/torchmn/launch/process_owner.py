@@ -14,7 +14,7 @@ from torchmn.control.processes import (
     descendants,
     kill_descendants,
     reap_children,
-    watch_signals,
+    signal_socket,
 )
 from torchmn.exit_status import shell_code
 from torchmn.launch.console import RankOutput
@@ -34,7 +34,7 @@ class ProcessOwner:
         self._to_forward: list[int] = []
         self._existing = descendants(os.getpid())
         adopt_orphans()
-        self._wakeup = watch_signals(signal.SIGCHLD)
+        self._wakeup = signal_socket(signal.SIGCHLD)
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(signum) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(signum, self._on_signal)

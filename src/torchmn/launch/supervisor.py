@@ -137,7 +137,7 @@ class Supervisor:
             launcher_returncode=self._launcher_returncode,
         )
         has_output = any(record.num_lines for record in self._session.records)
-        if result.blames_launcher or (result.exit_code and not has_output):
+        if result.is_launcher_failure or (result.exit_code and not has_output):
             lines = self.launcher_log.read_text(errors="replace").splitlines()
             if lines:
                 self._output.quote("\n".join(lines[-_NUM_QUOTED_LINES:]))

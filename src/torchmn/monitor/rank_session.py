@@ -17,9 +17,16 @@ from pathlib import Path
 
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.connection import Channel
-from torchmn.control.messages import End, Exit, Hello, Message, Present, StatusRequest
+from torchmn.control.messages import (
+    AgentHello,
+    Exit,
+    Message,
+    MonitorHello,
+    StatusRequest,
+    Terminate,
+)
 from torchmn.monitor.failure_detector import FailureDetector
-from torchmn.monitor.job_result import FAILURE_FILE, HANG_FILE, JobResult, RankRecord, judge
+from torchmn.monitor.job_result import FAILURE_FILE, HANG_FILE, JobResult, RankRecord, summarize
 
 
 @dataclass
@@ -28,7 +35,7 @@ class RankConnection:
 
     channel: Channel
     record: RankRecord
-    identity: Hello | Present
+    identity: AgentHello | MonitorHello
     script_pid: int = 0
 
 
@@ -67,14 +74,16 @@ class RankSession:
                 selector.register(connection.channel, selectors.EVENT_READ, receive)
 
     def accept(self) -> None:
-        """Accept the clients that have authenticated. Call it at least every second."""
+        """Accept the clients that have authenticated, and send what is pending. Call it often."""
         for channel, identity in self._listener.admit():
             self.admit(channel, identity)
+        for connection in self.connections.values():
+            connection.channel.flush()
 
     def admit(self, channel: Channel, identity: Message) -> bool:
         """Add a rank's connection, or close it: unknown rank, or one that is connected already."""
         if (
-            not isinstance(identity, Hello | Present)
+            not isinstance(identity, AgentHello | MonitorHello)
             or identity.rank not in range(len(self.records))
             or identity.rank in self.connections
         ):
@@ -84,7 +93,7 @@ class RankSession:
         record.host = identity.host
         self.connections[identity.rank] = RankConnection(channel, record, identity)
         if self.is_ending:
-            channel.post(End(signum=signal.SIGTERM))
+            channel.post(Terminate(signum=signal.SIGTERM))
         return True
 
     def receive(self, connection: RankConnection) -> None:
@@ -122,14 +131,14 @@ class RankSession:
 
         If one seems to hang, the status of all ranks is requested first.
         """
-        if self.detector.must_ask(now):
+        if self.detector.must_query(now):
             self.post(StatusRequest())
         return self.detector.must_end(now)
 
     def end(self, signum: int = signal.SIGTERM) -> str:
         """Have all scripts ended with this signal. Returns the hang report if there is one."""
         self.is_ending = True
-        self.post(End(signum=signum))
+        self.post(Terminate(signum=signum))
         return self.detector.hang.text if self.detector.hang is not None else ""
 
     def disconnect(self, connections: Iterable[RankConnection]) -> None:
@@ -154,8 +163,8 @@ class RankSession:
         launcher_returncode: int = 0,
         keeps_output: bool = True,
     ) -> JobResult:
-        """How the job ended, from what is known of all ranks; parameters as for `judge`."""
-        return judge(
+        """How the job ended, from what is known of all ranks; parameters as for `summarize`."""
+        return summarize(
             self.records,
             log_dir=self.log_dir,
             interrupted_by=interrupted_by,
@@ -182,7 +191,7 @@ def write_failure_report(folder: Path, result: JobResult, summary: str) -> str:
 def stderr_tail(result: JobResult) -> list[str]:
     """The end of the standard error of the rank that failed first, below a title; may be empty."""
     first = result.first_failure
-    lines = first.last_words if first is not None else []
+    lines = first.error_lines if first is not None else []
     return [f"End of stderr of rank {first.rank}:", *lines] if first and lines else []
 
 

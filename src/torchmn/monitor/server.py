@@ -77,19 +77,20 @@ class MonitorServer:
             session.disconnect(connected)
 
     def _report(self) -> None:
-        """Have all ranks ended, and print and write what is known."""
-        hang = self._session.end()
+        """Print and write what is known, and have all ranks ended."""
+        hang = self._session.detector.hang
         result = self._session.result(keeps_output=False)
         problems = []
-        if hang:
-            print(hang, file=sys.stderr)
-            problems.append(write_hang_report(self._session.log_dir, hang))
+        if hang is not None:
+            print(hang.text, file=sys.stderr)
+            problems.append(write_hang_report(self._session.log_dir, hang.text))
         summary = f"torchmn: {result.sentence}"
         print("\n".join([*stderr_tail(result), summary]), file=sys.stderr, flush=True)
         problems.append(write_failure_report(self._session.log_dir, result, summary))
         for problem in problems:
             if problem:
                 print(f"torchmn: {problem}", file=sys.stderr)
+        self._session.end()
 
 
 def main() -> int:

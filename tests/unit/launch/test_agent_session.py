@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 
 from torchmn.control.connection import Channel
-from torchmn.control.messages import End, Exit, Hello, Message, Output, Run, Started
+from torchmn.control.messages import (
+    AgentHello,
+    Exit,
+    Message,
+    Output,
+    ScriptStarted,
+    StartScript,
+    Terminate,
+)
 from torchmn.control.messages.elastic import Round
 from torchmn.launch.agent_session import AgentSession
 from torchmn.launch.console import RankOutput
@@ -81,8 +89,8 @@ class Agents:
             peer.close()
 
 
-def hello(rank: int, versions: dict[str, str] = VERSIONS, host: str = "") -> Hello:
-    return Hello(
+def hello(rank: int, versions: dict[str, str] = VERSIONS, host: str = "") -> AgentHello:
+    return AgentHello(
         rank=rank, host=host or f"n{rank}", pid=1, address="10.0.0.1", port=9, versions=versions
     )
 
@@ -119,7 +127,7 @@ def test_scripts_start_when_all_agents_have_connected(make: Callable[..., Agents
     assert agents.peers[1].collect() == []
     assert agents.connect(0)
     (order,) = agents.peers[1].collect()
-    assert isinstance(order, Run)
+    assert isinstance(order, StartScript)
     assert order.env == {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "9"}
 
 
@@ -146,7 +154,7 @@ def test_binding_is_shown(make: Callable[..., Agents], shows_binding: bool) -> N
     agents = make(shows_binding=shows_binding)
     agents.connect(0)
     agents.connect(1)
-    agents.send(1, Started(pid=0, cores=[2, 3], num_threads=2))
+    agents.send(1, ScriptStarted(pid=0, cores=[2, 3], num_threads=2))
     shown = "torchmn: rank 1 on n1: core(s) 2,3, 2 thread(s)\n" if shows_binding else ""
     assert agents.err.getvalue() == shown
 
@@ -183,7 +191,7 @@ def test_first_failure_is_shown_again_after_the_output_of_others(
     agents.send(0, Output(stream="out", lines=["step 5"]))
     assert agents.session.must_end(time.monotonic())
     assert agents.session.end() == ""
-    assert isinstance(agents.peers[0].collect()[-1], End)
+    assert isinstance(agents.peers[0].collect()[-1], Terminate)
     result = agents.session.result()
     assert result.exit_code == 3
     agents.session.report_failure(tmp_path, result, "summary")

@@ -17,14 +17,14 @@ from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect_authenticated
 from torchmn.control.connection import Channel
 from torchmn.control.messages.elastic import (
-    Absent,
-    Gathering,
     HostLost,
-    Over,
+    HostUnreachable,
+    JobEnded,
+    LauncherHello,
     Round,
-    Sentence,
+    RoundEnding,
     Stop,
-    Watcher,
+    UserMessage,
 )
 from torchmn.control.processes import signal_name
 from torchmn.errors import LaunchError
@@ -102,7 +102,7 @@ class ElasticLauncher:
             raise LaunchError("The rendezvous has no standard output.")
         said = _first_line(self._store.stdout.fileno(), _STORE_START_S)
         self._rendezvous = self._elastic.read_store_answer(said)
-        identity = Watcher(pid=os.getpid())
+        identity = LauncherHello(pid=os.getpid())
         return connect_authenticated(
             self._rendezvous, secret=self._job.secret, role=ROLE, identity=identity
         )
@@ -142,23 +142,23 @@ class ElasticLauncher:
             is_going_on = self._end is None and not self._has_told_stop
             if ended is not None and is_going_on and self._channel is not None:
                 host, how = ended
-                self._channel.post(Absent(host=host, text=how))
+                self._channel.post(HostUnreachable(host=host, text=how))
                 self._say_once(f"{host} is not there ({how}); it is tried again and again.")
 
     def _on_rendezvous(self, channel: Channel) -> None:
         for message in channel.collect():
             if isinstance(message, Round) and not self._has_told_stop:
                 self._begin(message)
-            elif isinstance(message, Gathering) and self._ranks is not None:
+            elif isinstance(message, RoundEnding) and self._ranks is not None:
                 self._ranks.disconnect_pending()
             elif isinstance(message, HostLost):
                 self._say(f"{message.host} was lost: {message.text}")
                 self._hosts.give_up(message.host, self._job.grace_s + _MARGIN_S)
                 if self._ranks is not None:
                     self._ranks.drop_host(message.host)
-            elif isinstance(message, Sentence):
+            elif isinstance(message, UserMessage):
                 self._say_once(message.text)
-            elif isinstance(message, Over):
+            elif isinstance(message, JobEnded):
                 self._finish(message.text)
         if not channel.is_open and self._end is None:
             self._has_lost_store = True
@@ -239,7 +239,7 @@ class ElasticLauncher:
         reason = self._loss_of_store() if self._has_lost_store else self._end or ""
         if not reason:
             return 0
-        if self._has_lost_store or result.blames_launcher:  # ranks that we ended did not fail
+        if self._has_lost_store or result.is_launcher_failure:  # ranks that we ended did not fail
             result = JobResult(exit_code=1)
         summary = " ".join([f"{reason[:1].upper()}{reason[1:]}.", result.sentence]).rstrip()
         if ranks is not None:
