@@ -321,5 +321,7 @@ class TestHosts:
         for process in parts_of_host(run, 1):
             process.kill()
         assert run.end() == 1
-        assert "1 host(s) were there (n0) and at least 2 are needed" in run.lines[-1]
+        assert (
+            "1 host(s) joined (n0) within 3 s (--join-timeout), but at least 2 are" in run.lines[-1]
+        )
         assert left_of(run) == []

@@ -38,7 +38,6 @@ from torchmn.control.connection import Channel
 from torchmn.control.messages import Message, decode, encode
 from torchmn.errors import LaunchError, UsageError
 
-SECRET_VARIABLE = "TORCHMN_SECRET"
 """Where agents and ranks find the job's secret. It is in no command line and in no file."""
 
 HANDSHAKE_S = 5.0

@@ -16,7 +16,6 @@ from typing import TypeVar
 from torchmn.control.messages import Message, decode, encode
 from torchmn.errors import LaunchError
 
-ADDRESS_VARIABLE = "TORCHMN_SUPERVISOR"
 SUPERVISOR = "supervisor"
 """Whose gate it is, see `torchmn.control.authenticated_listener`."""
 _SILENT = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH})

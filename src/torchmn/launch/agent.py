@@ -45,11 +45,11 @@ from torchmn.control.processes import (
     send_group,
     signal_name,
 )
+from torchmn.environment_variables import SCRIPT_MONITOR_VARIABLE
 from torchmn.errors import LaunchError
 from torchmn.exit_status import shell_code
 from torchmn.launch.line_splitter import LineSplitter
 from torchmn.monitor.script_link import ScriptLink
-from torchmn.monitor.script_monitor import WATCH_VARIABLE
 from torchmn.topology import CpuAssignment
 
 _FULL_BYTES = 1 << 20
@@ -132,7 +132,7 @@ class Agent:
         process = subprocess.Popen(
             self._order.argv,
             cwd=self._order.cwd,
-            env={**env, WATCH_VARIABLE: self._link.invitation()},
+            env={**env, SCRIPT_MONITOR_VARIABLE: self._link.invitation()},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

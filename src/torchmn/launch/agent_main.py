@@ -16,12 +16,13 @@ from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import connect_authenticated
 from torchmn.control.connection import Channel
 from torchmn.control.messages import AgentHello, StartRefused, StartScript
+from torchmn.control.ports import reserve_port
 from torchmn.control.processes import adopt_orphans, signal_socket
+from torchmn.environment_variables import SECRET_VARIABLE, SUPERVISOR_VARIABLE
 from torchmn.errors import LaunchError, TorchmnError
 from torchmn.launch.agent import Agent
 from torchmn.launch.host_checks import find_problem, versions
 from torchmn.launch.rank_environment import script_environment, take_share
-from torchmn.launch.starters.local import reserve_port
 from torchmn.topology import (
     Route,
     available_processors,
@@ -67,10 +68,10 @@ def report_for_work(
     Raises LaunchError: there is no supervisor, or it does not know the secret of the job, or it
     does not want us.
     """
-    address, secret = env.get(channels.ADDRESS_VARIABLE), env.get("TORCHMN_SECRET")
+    address, secret = env.get(SUPERVISOR_VARIABLE), env.get(SECRET_VARIABLE)
     if not address or not secret:
         raise LaunchError(
-            f"{channels.ADDRESS_VARIABLE} or TORCHMN_SECRET is not set: run `torchmn run` instead."
+            f"{SUPERVISOR_VARIABLE} or TORCHMN_SECRET is not set: run `torchmn run` instead."
         )
     own_address = local_address_for(address.rpartition(":")[0])
     if own_address is None:

@@ -12,7 +12,6 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Literal
 
-from torchmn.control.authenticated_listener import SECRET_VARIABLE
 from torchmn.control.processes import python_module
 from torchmn.errors import UsageError
 from torchmn.topology import Host
@@ -62,11 +61,6 @@ class Job:
             object.__setattr__(self, "hosts", (Host(name=THIS_HOST, slots=self.num_ranks),))
 
     @property
-    def transport(self) -> Literal["torch", "mpi"]:
-        """What `torchmn.create_communicator` will use in the ranks."""
-        return "mpi" if self.backend == "mpi" else "torch"
-
-    @property
     def has_other_hosts(self) -> bool:
         """Whether any host is not this one, which `THIS_HOST` stands for."""
         return any(host.name != THIS_HOST for host in self.hosts)
@@ -75,15 +69,6 @@ class Job:
         """The ranks of one of the hosts."""
         first = sum(host.slots for host in self.hosts[:inter_rank])
         return range(first, first + self.hosts[inter_rank].slots)
-
-    def environment(self, env: Mapping[str, str]) -> dict[str, str]:
-        """``env`` with the variables that the ranks of every way of starting get."""
-        return {
-            **env,
-            SECRET_VARIABLE: self.secret,
-            "TORCHMN_TRANSPORT": self.transport,
-            "TORCHMN_BACKEND": self.backend,
-        }
 
 
 @dataclass(frozen=True)

@@ -7,22 +7,18 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import closing
 from dataclasses import asdict
 
+from torchmn.control.ports import find_free_port
 from torchmn.launch.host_checks import HostFacts, find_problem, versions
-from torchmn.launch.starters.local import reserve_port
 
 
 def main() -> None:
     """Answer one question."""
     asked = json.loads(sys.stdin.readline())
-    keeper, port = reserve_port("")
-    with closing(keeper):
-        facts = HostFacts(
-            versions=versions(), port=port, problem=find_problem(asked["cwd"], asked["script"])
-        )
-        print(json.dumps(asdict(facts)), flush=True)
+    problem = find_problem(asked["cwd"], asked["script"])
+    facts = HostFacts(versions=versions(), port=find_free_port(""), problem=problem)
+    print(json.dumps(asdict(facts)), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,15 +13,17 @@ from contextlib import closing
 
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener
+from torchmn.control.ports import find_free_port
+from torchmn.environment_variables import SECRET_VARIABLE
 from torchmn.errors import LaunchError
 from torchmn.launch.backend import find_mpirun
 from torchmn.launch.console import RankOutput
 from torchmn.launch.elastic.job import ElasticJob, node_process, store_process
 from torchmn.launch.elastic.launcher import ElasticLauncher
 from torchmn.launch.job import Command, Job
-from torchmn.launch.starters import local, mpirun, srun, ssh, torchrun
-from torchmn.launch.starters.remote import ask_hosts
+from torchmn.launch.starters import local, mpirun, remote, srun, torchrun
 from torchmn.launch.supervisor import Supervisor
+from torchmn.launch.worker_environment import worker_environment
 from torchmn.monitor.job_result import FAILURE_FILE, HANG_FILE
 from torchmn.topology import Route, available_processors, route_to
 
@@ -33,13 +35,12 @@ def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
     """
     screen = RankOutput(sys.stdout, sys.stderr)
     route = route_between(job)
-    base = job.environment(mpirun.clean_environment(env))
-    meeting_port = _look_at_hosts(job, base)
+    meeting_port = _look_at_hosts(job, worker_environment(job, env))
     listener = channels.listen(route.address if route else "127.0.0.1")
     with closing(
         AuthenticatedListener(listener, secret=job.secret, role=channels.SUPERVISOR)
     ) as gate:
-        base[channels.ADDRESS_VARIABLE] = channels.address_of(listener)
+        base = worker_environment(job, env, supervisor=channels.address_of(listener))
         commands = commands_of(job, base, route=route, meeting_port=meeting_port)
         _make_log_dir(job)
         reason = f" ({why})" if why else ""
@@ -52,12 +53,11 @@ def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
 
 def dry_run(job: Job, env: Mapping[str, str]) -> str:
     """What `run_job` would start, as a shell would write it, without asking any host."""
-    base = job.environment(mpirun.clean_environment(env))
-    base[channels.ADDRESS_VARIABLE] = "HOST:PORT"
+    base = worker_environment(job, env, supervisor="HOST:PORT")
     shown = []
     for command in commands_of(job, base, route=route_between(job), meeting_port=0):
         new = {
-            name: "..." if name == "TORCHMN_SECRET" else text
+            name: "..." if name == SECRET_VARIABLE else text
             for name, text in sorted(command.env.items())
             if env.get(name) != text
         }
@@ -71,11 +71,11 @@ def dry_run(job: Job, env: Mapping[str, str]) -> str:
 
 def run_elastic_job(elastic: ElasticJob, env: Mapping[str, str], *, why: str = "") -> int:
     """As `run_job`, for a job whose hosts may be lost and come back. Raises LaunchError."""
-    base = elastic.job.environment(mpirun.clean_environment(env))
+    base = worker_environment(elastic.job, env)
     _make_log_dir(elastic.job)
-    screen = RankOutput(sys.stdout, sys.stderr)
+    screen, limits = RankOutput(sys.stdout, sys.stderr), elastic.limits
     screen.say(
-        f"{elastic.limits.least} to {elastic.limits.most} of {len(elastic.job.hosts)} host(s) with "
+        f"{limits.min_hosts} to {limits.max_hosts} of {len(elastic.job.hosts)} host(s) with "
         f"{elastic.job.backend}{f' ({why})' if why else ''} on "
         f"{', '.join(map(str, elastic.job.hosts))}, logs in {elastic.job.log_dir}"
     )
@@ -84,7 +84,7 @@ def run_elastic_job(elastic: ElasticJob, env: Mapping[str, str], *, why: str = "
 
 def dry_run_elastic(elastic: ElasticJob, env: Mapping[str, str]) -> str:
     """What `run_elastic_job` would start, as a shell would write it, without asking any host."""
-    base = elastic.job.environment(mpirun.clean_environment(env))
+    base = worker_environment(elastic.job, env)
     commands = [store_process(elastic, base, _address_for(elastic.job))]
     commands += [
         node_process(elastic, base, host.name, rendezvous="HOST:PORT", supervisor="HOST:PORT")
@@ -127,7 +127,7 @@ def commands_of(
     if job.launcher == "local":
         return local.commands(job, env)
     if job.launcher == "ssh":
-        return ssh.commands(job, env)
+        return remote.commands(job, env)
     if job.launcher == "srun":
         return [srun.command(job, env)]
     if job.launcher == "torchrun":
@@ -160,10 +160,8 @@ def _look_at_hosts(job: Job, env: Mapping[str, str]) -> int:
     if job.launcher == "srun":
         return 0  # Slurm knows its nodes, and the agents are looked at when they report
     if job.has_other_hosts:
-        return ask_hosts(job, env)[job.hosts[0].name].port
-    keeper, port = local.reserve_port()
-    keeper.close()
-    return port
+        return remote.ask_hosts(job, env)[job.hosts[0].name].port
+    return find_free_port()
 
 
 def _places(job: Job) -> str:

@@ -38,10 +38,10 @@ from torchmn.control.messages import (
     StatusRequest,
     Terminate,
 )
+from torchmn.environment_variables import SCRIPT_MONITOR_VARIABLE
 from torchmn.errors import CommunicationError
 from torchmn.script import before_exit
 
-WATCH_VARIABLE = "TORCHMN_WATCH"
 """``descriptor:process`` of the connection to the agent, which the script inherits."""
 _PERIOD_S = 0.2
 _STUCK_S = 0.5
@@ -236,7 +236,7 @@ def of_this_process() -> ScriptMonitor | None:
     """What watches this process; ``None`` where no agent has left a connection to itself."""
     if _watched:
         return _watched[0]
-    descriptor, _, agent = os.environ.pop(WATCH_VARIABLE, "").partition(":")
+    descriptor, _, agent = os.environ.pop(SCRIPT_MONITOR_VARIABLE, "").partition(":")
     if not (descriptor.isdigit() and agent.isdigit()):
         return None
     try:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from torchmn.communicators import Communicator
 from torchmn.control.processes import python_module
+from torchmn.environment_variables import SECRET_VARIABLE
 from torchmn.errors import CommunicationError
 from torchmn.monitor import script_monitor
 from torchmn.topology import route_to
@@ -47,7 +48,7 @@ def install_crash_handler(comm: Communicator, *, grace_s: float = 5.0) -> None:
         return
     secret, hub, problem = "", "", ""
     if comm.rank == 0:
-        secret = os.environ.get("TORCHMN_SECRET") or secrets.token_hex(32)
+        secret = os.environ.get(SECRET_VARIABLE) or secrets.token_hex(32)
         try:
             hub = _start_hub(comm, secret)
         except OSError as error:

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from torchmn.errors import TopologyError
-from torchmn.topology.hostlists import Host, parse_hostfile, parse_node_list
-from torchmn.topology.launcher_env import tasks_per_node
+from torchmn.topology.hostlists import Host, parse_hostfile, parse_node_list, parse_task_counts
 
 Scheduler = Literal["PBS", "Slurm", "Grid Engine"]
 
@@ -64,7 +63,7 @@ def _slurm(env: Mapping[str, str]) -> Allocation | None:
         return None
     nodes = parse_node_list(names)
     variable = "SLURM_TASKS_PER_NODE" if env.get("SLURM_NTASKS") else "SLURM_JOB_CPUS_PER_NODE"
-    counts = tasks_per_node(env.get(variable) or f"1(x{len(nodes)})", variable=variable)
+    counts = parse_task_counts(env.get(variable) or f"1(x{len(nodes)})", variable=variable)
     if len(counts) != len(nodes):
         raise TopologyError(
             f"SLURM_JOB_NODELIST={names} names {len(nodes)} host(s) but {variable}="

@@ -6,10 +6,12 @@ Reading changes nothing; who wants a share sets it himself (`os.sched_setaffinit
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchmn.errors import UsageError
+from torchmn.topology.gpu_locality import GpuLocality
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +95,33 @@ def assign_cpus(processors: Processors, *, intra_rank: int, intra_size: int) -> 
     )
 
 
+def cores_near_gpu(
+    processors: Processors,
+    neighbourhoods: Sequence[GpuLocality],
+    *,
+    intra_rank: int,
+    intra_size: int,
+) -> tuple[CpuAssignment, GpuLocality | None]:
+    """A rank's share of the cores next to its GPU, the ``intra_rank``-th one.
+
+    Ranks whose GPUs have the same neighbours divide those. Where a rank has no GPU of its own, or
+    no core next to it is ours, all ranks divide all cores: some bound well beside others that are
+    not would only make the first ones wait.
+    """
+    own = [_within(processors, around.cores) for around in neighbourhoods[:intra_size]]
+    if len(own) < intra_size or not all(own):
+        return assign_cpus(processors, intra_rank=intra_rank, intra_size=intra_size), None
+    sharing = [rank for rank in range(intra_size) if own[rank] == own[intra_rank]]
+    physical = dict(zip(processors.logical, processors.physical, strict=True))
+    near = Processors(
+        logical=own[intra_rank],
+        physical=tuple(physical[core] for core in own[intra_rank]),
+        quota=(None if processors.quota is None else processors.quota * len(sharing) / intra_size),
+    )
+    share = assign_cpus(near, intra_rank=sharing.index(intra_rank), intra_size=len(sharing))
+    return share, neighbourhoods[intra_rank]
+
+
 def cpu_quota(root: Path = Path("/")) -> float | None:
     """The least CPU quota of this process's control groups in cores, or ``None``. Local.
 
@@ -114,6 +143,10 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
                 names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
                 quotas += _ratio([_text(folder / name).strip() for name in names])
     return min(quotas, default=None)
+
+
+def _within(processors: Processors, cores: frozenset[int]) -> tuple[int, ...]:
+    return tuple(core for core in processors.logical if core in cores)
 
 
 def _ratio(quota_and_period: list[str]) -> list[float]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 
 from torchmn.errors import TopologyError, UsageError
 
 _COUNT = "[0-9]{1,9}"
-_MOST_NAMES = 100_000
-_MOST_SHOWN = 500
+_MAX_NAMES = 100_000
+_MAX_SHOWN = 500
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +88,30 @@ def parse_node_list(text: str, *, variable: str = "SLURM_JOB_NODELIST") -> tuple
     names: list[str] = []
     for part in re.split(r",(?![^\[]*\])", text):
         names += _expanded(part.strip(), variable, text)
-        if len(names) > _MOST_NAMES:
+        if len(names) > _MAX_NAMES:
             raise _no_node_list(variable, text)
     return tuple(names)
 
 
-def seat(
+def parse_task_counts(text: str, *, variable: str = "SLURM_TASKS_PER_NODE") -> tuple[int, ...]:
+    """The numbers in Slurm's compressed list of task counts. Raises TopologyError.
+
+    >>> parse_task_counts("2(x3),1")
+    (2, 2, 2, 1)
+    """
+    parts = [
+        re.fullmatch(rf"({_COUNT})(?:\(x({_COUNT})\))?", part.strip()) for part in text.split(",")
+    ]
+    matches = [part for part in parts if part is not None]
+    if len(matches) < len(parts) or sum(int(m[2] or 1) for m in matches) > _MAX_NAMES:
+        raise TopologyError(
+            f"{variable} should look like '2(x3),1' but is {text!r}. Unset it, or start the "
+            "script with srun, which sets it."
+        )
+    return tuple(chain.from_iterable(repeat(int(m[1]), int(m[2] or 1)) for m in matches))
+
+
+def select_hosts(
     hosts: Sequence[Host],
     *,
     num_ranks: int | None = None,
@@ -104,7 +123,7 @@ def seat(
     All slots are used if nothing is said. Raises UsageError: there are fewer hosts or slots than
     asked for, or the numbers contradict each other.
 
-    >>> [str(host) for host in seat(parse_hosts("a:4,b:4"), num_ranks=5)]
+    >>> [str(host) for host in select_hosts(parse_hosts("a:4,b:4"), num_ranks=5)]
     ['a:4', 'b:1']
     """
     for option, value in (("-n", num_ranks), ("--nodes", num_nodes), ("--per-node", per_node)):
@@ -169,7 +188,7 @@ def _expanded(part: str, variable: str, text: str) -> list[str]:
     names = [""]
     for piece in pieces:
         ends = _numbers(piece[1:-1], variable, text) if piece.startswith("[") else [piece]
-        if len(names) * len(ends) > _MOST_NAMES:
+        if len(names) * len(ends) > _MAX_NAMES:
             raise _no_node_list(variable, text)
         names = [f"{name}{end}" for name in names for end in ends]
     return names
@@ -183,15 +202,15 @@ def _numbers(ranges: str, variable: str, text: str) -> list[str]:
         if ends is None:
             raise _no_node_list(variable, text)
         first, last = ends[1], ends[2] or ends[1]
-        if not 0 <= int(last) - int(first) < _MOST_NAMES - len(numbers):
+        if not 0 <= int(last) - int(first) < _MAX_NAMES - len(numbers):
             raise _no_node_list(variable, text)
         numbers += [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
     return numbers
 
 
 def _no_node_list(variable: str, text: str) -> TopologyError:
-    shown = text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."
+    shown = text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
     return TopologyError(
-        f"{variable} should look like 'n[01-03],m1', {_MOST_NAMES} names at most, but is "
+        f"{variable} should look like 'n[01-03],m1', {_MAX_NAMES} names at most, but is "
         f"{shown!r}. Unset it, or start the job with the scheduler, which sets it."
     )

@@ -11,10 +11,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import chain, repeat
 from typing import Literal
 
 from torchmn.errors import TopologyError
+from torchmn.topology.hostlists import parse_task_counts
 
 Environment = Mapping[str, str]
 Names = tuple[str, ...]
@@ -92,7 +92,6 @@ LAUNCHERS = (
     ),
 )
 
-_MOST_NODES = 100_000
 _FIRST_SPECIAL_SLURM_STEP = 0xFFFFFFF0
 """From here on a step is a batch script, a salloc shell or a container: its tasks are no ranks."""
 
@@ -221,34 +220,13 @@ def _read(row: LauncherVariables, env: Environment) -> LauncherInfo | None:
     )
     listed = _first(row.tasks_per_node, env)
     if listed is not None and inter_rank is not None:
-        counts = tasks_per_node(listed[1], variable=listed[0])
+        counts = parse_task_counts(listed[1], variable=listed[0])
         if inter_rank < len(counts):
             place = replace(place, intra_size=counts[inter_rank])
     _raise_if_outside(rank, size)
     _raise_if_outside(_first(row.intra_rank, env), _first(row.intra_size, env))
     _raise_if_outside(_first(row.inter_rank, env), _first(row.inter_size, env))
     return place
-
-
-def tasks_per_node(text: str, *, variable: str = "SLURM_TASKS_PER_NODE") -> tuple[int, ...]:
-    """Expand Slurm's list of task counts.
-
-    Raises TopologyError: the text is no such list.
-
-    >>> tasks_per_node("2(x3),1")
-    (2, 2, 2, 1)
-    """
-    count = "[0-9]{1,9}"
-    parts = [
-        re.fullmatch(rf"({count})(?:\(x({count})\))?", part.strip()) for part in text.split(",")
-    ]
-    matches = [part for part in parts if part is not None]
-    if len(matches) < len(parts) or sum(int(m[2] or 1) for m in matches) > _MOST_NODES:
-        raise TopologyError(
-            f"{variable} should look like '2(x3),1' but is {text!r}. Unset it, or start the "
-            "script with srun, which sets it."
-        )
-    return tuple(chain.from_iterable(repeat(int(m[1]), int(m[2] or 1)) for m in matches))
 
 
 def _is_in_slurm_step(env: Environment) -> bool:

@@ -12,9 +12,10 @@ import subprocess
 import time
 from collections.abc import Mapping
 
+from torchmn.environment_variables import JOB_END_VARIABLE
 from torchmn.errors import TopologyError
 
-_VARIABLES = ("TORCHMN_JOB_END", "SLURM_JOB_END_TIME")
+_VARIABLES = (JOB_END_VARIABLE, "SLURM_JOB_END_TIME")
 _ASK_S = 10.0
 
 

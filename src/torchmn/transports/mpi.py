@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchmn.environment_variables import EXIT_TIMEOUT_VARIABLE
 from torchmn.errors import LaunchError, TimeLimitError, UnsupportedError
 from torchmn.monitor import script_monitor
 from torchmn.transports.base import Message, ReduceOp, Scratch, TimeLimit, Transport, poll_until
@@ -295,7 +296,7 @@ def _leave(mpi: Any) -> None:
         return
     with _TURN:
         request = mpi.COMM_WORLD.Ibarrier()
-    limit_s = float(os.environ.get("TORCHMN_EXIT_TIMEOUT_S", _FAREWELL_S))
+    limit_s = float(os.environ.get(EXIT_TIMEOUT_VARIABLE, _FAREWELL_S))
     deadline = time.monotonic() + limit_s
 
     def is_done() -> bool:

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect
+from torchmn.environment_variables import SECRET_VARIABLE
 from torchmn.errors import CommunicationError, LaunchError, PeerLostError, TimeLimitError
 from torchmn.topology.network import address_of
 from torchmn.transports.base import COMBINE, Message, ReduceOp, TimeLimit, Transport
@@ -433,7 +434,7 @@ def _let_in(gate: AuthenticatedListener, peers: range, deadline: float) -> dict[
 
 
 def _secret(token: bytes) -> str:
-    return f"{os.environ.get('TORCHMN_SECRET', '')} {token.hex()}"
+    return f"{os.environ.get(SECRET_VARIABLE, '')} {token.hex()}"
 
 
 def _own_addresses(inner: Transport) -> list[str]:

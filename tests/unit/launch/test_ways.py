@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from torchmn.control.ports import reserve_port
 from torchmn.control.processes import python_module
 from torchmn.errors import LaunchError, UsageError
 from torchmn.launch import Job, python_command
 from torchmn.launch.job import Command, worker_command
-from torchmn.launch.starters import local, mpirun, srun, ssh, torchrun
+from torchmn.launch.starters import local, mpirun, remote, srun, torchrun
 from torchmn.launch.starters.remote import SSH, remote_shell, to_host
+from torchmn.launch.worker_environment import worker_environment
 from torchmn.topology import Host
 
 
@@ -43,7 +45,7 @@ def test_local_ranks_have_the_variables_of_torchrun() -> None:
 
 
 def test_reserved_port_is_for_rank_0_and_for_nobody_else() -> None:
-    keeper, port = local.reserve_port()
+    keeper, port = reserve_port()
     with closing(keeper):
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("127.0.0.1", port))
@@ -129,8 +131,8 @@ def test_unknown_mpirun_is_refused(tmp_path: Path) -> None:
 def test_clean_environment_keeps_the_users_settings() -> None:
     left = {"OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}
     kept = {"OMPI_MCA_btl": "self", "PRTE_MCA_plm": "ssh", "PATH": "/bin", "RANKING": "1"}
-    cleaned = mpirun.clean_environment({**left, **kept})
-    assert cleaned == kept
+    cleaned = worker_environment(job(), {**left, **kept})
+    assert {name: text for name, text in cleaned.items() if not name.startswith("TORCHMN_")} == kept
 
 
 def test_command_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,9 +149,9 @@ def test_number_of_workers(num_ranks: int) -> None:
 
 
 def test_environment_of_the_job() -> None:
-    env = job(backend="nccl").environment({"A": "1"})
+    env = worker_environment(job(backend="nccl"), {"A": "1"})
     assert (env["A"], env["TORCHMN_TRANSPORT"], env["TORCHMN_BACKEND"]) == ("1", "torch", "nccl")
-    assert job(backend="mpi").environment({})["TORCHMN_TRANSPORT"] == "mpi"
+    assert worker_environment(job(backend="mpi"), {})["TORCHMN_TRANSPORT"] == "mpi"
     assert env["TORCHMN_SECRET"] not in repr(job())
     assert len(env["TORCHMN_SECRET"]) == 64
 
@@ -168,8 +170,9 @@ def order_of(command: Command) -> list[dict[str, Any]]:
 
 
 def test_ssh_gives_each_host_its_ranks_and_no_secret_to_a_command_line() -> None:
-    env = on_hosts(launcher="ssh").environment({"MINE": "1", "OTHERS": "2", "NCCL_DEBUG": "INFO"})
-    first, second = ssh.commands(on_hosts(launcher="ssh"), {**env, "PATH": "/bin"})
+    given = {"MINE": "1", "OTHERS": "2", "NCCL_DEBUG": "INFO"}
+    env = worker_environment(on_hosts(launcher="ssh"), given)
+    first, second = remote.commands(on_hosts(launcher="ssh"), {**env, "PATH": "/bin"})
     assert first.argv[:6] == (*SSH, "a")
     assert "torchmn.launch.starters.node_main" in first.argv[-1]
     assert (first.ranks, second.ranks) == (range(2), range(2, 3))

@@ -10,6 +10,7 @@ import pytest
 
 from torchmn.control.connection import Channel
 from torchmn.control.messages import Leaving, StatusReply, StatusRequest
+from torchmn.environment_variables import SCRIPT_MONITOR_VARIABLE
 from torchmn.errors import (
     CommunicationError,
     PeerLostError,
@@ -56,14 +57,14 @@ def test_a_ring_of_causes_ends() -> None:
 def test_no_invitation_and_a_false_one_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert script_monitor.of_this_process() is None
     reading, writing = os.pipe()
-    monkeypatch.setenv(script_monitor.WATCH_VARIABLE, f"{reading}:{os.getpid()}")
+    monkeypatch.setenv(SCRIPT_MONITOR_VARIABLE, f"{reading}:{os.getpid()}")
     assert script_monitor.of_this_process() is None  # no socket
     os.close(reading)
     os.close(writing)
-    monkeypatch.setenv(script_monitor.WATCH_VARIABLE, f"{reading}:{os.getpid()}")
+    monkeypatch.setenv(SCRIPT_MONITOR_VARIABLE, f"{reading}:{os.getpid()}")
     assert script_monitor.of_this_process() is None  # closed
     own, other = socket.socketpair()
-    monkeypatch.setenv(script_monitor.WATCH_VARIABLE, f"{own.fileno()}:{os.getpid() + 1}")
+    monkeypatch.setenv(SCRIPT_MONITOR_VARIABLE, f"{own.fileno()}:{os.getpid() + 1}")
     assert script_monitor.of_this_process() is None  # made by another process
     own.getpeername()  # and it was left as it is
     own.close()

@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchmn.errors import TopologyError, TorchmnError, UsageError
-from torchmn.topology.hostlists import Host, parse_hostfile, parse_hosts, parse_node_list, seat
+from torchmn.topology.hostlists import (
+    Host,
+    parse_hostfile,
+    parse_hosts,
+    parse_node_list,
+    select_hosts,
+)
 
 
 def texts(hosts: tuple[Host, ...]) -> list[str]:
@@ -100,7 +106,7 @@ def test_parsers_refuse_or_answer_whatever_they_read(text: str) -> None:
     ],
 )
 def test_seats(wanted: dict[str, int], assign_slots: list[str]) -> None:
-    assert texts(seat(parse_hosts("a:4,b:2"), **wanted)) == assign_slots
+    assert texts(select_hosts(parse_hosts("a:4,b:2"), **wanted)) == assign_slots
 
 
 @pytest.mark.parametrize(
@@ -119,4 +125,4 @@ def test_seats(wanted: dict[str, int], assign_slots: list[str]) -> None:
 )
 def test_seats_that_are_not_there(wanted: dict[str, int], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        seat(parse_hosts("a:4,b:2"), **wanted)
+        select_hosts(parse_hosts("a:4,b:2"), **wanted)

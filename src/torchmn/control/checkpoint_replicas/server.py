@@ -36,8 +36,6 @@ from torchmn.errors import LaunchError
 
 ROLE = "copies"
 """Whose gate it is, see `torchmn.control.authenticated_listener`."""
-SOCKET_VARIABLE = "TORCHMN_COPIES"
-ROUND_VARIABLE = "TORCHMN_ROUND"
 _MOST_DRAFTS = 3
 """Of one file at a time. Some may have been given up by their ranks, who do not say so."""
 _CREDENTIALS = struct.Struct("3i")

@@ -16,15 +16,13 @@ import sys
 from types import FrameType
 from typing import Any, NoReturn
 
-from torchmn.control.authenticated_listener import SECRET_VARIABLE, connect_authenticated
+from torchmn.control.authenticated_listener import connect_authenticated
 from torchmn.control.checkpoint_replicas.server import (
-    ROUND_VARIABLE,
-    SOCKET_VARIABLE,
     ReplicaServer,
 )
-from torchmn.control.connection import ADDRESS_VARIABLE
 from torchmn.control.messages.elastic import ElasticMessage, HostHello, Round
 from torchmn.control.processes import adopt_orphans, kill_descendants
+from torchmn.environment_variables import REPLICA_SOCKET_VARIABLE, ROUND_VARIABLE, SECRET_VARIABLE
 from torchmn.errors import LaunchError, TorchmnError
 from torchmn.launch.elastic.host import Host, round_secret
 from torchmn.launch.elastic.rendezvous import ROLE
@@ -89,9 +87,7 @@ def _take_part(order: dict[str, Any], hosts: list[Host]) -> None:
     )
     host = Host(channel, held=copies.held, on_keep=copies.keep, stdin=sys.stdin.fileno())
     hosts.append(host)
-    os.environ["TORCHMN_HOST"] = order["host"]
-    os.environ[ADDRESS_VARIABLE] = order["supervisor"]
-    os.environ[SOCKET_VARIABLE] = copies.name
+    os.environ[REPLICA_SOCKET_VARIABLE] = copies.name
 
     def on_round(found: Round) -> None:
         copies.begin(found)
@@ -103,7 +99,7 @@ def _take_part(order: dict[str, Any], hosts: list[Host]) -> None:
     from torchmn.launch.elastic.torch_agent import run_agent  # torch, after we have reported
 
     stop_limit_s = order["grace_s"] + _STOP_MARGIN_S
-    run_agent(host, order["slots"], stop_limit_s=stop_limit_s, on_round=on_round)
+    run_agent(host, order["host"], order["slots"], stop_limit_s=stop_limit_s, on_round=on_round)
 
 
 def _raise_signalled(signum: int, _: FrameType | None) -> NoReturn:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from torchmn.control.authenticated_listener import SECRET_VARIABLE
+from torchmn.environment_variables import SECRET_VARIABLE, SUPERVISOR_VARIABLE
 from torchmn.errors import LaunchError, UsageError
 from torchmn.launch.elastic.rendezvous import order_of
 from torchmn.launch.elastic.rendezvous_state import Limits
@@ -101,13 +101,12 @@ def node_process(
         "slots": next(each.slots for each in job.hosts if each.name == host),
         "secret": job.secret,
         "rendezvous": rendezvous,
-        "supervisor": supervisor,
         "cwd": str(job.cwd),
         "script": job.script,
         "grace_s": job.grace_s,
         "env": {
             name: text
-            for name, text in env.items()
+            for name, text in {**env, SUPERVISOR_VARIABLE: supervisor}.items()
             if is_carried(job, name) and name != SECRET_VARIABLE
         },
     }

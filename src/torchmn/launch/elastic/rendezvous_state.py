@@ -44,19 +44,19 @@ class Limits:
     """How few and how many hosts may work together, and how often all may start again.
 
     A start after a failure of a worker counts against ``max_restarts``, one because hosts left or
-    came does not. ``join_timeout_s`` is the time for which fewer than ``least`` are waited for.
+    came does not. ``join_timeout_s`` is the time for which fewer than ``min_hosts`` are waited for.
     """
 
-    least: int
-    most: int
+    min_hosts: int
+    max_hosts: int
     max_restarts: int = 3
     join_timeout_s: float = 120.0
     grace_s: float = 5.0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.least <= self.most:
+        if not 1 <= self.min_hosts <= self.max_hosts:
             raise UsageError(
-                f"--elastic is MIN:MAX with 1 <= MIN <= MAX, got {self.least}:{self.most}."
+                f"--elastic is MIN:MAX with 1 <= MIN <= MAX, got {self.min_hosts}:{self.max_hosts}."
             )
         if self.max_restarts < 0:
             raise UsageError(f"--max-restarts is at least 0, got {self.max_restarts}.")
@@ -152,7 +152,7 @@ class RendezvousState:
         """A checkpoint is finished: hosts that wait may enter, and all go on from it."""
         if self._phase != "running":
             return
-        room = self._limits.most - len(self._members)
+        room = self._limits.max_hosts - len(self._members)
         waiting = [name for name in self._hosts if self._is_waiting(name)][: max(0, room)]
         if waiting:
             self._gather(f"{' and '.join(waiting)} came, and step {step} is saved", now)
@@ -201,7 +201,7 @@ class RendezvousState:
         late_s = now - self._since - self._limits.join_timeout_s
         if self._phase == "gathering" and late_s > 0:
             self._start_if_complete(now)
-            has_enough = len(self._seats) >= self._limits.least
+            has_enough = len(self._seats) >= self._limits.min_hosts
             is_starting = has_enough and late_s < _START_LIMIT_S
             if self._phase == "gathering" and not self._is_stopping and not is_starting:
                 self._give_up()
@@ -247,9 +247,9 @@ class RendezvousState:
         is_late = now > self._since + self._limits.join_timeout_s
         if self._number == 0 and not is_late:
             awaited = [name for name in self._hosts if name not in self._absent]
-            if len(ready) < min(len(awaited), self._limits.most):
+            if len(ready) < min(len(awaited), self._limits.max_hosts):
                 return
-        if len(ready) < self._limits.least:
+        if len(ready) < self._limits.min_hosts:
             return
         if self._has_failure and not self._has_loss:
             if self._num_restarts >= self._limits.max_restarts:
@@ -262,7 +262,7 @@ class RendezvousState:
     def _start(self, ready: list[str]) -> None:
         chosen = [name for name in ready if name in self._members]
         chosen += [name for name in ready if name not in self._members]
-        chosen = [name for name in ready if name in chosen[: self._limits.most]]
+        chosen = [name for name in ready if name in chosen[: self._limits.max_hosts]]
         self._number += 1
         self._members, self._phase = chosen, "running"
         found = self._newest_copies(chosen)
@@ -321,9 +321,9 @@ class RendezvousState:
         here = [name for name in self._hosts if name in self._seats]
         causes = f"{'; '.join(self._whys)}; " if self._whys else ""
         self._end(
-            f"{causes}{len(here)} host(s) were there ({', '.join(here) or 'none'}) and at least "
-            f"{self._limits.least} are needed, for which {self._limits.join_timeout_s:g} s were "
-            "waited (--join-timeout)"
+            f"{causes}{len(here)} host(s) joined ({', '.join(here) or 'none'}) within "
+            f"{self._limits.join_timeout_s:g} s (--join-timeout), but at least "
+            f"{self._limits.min_hosts} are needed"
         )
 
     def _end(self, text: str, signum: int = signal.SIGTERM) -> None:

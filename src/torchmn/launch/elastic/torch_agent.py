@@ -31,14 +31,19 @@ _NO_LIMIT = 1_000_000_000
 
 
 def run_agent(
-    host: Host, num_workers: int, *, stop_limit_s: float, on_round: Callable[[Round], None]
+    host: Host,
+    name: str,
+    num_workers: int,
+    *,
+    stop_limit_s: float,
+    on_round: Callable[[Round], None],
 ) -> None:
     """Run this host's workers, round after round, until the job is over. Main thread only.
 
     ``on_round`` is called before the workers of a round start; ``stop_limit_s`` is how long they
     may take to end before they are killed. Raises SignalException: a signal ended the agent.
     """
-    handler = _Rendezvous(host, on_round)
+    handler = _Rendezvous(host, name, on_round)
     program, *words = worker_command()
     while True:
         spec = WorkerSpec(
@@ -59,8 +64,9 @@ def run_agent(
 class _Rendezvous(RendezvousHandler):
     """Asks our rendezvous for the next round, and says when a round is over."""
 
-    def __init__(self, host: Host, on_round: Callable[[Round], None]) -> None:
+    def __init__(self, host: Host, name: str, on_round: Callable[[Round], None]) -> None:
         self._host = host
+        self._name = name
         self._on_round = on_round
         self.round: Round | None = None
 
@@ -73,7 +79,7 @@ class _Rendezvous(RendezvousHandler):
         return "torchmn"
 
     def get_run_id(self) -> str:
-        return os.environ.get("TORCHMN_RUN_ID", "torchmn")
+        return "torchmn"
 
     def next_rendezvous(self) -> RendezvousInfo:
         found = self._host.next_round()
@@ -84,7 +90,7 @@ class _Rendezvous(RendezvousHandler):
         self._on_round(found)
         # where rank 0's store is, the workers hear from the launcher: rank 0 keeps the port there
         nowhere = RendezvousStoreInfo(master_addr="unknown", master_port=0)
-        rank = index_of(found, os.environ["TORCHMN_HOST"])
+        rank = index_of(found, self._name)
         return RendezvousInfo(HashStore(), rank, len(found.members), nowhere)
 
     def num_nodes_waiting(self) -> int:

@@ -12,29 +12,8 @@ from typing import Literal
 from torchmn.errors import LaunchError
 from torchmn.launch.job import Command, Job, worker_command
 from torchmn.launch.starters.remote import is_carried, remote_shell
-from torchmn.topology.launcher_env import LAUNCHERS
 
 Flavour = Literal["Open MPI", "Hydra"]
-
-_NAMES_LEFT = frozenset(
-    name
-    for row in LAUNCHERS
-    if row.kind != "scheduler"  # an mpirun may stand inside a step of Slurm
-    for names in (
-        row.rank,
-        row.size,
-        row.intra_rank,
-        row.intra_size,
-        row.inter_rank,
-        row.inter_size,
-    )
-    for name in names
-)
-_BEGINNINGS_LEFT = (
-    *("OMPI_ARGV", "OMPI_COMM", "OMPI_FILE", "OMPI_NUM", "OMPI_TOOL", "OMPI_UNIVERSE"),
-    *("OMPI_VERSION", "OMPI_WORLD", "PMIX_", "PRTE_", "PMI_", "HYDI_", "TORCHELASTIC_"),
-)
-"""Variables with these names and beginnings make a process believe that it is itself a rank."""
 
 
 def flavour_of(mpirun: str) -> tuple[Flavour, int]:
@@ -62,15 +41,6 @@ def flavour_of(mpirun: str) -> tuple[Flavour, int]:
         f"{mpirun} is neither Open MPI nor MPICH or Intel MPI (it says {first}). "
         "Start the script with it directly, or use --backend gloo."
     )
-
-
-def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """``env`` without what an outer launcher of one rank left in it; settings of the user stay."""
-    return {
-        name: text
-        for name, text in env.items()
-        if "_MCA_" in name or not (name in _NAMES_LEFT or name.startswith(_BEGINNINGS_LEFT))
-    }
 
 
 def command(

@@ -14,13 +14,14 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from torchmn.control.processes import python_module
+from torchmn.environment_variables import RSH_VARIABLE
 from torchmn.errors import LaunchError
 from torchmn.launch.host_checks import HostFacts, differences
 from torchmn.launch.job import Command, Job
+from torchmn.launch.starters import local
 from torchmn.topology import is_this_host
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
-RSH_VARIABLE = "TORCHMN_RSH"
 _OF_SCHEDULERS = (
     (("PBS_JOBID", "PBS_NODEFILE"), ("pbs_tmrsh",)),
     (("JOB_ID", "PE_HOSTFILE"), ("qrsh", "-inherit")),
@@ -95,6 +96,14 @@ def node_command(
         ranks=job.ranks_on(inter_rank),
         stdin=json.dumps(order).encode() + b"\n",
     )
+
+
+def commands(job: Job, env: Mapping[str, str]) -> list[Command]:
+    """One remote shell per host, which starts the agents of its ranks."""
+    return [
+        node_command(job, inter_rank, env, local.commands(job, env, inter_rank))
+        for inter_rank in range(len(job.hosts))
+    ]
 
 
 def ask_hosts(job: Job, env: Mapping[str, str]) -> dict[str, HostFacts]:

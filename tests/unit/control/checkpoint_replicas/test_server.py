@@ -9,8 +9,6 @@ import pytest
 from torchmn.control.authenticated_listener import connect_authenticated
 from torchmn.control.checkpoint_replicas.client import ReplicaClient
 from torchmn.control.checkpoint_replicas.server import (
-    ROUND_VARIABLE,
-    SOCKET_VARIABLE,
     ReplicaServer,
 )
 from torchmn.control.messages.elastic import (
@@ -20,6 +18,7 @@ from torchmn.control.messages.elastic import (
     PeerHello,
     Round,
 )
+from torchmn.environment_variables import REPLICA_SOCKET_VARIABLE, ROUND_VARIABLE
 from torchmn.errors import LaunchError
 
 SECRET = "the secret of the job"
@@ -40,7 +39,9 @@ class OneHost:
         self.copies.start()
 
     def rank(self, number: int = 1) -> ReplicaClient:
-        found = ReplicaClient.of({SOCKET_VARIABLE: self.copies.name, ROUND_VARIABLE: str(number)})
+        found = ReplicaClient.of(
+            {REPLICA_SOCKET_VARIABLE: self.copies.name, ROUND_VARIABLE: str(number)}
+        )
         assert found is not None
         return found
 

@@ -28,8 +28,9 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 def test_one_machine_is_one_host() -> None:
     elastic, _ = plan_elastic(wish(num_ranks=4, max_restarts=7), {})
     assert [str(host) for host in elastic.job.hosts] == ["localhost:4"]
-    assert (elastic.limits.least, elastic.limits.most, elastic.limits.max_restarts) == (1, 1, 7)
-    with pytest.raises(UsageError, match="counts hosts, of which there are 1.*--elastic 1:1"):
+    limits = elastic.limits
+    assert (limits.min_hosts, limits.max_hosts, limits.max_restarts) == (1, 1, 7)
+    with pytest.raises(UsageError, match="there are 1.*--elastic 1:1"):
         plan_elastic(wish(elastic="2:4", num_ranks=4), {})
 
 
@@ -37,7 +38,7 @@ def test_several_hosts_keep_their_names() -> None:
     elastic, _ = plan_elastic(wish(elastic="1:2", hosts="a:2,b:4", rendezvous="a:2900"), {})
     assert [str(host) for host in elastic.job.hosts] == ["a:2", "b:4"]
     assert (elastic.rendezvous, elastic.rendezvous_port) == ("a", 2900)
-    with pytest.raises(UsageError, match="counts hosts, of which there are 2"):
+    with pytest.raises(UsageError, match="asks for up to 3 hosts, but there are 2"):
         plan_elastic(wish(elastic="1:3", hosts="a:2,b:4"), {})
 
 
@@ -63,7 +64,7 @@ def test_a_launcher_with_a_fixed_set_of_hosts_is_refused() -> None:
     ],
 )
 def test_its_options_do_not_stand_alone(option: str, more: dict[str, object]) -> None:
-    with pytest.raises(UsageError, match=f"{option} says how --elastic works"):
+    with pytest.raises(UsageError, match=f"{option} requires --elastic"):
         plan_job(wish(elastic=None, **more), {})
 
 

@@ -26,10 +26,10 @@ VERSIONS = {"torch": "2.13"}
 class Play:
     """RendezvousState, a clock, and what was said to whom."""
 
-    def __init__(self, *hosts: str, least: int = 1, most: int | None = None, **more: float) -> None:
+    def __init__(self, *hosts: str, min_hosts: int = 1, max_hosts: int = 0, **more: float) -> None:
         limits = Limits(
-            least=least,
-            most=most or len(hosts),
+            min_hosts=min_hosts,
+            max_hosts=max_hosts or len(hosts),
             max_restarts=int(more.pop("max_restarts", 3)),
             join_timeout_s=more.pop("join_timeout_s", 60.0),
         )
@@ -88,7 +88,7 @@ def test_does_not_wait_for_a_host_that_cannot_be_reached() -> None:
 
 
 def test_starts_with_fewer_when_the_time_to_join_is_over() -> None:
-    play = Play("a", "b", "c", least=2)
+    play = Play("a", "b", "c", min_hosts=2)
     play.come("a", "b")
     play.now = 61.0
     play.rounds.tick(play.now)
@@ -96,18 +96,18 @@ def test_starts_with_fewer_when_the_time_to_join_is_over() -> None:
 
 
 def test_too_few_hosts_end_the_job_with_their_names_and_the_limit() -> None:
-    play = Play("a", "b", "c", least=2)
+    play = Play("a", "b", "c", min_hosts=2)
     play.come("a")
     play.now = 61.0
     play.rounds.tick(play.now)
     text = play.over()
     assert text is not None
-    assert "1 host(s) were there (a) and at least 2 are needed" in text
+    assert "1 host(s) joined (a) within" in text
     assert "--join-timeout" in text
 
 
 def test_a_connected_host_whose_agent_still_starts_is_waited_for() -> None:
-    play = Play("a", "b", least=2)
+    play = Play("a", "b", min_hosts=2)
     play.come("a")
     member = HostHello(host="b", slots=2, address="a", copies_port=1, versions=VERSIONS)
     play.rounds.came(member)
@@ -232,7 +232,7 @@ def test_goes_on_from_the_newest_whole_copy_that_survivors_hold() -> None:
 
 
 def test_a_waiting_host_replaces_one_that_was_lost() -> None:
-    play = Play("a", "b", "c", most=2)
+    play = Play("a", "b", "c", max_hosts=2)
     play.come("c", "a")
     assert names(play.round()) == ["a", "c"]
     play.come("b")
@@ -297,11 +297,11 @@ def test_a_signal_reaches_all_hosts() -> None:
 @pytest.mark.parametrize(("least", "most"), [(0, 1), (3, 2)])
 def test_limits_are_checked(least: int, most: int) -> None:
     with pytest.raises(UsageError, match="MIN:MAX"):
-        Limits(least=least, most=most)
+        Limits(min_hosts=least, max_hosts=most)
 
 
 def test_other_limits_are_checked() -> None:
     with pytest.raises(UsageError, match="--max-restarts"):
-        Limits(least=1, most=1, max_restarts=-1)
+        Limits(min_hosts=1, max_hosts=1, max_restarts=-1)
     with pytest.raises(UsageError, match="--join-timeout"):
-        Limits(least=1, most=1, join_timeout_s=0)
+        Limits(min_hosts=1, max_hosts=1, join_timeout_s=0)

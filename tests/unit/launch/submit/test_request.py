@@ -20,13 +20,13 @@ def request(**options: object) -> JobRequest:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"ranks_per_node": 0}, "--per-node is the number of workers on each node: at least 1"),
-        ({"num_nodes": -1}, "--nodes is the number of nodes: at least 1, got -1"),
-        ({"name": "my job"}, "got 'my job': write --name my_job"),
-        ({"name": "3d"}, "with a letter first, got '3d': write --name job_3d"),
+        ({"ranks_per_node": 0}, "--per-node must be at least 1"),
+        ({"num_nodes": -1}, "--nodes must be at least 1, got -1"),
+        ({"name": "my job"}, "got 'my job': use --name my_job"),
+        ({"name": "3d"}, "with a letter first, got '3d': use --name job_3d"),
         ({"name": ""}, "got ''"),
-        ({"script": ""}, "path of a script is one line, got ''"),
-        ({"file": "a\nrm"}, "path of a job script is one line"),
+        ({"script": ""}, "path of a script must be one line, got ''"),
+        ({"file": "a\nrm"}, "path of a job script must be one line"),
     ],
 )
 def test_refused_with_the_cure(options: dict[str, object], words: str) -> None:

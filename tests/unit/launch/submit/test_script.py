@@ -26,7 +26,7 @@ WHOLE = """\
 #PBS -S /bin/bash
 #PBS -l place=scatter
 
-# Made by `torchmn submit` for PBS. Edit it as you like and submit it from
+# Written by `torchmn submit` for PBS. Edit it as you like; submit it in
 # the same folder: qsub multi_node_training.sh
 
 cd "$PBS_O_WORKDIR" || exit 1
@@ -35,7 +35,7 @@ log=torchmn-logs/multi_node_training.$job.$(date +%Y%m%d-%H%M%S)
 mkdir -p torchmn-logs || exit 1
 exec >>"$log.log" 2>&1
 end_job() {
-  echo "torchmn: the job ended with exit status $1"
+  echo "torchmn: job ended with exit status $1"
   exit "$1"
 }
 
@@ -43,7 +43,7 @@ export TORCHMN_JOB_END=$(($(date +%s) + 600))  # the walltime above
 export NCCL_SHM_DISABLE=1
 . ./venv/bin/activate || end_job 1
 command -v torchmn >/dev/null || {
-  echo "torchmn: no torchmn on $(hostname): name its environment with --activate" >&2
+  echo "torchmn: torchmn is not installed on $(hostname): use --activate" >&2
   end_job 127
 }
 
@@ -60,12 +60,12 @@ torchmn run --per-node 2 --threads 1 -x NCCL_SHM_DISABLE --log-dir "$log" \\
   train_cifar_multi_node.py --no_snapshot --epoch 4 --batchsize 32
 status=$?
 
-# Exit status 85: saved before the time limit, go on in a new job.
+# Exit status 85: saved before the time limit, continue in a new job.
 if [ "$status" -eq 85 ]; then
   if next=$(qsub multi_node_training.sh); then
-    echo "torchmn: the job goes on as $next"
+    echo "torchmn: resubmitted as $next"
   else
-    echo "torchmn: qsub refused on $(hostname): submit this job again by hand" >&2
+    echo "torchmn: qsub failed on $(hostname): submit this job again by hand" >&2
   fi
 fi
 end_job "$status"
@@ -168,7 +168,7 @@ def test_directives_stand_before_the_first_command() -> None:
 
 @pytest.mark.parametrize("line", ["#SBATCH --mem=1G", "-l place=scatter", "#PBSX -q a", "# PBS"])
 def test_a_directive_of_another_scheduler_is_refused(line: str) -> None:
-    with pytest.raises(UsageError, match="A directive for PBS begins with #PBS and a blank"):
+    with pytest.raises(UsageError, match="A directive for PBS must begin with #PBS and a blank"):
         script(directives=(line,))
 
 

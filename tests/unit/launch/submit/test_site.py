@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchmn.errors import TorchmnError, UnknownNameError, UsageError
+from torchmn.errors import TorchmnError, UsageError
 from torchmn.launch.submit import Settings, Site, find_site, read_site
 
 TEXT = """
@@ -86,18 +86,18 @@ def test_the_file_of_the_folder_comes_before_the_one_at_home(tmp_path: Path) -> 
         ("[lsf]\nqueue = 'a'", "'lsf'. Known: "),
         ("scheduler = 'lsf'", "'lsf'. Known: pbs, slurm, grid_engine"),
         ("scheduler = ['pbs']", "['pbs']. Known: pbs"),
-        ("queue = 3", "queue is text in quotes, got 3"),
-        ("threads = '4'", "threads is a whole number, got '4'"),
-        ("threads = true", "threads is a whole number, got True"),
-        ("join_output = 'yes'", "join_output is true or false, got 'yes'"),
-        ("modules = 'cuda'", "modules is a list of texts"),
-        ("modules = [1]", "modules is a list of texts"),
-        ("exports = ['A=1']", "exports is a table"),
-        ("exports = { A = true }", "exports is a table"),
-        ("exports = { '1A' = 'x' }", "'1A' is no name of a variable"),
+        ("queue = 3", "queue must be a string in quotes, got 3"),
+        ("threads = '4'", "threads must be a whole number, got '4'"),
+        ("threads = true", "threads must be a whole number, got True"),
+        ("join_output = 'yes'", "join_output must be true or false, got 'yes'"),
+        ("modules = 'cuda'", "modules must be a list of strings"),
+        ("modules = [1]", "modules must be a list of strings"),
+        ("exports = ['A=1']", "exports must be a table"),
+        ("exports = { A = true }", "exports must be a table"),
+        ("exports = { '1A' = 'x' }", "'1A' is not the name of a variable"),
         ("walltime = '10m'", "hours:minutes:seconds"),
-        ("pbs = 3", "pbs is a table, got 3: write [pbs]"),
-        ("queue = ", "is no TOML: "),
+        ("pbs = 3", "pbs must be a table, got 3: write [pbs]"),
+        ("queue = ", "is not valid TOML: "),
     ],
 )
 def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, words: str) -> None:
@@ -119,5 +119,5 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_unknown_keys_are_unknown_names(tmp_path: Path) -> None:
-    with pytest.raises(UnknownNameError):
+    with pytest.raises(UsageError, match="Unknown key 'colour'"):
         read_site(written(tmp_path, "colour = 'red'"))
