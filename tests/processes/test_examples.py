@@ -156,7 +156,9 @@ def options(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(EXAMPLES / "cifar")
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield importlib.import_module("options")
-    for name in [name for name in sys.modules if name.split(".")[0] in ("options", "models")]:
+    for name in [
+        name for name in sys.modules if name.split(".")[0] in ("options", "models", "datasets")
+    ]:
         del sys.modules[name]
 
 
