@@ -5,7 +5,6 @@ from torchmn.training.batch_source import BatchSource, EpochLoader
 from torchmn.training.classifier import Classifier
 from torchmn.training.early_stopping import MultiNodeEarlyStoppingTrigger
 from torchmn.training.log_report import LogReport
-from torchmn.training.multiprocess_updater import MultiprocessParallelUpdater
 from torchmn.training.observation_aggregator import ObservationAggregator
 from torchmn.training.plot import PlotAtEnd
 from torchmn.training.progress import ProgressBar
@@ -21,7 +20,6 @@ __all__ = [
     "EpochLoader",
     "LogReport",
     "MultiNodeEarlyStoppingTrigger",
-    "MultiprocessParallelUpdater",
     "ObservationAggregator",
     "PlotAtEnd",
     "ProgressBar",
