@@ -22,7 +22,7 @@ from pathlib import Path
 from signal import SIGTERM
 from typing import Any
 
-from torchmn.control.processes import death_with_parent, python_module
+from torchmn.control.processes import kill_on_parent_death, python_module
 from torchmn.errors import UsageError
 from torchmn.launch.job import Backend, Job
 from torchmn.launch.start import run_job
@@ -101,7 +101,7 @@ def launch_local(
         (folder / "main").write_bytes(pickle.dumps(main))
         for rank, given in enumerate(arguments):
             (folder / f"call{rank}").write_bytes(pickle.dumps((function, given)))
-        prepare = death_with_parent(SIGTERM)
+        prepare = kill_on_parent_death(SIGTERM)
 
         def prepare_launcher() -> None:
             if cores:
