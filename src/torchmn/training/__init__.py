@@ -6,8 +6,6 @@ from torchmn.training.classifier import Classifier
 from torchmn.training.early_stopping import MultiNodeEarlyStoppingTrigger
 from torchmn.training.log_report import LogReport
 from torchmn.training.observation_aggregator import ObservationAggregator
-from torchmn.training.plot import PlotAtEnd
-from torchmn.training.progress import ProgressBar
 from torchmn.training.reports import extend_with_reports
 from torchmn.training.standard_updater import StandardUpdater
 from torchmn.training.trainer import Trainer
@@ -21,8 +19,6 @@ __all__ = [
     "LogReport",
     "MultiNodeEarlyStoppingTrigger",
     "ObservationAggregator",
-    "PlotAtEnd",
-    "ProgressBar",
     "StandardUpdater",
     "Trainer",
     "Updater",
