@@ -38,7 +38,8 @@ class Resharding(Protocol):
 def reshard_object(target: object, states: Sequence[State], comm: Communicator) -> State:
     """What this rank loads into ``target``: rank 0's state, unless it knows better. Local."""
     if isinstance(target, Resharding):
-        return target.reshard_state_dict(states, comm)
+        state: State = target.reshard_state_dict(states, comm)
+        return state
     return states[0]
 
 
