@@ -43,7 +43,7 @@ def bars_of(runs: Runs, chosen: Chosen) -> list[Bar]:
     return bars
 
 
-def verdicts(runs: Runs, chosen: Chosen) -> dict[str, str]:
+def failed_limits(runs: Runs, chosen: Chosen) -> dict[str, str]:
     """By side, why it does not pass: its first limit that is not held or not measured; or "".
 
     The baseline passes: it is what the others are compared with.
