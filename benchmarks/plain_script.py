@@ -48,6 +48,7 @@ def main() -> None:
         import torchmn
 
         comm = torchmn.create_communicator()
+        torchmn.seed_ranks(0, comm)  # different dropout masks, as DDP's users seed by rank
         codec = None if arguments.side == "float32" else arguments.side
         optimizer = torchmn.create_multi_node_optimizer(optimizer, comm, model, codec=codec)
 

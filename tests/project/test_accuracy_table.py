@@ -151,9 +151,9 @@ def table_runs(load, run_of):  # type: ignore[no-untyped-def]
 def test_a_side_passes_only_if_it_holds_all_limits(load, table_runs, mnist, cifar, reason) -> None:  # type: ignore[no-untyped-def]
     bars = load("accuracy.bars")
     points = {"mnist": mnist} | ({} if cifar is None else {"cifar": cifar})
-    reason_ = bars.failed_limits(table_runs("every step int8", **points), {})["every step int8"]
-    assert verdict.startswith(reason)
-    assert bool(verdict) == bool(reason)
+    found = bars.failed_limits(table_runs("every step int8", **points), {})["every step int8"]
+    assert found.startswith(reason)
+    assert bool(found) == bool(reason)
 
 
 def test_a_missing_seed_is_no_pass(load, table_runs) -> None:  # type: ignore[no-untyped-def]

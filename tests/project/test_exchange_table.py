@@ -1,4 +1,4 @@
-"""The table of `make bench-exchange`: what hangs together, how turns are newest, what counts."""
+"""The table of `make bench-exchange`: consistency, comparison of turns, sides that count."""
 
 from __future__ import annotations
 
