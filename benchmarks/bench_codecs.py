@@ -111,7 +111,7 @@ def measure(codec: StripeCodec, bucket: Layout, *, has_limit: bool) -> list[Bar]
         median_bar(f"{name}: {side}", [1e3 * s for s in spent], "ms")
         for side, spent in times.items()
     ]
-    bars.append(Bar(f"{name}: bytes on the wire", encoded.numel() / (4 * bucket.numel), "x"))
+    bars.append(Bar(f"{name}: encoded bytes", encoded.numel() / (4 * bucket.numel), "x"))
     return bars
 
 

@@ -18,8 +18,8 @@ class Setting:
 
     ``workers`` has the number of workers on each host: one entry is this machine, several are test
     hosts. ``timeout_s`` is the time-out of a collective, doubled for the first one. ``share`` is
-    the relative frequency of the setting. ``is_exact``: a resumed run must end with the same bits as an
-    undisturbed one.
+    the relative frequency of the setting. ``is_exact``: a resumed run must end with the same bits
+    as an undisturbed one.
     """
 
     workers: tuple[int, ...] = (2,)
@@ -51,7 +51,7 @@ class Setting:
 
     @property
     def training(self) -> tuple[str, ...]:
-        """What determines the bits of the result; with ``workers`` it is the key of the reference."""
+        """What determines the bits; with ``workers`` it is the key of the reference run."""
         return (self.backend, self.route, self.schedule, self.codec, str(self.num_steps))
 
     @property
