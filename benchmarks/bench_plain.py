@@ -1,13 +1,16 @@
 """A plain script (`plain_script.py`) timed from outside, on two test hosts, a fresh process a rank.
 
-    bench_plain.py [--rates 1gbit,10gbit] [--sides SIDE,...] [--units N] [--steps N] [--batch N]
+    bench_plain.py [--rates 1gbit,10gbit] [--sides SIDE,...] [--units N] [--steps N] [--keep-heap]
 
 `bench_exchange.py` measures sides that live in the same processes and run warm. A user's script
 starts cold, has its own heap, and is not started by `torchmn run`. The sides take turns, each turn
-a fresh job; a ratio is one of jobs that ran next to each other. Beside the ratios stand the
-processor seconds and the page faults of a step, which another program on the machine disturbs
-less. Every job, with the counters of each of its steps, is written to `out/plain.jsonl`. Needs
-Linux and root.
+is a new job, and a ratio compares jobs of the same unit. It also reports the processor seconds and
+the page faults of a step, which other programs on the machine disturb less than the time. Every
+job, with the counters of each step, is appended to `out/plain.jsonl`. Needs Linux and root.
+
+glibc returns the free memory at the end of the heap to the kernel when it exceeds 64 MB. The
+activations of one step do, so every step faults their pages in again; whether that happens depends
+on what else was allocated, and therefore differs between sides. ``--keep-heap`` turns it off.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ from record import OUT, Bar, median_bar, median_interval, report
 
 SCRIPT = Path(__file__).parent / "plain_script.py"
 JOB_TIMEOUT_S = 300
+KEEP_HEAP = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+"""The second one is the default after some steps, but setting the first one disables that."""
 BASELINES = {"ddp": "no-exchange", "float32": "ddp", "int8": "no-exchange"}
 """What the speed of a side is compared with."""
 
@@ -37,6 +42,9 @@ def main() -> int:
     parser.add_argument("--sides", default=",".join(SIDES), help="sides, with ,")
     parser.add_argument("--units", type=int, default=5, help="jobs of every side")
     parser.add_argument("--steps", type=int, default=12, help="timed steps of a job")
+    parser.add_argument(
+        "--keep-heap", action="store_true", help="have malloc return no memory to the kernel"
+    )
     parser.add_argument("--batch", type=int, default=32, help="images of a rank in a step")
     arguments = parser.parse_args()
     from torchmn.testing.netlab import missing_requirement
@@ -63,7 +71,7 @@ def _measure(rate: str, arguments: argparse.Namespace) -> dict[str, list[list[di
     with netlab(2, rate, cores=cores) as lab, (OUT / "plain.jsonl").open("a") as file:
         for unit in range(arguments.units):
             for side in arguments.sides.split(","):
-                ranks = _run_job(lab, [side, *options])
+                ranks = _run_job(lab, [side, *options], KEEP_HEAP if arguments.keep_heap else {})
                 jobs[side].append(ranks)
                 file.write(json.dumps({"rate": rate, "side": side, "ranks": ranks}) + "\n")
                 file.flush()
@@ -72,12 +80,13 @@ def _measure(rate: str, arguments: argparse.Namespace) -> dict[str, list[list[di
     return jobs
 
 
-def _run_job(lab: Any, args: list[str]) -> list[dict[str, Any]]:
+def _run_job(lab: Any, args: list[str], malloc: dict[str, str]) -> list[dict[str, Any]]:
     """Start the script once on every host; what its ranks printed."""
     processes = []
     for rank, host in enumerate(lab.hosts):
         env = {
             **os.environ,
+            **malloc,
             "OMP_NUM_THREADS": "1",
             "MASTER_ADDR": lab.hosts[0].name,
             "MASTER_PORT": "29500",
@@ -113,6 +122,7 @@ def _bars(rate: str, jobs: dict[str, list[list[dict[str, Any]]]]) -> list[Bar]:
         for counter, unit, factor in (
             ("main_thread_s", "ms", 1e3),
             ("all_threads_s", "ms", 1e3),
+            ("system_s", "ms", 1e3),
             ("page_faults", "", 1.0),
         ):
             samples = [

@@ -81,11 +81,14 @@ def main() -> None:
 def _usage() -> dict[str, float]:
     """Counters of this process so far."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
+    main_thread = resource.getrusage(resource.RUSAGE_THREAD)
     return {
         "wall_s": time.perf_counter(),
         "main_thread_s": time.thread_time(),
         "all_threads_s": time.process_time(),
         "page_faults": usage.ru_minflt,
+        "main_thread_page_faults": main_thread.ru_minflt,
+        "system_s": usage.ru_stime,
         "involuntary_switches": usage.ru_nivcsw,
     }
 
