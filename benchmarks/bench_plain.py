@@ -73,7 +73,17 @@ def _measure(rate: str, arguments: argparse.Namespace) -> dict[str, list[list[di
             for side in arguments.sides.split(","):
                 ranks = _run_job(lab, [side, *options], KEEP_HEAP if arguments.keep_heap else {})
                 jobs[side].append(ranks)
-                file.write(json.dumps({"rate": rate, "side": side, "ranks": ranks}) + "\n")
+                file.write(
+                    json.dumps(
+                        {
+                            "rate": rate,
+                            "keep_heap": arguments.keep_heap,
+                            "side": side,
+                            "ranks": ranks,
+                        }
+                    )
+                    + "\n"
+                )
                 file.flush()
                 seconds = ", ".join(f"{rank['seconds']:.3f}" for rank in ranks)
                 print(f"{rate}: unit {unit + 1}: {side}: {seconds} s per step", flush=True)
