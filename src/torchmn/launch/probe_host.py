@@ -1,6 +1,6 @@
-"""``python -m torchmn.launch.probe_host``: a host tells its facts before anything is started on it.
+"""``python -m torchmn.launch.probe_host``: check a host before anything is started on it.
 
-Reads what is asked from its standard input and answers on the standard output, each a line of JSON.
+Reads a request from standard input and writes the answer to standard output, a line of JSON each.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torchmn.launch.host_checks import HostFacts, find_problem, versions
 
 
 def main() -> None:
-    """Answer one question."""
-    asked = json.loads(sys.stdin.readline())
-    problem = find_problem(asked["cwd"], asked["script"])
+    """Answer one request."""
+    request = json.loads(sys.stdin.readline())
+    problem = find_problem(request["cwd"], request["script"])
     facts = HostFacts(versions=versions(), port=find_free_port(""), problem=problem)
     print(json.dumps(asdict(facts)), flush=True)
 

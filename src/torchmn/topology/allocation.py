@@ -1,6 +1,6 @@
-"""What a scheduler gave this job: its name, its number, and the hosts. Reads, never changes.
+"""The hosts that a scheduler has allocated to this job. Reads, never changes.
 
-PBS and Grid Engine write a file (``PBS_NODEFILE``: a line per worker; ``PE_HOSTFILE``: host, slots,
+PBS and Grid Engine write a file (``PBS_NODEFILE``: a line per rank; ``PE_HOSTFILE``: host, slots,
 queue, processors), Slurm a compressed list (``SLURM_JOB_NODELIST`` with ``SLURM_TASKS_PER_NODE``).
 """
 
@@ -34,7 +34,7 @@ class Allocation:
 def allocation(env: Mapping[str, str]) -> Allocation | None:
     """The allocation that this process runs in, or ``None``. Local.
 
-    Raises TopologyError: two schedulers contradict each other, or what one says cannot be read.
+    Raises TopologyError: two schedulers contradict each other, or a file or list cannot be read.
     """
     found = [given for read in (_pbs, _slurm, _grid_engine) if (given := read(env)) is not None]
     if len({given.hosts for given in found}) > 1:
@@ -84,7 +84,7 @@ def _grid_engine(env: Mapping[str, str]) -> Allocation | None:
     rows = [line.split() for line in _text(path, "PE_HOSTFILE").splitlines() if line.strip()]
     if not rows or any(len(row) < 2 or not re.fullmatch("[0-9]{1,9}", row[1]) for row in rows):
         raise TopologyError(
-            f"PE_HOSTFILE={path} should hold lines like 'n1 2 all.q@n1 UNDEFINED'. Unset it, or "
+            f"PE_HOSTFILE={path} must hold lines like 'n1 2 all.q@n1 UNDEFINED'. Unset it, or "
             "start the job with qsub -pe, which sets it."
         )
     return Allocation(

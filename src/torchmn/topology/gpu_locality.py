@@ -1,4 +1,4 @@
-"""Which cores and which memory node lie next to a GPU, from sysfs. Reads, never changes."""
+"""Which cores and which memory node are next to a GPU, from sysfs. Reads, never changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NODES = "sys/devices/system/node"
 
 @dataclass(frozen=True, kw_only=True)
 class GpuLocality:
-    """What lies next to one GPU: cores by number, and the memory node, -1 if there is only one."""
+    """The cores next to one GPU by number, and its memory node, -1 if there is only one."""
 
     bus: str
     cores: frozenset[int]
@@ -22,10 +22,10 @@ class GpuLocality:
 
 
 def gpu_localities(env: Mapping[str, str], root: Path = Path("/")) -> tuple[GpuLocality, ...]:
-    """The neighbourhoods of the GPUs that this process may use, in CUDA's order. Local.
+    """The localities of the GPUs that this process may use, in CUDA's order. Local.
 
     CUDA's order is taken to be that of the bus, as it is for GPUs of one kind. Empty where the
-    driver tells nothing, or where CUDA_VISIBLE_DEVICES names GPUs in another way than by number.
+    driver reports nothing, or where CUDA_VISIBLE_DEVICES names GPUs other than by number.
     """
     folder = root / _GPUS
     buses = sorted(path.name.lower() for path in folder.iterdir()) if folder.is_dir() else []

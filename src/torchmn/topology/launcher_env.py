@@ -1,4 +1,4 @@
-"""What the launcher says about this process's rank: read from its variables, never guessed.
+"""The rank of this process and related facts, read from the variables of its launcher.
 
 Every function is pure over a mapping of environment variables. A launcher is a row of data in
 `LAUNCHERS`, innermost first: torchrun's agents may be started by an MPI, and an MPI's daemons by
@@ -27,7 +27,7 @@ class LauncherVariables:
     launcher: str
     kind: Literal["agents", "mpi", "scheduler"]
     rank: Names
-    size: Names = ()  # empty: this launcher does not say how many ranks there are
+    size: Names = ()  # empty: this launcher does not set the number of ranks
     intra_rank: Names = ()
     intra_size: Names = ()
     inter_rank: Names = ()
@@ -98,7 +98,7 @@ _FIRST_SPECIAL_SLURM_STEP = 0xFFFFFFF0
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherInfo:
-    """What a launcher says about this process; ``None`` where it does not say.
+    """What a launcher sets for this process; ``None`` where it sets nothing.
 
     ``variables`` are the (name, text) pairs it was read from, for messages.
     """
@@ -119,7 +119,7 @@ class LauncherInfo:
         if self.known_size is None:
             raise TopologyError(
                 f"{self.launcher} says that this is rank {self.rank} ({self.words}) but not how "
-                "many ranks there are. Use the MPI transport, which knows, or set RANK and "
+                "many ranks there are. Use the MPI transport, which does, or set RANK and "
                 "WORLD_SIZE for every rank."
             )
         return self.known_size
@@ -135,7 +135,7 @@ class LauncherInfo:
 
 
 def read_launcher_env(env: Environment) -> LauncherInfo | None:
-    """The place that the innermost launcher gave this process, or ``None`` without a launcher.
+    """The facts of the innermost launcher about this process, or ``None`` without a launcher.
 
     Facts that it leaves out are filled in from launchers that describe the same world. Local.
     Raises TopologyError: a variable is missing or no count, or two launchers contradict each other.

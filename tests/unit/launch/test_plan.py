@@ -83,7 +83,7 @@ def test_a_job_of_pbs_gives_the_hosts_unless_others_are_named(tmp_path: Path) ->
         ({"num_nodes": 2}, UsageError, "--nodes 2 needs a list of hosts"),
         ({"num_ranks": 0}, UsageError, "at least 1, got 0"),
         ({"num_ranks": 2, "per_node": 3}, UsageError, "-n 2 contradicts --per-node 3"),
-        ({"hosts": "a.invalid:2", "num_ranks": 3}, UsageError, "3 workers are more than the 2"),
+        ({"hosts": "a.invalid:2", "num_ranks": 3}, UsageError, "3 ranks are more than the 2"),
         ({"hosts": "a.invalid", "launcher": "local"}, UsageError, "on this host only"),
     ],
 )

@@ -82,7 +82,7 @@ def test_node_lists(text: str, names: list[str]) -> None:
 
 @pytest.mark.parametrize("text", ["", "n[", "n[1-", "n[3-1]", "n[a]", "n]1["])
 def test_what_is_no_node_list(text: str) -> None:
-    with pytest.raises(TopologyError, match="SLURM_JOB_NODELIST should look like"):
+    with pytest.raises(TopologyError, match="SLURM_JOB_NODELIST must look like"):
         parse_node_list(text)
 
 
@@ -112,15 +112,15 @@ def test_seats(wanted: dict[str, int], assign_slots: list[str]) -> None:
 @pytest.mark.parametrize(
     ("wanted", "words"),
     [
-        ({"num_ranks": 7}, "7 workers are more than the 6 slot.s. of a:4, b:2"),
+        ({"num_ranks": 7}, "7 ranks are more than the 6 slot.s. of a:4, b:2"),
         ({"num_nodes": 3}, "--nodes 3, but there are 2 host"),
         ({"per_node": 3}, "--per-node 3 is more than the slots of b:2"),
         (
             {"per_node": 1, "num_nodes": 2, "num_ranks": 1},
             "-n 1 contradicts --nodes 2 --per-node 1",
         ),
-        ({"num_ranks": 0}, "-n is a number of at least 1"),
-        ({"num_nodes": -1}, "--nodes is a number of at least 1"),
+        ({"num_ranks": 0}, "-n must be at least 1"),
+        ({"num_nodes": -1}, "--nodes must be at least 1"),
     ],
 )
 def test_seats_that_are_not_there(wanted: dict[str, int], words: str) -> None:

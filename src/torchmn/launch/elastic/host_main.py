@@ -1,9 +1,9 @@
 """``python -m torchmn.launch.elastic.host_main``: one host of an elastic job.
 
 Reads its order from the standard input, reports to the rendezvous, and runs torchrun's agent for
-the workers of this host, round after round. Beside it, threads hold copies in memory for them. It
-ends with the job, with the launcher (the end of the standard input) and with the rendezvous, and
-lets nothing live on.
+the ranks of this host, round after round. Threads hold checkpoint replicas in memory for them. It
+ends with the job, with the launcher (the end of standard input) and with the rendezvous, and kills
+all processes below it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Signalled(Exception):
 
 
 def main() -> int:
-    """Run this host's part of the job; the exit code says whether it ended as it was told."""
+    """Run this host's part of the job; the exit code is 0 if it ended regularly."""
     adopt_orphans()
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, _raise_signalled)
@@ -68,7 +68,7 @@ def _take_part(order: dict[str, Any], hosts: list[Host]) -> None:
     secret = order["secret"]
     address = local_address_for(order["rendezvous"].rpartition(":")[0])
     if address is None:
-        raise LaunchError(f"No way leads from {socket.gethostname()} to {order['rendezvous']}.")
+        raise LaunchError(f"No route from {socket.gethostname()} to {order['rendezvous']}.")
     listener = socket.create_server((address, 0), backlog=64)
 
     def post(message: ElasticMessage) -> None:

@@ -17,9 +17,9 @@ Flavour = Literal["Open MPI", "Hydra"]
 
 
 def flavour_of(mpirun: str) -> tuple[Flavour, int]:
-    """Which mpirun this is, and its major version, by its own words.
+    """The implementation of this mpirun and its major version, from ``--version``.
 
-    Raises LaunchError: none we know, or it is broken.
+    Raises LaunchError: it is unknown, or does not run.
     """
     try:
         answer = subprocess.run(
@@ -29,16 +29,16 @@ def flavour_of(mpirun: str) -> tuple[Flavour, int]:
         raise LaunchError(
             f"{mpirun} does not answer --version: {error}. Use --backend gloo."
         ) from None
-    words = answer.stdout + answer.stderr
-    version = re.search(r"(\d+)\.\d+", words)
+    output = answer.stdout + answer.stderr
+    version = re.search(r"(\d+)\.\d+", output)
     major = int(version[1]) if version else 0
-    if "Open MPI" in words or "OpenRTE" in words:
+    if "Open MPI" in output or "OpenRTE" in output:
         return "Open MPI", major
-    if "HYDRA" in words or "Intel(R) MPI" in words:
+    if "HYDRA" in output or "Intel(R) MPI" in output:
         return "Hydra", major
-    first = words.strip().splitlines()[:1]
+    first = output.strip().splitlines()[:1]
     raise LaunchError(
-        f"{mpirun} is neither Open MPI nor MPICH or Intel MPI (it says {first}). "
+        f"{mpirun} is neither Open MPI nor MPICH or Intel MPI (it reports {first}). "
         "Start the script with it directly, or use --backend gloo."
     )
 
@@ -87,7 +87,7 @@ def command(
 
 
 def _between_hosts(mpirun: str, env: Mapping[str, str], network: str, major: int) -> list[str]:
-    """What Open MPI must know to start daemons elsewhere and to use the right network."""
+    """Options by which Open MPI starts its daemons on other hosts and uses the right network."""
     shell = remote_shell(env)
     options = []
     if shell[0] != "srun":  # Slurm's it finds itself

@@ -15,13 +15,13 @@ def wish(**more: object) -> RunOptions:
 
 @pytest.mark.parametrize("text", ["", "2", ":", "a:b", "2:", "-1:2", "1:2:3"])
 def test_what_is_no_range_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="--elastic is MIN:MAX"):
+    with pytest.raises(UsageError, match="--elastic must be MIN:MAX"):
         parse_elastic(text)
 
 
 @pytest.mark.parametrize("text", ["", "n0", ":1", "n0:", "n0:x", "n0:65536"])
 def test_what_is_no_address_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="--rendezvous is HOST:PORT"):
+    with pytest.raises(UsageError, match="--rendezvous must be HOST:PORT"):
         parse_rendezvous(text)
 
 
@@ -79,9 +79,9 @@ def test_a_dry_run_shows_the_rendezvous_and_the_hosts_without_the_secret() -> No
 
 def test_a_rendezvous_that_cannot_listen_says_where_and_why(tmp_path: Path) -> None:
     elastic, _ = plan_elastic(wish(rendezvous="a:29", log_dir=tmp_path), {})
-    assert elastic.read_store_answer('{"address": "1.2.3.4:29"}') == "1.2.3.4:29"
+    assert elastic.parse_address('{"address": "1.2.3.4:29"}') == "1.2.3.4:29"
     with pytest.raises(LaunchError, match="cannot listen at a:29: in use"):
-        elastic.read_store_answer('{"error": "in use"}')
+        elastic.parse_address('{"error": "in use"}')
     for said in ("", "noise", "[]"):
         with pytest.raises(LaunchError, match="a:29 did not start"):
-            elastic.read_store_answer(said)
+            elastic.parse_address(said)
