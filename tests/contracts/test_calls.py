@@ -45,7 +45,7 @@ def test_over_streams(size: int) -> None:
         inner = TorchDistributedTransport(store, rank, size, timeout_s=20, is_trusted=True)
         comm = create_communicator(
             "hierarchical",
-            transport=TcpTransport.over(inner, TimeLimit(20)),
+            transport=TcpTransport.connect(inner, TimeLimit(20)),
             topology=Topology.blocks([1] * size),
             timeout_s=20,
         )

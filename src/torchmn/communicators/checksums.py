@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchmn.communicators.object_codec import as_bytes
 
-_MOST_NAMED = 5
+_MAX_NAMED = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +72,9 @@ def differences(everybody: Sequence[Mapping[str, int | str]]) -> list[Difference
 def sentence(found: Sequence[Difference], step: int | None = None) -> str:
     """What an error or a warning says about some differences."""
     when = "" if step is None else f" after step {step}"
-    text = f"replicas differ{when} in {'; '.join(str(each) for each in found[:_MOST_NAMED])}"
-    if len(found) > _MOST_NAMED:
-        text += f"; and in {len(found) - _MOST_NAMED} more"
+    text = f"replicas differ{when} in {'; '.join(str(each) for each in found[:_MAX_NAMED])}"
+    if len(found) > _MAX_NAMED:
+        text += f"; and in {len(found) - _MAX_NAMED} more"
     return (
         f"{text}. The schedule promises the same bits on all ranks: something changed them beside "
         "the optimizer, or memory is faulty. Go on from a checkpoint before this step."

@@ -94,7 +94,7 @@ def create_communicator(
         timeout_s: the limit of every single collective in seconds; 0 is none.
         first_timeout_s: the limit up to the end of the first exchange of gradients, while ranks
             still read data or compile, each at its pace; 5 times ``timeout_s`` when not given.
-        allreduce_grad_dtype: float16 or bfloat16 on the wire, else the gradients' own dtype.
+        allreduce_grad_dtype: float16 or bfloat16 on the algorithm, else the gradients' own dtype.
 
     Raises:
         UnknownNameError: no such route or transport.
@@ -166,7 +166,7 @@ def _say_what_is_missing(comm: Communicator) -> None:
     if comm.inter_size == 1 or comm.device.type != "cpu":
         return
     link = None if comm.inter_node_group is None else comm.inter_node_group.transport
-    own = link.missing if isinstance(link, TcpTransport) else ""
+    own = link.fallback_reason if isinstance(link, TcpTransport) else ""
     found = [missing for missing in comm.allgather_obj(own) if missing]
     if not found:
         return
@@ -225,7 +225,7 @@ def _own_part(
     own = world.split(range(world.size), key, limit)
     # Where bytes cross hosts, they do so with fewer cycles over connections of our own.
     is_gloo = isinstance(own, TorchDistributedTransport) and device.type == "cpu"
-    return TcpTransport.over(own, limit) if is_gloo and len(topology.nodes) > 1 else own
+    return TcpTransport.connect(own, limit) if is_gloo and len(topology.nodes) > 1 else own
 
 
 def _shared_secret(world: Transport, timeout_s: float) -> bytes:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -115,24 +114,18 @@ class FlightRecorder:
             # job has failed would depend on who is faster.
             script_monitor.look_for_hang()
 
-    @contextmanager
-    def label(self, *, bucket: int | None = None, step: int | None = None) -> Iterator[None]:
-        """Name the bucket and the step that the collectives inside belong to."""
-        before = self._bucket, self._step
+    def set_label(self, bucket: int | None, step: int | None) -> None:
+        """Name the bucket and the step that the next collectives belong to."""
         self._bucket, self._step = bucket, step
-        if step is not None and self._first_step is None:
+        if step is not None and not self.has_stepped:
+            self.has_stepped = self._first_step not in (None, step)
             self._first_step = step
-        self.has_stepped = self.has_stepped or step not in (None, self._first_step)
-        try:
-            yield
-        finally:
-            self._bucket, self._step = before
 
     def entries(self) -> list[CollectiveRecord]:
         """The recorded collectives, oldest first; a snapshot, safe from any thread."""
         return list(self._entries.copy())
 
-    def know(self, group: str, ranks: Sequence[int]) -> None:
+    def register_group(self, group: str, ranks: Sequence[int]) -> None:
         """Note which of the communicator's ranks a group has; else it has all."""
         self._members[group] = tuple(ranks)
 

@@ -1,6 +1,6 @@
 """The one place through which every collective of every transport passes.
 
-A `Group` is a transport with a name, the journal of its rank and a time limit. Its methods block
+A `Group` is a transport with a name, the flight_recorder of its rank and a time limit. Its methods block
 and run inside engine jobs; routes and wires are written in them.
 """
 
@@ -31,7 +31,7 @@ class Group:
         name: str,
         transport: Transport,
         *,
-        journal: FlightRecorder,
+        flight_recorder: FlightRecorder,
         engine: Engine,
         timeout_s: float,
         rank_label: str,
@@ -41,7 +41,7 @@ class Group:
         self.transport = transport
         self.rank = transport.rank
         self.size = transport.size
-        self.journal = journal
+        self.flight_recorder = flight_recorder
         self.engine = engine
         self.timeout_s = timeout_s
         self.first_timeout_s = timeout_s if first_timeout_s is None else first_timeout_s
@@ -50,14 +50,14 @@ class Group:
     @property
     def limit_s(self) -> float:
         """Of the next collective: the first ones wait for what ranks do at different speeds."""
-        return self.timeout_s if self.journal.has_stepped else self.first_timeout_s
+        return self.timeout_s if self.flight_recorder.has_stepped else self.first_timeout_s
 
-    def over(self, transport: Transport) -> Group:
+    def with_transport(self, transport: Transport) -> Group:
         """The same ranks over another transport."""
         return Group(
             self.name,
             transport,
-            journal=self.journal,
+            flight_recorder=self.flight_recorder,
             engine=self.engine,
             timeout_s=self.timeout_s,
             rank_label=self.rank_label,
@@ -69,7 +69,7 @@ class Group:
         transport = self._run(
             "split", (len(ranks),), None, lambda limit: self.transport.split(ranks, key, limit)
         )
-        part = self.over(transport)
+        part = self.with_transport(transport)
         part.name = name
         return part
 
@@ -97,6 +97,15 @@ class Group:
             tuple(buffer.shape),
             buffer,
             lambda limit: self.transport.all_reduce_(buffer, op, limit),
+        )
+
+    def striped_all_reduce_(self, buffer: Tensor) -> None:
+        """Sum in place over all ranks, by the same algorithm over all transports."""
+        self._run(
+            "all_reduce",
+            tuple(buffer.shape),
+            buffer,
+            lambda limit: self.transport.striped_all_reduce_(buffer, "sum", limit),
         )
 
     def reduce_(self, buffer: Tensor, root: int) -> None:
@@ -170,20 +179,20 @@ class Group:
     ) -> Result:
         dtype = _DTYPE_NAMES.get(tensor.dtype, "?") if tensor is not None else "-"
         limit_s = self.limit_s
-        entry = self.journal.begin(self.name, name, shape, dtype, limit_s)
+        entry = self.flight_recorder.begin(self.name, name, shape, dtype, limit_s)
         try:
             result = body(TimeLimit(limit_s, self.engine.is_eager))
         except (TimeLimitError, PeerLostError) as error:
-            self.journal.end(entry, "late" if isinstance(error, TimeLimitError) else "failed")
+            self.flight_recorder.end(entry, "late" if isinstance(error, TimeLimitError) else "failed")
             cure = (
                 "Another rank may be slower than the limit (raise timeout_s=), may have ended, or "
                 "may be in a different collective: look at the other ranks' last words."
             )
             raise type(error)(f"{self.rank_label}: {entry}: {error} {cure}") from error
         except Exception as error:
-            self.journal.end(entry, "failed")
+            self.flight_recorder.end(entry, "failed")
             raise CommunicationError(f"{self.rank_label}: {entry} failed: {error}") from error
-        self.journal.end(entry, "done")
+        self.flight_recorder.end(entry, "done")
         return result
 
 

@@ -30,7 +30,7 @@ _HEAD = struct.Struct("<8sBiq")  # signature, state, bytes of the call as text, 
 INLINE_BYTES = ROW_BYTES - _HEAD.size
 
 _PLAIN, _INLINE, _REFUSED = range(3)
-_MOST_VERSIONS = 8
+_MAX_VERSIONS = 8
 
 
 class Call:
@@ -164,6 +164,6 @@ def _versions(seen: Sequence[str]) -> str:
         ranks_of.setdefault(text, []).append(rank)
     said = [
         f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}"
-        for text, ranks in list(ranks_of.items())[:_MOST_VERSIONS]
+        for text, ranks in list(ranks_of.items())[:_MAX_VERSIONS]
     ]
-    return "; ".join(said) + ("; ..." if len(ranks_of) > _MOST_VERSIONS else "")
+    return "; ".join(said) + ("; ..." if len(ranks_of) > _MAX_VERSIONS else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchmn.communicators.allreduce import Cargo, Wire
+from torchmn.communicators.allreduce import ReduceBlock, AllReduceAlgorithm
 from torchmn.communicators.base import Communicator
 from torchmn.errors import UnsupportedError
 
@@ -19,11 +19,11 @@ class PureNcclCommunicator(Communicator):
                 "pure_nccl needs a CUDA device on every rank, and this rank found none. "
                 "Use 'auto', 'single_node' or 'hierarchical' on CPUs."
             )
-        if self.world.transport.name != "torch.distributed":
+        if not self.world.transport.supports_nccl:
             raise UnsupportedError(
                 "pure_nccl needs transport='torch', not "
                 f"{self.world.transport.name!r}: NCCL is reached through torch.distributed."
             )
 
-    def _sum_(self, cargo: Cargo, wire: Wire) -> None:
-        wire.sum_(self.world, cargo)
+    def _sum_(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:
+        algorithm.sum_(self.world, block)

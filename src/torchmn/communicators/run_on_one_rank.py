@@ -28,9 +28,9 @@ _KINDS: dict[str, type[TorchmnError]] = {
 def run_on_one_rank(
     comm: Communicator, worker: int, work: Callable[[Callable[[], None]], Result]
 ) -> Result:
-    """Run ``work(keep_waiting)`` on rank ``worker`` and give its result to all ranks. *Collective*.
+    """Run ``work(heartbeat)`` on rank ``worker`` and give its result to all ranks. *Collective*.
 
-    ``work`` calls ``keep_waiting()`` every now and then: several times per time limit of the
+    ``work`` calls ``heartbeat()`` every now and then: several times per time limit of the
     communicator it lets the others know, so the work as a whole may take longer than the limit.
     The result travels as an object.
 

@@ -29,12 +29,12 @@ def download(
     path: Path,
     *,
     md5: str,
-    keep_waiting: Callable[[], None] = lambda: None,
+    heartbeat: Callable[[], None] = lambda: None,
 ) -> None:
     """Fetch ``url`` to ``path``, whose folder is made where it is missing. Local.
 
     The file appears under its name when it is complete and its checksum is right. The bar goes to
-    stderr, where that is a terminal. ``keep_waiting`` is called after every piece.
+    stderr, where that is a terminal. ``heartbeat`` is called after every piece.
 
     Raises:
         UsageError: the address is not http or https.
@@ -52,7 +52,7 @@ def download(
     part = Path(name)
     try:
         with os.fdopen(number, "wb") as file:
-            seen = _fetch(url, file.write, keep_waiting)
+            seen = _fetch(url, file.write, heartbeat)
             file.flush()
             os.fsync(file.fileno())
         if seen != md5:
@@ -72,7 +72,7 @@ def download(
         part.unlink(missing_ok=True)
 
 
-def _fetch(url: str, write: Callable[[bytes], object], keep_waiting: Callable[[], None]) -> str:
+def _fetch(url: str, write: Callable[[bytes], object], heartbeat: Callable[[], None]) -> str:
     """Pass on what comes and return its md5 sum."""
     digest = hashlib.md5(usedforsecurity=False)
     request = Request(url, headers={"User-Agent": "torchmn"})
@@ -88,7 +88,7 @@ def _fetch(url: str, write: Callable[[bytes], object], keep_waiting: Callable[[]
             digest.update(chunk)
             num_bytes += len(chunk)
             progress.update(task, completed=num_bytes)
-            keep_waiting()
+            heartbeat()
     if total is not None and num_bytes < total:
         raise OSError(f"the connection ended after {num_bytes:,} of {total:,} bytes")
     return digest.hexdigest()

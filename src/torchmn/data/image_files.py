@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from torchmn.communicators.run_on_one_rank import raise_if_any_failed, run_on_one_rank
+from torchmn.communicators.heartbeat import raise_if_any_failed, run_on_one_rank
 from torchmn.data.cifar_files import find_cifar10, read_cifar10
 from torchmn.data.download import download as fetch
 from torchmn.data.idx_files import find_mnist, read_mnist
@@ -152,9 +152,9 @@ def load_images(
     files = IMAGE_FILES[name]
     root = default_data_root() if data_root is None else Path(data_root)
 
-    def provide(keep_waiting: Callable[[], None]) -> None:
+    def provide(heartbeat: Callable[[], None]) -> None:
         if download:
-            _download(files, root / name, mirror or files.address, keep_waiting, _find(files, root))
+            _download(files, root / name, mirror or files.address, heartbeat, _find(files, root))
 
     if comm is None:
         provide(lambda: None)
@@ -179,7 +179,7 @@ def _download(
     files: ImageFiles,
     folder: Path,
     address: str,
-    keep_waiting: Callable[[], None],
+    heartbeat: Callable[[], None],
     found: Path | None,
 ) -> None:
     """Fetch all files where none was found, or what an earlier download did not get to."""
@@ -189,7 +189,7 @@ def _download(
     for file, md5 in files.md5_sums.items():
         if file not in have:
             url = f"{address.rstrip('/')}/{file}"
-            fetch(url, folder / file, md5=md5, keep_waiting=keep_waiting)
+            fetch(url, folder / file, md5=md5, heartbeat=heartbeat)
 
 
 def _find(files: ImageFiles, root: Path) -> Path | None:

@@ -17,7 +17,7 @@ import torch
 from pytorch_pfn_extras.training.extensions.evaluator import DistributedEvaluator, Evaluator
 from torch.utils.data import DataLoader
 
-from torchmn.communicators.heartbeat_gather import HeartbeatGather
+from torchmn.communicators.heartbeat import HeartbeatGather
 from torchmn.errors import RankMismatchError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.evaluation.buffers import BUFFER_RULES, BufferRule, sync_buffers_
 from torchmn.evaluation.one_pass import named_loaders

@@ -10,7 +10,7 @@ import torch
 from pytorch_pfn_extras.training import extension
 from torch import nn
 
-from torchmn.communicators.heartbeat_gather import HeartbeatGather
+from torchmn.communicators.heartbeat import HeartbeatGather
 from torchmn.errors import UsageError
 from torchmn.evaluation.batches import batch_to, call_with_batch
 from torchmn.evaluation.one_pass import one_pass

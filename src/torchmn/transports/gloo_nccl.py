@@ -50,6 +50,7 @@ class TorchDistributedTransport(Transport):
     """
 
     name = "torch.distributed"
+    supports_nccl = True
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class TorchDistributedTransport(Transport):
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             self._nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options)
-        _see_to_the_end().add(self)
+        _register_exit_cleanup().add(self)
 
     def _group(self, tensor: Tensor) -> Any:
         if not tensor.is_cuda:
@@ -182,7 +183,7 @@ class TorchDistributedTransport(Transport):
 
 
 @cache
-def _see_to_the_end() -> weakref.WeakSet[TorchDistributedTransport]:
+def _register_exit_cleanup() -> weakref.WeakSet[TorchDistributedTransport]:
     """What is open, closed when the interpreter ends. Once.
 
     gloo's threads end the process with SIGABRT if its groups are still there when Python takes

@@ -33,7 +33,7 @@ from torchmn.units import GiB, KiB
 
 _NATIVE_BYTES = 16 * KiB
 _POLLS_BEFORE_YIELD = 2000
-_FAREWELL_S = 60.0
+_EXIT_TIMEOUT_S = 60.0
 _TURN = threading.Lock()
 """Held for each call of MPI, none of which blocks: THREAD_SERIALIZED allows one thread at a time,
 and a parameter server has several."""
@@ -48,6 +48,9 @@ class MpiTransport(Transport):
 
     name = "mpi"
     is_trusted = True
+    is_concurrent = False
+    is_close_collective = True
+    has_fast_small_sums = True
 
     def __init__(self, mpi_comm: Any, *, scratch: Scratch | None = None) -> None:
         self._mpi = load_mpi()
@@ -260,12 +263,12 @@ def load_mpi() -> Any:
             f"transport='mpi' needs mpi4py and an MPI library ({error}). "
             "Install them with: pip install 'torchmn[mpi]', or use transport='torch'."
         ) from error
-    _see_to_the_end(MPI)
+    _register_exit_cleanup(MPI)
     return MPI
 
 
 @cache
-def _see_to_the_end(mpi: Any) -> None:
+def _register_exit_cleanup(mpi: Any) -> None:
     """An exception ends the job, and leaving does not wait for ranks that do not come. Once."""
     hook = sys.excepthook
 
@@ -295,7 +298,7 @@ def _leave(mpi: Any) -> None:
         return
     with _TURN:
         request = mpi.COMM_WORLD.Ibarrier()
-    limit_s = float(os.environ.get("TORCHMN_EXIT_TIMEOUT_S", _FAREWELL_S))
+    limit_s = float(os.environ.get("TORCHMN_EXIT_TIMEOUT_S", _EXIT_TIMEOUT_S))
     deadline = time.monotonic() + limit_s
 
     def is_done() -> bool:

@@ -34,9 +34,9 @@ import torch
 from torch import Tensor
 
 from torchmn.errors import TorchmnError, UnsupportedError
-from torchmn.transports.base import Message, ReduceOp, TimeLimit, Transport, fold
+from torchmn.transports.base import ReduceOp, TimeLimit, Transport, WrappingTransport, fold
 from torchmn.transports.node_barrier import ARRIVED, FOLDED, NodeCounters, counters_nbytes
-from torchmn.transports.shared_segment import Address, Purpose, SharedMemorySegment
+from torchmn.transports.shared_segment import Address, ErrorContext, SharedMemorySegment
 from torchmn.units import KiB, MiB
 
 CHUNK_BYTES = 2 * MiB
@@ -44,27 +44,25 @@ _SEGMENT_BYTES = 128 * MiB  # on nodes with many ranks chunks get smaller
 _SMALL_BYTES = 32 * KiB
 _CACHED_BYTES = 256 * KiB  # what is folded at a time, so that copies of it come from the cache
 _PAGE_BYTES = 4 * KiB
-_PURPOSE = Purpose(
+_PURPOSE = ErrorContext(
     "the exchange between this node's ranks",
     "Make the folder larger (docker: --shm-size).",
 )
 
 
-class SharedMemoryTransport(Transport):
+class SharedMemoryTransport(WrappingTransport):
     """Collectives of one node through shared memory, everything else by ``inner``. *Collective.*
 
     Raises UnsupportedError on all ranks alike: the ranks cannot share memory.
     """
 
     name = "shared_memory"
+    is_shared_memory = True
 
     def __init__(
         self, inner: Transport, limit: TimeLimit, *, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
-        super().__init__(inner.rank, inner.size, inner.scratch)
-        self.inner = inner
-        self.is_trusted = inner.is_trusted
-        self.is_threaded = getattr(inner, "is_threaded", True)
+        super().__init__(inner)
         self._chunk_bytes = min(
             chunk_bytes, _SEGMENT_BYTES // (2 * self.size) // _PAGE_BYTES * _PAGE_BYTES
         )
@@ -86,13 +84,13 @@ class SharedMemoryTransport(Transport):
         shared = torch.frombuffer(
             self._map_together(self.size * nbytes, limit), dtype=torch.uint8
         ).view(self.size, nbytes)
-        everybody = [
+        all_ranks = [
             shared[rank, : numel * dtype.itemsize].view(dtype) for rank in range(self.size)
         ]
-        mine = everybody[self.rank]
-        self._residents[mine.data_ptr()] = everybody
+        mine = all_ranks[self.rank]
+        self._residents[mine.data_ptr()] = all_ranks
         # The entry holds aliases, so it cannot keep the tensor that is handed out alive.
-        everybody[self.rank] = mine.detach()
+        all_ranks[self.rank] = mine.detach()
         weakref.finalize(mine, self._residents.pop, mine.data_ptr(), None)
         return mine
 
@@ -135,13 +133,13 @@ class SharedMemoryTransport(Transport):
 
     def all_reduce_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
         """See `Transport.all_reduce_`."""
-        is_better_inside = buffer.nbytes <= _SMALL_BYTES and self.inner.name == "mpi"
+        is_better_inside = buffer.nbytes <= _SMALL_BYTES and self.inner.has_fast_small_sums
         if buffer.is_cuda or is_better_inside:
             self.inner.all_reduce_(buffer, op, limit)
         elif buffer.nbytes <= _SMALL_BYTES:
             self._all_reduce_small_(buffer, op, limit)
-        elif everybody := self._residents.get(buffer.data_ptr()):
-            self._fold_resident(everybody, buffer, range(self.size), op, limit)
+        elif all_ranks := self._residents.get(buffer.data_ptr()):
+            self._fold_resident(all_ranks, buffer, range(self.size), op, limit)
         else:
             for chunk in self._chunks(buffer):
                 pieces, slots = self._fold_chunk(chunk, op, limit)
@@ -161,8 +159,8 @@ class SharedMemoryTransport(Transport):
         """See `Transport.reduce_`."""
         if buffer.is_cuda:
             self.inner.reduce_(buffer, root, limit)
-        elif everybody := self._residents.get(buffer.data_ptr()):
-            self._fold_resident(everybody, buffer, (root,), "sum", limit)
+        elif all_ranks := self._residents.get(buffer.data_ptr()):
+            self._fold_resident(all_ranks, buffer, (root,), "sum", limit)
         else:
             for chunk in self._chunks(buffer):
                 pieces, slots = self._fold_chunk(chunk, "sum", limit)
@@ -175,12 +173,12 @@ class SharedMemoryTransport(Transport):
         """See `Transport.broadcast_`."""
         if buffer.is_cuda:
             self.inner.broadcast_(buffer, root, limit)
-        elif everybody := self._residents.get(buffer.data_ptr()):
+        elif all_ranks := self._residents.get(buffer.data_ptr()):
             self._open()
             self._count(ARRIVED)
             self._wait(ARRIVED, limit)
             if self.rank != root:
-                buffer.copy_(everybody[root][: buffer.numel()])
+                buffer.copy_(all_ranks[root][: buffer.numel()])
             self._count(FOLDED)
             self._wait(FOLDED, limit)
         else:
@@ -199,12 +197,12 @@ class SharedMemoryTransport(Transport):
             self.inner.all_gather_stripes_(buffer, limit)
             return
         stripes = self.stripes(buffer)
-        if everybody := self._residents.get(buffer.data_ptr()):
+        if all_ranks := self._residents.get(buffer.data_ptr()):
             self._open()
             self._count(ARRIVED)
             self._wait(ARRIVED, limit)
             for peer in self._others:
-                stripes[peer].copy_(self.stripes(everybody[peer][: buffer.numel()])[peer])
+                stripes[peer].copy_(self.stripes(all_ranks[peer][: buffer.numel()])[peer])
             self._count(FOLDED)
             self._wait(FOLDED, limit)
             return
@@ -226,8 +224,8 @@ class SharedMemoryTransport(Transport):
         if buffer.is_cuda:
             self.inner.reduce_scatter_stripes_(buffer, op, limit)
             return
-        if everybody := self._residents.get(buffer.data_ptr()):
-            self._fold_resident(everybody, buffer, (self.rank,), op, limit)
+        if all_ranks := self._residents.get(buffer.data_ptr()):
+            self._fold_resident(all_ranks, buffer, (self.rank,), op, limit)
             return
         stripes = self.stripes(buffer)
         step = max(1, self._chunk_bytes // buffer.element_size() // self.size)
@@ -248,7 +246,7 @@ class SharedMemoryTransport(Transport):
 
     def _fold_resident(
         self,
-        everybody: Sequence[Tensor],
+        all_ranks: Sequence[Tensor],
         buffer: Tensor,
         receivers: Sequence[int],
         op: ReduceOp,
@@ -258,7 +256,7 @@ class SharedMemoryTransport(Transport):
         self._open()
         self._count(ARRIVED)
         self._wait(ARRIVED, limit)
-        stripes = [self.stripes(one[: buffer.numel()])[self.rank] for one in everybody]
+        stripes = [self.stripes(one[: buffer.numel()])[self.rank] for one in all_ranks]
         step = _CACHED_BYTES // buffer.element_size()
         for start in range(0, stripes[0].numel(), step):
             parts = [stripe[start : start + step] for stripe in stripes]
@@ -320,18 +318,6 @@ class SharedMemoryTransport(Transport):
 
     def _wait(self, counter: int, limit: TimeLimit) -> None:
         self._counters.wait(counter, self._sequence, limit)
-
-    # ---- everything else ----
-
-    def exchange(
-        self, sends: Sequence[Message], recvs: Sequence[Message], limit: TimeLimit, tag: int = 0
-    ) -> None:
-        """See `Transport.exchange`."""
-        self.inner.exchange(sends, recvs, limit, tag)
-
-    def receive_any(self, buffer: Tensor, limit: TimeLimit, tag: int = 0) -> int:
-        """See `Transport.receive_any`."""
-        return self.inner.receive_any(buffer, limit, tag)
 
     def split(self, ranks: Sequence[int], key: str, limit: TimeLimit) -> Transport:
         """See `Transport.split`: the part shares memory as well."""

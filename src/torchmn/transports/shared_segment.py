@@ -22,7 +22,7 @@ SHARED_DIRECTORY = "/dev/shm"
 
 
 @dataclass(frozen=True)
-class Purpose:
+class ErrorContext:
     """How errors name what the memory is for, and what else a user can do."""
 
     what: str
@@ -49,7 +49,7 @@ class SharedMemorySegment:
 
     @classmethod
     def create(
-        cls, size: int, purpose: Purpose, directory: str = SHARED_DIRECTORY
+        cls, size: int, purpose: ErrorContext, directory: str = SHARED_DIRECTORY
     ) -> SharedMemorySegment:
         """Memory that will hold ``size`` bytes once they are reserved; ``directory`` has room now.
 
@@ -65,10 +65,10 @@ class SharedMemorySegment:
         try:
             memory = cls(os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
         except OSError as error:
-            raise explained(error, size, directory, purpose) from error
+            raise memory_error_from(error, size, directory, purpose) from error
         facts = os.statvfs(directory)
         if facts.f_bavail * facts.f_frsize < size:
-            raise explained(OSError(errno.ENOSPC, ""), size, directory, purpose)
+            raise memory_error_from(OSError(errno.ENOSPC, ""), size, directory, purpose)
         return memory
 
     @classmethod
@@ -134,8 +134,8 @@ class SharedMemorySegment:
         return SharedMemorySegment.attach, (self.address(),)
 
 
-def explained(
-    error: OSError, size: int, directory: str, purpose: Purpose
+def memory_error_from(
+    error: OSError, size: int, directory: str, purpose: ErrorContext
 ) -> SharedMemoryError | UnsupportedError:
     """The sentence for an OSError while ``size`` bytes were being put into ``directory``."""
     if error.errno in (errno.EOPNOTSUPP, errno.EISDIR):

@@ -36,7 +36,7 @@ class Own:
 
 
 def carry(obj: object, sender: Trust = NOBODY, receiver: Trust = NOBODY) -> object:
-    """Through a message, as over a wire."""
+    """Through a message, as over a algorithm."""
     message = object_codec.pack(obj, sender, note="n")
     note, body, tensors = object_codec.unpack_head(message.head, torch.device("cpu"))
     assert note == "n"

@@ -53,8 +53,8 @@ def test_the_error_names_collective_rank_and_host(what: str) -> None:
         assert text.startswith("rank 0 of 2 on here (")
         assert "within 0.5 s" in text
         assert "raise timeout_s=" in text
-        assert f"#{comm.journal.last.number} of group 'world'" in text
-        assert comm.journal.last.state == "late"
+        assert f"#{comm.flight_recorder.last.number} of group 'world'" in text
+        assert comm.flight_recorder.last.state == "late"
         for other in CALLS.values():
             with pytest.raises(CommunicationError, match="unusable since an exchange failed: rank"):
                 other(comm)

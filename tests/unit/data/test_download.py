@@ -49,7 +49,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_a_file_with_its_checksum(server: str, tmp_path: Path, path: str) -> None:
     calls: list[None] = []
     into = tmp_path / "new" / "file"
-    download(f"{server}/{path}", into, md5=MD5, keep_waiting=lambda: calls.append(None))
+    download(f"{server}/{path}", into, md5=MD5, heartbeat=lambda: calls.append(None))
     assert into.read_bytes() == CONTENT
     assert [entry.name for entry in into.parent.iterdir()] == ["file"]
     assert len(calls) >= 4

@@ -32,7 +32,7 @@ def run(function, size, timeout_s=20.0):
 
     def rank_main(rank):
         inner = TorchDistributedTransport(store, rank, size, timeout_s=timeout_s)
-        with contextlib.closing(TcpTransport.over(inner, TimeLimit(timeout_s))) as transport:
+        with contextlib.closing(TcpTransport.connect(inner, TimeLimit(timeout_s))) as transport:
             return function(transport)
 
     return run_threads(rank_main, size)
@@ -46,7 +46,7 @@ def part(rank, dtype=torch.float64, numel=LARGE):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
 def test_sums_are_right_and_the_same_bits_everywhere(size, dtype) -> None:
     def rank_main(transport):
-        assert transport.name == "streams"
+        assert transport.name == "tcp"
         buffer = part(transport.rank, dtype, size * LARGE)
         transport.all_reduce_(buffer, "sum", TimeLimit(20))
         return buffer
@@ -194,7 +194,7 @@ def test_where_ranks_cannot_reach_each_other_all_go_on_without(monkeypatch) -> N
 
     def rank_main(transport):
         assert transport.name == "torch.distributed"
-        assert transport.missing == "ranks 0, 1, 2 could not be connected in 0.3 s"
+        assert transport.fallback_reason == "ranks 0, 1, 2 could not be connected in 0.3 s"
         buffer = torch.ones(LARGE)
         transport.all_reduce_(buffer, "sum", TimeLimit(20))
         assert (buffer == 3).all()
@@ -228,8 +228,8 @@ def test_strangers_neither_get_in_nor_keep_ranks_out(monkeypatch) -> None:
     def rank_main(rank):
         inner = Meddler(store, rank, 2, timeout_s=20, own_address="127.0.0.1")
         inner.strangers = strangers
-        with contextlib.closing(TcpTransport.over(inner, TimeLimit(20))) as transport:
-            assert transport.name == "streams"
+        with contextlib.closing(TcpTransport.connect(inner, TimeLimit(20))) as transport:
+            assert transport.name == "tcp"
             buffer = part(rank, numel=2 * LARGE)
             transport.all_reduce_(buffer, "sum", TimeLimit(20))
             return buffer
@@ -250,8 +250,8 @@ def test_ranks_without_the_secret_do_not_connect(monkeypatch) -> None:
     def rank_main(rank):
         known.secret = f"of job {rank}"
         inner = TorchDistributedTransport(store, rank, 2, timeout_s=20)
-        with contextlib.closing(TcpTransport.over(inner, TimeLimit(20))) as transport:
-            return transport.name, transport.missing
+        with contextlib.closing(TcpTransport.connect(inner, TimeLimit(20))) as transport:
+            return transport.name, transport.fallback_reason
 
     for name, missing in run_threads(rank_main, 2):
         assert name == "torch.distributed"
@@ -262,7 +262,7 @@ def test_more_ranks_than_are_connected_may_have_parts_that_are(monkeypatch) -> N
     monkeypatch.setattr(tcp, "MAX_PEERS", 1)
 
     def rank_main(transport):
-        assert (transport.name, transport.missing) == (
+        assert (transport.name, transport.fallback_reason) == (
             "torch.distributed",
             "3 ranks are more than 2",
         )
@@ -273,7 +273,7 @@ def test_more_ranks_than_are_connected_may_have_parts_that_are(monkeypatch) -> N
         if transport.rank == 2:
             return
         leaders = transport.split([0, 1], "leaders", TimeLimit(20))
-        assert (leaders.name, leaders.missing) == ("streams", "")
+        assert (leaders.name, leaders.fallback_reason) == ("tcp", "")
         buffer = torch.ones(2 * LARGE)
         leaders.all_reduce_(buffer, "sum", TimeLimit(20))
         assert (buffer == 2).all()
@@ -321,8 +321,8 @@ def test_listens_at_the_address_that_gloo_was_given(monkeypatch) -> None:
 
     def rank_main(rank):
         inner = TorchDistributedTransport(store, rank, 2, timeout_s=20, own_address="127.0.0.1")
-        with contextlib.closing(TcpTransport.over(inner, TimeLimit(20))) as transport:
+        with contextlib.closing(TcpTransport.connect(inner, TimeLimit(20))) as transport:
             return transport.name
 
-    assert run_threads(rank_main, 2) == ["streams"] * 2
+    assert run_threads(rank_main, 2) == ["tcp"] * 2
     assert set(hosts) == {"127.0.0.1"}

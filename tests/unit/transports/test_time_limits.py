@@ -36,7 +36,7 @@ def test_what_has_threads_of_its_own_ends_before_the_communicator() -> None:
     def job(comm) -> list[str]:
         order: list[str] = []
         comm.on_finalize(lambda: order.append(comm.allreduce_obj("a")))
-        channels = comm.channels("own")
+        channels = comm.new_transport("own")
         assert (channels.rank, channels.size) == (comm.rank, comm.size)
         comm.finalize()
         comm.finalize()
