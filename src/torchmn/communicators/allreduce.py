@@ -144,7 +144,9 @@ class CompressedAllReduce:
             stripes = self._messages[key] = _StripeMessages(self.codec, group, block)
         return stripes
 
-    def _scatter(self, group: Group, block: ReduceBlock, stripes: _StripeMessages) -> tuple[Tensor, Layout]:
+    def _scatter(
+        self, group: Group, block: ReduceBlock, stripes: _StripeMessages
+    ) -> tuple[Tensor, Layout]:
         """Send each encoded stripe to its owner. Returns the sum of the own stripe and its layout."""
         codec, buffer, footer = self.codec, block.buffer, block.exact.view(torch.uint8)
         for peer in stripes.others:
@@ -178,7 +180,12 @@ class CompressedAllReduce:
         return total, wide
 
     def _gather(
-        self, group: Group, block: ReduceBlock, stripes: _StripeMessages, total: Tensor, wide: Layout
+        self,
+        group: Group,
+        block: ReduceBlock,
+        stripes: _StripeMessages,
+        total: Tensor,
+        wide: Layout,
     ) -> None:
         """Send the encoded sum of the own stripe to all ranks and decode the sums of all stripes."""
         codec = self.codec
@@ -292,4 +299,6 @@ def create_allreduce(codec: Codec | None) -> AllReduceAlgorithm:
         return LowRankAllReduce(codec)
     if isinstance(codec, StripeCodec):
         return CompressedAllReduce(codec)
-    raise UsageError(f"{codec!r} is neither a StripeCodec nor PowerSGD, so no all-reduce can use it.")
+    raise UsageError(
+        f"{codec!r} is neither a StripeCodec nor PowerSGD, so no all-reduce can use it."
+    )

@@ -183,7 +183,9 @@ class Group:
         try:
             result = body(TimeLimit(limit_s, self.engine.is_eager))
         except (TimeLimitError, PeerLostError) as error:
-            self.flight_recorder.end(entry, "late" if isinstance(error, TimeLimitError) else "failed")
+            self.flight_recorder.end(
+                entry, "late" if isinstance(error, TimeLimitError) else "failed"
+            )
             cure = (
                 "Another rank may be slower than the limit (raise timeout_s=), may have ended, or "
                 "may be in a different collective: look at the other ranks' last words."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchmn.communicators.allreduce import ReduceBlock, AllReduceAlgorithm
+from torchmn.communicators.allreduce import AllReduceAlgorithm, ReduceBlock
 from torchmn.communicators.group import Group
 from torchmn.communicators.hierarchical import HierarchicalCommunicator
 
@@ -20,7 +20,9 @@ class NonCudaAwareCommunicator(HierarchicalCommunicator):
     name = "non_cuda_aware"
     _host: Tensor | None = None
 
-    def _sum_over_leaders_(self, leaders: Group, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:
+    def _sum_over_leaders_(
+        self, leaders: Group, block: ReduceBlock, algorithm: AllReduceAlgorithm
+    ) -> None:
         buffer = block.buffer
         if not buffer.is_cuda:
             super()._sum_over_leaders_(leaders, block, algorithm)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchmn.communicators.allreduce import ReduceBlock, AllReduceAlgorithm
+from torchmn.communicators.allreduce import AllReduceAlgorithm, ReduceBlock
 from torchmn.communicators.base import Communicator
 from torchmn.errors import UnsupportedError
 

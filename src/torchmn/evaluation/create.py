@@ -146,7 +146,7 @@ class _MultiNodeEvaluation:
 
     def _measure(self, loaders: Mapping[str, Any], meeting: HeartbeatGather) -> Sums:
         """Run the evaluator's own ``evaluate`` over some loaders."""
-        recorder = Recorder(meeting.beat)
+        recorder = Recorder(meeting.heartbeat)
         own_loaders = self._evaluator._iterators
         self._evaluator._iterators = {
             name: recorder.batches_of(loader) for name, loader in loaders.items()

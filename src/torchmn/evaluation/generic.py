@@ -100,7 +100,7 @@ class GenericMultiNodeEvaluator(extension.Extension):
     def _local_results(self, meeting: HeartbeatGather) -> list[Any]:
         results = []
         for number, batch in enumerate(self.iterator, start=1):
-            meeting.beat()
+            meeting.heartbeat()
             result = call_with_batch(self.calc_local, self.converter(batch, self.device))
             if result is None:
                 raise UsageError(

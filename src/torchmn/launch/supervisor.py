@@ -18,18 +18,18 @@ from types import FrameType
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.connection import Channel
 from torchmn.control.messages import (
-    End,
+    AgentHello,
     Exit,
-    Hello,
+    ForwardSignal,
+    LogWarning,
     Message,
-    Note,
-    Notice,
     Output,
     Refresh,
-    Refused,
-    Run,
-    Started,
+    ScriptStarted,
+    StartRefused,
+    StartScript,
     StatusRequest,
+    Terminate,
 )
 from torchmn.control.processes import (
     adopt_orphans,
@@ -38,14 +38,14 @@ from torchmn.control.processes import (
     reap_children,
     send_group,
     signal_name,
-    watch_signals,
+    signal_socket,
 )
 from torchmn.exit_status import SAVED_STATUS, shell_code
 from torchmn.launch.console import RankOutput
 from torchmn.launch.host_checks import differences
 from torchmn.launch.job import Command, Job
 from torchmn.monitor.failure_detector import FailureDetector
-from torchmn.monitor.job_result import FAILURE_FILE, HANG_FILE, RankRecord, judge
+from torchmn.monitor.job_result import FAILURE_FILE, HANG_FILE, RankRecord, summarize
 
 _MARGIN_S = 3.0
 """How much longer than the ranks' grace we wait before we kill the agents themselves."""
@@ -59,7 +59,7 @@ class _Line:
 
     channel: Channel
     record: RankRecord
-    hello: Hello
+    hello: AgentHello
     script_pid: int = 0
 
 
@@ -79,7 +79,7 @@ class Supervisor:
         self._processes: dict[int, Command] = {}
         self._bystanders = descendants(os.getpid())
         self._gate = gate
-        self._wakeup = watch_signals(signal.SIGCHLD)
+        self._wakeup = signal_socket(signal.SIGCHLD)
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(signum) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(signum, self._on_signal)
@@ -202,7 +202,7 @@ class Supervisor:
     def _admit(self, channel: Channel, message: Message) -> None:
         """Take in who has passed the gate if it is an agent, its rank is free and nothing ends."""
         if (
-            not isinstance(message, Hello)
+            not isinstance(message, AgentHello)
             or message.rank not in range(self._job.num_ranks)
             or any(other.record is self._records[message.rank] for other in self._lines)
             or self._is_ending
@@ -227,7 +227,7 @@ class Supervisor:
         leader = hellos[0]
         for line in agents.values():
             line.channel.post(
-                Run(
+                StartScript(
                     argv=list(job.argv),
                     cwd=str(job.cwd),
                     log_dir=str(job.log_dir.absolute()),
@@ -243,15 +243,15 @@ class Supervisor:
             self._on_output(record, message)
         elif isinstance(message, Exit):
             record.exit = message
-        elif isinstance(message, Started):
+        elif isinstance(message, ScriptStarted):
             line.script_pid = message.pid
             if self._job.shows_binding:
                 self._show(partial(self._screen.say, _binding(record, message)))
-        elif isinstance(message, Refused):
+        elif isinstance(message, StartRefused):
             self._launcher_problem = f"rank {record.rank} on {record.host}: {message.text}"
         elif isinstance(message, Refresh):
             self._show(partial(self._screen.refresh, record.rank, message.text))
-        elif isinstance(message, Note):
+        elif isinstance(message, LogWarning):
             self._show(partial(self._screen.say, f"rank {record.rank}: {message.text}"))
         else:
             self._watch.hear(record, message, time.monotonic())
@@ -275,7 +275,7 @@ class Supervisor:
             signum = self._notices.pop(0)
             for line in self._lines:
                 if line.script_pid:
-                    line.channel.post(Notice(signum=signum))
+                    line.channel.post(ForwardSignal(signum=signum))
         if not self._is_ending:
             unstarted = [r.rank for r in self._records if not r.host]
             if unstarted and now > self._start_by and not self._launcher_problem:
@@ -283,7 +283,7 @@ class Supervisor:
                     f"rank(s) {', '.join(map(str, unstarted))} did not start within "
                     f"{self._job.start_limit_s:g} s"
                 )
-            if self._watch.must_ask(now):
+            if self._watch.must_query(now):
                 for line in self._lines:
                     line.channel.post(StatusRequest())
             must_end = self._watch.must_end(now)
@@ -327,7 +327,7 @@ class Supervisor:
         self._kill_at = time.monotonic() + self._job.grace_s + _MARGIN_S
         signum = signal.SIGINT if self._interrupted_by == signal.SIGINT else signal.SIGTERM
         for line in self._lines:
-            line.channel.post(End(signum=signum))
+            line.channel.post(Terminate(signum=signum))
         if not self._lines:
             for pid in self._processes:
                 send_group(pid, signal.SIGTERM)
@@ -341,7 +341,7 @@ class Supervisor:
             self._screen.close()
 
     def _report(self) -> int:
-        verdict = judge(
+        verdict = summarize(
             self._records,
             log_dir=self._job.log_dir,
             interrupted_by=self._interrupted_by,
@@ -351,22 +351,22 @@ class Supervisor:
         )
         first_failure = verdict.first_failure
         if first_failure and first_failure.num_lines_of_others_since and first_failure.last_errors:
-            words = [f"The last words of rank {first_failure.rank}:", *first_failure.last_words]
+            words = [f"The last words of rank {first_failure.rank}:", *first_failure.error_lines]
             self._show(partial(self._screen.quote, "\n".join(words)))
         is_silent = not any(record.num_lines for record in self._records)
-        if verdict.blames_launcher or (verdict.exit_code and is_silent):
+        if verdict.is_launcher_failure or (verdict.exit_code and is_silent):
             lines = self.launcher_log.read_text(errors="replace").splitlines()
             if lines:
                 self._show(partial(self._screen.quote, "\n".join(lines[-_NUM_QUOTED_LINES:])))
         if verdict.sentence:
-            words = first_failure.last_words if first_failure else []
+            words = first_failure.error_lines if first_failure else []
             if verdict.exit_code != SAVED_STATUS:
                 self._keep(FAILURE_FILE, "\n".join([*words, verdict.sentence]) + "\n")
             self._show(partial(self._screen.say, verdict.sentence))
         return verdict.exit_code
 
 
-def _binding(record: RankRecord, started: Started) -> str:
+def _binding(record: RankRecord, started: ScriptStarted) -> str:
     cores = ",".join(map(str, started.cores))
     return (
         f"rank {record.rank} on {record.host}: core(s) {cores}, {started.num_threads} thread(s)"

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.connection import Channel, address_of, listen
-from torchmn.control.messages import End, Exit, Present, StatusRequest
+from torchmn.control.messages import Exit, MonitorHello, StatusRequest, Terminate
 from torchmn.monitor.failure_detector import FailureDetector
-from torchmn.monitor.job_result import FAILURE_FILE, HANG_FILE, JobResult, RankRecord, judge
+from torchmn.monitor.job_result import FAILURE_FILE, HANG_FILE, JobResult, RankRecord, summarize
 
 ROLE = "hub"
 _PERIOD_S = 0.2
@@ -66,7 +66,7 @@ class MonitorServer:
             selector.select(_PERIOD_S)
         for channel, identity in self._gate.admit():
             if (
-                not isinstance(identity, Present)
+                not isinstance(identity, MonitorHello)
                 or identity.rank not in range(len(self._records))
                 or identity.rank in self._channels
             ):
@@ -92,7 +92,7 @@ class MonitorServer:
 
     def _act(self, now: float) -> None:
         if self._leave_at is None:
-            if self._watch.must_ask(now):
+            if self._watch.must_query(now):
                 for channel in self._channels.values():
                     channel.post(StatusRequest())
             if self._report_at is None and self._watch.must_end(now):
@@ -100,7 +100,7 @@ class MonitorServer:
             if self._report_at is not None and (now >= self._report_at or self._all_have_spoken()):
                 self._report()
                 for channel in self._channels.values():
-                    channel.post(End(signum=signal.SIGTERM))
+                    channel.post(Terminate(signum=signal.SIGTERM))
                 self._leave_at = now + _ENDING_S
         if all(self._records[rank].has_ended for rank in self._channels) and (
             len(self._channels) == len(self._records) or self._leave_at is not None
@@ -113,7 +113,7 @@ class MonitorServer:
 
     def _report(self) -> None:
         hang = self._watch.hang
-        verdict = judge(self._records, log_dir=self._log_dir, hang=hang, keeps_output=False)
+        verdict = summarize(self._records, log_dir=self._log_dir, hang=hang, keeps_output=False)
         if hang is not None:
             print(hang.text, file=sys.stderr)
             self._keep(HANG_FILE, hang.text)
@@ -121,7 +121,7 @@ class MonitorServer:
 
     def _say(self, verdict: JobResult) -> None:
         first_failure = verdict.first_failure
-        words = first_failure.last_words if first_failure is not None else []
+        words = first_failure.error_lines if first_failure is not None else []
         if words and first_failure is not None:
             words = [f"The last words of rank {first_failure.rank}:", *words]
         text = "\n".join([*words, f"torchmn: {verdict.sentence}"])

@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from torchmn.communicators.allreduce import (
-    ReduceBlock,
     NativeAllReduce,
+    ReduceBlock,
     ReduceScatterAllGather,
     create_allreduce,
 )
@@ -31,7 +31,9 @@ def test_short_buffers(codec: str | None, numel: int, num_exact: int, dtype: tor
         if num_exact:
             buffer[-num_exact:] = comm.rank + 1 + 2.0**-20  # lost in 16 bits
         algorithm = create_allreduce(create_codec(codec))
-        algorithm = ReduceScatterAllGather() if isinstance(algorithm, NativeAllReduce) else algorithm
+        algorithm = (
+            ReduceScatterAllGather() if isinstance(algorithm, NativeAllReduce) else algorithm
+        )
         comm.sum_(ReduceBlock(buffer, num_exact=num_exact), algorithm)
         return buffer
 

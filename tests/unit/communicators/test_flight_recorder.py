@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 
-import pytest
 import torch
 
 from tests.contracts.suites.communicator_contracts import network, sgd, step, training_data
@@ -20,29 +19,21 @@ def test_numbers_states_and_labels() -> None:
     assert first.state == "running"
     assert first.ended_s is None
     flight_recorder.end(first, "done")
-    with flight_recorder.label(bucket=2, step=7):
-        second = flight_recorder.begin("node", "reduce", (4, 5), "float64")
-        with flight_recorder.label(bucket=3, step=8):
-            third = flight_recorder.begin("node", "broadcast", (), "-")
-        fourth = flight_recorder.begin("node", "barrier", (), "-")
+    flight_recorder.set_label(2, 7)
+    second = flight_recorder.begin("node", "reduce", (4, 5), "float64")
+    third = flight_recorder.begin("node", "broadcast", (), "-")
+    flight_recorder.set_label(None, None)
     flight_recorder.end(second, "failed")
-    fifth = flight_recorder.begin("world", "barrier", (), "-")
-    assert flight_recorder.last is fifth
-    assert [e.number for e in flight_recorder.entries()] == [1, 2, 3, 4, 5]
-    assert [e.state for e in flight_recorder.entries()] == ["done", "failed", *["running"] * 3]
+    fourth = flight_recorder.begin("world", "barrier", (), "-")
+    assert flight_recorder.last is fourth
+    assert [e.number for e in flight_recorder.entries()] == [1, 2, 3, 4]
+    assert [e.state for e in flight_recorder.entries()] == ["done", "failed", *["running"] * 2]
     labels = [(e.bucket, e.step) for e in flight_recorder.entries()]
-    assert labels == [(None, None), (2, 7), (3, 8), (2, 7), (None, None)]
+    assert labels == [(None, None), (2, 7), (2, 7), (None, None)]
     assert first.ended_s >= first.started_s
     assert str(first) == "all_reduce #1 of group 'world' (shape (3,), float32)"
     assert str(second) == "reduce #2 of group 'node' (bucket 2, step 7, shape (4, 5), float64)"
-    assert third.shape == fourth.shape == ()
-
-
-def test_a_label_ends_with_an_error_too() -> None:
-    flight_recorder = FlightRecorder()
-    with pytest.raises(KeyError), flight_recorder.label(bucket=1, step=1):
-        raise KeyError
-    assert flight_recorder.begin("world", "barrier", (), "-").bucket is None
+    assert third.shape == ()
 
 
 def test_keeps_the_last_ones() -> None:
@@ -56,7 +47,9 @@ def test_overdue_is_what_has_not_completed_in_time() -> None:
     flight_recorder = FlightRecorder(job_ranks=[0, 1])
     flight_recorder.end(flight_recorder.begin("world", "barrier", (), "-", 0.0), "done")
     assert flight_recorder.overdue() is None
-    flight_recorder.end(flight_recorder.begin("world", "barrier", (), "-", 100.0), "failed")  # a peer was lost
+    flight_recorder.end(
+        flight_recorder.begin("world", "barrier", (), "-", 100.0), "failed"
+    )  # a peer was lost
     assert flight_recorder.overdue() is None
     late = flight_recorder.begin("world", "barrier", (), "-", 0.0)
     assert flight_recorder.overdue() is late
@@ -69,8 +62,8 @@ def test_a_description_has_the_ranks_as_the_job_calls_them() -> None:
     flight_recorder.register_group("leaders", [0, 2])
     for _ in range(2):
         flight_recorder.end(flight_recorder.begin("leaders", "all_reduce", (3,), "float32"), "done")
-    with flight_recorder.label(bucket=1, step=9):
-        flight_recorder.begin("world", "gather", (5,), "uint8")
+    flight_recorder.set_label(1, 9)
+    flight_recorder.begin("world", "gather", (5,), "uint8")
     leaders, world = flight_recorder.describe()
     assert leaders["ranks"] == [4, 7]
     assert leaders["number"] == 2

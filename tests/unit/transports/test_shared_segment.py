@@ -77,7 +77,9 @@ def test_missing_folder() -> None:
 def test_file_system_without_nameless_files() -> None:
     with pytest.raises(UnsupportedError, match="/proc cannot hold files without a name"):
         SharedMemorySegment.create(1, TEST, "/proc")
-    assert isinstance(memory_error_from(OSError(errno.EOPNOTSUPP, ""), 1, "/dev", TEST), UnsupportedError)
+    assert isinstance(
+        memory_error_from(OSError(errno.EOPNOTSUPP, ""), 1, "/dev", TEST), UnsupportedError
+    )
 
 
 def test_other_systems(monkeypatch: pytest.MonkeyPatch) -> None:

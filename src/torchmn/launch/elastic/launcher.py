@@ -20,14 +20,14 @@ from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect_authenticated
 from torchmn.control.connection import Channel
 from torchmn.control.messages.elastic import (
-    Absent,
-    Gathering,
     HostLost,
-    Over,
+    HostUnreachable,
+    JobEnded,
+    LauncherHello,
     Round,
-    Sentence,
+    RoundEnding,
     Stop,
-    Watcher,
+    UserMessage,
 )
 from torchmn.control.processes import (
     adopt_orphans,
@@ -35,7 +35,7 @@ from torchmn.control.processes import (
     kill_descendants,
     reap_children,
     signal_name,
-    watch_signals,
+    signal_socket,
 )
 from torchmn.errors import LaunchError
 from torchmn.exit_status import SAVED_STATUS, shell_code
@@ -68,7 +68,7 @@ class ElasticLauncher:
         self._address = address
         self._env = env
         self._bystanders = descendants(os.getpid())
-        self._wakeup = watch_signals(signal.SIGCHLD)
+        self._wakeup = signal_socket(signal.SIGCHLD)
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(signum) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(signum, self._on_signal)
@@ -119,7 +119,7 @@ class ElasticLauncher:
             raise LaunchError("The rendezvous has no standard output.")
         said = _first_line(self._store.stdout.fileno(), _STORE_START_S)
         self._rendezvous = self._elastic.read_store_answer(said)
-        identity = Watcher(pid=os.getpid())
+        identity = LauncherHello(pid=os.getpid())
         return connect_authenticated(
             self._rendezvous, secret=self._job.secret, role=ROLE, identity=identity
         )
@@ -172,23 +172,23 @@ class ElasticLauncher:
             is_going_on = self._end is None and not self._has_told_stop
             if ended is not None and is_going_on and self._channel is not None:
                 host, how = ended
-                self._channel.post(Absent(host=host, text=how))
+                self._channel.post(HostUnreachable(host=host, text=how))
                 self._say_once(f"{host} is not there ({how}); it is tried again and again.")
 
     def _on_rendezvous(self, channel: Channel) -> None:
         for message in channel.collect():
             if isinstance(message, Round) and not self._has_told_stop:
                 self._begin(message)
-            elif isinstance(message, Gathering) and self._ranks is not None:
+            elif isinstance(message, RoundEnding) and self._ranks is not None:
                 self._ranks.call_off()
             elif isinstance(message, HostLost):
                 self._say(f"{message.host} was lost: {message.text}")
                 self._hosts.give_up(message.host, self._job.grace_s + _MARGIN_S)
                 if self._ranks is not None:
                     self._ranks.lose(message.host)
-            elif isinstance(message, Sentence):
+            elif isinstance(message, UserMessage):
                 self._say_once(message.text)
-            elif isinstance(message, Over):
+            elif isinstance(message, JobEnded):
                 self._finish(message.text)
         if not channel.is_open and self._end is None:
             self._has_lost_store = True
@@ -276,11 +276,11 @@ class ElasticLauncher:
             return 0
         sentences, words, code = [f"{reason[:1].upper()}{reason[1:]}."], [], 1
         # ranks that only did as they were told are not to blame
-        if verdict and not (verdict.blames_launcher or self._has_lost_store):
+        if verdict and not (verdict.is_launcher_failure or self._has_lost_store):
             code = verdict.exit_code or 1
             sentences += [verdict.sentence] if verdict.sentence else []
             if verdict.first_failure is not None and verdict.first_failure.last_errors:
-                words = verdict.first_failure.last_words
+                words = verdict.first_failure.error_lines
                 quoted = [f"The last words of rank {verdict.first_failure.rank}:", *words]
                 self._show(partial(self._screen.quote, "\n".join(quoted)))
         text = " ".join(sentences)

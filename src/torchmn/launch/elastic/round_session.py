@@ -13,24 +13,24 @@ from pathlib import Path
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.connection import Channel
 from torchmn.control.messages import (
-    End,
+    AgentHello,
     Exit,
-    Hello,
+    ForwardSignal,
+    LogWarning,
     Message,
-    Note,
-    Notice,
     Output,
     Refresh,
-    Refused,
-    Run,
+    StartRefused,
+    StartScript,
     StatusRequest,
+    Terminate,
 )
 from torchmn.control.messages.elastic import Round
 from torchmn.exit_status import SAVED_STATUS
 from torchmn.launch.console import RankOutput
 from torchmn.launch.job import Job
 from torchmn.monitor.failure_detector import FailureDetector
-from torchmn.monitor.job_result import HANG_FILE, JobResult, RankRecord, judge
+from torchmn.monitor.job_result import HANG_FILE, JobResult, RankRecord, summarize
 
 
 @dataclass
@@ -39,7 +39,7 @@ class _Line:
 
     channel: Channel
     record: RankRecord
-    hello: Hello
+    hello: AgentHello
     has_order: bool = False
 
 
@@ -81,7 +81,7 @@ class RoundSupervisor:
 
     def verdict(self, interrupted_by: int | None = None) -> JobResult:
         """Who was to blame for the end of this round."""
-        return judge(
+        return summarize(
             self._records,
             log_dir=self.log_dir,
             interrupted_by=interrupted_by,
@@ -99,7 +99,7 @@ class RoundSupervisor:
         """Let visitors in, and end all ranks if one has failed or hangs."""
         self._admit()
         now = time.monotonic()
-        if self._watch.must_ask(now):
+        if self._watch.must_query(now):
             for line in self._lines:
                 line.channel.post(StatusRequest())
         if self._watch.must_end(now) and not self._has_ended:
@@ -108,13 +108,13 @@ class RoundSupervisor:
                 self._show(partial(self._screen.quote, self._watch.hang.text))
                 self.keep(self.log_dir / HANG_FILE, self._watch.hang.text)
             for line in self._lines:
-                line.channel.post(End(signum=signal.SIGTERM))
+                line.channel.post(Terminate(signum=signal.SIGTERM))
 
     def pass_on(self, signum: int) -> None:
         """Tell the scripts of a scheduler's signal; they go on."""
         for line in self._lines:
             if line.has_order:
-                line.channel.post(Notice(signum=signum))
+                line.channel.post(ForwardSignal(signum=signum))
 
     def call_off(self) -> None:
         """Hang up on agents that still wait for the others: they will not come."""
@@ -147,7 +147,11 @@ class RoundSupervisor:
         for channel, message in self._gate.admit():
             taken = {line.record.rank for line in self._lines}
             ranks = range(len(self._records))
-            if not isinstance(message, Hello) or message.rank not in ranks or message.rank in taken:
+            if (
+                not isinstance(message, AgentHello)
+                or message.rank not in ranks
+                or message.rank in taken
+            ):
                 channel.close()
                 continue
             line = _Line(channel, self._records[message.rank], message)
@@ -162,7 +166,7 @@ class RoundSupervisor:
         for line in self._lines:
             line.has_order = True
             line.channel.post(
-                Run(
+                StartScript(
                     argv=list(self._job.argv),
                     cwd=str(self._job.cwd),
                     log_dir=str(self.log_dir.absolute()),
@@ -191,12 +195,12 @@ class RoundSupervisor:
         elif isinstance(message, Exit):
             record.exit = message
             line.channel.close()
-        elif isinstance(message, Refused):
+        elif isinstance(message, StartRefused):
             text = f"rank {record.rank} on {record.host}: {message.text}"
             self._show(partial(self._screen.say, text))
         elif isinstance(message, Refresh):
             self._show(partial(self._screen.refresh, record.rank, message.text))
-        elif isinstance(message, Note):
+        elif isinstance(message, LogWarning):
             self._show(partial(self._screen.say, f"rank {record.rank}: {message.text}"))
         else:
             self._watch.hear(record, message, time.monotonic())

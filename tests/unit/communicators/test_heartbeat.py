@@ -1,4 +1,4 @@
-"""One rank works, all hear how it ended."""
+"""Work of one rank, and its outcome on all ranks."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ def test_work_may_take_longer_than_the_time_limit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "words"),
+    ("error", "kind", "text"),
     [
         (UsageError("a bad word"), UsageError, "Rank 1 on localhost: a bad word"),
         (OSError("disk"), DataError, "Rank 1 on localhost: OSError: disk"),
     ],
 )
-def test_its_error_is_everyone_s(error: Exception, kind: type, words: str) -> None:
+def test_its_error_is_raised_on_all_ranks(error: Exception, kind: type, text: str) -> None:
     def work(heartbeat) -> None:
         raise error
 
     results = run_ranks(lambda c: caught(lambda: run_on_one_rank(c, 1, work)), 3)
-    assert results == [(kind, words)] * 3
+    assert results == [(kind, text)] * 3
 
 
-def test_the_first_failure_is_everyone_s() -> None:
+def test_the_first_failure_is_raised_on_all_ranks() -> None:
     def main(comm):
         error = OSError(f"disk {comm.rank}") if comm.rank > 0 else None
         return caught(lambda: raise_if_any_failed(comm, error))
