@@ -135,7 +135,7 @@ class CompressedAllReduce:
         self._gather(group, block, stripes, total, wide)
 
     def prefetch_send(self, group: Group, block: ReduceBlock) -> None:
-        """See `AllReduceAlgorithm.prefetch_send`: it has to be encoded first, which keeps the order of residuals."""
+        """See `AllReduceAlgorithm.prefetch_send`: nothing, for it has to be encoded first."""
 
     def _stripes(self, group: Group, block: ReduceBlock) -> _StripeMessages:
         key = (block.layout, group.size, group.rank, block.num_exact)
@@ -147,7 +147,7 @@ class CompressedAllReduce:
     def _scatter(
         self, group: Group, block: ReduceBlock, stripes: _StripeMessages
     ) -> tuple[Tensor, Layout]:
-        """Send each encoded stripe to its owner. Returns the sum of the own stripe and its layout."""
+        """Send each stripe to its owner. Returns the sum of the own stripe and its layout."""
         codec, buffer, footer = self.codec, block.buffer, block.exact.view(torch.uint8)
         for peer in stripes.others:
             message, layout = stripes.outgoing[peer], stripes.layouts[peer]
@@ -187,7 +187,7 @@ class CompressedAllReduce:
         total: Tensor,
         wide: Layout,
     ) -> None:
-        """Send the encoded sum of the own stripe to all ranks and decode the sums of all stripes."""
+        """Send the encoded sum of the own stripe to all ranks and decode all sums."""
         codec = self.codec
         if wide.numel:
             codec.encode_stripe(total, wide, stripes.sums[group.rank], "owner")
@@ -245,7 +245,7 @@ class LowRankAllReduce:
             group.all_reduce_(block.exact)
 
     def prefetch_send(self, group: Group, block: ReduceBlock) -> None:
-        """See `AllReduceAlgorithm.prefetch_send`: it has to be factorised first."""
+        """See `AllReduceAlgorithm.prefetch_send`: nothing, for it has to be factorised first."""
 
 
 class _GroupOfRanks:

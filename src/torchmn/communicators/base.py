@@ -426,7 +426,8 @@ class Communicator(Collectives, ABC):
         self._subgroups.clear()
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.rank_label}, {self.topology}, {self.world.transport.name}>"
+        transport = self.world.transport.name
+        return f"<{type(self).__name__} {self.rank_label}, {self.topology}, {transport}>"
 
 
 def all_ranks_valid(group: Group, is_valid: bool) -> bool:

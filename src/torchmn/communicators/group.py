@@ -1,7 +1,7 @@
 """The one place through which every collective of every transport passes.
 
-A `Group` is a transport with a name, the flight_recorder of its rank and a time limit. Its methods block
-and run inside engine jobs; routes and wires are written in them.
+A `Group` is a transport with a name, the flight recorder of its rank and a time limit. Its methods
+block and run inside engine jobs; routes and all-reduce algorithms are written in them.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Group:
             )
             cure = (
                 "Another rank may be slower than the limit (raise timeout_s=), may have ended, or "
-                "may be in a different collective: look at the other ranks' last words."
+                "may be in a different collective: check the logs of the other ranks."
             )
             raise type(error)(f"{self.rank_label}: {entry}: {error} {cure}") from error
         except Exception as error:

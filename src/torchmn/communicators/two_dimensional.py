@@ -31,7 +31,8 @@ class TwoDimensionalCommunicator(Communicator):
         if not self.topology.is_balanced:
             raise UnsupportedError(
                 f"two_dimensional needs the same number of ranks on every node, but there are "
-                f"{self.topology}. Use 'hierarchical', or start the same number of ranks on every node."
+                f"{self.topology}. Use 'hierarchical', or start the same number "
+                "of ranks on every node."
             )
 
     def _connect(self) -> None:

@@ -75,7 +75,7 @@ class BackoffTimeLimit(TimeLimit):
         self._longest_pause_s = longest_pause_s
 
     def pause_s(self) -> float:
-        """See `TimeLimit.pause_s`: an eighth of the time waited so far, at most the longest pause."""
+        """See `TimeLimit.pause_s`: an eighth of the time waited so far, up to a limit."""
         waited_s = time.monotonic() - self._began_s
         return max(_POLL_S, min(waited_s / 8, self._longest_pause_s))
 
