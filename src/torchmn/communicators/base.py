@@ -23,11 +23,11 @@ from torchmn.communicators.allreduce import (
     ReduceBlock,
     create_allreduce,
 )
+from torchmn.communicators.collective_checks import Call
 from torchmn.communicators.collectives import Collectives
 from torchmn.communicators.engine import Engine, Work
 from torchmn.communicators.flight_recorder import FlightRecorder
 from torchmn.communicators.group import Group
-from torchmn.communicators.opening import Call
 from torchmn.communicators.reductions import dense, described
 from torchmn.compression import Codec
 from torchmn.errors import UnsupportedError, UsageError
@@ -333,7 +333,7 @@ class Communicator(Collectives, ABC):
                     parameter.grad = torch.zeros_like(parameter)
                 grads[name] = dense(f"multi_node_mean_grad of '{name}'", parameter.grad)
             parts = [f"'{name}' {described(grad)}" for name, grad in grads.items()]
-            return lambda: self._opening.meet(Call("multi_node_mean_grad", parts))
+            return lambda: self._check.compare(Call("multi_node_mean_grad", parts))
 
         self.engine.call(self._job("multi_node_mean_grad", prepare))
         for grad in grads.values():
@@ -354,7 +354,7 @@ class Communicator(Collectives, ABC):
 
         def prepare() -> Callable[[], list[tuple[int, int]]]:
             mine = (operator.index(color), operator.index(key))
-            return lambda: self._to_everybody(Call("split"), mine)
+            return lambda: self._to_all(Call("split"), mine)
 
         entries = self.engine.call(self._job("split", prepare))
         ranks = [r for _, r in sorted((e[1], r) for r, e in enumerate(entries) if e[0] == color)]
@@ -377,7 +377,7 @@ class Communicator(Collectives, ABC):
                     f"ranks={members}. Give at least one rank, each once, from 0 to "
                     f"{self.size - 1}."
                 )
-            return lambda: self._opening.meet(Call("subgroup", ranks=members))
+            return lambda: self._check.compare(Call("subgroup", ranks=members))
 
         self.engine.call(self._job("subgroup", prepare))
         members = [operator.index(rank) for rank in ranks]

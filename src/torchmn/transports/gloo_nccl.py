@@ -44,9 +44,9 @@ _LOST = ("connection closed", "connection reset", "broken pipe", "connection ref
 class TorchDistributedTransport(Transport):
     """gloo and, where there is a GPU, NCCL, over one store.
 
-    ``store`` must be reachable by all ranks and used by nobody else under the same prefix.
-    ``cuda_device`` is this rank's GPU or None, ``own_address`` the one of this host that the other
-    ranks reach. *Collective.*
+    ``store`` must be reachable by all ranks and not be used by anything else under the same prefix.
+    ``cuda_device`` is this rank's GPU or None, ``own_address`` the address at which the other ranks
+    reach this host. *Collective.*
     """
 
     name = "torch.distributed"
@@ -171,7 +171,7 @@ class TorchDistributedTransport(Transport):
             scratch=self.scratch,
             own_address=self.own_address,
         )
-        if part.size > 1:  # who leaves at once would break the connections of who still makes them
+        if part.size > 1:  # a rank that exits now would break connections that others still make
             part.barrier(limit)
         return part
 
@@ -184,10 +184,10 @@ class TorchDistributedTransport(Transport):
 
 @cache
 def _register_exit_cleanup() -> weakref.WeakSet[TorchDistributedTransport]:
-    """What is open, closed when the interpreter ends. Once.
+    """The open transports, closed when the interpreter exits. Registered once.
 
-    gloo's threads end the process with SIGABRT if its groups are still there when Python takes
-    itself apart: one exit in ten with 4 ranks.
+    gloo's threads end the process with SIGABRT if its groups still exist when Python finalizes:
+    one exit in ten with 4 ranks.
     """
     transports: weakref.WeakSet[TorchDistributedTransport] = weakref.WeakSet()
 
@@ -210,9 +210,9 @@ def _gloo(store: Any, rank: int, size: int, timeout: timedelta, own_address: str
 
 
 def _sized_tag(tag: int, tensor: Tensor) -> int:
-    """A tag that holds the size as well: gloo ends the process when sizes do not match.
+    """A tag that includes the size: gloo ends the process when sizes do not match.
 
-    Ranks in different collectives then wait for messages that do not come, until their time limit.
+    Ranks in different collectives then wait until their time limit.
     """
     return (tag << 16 | zlib.crc32(str(tensor.nbytes).encode()) & 0xFFFF) & 0x7FFFFFFF
 
@@ -222,12 +222,12 @@ def _left(limit: TimeLimit) -> timedelta:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory as bytes, so that every dtype travels."""
+    """The same memory as bytes, so that every dtype can be sent."""
     return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
 
 
 def _translate(error: Exception, what: str, seconds: float) -> TorchmnError:
-    """Say in our words what gloo or NCCL said."""
+    """The torchmn error for an error of gloo or NCCL."""
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     lowered = text.lower()
     if any(word in lowered for word in _LOST):

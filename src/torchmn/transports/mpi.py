@@ -1,4 +1,4 @@
-"""MPI by mpi4py.
+"""MPI, through mpi4py.
 
 `mpi4py.MPI` is imported, and MPI thereby initialised, only when this transport is made. Every
 call is a non-blocking one that is polled until its deadline, because a blocking MPI call cannot be
@@ -36,14 +36,14 @@ _POLLS_BEFORE_YIELD = 2000
 _EXIT_TIMEOUT_S = 60.0
 _TURN = threading.Lock()
 """Held for each call of MPI, none of which blocks: THREAD_SERIALIZED allows one thread at a time,
-and a parameter server has several."""
+and a parameter server has several threads."""
 
 
 class MpiTransport(Transport):
-    """MPI over ``mpi_comm``, which becomes this transport's own (see `world`). *Collective.*
+    """MPI over ``mpi_comm``, which this transport then owns (see `world`). *Collective.*
 
-    CUDA tensors are staged through pinned host memory. ``is_threaded`` tells whether MPI allows
-    calls from another thread, one at a time (THREAD_SERIALIZED or better).
+    CUDA tensors are staged through pinned host memory. ``is_threaded`` is whether MPI allows calls
+    from other threads, one at a time (THREAD_SERIALIZED or better).
     """
 
     name = "mpi"
@@ -71,15 +71,16 @@ class MpiTransport(Transport):
         """The transport of all ranks of MPI.COMM_WORLD. *Collective.*"""
         mpi = load_mpi()
         if mpi.Is_finalized():
-            raise LaunchError("MPI was finalised already; a process can join it only once.")
+            raise LaunchError("MPI is already finalized; a process can join it only once.")
         comm, request = mpi.COMM_WORLD.Idup()
         transport = cls(comm)
         transport._wait([request], TimeLimit(timeout_s), "joining MPI.COMM_WORLD")
         if not transport.is_threaded and transport.rank == 0:
             warnings.warn(
-                "MPI was initialised below THREAD_SERIALIZED, so no second thread may call it: "
-                "gradients are exchanged after backward instead of behind it. Import torchmn's "
-                "communicator before mpi4py.MPI, or set mpi4py.rc.thread_level = 'serialized'.",
+                "MPI was initialized below THREAD_SERIALIZED, so no second thread may call it: "
+                "gradients are exchanged after backward instead of during it. Create the "
+                "communicator before importing mpi4py.MPI, or set mpi4py.rc.thread_level = "
+                "'serialized'.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -109,7 +110,7 @@ class MpiTransport(Transport):
         except TimeLimitError:
             with _TURN:
                 for request in requests[:num_recvs]:
-                    request.Cancel()  # whoever gives up may give up the memory as well
+                    request.Cancel()  # the caller may free the memory now
             raise
 
     def receive_any(self, buffer: Tensor, limit: TimeLimit, tag: int = 0) -> int:
@@ -128,7 +129,7 @@ class MpiTransport(Transport):
         if not poll_until(is_done, limit, _POLLS_BEFORE_YIELD):
             with _TURN:
                 request.Cancel()
-            raise TimeLimitError(f"no rank sent anything within {limit.seconds:g} s.")
+            raise TimeLimitError(f"no rank sent a message within {limit.seconds:g} s.")
         return int(status.Get_source())
 
     def _exchange_staged(
@@ -183,7 +184,7 @@ class MpiTransport(Transport):
 
     def split(self, ranks: Sequence[int], key: str, limit: TimeLimit) -> Transport:
         """See `Transport.split`."""
-        self._meet(list(ranks), limit)
+        self._barrier_of(list(ranks), limit)
         with _TURN:
             group = self._comm.Get_group().Incl(list(ranks))
             try:
@@ -193,13 +194,13 @@ class MpiTransport(Transport):
                 group.Free()
         return MpiTransport(comm, scratch=self.scratch)
 
-    def _meet(self, ranks: list[int], limit: TimeLimit) -> None:
-        """Wait, with a limit, until all of ``ranks`` are here: `Create_group` has no limit."""
-        token, heard = torch.zeros(2, 1, dtype=torch.uint8, device="cpu")
-        me, distance = ranks.index(self.rank), 1
-        while distance < len(ranks):
-            ahead, behind = ranks[(me + distance) % len(ranks)], ranks[(me - distance) % len(ranks)]
-            self.exchange([(ahead, token)], [(behind, heard)], limit)
+    def _barrier_of(self, ranks: list[int], limit: TimeLimit) -> None:
+        """Wait, with a limit, until all of ``ranks`` have arrived: `Create_group` has no limit."""
+        token, received = torch.zeros(2, 1, dtype=torch.uint8, device="cpu")
+        index, distance, size = ranks.index(self.rank), 1, len(ranks)
+        while distance < size:
+            target, source = ranks[(index + distance) % size], ranks[(index - distance) % size]
+            self.exchange([(target, token)], [(source, received)], limit)
             distance *= 2
 
     def close(self) -> None:
@@ -225,7 +226,7 @@ class _PinnedScratch(Scratch):
 
 
 def _portions(tensor: Tensor) -> list[tuple[int, int]]:
-    """(address, bytes) of the pieces in which a tensor is sent: an MPI count is a 32-bit int."""
+    """(address, bytes) of the parts in which a tensor is sent: an MPI count is a 32-bit int."""
     nbytes = tensor.numel() * tensor.element_size()
     address = tensor.data_ptr()
     if nbytes <= GiB:
@@ -247,14 +248,14 @@ def _native_types(mpi: Any) -> dict[torch.dtype, Any]:
 
 
 def load_mpi() -> Any:
-    """Import `mpi4py.MPI`, which initialises MPI, and see to an orderly end of the process.
+    """Import `mpi4py.MPI`, which initializes MPI, and register its clean-up at exit.
 
-    Raises UnsupportedError: mpi4py or the MPI library is not there.
+    Raises UnsupportedError: mpi4py or the MPI library is not installed.
     """
     try:
         import mpi4py
 
-        if "mpi4py.MPI" not in sys.modules:  # else the user has initialised MPI as he wants it
+        if "mpi4py.MPI" not in sys.modules:  # else the user has initialized MPI
             mpi4py.rc.thread_level = "serialized"
             mpi4py.rc.finalize = False
         from mpi4py import MPI
@@ -269,12 +270,12 @@ def load_mpi() -> Any:
 
 @cache
 def _register_exit_cleanup(mpi: Any) -> None:
-    """An exception ends the job, and leaving does not wait for ranks that do not come. Once."""
+    """An exception ends the job, and an exit does not wait forever for other ranks. Once."""
     hook = sys.excepthook
 
     def abort_after_report(kind: Any, value: Any, trace: Any) -> None:
         hook(kind, value, trace)
-        if script_monitor.of_this_process() is None:  # else the agent ends all
+        if script_monitor.of_this_process() is None:  # else the agent ends all ranks
             _abort(mpi, 1)
 
     sys.excepthook = abort_after_report
@@ -289,10 +290,10 @@ def _abort(mpi: Any, status: int) -> None:
 
 
 def _leave(mpi: Any) -> None:
-    """Finalize MPI at exit, but never wait for ranks that do not come.
+    """Finalize MPI at exit, or abort if the other ranks do not exit in time.
 
-    `MPI_Finalize` blocks until all ranks call it: a rank that has left early would hang there,
-    and with it the job.
+    `MPI_Finalize` blocks until all ranks call it: a rank that exits early would hang there, and
+    with it the job.
     """
     if mpi.Is_finalized():
         return
@@ -308,9 +309,9 @@ def _leave(mpi: Any) -> None:
     while not is_done():
         if time.monotonic() > deadline:
             print(
-                f"torchmn: rank {mpi.COMM_WORLD.Get_rank()} has ended, but other ranks did not "
-                f"within {limit_s:g} s; ending the job. End all ranks together, or call "
-                "comm.finalize() on all of them.",
+                f"torchmn: rank {mpi.COMM_WORLD.Get_rank()} has exited, but other ranks did not "
+                f"within {limit_s:g} s (TORCHMN_EXIT_TIMEOUT_S); aborting the job. Exit all ranks "
+                "together, or call comm.finalize() on all of them.",
                 file=sys.stderr,
                 flush=True,
             )

@@ -1,16 +1,16 @@
 """Shared memory between the ranks of one node, for CPU tensors.
 
-A wrapper around another transport: messages still travel by that one, collectives through memory
-that all ranks of the node have mapped. The memory has no name (see `node_memory`), so nothing is
-left after a kill -9.
+A wrapper around another transport: messages use that one, collectives use memory that all ranks of
+the node have mapped. The memory has no name (see `shared_segment`), so nothing is left after a
+kill -9.
 
-Buffers from `allocate` are *resident*: every rank sees every rank's. A sum is then formed in place.
-When all ranks have arrived, each folds its own stripe over all ranks' buffers and writes the result
-into all of them; when all have folded, it is done. Two waits, whatever the size, and each element
-is read and written once per rank.
+Buffers from `allocate` are *resident*: every rank can access those of all ranks. A sum is then
+formed in place. When all ranks have arrived, each folds its own stripe over all ranks' buffers and
+writes the result into all of them; when all have folded, it is complete. That takes two waits for
+any size, and each element is read and written once per rank.
 
-Other tensors pass in chunks that stay in the cache. Each rank has two slots of one chunk, used in
-turn:
+Other tensors are copied in chunks that stay in the cache. Each rank has two slots of one chunk,
+used in turn:
 
     1. copy the stripes that others own into the own slot       arrived[r] = k
     2. when all arrived: fold the own stripe over all slots,
@@ -53,7 +53,7 @@ _PURPOSE = ErrorContext(
 class SharedMemoryTransport(WrappingTransport):
     """Collectives of one node through shared memory, everything else by ``inner``. *Collective.*
 
-    Raises UnsupportedError on all ranks alike: the ranks cannot share memory.
+    Raises UnsupportedError on all ranks: the ranks cannot share memory.
     """
 
     name = "shared_memory"
@@ -76,9 +76,9 @@ class SharedMemoryTransport(WrappingTransport):
         self._sequence = 0
 
     def allocate(self, numel: int, dtype: torch.dtype, limit: TimeLimit) -> Tensor:
-        """Zeros that all ranks of the node see, resident until nobody here uses them. *Collective.*
+        """Zeros that all ranks of the node share, resident while this rank uses them. *Collective.*
 
-        Raises UnsupportedError on all ranks alike: too little memory.
+        Raises UnsupportedError on all ranks: too little memory.
         """
         nbytes = -(-max(1, numel * dtype.itemsize) // _PAGE_BYTES) * _PAGE_BYTES
         shared = torch.frombuffer(
@@ -95,7 +95,7 @@ class SharedMemoryTransport(WrappingTransport):
         return mine
 
     def _map_together(self, nbytes: int, limit: TimeLimit) -> mmap.mmap:
-        """Memory of so many zero bytes, mapped by all ranks. Rank 0 makes it, the others attach.
+        """``nbytes`` zero bytes mapped by all ranks. Rank 0 makes the memory, the others attach.
 
         A failure of any rank is raised on all. Once all have mapped it no rank needs its file.
         """
@@ -148,11 +148,10 @@ class SharedMemoryTransport(WrappingTransport):
                     pieces[peer].copy_(slots[peer][peer])
 
     def _all_reduce_small_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
-        """Everybody folds everything, in rank order: one wait instead of two."""
+        """Every rank folds everything, in rank order: one wait instead of two."""
         slots = [slot[: buffer.nbytes].view(buffer.dtype) for slot in self._open()]
         slots[self.rank].copy_(buffer)
-        self._count(ARRIVED)
-        self._wait(ARRIVED, limit)
+        self._reach(ARRIVED, limit)
         fold(buffer, slots, op)
 
     def reduce_(self, buffer: Tensor, root: int, limit: TimeLimit) -> None:
@@ -175,19 +174,16 @@ class SharedMemoryTransport(WrappingTransport):
             self.inner.broadcast_(buffer, root, limit)
         elif all_ranks := self._residents.get(buffer.data_ptr()):
             self._open()
-            self._count(ARRIVED)
-            self._wait(ARRIVED, limit)
+            self._reach(ARRIVED, limit)
             if self.rank != root:
                 buffer.copy_(all_ranks[root][: buffer.numel()])
-            self._count(FOLDED)
-            self._wait(FOLDED, limit)
+            self._reach(FOLDED, limit)
         else:
             for chunk in self._chunks(buffer):
                 slot = self._open()[root][: chunk.nbytes].view(chunk.dtype)
                 if self.rank == root:
                     slot.copy_(chunk)
-                self._count(ARRIVED)
-                self._wait(ARRIVED, limit)
+                self._reach(ARRIVED, limit)
                 if self.rank != root:
                     chunk.copy_(slot)
 
@@ -199,12 +195,10 @@ class SharedMemoryTransport(WrappingTransport):
         stripes = self.stripes(buffer)
         if all_ranks := self._residents.get(buffer.data_ptr()):
             self._open()
-            self._count(ARRIVED)
-            self._wait(ARRIVED, limit)
+            self._reach(ARRIVED, limit)
             for peer in self._others:
                 stripes[peer].copy_(self.stripes(all_ranks[peer][: buffer.numel()])[peer])
-            self._count(FOLDED)
-            self._wait(FOLDED, limit)
+            self._reach(FOLDED, limit)
             return
         step = max(1, self._chunk_bytes // buffer.element_size())
         for start in range(0, stripes[0].numel(), step):  # stripe 0 is the longest
@@ -214,8 +208,7 @@ class SharedMemoryTransport(WrappingTransport):
                 for slot, part in zip(self._open(), parts, strict=True)
             ]
             slots[self.rank].copy_(parts[self.rank])
-            self._count(ARRIVED)
-            self._wait(ARRIVED, limit)
+            self._reach(ARRIVED, limit)
             for peer in self._others:
                 parts[peer].copy_(slots[peer])
 
@@ -239,8 +232,7 @@ class SharedMemoryTransport(WrappingTransport):
     def barrier(self, limit: TimeLimit) -> None:
         """See `Transport.barrier`."""
         self._open()
-        self._count(ARRIVED)
-        self._wait(ARRIVED, limit)
+        self._reach(ARRIVED, limit)
 
     # ---- resident buffers ----
 
@@ -254,8 +246,7 @@ class SharedMemoryTransport(WrappingTransport):
     ) -> None:
         """Fold the own stripe over all ranks' buffers into those of ``receivers``."""
         self._open()
-        self._count(ARRIVED)
-        self._wait(ARRIVED, limit)
+        self._reach(ARRIVED, limit)
         stripes = [self.stripes(one[: buffer.numel()])[self.rank] for one in all_ranks]
         step = _CACHED_BYTES // buffer.element_size()
         for start in range(0, stripes[0].numel(), step):
@@ -263,8 +254,7 @@ class SharedMemoryTransport(WrappingTransport):
             fold(parts[receivers[0]], parts, op)
             for receiver in receivers[1:]:
                 parts[receiver].copy_(parts[receivers[0]])
-        self._count(FOLDED)
-        self._wait(FOLDED, limit)
+        self._reach(FOLDED, limit)
 
     # ---- one chunk ----
 
@@ -313,6 +303,11 @@ class SharedMemoryTransport(WrappingTransport):
         self._sequence += 1
         return self._slots[self._sequence % 2]
 
+    def _reach(self, counter: int, limit: TimeLimit) -> None:
+        """Count this rank and wait for the others."""
+        self._count(counter)
+        self._wait(counter, limit)
+
     def _count(self, counter: int) -> None:
         self._counters.count(counter, self._sequence)
 
@@ -320,13 +315,13 @@ class SharedMemoryTransport(WrappingTransport):
         self._counters.wait(counter, self._sequence, limit)
 
     def split(self, ranks: Sequence[int], key: str, limit: TimeLimit) -> Transport:
-        """See `Transport.split`: the part shares memory as well."""
+        """See `Transport.split`: the new group shares memory as well."""
         return SharedMemoryTransport(
             self.inner.split(ranks, key, limit), limit, chunk_bytes=self._chunk_bytes
         )
 
     def close(self) -> None:
-        """Let go of the memory; ``inner`` is its maker's to close."""
+        """Release the memory; the caller closes ``inner``."""
         self._slots.clear()
         self._residents.clear()
         self._counters.close()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from torchmn.communicators.collective_checks import Call
 from torchmn.communicators.flat import FlatCommunicator
-from torchmn.communicators.mailbox import ANY_TAG
-from torchmn.communicators.opening import Call
+from torchmn.communicators.point_to_point import ANY_TAG
 
 
 class ComparesNothing(FlatCommunicator):
@@ -12,8 +12,8 @@ class ComparesNothing(FlatCommunicator):
 
     def _open_collectives(self, trust, device):
         super()._open_collectives(trust, device)
-        meet = self._opening.meet
-        self._opening.meet = lambda call, *rest: meet(Call("something"), *rest)
+        meet = self._check.compare
+        self._check.compare = lambda call, *rest: meet(Call("something"), *rest)
 
 
 class ComparesNamesOnly(FlatCommunicator):
@@ -21,8 +21,8 @@ class ComparesNamesOnly(FlatCommunicator):
 
     def _open_collectives(self, trust, device):
         super()._open_collectives(trust, device)
-        meet = self._opening.meet
-        self._opening.meet = lambda call, *rest: meet(Call(call.name), *rest)
+        meet = self._check.compare
+        self._check.compare = lambda call, *rest: meet(Call(call.name), *rest)
 
 
 class KeepsItsErrorToItself(FlatCommunicator):

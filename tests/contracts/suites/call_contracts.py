@@ -76,7 +76,7 @@ def check_refusal(comm: Communicator) -> None:
             require(isinstance(error, UsageError), f"a wrong {what}: {error!r}")
         else:
             require(isinstance(error, RankMismatchError), f"a wrong {what} elsewhere: {error!r}")
-            text = f"rank {comm.size - 1} refused it"
+            text = f"rank {comm.size - 1} rejected it"
             require(text in str(error), f"a wrong {what} elsewhere: says only {error}")
     _check_together(comm)
 

@@ -67,7 +67,7 @@ def check_sum(comm: Communicator) -> None:
 
 
 def check_coded_sum(comm: Communicator) -> None:
-    """With float16 on the algorithm: close, the same bits on every rank, exact elements exact."""
+    """With float16 messages: close, the same bits on every rank, exact elements exact."""
     for codec, relative in (("float16", 2e-3), ("bfloat16", 2e-2)):
         algorithm = create_allreduce(create_codec(codec))
         for size in SIZES:

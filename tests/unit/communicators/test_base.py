@@ -198,7 +198,7 @@ WRONG: dict[str, tuple[Callable, type[Exception], str]] = {
     "a mean of integers": (
         lambda comm: comm.allreduce(ONE.long(), "mean"),
         UsageError,
-        "A mean of torch.int64 is not an integer. Use op='sum' or .float().",
+        "A mean of torch.int64 is not supported. Use op='sum' or .float().",
     ),
     "scaled integers": (
         lambda comm: comm.allreduce(ONE.long(), postscale_factor=0.5),
@@ -307,7 +307,7 @@ def test_an_argument_that_is_wrong_on_one_rank_is_told_to_all(case: str) -> None
     assert text in str(second)
     for error in (first, third):
         assert isinstance(error, RankMismatchError)
-        assert "is in allreduce(op=sum, tensor=float32[4]), but rank 1 refused it: " in str(error)
+        assert "is in allreduce(op=sum, tensor=float32[4]), but rank 1 rejected it: " in str(error)
         assert text in str(error)
 
 
@@ -325,7 +325,7 @@ def test_only_the_root_must_have_a_tensor_to_broadcast() -> None:
     assert isinstance(second, UsageError)
     assert "bcast needs a tensor, got None" in str(second)
     for error in (first, third):
-        assert "is in bcast(root=1), but rank 1 refused it: bcast needs a tensor" in str(error)
+        assert "is in bcast(root=1), but rank 1 rejected it: bcast needs a tensor" in str(error)
 
     def rank_main(comm):
         return comm.bcast(ONE if comm.rank == 1 else None, root=1)
@@ -371,7 +371,7 @@ def test_a_wrong_number_of_parts_is_told_to_all(way: str) -> None:
     assert "needs 3 parts, got" in str(second)
     for error in (first, third):
         assert isinstance(error, RankMismatchError)
-        assert "rank 1 refused it" in str(error)
+        assert "rank 1 rejected it" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_ranks_that_ask_for_different_things_are_told() -> None:
         thread.join()
     assert len(texts) == 2
     for text in texts.values():
-        assert "different name: rank 0: 'flat', rank 1: 'naive'" in text
+        assert "different name: rank 0: 'flat'; rank 1: 'naive'" in text
 
 
 def test_a_rank_knows_its_place() -> None:

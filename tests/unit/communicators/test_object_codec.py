@@ -36,7 +36,7 @@ class Own:
 
 
 def carry(obj: object, sender: Trust = NOBODY, receiver: Trust = NOBODY) -> object:
-    """Through a message, as over a algorithm."""
+    """Through a message, as between ranks."""
     message = object_codec.pack(obj, sender, note="n")
     note, body, tensors = object_codec.unpack_head(message.head, torch.device("cpu"))
     assert note == "n"
@@ -208,7 +208,7 @@ def test_a_rank_without_the_secret_makes_nobody_unpickle(tmp_path: Path) -> None
 
     def rank_main(comm):
         if comm.rank == 1:
-            comm._delivery._trust = Trust(secret=b"a guess")
+            comm._objects._trust = Trust(secret=b"a guess")
         try:
             comm.gather_obj(Boobytrap(tmp_path / "sprung") if comm.rank else 1)
         except CommunicationError as error:
@@ -282,7 +282,7 @@ def test_a_refused_object_is_told_to_all(way: str) -> None:
     assert "needs pickle" in str(second)
     for error in (first, third):
         assert isinstance(error, RankMismatchError)
-        assert "rank 1 refused it: An object of type Own needs pickle" in str(error)
+        assert "rank 1 rejected it: An object of type Own needs pickle" in str(error)
 
 
 def test_one_rank_alone_keeps_its_objects() -> None:

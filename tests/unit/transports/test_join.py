@@ -35,7 +35,7 @@ print(json.dumps([comm.rank, comm.size, float(comm.allreduce(torch.ones(1)))]))
 def test_an_address_that_leads_every_host_to_itself_is_refused(address: str) -> None:
     place = read_launcher_env(TORCHRUN)
     assert place is not None
-    with pytest.raises(TopologyError, match=f"MASTER_ADDR={address} leads every host to itself"):
+    with pytest.raises(TopologyError, match=f"MASTER_ADDR={address} is a loopback address"):
         join._raise_if_everybody_is_the_leader(place, address)
 
 

@@ -298,10 +298,10 @@ def test_what_goes_by_gloo_is_said_on_all_ranks(monkeypatch, name, ranks_per_nod
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         reasons = run(rank_main, 3)
-    said = [str(w.message) for w in caught if "TCP streams" in str(w.message)]
+    said = [str(w.message) for w in caught if "TCP connections" in str(w.message)]
     assert len(said) == is_said  # of rank 0 alone
     for reason in reasons:
-        assert ("no TCP streams between hosts: 3 ranks are more than 2" in reason) is is_said
+        assert ("no TCP connections between hosts: 3 ranks are more than 2" in reason) is is_said
     for text in said:
         assert text.startswith("rank 0 of 3")
         assert "large messages go by gloo, slower" in text

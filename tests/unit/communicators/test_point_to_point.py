@@ -80,7 +80,7 @@ def test_an_object_is_no_tensor() -> None:
         if comm.rank == 1:
             comm.send_obj({"x": 1}, 0)
         else:
-            with pytest.raises(UsageError, match="What came is a dict .* Use recv_obj"):
+            with pytest.raises(UsageError, match="The message is a dict .* Use recv_obj"):
                 comm.recv(1)
 
     run_ranks(rank_main, 2)
