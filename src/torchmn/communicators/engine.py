@@ -170,8 +170,11 @@ class Engine:
         self._background_id = threading.get_ident()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        work: Work[object] | None = None
         while True:
             with self._condition:
+                if work is not None:
+                    self._is_running = False
                 while self._is_running or not self._queue:
                     if self._is_closed and not self._queue:
                         return
@@ -179,8 +182,6 @@ class Engine:
                 work = self._queue.popleft()
                 self._is_running = True
             self._run(work)
-            with self._condition:
-                self._is_running = False
 
     def _run(self, work: Work[object]) -> None:
         if self._broken is not None:

@@ -56,7 +56,6 @@ MAX_PEERS = 15
 _LARGE_BYTES = 64 * KiB
 _WAKE_BYTES = 512 * KiB
 _PIECE_BYTES = 256 * KiB  # received, summed and sent while it is in the cache
-_SUMS_TAG = 1 << 63  # added to the tag of a sum, for its results
 _CONNECT_S = 5.0
 _HEAD = struct.Struct("<QQ")  # tag, bytes: the next message on a connection
 _TOKEN_BYTES = 16
@@ -172,7 +171,7 @@ class TcpTransport(WrappingTransport):
         self._num_announced += 1
         stripes = self.stripes(buffer)
         ends = {
-            peer: self._early[peer].post_send(stripes[peer], self._num_announced)
+            peer: self._early[peer].post_send(stripes[peer], 2 * self._num_announced)
             for peer in self._others
         }
         self._announced.append(
@@ -207,7 +206,7 @@ class TcpTransport(WrappingTransport):
         parts = dict(zip(self._others, scratch.split(own.numel()), strict=True))
         arriving = []
         announced = self._next_announcement(buffer)
-        number = 0 if announced is None else announced.number
+        tag = 0 if announced is None else 2 * announced.number
         for peer, part in parts.items():
             results = self._streams[peer]
             addends = results if announced is None else self._early[peer]
@@ -215,9 +214,9 @@ class TcpTransport(WrappingTransport):
                 results.post_send(stripes[peer], 0)
             else:
                 addends.num_needed = announced.ends[peer]
-            arriving.append(addends.post_recv(part, number))
-            results.post_recv(stripes[peer], _SUMS_TAG + number)
-            results.num_needed = results.post_head(own.nbytes, _SUMS_TAG + number) + own.nbytes
+            arriving.append(addends.post_recv(part, tag))
+            results.post_recv(stripes[peer], tag + 1)
+            results.num_needed = results.post_head(own.nbytes, tag + 1) + own.nbytes
         parts[self.rank] = own
         in_rank_order = [parts[peer] for peer in range(self.size)]
         memory, itemsize = _memory(own), own.element_size()

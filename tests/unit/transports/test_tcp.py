@@ -1,4 +1,4 @@
-"""Large messages over sockets of our own."""
+"""Large messages over TCP connections."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError
 from torchmn.testing.ranks import run_threads
 from torchmn.topology import Topology
 from torchmn.transports import tcp
-from torchmn.transports.base import TimeLimit
+from torchmn.transports.base import TimeLimit, Transport
 from torchmn.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.transports.tcp import TcpTransport
 
@@ -56,6 +56,23 @@ def test_sums_are_right_and_the_same_bits_everywhere(size, dtype) -> None:
     for result in results:
         assert torch.equal(result, results[0])
         torch.testing.assert_close(result.double(), total, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_sums_by_pieces_are_those_by_two_steps(monkeypatch, size, dtype) -> None:
+    monkeypatch.setattr(tcp, "_PIECE_BYTES", 10_001)  # ends inside of an element
+    monkeypatch.setattr(tcp, "_WAKE_BYTES", 5_000)
+    monkeypatch.setattr(tcp, "_LARGE_BYTES", 10_000)
+
+    def rank_main(transport):
+        by_pieces = part(transport.rank, dtype, size * LARGE + 1)
+        by_steps = by_pieces.clone()
+        transport.striped_all_reduce_(by_pieces, "sum", TimeLimit(20))
+        Transport.striped_all_reduce_(transport, by_steps, "sum", TimeLimit(20))
+        return torch.equal(by_pieces, by_steps)
+
+    assert run(rank_main, size) == [True] * size
 
 
 @pytest.mark.parametrize("op", ["max", "min"])
@@ -120,7 +137,7 @@ def test_announced_sums_are_made_in_their_order() -> None:
     run(rank_main, 2)
 
 
-def test_ranks_that_announce_something_else_are_told() -> None:
+def test_ranks_that_announce_different_sums_raise() -> None:
     def rank_main(transport):
         buffer = torch.ones(2 * LARGE)
         if transport.rank == 1:
@@ -131,13 +148,13 @@ def test_ranks_that_announce_something_else_are_told() -> None:
             with contextlib.suppress(PeerLostError):
                 transport.all_reduce_(buffer, "sum", TimeLimit(20))
         else:
-            with pytest.raises(PeerLostError, match="with tag 1 where .* different collective"):
+            with pytest.raises(PeerLostError, match="with tag 3 where .* different collective"):
                 transport.all_reduce_(buffer, "sum", TimeLimit(20))
 
     run(rank_main, 2)
 
 
-def test_a_part_has_connections_of_its_own() -> None:
+def test_a_split_group_has_connections_of_its_own() -> None:
     def rank_main(transport):
         if transport.rank == 1:
             return
@@ -150,7 +167,7 @@ def test_a_part_has_connections_of_its_own() -> None:
     run(rank_main, 3)
 
 
-def test_who_does_not_come_is_named_when_the_time_is_over() -> None:
+def test_a_late_rank_is_named_when_the_time_limit_passes() -> None:
     is_over = threading.Event()
 
     def rank_main(transport):
@@ -175,7 +192,7 @@ def test_a_closed_connection_is_noticed_at_once() -> None:
     run(rank_main, 2)
 
 
-def test_a_message_of_another_collective_is_not_taken() -> None:
+def test_a_message_of_another_collective_is_rejected() -> None:
     def rank_main(transport):
         if transport.rank == 1:
             # The other rank gives up, and closes, perhaps before all was sent.
@@ -188,7 +205,7 @@ def test_a_message_of_another_collective_is_not_taken() -> None:
     run(rank_main, 2)
 
 
-def test_where_ranks_cannot_reach_each_other_all_go_on_without(monkeypatch) -> None:
+def test_where_ranks_cannot_connect_all_continue_without(monkeypatch) -> None:
     monkeypatch.setattr(tcp, "_CONNECT_S", 0.3)
     monkeypatch.setattr(tcp, "_own_addresses", lambda inner: [])
 
@@ -202,8 +219,8 @@ def test_where_ranks_cannot_reach_each_other_all_go_on_without(monkeypatch) -> N
     run(rank_main, 3)
 
 
-class Meddler(TorchDistributedTransport):
-    """A transport beside which a stranger is busy at the listener of rank 0 from the beginning."""
+class DisturbedTransport(TorchDistributedTransport):
+    """A transport beside which clients without the secret connect to the listener of rank 0."""
 
     def all_gather_stripes_(self, buffer, limit) -> None:
         super().all_gather_stripes_(buffer, limit)
@@ -213,21 +230,21 @@ class Meddler(TorchDistributedTransport):
         token, rest = row[: tcp._TOKEN_BYTES], row[tcp._TOKEN_BYTES :]
         port, _ = struct.unpack_from("<HB", rest)
         for number in range(100):
-            stranger = socket.create_connection((socket.inet_ntoa(rest[3:7]), port), timeout=10)
-            self.strangers.append(stranger)
+            client = socket.create_connection((socket.inet_ntoa(rest[3:7]), port), timeout=10)
+            self.clients.append(client)
             if number % 3 == 1:
-                stranger.sendall(os.urandom(100))
+                client.sendall(os.urandom(100))
             elif number % 3 == 2:  # the token was told over an open network, and not the secret
-                stranger.sendall(token + struct.pack("<I", 1))
+                client.sendall(token + struct.pack("<I", 1))
 
 
-def test_strangers_neither_get_in_nor_keep_ranks_out(monkeypatch) -> None:
+def test_unauthenticated_clients_are_rejected_and_do_not_block_ranks(monkeypatch) -> None:
     monkeypatch.setenv("TORCHMN_SECRET", "of this job")
-    store, strangers = HashStore(), []
+    store, clients = HashStore(), []
 
     def rank_main(rank):
-        inner = Meddler(store, rank, 2, timeout_s=20, own_address="127.0.0.1")
-        inner.strangers = strangers
+        inner = DisturbedTransport(store, rank, 2, timeout_s=20, own_address="127.0.0.1")
+        inner.clients = clients
         with contextlib.closing(TcpTransport.connect(inner, TimeLimit(20))) as transport:
             assert transport.name == "tcp"
             buffer = part(rank, numel=2 * LARGE)
@@ -236,8 +253,8 @@ def test_strangers_neither_get_in_nor_keep_ranks_out(monkeypatch) -> None:
 
     results = run_threads(rank_main, 2)
     assert torch.equal(results[0], part(0, numel=2 * LARGE) + part(1, numel=2 * LARGE))
-    for stranger in strangers:
-        stranger.close()
+    for client in clients:
+        client.close()
 
 
 def test_ranks_without_the_secret_do_not_connect(monkeypatch) -> None:
@@ -258,7 +275,7 @@ def test_ranks_without_the_secret_do_not_connect(monkeypatch) -> None:
         assert missing == "ranks 0, 1 could not be connected in 0.3 s"
 
 
-def test_more_ranks_than_are_connected_may_have_parts_that_are(monkeypatch) -> None:
+def test_groups_of_too_many_ranks_may_have_connections(monkeypatch) -> None:
     monkeypatch.setattr(tcp, "MAX_PEERS", 1)
 
     def rank_main(transport):
@@ -285,7 +302,7 @@ def test_more_ranks_than_are_connected_may_have_parts_that_are(monkeypatch) -> N
 @pytest.mark.parametrize(
     ("name", "ranks_per_node", "is_said"), [("flat", [2, 1], True), ("hierarchical", [2, 1], False)]
 )
-def test_what_goes_by_gloo_is_said_on_all_ranks(monkeypatch, name, ranks_per_node, is_said) -> None:
+def test_the_fallback_to_gloo_is_in_the_reason_on_all_ranks(monkeypatch, name, ranks_per_node, is_said) -> None:
     monkeypatch.setattr(tcp, "MAX_PEERS", 1)
 
     def rank_main(transport):
