@@ -41,11 +41,24 @@ Granularity = Literal["parameter", "everything", "bucket"]
 
 
 class Communicator(Collectives, ABC):
-    """Ranks that train together. Made by `create_communicator`, on every rank.
+    """The ranks of a job and their collectives. Made by `create_communicator`, on every rank.
 
-    Methods are *collective* unless they say otherwise: every rank calls them in the same order.
-    All raise TimeLimitError or PeerLostError when other ranks do not come within ``timeout_s``,
-    and RankMismatchError when they come with something else.
+    Methods are *collective* unless documented otherwise: every rank calls them in the same order.
+    They block until the result is available, but for those named ``start_...``. All raise
+    TimeLimitError or PeerLostError if other ranks do not arrive within ``timeout_s``,
+    RankMismatchError if ranks make different calls, and CommunicationError after `finalize` or
+    after a failed collective.
+
+    Attributes:
+        rank, size: this rank, 0 to size - 1, and the number of ranks.
+        intra_rank, intra_size: this rank on its node, and the number of ranks there.
+        inter_rank, inter_size: this rank's node, and the number of nodes.
+        host, topology: the host of this rank, and the hosts of all ranks.
+        device: the GPU of this rank, or the CPU.
+        timeout_s, first_timeout_s: the limits of `create_communicator`, in seconds.
+        codec: the codec of ``allreduce_grad_dtype``, or None.
+        reason: why ``name="auto"`` chose this route; may be empty.
+        flight_recorder: the last collectives of this rank.
     """
 
     name: ClassVar[str]
@@ -83,7 +96,7 @@ class Communicator(Collectives, ABC):
         self.reason = reason
         self.trust = trust
         self.num_steps: int | None = None
-        """Steps of the optimizers made with it, by which data loading tells training from looks."""
+        """Steps of the optimizers made with it, by which data loading recognizes training steps."""
         self.flight_recorder = FlightRecorder(
             job_ranks=range(self.size) if job_ranks is None else job_ranks
         )

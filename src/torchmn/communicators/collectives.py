@@ -57,8 +57,8 @@ class Collectives:
     def send(self, data: Tensor | Sequence[Tensor], dest: int, tag: int = 0) -> None:
         """Send a tensor, or a tuple or list of tensors, of any shapes and dtypes.
 
-        Called by the sender only. It blocks until the receiver has received, or, for short
-        messages, at least until ``data`` may be changed.
+        Called by the sender only. It may block until the receiver receives; when it returns,
+        ``data`` may be changed.
 
         Args:
             data: dense tensors.

@@ -10,9 +10,9 @@ not to wake the thread before half a megabyte has arrived (``SO_RCVLOWAT``), whi
 because the length of every message is known.
 
 Sums are formed at the owners of stripes as in `Transport.striped_all_reduce_`, but in one pass: as
-soon as a piece of the own stripe has arrived from all ranks, it is summed while it is in the cache
-and sent to all ranks, while the next piece arrives. Each element is added once, the second half of
-the all-reduce overlaps the first, and the bits are those of the two steps one after the other.
+soon as a piece of the own stripe has arrived from all ranks, it is summed and sent to all ranks,
+while the next piece arrives. The second half of the all-reduce overlaps the first, with the bits of
+the two steps one after the other. Two ranks send each other all they have and both add it.
 
 Between the end of one sum and the beginning of the next the link would be idle: 3 to 5 ms for a
 bucket of 4 MB on a core that computes. What `prefetch_send` announces is sent right after the sums
@@ -40,6 +40,7 @@ from torchmn.control.authenticated_listener import AuthenticatedListener, connec
 from torchmn.errors import CommunicationError, LaunchError, PeerLostError, TimeLimitError
 from torchmn.topology.network import address_of
 from torchmn.transports.base import (
+    COMBINE,
     Message,
     ReduceOp,
     TimeLimit,
@@ -55,7 +56,7 @@ MAX_PEERS = 15
 
 _LARGE_BYTES = 64 * KiB
 _WAKE_BYTES = 512 * KiB
-_PIECE_BYTES = 256 * KiB  # received, summed and sent while it is in the cache
+_PIECE_BYTES = 512 * KiB  # summed and sent on at a time
 _CONNECT_S = 5.0
 _HEAD = struct.Struct("<QQ")  # tag, bytes: the next message on a connection
 _TOKEN_BYTES = 16
@@ -155,24 +156,23 @@ class TcpTransport(WrappingTransport):
         if self._is_small(buffer):
             self.inner.all_reduce_(buffer, op, limit)
         else:
-            self._all_reduce_by_pieces_(buffer, op, limit)
+            self._all_reduce_large_(buffer, op, limit)
 
     def striped_all_reduce_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
         """See `Transport.striped_all_reduce_`."""
         if self._is_small(buffer):
             super().striped_all_reduce_(buffer, op, limit)
         else:
-            self._all_reduce_by_pieces_(buffer, op, limit)
+            self._all_reduce_large_(buffer, op, limit)
 
     def prefetch_send(self, buffer: Tensor) -> None:
         """See `Transport.prefetch_send`."""
         if self._is_small(buffer):
             return
         self._num_announced += 1
-        stripes = self.stripes(buffer)
         ends = {
-            peer: self._early[peer].post_send(stripes[peer], 2 * self._num_announced)
-            for peer in self._others
+            peer: self._early[peer].post_send(tensor, 2 * self._num_announced)
+            for peer, tensor in self._outgoing(buffer).items()
         }
         self._announced.append(
             _Announcement(self._num_announced, buffer.data_ptr(), buffer.nbytes, ends)
@@ -199,24 +199,40 @@ class TcpTransport(WrappingTransport):
                 return self._announced.popleft()
         return None
 
-    def _all_reduce_by_pieces_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
+    def _outgoing(self, buffer: Tensor) -> dict[int, Tensor]:
+        """What this rank sends to each peer first: the peer's stripe.
+
+        Two ranks send each other the whole buffer, and both sum it: the same number of bytes, and
+        no rank has to wait for the sums of the other. 16 bits are folded in float32, by stripes.
+        """
+        if self.size == 2 and buffer.dtype not in (torch.float16, torch.bfloat16):
+            return {1 - self.rank: buffer}
         stripes = self.stripes(buffer)
-        own = stripes[self.rank]
+        return {peer: stripes[peer] for peer in self._others}
+
+    def _all_reduce_large_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
+        outgoing = self._outgoing(buffer)
+        is_whole = buffer.numel() == sum(each.numel() for each in outgoing.values())
+        own = buffer if is_whole else self.stripes(buffer)[self.rank]
         scratch = self.scratch.take(own.numel() * (self.size - 1), buffer.dtype, buffer.device)
-        parts = dict(zip(self._others, scratch.split(own.numel()), strict=True))
-        arriving = []
+        parts = dict(zip(outgoing, scratch.split(own.numel()), strict=True))
         announced = self._next_announcement(buffer)
         tag = 0 if announced is None else 2 * announced.number
+        arriving = []
         for peer, part in parts.items():
-            results = self._streams[peer]
-            addends = results if announced is None else self._early[peer]
-            if announced is None:
-                results.post_send(stripes[peer], 0)
-            else:
-                addends.num_needed = announced.ends[peer]
-            arriving.append(addends.post_recv(part, tag))
-            results.post_recv(stripes[peer], tag + 1)
-            results.num_needed = results.post_head(own.nbytes, tag + 1) + own.nbytes
+            stream = self._streams[peer] if announced is None else self._early[peer]
+            stream.num_needed = (
+                stream.post_send(outgoing[peer], 0) if announced is None else announced.ends[peer]
+            )
+            arriving.append(stream.post_recv(part, tag))
+        if is_whole:
+            self._run(limit)
+            COMBINE[op](buffer, scratch, out=buffer)
+            return
+        for peer, stripe in outgoing.items():
+            stream = self._streams[peer]
+            stream.post_recv(stripe, tag + 1)
+            stream.num_needed = stream.post_head(own.nbytes, tag + 1) + own.nbytes
         parts[self.rank] = own
         in_rank_order = [parts[peer] for peer in range(self.size)]
         memory, itemsize = _memory(own), own.element_size()
@@ -226,12 +242,12 @@ class TcpTransport(WrappingTransport):
             nonlocal num_summed
             end = min(message.num_body_bytes for message in arriving) // itemsize
             is_last = end == own.numel()
-            if end == num_summed or (not is_last and (end - num_summed) * itemsize < _LARGE_BYTES):
+            if end == num_summed or (not is_last and (end - num_summed) * itemsize < _PIECE_BYTES):
                 return
             pieces = [part[num_summed:end] for part in in_rank_order]
             fold(pieces[self.rank], pieces, op)
             piece = memory[num_summed * itemsize : end * itemsize]
-            for peer in self._others:
+            for peer in outgoing:
                 self._streams[peer].post_body(piece)
             num_summed = end
 
@@ -257,8 +273,7 @@ class TcpTransport(WrappingTransport):
                         poll.register(descriptor, stream.events)
                     else:
                         poll.unregister(descriptor)
-            filled = [(d, select.POLLIN) for d, stream in streams.items() if stream.is_filled]
-            ready = poll.poll(0 if filled else limit.left_s * 1e3) + filled
+            ready = poll.poll(limit.left_s * 1e3)
             if not ready and limit.left_s == 0.0:
                 peers = sorted({s.peer for s in streams.values() if not s.is_done})
                 raise TimeLimitError(
@@ -312,8 +327,6 @@ class _Stream:
         self._in: deque[_Incoming] = deque()
         self._head = bytearray(_HEAD.size)
         self._wake_bytes = 1
-        self.is_filled = False
-        """Whether the last piece was received in full, so that more may have arrived."""
 
     def post_send(self, tensor: Tensor, tag: int) -> int:
         """Send a tensor after what was posted before; returns where it ends in the stream."""
@@ -379,20 +392,18 @@ class _Stream:
             message = self._in[0]
             size = _HEAD.size + len(message.body)
             self._wake_at(size - message.num_bytes)
-            begin = message.num_bytes - _HEAD.size
-            is_head_new = begin < 0
-            parts = [message.body[max(0, begin) : max(0, begin) + _PIECE_BYTES]]
+            is_head_new = message.num_bytes < _HEAD.size
             if is_head_new:
-                parts.insert(0, memoryview(self._head)[message.num_bytes :])
-            self.is_filled = False
-            num_bytes = self.socket.recvmsg_into(parts)[0]
+                parts = [memoryview(self._head)[message.num_bytes :], message.body]
+                num_bytes = self.socket.recvmsg_into(parts)[0]
+            else:
+                num_bytes = self.socket.recv_into(message.body[message.num_bytes - _HEAD.size :])
             if num_bytes == 0:
                 raise PeerLostError(f"rank {self.peer} of the group closed its connection.")
             message.num_bytes += num_bytes
             if is_head_new and message.num_bytes >= _HEAD.size:
                 self._raise_if_other(message.head)
             if message.num_bytes < size:
-                self.is_filled = num_bytes >= _PIECE_BYTES
                 self._wake_at(size - message.num_bytes)
                 return  # until enough has arrived
             self._in.popleft()

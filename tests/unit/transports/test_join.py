@@ -36,13 +36,13 @@ def test_an_address_that_leads_every_host_to_itself_is_refused(address: str) -> 
     place = read_launcher_env(TORCHRUN)
     assert place is not None
     with pytest.raises(TopologyError, match=f"MASTER_ADDR={address} is a loopback address"):
-        join._raise_if_everybody_is_the_leader(place, address)
+        join._raise_if_address_is_local(place, address)
 
 
 def test_on_one_host_it_is_right() -> None:
     place = read_launcher_env({**TORCHRUN, "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"})
     assert place is not None
-    join._raise_if_everybody_is_the_leader(place, "127.0.0.1")
+    join._raise_if_address_is_local(place, "127.0.0.1")
 
 
 def start_ranks(tmp_path: Path, size: int, env: dict[str, str]) -> list[subprocess.Popen[str]]:

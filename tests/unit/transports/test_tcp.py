@@ -61,7 +61,7 @@ def test_sums_are_right_and_the_same_bits_everywhere(size, dtype) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_sums_by_pieces_are_those_by_two_steps(monkeypatch, size, dtype) -> None:
-    monkeypatch.setattr(tcp, "_PIECE_BYTES", 10_001)  # ends inside of an element
+    monkeypatch.setattr(tcp, "_PIECE_BYTES", 10_001)
     monkeypatch.setattr(tcp, "_WAKE_BYTES", 5_000)
     monkeypatch.setattr(tcp, "_LARGE_BYTES", 10_000)
 
@@ -302,7 +302,9 @@ def test_groups_of_too_many_ranks_may_have_connections(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("name", "ranks_per_node", "is_said"), [("flat", [2, 1], True), ("hierarchical", [2, 1], False)]
 )
-def test_the_fallback_to_gloo_is_in_the_reason_on_all_ranks(monkeypatch, name, ranks_per_node, is_said) -> None:
+def test_the_fallback_to_gloo_is_a_reason_on_all_ranks(
+    monkeypatch, name, ranks_per_node, is_said
+) -> None:
     monkeypatch.setattr(tcp, "MAX_PEERS", 1)
 
     def rank_main(transport):
