@@ -199,21 +199,24 @@ class TcpTransport(WrappingTransport):
                 return self._announced.popleft()
         return None
 
-    def _outgoing(self, buffer: Tensor) -> dict[int, Tensor]:
-        """What this rank sends to each peer first: the peer's stripe.
+    def _swaps(self, buffer: Tensor) -> bool:
+        """Whether two ranks send each other the whole buffer and both sum it.
 
-        Two ranks send each other the whole buffer, and both sum it: the same number of bytes, and
-        no rank has to wait for the sums of the other. 16 bits are folded in float32, by stripes.
+        These are the bytes of a sum by stripes, and no rank has to wait for the sums of the other.
+        16 bits are folded in float32, by stripes.
         """
-        if self.size == 2 and buffer.dtype not in (torch.float16, torch.bfloat16):
+        return self.size == 2 and buffer.dtype not in (torch.float16, torch.bfloat16)
+
+    def _outgoing(self, buffer: Tensor) -> dict[int, Tensor]:
+        """What this rank sends to each peer first: the whole buffer, or the peer's stripe."""
+        if self._swaps(buffer):
             return {1 - self.rank: buffer}
         stripes = self.stripes(buffer)
         return {peer: stripes[peer] for peer in self._others}
 
     def _all_reduce_large_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
         outgoing = self._outgoing(buffer)
-        is_whole = buffer.numel() == sum(each.numel() for each in outgoing.values())
-        own = buffer if is_whole else self.stripes(buffer)[self.rank]
+        own = buffer if self._swaps(buffer) else self.stripes(buffer)[self.rank]
         scratch = self.scratch.take(own.numel() * (self.size - 1), buffer.dtype, buffer.device)
         parts = dict(zip(outgoing, scratch.split(own.numel()), strict=True))
         announced = self._next_announcement(buffer)
@@ -225,7 +228,7 @@ class TcpTransport(WrappingTransport):
                 stream.post_send(outgoing[peer], 0) if announced is None else announced.ends[peer]
             )
             arriving.append(stream.post_recv(part, tag))
-        if is_whole:
+        if own is buffer:
             self._run(limit)
             COMBINE[op](buffer, scratch, out=buffer)
             return
