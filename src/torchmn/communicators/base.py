@@ -6,7 +6,6 @@ subclass that defines how a buffer is summed (`_sum_`) and which placements it s
 
 from __future__ import annotations
 
-import operator
 import socket
 import warnings
 from abc import ABC, abstractmethod
@@ -23,14 +22,14 @@ from torchmn.communicators.allreduce import (
     ReduceBlock,
     create_allreduce,
 )
-from torchmn.communicators.collective_checks import Call
+from torchmn.communicators.collective_jobs import CollectiveJobs
 from torchmn.communicators.collectives import Collectives
 from torchmn.communicators.engine import Engine, Work
 from torchmn.communicators.flight_recorder import FlightRecorder
 from torchmn.communicators.group import Group
-from torchmn.communicators.reductions import dense, described
+from torchmn.communicators.point_to_point import PointToPoint
 from torchmn.compression import Codec
-from torchmn.errors import UnsupportedError, UsageError
+from torchmn.errors import UnsupportedError
 from torchmn.monitor import script_monitor
 from torchmn.topology import Topology
 from torchmn.transports.base import TimeLimit, Transport
@@ -111,7 +110,8 @@ class Communicator(Collectives, ABC):
             rank_label=self.rank_label,
             first_timeout_s=first_timeout_s,
         )
-        self._open_collectives(trust, device)
+        self._jobs = CollectiveJobs(self.world, trust, device)
+        self._messages = PointToPoint(self.world, trust, device)
         self._num_splits = 0
         self._default_algorithm = self.allreduce_algorithm(codec)
         self._subgroups: list[Group] = []
@@ -135,8 +135,8 @@ class Communicator(Collectives, ABC):
     def _prefetch_send(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:
         """Announce what `_sum_` will send first, if that is known before it runs. Local."""
 
-    def _all_valid(self, is_valid: bool) -> bool:
-        """Whether what was decoded is valid on all ranks. In an engine job.
+    def all_valid(self, is_valid: bool) -> bool:
+        """Whether what was decoded is valid on all ranks. Only in ``on_complete`` of a sum.
 
         By default all ranks have decoded the same bytes, so they agree.
         """
@@ -231,10 +231,6 @@ class Communicator(Collectives, ABC):
         the engine's thread. `Work.wait` raises what `sum_` would raise.
         """
         return self.engine.submit(self._sum_job(block, algorithm, bucket, step, on_complete))
-
-    def all_valid(self, is_valid: bool) -> bool:
-        """Whether what was decoded is valid on all ranks. Only in ``on_complete`` of a sum."""
-        return self._all_valid(is_valid)
 
     def _sum_job(
         self,
@@ -336,19 +332,7 @@ class Communicator(Collectives, ABC):
         Raises RankMismatchError on all ranks, before anything is written: their gradients differ in
         names, shapes or dtypes.
         """
-        grads: dict[str, Tensor] = {}
-
-        def prepare() -> Callable[[], object]:
-            for name, parameter in sorted(model.named_parameters()):
-                if parameter.grad is None:
-                    if not zero_fill or not parameter.requires_grad:
-                        continue
-                    parameter.grad = torch.zeros_like(parameter)
-                grads[name] = dense(f"multi_node_mean_grad of '{name}'", parameter.grad)
-            parts = [f"'{name}' {described(grad)}" for name, grad in grads.items()]
-            return lambda: self._check.compare(Call("multi_node_mean_grad", parts))
-
-        self.engine.call(self._job("multi_node_mean_grad", prepare))
+        grads = self.engine.call(self._jobs.multi_node_mean_grad(model, zero_fill))
         for grad in grads.values():
             mean = grad.clone(memory_format=torch.contiguous_format).div_(self.size)
             self.sum_((torch.view_as_real(mean) if mean.is_complex() else mean).view(-1))
@@ -364,13 +348,7 @@ class Communicator(Collectives, ABC):
 
         Raises TypeError: ``color`` or ``key`` is no integer (RankMismatchError on other ranks).
         """
-
-        def prepare() -> Callable[[], list[tuple[int, int]]]:
-            mine = (operator.index(color), operator.index(key))
-            return lambda: self._to_all(Call("split"), mine)
-
-        entries = self.engine.call(self._job("split", prepare))
-        ranks = [r for _, r in sorted((e[1], r) for r, e in enumerate(entries) if e[0] == color)]
+        ranks = self.engine.call(self._jobs.split(color, key))
         return self._split_off("split", ranks)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
@@ -381,19 +359,7 @@ class Communicator(Collectives, ABC):
 
         Raises UsageError: no rank is given, one is given twice, or is outside of this communicator.
         """
-
-        def prepare() -> Callable[[], object]:
-            members = [operator.index(rank) for rank in ranks]
-            outside = [rank for rank in members if not 0 <= rank < self.size]
-            if not members or outside or len(set(members)) < len(members):
-                raise UsageError(
-                    f"ranks={members}. Give at least one rank, each once, from 0 to "
-                    f"{self.size - 1}."
-                )
-            return lambda: self._check.compare(Call("subgroup", ranks=members))
-
-        self.engine.call(self._job("subgroup", prepare))
-        members = [operator.index(rank) for rank in ranks]
+        members = self.engine.call(self._jobs.subgroup(ranks))
         if self.rank in members:
             return self._split_off("subgroup", members)
         self._num_splits += 1  # counted on all ranks

@@ -52,7 +52,7 @@ class HierarchicalCommunicator(Communicator):
         if self._leaders is not None and self._leaders.size == self.size:
             algorithm.prefetch_send(self._leaders, block)
 
-    def _all_valid(self, is_valid: bool) -> bool:
+    def all_valid(self, is_valid: bool) -> bool:
         """Leaders have decoded the same bytes; the other ranks of the node have decoded nothing."""
         return all_ranks_valid(self._node, is_valid)
 

@@ -293,8 +293,8 @@ def _build(body: Any, tensors: Any, trust: Trust | None) -> Any:
         trust.secret is None or not hmac.compare_digest(_seal(payload, trust.secret), body[2])
     ):
         raise CommunicationError(
-            "A pickled message does not carry the seal of this job and was not unpickled. Start all "
-            "ranks with the same TORCHMN_SECRET."
+            "A pickled message does not carry the seal of this job and was not unpickled. Start "
+            "all ranks with the same TORCHMN_SECRET."
         )
     try:
         return pickle.loads(payload)

@@ -64,6 +64,6 @@ class TwoDimensionalCommunicator(Communicator):
         if self._node.size == 1:
             algorithm.prefetch_send(self._column, block)
 
-    def _all_valid(self, is_valid: bool) -> bool:
+    def all_valid(self, is_valid: bool) -> bool:
         """Ranks of one column have decoded the same bytes; other columns have decoded others."""
         return all_ranks_valid(self._node, is_valid)

@@ -208,7 +208,7 @@ def test_a_rank_without_the_secret_makes_nobody_unpickle(tmp_path: Path) -> None
 
     def rank_main(comm):
         if comm.rank == 1:
-            comm._objects._trust = Trust(secret=b"a guess")
+            comm._jobs.objects._trust = Trust(secret=b"a guess")
         try:
             comm.gather_obj(Boobytrap(tmp_path / "sprung") if comm.rank else 1)
         except CommunicationError as error:
