@@ -84,12 +84,10 @@ class NativeAllReduce:
     codec: Codec | None = None
 
     def sum_(self, group: Group, block: ReduceBlock) -> None:
-        """See `AllReduceAlgorithm.sum_`."""
         if group.size > 1:
             group.all_reduce_(block.buffer)
 
     def prefetch_send(self, group: Group, block: ReduceBlock) -> None:
-        """See `AllReduceAlgorithm.prefetch_send`."""
         if group.size > 1:
             group.transport.prefetch_send(block.buffer)
 
@@ -102,7 +100,6 @@ class ReduceScatterAllGather(NativeAllReduce):
     """
 
     def sum_(self, group: Group, block: ReduceBlock) -> None:
-        """See `AllReduceAlgorithm.sum_`."""
         if group.size == 2:
             group.all_reduce_(block.buffer)
         elif group.size > 1:
@@ -124,7 +121,6 @@ class CompressedAllReduce:
         self._messages: dict[tuple[Layout, int, int, int], _StripeMessages] = {}
 
     def sum_(self, group: Group, block: ReduceBlock) -> None:
-        """See `AllReduceAlgorithm.sum_`."""
         if group.size == 1:
             sides: tuple[Side, ...] = ("worker", "owner")
             for side in sides:
@@ -230,7 +226,6 @@ class LowRankAllReduce:
         self.codec: PowerSGD = codec
 
     def sum_(self, group: Group, block: ReduceBlock) -> None:
-        """See `AllReduceAlgorithm.sum_`."""
         matrices = []
         for segment in block.layout.segments:
             if segment.shape is None or not segment.is_whole:
@@ -257,7 +252,6 @@ class _GroupOfRanks:
         self._numels: list[int] = []  # of the parts of the last reduce_scatter
 
     def reduce_scatter(self, xs: Sequence[Tensor]) -> Tensor:
-        """See `power_sgd.Ranks`."""
         mine = xs[self.rank].contiguous()
         self._numels = [x.numel() for x in xs]
         others = [peer for peer in range(self.size) if peer != self.rank]
@@ -271,7 +265,6 @@ class _GroupOfRanks:
         return torch.stack([arrived[peer] for peer in range(self.size)]).sum(0)
 
     def allgather(self, x: Tensor) -> list[Tensor]:
-        """See `power_sgd.Ranks`."""
         parts = [x if peer == self.rank else x.new_empty(n) for peer, n in enumerate(self._numels)]
         others = [peer for peer in range(self.size) if peer != self.rank]
         self._group.exchange(
@@ -282,7 +275,6 @@ class _GroupOfRanks:
         return parts
 
     def allreduce(self, x: Tensor) -> Tensor:
-        """See `power_sgd.Ranks`."""
         total = x.clone()
         self._group.all_reduce_(total)
         return total

@@ -64,7 +64,6 @@ class CollectiveJobs:
 
     @_rejecting
     def bcast(self, x: Tensor | None, root: int) -> Job[Tensor]:
-        """See `Collectives.bcast`."""
         self._check_root(root)
         own = _own(dense("bcast", x)) if self.rank == root else None
         call = Call("bcast", root=root)
@@ -72,26 +71,22 @@ class CollectiveJobs:
 
     @_rejecting
     def gather(self, x: Tensor, root: int) -> Job[tuple[Tensor, ...] | None]:
-        """See `Collectives.gather`."""
         self._check_root(root)
         own = _own(dense("gather", x))
         return lambda: self._to_root(Call("gather", root=root), own, root)
 
     @_rejecting
     def allgather(self, x: Tensor) -> Job[tuple[Tensor, ...]]:
-        """See `Collectives.allgather`."""
         own = _own(dense("allgather", x))
         return lambda: self._to_all(Call("allgather"), dict.fromkeys(range(self.size), own))
 
     @_rejecting
     def alltoall(self, xs: Sequence[Tensor]) -> Job[tuple[Tensor, ...]]:
-        """See `Collectives.alltoall`."""
         parts = [_own(part) for part in dense_parts("alltoall", xs, self.size)]
         return lambda: self._to_all(Call("alltoall"), dict(enumerate(parts)))
 
     @_rejecting
     def scatter(self, xs: Sequence[Tensor] | Tensor | None, root: int) -> Job[Tensor]:
-        """See `Collectives.scatter`."""
         self._check_root(root)
         parts = dense_parts("scatter", xs, self.size) if self.rank == root else []
         own = [part.contiguous() for part in parts]
@@ -106,7 +101,6 @@ class CollectiveJobs:
     def allreduce(
         self, x: Tensor, op: str, prescale_factor: float, postscale_factor: float
     ) -> Job[Tensor]:
-        """See `Collectives.allreduce`."""
         reduction = Reduction(op, prescale_factor, postscale_factor)
         source = dense("allreduce", x)
         reduction.raise_if_unfit(source)
@@ -146,7 +140,6 @@ class CollectiveJobs:
         prescale_factor: float,
         postscale_factor: float,
     ) -> Job[Tensor]:
-        """See `Collectives.reduce_scatter`."""
         reduction = Reduction(op, prescale_factor, postscale_factor)
         parts = dense_parts("reduce_scatter", xs, self.size)
         for part in parts:
@@ -168,19 +161,16 @@ class CollectiveJobs:
 
     @_rejecting
     def bcast_obj(self, obj: object, root: int) -> Job[Any]:
-        """See `Collectives.bcast_obj`."""
         self._check_root(root)
         return lambda: self.objects.broadcast(Call("bcast_obj", root=root), obj, root)
 
     @_rejecting
     def gather_obj(self, obj: object, root: int) -> Job[tuple[Any, ...] | None]:
-        """See `Collectives.gather_obj`."""
         self._check_root(root)
         return lambda: self._to_root(Call("gather_obj", root=root), obj, root)
 
     @_rejecting
     def scatter_obj(self, objs: Sequence[object] | None, root: int) -> Job[Any]:
-        """See `Collectives.scatter_obj`."""
         self._check_root(root)
         own = list(objs) if self.rank == root and objs is not None else []
         if self.rank == root and len(own) != self.size:
@@ -188,14 +178,12 @@ class CollectiveJobs:
         return lambda: self._from_root(Call("scatter_obj", root=root), own, root)
 
     def allgather_obj(self, obj: object, name: str = "allgather_obj") -> Job[list[Any]]:
-        """See `Collectives.allgather_obj`."""
         return lambda: list(self._to_all(Call(name), dict.fromkeys(range(self.size), obj)))
 
     # ---- models and groups ----
 
     @_rejecting
     def bcast_data(self, model: nn.Module) -> Job[None]:
-        """See `Collectives.bcast_data`."""
         named = dict([*model.named_parameters(), *model.named_buffers()])
         tensors = {n: dense(f"bcast_data of '{n}'", tensor) for n, tensor in named.items()}
         call = Call("bcast_data", _described(tensors))

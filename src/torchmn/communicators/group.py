@@ -66,10 +66,9 @@ class Group:
 
     def split(self, name: str, ranks: Sequence[int], key: str) -> Group:
         """The group of ``ranks``, which must hold the caller's; members only."""
-        transport = self._run(
-            "split", (len(ranks),), None, lambda limit: self.transport.split(ranks, key, limit)
+        part = self.with_transport(
+            self._run("split", None, self.transport.split, ranks, key, shape=(len(ranks),))
         )
-        part = self.with_transport(transport)
         part.name = name
         return part
 
@@ -83,105 +82,66 @@ class Group:
     ) -> None:
         """Post all messages at once and wait for all; see `Transport.exchange`."""
         first = (*sends, *recvs)[0][1] if sends or recvs else None
-        self._run(
-            name,
-            tuple(first.shape) if first is not None else (),
-            first,
-            lambda limit: self.transport.exchange(sends, recvs, limit, tag),
-        )
+        self._run(name, first, self.transport.exchange, sends, recvs, tag=tag)
 
     def all_reduce_(self, buffer: Tensor, op: ReduceOp = "sum") -> None:
-        """Reduce in place over all ranks; the same bits on every rank."""
-        self._run(
-            "all_reduce",
-            tuple(buffer.shape),
-            buffer,
-            lambda limit: self.transport.all_reduce_(buffer, op, limit),
-        )
+        """Reduce in place over all ranks, with the same bits on every rank."""
+        self._run("all_reduce", buffer, self.transport.all_reduce_, buffer, op)
 
     def striped_all_reduce_(self, buffer: Tensor) -> None:
         """Sum in place over all ranks, by the same algorithm over all transports."""
-        self._run(
-            "all_reduce",
-            tuple(buffer.shape),
-            buffer,
-            lambda limit: self.transport.striped_all_reduce_(buffer, "sum", limit),
-        )
+        self._run("all_reduce", buffer, self.transport.striped_all_reduce_, buffer, "sum")
 
     def reduce_(self, buffer: Tensor, root: int) -> None:
-        """Sum into the root's buffer; the others' become undefined."""
-        self._run(
-            "reduce",
-            tuple(buffer.shape),
-            buffer,
-            lambda limit: self.transport.reduce_(buffer, root, limit),
-        )
+        """Sum into the root's buffer; those of other ranks become undefined."""
+        self._run("reduce", buffer, self.transport.reduce_, buffer, root)
 
     def broadcast_(self, buffer: Tensor, root: int) -> None:
         """Give every rank the root's buffer."""
-        self._run(
-            "broadcast",
-            tuple(buffer.shape),
-            buffer,
-            lambda limit: self.transport.broadcast_(buffer, root, limit),
-        )
+        self._run("broadcast", buffer, self.transport.broadcast_, buffer, root)
 
     def reduce_scatter_stripes_(self, buffer: Tensor, op: ReduceOp = "sum") -> Tensor:
         """Reduce stripe r into rank r's buffer; returns the caller's stripe, a view."""
-        self._run(
-            "reduce_scatter",
-            tuple(buffer.shape),
-            buffer,
-            lambda limit: self.transport.reduce_scatter_stripes_(buffer, op, limit),
-        )
+        self._run("reduce_scatter", buffer, self.transport.reduce_scatter_stripes_, buffer, op)
         return self.transport.stripes(buffer)[self.rank]
 
     def all_gather_stripes_(self, buffer: Tensor) -> None:
         """Give every rank stripe r of rank r's buffer."""
-        self._run(
-            "all_gather",
-            tuple(buffer.shape),
-            buffer,
-            lambda limit: self.transport.all_gather_stripes_(buffer, limit),
-        )
+        self._run("all_gather", buffer, self.transport.all_gather_stripes_, buffer)
 
     def all_gather_fixed(self, row: Tensor, *, name: str = "all_gather") -> Tensor:
         """(n,) on every rank to (W, n): rows in rank order."""
         table = row.new_empty(self.size * row.numel())
         table[self.rank * row.numel() : (self.rank + 1) * row.numel()] = row
-        self._run(
-            name,
-            tuple(row.shape),
-            row,
-            lambda limit: self.transport.all_gather_stripes_(table, limit),
-        )
+        self._run(name, row, self.transport.all_gather_stripes_, table)
         return table.view(self.size, row.numel())
 
     def receive_any(self, buffer: Tensor, *, name: str, tag: int) -> int:
-        """Receive from whichever rank sends first; returns its rank. Called by the receiver."""
-        return self._run(
-            name,
-            tuple(buffer.shape),
-            buffer,
-            lambda limit: self.transport.receive_any(buffer, limit, tag),
-        )
+        """Receive from the rank that sends first; returns its rank. Called by the receiver."""
+        return self._run(name, buffer, self.transport.receive_any, buffer, tag=tag)
 
     def barrier(self) -> None:
         """Return when every rank has arrived."""
-        self._run("barrier", (), None, self.transport.barrier)
+        self._run("barrier", None, self.transport.barrier)
 
     def _run(
         self,
         name: str,
-        shape: tuple[int, ...],
         tensor: Tensor | None,
-        body: Callable[[TimeLimit], Result],
+        method: Callable[..., Result],
+        *arguments: object,
+        shape: tuple[int, ...] = (),
+        **options: object,
     ) -> Result:
-        dtype = _DTYPE_NAMES.get(tensor.dtype, "?") if tensor is not None else "-"
+        """Call a method of the transport with a time limit, recorded with name and tensor."""
+        dtype = "-"
+        if tensor is not None:
+            shape, dtype = tuple(tensor.shape), _DTYPE_NAMES.get(tensor.dtype, "?")
         limit_s = self.limit_s
         entry = self.flight_recorder.begin(self.name, name, shape, dtype, limit_s)
         try:
-            result = body(TimeLimit(limit_s, self.engine.is_eager))
+            limit = TimeLimit(limit_s, self.engine.is_eager)
+            result = method(*arguments, limit=limit, **options)
         except (TimeLimitError, PeerLostError) as error:
             self.flight_recorder.end(
                 entry, "late" if isinstance(error, TimeLimitError) else "failed"

@@ -31,12 +31,10 @@ class HierarchicalCommunicator(Communicator):
 
     @property
     def inter_node_group(self) -> Group | None:
-        """See `Communicator.inter_node_group`."""
         return self._leaders
 
     @property
     def codec_scope(self) -> str:
-        """See `Communicator.codec_scope`."""
         return between_nodes(self.topology)
 
     def _sum_(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:

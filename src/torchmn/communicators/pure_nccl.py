@@ -13,7 +13,6 @@ class PureNcclCommunicator(Communicator):
     name = "pure_nccl"
 
     def check_placement(self) -> None:
-        """See `Communicator.check_placement`."""
         if self.device.type != "cuda":
             raise UnsupportedError(
                 "pure_nccl needs a CUDA device on every rank, and this rank found none. "

@@ -23,7 +23,6 @@ class SingleNodeCommunicator(Communicator):
     _node: Group
 
     def check_placement(self) -> None:
-        """See `Communicator.check_placement`."""
         if self.inter_size != 1:
             raise UnsupportedError(
                 f"single_node serves one node, but there are {self.topology}. "
@@ -51,7 +50,6 @@ class SingleNodeCommunicator(Communicator):
 
     @property
     def codec_scope(self) -> str:
-        """See `Communicator.codec_scope`."""
         return "" if self.inter_node_group is None else super().codec_scope
 
     def _sum_(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:

@@ -27,7 +27,6 @@ class TwoDimensionalCommunicator(Communicator):
     _column: Group
 
     def check_placement(self) -> None:
-        """See `Communicator.check_placement`."""
         if not self.topology.is_balanced:
             raise UnsupportedError(
                 f"two_dimensional needs the same number of ranks on every node, but there are "
@@ -42,12 +41,10 @@ class TwoDimensionalCommunicator(Communicator):
 
     @property
     def inter_node_group(self) -> Group | None:
-        """See `Communicator.inter_node_group`."""
         return self._column
 
     @property
     def codec_scope(self) -> str:
-        """See `Communicator.codec_scope`."""
         return between_nodes(self.topology)
 
     def _sum_(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:

@@ -114,16 +114,21 @@ class Scratch:
     of a rank run one at a time, so one buffer is enough.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, pin_memory: bool = False) -> None:
         self._buffers: dict[torch.device, Tensor] = {}
+        self._pin_memory = pin_memory
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """An uninitialised tensor of ``numel`` elements, valid until the next call."""
         nbytes = numel * dtype.itemsize
         buffer = self._buffers.get(device)
         if buffer is None or buffer.numel() < nbytes:
-            buffer = torch.empty(max(nbytes, 4 * KiB), dtype=torch.uint8, device=device)
-            self._buffers[device] = buffer
+            buffer = self._buffers[device] = torch.empty(
+                max(nbytes, 4 * KiB),
+                dtype=torch.uint8,
+                device=device,
+                pin_memory=self._pin_memory,
+            )
         return buffer[:nbytes].view(dtype)
 
 
@@ -207,12 +212,15 @@ class Transport(ABC):
     # ---- collectives over `exchange`, overridden where the library is better ----
 
     def barrier(self, limit: TimeLimit) -> None:
-        """Return when every rank has arrived (dissemination: log2 W rounds)."""
-        token = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        received = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        distance = 1
-        while distance < self.size:
-            target, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+        """Return when every rank has arrived."""
+        self.barrier_of(range(self.size), limit)
+
+    def barrier_of(self, ranks: Sequence[int], limit: TimeLimit) -> None:
+        """Return when all of ``ranks`` have arrived (dissemination: log2 W rounds)."""
+        token, received = torch.zeros(2, 1, dtype=torch.uint8, device="cpu")
+        index, distance, size = ranks.index(self.rank), 1, len(ranks)
+        while distance < size:
+            target, source = ranks[(index + distance) % size], ranks[(index - distance) % size]
             self.exchange([(target, token)], [(source, received)], limit)
             distance *= 2
 

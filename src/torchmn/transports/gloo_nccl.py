@@ -95,7 +95,6 @@ class TorchDistributedTransport(Transport):
     def exchange(
         self, sends: Sequence[Message], recvs: Sequence[Message], limit: TimeLimit, tag: int = 0
     ) -> None:
-        """See `Transport.exchange`."""
         tensors = [tensor for _, tensor in (*sends, *recvs) if tensor.numel()]
         if not tensors:
             return
@@ -122,7 +121,6 @@ class TorchDistributedTransport(Transport):
             raise _translate(error, "an exchange", limit.seconds) from error
 
     def receive_any(self, buffer: Tensor, limit: TimeLimit, tag: int = 0) -> int:
-        """See `Transport.receive_any`."""
         try:
             work = self._gloo.recv_anysource([_bytes(buffer)], _sized_tag(tag, buffer))
             work.wait(_left(limit))
@@ -131,7 +129,6 @@ class TorchDistributedTransport(Transport):
         return int(work._source_rank())
 
     def all_reduce_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
-        """See `Transport.all_reduce_`."""
         native = _NCCL_REDUCES if buffer.is_cuda else _GLOO_REDUCES
         if buffer.dtype not in native:
             super().all_reduce_(buffer, op, limit)
@@ -142,7 +139,6 @@ class TorchDistributedTransport(Transport):
         self._wait(lambda group: group.allreduce([buffer], options), buffer, "all_reduce", limit)
 
     def broadcast_(self, buffer: Tensor, root: int, limit: TimeLimit) -> None:
-        """See `Transport.broadcast_`."""
         if buffer.numel() == 0:
             return
         options = dist.BroadcastOptions()
@@ -160,7 +156,6 @@ class TorchDistributedTransport(Transport):
             raise _translate(error, what, limit.seconds) from error
 
     def split(self, ranks: Sequence[int], key: str, limit: TimeLimit) -> Transport:
-        """See `Transport.split`."""
         part = TorchDistributedTransport(
             PrefixStore(key, self._store),
             list(ranks).index(self.rank),
@@ -176,7 +171,6 @@ class TorchDistributedTransport(Transport):
         return part
 
     def close(self) -> None:
-        """See `Transport.close`."""
         if self._nccl is not None:
             self._nccl.shutdown()
         self._nccl = self._gloo = None  # a gloo group closes its sockets when it is gone

@@ -57,7 +57,7 @@ class MpiTransport(Transport):
         self._comm = mpi_comm
         super().__init__(mpi_comm.Get_rank(), mpi_comm.Get_size(), scratch)
         self.is_threaded = self._mpi.Query_thread() >= self._mpi.THREAD_SERIALIZED
-        self._pinned = Scratch() if not torch.cuda.is_available() else _PinnedScratch()
+        self._pinned = Scratch(pin_memory=torch.cuda.is_available())
         self._native = _native_types(self._mpi)
         self._ops = {
             "sum": self._mpi.SUM,
@@ -89,7 +89,6 @@ class MpiTransport(Transport):
     def exchange(
         self, sends: Sequence[Message], recvs: Sequence[Message], limit: TimeLimit, tag: int = 0
     ) -> None:
-        """See `Transport.exchange`."""
         if any(tensor.is_cuda for _, tensor in (*sends, *recvs)):
             self._exchange_staged(sends, recvs, limit, tag)
             return
@@ -114,7 +113,6 @@ class MpiTransport(Transport):
             raise
 
     def receive_any(self, buffer: Tensor, limit: TimeLimit, tag: int = 0) -> int:
-        """See `Transport.receive_any`."""
         status = self._mpi.Status()
         memory = self._mpi.buffer.fromaddress(buffer.data_ptr(), buffer.nbytes)
         with _TURN:
@@ -151,7 +149,6 @@ class MpiTransport(Transport):
         torch.cuda.current_stream().synchronize()  # the pinned buffer is used again
 
     def all_reduce_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
-        """See `Transport.all_reduce_`."""
         datatype = self._native.get(buffer.dtype)
         nbytes = buffer.numel() * buffer.element_size()
         if self.size == 1 or nbytes == 0:
@@ -167,7 +164,6 @@ class MpiTransport(Transport):
         self._wait([request], limit, "all_reduce")
 
     def barrier(self, limit: TimeLimit) -> None:
-        """See `Transport.barrier`."""
         with _TURN:
             request = self._comm.Ibarrier()
         self._wait([request], limit, "barrier")
@@ -183,8 +179,7 @@ class MpiTransport(Transport):
             raise TimeLimitError(f"{what} did not complete within {limit.seconds:g} s.")
 
     def split(self, ranks: Sequence[int], key: str, limit: TimeLimit) -> Transport:
-        """See `Transport.split`."""
-        self._barrier_of(list(ranks), limit)
+        self.barrier_of(ranks, limit)  # with a limit, which Create_group lacks
         with _TURN:
             group = self._comm.Get_group().Incl(list(ranks))
             try:
@@ -194,35 +189,10 @@ class MpiTransport(Transport):
                 group.Free()
         return MpiTransport(comm, scratch=self.scratch)
 
-    def _barrier_of(self, ranks: list[int], limit: TimeLimit) -> None:
-        """Wait, with a limit, until all of ``ranks`` have arrived: `Create_group` has no limit."""
-        token, received = torch.zeros(2, 1, dtype=torch.uint8, device="cpu")
-        index, distance, size = ranks.index(self.rank), 1, len(ranks)
-        while distance < size:
-            target, source = ranks[(index + distance) % size], ranks[(index - distance) % size]
-            self.exchange([(target, token)], [(source, received)], limit)
-            distance *= 2
-
     def close(self) -> None:
-        """See `Transport.close`."""
         with _TURN:
             if self._comm != self._mpi.COMM_NULL and not self._mpi.Is_finalized():
                 self._comm.Free()
-
-
-class _PinnedScratch(Scratch):
-    """Host scratch in page-locked memory, for fast copies from and to the GPU."""
-
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """See `Scratch.take`."""
-        nbytes = numel * dtype.itemsize
-        buffer = self._buffers.get(device)
-        if buffer is None or buffer.numel() < nbytes:
-            buffer = torch.empty(
-                max(nbytes, 4 * KiB), dtype=torch.uint8, pin_memory=True, device="cpu"
-            )
-            self._buffers[device] = buffer
-        return buffer[:nbytes].view(dtype)
 
 
 def _portions(tensor: Tensor) -> list[tuple[int, int]]:

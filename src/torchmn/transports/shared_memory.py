@@ -132,7 +132,6 @@ class SharedMemoryTransport(WrappingTransport):
     # ---- collectives in shared memory ----
 
     def all_reduce_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
-        """See `Transport.all_reduce_`."""
         is_better_inside = buffer.nbytes <= _SMALL_BYTES and self.inner.has_fast_small_sums
         if buffer.is_cuda or is_better_inside:
             self.inner.all_reduce_(buffer, op, limit)
@@ -155,7 +154,6 @@ class SharedMemoryTransport(WrappingTransport):
         fold(buffer, slots, op)
 
     def reduce_(self, buffer: Tensor, root: int, limit: TimeLimit) -> None:
-        """See `Transport.reduce_`."""
         if buffer.is_cuda:
             self.inner.reduce_(buffer, root, limit)
         elif all_ranks := self._residents.get(buffer.data_ptr()):
@@ -169,7 +167,6 @@ class SharedMemoryTransport(WrappingTransport):
                         pieces[peer].copy_(slots[peer][peer])
 
     def broadcast_(self, buffer: Tensor, root: int, limit: TimeLimit) -> None:
-        """See `Transport.broadcast_`."""
         if buffer.is_cuda:
             self.inner.broadcast_(buffer, root, limit)
         elif all_ranks := self._residents.get(buffer.data_ptr()):
@@ -188,7 +185,6 @@ class SharedMemoryTransport(WrappingTransport):
                     chunk.copy_(slot)
 
     def all_gather_stripes_(self, buffer: Tensor, limit: TimeLimit) -> None:
-        """See `Transport.all_gather_stripes_`."""
         if buffer.is_cuda:
             self.inner.all_gather_stripes_(buffer, limit)
             return
@@ -213,7 +209,6 @@ class SharedMemoryTransport(WrappingTransport):
                 parts[peer].copy_(slots[peer])
 
     def reduce_scatter_stripes_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
-        """See `Transport.reduce_scatter_stripes_`."""
         if buffer.is_cuda:
             self.inner.reduce_scatter_stripes_(buffer, op, limit)
             return
@@ -230,7 +225,6 @@ class SharedMemoryTransport(WrappingTransport):
             self._fold(parts, slots, op)
 
     def barrier(self, limit: TimeLimit) -> None:
-        """See `Transport.barrier`."""
         self._open()
         self._reach(ARRIVED, limit)
 

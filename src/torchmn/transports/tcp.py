@@ -130,7 +130,6 @@ class TcpTransport(WrappingTransport):
     def exchange(
         self, sends: Sequence[Message], recvs: Sequence[Message], limit: TimeLimit, tag: int = 0
     ) -> None:
-        """See `Transport.exchange`."""
         if self.fallback_reason:
             self.inner.exchange(sends, recvs, limit, tag)
             return
@@ -152,21 +151,18 @@ class TcpTransport(WrappingTransport):
     # ---- sums ----
 
     def all_reduce_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
-        """See `Transport.all_reduce_`."""
         if self._is_small(buffer):
             self.inner.all_reduce_(buffer, op, limit)
         else:
             self._all_reduce_large_(buffer, op, limit)
 
     def striped_all_reduce_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
-        """See `Transport.striped_all_reduce_`."""
         if self._is_small(buffer):
             super().striped_all_reduce_(buffer, op, limit)
         else:
             self._all_reduce_large_(buffer, op, limit)
 
     def prefetch_send(self, buffer: Tensor) -> None:
-        """See `Transport.prefetch_send`."""
         if self._is_small(buffer):
             return
         self._num_announced += 1
@@ -289,7 +285,6 @@ class TcpTransport(WrappingTransport):
         return TcpTransport.connect(self.inner.split(ranks, key, limit), limit)
 
     def close(self) -> None:
-        """See `Transport.close`."""
         for stream in self._by_descriptor.values():
             stream.socket.close()
         self._by_descriptor.clear()
