@@ -23,7 +23,7 @@ class ComparesNamesOnly(FlatCommunicator):
         self._jobs.check.compare = lambda call, *rest: compare(Call(call.name), *rest)
 
 
-class KeepsItsErrorToItself(FlatCommunicator):
+class RaisesOnOneRankOnly(FlatCommunicator):
     """Raises for an invalid argument at once, so that the other ranks wait."""
 
     def _connect(self):
@@ -47,7 +47,7 @@ class ForgetsToScale(FlatCommunicator):
         return super().allreduce(x, op, prescale_factor=prescale_factor)
 
 
-class TakesWhateverComes(FlatCommunicator):
+class IgnoresTags(FlatCommunicator):
     """Gives the next message of a rank, whatever its tag."""
 
     def recv_obj(self, source, tag=0, status=None):

@@ -86,7 +86,7 @@ def check_coded_sum(comm: Communicator) -> None:
 
 
 def check_started_sums(comm: Communicator) -> None:
-    """Sums that are started and not waited for do not mix, and blocking calls queue behind them."""
+    """Sums that are started and not waited for do not mix, and blocking calls are queued after them."""
     buffers = [seeded(comm.rank, size, salt=i) for i, size in enumerate((50_000, 3, 1000))]
     works = [comm.start_sum_(b, bucket=i, step=7) for i, b in enumerate(buffers)]
     flag = comm.allreduce(torch.tensor([comm.rank + 1]))
@@ -162,11 +162,11 @@ def check_reductions(comm: Communicator) -> None:
             if op == "mean" and not dtype.is_floating_point:
                 continue
             shape = (3, 5)
-            everybody = torch.stack(
+            all_ranks = torch.stack(
                 [seeded(r, *shape, dtype=dtype).abs() % 16 for r in range(comm.size)]
             )
-            result = comm.allreduce(everybody[comm.rank], op)  # type: ignore[arg-type]
-            expected = fold(everybody).to(dtype)
+            result = comm.allreduce(all_ranks[comm.rank], op)  # type: ignore[arg-type]
+            expected = fold(all_ranks).to(dtype)
             require(
                 torch.allclose(result.double(), expected.double(), atol=1e-5),
                 f"allreduce {op} {dtype}",

@@ -24,7 +24,7 @@ from torchmn.testing import run_ranks
 
 
 def errors_of(call: Callable[[Communicator], object], world_size: int = 3) -> list:
-    """What every rank raises; all must be able to go on together."""
+    """What every rank raises; all must be able to continue together."""
 
     def rank_main(comm):
         try:
@@ -162,7 +162,7 @@ DIFFERENT: dict[str, tuple[Callable, str]] = {
 
 
 @pytest.mark.parametrize("case", DIFFERENT)
-def test_ranks_that_differ_all_hear_both_versions(case: str) -> None:
+def test_different_calls_raise_with_both_versions_on_all_ranks(case: str) -> None:
     call, said = DIFFERENT[case]
     for rank, error in enumerate(errors_of(lambda comm: call(comm, comm.rank == 1))):
         assert isinstance(error, RankMismatchError)
@@ -171,7 +171,7 @@ def test_ranks_that_differ_all_hear_both_versions(case: str) -> None:
         assert "All ranks must make the same calls with the same arguments" in str(error)
 
 
-def test_what_differs_is_found_before_anything_is_written() -> None:
+def test_differences_are_found_before_anything_is_written() -> None:
     def rank_main(comm):
         model = model_of(("a", [2]), ("b", [2]))
         with torch.no_grad():
@@ -260,7 +260,7 @@ WRONG: dict[str, tuple[Callable, type[Exception], str]] = {
         UsageError,
         "ranks=[]. Give at least one rank, each once, from 0 to 2.",
     ),
-    "a subgroup with a stranger": (
+    "a subgroup with an unknown rank": (
         lambda comm: comm.subgroup([0, 3]),
         UsageError,
         "ranks=[0, 3]",
@@ -297,7 +297,7 @@ def with_sparse_buffer() -> nn.Module:
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_an_argument_that_is_wrong_on_one_rank_is_told_to_all(case: str) -> None:
+def test_an_invalid_argument_on_one_rank_raises_on_all(case: str) -> None:
     call, kind, text = WRONG[case]
     jagged()
     first, second, third = errors_of(
@@ -312,7 +312,7 @@ def test_an_argument_that_is_wrong_on_one_rank_is_told_to_all(case: str) -> None
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_an_argument_that_is_wrong_on_all_ranks(case: str) -> None:
+def test_an_invalid_argument_on_all_ranks(case: str) -> None:
     call, kind, text = WRONG[case]
     jagged()
     for error in errors_of(call):
@@ -333,7 +333,7 @@ def test_only_the_root_must_have_a_tensor_to_broadcast() -> None:
     assert run_ranks(rank_main, 3) == [ONE] * 3
 
 
-def test_a_wrong_argument_is_named_although_the_others_do_not_come() -> None:
+def test_an_invalid_argument_is_named_if_the_other_ranks_do_not_arrive() -> None:
     ended = threading.Event()
 
     def rank_main(comm):
@@ -365,7 +365,7 @@ LENGTHS = {
 
 
 @pytest.mark.parametrize("way", LENGTHS)
-def test_a_wrong_number_of_parts_is_told_to_all(way: str) -> None:
+def test_a_wrong_number_of_parts_raises_on_all_ranks(way: str) -> None:
     first, second, third = errors_of(lambda comm: LENGTHS[way](comm, comm.rank == 1))
     assert isinstance(second, UsageError)
     assert "needs 3 parts, got" in str(second)
@@ -394,7 +394,7 @@ def test_bad_arguments_of_messages(call: Callable, text: str) -> None:
     run_ranks(rank_main, 2)
 
 
-def test_results_share_nothing_with_what_was_given() -> None:
+def test_results_share_no_memory_with_arguments() -> None:
     """Neither memory nor a graph: on other ranks there is none."""
 
     def rank_main(comm):
@@ -444,7 +444,7 @@ def test_mean_grad_of_every_dtype_and_memory_format(dtype: torch.dtype, codec: s
     run_ranks(rank_main, 3, allreduce_grad_dtype=codec)
 
 
-def test_use_after_finalize_is_a_sentence() -> None:
+def test_use_after_finalize_raises() -> None:
     def rank_main(comm):
         comm.barrier()
         comm.finalize()
@@ -456,7 +456,7 @@ def test_use_after_finalize_is_a_sentence() -> None:
     run_ranks(rank_main, 2)
 
 
-def test_a_split_lives_and_ends_by_itself() -> None:
+def test_a_split_is_finalized_by_itself() -> None:
     def rank_main(comm):
         part = comm.split(comm.rank // 2, comm.rank)
         assert [r % 2 for r in part.allgather_obj(comm.rank)] == list(range(part.size))

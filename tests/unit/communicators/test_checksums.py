@@ -7,7 +7,7 @@ import torch
 from torchmn.communicators.checksums import checksum, describe_differences, differences, digest
 
 
-def test_sums_see_every_bit_and_no_strides() -> None:
+def test_checksums_depend_on_every_bit_and_not_on_strides() -> None:
     tensor = torch.arange(12, dtype=torch.float32).view(3, 4)
     other = tensor.clone()
     assert checksum([tensor]) == checksum([other])

@@ -57,7 +57,7 @@ def test_overdue_is_what_has_not_completed_in_time() -> None:
     assert flight_recorder.overdue() is late
 
 
-def test_a_description_has_the_ranks_as_the_job_calls_them() -> None:
+def test_a_description_has_the_ranks_of_the_job() -> None:
     flight_recorder = FlightRecorder(job_ranks=[4, 6, 7])
     flight_recorder.register_group("leaders", [0, 2])
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""No call waits without a limit, and the error says who, where and in what."""
+"""Every call has a time limit, and the error names collective, rank and host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CALLS: dict[str, Callable[[Communicator], object]] = {
 
 
 def one_stays_away(call: Callable[[Communicator], object], **options) -> None:
-    """Rank 1 does not come. It stays until rank 0 knows: else a connection would be closed."""
+    """Rank 1 does not arrive. It waits until rank 0 has raised: else a connection would close."""
     knows = threading.Event()
 
     def rank_main(comm):

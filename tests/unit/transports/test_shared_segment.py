@@ -1,4 +1,4 @@
-"""Shared memory without a name: who can reach it, what a full folder says, what is left."""
+"""Shared memory without a name: access, errors of a full folder, clean-up."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_private_changes_stay_private() -> None:
 
 
 @pytest.mark.parametrize("change", [{"number": 9999}, {"pid": 2**22 + 1}, {"inode": 1}])
-def test_an_address_that_leads_elsewhere(change: dict[str, int]) -> None:
+def test_an_address_of_another_file(change: dict[str, int]) -> None:
     memory = filled(b"abc")
     address = dataclasses.replace(memory.address(), **change)
     with pytest.raises(SharedMemoryError, match=r"cannot be opened at /proc/\d+/fd/\d+"):
@@ -82,7 +82,7 @@ def test_file_system_without_nameless_files() -> None:
     )
 
 
-def test_other_systems(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_operating_systems(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "O_TMPFILE")
     with pytest.raises(UnsupportedError, match="needs Linux"):
         SharedMemorySegment.create(1, TEST)

@@ -105,7 +105,7 @@ def test_small_and_large_messages_to_all_in_one_exchange() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_announced_sums_are_those_that_are_not(size, dtype) -> None:
+def test_announced_sums_have_the_same_bits(size, dtype) -> None:
     numels = [size * LARGE, size * LARGE + 1, 5, 2 * size * LARGE]
 
     def rank_main(transport):
@@ -234,7 +234,7 @@ class DisturbedTransport(TorchDistributedTransport):
             self.clients.append(client)
             if number % 3 == 1:
                 client.sendall(os.urandom(100))
-            elif number % 3 == 2:  # the token was told over an open network, and not the secret
+            elif number % 3 == 2:  # the token was sent over an open network, the secret was not
                 client.sendall(token + struct.pack("<I", 1))
 
 
@@ -323,7 +323,7 @@ def test_the_fallback_to_gloo_is_a_reason_on_all_ranks(
         assert ("no TCP connections between hosts: 3 ranks are more than 2" in reason) is is_said
     for text in said:
         assert text.startswith("rank 0 of 3")
-        assert "large messages go by gloo, slower" in text
+        assert "large messages use gloo, which is slower" in text
 
 
 def test_listens_at_the_address_that_gloo_was_given(monkeypatch) -> None:
