@@ -86,7 +86,7 @@ def check_coded_sum(comm: Communicator) -> None:
 
 
 def check_started_sums(comm: Communicator) -> None:
-    """Sums that are started and not waited for do not mix, and blocking calls are queued after them."""
+    """Started sums that are not waited for do not mix; blocking calls are queued after them."""
     buffers = [seeded(comm.rank, size, salt=i) for i, size in enumerate((50_000, 3, 1000))]
     works = [comm.start_sum_(b, bucket=i, step=7) for i, b in enumerate(buffers)]
     flag = comm.allreduce(torch.tensor([comm.rank + 1]))
