@@ -152,7 +152,7 @@ DIFFERENT: dict[str, tuple[Callable, str]] = {
         lambda comm, odd: comm.bcast_data(
             model_of(("a", [2]), ("b", [2])) if odd else model_of(("a", [2]))
         ),
-        "part 1 of bcast_data(): ranks 0, 2: nothing; rank 1: 'b' float32[2]",
+        "part 1 of bcast_data(): ranks 0, 2: missing; rank 1: 'b' float32[2]",
     ),
     "gradients of other parameters": (
         lambda comm, odd: comm.multi_node_mean_grad(with_gradients("b" if odd else "a")),
@@ -203,12 +203,12 @@ WRONG: dict[str, tuple[Callable, type[Exception], str]] = {
     "scaled integers": (
         lambda comm: comm.allreduce(ONE.long(), postscale_factor=0.5),
         UsageError,
-        "torch.int64 cannot be scaled",
+        "torch.int64 cannot be multiplied",
     ),
     "a factor that is no number": (
         lambda comm: comm.allreduce(ONE, prescale_factor=float("nan")),
         UsageError,
-        "prescale_factor=nan. It must be a finite number.",
+        "prescale_factor=nan must be a finite number.",
     ),
     "the largest of complex numbers": (
         lambda comm: comm.allreduce(ONE.to(torch.complex64), "max"),
@@ -228,7 +228,7 @@ WRONG: dict[str, tuple[Callable, type[Exception], str]] = {
     "nothing to gather": (
         lambda comm: comm.allgather(None),
         UsageError,
-        "allgather needs a tensor, got None. Objects go by the methods that end with _obj.",
+        "allgather needs a tensor, got None. For objects use the _obj methods.",
     ),
     "a number to sum": (
         lambda comm: comm.allreduce(1.5),
@@ -379,7 +379,7 @@ def test_a_wrong_number_of_parts_raises_on_all_ranks(way: str) -> None:
     [
         (lambda c: c.send(ONE, c.rank), "other than this one"),
         (lambda c: c.recv(7), "source=7: a rank of 2 other than this one"),
-        (lambda c: c.send(ONE, 1 - c.rank, tag=-1), r"tag=-1. It must be an integer from 0"),
+        (lambda c: c.send(ONE, 1 - c.rank, tag=-1), r"tag=-1 must be an integer from 0"),
         (lambda c: c.recv(1 - c.rank, tag=-2), r"tag=-2. .* or ANY_TAG"),
         (lambda c: c.send(None, 1 - c.rank), "send needs a tensor, got None"),
     ],
