@@ -171,9 +171,9 @@ def test_a_modified_pickle_is_not_unpickled() -> None:
     note, (kind, payload, seal) = json.loads(message.head)
     assert kind == "pickle"
     forged = "A" if payload[10] != "A" else "B"
-    with pytest.raises(CommunicationError, match="was not opened"):
+    with pytest.raises(CommunicationError, match="was not unpickled"):
         object_codec.unpack([kind, payload[:10] + forged + payload[11:], seal], [], SECRET)
-    with pytest.raises(CommunicationError, match="was not opened"):
+    with pytest.raises(CommunicationError, match="was not unpickled"):
         object_codec.unpack([kind, payload, ""], [], SECRET)
     assert object_codec.unpack([kind, payload, seal], [], SECRET) == Own(1)
 
