@@ -99,7 +99,7 @@ def test_after_a_failed_exchange_further_calls_raise(engine: Engine, kind, way) 
                 each.wait()
     for ask in (engine.call, engine.submit):
         with pytest.raises(
-            CommunicationError, match="cannot be used after an exchange failed: rank 3"
+            CommunicationError, match="after an exchange failed: rank 3"
         ):
             ask(lambda: later.append(1))
     assert later == []
