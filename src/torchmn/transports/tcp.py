@@ -49,14 +49,14 @@ from torchmn.transports.base import (
     fold,
 )
 from torchmn.transports.gloo_nccl import TorchDistributedTransport
-from torchmn.units import KiB
+from torchmn.units import KiB, MiB
 
 MAX_PEERS = 15
 """With more peers the many connections of an all-to-all cost more than they save."""
 
 _LARGE_BYTES = 64 * KiB
 _WAKE_BYTES = 512 * KiB
-_PIECE_BYTES = 512 * KiB  # summed and sent on at a time
+_PIECE_BYTES = MiB  # summed and sent on at a time; smaller pieces cost more than they hide
 _CONNECT_S = 5.0
 _HEAD = struct.Struct("<QQ")  # tag, bytes: the next message on a connection
 _TOKEN_BYTES = 16
