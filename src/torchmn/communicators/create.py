@@ -267,8 +267,8 @@ def _exchange_hosts(world: Transport, greeting: dict[str, Any], timeout_s: float
     own = json.dumps({"host": socket.gethostname(), **greeting}).encode()
     if len(own) > _GREETING_BYTES:
         raise UsageError(
-            f"The host name {socket.gethostname()!r} is too long: a greeting has {_GREETING_BYTES} bytes. "
-            "Give the host a shorter name."
+            f"The host name {socket.gethostname()!r} is too long: a greeting has "
+            f"{_GREETING_BYTES} bytes. Give the host a shorter name."
         )
     table = torch.zeros(world.size, _GREETING_BYTES, dtype=torch.uint8, device="cpu")
     table[world.rank, : len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
