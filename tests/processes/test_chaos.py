@@ -1,4 +1,4 @@
-"""Six runs of `make chaos`, one for each class of fault: a training that is interrupted and resumed."""
+"""Six runs of `make chaos`, one for each class of fault: trainings interrupted and resumed."""
 
 from __future__ import annotations
 
