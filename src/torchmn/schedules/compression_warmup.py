@@ -37,10 +37,10 @@ class CompressionWarmup(EveryStep):
         self.total_samples = 0.0
         """Over all workers, in all exchanges so far. The same on all ranks."""
 
-    def attach(self, exchange: GradientReducer, inner: Optimizer) -> None:
+    def attach(self, reducer: GradientReducer, inner: Optimizer) -> None:
         """See `Schedule.attach`."""
-        super().attach(exchange, inner)
-        self._codec = exchange.codec
+        super().attach(reducer, inner)
+        self._codec = reducer.codec
         self._choose_codec()
 
     def backward_ended(self) -> None:
@@ -72,5 +72,5 @@ class CompressionWarmup(EveryStep):
 
     def _choose_codec(self) -> None:
         codec = self._codec if self.total_samples >= self.distributed_after else None
-        if self._exchange.codec is not codec:
-            self._exchange.redirect(self._exchange.comm, codec)
+        if self._reducer.codec is not codec:
+            self._reducer.redirect(self._reducer.comm, codec)

@@ -101,7 +101,7 @@ class BlockSchedule(ABC):
     counts_samples = True
     resets_smoothed_gradients = False
     """Whether the inner optimizer's smoothed gradients become zero where a new block begins."""
-    _exchange: GradientReducer
+    _reducer: GradientReducer
     _inner: Optimizer
     _comm: Communicator
 
@@ -195,11 +195,11 @@ class BlockSchedule(ABC):
         """See `Schedule.replica_consistency`. A warm start is as every other step."""
         return "per_step" if self._is_warm else "per_block"
 
-    def attach(self, exchange: GradientReducer, inner: Optimizer) -> None:
+    def attach(self, reducer: GradientReducer, inner: Optimizer) -> None:
         """See `Schedule.attach`."""
-        self._exchange, self._inner = exchange, inner
-        self._comm, self._codec = exchange.comm, exchange.codec
-        self._every_step.attach(exchange, inner)
+        self._reducer, self._inner = reducer, inner
+        self._comm, self._codec = reducer.comm, reducer.codec
+        self._every_step.attach(reducer, inner)
         size = self._comm.size
         self._block_size = self.block_size or DEFAULT_SAMPLES_PER_WORKER * size
         if self._block_size < size:
@@ -227,16 +227,16 @@ class BlockSchedule(ABC):
     def _aim_exchange(self) -> None:
         """Point the exchange of gradients to where this phase needs it. *Collective.*"""
         if self._is_warm:
-            self._exchange.redirect(self._comm, None)
+            self._reducer.redirect(self._comm, None)
         elif self._node is not None:
-            self._exchange.redirect(self._node, None)
+            self._reducer.redirect(self._node, None)
         else:
-            self._exchange.codec = None
-            self._exchange.rest()
+            self._reducer.codec = None
+            self._reducer.rest()
 
     def rebuild(self) -> None:
         """See `Schedule.rebuild`."""
-        parameters = with_means(self._exchange.parameters())
+        parameters = with_means(self._reducer.parameters())
         self.anchors = {
             name: self.anchors.get(name, torch.empty_like(p, requires_grad=False))
             for name, p in parameters
@@ -277,14 +277,14 @@ class BlockSchedule(ABC):
             return self._warm_step(closure)
         self._take_anchors()
         result = self._inner_step(closure)
-        if not self._exchange.is_needed:
-            self._count_samples(self._exchange.num_samples)
+        if not self._reducer.is_needed:
+            self._count_samples(self._reducer.num_samples)
         self._progress(self.overlap_steps)
         return result
 
     def shadow_step(self) -> int:
         """See `Schedule.shadow_step`. What a rank has learned goes into the next block that ends."""
-        if self._exchange.is_needed and not self._has_node_left:
+        if self._reducer.is_needed and not self._has_node_left:
             num_active = self._every_step.shadow_step()
             self._count_exchange()
             if num_active:
@@ -329,14 +329,14 @@ class BlockSchedule(ABC):
             self._is_stepping = False
         self._is_last_warm_step = False
         if self._is_warm:
-            if not self._exchange.is_needed:  # one rank alone
-                self.num_samples += self._exchange.num_samples
+            if not self._reducer.is_needed:  # one rank alone
+                self.num_samples += self._reducer.num_samples
             if self.num_samples >= self.distributed_after:
                 self._end_warm_start()
         return result
 
     def _inner_step(self, closure: Callable[[], float] | None) -> float | None:
-        if self._exchange.is_needed:
+        if self._reducer.is_needed:
             return self._every_step.step(closure)
         return self._inner.step(closure)
 
@@ -380,7 +380,7 @@ class BlockSchedule(ABC):
             if self._pending.steps_left <= 0:
                 self._complete()
         while self._cadence.take_due():
-            self._exchange_next(overlap_steps, is_active=self._exchange.is_active)
+            self._exchange_next(overlap_steps, is_active=self._reducer.is_active)
 
     def _exchange_stopped(self) -> int:
         """Take part in one exchange of others; if there are none, agree on what is left.
@@ -409,7 +409,7 @@ class BlockSchedule(ABC):
         fragment.num_samples = 0.0
         starts = fragment.copies() if overlap_steps else None
         self._pending = _Pending(fragment, overlap_steps, starts)
-        fragment.start(self._exchange.step)
+        fragment.start(self._reducer.step)
         if overlap_steps:
             return 1
         self._complete()
@@ -422,8 +422,8 @@ class BlockSchedule(ABC):
             return
         fragment, movements = pending.fragment, pending.fragment.movements
         movements.drain()
-        self._exchange.inspect(movements)
-        if self._exchange.problem is not None:
+        self._reducer.inspect(movements)
+        if self._reducer.problem is not None:
             self._abandon(fragment)
             return
         num_samples = movements.total_weight
@@ -446,7 +446,7 @@ class BlockSchedule(ABC):
         fragment.restart(None)
         fragment.num_samples = 0.0
         self._reset_smoothed_gradients(fragment)
-        self._exchange.on_nonfinite_callback()
+        self._reducer.on_nonfinite_callback()
 
     def _reset_smoothed_gradients(self, fragment: Fragment) -> None:
         reset_smoothed_gradients_(self._inner.state, fragment.parameters)
