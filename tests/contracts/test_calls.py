@@ -33,8 +33,8 @@ def test_of_other_routes(name: str) -> None:
 @pytest.mark.mpi
 @pytest.mark.processes
 @pytest.mark.parametrize("size", SIZES)
-def test_over_mpi(pool: MpiPool, size: int) -> None:
-    pool.run(check_calls, size, name="flat", topology=Topology.blocks([size]))
+def test_over_mpi(mpi_pool: MpiPool, size: int) -> None:
+    mpi_pool.run(check_calls, size, name="flat", topology=Topology.blocks([size]))
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -47,9 +47,9 @@ def test_contracts_over_gloo(name: str, label: str) -> None:
 @pytest.mark.mpi
 @pytest.mark.processes
 @pytest.mark.parametrize(("name", "label"), cases())
-def test_contracts_over_mpi(pool: MpiPool, name: str, label: str) -> None:
+def test_contracts_over_mpi(mpi_pool: MpiPool, name: str, label: str) -> None:
     topology = PLACEMENTS[label]
-    pool.run(check_all, topology.size, name=name, topology=topology)
+    mpi_pool.run(check_all, topology.size, name=name, topology=topology)
 
 
 @pytest.mark.parametrize("label", ["3+1", "2+1"])

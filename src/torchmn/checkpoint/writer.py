@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-import torchmn
 from torchmn.checkpoint.control_channel import ControlChannel
 from torchmn.checkpoint.manifest import FileEntry, Manifest, parse
 from torchmn.checkpoint.retention import DRAFT, Best, checkpoints_to_delete, is_checkpoint, name_of
@@ -30,6 +29,7 @@ from torchmn.checkpoint.storage import MANIFEST, Storage
 from torchmn.communicators.checksums import differences, digest, describe_differences
 from torchmn.communicators.object_codec import as_bytes
 from torchmn.errors import DataError
+from torchmn.version import __version__
 
 _MOST_MANIFEST_NBYTES = 1_000_000_000
 
@@ -190,7 +190,7 @@ class Writer:
                 world_size=len(said),
                 route=self.route,
                 created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                versions={"torchmn": torchmn.__version__, "torch": torch.__version__},
+                versions={"torchmn": __version__, "torch": torch.__version__},
                 metric=said[0]["metric"],
                 files=files,
             )

@@ -6,6 +6,7 @@ contract is broken. Ranks may be threads: nothing here touches the shared random
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,10 +45,15 @@ def require(condition: object, what: str) -> None:
 
 
 def seeded(rank: int, *shape: int, dtype: torch.dtype = torch.float64, salt: int = 0) -> Tensor:
-    """A tensor that any rank can compute for any rank."""
-    generator = torch.Generator().manual_seed(1000 * salt + rank)
-    values = torch.randn(shape, generator=generator, dtype=torch.float64) * 10
-    return (values > 0) if dtype == torch.bool else values.to(dtype)
+    """A new tensor that any rank can compute for any rank."""
+    values = _drawn(1000 * salt + rank, shape)
+    return (values > 0) if dtype == torch.bool else values.to(dtype, copy=True)
+
+
+@functools.lru_cache(maxsize=1024)
+def _drawn(seed: int, shape: tuple[int, ...]) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64) * 10
 
 
 def check_sum(comm: Communicator) -> None:
@@ -291,10 +297,7 @@ def check_mean_grad(comm: Communicator) -> None:
 def check_exactness(comm: Communicator) -> None:
     """20 steps on shards of a batch give the parameters of one process on the whole, to 1e-12."""
     inputs, targets = training_data()
-    reference = network(0)
-    optimizer: torch.optim.Optimizer = sgd(reference)
-    for x, y in zip(inputs, targets, strict=True):
-        step(reference, optimizer, x, y)
+    reference = _trained_by_one_process()
     model = network(comm.rank)  # the broadcast must make them equal
     optimizer = create_multi_node_optimizer(sgd(model), comm, model)
     for x, y in zip(inputs, targets, strict=True):
@@ -303,6 +306,16 @@ def check_exactness(comm: Communicator) -> None:
     for (name, got), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
         error = float((got - expected).detach().abs().max())
         require(error < 1e-12, f"{comm.name}: {name} is off by {error} after 20 steps")
+
+
+@functools.cache
+def _trained_by_one_process() -> nn.Module:
+    """The network after the training that `check_exactness` repeats on shards."""
+    reference = network(0)
+    optimizer = sgd(reference)
+    for x, y in zip(*training_data(), strict=True):
+        step(reference, optimizer, x, y)
+    return reference
 
 
 def network(seed: int) -> nn.Sequential:

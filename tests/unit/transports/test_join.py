@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import torchmn
+from tests.processes.runner import PYTHON_PATH
 from torchmn.errors import TopologyError
 from torchmn.topology import read_launcher_env
 from torchmn.transports import join
@@ -49,7 +49,7 @@ def start_ranks(tmp_path: Path, size: int, env: dict[str, str]) -> list[subproce
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     base = {name: text for name, text in os.environ.items() if not name.startswith("MASTER_")}
-    base |= {"PYTHONPATH": str(Path(torchmn.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    base |= {"PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"}
     return [
         subprocess.Popen(
             [sys.executable, str(script)],
@@ -100,7 +100,7 @@ def test_a_port_in_use(tmp_path: Path) -> None:
         port = str(taken.getsockname()[1])
         env = {
             **os.environ,
-            "PYTHONPATH": str(Path(torchmn.__file__).parents[1]),
+            "PYTHONPATH": PYTHON_PATH,
             "RANK": "0",
             "WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1",
