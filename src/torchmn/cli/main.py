@@ -9,10 +9,10 @@ from typing import NoReturn
 
 import typer
 
-import torchmn
 from torchmn.cli import run, submit
 from torchmn.environment_variables import TRACEBACK_VARIABLE
 from torchmn.errors import LaunchError, TorchmnError
+from torchmn.version import __version__
 
 app = typer.Typer(
     name="torchmn",
@@ -30,7 +30,7 @@ def _root(
     version: bool = typer.Option(False, "--version", help="Show the version and exit."),
 ) -> None:
     if version:
-        typer.echo(f"torchmn {torchmn.__version__}")
+        typer.echo(f"torchmn {__version__}")
         raise typer.Exit
 
 

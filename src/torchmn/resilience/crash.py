@@ -1,8 +1,8 @@
 """End all ranks within seconds when one fails, and report its error last, under any launcher.
 
 ``torchmn run`` always does this, since an agent is the parent of every rank. Other launchers may
-not end a job when a rank dies (``srun`` without ``--kill-on-bad-exit``), and none of them notices an
-exception of one rank for which the others wait. So each rank starts a monitor process, and rank 0 a
+not end a job when a rank dies (``srun`` without ``--kill-on-bad-exit``), and none of them notices
+an exception of one rank for which the others wait. So each rank starts a monitor process, and rank 0 a
 monitor server to which all monitors connect (`torchmn.monitor.rank_monitor`,
 `torchmn.monitor.server`).
 
@@ -69,7 +69,7 @@ def install_crash_handler(comm: Communicator, *, grace_s: float = 5.0) -> None:
         "torchmn.monitor.rank_monitor", order, stdout=subprocess.DEVNULL, keep=(others.fileno(),)
     )
     others.close()
-    script_monitor.watch_over(own).follow(comm.journal)
+    script_monitor.watch_over(own).follow(comm.flight_recorder)
 
 
 def _start_server(comm: Communicator, secret: str) -> str:

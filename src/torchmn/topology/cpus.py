@@ -106,8 +106,8 @@ def cores_near_gpu(
     """A rank's share of the cores next to its GPU, the ``intra_rank``-th one.
 
     Ranks whose GPUs are next to the same cores share these. If a rank has no GPU of its own, or
-    none of the cores next to it may be used, all ranks share all cores: binding only some of them well
-    would make those wait for the others.
+    none of the cores next to it may be used, all ranks share all cores: binding only some of
+    them well would make those wait for the others.
     """
     own = [_within(processors, around.cores) for around in localities[:intra_size]]
     if len(own) < intra_size or not all(own):

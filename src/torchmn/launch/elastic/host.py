@@ -38,8 +38,8 @@ class Host:
     """Listens to the rendezvous in a thread, for the main thread, which runs torch's agent.
 
     ``held`` lists the checkpoint replicas of this host; ``on_keep`` is called when older ones can
-    be deleted. When the rendezvous requests it or is lost, or ``stdin`` ends since the launcher died,
-    the ranks are ended: the process sends itself a signal, which torch's agent passes on to them.
+    be deleted. When the rendezvous requests it or is lost, or ``stdin`` ends since the launcher
+    died, the ranks are ended: the process sends itself a signal, which torch's agent passes on to them.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Host:
             return None if self._leave is not None else found
 
     def finish(self) -> bool:
-        """Report that all ranks of this host have succeeded. Returns whether they must run again."""
+        """Report that all ranks here have succeeded. Returns whether they must run again."""
         self.post(HostFinished())
         with self._changed:
             while not self._must_restart and self._leave is None:

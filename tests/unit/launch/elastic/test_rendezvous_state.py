@@ -52,7 +52,8 @@ class Play:
         self.rounds.on_file_held(host, part(number, step, file, *needs), self.now)
 
     def said(self, host: str, kind: type[ElasticMessage]) -> list[ElasticMessage]:
-        return [each for to, each in self.rounds.drain_messages() if to == host and type(each) is kind]
+        messages = self.rounds.drain_messages()
+        return [each for to, each in messages if to == host and type(each) is kind]
 
     def round(self) -> Round | None:
         found = self.said(LAUNCHER, Round)
