@@ -2,8 +2,8 @@
 
 ``torchmn run`` always does this, since an agent is the parent of every rank. Other launchers may
 not end a job when a rank dies (``srun`` without ``--kill-on-bad-exit``), and none of them notices
-an exception of one rank for which the others wait. So each rank starts a monitor process, and rank 0 a
-monitor server to which all monitors connect (`torchmn.monitor.rank_monitor`,
+an exception of one rank for which the others wait. So each rank starts a monitor process, and rank
+0 a monitor server to which all monitors connect (`torchmn.monitor.rank_monitor`,
 `torchmn.monitor.server`).
 
 After ChainerMN's ``global_except_hook.add_hook()``, which saw exceptions of the main thread only

@@ -39,7 +39,8 @@ class Host:
 
     ``held`` lists the checkpoint replicas of this host; ``on_keep`` is called when older ones can
     be deleted. When the rendezvous requests it or is lost, or ``stdin`` ends since the launcher
-    died, the ranks are ended: the process sends itself a signal, which torch's agent passes on to them.
+    died, the ranks are ended: the process sends itself a signal, which torch's agent passes on to
+    them.
     """
 
     def __init__(
