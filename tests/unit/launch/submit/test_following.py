@@ -59,7 +59,7 @@ def followed(scheduler: Scripted, job_id: str = "7") -> tuple[int, str, str, lis
     return follower.follow(job_id), out.getvalue(), err.getvalue(), pauses
 
 
-def test_output_is_shown_once_and_the_states_are_said() -> None:
+def test_output_and_states_are_shown_once() -> None:
     scheduler = Scripted(
         WAITING,
         WAITING,
@@ -118,12 +118,12 @@ def test_an_exit_status_that_comes_late() -> None:
     assert (status, pauses) == (4, [0.2, 0.4])
 
 
-def test_a_job_of_which_nobody_knows_the_end() -> None:
+def test_unknown_exit_status() -> None:
     with pytest.raises(LaunchError, match=r"neither Slurm nor the job's log has .* killed"):
         followed(Scripted(GONE))
 
 
-def test_a_scheduler_that_falls_silent() -> None:
+def test_scheduler_that_stops_answering() -> None:
     with pytest.raises(LaunchError, match="no longer reports the state of job 7"):
         followed(Scripted(RUNNING, None))
     assert followed(Scripted(*[None] * 20, writes(LOG, ENDED.format(0), GONE)))[0] == 0

@@ -29,7 +29,7 @@ def request(**options: object) -> JobRequest:
         ({"file": "a\nrm"}, "path of a job script must be one line"),
     ],
 )
-def test_refused_with_the_cure(options: dict[str, object], words: str) -> None:
+def test_invalid_requests(options: dict[str, object], words: str) -> None:
     with pytest.raises(UsageError) as caught:
         request(**options)
     assert words in str(caught.value)
@@ -44,7 +44,7 @@ def test_refused_with_the_cure(options: dict[str, object], words: str) -> None:
         ("a.b.py", "a.b"),
     ],
 )
-def test_default_name_is_taken_by_every_scheduler(script: str, name: str) -> None:
+def test_default_name_is_valid(script: str, name: str) -> None:
     assert default_name(script) == name
     assert request(name=name).name == name
 
@@ -55,7 +55,7 @@ def test_log_folder() -> None:
     assert request(settings=Settings(log_dir="/")).log_dir == "/"
 
 
-def test_environments_are_told_apart_by_what_is_in_them(tmp_path: Path) -> None:
+def test_find_environment(tmp_path: Path) -> None:
     (tmp_path / "venv" / "bin").mkdir(parents=True)
     (tmp_path / "venv" / "bin" / "activate").touch()
     (tmp_path / "conda" / "conda-meta").mkdir(parents=True)

@@ -8,7 +8,7 @@ from torchmn.errors import UsageError
 from torchmn.launch.submit import Settings, parse_variable
 
 
-def test_the_stronger_side_wins_and_lists_are_joined() -> None:
+def test_merged_over_defaults() -> None:
     site = Settings(
         queue="h-regular",
         group="gt00",
@@ -32,7 +32,7 @@ def test_the_stronger_side_wins_and_lists_are_joined() -> None:
 @pytest.mark.parametrize(
     "walltime", ["10 minutes", "00:10", "0:60:00", "1-00:00:00", "00:00:00", "-1:00:00", ""]
 )
-def test_walltime_of_a_wrong_form(walltime: str) -> None:
+def test_invalid_walltime(walltime: str) -> None:
     with pytest.raises(UsageError, match="hours:minutes:seconds") as caught:
         Settings(walltime=walltime)
     assert repr(walltime) in str(caught.value)
@@ -63,7 +63,7 @@ def test_walltime(walltime: str) -> None:
         ({"exports": (("A B", "x"),)}, "'A B' is not the name of a variable"),
     ],
 )
-def test_what_would_break_the_script_is_refused(settings: dict[str, object], words: str) -> None:
+def test_invalid_settings(settings: dict[str, object], words: str) -> None:
     with pytest.raises(UsageError) as caught:
         Settings(**settings)  # type: ignore[arg-type]
     assert words in str(caught.value)
@@ -81,7 +81,7 @@ def test_exports() -> None:
         parse_variable("=1", env)
 
 
-def test_the_secret_does_not_get_into_a_job_file() -> None:
+def test_secret_cannot_be_exported() -> None:
     with pytest.raises(UsageError, match="other users can read") as caught:
         Settings(exports=(("TORCHMN_SECRET", "word"),))
     assert "word" not in str(caught.value)

@@ -40,7 +40,7 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def test_each_scheduler_gets_the_general_part_and_its_own(tmp_path: Path) -> None:
+def test_settings_per_scheduler(tmp_path: Path) -> None:
     site = read_site(written(tmp_path, TEXT))
     assert site.scheduler == "pbs"
     pbs, slurm = site.settings_for("pbs"), site.settings_for("slurm")
@@ -60,12 +60,12 @@ def test_each_scheduler_gets_the_general_part_and_its_own(tmp_path: Path) -> Non
     )
 
 
-def test_no_file_says_nothing() -> None:
+def test_without_a_file() -> None:
     assert read_site(None) == Site()
     assert Site().settings_for("pbs") == Settings()
 
 
-def test_the_file_of_the_folder_comes_before_the_one_at_home(tmp_path: Path) -> None:
+def test_project_file_before_user_file(tmp_path: Path) -> None:
     folder, home = tmp_path / "work", tmp_path / "home"
     (home / ".config" / "torchmn").mkdir(parents=True)
     folder.mkdir()
@@ -100,7 +100,7 @@ def test_the_file_of_the_folder_comes_before_the_one_at_home(tmp_path: Path) -> 
         ("queue = ", "is not valid TOML: "),
     ],
 )
-def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, words: str) -> None:
+def test_invalid_file(tmp_path: Path, text: str, words: str) -> None:
     path = written(tmp_path, text)
     with pytest.raises(TorchmnError) as caught:
         read_site(path)
@@ -108,16 +108,16 @@ def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, words: str) 
     assert str(path) in str(caught.value)
 
 
-def test_a_line_number_is_given_for_what_is_no_toml(tmp_path: Path) -> None:
+def test_invalid_toml_has_a_line_number(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="line 2"):
         read_site(written(tmp_path, "queue = 'a'\nqueue = 'b'\n"))
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
         read_site(tmp_path / "none.toml")
 
 
-def test_unknown_keys_are_unknown_names(tmp_path: Path) -> None:
+def test_unknown_key(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="Unknown key 'colour'"):
         read_site(written(tmp_path, "colour = 'red'"))
