@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
-from torchmn.launch.submit.settings import Settings, options
+from torchmn.cli.options import add_options, given
+from torchmn.launch.submit.settings import Settings
 
 CONTEXT = {"allow_interspersed_args": False}
 """What follows the script are arguments of the script, options too."""
 
 
-def _add_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command that takes ``**settings`` an option for each of `Settings`."""
-    signature = inspect.signature(command, eval_str=True)
-    hints = get_type_hints(Settings)
-    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    for each in options():
-        kind = list[str] | None if each.default == () else hints[each.name]
-        flags = each.metadata["flags"] or (f"--{each.name.replace('_', '-')}",)
-        metavar = "NAME[=VALUE]" if each.name == "exports" else None
-        option = typer.Option(*flags, metavar=metavar, help=each.metadata["help"])
-        parameters.append(
-            inspect.Parameter(
-                each.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=None,
-                annotation=Annotated[kind, option],
-            )
-        )
-    setattr(command, "__signature__", signature.replace(parameters=parameters))  # noqa: B010
-    return command
-
-
-@_add_settings
+@add_options(Settings)
 def submit(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The training script.")],
     args: Annotated[
@@ -85,11 +62,9 @@ def submit(
         jobs.raise_if_no_command(chosen, path)
     python_command(script)  # raises if there is no such script
     exports = [jobs.parse_variable(text, os.environ) for text in settings.pop("exports") or ()]
-    given: dict[str, Any] = {
-        key: tuple(v) if isinstance(v, list) else v for key, v in settings.items()
-    }
-    given = {key: v for key, v in given.items() if v is not None}
-    merged = Settings(exports=tuple(exports), **given).merged_over(found.settings_for(chosen.name))
+    merged = Settings(exports=tuple(exports), **given(settings)).merged_over(
+        found.settings_for(chosen.name)
+    )
     name = jobs.default_name(script) if name is None else name
     job = jobs.JobRequest(
         script=script,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torchmn.errors import TopologyError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.launch.backend import choose_backend, this_machine
@@ -28,29 +29,51 @@ from torchmn.topology import (
 LAUNCHERS = ("auto", "local", "mpirun", "torchrun", "srun", "ssh")
 
 
+def _option(text: str, *flags: str, metavar: str | None = None, default: Any = None) -> Any:
+    """A field with an option of `torchmn run`: its help text, and its names if not the field's."""
+    return field(default=default, metadata={"help": text, "flags": flags, "metavar": metavar})
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """The options of `torchmn run`; ``None`` or ``auto`` where not given."""
 
     argv: tuple[str, ...]
     script: str = ""
-    num_ranks: int | None = None
-    hostfile: Path | None = None
-    hosts: str | None = None
-    num_nodes: int | None = None
-    per_node: int | None = None
-    launcher: str = "auto"
     launcher_args: tuple[str, ...] = ()
-    exported: tuple[str, ...] = ()
-    backend: str = "auto"
-    num_threads: int | None = None
-    shows_binding: bool = False
-    log_dir: Path | None = None
-    grace_s: float = 5.0
-    elastic: str | None = None
-    max_restarts: int | None = None
-    rendezvous: str | None = None
-    join_timeout_s: float | None = None
+    num_ranks: int | None = _option(
+        "Number of ranks (default: all slots of the hosts, or 1).", "-n"
+    )
+    hostfile: Path | None = _option("File with a line NAME slots=N for each host.")
+    hosts: str | None = _option("Hosts and slots, such as a:4,b:2.")
+    num_nodes: int | None = _option("Number of hosts.", "--nodes")
+    per_node: int | None = _option("Number of ranks on each host.")
+    launcher: str = _option("Launcher: auto, local, mpirun, torchrun, srun or ssh.", default="auto")
+    exported: tuple[str, ...] = _option(
+        "Environment variable to export to all ranks (repeatable).",
+        "-x",
+        metavar="NAME[=VALUE]",
+        default=(),
+    )
+    backend: str = _option("Communication backend: auto, gloo, nccl or mpi.", default="auto")
+    num_threads: int | None = _option(
+        "Threads of each rank (default: its share of the cores).", "--threads"
+    )
+    shows_binding: bool = _option("Print the cores of each rank.", "--show-binding", default=False)
+    log_dir: Path | None = _option("Folder for rank0.log, rank0.exit.json, ...")
+    grace_s: float = _option(
+        "Seconds between terminating a rank and killing it.", "--grace", default=5.0
+    )
+    elastic: str | None = _option(
+        "Elastic: minimum and maximum number of hosts.", metavar="MIN:MAX"
+    )
+    max_restarts: int | None = _option("Elastic: maximum restarts after a failure (default: 3).")
+    rendezvous: str | None = _option(
+        "Elastic: rendezvous endpoint (default: this host).", metavar="HOST:PORT"
+    )
+    join_timeout_s: float | None = _option(
+        "Elastic: seconds to wait for MIN hosts (default: 120).", "--join-timeout"
+    )
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """``env`` with the values of ``-x`` and the number of threads. Raises UsageError."""
@@ -191,7 +214,8 @@ def assign_slots(options: RunOptions, given: Allocation | None) -> tuple[Host, .
             f"--nodes {options.num_nodes} needs a list of hosts: use --hostfile or --hosts, or "
             "start it in a job of PBS, Slurm or Grid Engine."
         )
-    for option, number in (("-n", options.num_ranks), ("--per-node", options.per_node)):
+    numbers = {"-n": options.num_ranks, "--nodes": options.num_nodes, "--per-node": options.per_node}
+    for option, number in numbers.items():
         if number is not None and number < 1:
             raise UsageError(f"{option} must be at least 1, got {number}.")
     if None not in (options.num_ranks, options.per_node) and options.num_ranks != options.per_node:

@@ -36,7 +36,9 @@ _PATH: Rule = (
 
 def _setting(rule: Rule | None, text: str = "", *flags: str, default: Any = None) -> Any:
     """A field with its rule and, if it has an option, the help text and the option's names."""
-    return field(default=default, metadata={"rule": rule, "help": text, "flags": flags})
+    metavar = "NAME[=VALUE]" if "-x" in flags else None
+    metadata = {"rule": rule, "help": text, "flags": flags, "metavar": metavar}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +104,6 @@ class Settings:
                 "exports": tuple(dict((*defaults.exports, *self.exports)).items()),
             },
         )
-
-
-def options() -> list[Field[Any]]:
-    """The fields that have an option of `torchmn submit`."""
-    return [each for each in fields(Settings) if each.metadata["help"]]
 
 
 def settings_from_table(table: Mapping[str, object]) -> Settings:
