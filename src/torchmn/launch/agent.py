@@ -48,8 +48,9 @@ from torchmn.control.processes import (
 from torchmn.errors import LaunchError
 from torchmn.exit_status import shell_code
 from torchmn.launch.line_splitter import LineSplitter
+from torchmn.monitor.bootstrap import with_bootstrap
 from torchmn.monitor.script_link import ScriptLink
-from torchmn.monitor.script_monitor import WATCH_VARIABLE
+from torchmn.monitor.script_monitor import MONITOR_VARIABLE
 from torchmn.topology import CpuAssignment
 
 _FULL_BYTES = 1 << 20
@@ -130,9 +131,9 @@ class Agent:
     def _start(self, env: Mapping[str, str]) -> None:
         self._started_at = time.time()
         process = subprocess.Popen(
-            self._order.argv,
+            with_bootstrap(self._order.argv),
             cwd=self._order.cwd,
-            env={**env, WATCH_VARIABLE: self._link.invitation()},
+            env={**env, MONITOR_VARIABLE: self._link.invitation()},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

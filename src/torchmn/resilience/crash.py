@@ -42,8 +42,11 @@ def install_crash_handler(comm: Communicator, *, grace_s: float = 5.0) -> None:
 
     Raises CommunicationError on all ranks: the hub could not be started.
     """
-    is_watched = script_monitor.of_this_process() is not None
-    if any(comm.allgather_obj(is_watched)) or comm.size == 1:
+    monitor = script_monitor.current()
+    if monitor is None and (monitor := script_monitor.install_from_environment(os.environ)):
+        script_monitor.install_exit_hooks(monitor)
+        monitor.follow(comm.journal)
+    if any(comm.allgather_obj(monitor is not None)) or comm.size == 1:
         return
     secret, hub, problem = "", "", ""
     if comm.rank == 0:
@@ -68,7 +71,9 @@ def install_crash_handler(comm: Communicator, *, grace_s: float = 5.0) -> None:
         "torchmn.monitor.rank_monitor", order, stdout=subprocess.DEVNULL, keep=(others.fileno(),)
     )
     others.close()
-    script_monitor.watch_over(own).follow(comm.journal)
+    monitor = script_monitor.install(own)
+    script_monitor.install_exit_hooks(monitor)
+    monitor.follow(comm.journal)
 
 
 def _start_hub(comm: Communicator, secret: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 
 import pytest
 
@@ -19,6 +20,7 @@ from torchmn.errors import (
 )
 from torchmn.monitor import script_monitor
 from torchmn.monitor.script_link import ScriptLink
+from torchmn.testing import run_ranks
 
 
 def chained(error: Exception, cause: Exception) -> Exception:
@@ -53,19 +55,33 @@ def test_a_ring_of_causes_ends() -> None:
     assert not script_monitor.is_consequence(first)
 
 
-def test_no_invitation_and_a_false_one_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert script_monitor.of_this_process() is None
+def test_without_an_agent_nothing_is_installed() -> None:
+    assert script_monitor.current() is None
     reading, writing = os.pipe()
-    monkeypatch.setenv(script_monitor.WATCH_VARIABLE, f"{reading}:{os.getpid()}")
-    assert script_monitor.of_this_process() is None  # no socket
+    environ = {script_monitor.MONITOR_VARIABLE: f"{reading}:{os.getpid()}"}
+    assert script_monitor.install_from_environment(environ) is None  # not a socket
+    assert environ == {}
     os.close(reading)
     os.close(writing)
-    monkeypatch.setenv(script_monitor.WATCH_VARIABLE, f"{reading}:{os.getpid()}")
-    assert script_monitor.of_this_process() is None  # closed
+    environ = {script_monitor.MONITOR_VARIABLE: f"{reading}:{os.getpid()}"}
+    assert script_monitor.install_from_environment(environ) is None  # closed
     own, other = socket.socketpair()
-    monkeypatch.setenv(script_monitor.WATCH_VARIABLE, f"{own.fileno()}:{os.getpid() + 1}")
-    assert script_monitor.of_this_process() is None  # made by another process
-    own.getpeername()  # and it was left as it is
+    environ = {script_monitor.MONITOR_VARIABLE: f"{own.fileno()}:{os.getpid() + 1}"}
+    assert script_monitor.install_from_environment(environ) is None  # made by another process
+    own.getpeername()  # and it was left open
+    own.close()
+    other.close()
+
+
+def test_a_communicator_leaves_the_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, other = socket.socketpair()
+    own.set_inheritable(True)
+    monkeypatch.setenv(script_monitor.MONITOR_VARIABLE, f"{own.fileno()}:{os.getpid()}")
+    before = sys.excepthook, sys.exit, dict(os.environ)
+    run_ranks(lambda comm: comm.barrier(), 2, name="naive")
+    assert (sys.excepthook, sys.exit, dict(os.environ)) == before
+    assert "torchmn-monitor" not in {thread.name for thread in threading.enumerate()}
+    assert script_monitor.current() is None
     own.close()
     other.close()
 
@@ -101,7 +117,3 @@ def test_words_of_the_script_are_passed_on_and_others_are_not() -> None:
     link.pass_on()
     assert not link.is_open
     own.close()
-
-
-def test_nothing_of_this_process_was_changed() -> None:
-    assert sys.exit.__module__ == "sys"
