@@ -110,7 +110,9 @@ class Rendezvous:
             if name == LAUNCHER:
                 self._rounds.stop(signal.SIGTERM)
             else:
-                why = "its connection ended, or nothing came for 8 s"
+                why = "its connection was closed"
+                if channel.is_silent:
+                    why = "nothing has come from it for 8 s (the network, or the host itself)"
                 self._rounds.lost(name, why, time.monotonic())
         self._deliver()
 
