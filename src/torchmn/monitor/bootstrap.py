@@ -51,7 +51,7 @@ def main() -> None:
             del sys.argv[0]
             _run_module(sys.argv[0], folder="" if _is_path_safe() else os.getcwd())
         elif pkgutil.get_importer(sys.argv[0]) is not None:  # an archive
-            _run_module("__main__", folder=sys.argv[0], alter_argv=False)
+            _run_module("__main__", folder=os.path.abspath(sys.argv[0]), alter_argv=False)
         else:
             _run_script(sys.argv[0])
     except SystemExit as request:
