@@ -246,7 +246,7 @@ def at_the_supervisor(job: Job) -> None:
                 slow.sendall(b"0")
                 time.sleep(0.2)
             raise AssertionError("who says one letter at a time may stay for ever")
-        assert read_all(slow).startswith(b"torchmn gate")
+        assert read_all(slow).startswith(b"torchmn listener")
 
 
 def record(listener: socket.socket, target: tuple[str, int], takes: list[bytes]) -> None:

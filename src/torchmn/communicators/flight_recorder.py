@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+from torchmn.control.messages import CollectiveStatus
 from torchmn.monitor import script_monitor
 
 State = Literal["running", "done", "failed", "late"]
@@ -145,24 +146,24 @@ class FlightRecorder:
                 return entry
         return None
 
-    def describe(self) -> list[dict[str, object]]:
+    def describe(self) -> list[CollectiveStatus]:
         """The newest collective of each group, for a report. From any thread."""
         now = time.monotonic()
-        told: list[dict[str, object]] = []
+        found = []
         for entry in self._last_of.copy().values():
             members = self._members.get(entry.group, range(len(self.job_ranks)))
-            told.append(
-                {
-                    "group": entry.group,
-                    "ranks": [self.job_ranks[rank] for rank in members],
-                    "number": entry.in_group,
-                    "what": entry.intention,
-                    "where": entry.place,
-                    "state": entry.state,
-                    "age_s": round(now - entry.started_s, 1),
-                }
+            found.append(
+                CollectiveStatus(
+                    group=entry.group,
+                    ranks=tuple(self.job_ranks[rank] for rank in members),
+                    number=entry.in_group,
+                    what=entry.intention,
+                    where=entry.place,
+                    state=entry.state,
+                    age_s=round(now - entry.started_s, 1),
+                )
             )
-        return told
+        return found
 
     @property
     def last(self) -> CollectiveRecord | None:

@@ -105,7 +105,7 @@ def lookup_port(host: str, job: str, limit_s: float, *, secret: str = "") -> int
                     role=_ROLE,
                     line=b"a rank\n",
                     limit_s=_ASK_S,
-                    insists=False,  # it may be the gate of another job
+                    retries=False,  # it may be the listener of another job
                 ) as connection,
             ):
                 connection.settimeout(_ASK_S)

@@ -133,7 +133,7 @@ class Agent:
         process = subprocess.Popen(
             with_bootstrap(self._order.argv),
             cwd=self._order.cwd,
-            env={**env, MONITOR_VARIABLE: self._link.invitation()},
+            env={**env, MONITOR_VARIABLE: self._link.variable()},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -143,7 +143,7 @@ class Agent:
             preexec_fn=kill_on_parent_death(),
         )
         self._script_pid = process.pid
-        self._link.begin(process.pid)
+        self._link.script_started(process.pid)
         process.returncode = 0  # this class reaps; without it Popen would warn
         for stream, pipe in (("out", process.stdout), ("err", process.stderr)):
             if pipe is not None:
@@ -172,7 +172,7 @@ class Agent:
         with selectors.DefaultSelector() as selector:
             selector.register(self._wakeup, selectors.EVENT_READ, self._on_signals)
             if self._link.is_open:
-                selector.register(self._link, selectors.EVENT_READ, self._link.pass_on)
+                selector.register(self._link, selectors.EVENT_READ, self._link.forward_messages)
             if self._channel.is_open:
                 events = selectors.EVENT_READ
                 if self._channel.pending_bytes:
@@ -190,7 +190,7 @@ class Agent:
     def _patience_s(self) -> float | None:
         if self._returncode is not None:
             return 0.02  # looking at what the script has left behind
-        deadlines = [at for at in (self._kill_at, self._link.answer_by) if at is not None]
+        deadlines = [at for at in (self._kill_at, self._link.reply_by) if at is not None]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def _on_signals(self) -> None:
@@ -199,7 +199,7 @@ class Agent:
             if pid == self._script_pid:
                 self._returncode = returncode
                 self._ended_at = time.time()
-                self._link.pass_on()  # its last words, before it is reported to have ended
+                self._link.forward_messages()  # its last words, before it is reported to have ended
         for number in numbers:
             if number in _ENDING_SIGNALS:
                 self._end(number, "outside")
@@ -211,7 +211,7 @@ class Agent:
                 self._link.post(message)
                 self._end(message.signum, "supervisor")
             elif isinstance(message, StatusRequest):
-                self._link.ask()
+                self._link.request_status()
             elif isinstance(message, ForwardSignal) and self._returncode is None:
                 send(self._script_pid, message.signum)  # its children know nothing of it
         if not self._channel.is_open:
@@ -269,7 +269,7 @@ class Agent:
     def _enforce_deadlines(self) -> None:
         """Kill what had its time: first the script, then what the script has left behind."""
         now = time.monotonic()
-        self._link.answer_if_silent()
+        self._link.reply_if_overdue()
         if self._returncode is None:
             if self._kill_at is not None and now >= self._kill_at:
                 send_group(self._script_pid, signal.SIGKILL)

@@ -33,6 +33,7 @@ from typing import Any, NoReturn, Protocol
 from torchmn import errors
 from torchmn.control.connection import Channel
 from torchmn.control.messages import (
+    CollectiveStatus,
     Failed,
     Joined,
     Joining,
@@ -71,8 +72,8 @@ class Collectives(Protocol):
     def overdue(self) -> OverdueCollective | None:
         """A collective that has not completed within its time limit, if any."""
 
-    def describe(self) -> list[dict[str, object]]:
-        """The newest collective of each group: group, ranks, number, what, where, state, age_s."""
+    def describe(self) -> list[CollectiveStatus]:
+        """The newest collective of each group."""
 
 
 class ScriptMonitor:
@@ -119,7 +120,7 @@ class ScriptMonitor:
         if follows:
             self.look_for_hang()
         text = _format(error)
-        self._post(Failed(status=1, words=text, is_consequence=follows, at=time.time()))
+        self._post(Failed(status=1, traceback=text, is_consequence=follows, at=time.time()))
         if follows:
             self._is_waiting = True
             self._must_end.wait(_TERMINATION_S)
@@ -146,7 +147,7 @@ class ScriptMonitor:
 
     def num_collectives(self) -> int:
         """How many collectives this process has started."""
-        return sum(int(str(each["number"])) for each in self._collectives())
+        return sum(each.number for each in self._collectives())
 
     def _run(self) -> None:
         poll = select.poll()
@@ -160,7 +161,7 @@ class ScriptMonitor:
             for message in messages:
                 if isinstance(message, StatusRequest):
                     stacks = _format(self._fatal) if self._fatal else _stacks()
-                    self._post(StatusReply(collectives=self._collectives(), stacks=stacks))
+                    self._post(StatusReply(collectives=tuple(self._collectives()), stacks=stacks))
                 elif isinstance(message, Terminate):
                     self._must_end.set()
             self.look_for_hang()
@@ -174,9 +175,9 @@ class ScriptMonitor:
 
     def _is_stuck(self) -> bool:
         """Whether the main thread waits for ranks that will not arrive."""
-        return self._is_waiting or any(each["state"] == "running" for each in self._collectives())
+        return self._is_waiting or any(each.state == "running" for each in self._collectives())
 
-    def _collectives(self) -> list[dict[str, object]]:
+    def _collectives(self) -> list[CollectiveStatus]:
         return [each for collectives in self._alive() for each in collectives.describe()]
 
     def _alive(self) -> Iterator[Collectives]:

@@ -12,7 +12,6 @@ main thread only and called MPI_Abort.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import socket
@@ -21,9 +20,10 @@ import time
 from pathlib import Path
 
 from torchmn.communicators import Communicator
+from torchmn.control.codec import encode
 from torchmn.control.processes import python_module
 from torchmn.errors import CommunicationError
-from torchmn.monitor import script_monitor
+from torchmn.monitor import rank_monitor, script_monitor, server
 from torchmn.topology import route_to
 
 _START_S = 30.0
@@ -59,14 +59,14 @@ def install_crash_handler(comm: Communicator, *, grace_s: float = 5.0) -> None:
     if problem:
         raise CommunicationError(problem)
     own, others = socket.socketpair()
-    order = {
-        "rank": comm.rank,
-        "pid": os.getpid(),
-        "hub": hub,
-        "secret": secret,
-        "grace_s": grace_s,
-        "descriptor": others.fileno(),
-    }
+    order = rank_monitor.Order(
+        rank=comm.rank,
+        pid=os.getpid(),
+        server=hub,
+        secret=secret,
+        grace_s=grace_s,
+        descriptor=others.fileno(),
+    )
     _start(
         "torchmn.monitor.rank_monitor", order, stdout=subprocess.DEVNULL, keep=(others.fileno(),)
     )
@@ -86,24 +86,24 @@ def _start_hub(comm: Communicator, secret: str) -> str:
             "the hub"
         )
     log_dir = Path("torchmn-logs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    order = {
-        "address": routes[0].address if routes else "127.0.0.1",
-        "secret": secret,
-        "size": comm.size,
-        "log_dir": str(log_dir.absolute()),
-    }
+    order = server.Order(
+        address=routes[0].address if routes else "127.0.0.1",
+        secret=secret,
+        num_ranks=comm.size,
+        log_dir=str(log_dir.absolute()),
+    )
     process = _start("torchmn.monitor.server", order, stdout=subprocess.PIPE)
     address = ""
     if process.stdout is not None:
         with process.stdout as answer:
             address = answer.readline().decode().strip()
     if not address:
-        raise OSError(f"it cannot listen on {order['address']}")
+        raise OSError(f"it cannot listen on {order.address}")
     return address
 
 
 def _start(
-    module: str, order: dict[str, object], *, stdout: int, keep: tuple[int, ...] = ()
+    module: str, order: object, *, stdout: int, keep: tuple[int, ...] = ()
 ) -> subprocess.Popen[bytes]:
     """Start one of our programs in a session of its own, which outlives the script a little."""
     process = subprocess.Popen(
@@ -115,6 +115,6 @@ def _start(
     )
     if process.stdin is not None:
         with process.stdin:
-            process.stdin.write(json.dumps(order).encode() + b"\n")
+            process.stdin.write(encode(order))
     process.returncode = 0  # nobody waits for it: without it Popen would warn
     return process

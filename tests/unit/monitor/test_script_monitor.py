@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from torchmn.control.connection import Channel
-from torchmn.control.messages import Leaving, StatusReply, StatusRequest
+from torchmn.control.messages import Leaving, ProcessState, StatusReply, StatusRequest
 from torchmn.errors import (
     CommunicationError,
     PeerLostError,
@@ -90,16 +90,16 @@ def test_the_agent_answers_for_a_script_that_is_silent() -> None:
     said: list[object] = []
     own, other = socket.socketpair()
     link = ScriptLink(said.append, own)
-    link.begin(os.getpid())
-    link.ask()
-    assert link.answer_by is not None
-    link.answer_if_silent()
+    link.script_started(os.getpid())
+    link.request_status()
+    assert link.reply_by is not None
+    link.reply_if_overdue()
     assert said == []
-    link.answer_by -= 10
-    link.answer_if_silent()
+    link.reply_by -= 10
+    link.reply_if_overdue()
     assert len(said) == 1
     assert isinstance(said[0], StatusReply)
-    assert said[0].state.startswith("does not answer: its process")
+    assert said[0].process is ProcessState.RUNNING
     other.close()
     own.close()
 
@@ -111,9 +111,9 @@ def test_words_of_the_script_are_passed_on_and_others_are_not() -> None:
     script = Channel(other)
     script.post(Leaving(status=3))
     script.post(StatusRequest())  # not for a script to say
-    link.pass_on()
+    link.forward_messages()
     assert said == [Leaving(status=3)]
     script.close()
-    link.pass_on()
+    link.forward_messages()
     assert not link.is_open
     own.close()

@@ -7,14 +7,11 @@ different hosts to find out who is dead.
 
 from __future__ import annotations
 
-import json
 import os
 import selectors
 import signal
 import time
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.connection import Channel
@@ -143,11 +140,3 @@ class Rendezvous:
         channel = self._channels.pop(name, None)
         if channel is not None:
             channel.close()
-
-
-def order_of(
-    *, secret: str, host: str, port: int, hosts: list[str], limits: Mapping[str, Any]
-) -> bytes:
-    """The line for the standard input of a store."""
-    order = {"secret": secret, "host": host, "port": port, "hosts": hosts, "limits": dict(limits)}
-    return json.dumps(order).encode() + b"\n"

@@ -9,6 +9,7 @@ import pytest
 from torchmn.control.authenticated_listener import connect_authenticated
 from torchmn.control.checkpoint_replicas.client import ReplicaClient
 from torchmn.control.checkpoint_replicas.server import (
+    ROLE,
     ROUND_VARIABLE,
     SOCKET_VARIABLE,
     ReplicaServer,
@@ -19,6 +20,8 @@ from torchmn.control.messages.elastic import (
     FileHeld,
     PeerHello,
     Round,
+    RoundMember,
+    StagedCheckpoint,
 )
 from torchmn.errors import LaunchError
 
@@ -45,7 +48,7 @@ class OneHost:
         return found
 
     def files(self) -> set[tuple[int, str]]:
-        return {(stored.step, stored.file) for stored in self.copies.held()}
+        return {(held.checkpoint.step, held.file) for held in self.copies.held()}
 
 
 @pytest.fixture
@@ -59,18 +62,18 @@ def hosts() -> Iterator[list[OneHost]]:
 def begin(
     hosts: list[OneHost],
     number: int = 1,
-    restored: list[int | str] | None = None,
+    restored: tuple[int, int, str] | None = None,
     holders: dict[str, list[int]] | None = None,
 ) -> None:
     found = Round(
         number=number,
         members=[
-            {"host": host.name, "slots": 1, "address": "127.0.0.1", "copies_port": host.port}
+            RoundMember(host=host.name, slots=1, address="127.0.0.1", replica_port=host.port)
             for host in hosts
         ],
         num_restarts=0,
-        why="",
-        restored=restored or [],
+        reason="",
+        restored=StagedCheckpoint(*restored) if restored else None,
         holders=holders or {},
     )
     for host in hosts:
@@ -86,7 +89,7 @@ def test_a_file_is_held_here_and_by_the_next_host_and_both_say_so(hosts: list[On
     rank = hosts[1].rank()
     assert rank.put(10, "d", "rank1", [b"ab", b"c"])
     rank.close()
-    stored = FileHeld(round=1, step=10, draft="d", file="rank1", needs=[])
+    stored = FileHeld(checkpoint=StagedCheckpoint(1, 10, "d"), file="rank1")
     assert hosts[0].said == [stored] == hosts[1].said  # the next one of the last is the first
     assert [host.files() for host in hosts] == [{(10, "rank1")}] * 2
 
@@ -96,14 +99,14 @@ def test_a_rank_of_the_next_round_gets_files_from_wherever_they_are(hosts: list[
     rank = hosts[0].rank()
     rank.put(10, "d", "rank0", [b"content"], needs=["rank0"])
     rank.close()
-    hosts[0].copies.keep((1, 11, ""))  # as if this host had lost it
+    hosts[0].copies.prune_older(StagedCheckpoint(1, 11, ""))  # as if this host had lost it
     assert hosts[0].files() == set()
-    begin(hosts, 2, [1, 10, "d"], {"rank0": [0, 1]})
+    begin(hosts, 2, (1, 10, "d"), {"rank0": [0, 1]})
     rank = hosts[0].rank(2)
     draft = rank.restored()
     assert draft == (1, 10, "d")
     assert rank.get(draft, "rank0") == b"content"
-    with pytest.raises(LaunchError, match="Nobody holds rank7"):
+    with pytest.raises(LaunchError, match="No host holds rank7"):
         rank.get(draft, "rank7")
     rank.close()
 
@@ -114,7 +117,7 @@ def test_a_round_keeps_what_it_goes_on_from_and_nothing_else(hosts: list[OneHost
     rank.put(10, "d", "rank0", [b"old"])
     rank.put(20, "e", "rank0", [b"torn"])
     rank.close()
-    begin(hosts, 2, [1, 10, "d"], {"rank0": [0, 1]})
+    begin(hosts, 2, (1, 10, "d"), {"rank0": [0, 1]})
     assert [host.files() for host in hosts] == [{(10, "rank0")}] * 2
 
 
@@ -123,7 +126,7 @@ def test_what_is_older_than_a_complete_one_is_forgotten(hosts: list[OneHost]) ->
     rank = hosts[0].rank()
     for step in (10, 20, 30):
         rank.put(step, "d", "rank0", [b"x"])
-    hosts[0].copies.keep((1, 20, "d"))
+    hosts[0].copies.prune_older(StagedCheckpoint(1, 20, "d"))
     assert hosts[0].files() == {(20, "rank0"), (30, "rank0")}
     rank.close()
 
@@ -132,7 +135,7 @@ def test_drafts_that_nobody_completes_do_not_fill_the_memory(hosts: list[OneHost
     begin(hosts)
     rank = hosts[0].rank()
     rank.put(10, "d", "rank0", [b"x"])
-    hosts[0].copies.keep((1, 10, "d"))
+    hosts[0].copies.prune_older(StagedCheckpoint(1, 10, "d"))
     for step in range(20, 30):
         rank.put(step, "d", "rank0", [b"x"])
     rank.close()
@@ -171,7 +174,7 @@ def test_a_stranger_gets_nothing(hosts: list[OneHost]) -> None:
         connect_authenticated(
             f"127.0.0.1:{hosts[0].port}",
             secret="another",
-            role="copies",
+            role=ROLE,
             identity=PeerHello(host="z"),
             limit_s=0.3,
         )
