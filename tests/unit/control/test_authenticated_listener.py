@@ -30,7 +30,7 @@ Clients = list[tuple[Channel, Message]]
 
 
 class Server:
-    """Serves a authenticated in a thread, as a supervisor would, and keeps who came in."""
+    """Serves a listener in a thread, as a supervisor would, and keeps the authenticated clients."""
 
     def __init__(self, authenticated: AuthenticatedListener, address: tuple[str, int]) -> None:
         self.authenticated = authenticated
@@ -98,7 +98,7 @@ def start_server() -> Iterator[Open]:
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """What comes until the other side hangs up, gently or not."""
+    """Everything up to the end of the connection, closed or reset."""
     said = b""
     try:
         while chunk := connection.recv(1 << 16):
@@ -117,7 +117,7 @@ def until(is_so: Callable[[], bool]) -> None:
 
 @contextmanager
 def recorded(target: tuple[str, int], takes: list[bytes]) -> Iterator[str]:
-    """A way to ``target`` that writes down what passes: the client's words, the authenticated's."""
+    """A proxy to ``target`` that records the bytes of both directions."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def carry(source: socket.socket, sink: socket.socket, number: int) -> None:
@@ -148,14 +148,14 @@ def recorded(target: tuple[str, int], takes: list[bytes]) -> Iterator[str]:
 
 
 def say_once(listener: socket.socket, words: bytes) -> None:
-    """To the first who comes, and then wait until it leaves."""
+    """To the first client, and wait until it disconnects."""
     connection = listener.accept()[0]
     with connection:
         connection.sendall(words)
         read_all(connection)
 
 
-def test_who_knows_the_secret_comes_in_and_talks(start_server: Open) -> None:
+def test_a_client_with_the_secret_is_accepted_and_can_send(start_server: Open) -> None:
     server = start_server()
     with closing(server.connect_authenticated()) as own:
         until(lambda: bool(server.clients))
@@ -168,7 +168,7 @@ def test_who_knows_the_secret_comes_in_and_talks(start_server: Open) -> None:
     assert server.authenticated.num_pending == 0
 
 
-def test_what_the_gatekeeper_says_at_once_is_not_lost(start_server: Open) -> None:
+def test_a_message_sent_right_after_the_handshake_is_not_lost(start_server: Open) -> None:
     with (
         channels.listen() as listener,
         closing(AuthenticatedListener(listener, secret=SECRET, role="t")) as authenticated,
@@ -189,9 +189,7 @@ def test_what_the_gatekeeper_says_at_once_is_not_lost(start_server: Open) -> Non
 
 
 @pytest.mark.parametrize(("secret", "role"), [("another", "tests"), (SECRET, "another")])
-def test_wrong_secret_and_other_gates_visitors_stay_outside(
-    start_server: Open, secret: str, role: str
-) -> None:
+def test_a_wrong_secret_or_role_is_rejected(start_server: Open, secret: str, role: str) -> None:
     server = start_server()
     with pytest.raises(LaunchError, match="TORCHMN_SECRET is the same here") as caught:
         server.connect_authenticated(limit_s=0.5, secret=secret, role=role)
@@ -212,7 +210,7 @@ def test_wrong_secret_and_other_gates_visitors_stay_outside(
     ],
     ids=["empty", "http", "random", "endless", "unsigned", "nested", "spaces"],
 )
-def test_strangers_hear_one_number_and_no_more(start_server: Open, said: bytes) -> None:
+def test_unauthenticated_clients_receive_the_greeting_only(start_server: Open, said: bytes) -> None:
     server = start_server()
     with server.connect() as client:
         client.sendall(said)
@@ -221,8 +219,8 @@ def test_strangers_hear_one_number_and_no_more(start_server: Open, said: bytes) 
     server.connect_authenticated().close()
 
 
-def test_signature_over_what_is_no_message_does_not_open(start_server: Open) -> None:
-    """Who knows the secret may still be a broken program."""
+def test_a_signed_identity_that_is_no_message_is_rejected(start_server: Open) -> None:
+    """A client that knows the secret may still be a broken program."""
     server = start_server()
     client = module.connect(server.name, secret=SECRET, role="tests", line=b"[" * 3000 + b"\n")
     with client:
@@ -230,7 +228,7 @@ def test_signature_over_what_is_no_message_does_not_open(start_server: Open) -> 
     assert server.clients == []
 
 
-def test_recording_of_a_true_visit_is_of_no_use(start_server: Open) -> None:
+def test_a_recording_cannot_be_replayed(start_server: Open) -> None:
     server = start_server()
     takes: list[bytes] = []
     with recorded(server.address, takes) as way:
@@ -253,8 +251,8 @@ def test_recording_of_a_true_visit_is_of_no_use(start_server: Open) -> None:
         thread.join()
 
 
-def test_visitor_is_not_answered_with_its_own_words(start_server: Open) -> None:
-    """A client who passes the authenticated's number on, and the client's answer back to the client."""
+def test_a_client_rejects_its_own_proof_as_an_answer(start_server: Open) -> None:
+    """An attacker forwards the listener's nonce, and returns the client's answer to the client."""
     with socket.create_server(("127.0.0.1", 0)) as fake:
 
         def reflect() -> None:
@@ -273,7 +271,7 @@ def test_visitor_is_not_answered_with_its_own_words(start_server: Open) -> None:
         thread.join()
 
 
-def test_changed_identity_does_not_pass(start_server: Open) -> None:
+def test_a_changed_identity_is_rejected(start_server: Open) -> None:
     server = start_server()
     with server.connect() as client:
         number = client.recv(100).split()[-1]
@@ -284,8 +282,8 @@ def test_changed_identity_does_not_pass(start_server: Open) -> None:
     assert server.clients == []
 
 
-def test_words_behind_the_proof_do_not_pass(start_server: Open) -> None:
-    """Nothing that came before the answer can count as said inside."""
+def test_bytes_after_the_proof_are_rejected(start_server: Open) -> None:
+    """Nothing sent before the listener's answer may count as a message."""
     server = start_server()
     with server.connect() as client:
         number = client.recv(100).split()[-1]
@@ -295,7 +293,7 @@ def test_words_behind_the_proof_do_not_pass(start_server: Open) -> None:
     assert server.clients == []
 
 
-def test_silent_and_slow_strangers_are_sent_away(start_server: Open) -> None:
+def test_silent_and_slow_clients_are_dropped(start_server: Open) -> None:
     server = start_server(handshake_s=0.3)
     with server.connect() as silent, server.connect() as slow:
         is_shut = threading.Event()
@@ -319,7 +317,7 @@ def test_silent_and_slow_strangers_are_sent_away(start_server: Open) -> None:
     server.connect_authenticated().close()
 
 
-def test_gate_that_was_kept_from_its_work_hears_who_came_in_time() -> None:
+def test_a_late_listener_accepts_clients_that_answered_in_time() -> None:
     listener = channels.listen()
     with closing(
         AuthenticatedListener(listener, secret=SECRET, role="t", handshake_s=0.01)
@@ -339,7 +337,7 @@ def test_gate_that_was_kept_from_its_work_hears_who_came_in_time() -> None:
         came[0].close()
 
 
-def test_crowd_of_strangers_keeps_nobody_out(start_server: Open) -> None:
+def test_many_unauthenticated_clients_keep_no_rank_out(start_server: Open) -> None:
     """Ten thousand connections at once and for a second, held and renewed, beside true clients."""
     server = start_server(max_pending=16)
     is_over = threading.Event()
@@ -374,7 +372,7 @@ def test_crowd_of_strangers_keeps_nobody_out(start_server: Open) -> None:
     assert server.max_pending <= 16
 
 
-def test_host_with_most_strangers_makes_room(start_server: Open) -> None:
+def test_the_host_with_most_pending_connections_makes_room(start_server: Open) -> None:
     listener = channels.listen("0.0.0.0")  # reached from 127.0.0.2 and .3, as from two hosts
     port = listener.getsockname()[1]
     with (
@@ -406,7 +404,7 @@ def test_host_with_most_strangers_makes_room(start_server: Open) -> None:
 
 
 def read_or_none(connection: socket.socket) -> bytes | None:
-    """What is there behind the greeting; empty if the authenticated hung up, ``None`` if nothing is."""
+    """What follows the greeting; empty at the end of the connection, ``None`` if nothing does."""
     connection.settimeout(0.05)
     try:
         while said := connection.recv(100):
@@ -418,7 +416,7 @@ def read_or_none(connection: socket.socket) -> bytes | None:
     return said
 
 
-def test_gate_outlives_a_process_without_free_descriptors() -> None:
+def test_a_listener_survives_without_free_descriptors() -> None:
     listener = channels.listen()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with closing(AuthenticatedListener(listener, secret=SECRET, role="t")) as authenticated:
@@ -452,12 +450,12 @@ def test_gate_outlives_a_process_without_free_descriptors() -> None:
         client.close()
 
 
-def test_gate_needs_a_secret() -> None:
+def test_a_listener_needs_a_secret() -> None:
     with channels.listen() as listener, pytest.raises(UsageError, match="needs a secret"):
         AuthenticatedListener(listener, secret="", role="tests")
 
 
-def test_closed_gate_closes_who_waits(start_server: Open) -> None:
+def test_close_drops_pending_connections(start_server: Open) -> None:
     listener = channels.listen()
     authenticated = AuthenticatedListener(listener, secret=SECRET, role="t")
     with socket.create_connection(listener.getsockname(), timeout=20) as client:
@@ -467,12 +465,12 @@ def test_closed_gate_closes_who_waits(start_server: Open) -> None:
 
 
 @pytest.mark.parametrize("address", ["", "nowhere", "127.0.0.1:x", "127.0.0.1:1", "::1:99999"])
-def test_address_where_nobody_answers(address: str) -> None:
+def test_an_address_without_a_listener(address: str) -> None:
     with pytest.raises(LaunchError, match="does not answer"):
         connect_authenticated(address, secret=SECRET, role="tests", identity=WHO, limit_s=2)
 
 
-def test_visitor_asks_somebody_else_and_gives_up(start_server: Open) -> None:
+def test_a_client_gives_up_on_another_kind_of_listener(start_server: Open) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = channels.address_of(other)
         with pytest.raises(LaunchError, match="does not answer: timed out"):
@@ -480,12 +478,12 @@ def test_visitor_asks_somebody_else_and_gives_up(start_server: Open) -> None:
         other.accept()[0].close()
         thread = threading.Thread(target=say_once, args=(other, b"?" * 99))
         thread.start()
-        with pytest.raises(LaunchError, match="instead of the tests says"):
+        with pytest.raises(LaunchError, match="is not the tests of a torchmn job"):
             connect_authenticated(address, secret=SECRET, role="tests", identity=WHO, limit_s=5)
         thread.join()
 
 
-def test_visitor_that_says_too_much_is_told_so() -> None:
+def test_a_long_identity_is_an_error() -> None:
     with pytest.raises(LaunchError, match="must be shorter than 4096"):
         connect_authenticated(
             "127.0.0.1:1",
