@@ -103,7 +103,7 @@ def test_a_crash_shows_the_line_of_python(runner: Runner) -> None:
         ("gloo", "stop", "rank 1 on {host} does not answer: its process is stopped by a signal"),
         ("mpi", "sleep", "rank 1 on {host} runs at {folder}/script.py:"),
         ("gloo", "other", "rank 1 in allgather"),
-        ("mpi", "leave", "rank 1 on {host} has come to the end of its script"),
+        ("mpi", "leave", "rank 1 on {host} has reached the end of its script"),
     ],
     indirect=["backend"],
 )
@@ -154,7 +154,7 @@ def test_a_rank_that_does_not_join_is_named(runner: Runner, backend: str) -> Non
     assert done.returncode == 1, done.stderr
     sentence = done.stderr.splitlines()[-1]
     assert "joining all ranks (create_communicator) has not completed within 3 s" in sentence
-    assert "rank 1 did not come to it" in sentence
+    assert "rank 1 did not reach it" in sentence
     assert "is stopped by a signal" in sentence
     runner.wait_until_nothing_is_left()
 
@@ -204,7 +204,7 @@ def test_an_exception_under_mpirun(runner: Runner) -> None:
 def test_a_stopped_rank_under_mpirun(runner: Runner) -> None:
     done = foreign(runner, *mpirun(), runner.script(TRAINING), "stop")
     assert done.returncode != 0
-    assert "rank 1 did not come to it" in kept_by_hub(runner.folder, "failure.txt")
+    assert "rank 1 did not reach it" in kept_by_hub(runner.folder, "failure.txt")
     assert "is stopped by a signal" in done.stderr
     runner.wait_until_nothing_is_left()
 

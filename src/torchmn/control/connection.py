@@ -21,8 +21,10 @@ SUPERVISOR = "supervisor"
 """The role of the listener, see `torchmn.control.authenticated_listener`."""
 HOST_TIMEOUT_S = 8.0
 """A host whose kernel does not answer for this long is taken for lost."""
+UNREACHABLE = f"has not answered for {HOST_TIMEOUT_S:g} s (network or host failure)"
+"""Describes a host whose `Channel` is silent."""
 _KEEPALIVE_S = 2
-_UNREACHABLE = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH})
+_UNREACHABLE_ERRORS = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH})
 _CHUNK_BYTES = 1 << 16
 _MAX_CHUNKS_AT_ONCE = 16
 """So that a peer that sends without pause cannot keep the process from everything else."""
@@ -116,7 +118,7 @@ class Channel:
 
     def _fail(self, error: OSError) -> None:
         self.is_open = False
-        self.is_silent = error.errno in _UNREACHABLE
+        self.is_silent = error.errno in _UNREACHABLE_ERRORS
 
     def close(self) -> None:
         """Send as much as fits, and close."""

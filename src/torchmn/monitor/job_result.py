@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from torchmn.control.connection import HOST_TIMEOUT_S
+from torchmn.control.connection import UNREACHABLE
 from torchmn.control.messages import Exit, Failed, Joining, Overdue, StatusReply
 from torchmn.control.processes import signal_name
 from torchmn.exit_status import SAVED_STATUS, shell_code
@@ -199,10 +199,7 @@ def _describe_exit(record: RankRecord) -> str:
     if record.exit is not None and record.exit.note:
         return f"{name} {record.exit.note}"
     if record.is_silent:
-        return (
-            f"{name} was lost: its host has not answered for {HOST_TIMEOUT_S:g} s (the network "
-            "failed, or the host itself)"
-        )
+        return f"{name} was lost: its host {UNREACHABLE}"
     if record.exit is None:
         signal_of_agent = signal_name(record.lost_returncode or 0)
         return f"{name} was lost: its agent died" + (

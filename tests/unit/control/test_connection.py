@@ -17,6 +17,7 @@ from torchmn.control.messages import (
     Message,
     Output,
     ScriptStarted,
+    StartScript,
     Terminate,
     decode,
     encode,
@@ -147,16 +148,33 @@ def test_stranger_who_talks_http_is_cut_off() -> None:
     [
         b"",
         b"[]",
-        b'["End"]',
-        b'["End", {}]',
-        b'["End", {"signum": 1, "x": 2}]',
+        b"{}",
+        b'{"type": "Terminate"}',
+        b'{"type": "Terminate", "signum": 1, "x": 2}',
+        b'{"type": "Terminate", "signum": "1"}',
+        b'{"type": "Terminate", "signum": true}',
+        b'{"signum": 1}',
+        b'{"type": "Other", "signum": 1}',
         b"\xff",
         b"[" * 9999,
     ],
 )
-def test_lines_of_another_form_are_no_messages(line: bytes) -> None:
-    with pytest.raises(ValueError, match="No message"):
+def test_lines_that_are_no_message_are_errors(line: bytes) -> None:
+    with pytest.raises(ValueError, match="Not a message"):
         decode(line)
+
+
+def test_text_that_is_no_unicode_survives() -> None:
+    order = StartScript(
+        argv=["python", "\udcff.py"],
+        cwd="/",
+        log_dir="",
+        grace_s=5,
+        wants_refreshes=False,
+        script="",
+        env={"NAME": "\udc80"},
+    )
+    assert decode(encode(order)) == order
 
 
 def test_message_is_one_line() -> None:

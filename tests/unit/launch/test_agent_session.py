@@ -170,7 +170,7 @@ def test_a_silent_host_is_told_from_a_dead_agent(make: Callable[..., Agents]) ->
     agents.session.receive(agents.session.connections[1])
     assert agents.session.must_end(time.monotonic())
     summary = agents.session.result().summary
-    assert "rank 1 on n1 was lost: nothing has come from its host" in summary
+    assert "rank 1 on n1 was lost: its host has not answered" in summary
 
 
 def test_a_dead_agent(make: Callable[..., Agents]) -> None:

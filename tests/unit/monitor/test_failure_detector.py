@@ -150,4 +150,4 @@ def test_when_all_are_joining_the_network_is_named() -> None:
         watch.on_message(record, StatusReply(), 25.1)
     assert watch.must_end(25.2)
     assert watch.hang is not None
-    assert "all have reached it" in watch.hang.summary
+    assert "all ranks have reached it" in watch.hang.summary

@@ -42,7 +42,7 @@ def test_rank_that_we_ended_did_not_fail() -> None:
 
 @pytest.mark.parametrize(
     ("signum", "code", "words"),
-    [(signal.SIGKILL, 137, "SIGKILL (from outside"), (signal.SIGSEGV, 139, "SIGSEGV")],
+    [(signal.SIGKILL, 137, "SIGKILL (sent by another process"), (signal.SIGSEGV, 139, "SIGSEGV")],
 )
 def test_signal(signum: int, code: int, words: str) -> None:
     found = verdict(ended(0, -signum))
@@ -159,9 +159,7 @@ def test_a_hang_is_told_by_its_report() -> None:
     hang = HangReport(summary="barrier has not completed", text="all", missing=(1,))
     found = verdict(failed(0, 1.0, follows=True), ended(1, -9, by="supervisor"), hang=hang)
     assert found.exit_code == 1
-    assert found.summary == (
-        f"barrier has not completed. All that is known is in {Path('logs/hang.txt')}."
-    )
+    assert found.summary == (f"barrier has not completed. Full report: {Path('logs/hang.txt')}.")
 
 
 def test_without_files_of_output_none_is_named() -> None:

@@ -14,7 +14,7 @@ import time
 from functools import partial
 
 from torchmn.control.authenticated_listener import AuthenticatedListener
-from torchmn.control.connection import Channel
+from torchmn.control.connection import UNREACHABLE, Channel
 from torchmn.control.messages import Message
 from torchmn.control.messages.elastic import (
     CheckpointSaved,
@@ -107,9 +107,7 @@ class Rendezvous:
             if name == LAUNCHER:
                 self._rounds.stop(signal.SIGTERM)
             else:
-                why = "its connection was closed"
-                if channel.is_silent:
-                    why = "nothing has come from it for 8 s (the network, or the host itself)"
+                why = f"it {UNREACHABLE}" if channel.is_silent else "its connection was closed"
                 self._rounds.lost(name, why, time.monotonic())
         self._deliver()
 
