@@ -72,7 +72,7 @@ def connect_to_supervisor(
     address, secret = env.get(channels.ADDRESS_VARIABLE), env.get(SECRET_VARIABLE)
     if not address or not secret:
         raise LaunchError(
-            f"{channels.ADDRESS_VARIABLE} or {SECRET_VARIABLE} is not set: use `torchmn run` instead."
+            f"{channels.ADDRESS_VARIABLE} or {SECRET_VARIABLE} is not set: use `torchmn run`."
         )
     own_address = local_address_for(address.rpartition(":")[0])
     if own_address is None:
