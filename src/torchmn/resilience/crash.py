@@ -1,13 +1,13 @@
 """Ends all ranks within seconds when one fails or hangs, under any launcher.
 
-Under ``torchmn run`` the agents do this: each is the parent of a rank. Other launchers may end a job
-when a rank dies, or not (``srun`` without ``--kill-on-bad-exit``), and none of them sees an exception
-of one rank for which the others wait. So each rank starts a process that monitors it
+Under ``torchmn run`` the agents do this: each is the parent of a rank. Other launchers may end a
+job when a rank dies, or not (``srun`` without ``--kill-on-bad-exit``), and none of them sees an
+exception of one rank for which the others wait. So each rank starts a process that monitors it
 (`torchmn.monitor.rank_monitor`), and rank 0 the server that they connect to
 (`torchmn.monitor.server`).
 
-After ChainerMN's ``global_except_hook.add_hook()``, which handled exceptions of the main thread only
-and called ``MPI_Abort``.
+After ChainerMN's ``global_except_hook.add_hook()``, which handled exceptions of the main thread
+only and called ``MPI_Abort``.
 """
 
 from __future__ import annotations

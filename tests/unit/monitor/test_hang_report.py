@@ -1,4 +1,4 @@
-"""Who is named when a collective hangs."""
+"""Which ranks the report of a hang names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ worker:
     wait()"""
 
 
-def told(
+def status(
     state: str,
     what: str = "all_reduce of float32[10]",
     *,
@@ -35,9 +35,9 @@ def told(
 STOPPED = RankStatus.of(StatusReply(process=ProcessState.STOPPED))
 
 
-def test_a_rank_that_computes_is_named_with_its_line() -> None:
+def test_a_rank_that_computes_is_reported_with_its_line() -> None:
     found = report(
-        OVERDUE, 0, {0: told("running"), 1: told("done", number=4), 2: told("running")}, HOSTS
+        OVERDUE, 0, {0: status("running"), 1: status("done", number=4), 2: status("running")}, HOSTS
     )
     assert found.missing == (1,)
     assert found.summary.startswith(
@@ -48,27 +48,27 @@ def test_a_rank_that_computes_is_named_with_its_line() -> None:
     assert "rank 2 on node1:" in found.text
 
 
-def test_a_process_that_does_not_answer_is_described_from_outside() -> None:
-    found = report(OVERDUE, 0, {0: told("failed"), 1: told("running"), 2: STOPPED}, HOSTS)
+def test_a_process_that_does_not_answer_is_reported_with_its_state() -> None:
+    found = report(OVERDUE, 0, {0: status("failed"), 1: status("running"), 2: STOPPED}, HOSTS)
     assert found.missing == (2,)
     assert "rank 2 on node1 does not answer: its process is stopped" in found.summary
 
 
-def test_a_rank_of_which_nothing_is_heard() -> None:
-    found = report(OVERDUE, 0, {0: told("running"), 2: told("running")}, HOSTS)
+def test_a_rank_without_any_reply() -> None:
+    found = report(OVERDUE, 0, {0: status("running"), 2: status("running")}, HOSTS)
     assert found.missing == (1,)
     assert "rank 1 on node0 has not answered" in found.summary
     assert "neither from the rank nor from its agent" in found.text
 
 
-def test_different_collectives_are_told_apart() -> None:
+def test_different_collectives_are_reported() -> None:
     found = report(
         OVERDUE,
         0,
         {
-            0: told("running"),
-            1: told("running", "broadcast of int64[1]", where=""),
-            2: told("failed"),
+            0: status("running"),
+            1: status("running", "broadcast of int64[1]", where=""),
+            2: status("failed"),
         },
         HOSTS,
     )
@@ -79,23 +79,23 @@ def test_different_collectives_are_told_apart() -> None:
 
 
 def test_the_same_collective_of_other_steps_is_a_difference() -> None:
-    late = told("running", where="bucket 1, step 6")
-    found = report(OVERDUE, 0, {0: told("running"), 1: late, 2: told("running")}, HOSTS)
+    late = status("running", where="bucket 1, step 6")
+    found = report(OVERDUE, 0, {0: status("running"), 1: late, 2: status("running")}, HOSTS)
     assert "rank 1 in all_reduce of float32[10] (bucket 1, step 6)" in found.summary
 
 
-def test_when_all_have_come_the_network_is_named() -> None:
-    found = report(OVERDUE, 1, {rank: told("running") for rank in HOSTS}, HOSTS)
+def test_when_no_rank_is_missing_the_network_is_the_cause() -> None:
+    found = report(OVERDUE, 1, {rank: status("running") for rank in HOSTS}, HOSTS)
     assert found.missing == ()
     assert "ranks 0, 1, 2 have reached it" in found.summary
     assert "Check the network" in found.summary
 
 
-def test_only_members_of_the_group_are_waited_for() -> None:
-    node = told("running", group="node", ranks=(0, 1))
-    other_node = told("running", group="node", ranks=(2,))
+def test_only_members_of_the_group_can_be_missing() -> None:
+    node = status("running", group="node", ranks=(0, 1))
+    other_node = status("running", group="node", ranks=(2,))
     overdue = Overdue(group="node", number=3, limit_s=10)
-    found = report(overdue, 0, {0: node, 1: told("done"), 2: other_node}, HOSTS)
+    found = report(overdue, 0, {0: node, 1: status("done"), 2: other_node}, HOSTS)
     assert found.missing == (1,)
 
 
@@ -103,35 +103,35 @@ def of_groups(*statuses: RankStatus) -> RankStatus:
     return RankStatus(collectives=sum((s.collectives for s in statuses), ()), stacks=STACKS)
 
 
-def test_who_waits_himself_in_another_group_is_not_to_blame() -> None:
-    """Ranks 0 and 1 share a node, 0 and 2 lead nodes: rank 1 waits for 0, who waits for 2."""
+def test_a_rank_that_waits_in_another_group_is_not_the_cause() -> None:
+    """Ranks 0 and 1 share a node, 0 and 2 lead nodes: rank 1 waits for 0, which waits for 2."""
     leaders = {"group": "leaders", "ranks": (0, 2), "what": "all_reduce of float32[9]"}
     node = {"group": "node", "ranks": (0, 1), "what": "broadcast of float32[9]"}
-    answers = {
-        0: of_groups(told("done", **node), told("running", **leaders)),
-        1: told("running", **node),
-        2: of_groups(told("done", group="node", ranks=(2,)), told("done", **leaders)),
+    statuses = {
+        0: of_groups(status("done", **node), status("running", **leaders)),
+        1: status("running", **node),
+        2: of_groups(status("done", group="node", ranks=(2,)), status("done", **leaders)),
     }
-    found = report(Overdue(group="node", number=5, limit_s=10), 1, answers, HOSTS)
+    found = report(Overdue(group="node", number=5, limit_s=10), 1, statuses, HOSTS)
     assert found.missing == (2,)
     assert found.summary.startswith(
         "all_reduce of float32[9] (bucket 1, step 7) of group 'leaders'"
     )
     assert "rank 2 on node1 runs at" in found.summary
-    answers[2] = STOPPED
-    found = report(Overdue(group="node", number=5, limit_s=10), 1, answers, HOSTS)
+    statuses[2] = STOPPED
+    found = report(Overdue(group="node", number=5, limit_s=10), 1, statuses, HOSTS)
     assert found.missing == (2,)
     assert "rank 2 on node1 does not answer" in found.summary
 
 
-def test_ranks_that_wait_for_each_other_in_two_groups() -> None:
+def test_ranks_that_wait_for_each_other_in_a_cycle() -> None:
     node = {"group": "node", "ranks": (0, 1), "what": "reduce of float32[9]"}
-    answers = {
-        0: told("running", **node),
-        1: told("running", "barrier"),
-        2: told("running", "barrier"),
+    statuses = {
+        0: status("running", **node),
+        1: status("running", "barrier"),
+        2: status("running", "barrier"),
     }
-    found = report(OVERDUE, 2, answers, HOSTS)
+    found = report(OVERDUE, 2, statuses, HOSTS)
     assert found.missing == ()
     assert "the ranks are in different collectives" in found.summary
     assert "ranks 1, 2 in barrier (bucket 1, step 7) of group 'world'" in found.summary

@@ -1,4 +1,4 @@
-"""What the script's side tells its agent. The process itself is the matter of test_crash.py."""
+"""What a script reports to its agent. Whole processes are tested in test_crash.py."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def chained(error: Exception, cause: Exception) -> Exception:
         (MemoryError(), False),
     ],
 )
-def test_what_only_follows_from_the_end_of_others(error: Exception, follows: bool) -> None:
+def test_errors_that_are_a_consequence_of_lost_peers(error: Exception, follows: bool) -> None:
     assert script_monitor.is_consequence(error) is follows
 
 
-def test_a_ring_of_causes_ends() -> None:
+def test_a_cycle_of_causes_terminates() -> None:
     first, second = ValueError("a"), ValueError("b")
     first.__context__, second.__context__ = second, first
     assert not script_monitor.is_consequence(first)
@@ -86,7 +86,7 @@ def test_a_communicator_leaves_the_process_alone(monkeypatch: pytest.MonkeyPatch
     other.close()
 
 
-def test_the_agent_answers_for_a_script_that_is_silent() -> None:
+def test_the_agent_replies_for_a_silent_script() -> None:
     said: list[object] = []
     own, other = socket.socketpair()
     link = ScriptLink(said.append, own)
@@ -104,13 +104,13 @@ def test_the_agent_answers_for_a_script_that_is_silent() -> None:
     own.close()
 
 
-def test_words_of_the_script_are_passed_on_and_others_are_not() -> None:
+def test_only_messages_of_scripts_are_forwarded() -> None:
     said: list[object] = []
     own, other = socket.socketpair()
     link = ScriptLink(said.append, own)
     script = Channel(other)
     script.post(Leaving(status=3))
-    script.post(StatusRequest())  # not for a script to say
+    script.post(StatusRequest())  # not a message of scripts
     link.forward_messages()
     assert said == [Leaving(status=3)]
     script.close()

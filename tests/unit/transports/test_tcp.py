@@ -221,7 +221,7 @@ class Meddler(TorchDistributedTransport):
                 stranger.sendall(token + struct.pack("<I", 1))
 
 
-def test_strangers_neither_get_in_nor_keep_ranks_out(monkeypatch) -> None:
+def test_unauthenticated_clients_neither_get_in_nor_keep_ranks_out(monkeypatch) -> None:
     monkeypatch.setenv("TORCHMN_SECRET", "of this job")
     store, strangers = HashStore(), []
 

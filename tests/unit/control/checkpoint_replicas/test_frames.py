@@ -50,7 +50,7 @@ def test_an_end_inside_a_frame_is_an_error() -> None:
             receive_frame(there)
 
 
-def test_noise_is_an_error_and_takes_no_memory() -> None:
+def test_random_bytes_are_an_error_and_take_no_memory() -> None:
     chance = random.Random(1)
     for _ in range(200):
         here, there = socket.socketpair()

@@ -272,7 +272,7 @@ def test_a_host_lost_after_it_has_finished_is_not_missed() -> None:
     assert play.over() == ""
 
 
-def test_strangers_and_other_versions_are_sent_away() -> None:
+def test_unauthenticated_clients_and_other_versions_are_sent_away() -> None:
     play = Play("a", "b")
     play.come("z")
     assert play.said("z", Shutdown)
