@@ -21,6 +21,7 @@ import builtins
 import io
 import os
 import pkgutil
+import re
 import runpy
 import sys
 import types
@@ -30,12 +31,23 @@ from types import TracebackType
 
 from torchmn.monitor import script_monitor
 
+_FLAGS = re.compile("-[bBdEIOPqsSuvx]+")
+"""Options of the interpreter that take no argument."""
+
 
 def with_bootstrap(argv: Sequence[str]) -> list[str]:
-    """``argv`` with the bootstrap in it if it runs a Python script or module, else unchanged."""
-    is_python = len(argv) > 1 and argv[0] == sys.executable
-    if is_python and (argv[1] == "-m" or not argv[1].startswith("-")):
-        return [argv[0], __file__, *argv[1:]]
+    """``argv`` with the bootstrap in it if it runs a Python script or module, else unchanged.
+
+    >>> with_bootstrap(["sh", "run.sh"])
+    ['sh', 'run.sh']
+    """
+    options = 1
+    while options < len(argv) and _FLAGS.fullmatch(argv[options]):
+        options += 1
+    rest = argv[options:]
+    is_python = bool(rest) and argv[0] == sys.executable
+    if is_python and (rest[0] == "-m" or not rest[0].startswith("-")):
+        return [*argv[:options], __file__, *rest]
     return list(argv)
 
 

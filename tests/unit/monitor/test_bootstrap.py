@@ -15,6 +15,7 @@ import pytest
 import torchmn
 from torchmn.control.connection import Channel
 from torchmn.control.messages import Failed, Leaving, Message
+from torchmn.monitor import bootstrap
 from torchmn.monitor.bootstrap import with_bootstrap
 from torchmn.monitor.script_monitor import MONITOR_VARIABLE
 
@@ -138,5 +139,10 @@ def test_a_script_ends_as_under_plain_python(
 
 
 def test_other_commands_are_left_alone() -> None:
-    for argv in (["bash", "run.sh"], [sys.executable], [sys.executable, "-c", "1"]):
+    for argv in (["bash", "run.sh"], [sys.executable], [sys.executable, "-uc", "1"]):
         assert with_bootstrap(argv) == argv
+
+
+def test_options_of_the_interpreter_stay_in_front() -> None:
+    command = with_bootstrap([sys.executable, "-P", "-uB", "-m", "a", "-x"])
+    assert command == [sys.executable, "-P", "-uB", bootstrap.__file__, "-m", "a", "-x"]
