@@ -47,7 +47,7 @@ def install_crash_handler(comm: Communicator, *, grace_s: float = 5.0) -> None:
     monitor = script_monitor.current()
     if monitor is None and (monitor := script_monitor.install_from_environment(os.environ)):
         script_monitor.install_exit_hooks(monitor)
-        monitor.follow(comm.journal)
+        monitor.follow(comm.flight_recorder)
     if any(comm.allgather_obj(monitor is not None)) or comm.size == 1:
         return
     secret, address, problem = "", "", ""
@@ -73,7 +73,7 @@ def install_crash_handler(comm: Communicator, *, grace_s: float = 5.0) -> None:
     other.close()
     monitor = script_monitor.install(own)
     script_monitor.install_exit_hooks(monitor)
-    monitor.follow(comm.journal)
+    monitor.follow(comm.flight_recorder)
 
 
 def _start_server(comm: Communicator, secret: str) -> str:
