@@ -26,7 +26,7 @@ from torchmn.checkpoint.shard_assignment import owners
 from torchmn.checkpoint.shard_file import TensorEntry, header_of, in_file_order
 from torchmn.checkpoint.snapshot import Copy
 from torchmn.checkpoint.storage import MANIFEST, Storage
-from torchmn.communicators.checksums import differences, digest, sentence
+from torchmn.communicators.checksums import differences, digest, describe_differences
 from torchmn.communicators.object_codec import as_bytes
 from torchmn.errors import DataError
 from torchmn.version import __version__
@@ -295,4 +295,4 @@ def _disagreement(said: Sequence[Mapping[str, Any]], step: int) -> str | None:
     found = differences(
         [{row[0]: row[3] for row in each["tensors"] if row[0] in common} for each in said]
     )
-    return sentence(found, step) if found else None
+    return describe_differences(found, step) if found else None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchmn.communicators import Communicator
-from torchmn.communicators.allreduce import Cargo, create_allreduce
+from torchmn.communicators.allreduce import ReduceBlock, create_allreduce
 from torchmn.compression import create_codec
 from torchmn.optimizer import create_multi_node_optimizer
 
@@ -73,15 +73,15 @@ def check_sum(comm: Communicator) -> None:
 
 
 def check_coded_sum(comm: Communicator) -> None:
-    """With float16 on the wire: close, the same bits on every rank, exact elements exact."""
+    """With float16 messages: close, the same bits on every rank, exact elements exact."""
     for codec, relative in (("float16", 2e-3), ("bfloat16", 2e-2)):
-        wire = create_allreduce(create_codec(codec))
+        algorithm = create_allreduce(create_codec(codec))
         for size in SIZES:
             buffer = torch.cat(
                 [seeded(comm.rank, size, dtype=torch.float32), torch.full((2,), 0.3001)]
             )
             expected = torch.stack([seeded(r, size, dtype=torch.float32) for r in range(comm.size)])
-            comm.sum_(Cargo.of(buffer, num_exact=2), wire)
+            comm.sum_(ReduceBlock(buffer, num_exact=2), algorithm)
             bound = relative * float(expected.abs().sum(0).max()) + 1e-6
             error = float((buffer[:size] - expected.sum(0)).abs().max())
             require(error <= bound, f"{comm.name}+{codec}: sum of {size} is off by {error}")
@@ -92,7 +92,7 @@ def check_coded_sum(comm: Communicator) -> None:
 
 
 def check_started_sums(comm: Communicator) -> None:
-    """Sums that are started and not waited for do not mix, and blocking calls queue behind them."""
+    """Started sums that are not waited for do not mix; blocking calls are queued after them."""
     buffers = [seeded(comm.rank, size, salt=i) for i, size in enumerate((50_000, 3, 1000))]
     works = [comm.start_sum_(b, bucket=i, step=7) for i, b in enumerate(buffers)]
     flag = comm.allreduce(torch.tensor([comm.rank + 1]))
@@ -103,8 +103,8 @@ def check_started_sums(comm: Communicator) -> None:
         expected = sum(seeded(r, buffer.numel(), salt=i) for r in range(comm.size))
         require(torch.allclose(buffer, torch.as_tensor(expected)), f"started sum {i} is wrong")
     if comm.size > 1:
-        labels = {e.bucket for e in comm.journal.entries() if e.step == 7}
-        require(labels == {0, 1, 2}, f"the journal knows buckets {labels}")
+        labels = {e.bucket for e in comm.flight_recorder.entries() if e.step == 7}
+        require(labels == {0, 1, 2}, f"the flight_recorder knows buckets {labels}")
 
 
 def check_tensor_collectives(comm: Communicator) -> None:
@@ -168,11 +168,11 @@ def check_reductions(comm: Communicator) -> None:
             if op == "mean" and not dtype.is_floating_point:
                 continue
             shape = (3, 5)
-            everybody = torch.stack(
+            all_ranks = torch.stack(
                 [seeded(r, *shape, dtype=dtype).abs() % 16 for r in range(comm.size)]
             )
-            result = comm.allreduce(everybody[comm.rank], op)  # type: ignore[arg-type]
-            expected = fold(everybody).to(dtype)
+            result = comm.allreduce(all_ranks[comm.rank], op)  # type: ignore[arg-type]
+            expected = fold(all_ranks).to(dtype)
             require(
                 torch.allclose(result.double(), expected.double(), atol=1e-5),
                 f"allreduce {op} {dtype}",
