@@ -21,8 +21,8 @@ The names of `torchmn` and of its packages, with the beginning of the documentat
 
 
 def packages() -> list[str]:
-    """The public packages, those with ``__all__``, in alphabetical order."""
-    found = [name for name in sorted(torchmn._SUBMODULES) if hasattr(_module(name), "__all__")]
+    """The root, then the public packages in alphabetical order."""
+    found = [name for name in sorted(torchmn._SUBMODULES) if hasattr(_module(name), "__path__")]
     return ["", *found]
 
 
