@@ -1,7 +1,8 @@
-"""The agent of one rank: ``python -m torchmn.launch.agent_main``, the parent of the user's script.
+"""``python -m torchmn.launch.agent_main``: the agent of one rank, the parent of the user's script.
 
-It finds its rank from whoever started it, takes its orders from the supervisor, binds the rank to
-its share of the cores and runs the script. It never imports torch.
+It reads its rank from the variables of the launcher that started it, gets the command from the
+supervisor, binds itself to the rank's share of the cores and runs the script. It does not import
+torch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torchmn.environment_variables import SECRET_VARIABLE, SUPERVISOR_VARIABLE
 from torchmn.errors import LaunchError, TorchmnError
 from torchmn.launch.agent import Agent
 from torchmn.launch.host_checks import find_problem, versions
-from torchmn.launch.rank_environment import script_environment, take_share
+from torchmn.launch.rank_environment import bind_cores, script_environment
 from torchmn.topology import (
     Route,
     available_processors,
@@ -31,8 +32,8 @@ from torchmn.topology import (
     route_of,
 )
 
-_OTHERS_S = 600.0
-"""The supervisor hangs up much earlier if the other ranks do not come."""
+_ALL_RANKS_S = 600.0
+"""The supervisor disconnects much earlier if the other ranks do not start."""
 
 
 def main() -> int:
@@ -43,13 +44,13 @@ def main() -> int:
         place = read_launcher_env(os.environ)
         if place is None:
             raise LaunchError("No launcher started this agent: run `torchmn run` instead.")
-        channel, order, route, keeper = report_for_work(place.rank, os.environ)
+        channel, order, route, keeper = connect_to_supervisor(place.rank, os.environ)
         problem = find_problem(order.cwd, order.script)
         if problem:
             channel.post(StartRefused(text=problem))
             channel.close()
             return 1
-        share, beside = take_share(place, os.environ, available_processors())
+        share, beside = bind_cores(place, os.environ, available_processors())
         env = script_environment(os.environ, share, order.env, route)
         with keeper:
             return Agent(place.rank, order, channel, wakeup, share, beside).run(env)
@@ -58,24 +59,25 @@ def main() -> int:
         return 1
 
 
-def report_for_work(
+def connect_to_supervisor(
     rank: int, env: Mapping[str, str]
 ) -> tuple[Channel, StartScript, Route | None, socket.socket]:
-    """Prove to the supervisor who we are and receive the command, from it and nobody else.
+    """Authenticate to the supervisor and receive the command.
 
-    Also returns the way to it, and the socket that keeps the port on which rank 0 may meet all.
+    Also returns the route to it, and the socket that reserves the port on which rank 0 may serve
+    the rendezvous of all ranks.
 
     Raises LaunchError: there is no supervisor, or it does not know the secret of the job, or it
-    does not want us.
+    does not expect this rank.
     """
     address, secret = env.get(SUPERVISOR_VARIABLE), env.get(SECRET_VARIABLE)
     if not address or not secret:
         raise LaunchError(
-            f"{SUPERVISOR_VARIABLE} or TORCHMN_SECRET is not set: run `torchmn run` instead."
+            f"{SUPERVISOR_VARIABLE} or {SECRET_VARIABLE} is not set: use `torchmn run`."
         )
     own_address = local_address_for(address.rpartition(":")[0])
     if own_address is None:
-        raise LaunchError(f"No way leads from {socket.gethostname()} to the supervisor, {address}.")
+        raise LaunchError(f"No route from {socket.gethostname()} to the supervisor, {address}.")
     keeper, port = reserve_port(own_address)
     identity = AgentHello(
         rank=rank,
@@ -88,7 +90,12 @@ def report_for_work(
     channel = connect_authenticated(
         address, secret=secret, role=channels.SUPERVISOR, identity=identity
     )
-    return channel, channel.wait_for(StartScript, limit_s=_OTHERS_S), route_of(own_address), keeper
+    return (
+        channel,
+        channel.wait_for(StartScript, limit_s=_ALL_RANKS_S),
+        route_of(own_address),
+        keeper,
+    )
 
 
 if __name__ == "__main__":

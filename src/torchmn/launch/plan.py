@@ -214,7 +214,11 @@ def assign_slots(options: RunOptions, given: Allocation | None) -> tuple[Host, .
             f"--nodes {options.num_nodes} needs a list of hosts: use --hostfile or --hosts, or "
             "start it in a job of PBS, Slurm or Grid Engine."
         )
-    numbers = {"-n": options.num_ranks, "--nodes": options.num_nodes, "--per-node": options.per_node}
+    numbers = {
+        "-n": options.num_ranks,
+        "--nodes": options.num_nodes,
+        "--per-node": options.per_node,
+    }
     for option, number in numbers.items():
         if number is not None and number < 1:
             raise UsageError(f"{option} must be at least 1, got {number}.")

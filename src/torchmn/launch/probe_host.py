@@ -1,24 +1,24 @@
 """``python -m torchmn.launch.probe_host``: check a host before anything is started on it.
 
-Reads a request from standard input and writes the answer to standard output, a line of JSON each.
+Its order, `ProbeHost`, is a line on standard input; it prints its `HostFacts` as a line.
 """
 
 from __future__ import annotations
 
-import json
 import sys
-from dataclasses import asdict
 
+from torchmn.control.codec import decode, encode
 from torchmn.control.ports import find_free_port
 from torchmn.launch.host_checks import HostFacts, find_problem, versions
+from torchmn.launch.orders import ProbeHost
 
 
 def main() -> None:
     """Answer one request."""
-    request = json.loads(sys.stdin.readline())
-    problem = find_problem(request["cwd"], request["script"])
+    order = decode(sys.stdin.readline(), ProbeHost)
+    problem = find_problem(order.cwd, order.script)
     facts = HostFacts(versions=versions(), port=find_free_port(""), problem=problem)
-    print(json.dumps(asdict(facts)), flush=True)
+    print(encode(facts).decode(), end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -170,7 +170,7 @@ class ElasticLauncher:
             self._say(self._describe_restart(self._ranks, found))
             self._ranks.close()
         for member in found.members:
-            self._hosts.has_joined(str(member["host"]))
+            self._hosts.has_joined(member.host)
         self._shown.clear()
         secret = round_secret(self._job.secret, found.number)
         listener = AuthenticatedListener(
@@ -180,12 +180,12 @@ class ElasticLauncher:
 
     def _describe_restart(self, before: RoundSession, found: Round) -> str:
         """What ended the previous round, and with which hosts and checkpoint training continues."""
-        why = found.why
+        why = found.reason
         if found.num_restarts > before.round.num_restarts:
-            why = before.result().sentence.rstrip(".") or why
+            why = before.result().summary.rstrip(".") or why
             why += f"; restart {found.num_restarts} of {self._elastic.limits.max_restarts}"
-        names = ", ".join(str(member["host"]) for member in found.members)
-        memory = f", in memory: step {found.restored[1]}" if found.restored else ""
+        names = ", ".join(member.host for member in found.members)
+        memory = f", in memory: step {found.restored.step}" if found.restored else ""
         return (
             f"{why}: {num_ranks_of(found)} rank(s) on {names} continue from the last "
             f"checkpoint{memory}."
@@ -236,7 +236,7 @@ class ElasticLauncher:
             self._say(f"interrupted by {signal_name(-signum)} before a rank ran.")
             return shell_code(-signum)
         if signum is not None or result.exit_code == SAVED_STATUS:
-            self._say(result.sentence)
+            self._say(result.summary)
             return result.exit_code
         reason = self._rendezvous_loss() if self._has_lost_rendezvous else self._end or ""
         if not reason:
@@ -245,7 +245,7 @@ class ElasticLauncher:
             self._has_lost_rendezvous or result.is_launcher_failure
         ):  # ranks that we ended did not fail
             result = JobResult(exit_code=1)
-        summary = " ".join([f"{reason[:1].upper()}{reason[1:]}.", result.sentence]).rstrip()
+        summary = " ".join([f"{reason[:1].upper()}{reason[1:]}.", result.summary]).rstrip()
         if ranks is not None:
             ranks.report_failure(self._job.log_dir, result, summary)
         else:

@@ -7,7 +7,6 @@ because the launcher died.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -15,28 +14,35 @@ import sys
 import time
 
 from torchmn.control.authenticated_listener import AuthenticatedListener
+from torchmn.control.codec import decode, encode
 from torchmn.control.connection import address_of
 from torchmn.launch.elastic.rendezvous import GOODBYE_S, ROLE, Rendezvous
-from torchmn.launch.elastic.rendezvous_state import Limits, RendezvousState
+from torchmn.launch.elastic.rendezvous_state import RendezvousState
+from torchmn.launch.orders import RendezvousStarted, ServeRendezvous
 
 
 def main() -> int:
     """Serve one job."""
     for signum in (signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # the launcher decides what to do
-    order = json.loads(sys.stdin.readline())
+    order = decode(sys.stdin.readline(), ServeRendezvous)
     try:
-        listener = socket.create_server((order["host"], order["port"]), backlog=1024)
+        listener = socket.create_server((order.host, order.port), backlog=1024)
     except OSError as error:
-        print(json.dumps({"error": f"{error.strerror or error}"}), flush=True)
+        _print(RendezvousStarted(error=str(error.strerror or error)))
         return 1
-    authenticated = AuthenticatedListener(listener, secret=order["secret"], role=ROLE)
-    print(json.dumps({"address": address_of(listener), "pid": os.getpid()}), flush=True)
-    limits = Limits(**order["limits"])
-    state = RendezvousState(order["hosts"], limits, now=time.monotonic())
-    Rendezvous(authenticated, state, goodbye_s=limits.grace_s + GOODBYE_S).run(sys.stdin.fileno())
+    authenticated = AuthenticatedListener(listener, secret=order.secret, role=ROLE)
+    _print(RendezvousStarted(address=address_of(listener), pid=os.getpid()))
+    state = RendezvousState(order.hosts, order.limits, now=time.monotonic())
+    Rendezvous(authenticated, state, goodbye_s=order.limits.grace_s + GOODBYE_S).run(
+        sys.stdin.fileno()
+    )
     authenticated.close()
     return 0
+
+
+def _print(reply: RendezvousStarted) -> None:
+    print(encode(reply).decode(), end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import signal
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from torchmn.control.messages.elastic import (
     ElasticMessage,
@@ -23,6 +23,7 @@ from torchmn.control.messages.elastic import (
     Restart,
     Round,
     RoundEnding,
+    RoundMember,
     Shutdown,
     StagedCheckpoint,
     UserMessage,
@@ -92,7 +93,7 @@ class RendezvousState:
         self._reasons: list[str] = []
         self._has_failure = False
         self._has_loss = False
-        self._complete: StagedCheckpoint = (0, -1, "")
+        self._complete: StagedCheckpoint = StagedCheckpoint(0, -1, "")
         self._messages: list[tuple[str, ElasticMessage]] = []
 
     @property
@@ -123,13 +124,12 @@ class RendezvousState:
             )
         return True
 
-    def on_host_ready(self, host: str, held: Sequence[dict[str, Any]], now: float) -> None:
+    def on_host_ready(self, host: str, held: Sequence[FileHeld], now: float) -> None:
         """A host runs no ranks and waits: at the start, when requested, or after a failure."""
         host_state = self._connected[host]
         was_running = host_state.state == "running"
         host_state.state = "ready"
-        files = [FileHeld(**fields) for fields in held]
-        host_state.held = {(stored.of, stored.file): stored for stored in files}
+        host_state.held = {(stored.checkpoint, stored.file): stored for stored in held}
         if was_running:
             self._has_failure = True
             self._gather(f"a rank on {host} failed", now)
@@ -137,7 +137,7 @@ class RendezvousState:
 
     def on_file_held(self, host: str, stored: FileHeld, now: float) -> None:
         """A host holds one more file in memory; all files of one are a finished checkpoint."""
-        self._connected[host].held[stored.of, stored.file] = stored
+        self._connected[host].held[stored.checkpoint, stored.file] = stored
         # held twice, so that the older ones are still there if a host is lost right now
         found = self._newest_copies(self._members, min(2, len(self._members)))
         if found is not None and found > self._complete:
@@ -146,8 +146,8 @@ class RendezvousState:
                 host_state.held = {
                     key: held for key, held in host_state.held.items() if key[0] >= found
                 }
-                self._post(name, PruneOlder(round=found[0], step=found[1], draft=found[2]))
-            self.on_checkpoint_saved(found[1], now)
+                self._post(name, PruneOlder(checkpoint=found))
+            self.on_checkpoint_saved(found.step, now)
 
     def on_checkpoint_saved(self, step: int, now: float) -> None:
         """A checkpoint is complete: hosts that wait may join, and all continue from it."""
@@ -236,7 +236,7 @@ class RendezvousState:
         if self._phase == "over":
             return
         self._reasons.append(why)
-        self._post(LAUNCHER, RoundEnding(why=why))
+        self._post(LAUNCHER, RoundEnding(reason=why))
         if self._phase == "running":
             self._phase, self._since = "gathering", now
         for name, host_state in self._connected.items():
@@ -284,8 +284,8 @@ class RendezvousState:
             number=self._number,
             members=[self._described(name) for name in chosen],
             num_restarts=self._num_restarts,
-            why="; ".join(self._reasons),
-            restored=list(found or ()),
+            reason="; ".join(self._reasons),
+            restored=found,
             holders=holders,
         )
         for name in chosen:
@@ -294,14 +294,14 @@ class RendezvousState:
         self._post(LAUNCHER, message)
         self._reasons, self._has_failure, self._has_loss = [], False, False
 
-    def _described(self, name: str) -> dict[str, str | int]:
+    def _described(self, name: str) -> RoundMember:
         member = self._connected[name].member
-        return {
-            "host": name,
-            "slots": member.slots,
-            "address": member.address,
-            "copies_port": member.copies_port,
-        }
+        return RoundMember(
+            host=name,
+            slots=member.slots,
+            address=member.address,
+            replica_port=member.replica_port,
+        )
 
     def _newest_copies(self, names: Sequence[str], num_holders: int = 1) -> StagedCheckpoint | None:
         """The newest checkpoint that these hosts hold whole, each file by ``num_holders`` of them.
@@ -310,7 +310,7 @@ class RendezvousState:
         """
         held = Counter(key for name in names if name in self._connected for key in self._held(name))
         manifests = {
-            stored.of: stored.needs
+            stored.checkpoint: stored.needs
             for name in names
             if name in self._connected
             for stored in self._connected[name].held.values()

@@ -6,18 +6,19 @@ other users of the host could read.
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from torchmn.control.codec import decode, encode
 from torchmn.control.processes import python_module
 from torchmn.environment_variables import RSH_VARIABLE
 from torchmn.errors import LaunchError
 from torchmn.launch.host_checks import HostFacts, differences
 from torchmn.launch.job import Command, Job
+from torchmn.launch.orders import ProbeHost, ProcessOrder, StartProcesses
 from torchmn.launch.starters import local
 from torchmn.topology import is_this_host
 
@@ -76,25 +77,25 @@ def node_command(
     Their environment there is the part that `is_carried`, and what differs from ``env``.
     """
     host = job.hosts[inter_rank]
-    order = {
-        "commands": [
-            {
-                "argv": list(command.argv),
-                "env": {
+    order = StartProcesses(
+        commands=[
+            ProcessOrder(
+                argv=list(command.argv),
+                env={
                     name: text
                     for name, text in command.env.items()
                     if is_carried(job, name) or env.get(name) != text
                 },
-            }
+            )
             for command in commands
         ]
-    }
+    )
     return Command(
         to_host(env, host.name, "torchmn.launch.starters.node_main"),
         env,
         name=f"{remote_shell(env)[0]} to {host.name}",
         ranks=job.ranks_on(inter_rank),
-        stdin=json.dumps(order).encode() + b"\n",
+        stdin=encode(order),
     )
 
 
@@ -139,7 +140,7 @@ def _check_host(job: Job, host: str, env: Mapping[str, str]) -> HostFacts | str:
     try:
         answer = subprocess.run(
             to_host(env, host, "torchmn.launch.probe_host"),
-            input=json.dumps({"cwd": str(job.cwd), "script": job.script}) + "\n",
+            input=encode(ProbeHost(cwd=str(job.cwd), script=job.script)).decode(),
             env=dict(env),
             capture_output=True,
             text=True,
@@ -152,7 +153,7 @@ def _check_host(job: Job, host: str, env: Mapping[str, str]) -> HostFacts | str:
         return f"{remote_shell(env)[0]} cannot be run ({error.strerror})"
     if answer.returncode == 0:
         try:
-            return HostFacts(**json.loads(answer.stdout.splitlines()[-1]))
-        except (ValueError, TypeError, IndexError):
+            return decode(answer.stdout.splitlines()[-1], HostFacts)
+        except (ValueError, IndexError):
             return f"it answered {answer.stdout[-80:]!r}"
     return (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
