@@ -73,7 +73,7 @@ def _wait_for_moment(fault: Fault, job: Job, setting: Setting, folder: Path) -> 
     if fault.moment == "write":
         last = setting.num_steps - 3  # drafts are there for milliseconds, and may be missed
         drafts = (folder / "checkpoints").glob
-        _wait_for(lambda: any(drafts(".draft-*")) or _num_steps(folder) >= last, job)
+        _wait_for(lambda: any(drafts(".tmp-*")) or _num_steps(folder) >= last, job)
     if fault.kind == "flipped byte":
         _wait_for(lambda: len(complete(folder)) > 1, job)
     time.sleep(fault.delay_s)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from pytorch_pfn_extras.training.extension import Extension
 from pytorch_pfn_extras.training.trigger import Trigger  # type: ignore[attr-defined]
 from pytorch_pfn_extras.training.triggers.interval_trigger import IntervalTrigger
 from pytorch_pfn_extras.training.triggers.manual_schedule_trigger import ManualScheduleTrigger
@@ -45,7 +46,7 @@ def follow_epochs(target: Any) -> Any:
         points: Any = target.points
         return _EpochSchedule(points, "epoch")
     for name, value in list(getattr(target, "__dict__", {}).items()):
-        if isinstance(value, Trigger):
+        if isinstance(value, (Trigger, Extension)):
             setattr(target, name, follow_epochs(value))
     return target
 

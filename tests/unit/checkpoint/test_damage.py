@@ -125,12 +125,12 @@ def test_none_is_good(path: Path) -> None:
     words = str(caught.value)
     assert f"{NEWEST}: manifest.json is damaged" in words
     assert f"{BEFORE}: rank0001.safetensors is damaged" in words
-    assert "Move the folder away to begin anew" in words
+    assert "Move the folder away to start from scratch" in words
 
 
 def test_drafts_and_strangers_are_no_checkpoints(path: Path) -> None:
     run = path / "a run"
-    shutil.copytree(run / NEWEST, run / ".draft-00000009-abcd")
+    shutil.copytree(run / NEWEST, run / ".tmp-00000009-abcd")
     shutil.copytree(run / NEWEST, run / "step-00000009.bak")
     (run / "step-00000010").write_text("a file")
     assert [step for step, _ in resume(path)] == [2, 2]
@@ -139,7 +139,7 @@ def test_drafts_and_strangers_are_no_checkpoints(path: Path) -> None:
 def test_torn_newest_does_not_shadow_and_goes_later(path: Path) -> None:
     run = path / "a run"
     (run / NEWEST / "manifest.json").unlink()
-    (run / ".draft-00000003-abcd").mkdir()
+    (run / ".tmp-00000003-abcd").mkdir()
     assert resume(path)[0][0] == 1
     with pytest.warns(RuntimeWarning, match="manifest.json is missing"):
         train(path, NUM_RANKS, 3, keep=1)
@@ -228,7 +228,7 @@ def test_mutated_manifests_with_the_right_checksum(path: Path) -> None:
 def test_names_of_files_are_those_of_shards(path: Path, name: str) -> None:
     body = json.loads(manifest_of(path))["manifest"]
     body["files"][name] = next(iter(body["files"].values()))
-    with pytest.raises(DataError, match="no name of a shard"):
+    with pytest.raises(DataError, match="not the name of a shard"):
         manifest_file.parse(sealed(json.dumps(body).encode()))
 
 

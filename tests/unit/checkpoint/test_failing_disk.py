@@ -65,10 +65,10 @@ def test_full_disk(small_disk: Path, is_async: bool) -> None:
     results = on_ranks(rank_main, 2)
     said, error, step, records = results[0]
     assert len(said) >= 1
-    assert "the checkpoint of step 2 was given up and those before it stay" in said[0]
+    assert "the checkpoint of step 2 was aborted; earlier checkpoints are kept" in said[0]
     assert f"No space left on device (errno {errno.ENOSPC})" in said[0]
     assert str(small_disk) in said[0]
-    assert "step 4 was given up" in error
+    assert "step 4 was aborted" in error
     assert [r.problem is None for r in records] == [True, False, True, False]
     assert (step, results[1][2]) == (3, 3)
     assert results[1][0] == []  # one rank says it

@@ -95,7 +95,7 @@ class Value:
 def test_without_an_elastic_job_a_copy_is_nothing(tmp_path: Path) -> None:
     def work(comm: Communicator) -> int:
         checkpointer = create_multi_node_checkpointer(comm, tmp_path, "x")
-        checkpointer.copy(3, {"value": Value(3.0)})
+        checkpointer.save_in_memory(3, {"value": Value(3.0)})
         step = checkpointer.resume({"value": Value(0.0)})
         checkpointer.close()
         return step
@@ -111,7 +111,7 @@ def test_the_newest_of_disk_and_memory_is_taken(
 ) -> None:
     def train(comm: Communicator) -> None:
         checkpointer = create_multi_node_checkpointer(comm, tmp_path, "x")
-        checkpointer.copy(7, {"value": Value(7.0)})
+        checkpointer.save_in_memory(7, {"value": Value(7.0)})
         if saved_step:
             checkpointer.save(saved_step, {"value": Value(float(saved_step))})
         checkpointer.finish()
@@ -138,7 +138,7 @@ def test_a_damaged_copy_is_passed_over_with_a_sentence(host: OneHost, tmp_path: 
     def train(comm: Communicator) -> None:
         checkpointer = create_multi_node_checkpointer(comm, tmp_path, "x")
         checkpointer.save(5, {"value": Value(5.0)})
-        checkpointer.copy(7, {"value": Value(7.0)})
+        checkpointer.save_in_memory(7, {"value": Value(7.0)})
         checkpointer.finish()
         checkpointer.close()
 
@@ -154,7 +154,7 @@ def test_a_damaged_copy_is_passed_over_with_a_sentence(host: OneHost, tmp_path: 
         if file.endswith(".safetensors"):
             held[-1] ^= 1
     host.begin(*host.complete())
-    with inside(host), pytest.warns(RuntimeWarning, match="memory of the hosts is not good"):
+    with inside(host), pytest.warns(RuntimeWarning, match="memory of the hosts is not valid"):
         assert run_ranks(go_on, 1) == [5]
 
 
@@ -181,4 +181,4 @@ def test_a_lost_process_of_the_host_is_a_failed_storage(host: OneHost) -> None:
         memory.open("step-00000001", "manifest.json")
     copies.close()
     with pytest.raises(OSError, match="is gone"):
-        memory.write(".draft-00000001-x", "rank0000.json", [b"x"])
+        memory.write(".tmp-00000001-x", "rank0000.json", [b"x"])

@@ -316,7 +316,7 @@ def test_a_loader_that_could_not_make_an_empty_batch_is_refused_on_all_ranks() -
 
 
 def test_what_contradicts_itself_about_the_last_batch() -> None:
-    with pytest.raises(UsageError, match="leaves nothing of 7 samples"):
+    with pytest.raises(UsageError, match="drops all 7 samples"):
         samplers(2, 7, 8, drop_last=True)
     with pytest.raises(UsageError, match="one of the two"):
         samplers(2, 9, 8, drop_last=True, pad_last=True)
@@ -359,9 +359,9 @@ def test_sizes() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"length": -1, "global_batch": 4}, "dataset_length is -1"),
-        ({"length": 5, "global_batch": 0}, "global_batch is 0"),
-        ({"length": 5, "global_batch": 4, "seed": -2}, "seed is -2"),
+        ({"length": -1, "global_batch": 4}, "dataset_length=-1"),
+        ({"length": 5, "global_batch": 0}, "global_batch=0"),
+        ({"length": 5, "global_batch": 4, "seed": -2}, "seed=-2"),
     ],
 )
 def test_arguments_out_of_range(arguments: dict[str, int], words: str) -> None:

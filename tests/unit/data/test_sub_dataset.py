@@ -52,7 +52,7 @@ def test_index_outside(index: int) -> None:
 
 @pytest.mark.parametrize(("begin", "end"), [(-1, 2), (3, 2), (0, 7)])
 def test_bounds_outside(begin: int, end: int) -> None:
-    with pytest.raises(UsageError, match=rf"{begin}\.\.{end} does not lie inside .* 6 samples"):
+    with pytest.raises(UsageError, match=rf"{begin}\.\.{end} is outside of .* 6 samples"):
         SubDataset("abcdef", begin, end)
 
 
