@@ -185,7 +185,7 @@ class _Run:
     def _heal(self) -> None:
         if self._fault.kind == "network cut":
             for host in self._stage.lab.hosts:
-                self._stage.lab.mend(host)
+                self._stage.lab.restore_link(host)
         if self._fault.kind == "disk full":
             free(self._folder)
         if self._fault.kind == "flipped byte" and len(complete(self._folder)) > 1:

@@ -97,10 +97,10 @@ def _num_steps(folder: Path) -> int:
 def _cut(fault: Fault, job: Job, setting: Setting, stage: Stage) -> None:
     """Set a host's link down, and up again if it is to come back."""
     host = stage.lab.hosts[host_of(fault.rank, setting)]
-    stage.lab.cut(host)
+    stage.lab.cut_link(host)
     if fault.lasts_s is not None:
         time.sleep(fault.lasts_s)
-        stage.lab.mend(host)
+        stage.lab.restore_link(host)
 
 
 def host_of(rank: int, setting: Setting) -> int:

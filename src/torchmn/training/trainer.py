@@ -126,7 +126,7 @@ class Trainer(ExtensionsManager):
 
         Raises:
             UsageError: it has run before.
-            RankMismatchError: ranks start at different iterations, or their epochs differ in length.
+            RankMismatchError: ranks start at different iterations or have unequal epochs.
         """
         if self._has_run:
             raise UsageError("This trainer has run already. Make a new one to train again.")

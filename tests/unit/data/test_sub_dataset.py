@@ -88,7 +88,9 @@ def test_split_at_random_without_a_seed_differs() -> None:
     assert len(cuts) == 3
 
 
-@pytest.mark.parametrize(("n", "seed", "words"), [(0, 1, "into 0 parts"), (2, -1, "It is -1")])
+@pytest.mark.parametrize(
+    ("n", "seed", "words"), [(0, 1, "n=0 must be at least 1"), (2, -1, "It is -1")]
+)
 def test_split_at_random_refuses(n: int, seed: int, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         split_dataset_n_random("abc", n, seed)
