@@ -119,7 +119,7 @@ def test_arguments(tmp_path: Path, options: dict[str, Any], words: str) -> None:
 
 
 def test_ranks_with_different_arguments(tmp_path: Path) -> None:
-    with pytest.raises(RankMismatchError, match="different checkpointers"):
+    with pytest.raises(RankMismatchError, match="with different arguments"):
         on_ranks(lambda c: checkpointer_of(c, tmp_path, keep=1 + c.rank), 2)
 
 
@@ -435,7 +435,7 @@ def test_lost_rank_ends_a_save_with_an_error(tmp_path: Path) -> None:
         checkpointer.save(1, {"it": Holder(1)})
         with pytest.raises(CommunicationError) as caught:
             checkpointer.finish()
-        with pytest.raises(CommunicationError, match="since a rank was lost"):
+        with pytest.raises(CommunicationError, match="after a rank was lost"):
             checkpointer.save(2, {"it": Holder(1)})
         return str(caught.value)
 

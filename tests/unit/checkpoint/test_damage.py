@@ -74,7 +74,7 @@ def test_one_flipped_bit(path: Path, file: str, offset: float) -> None:
     assert file in words or "header" in words
     assert "damaged" in words
     assert NEWEST in words
-    assert f"goes on from {BEFORE}" in words
+    assert f"resumes from {BEFORE}" in words
 
 
 @pytest.mark.parametrize("left", [0, 5, 1 / 2, -1])

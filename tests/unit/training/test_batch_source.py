@@ -136,9 +136,9 @@ def test_what_cannot_be_iterated_again(loader: Any, words: str) -> None:
 @pytest.mark.parametrize(
     ("loader", "words"),
     [
-        (DataLoader([], 2), "gave no batch"),
-        (Lies([1, 2, 3], -1), "gave more batches"),
-        (Lies([1, 2, 3], +1), "gave no batch"),
+        (DataLoader([], 2), "returned no batch"),
+        (Lies([1, 2, 3], -1), "returned more batches"),
+        (Lies([1, 2, 3], +1), "returned no batch"),
     ],
 )
 def test_lengths_that_are_wrong(loader: Any, words: str) -> None:
