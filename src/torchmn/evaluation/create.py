@@ -195,7 +195,7 @@ def _means(parts: list[Sums]) -> dict[str, float]:
     for name, (_, weight) in merged.items():
         if weight == 0:
             raise UsageError(
-                f"'{name}' stands for no samples on any rank, so it has no mean. Give the "
+                f"'{name}' has no samples on any rank, so it has no mean. Give the "
                 "evaluator a loader that has samples on one rank at least, or report a Ratio with "
                 "a count."
             )

@@ -15,7 +15,7 @@ from pytorch_pfn_extras.training.trigger import Trigger  # type: ignore[attr-def
 from pytorch_pfn_extras.training.triggers.interval_trigger import IntervalTrigger
 from pytorch_pfn_extras.training.triggers.manual_schedule_trigger import ManualScheduleTrigger
 
-_ROUNDING = 1e-9  # epochs; 3 x 0.1 is not 0.3, and no data set has so many batches
+_ROUNDING = 1e-9  # epochs; 3 x 0.1 is not 0.3, and no data set has that many batches
 
 
 class _EpochInterval(IntervalTrigger):

@@ -117,7 +117,7 @@ def test_folder_that_has_become_read_only(small_disk: Path) -> None:
 
 def test_path_below_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"the folder for checkpoints cannot be created: .*errno 20"):
+    with pytest.raises(DataError, match=r"checkpoints cannot be created: .*errno 20"):
         on_ranks(lambda comm: checkpointer_of(comm, tmp_path / "file" / "below"), 2)
 
 

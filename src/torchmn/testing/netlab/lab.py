@@ -190,8 +190,8 @@ class Lab:
             process.wait()
         if self.supervisor.returncode and self.folder.exists():
             raise LaunchError(
-                f"The supervisor of the test hosts exited with {self.supervisor.returncode} and left "
-                f"{self.folder}. The next lab removes it, or: python -m torchmn.testing.netlab down"
+                f"The supervisor of the test hosts exited with {self.supervisor.returncode} and "
+                f"left {self.folder}. The next lab removes it, or: python -m torchmn.testing.netlab down"
             )
 
     def _track(self, process: subprocess.Popen[str]) -> None:
