@@ -43,9 +43,9 @@ def create_multi_node_evaluator(
 
     The same object is returned; its ``evaluate()`` becomes *collective*. Each rank passes the
     loader of its own shard, of any size. A value that a batch reports is weighted by the batch's
-    number of samples (the first dimension of its first tensor), a `Ratio` by its count, and a value that a
-    custom ``evaluate()`` adds to its result by the samples of the rank. Ranks may take different
-    times; if one raises, all others raise as well.
+    number of samples (the first dimension of its first tensor), a `Ratio` by its count, and a value
+    that a custom ``evaluate()`` adds to its result by the samples of the rank. Ranks may take
+    different times; if one raises, all others raise as well.
 
     Args:
         evaluator: a `pytorch_pfn_extras.training.extensions.Evaluator` or of a subclass. Its

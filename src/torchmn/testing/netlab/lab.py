@@ -191,7 +191,8 @@ class Lab:
         if self.supervisor.returncode and self.folder.exists():
             raise LaunchError(
                 f"The supervisor of the test hosts exited with {self.supervisor.returncode} and "
-                f"left {self.folder}. The next lab removes it, or: python -m torchmn.testing.netlab down"
+                f"left {self.folder}. The next lab, or "
+                "python -m torchmn.testing.netlab down, removes it."
             )
 
     def _track(self, process: subprocess.Popen[str]) -> None:
