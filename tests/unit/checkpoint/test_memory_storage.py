@@ -26,12 +26,12 @@ from torchmn.testing.ranks import run_ranks
 
 
 class OneHost:
-    """The process that holds the copies of a host, and what it told the rendezvous."""
+    """The process that holds the replicas of a host, and its messages to the rendezvous."""
 
     def __init__(self) -> None:
-        self.said: list[ElasticMessage] = []
+        self.messages: list[ElasticMessage] = []
         listener = socket.create_server(("127.0.0.1", 0))
-        self.copies = ReplicaServer("a", "secret", listener, self.said.append)
+        self.copies = ReplicaServer("a", "secret", listener, self.messages.append)
         self.copies.start()
         self.number = 0
         self.begin()
@@ -52,13 +52,13 @@ class OneHost:
 
     def complete(self) -> tuple[int, int, str]:
         """The newest checkpoint of which all files are held, as the rendezvous finds it."""
-        stored = [message for message in self.said if isinstance(message, FileHeld)]
+        stored = [message for message in self.messages if isinstance(message, FileHeld)]
         held = {(each.of, each.file) for each in stored}
         whole = [s.of for s in stored if s.needs and all((s.of, f) in held for f in s.needs)]
         return max(whole)
 
     def steps_announced(self) -> list[int]:
-        return [message.step for message in self.said if isinstance(message, CheckpointSaved)]
+        return [message.step for message in self.messages if isinstance(message, CheckpointSaved)]
 
 
 @pytest.fixture

@@ -30,8 +30,8 @@ class RankPlacement:
         self.size = size
         self.num_steps: int | None = None
 
-    def allgather_obj(self, words: object) -> list[object]:
-        return [words] * self.size
+    def allgather_obj(self, value: object) -> list[object]:
+        return [value] * self.size
 
 
 def samplers(size: int, length: int, global_batch: int, **options: object) -> list[GlobalSampler]:
@@ -228,7 +228,7 @@ def test_batches_that_nobody_trained_on_are_looked_at_again() -> None:
     for _ in range(2):  # a statistic of the first batches, say
         looked_at = [i for batch, _ in zip(sampler, range(3), strict=False) for i in batch]
         assert looked_at[:12] == sampler.order(0)[:12].tolist()
-    place.num_steps = None  # nobody counts: more than one batch is taken for training
+    place.num_steps = None  # steps are not counted: more than one batch means training
     for _, _ in zip(sampler, range(3), strict=False):
         pass
     assert sampler.position > 0
@@ -357,15 +357,15 @@ def test_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ({"length": -1, "global_batch": 4}, "dataset_length=-1"),
         ({"length": 5, "global_batch": 0}, "global_batch=0"),
         ({"length": 5, "global_batch": 4, "seed": -2}, "seed=-2"),
     ],
 )
-def test_arguments_out_of_range(arguments: dict[str, int], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+def test_arguments_out_of_range(arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         samplers(1, **arguments)
 
 

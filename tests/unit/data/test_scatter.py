@@ -315,7 +315,7 @@ ERRORS = {
 @pytest.mark.parametrize("case", ERRORS)
 @pytest.mark.parametrize("topology", [Topology.blocks([3]), Topology.blocks([1, 2])], ids=str)
 def test_the_root_s_error_is_everyone_s(case: str, topology: Topology) -> None:
-    source, kind, words = ERRORS[case]
+    source, kind, message = ERRORS[case]
 
     def attempt(comm):
         scatter = functools.partial(scatter_dataset, source if comm.rank == 0 else None)
@@ -324,7 +324,7 @@ def test_the_root_s_error_is_everyone_s(case: str, topology: Topology) -> None:
     results = run_ranks(attempt, 3, topology=topology, is_trusted=False)
     assert all(type(error) is kind for error, _ in results)
     assert len({str(error) for error, _ in results}) == 1
-    assert words in str(results[0][0])
+    assert message in str(results[0][0])
     assert all(seconds < 10 for _, seconds in results)
 
 
@@ -339,7 +339,7 @@ def test_a_folder_that_is_not_there() -> None:
 
 
 def test_too_little_room_on_another_node(memory_folder: str) -> None:
-    """The second node finds its folder missing: the node of the root hears of it as well."""
+    """The second node finds its folder missing: the node of the root raises as well."""
 
     def attempt(comm):
         own = images() if comm.rank == 0 else None

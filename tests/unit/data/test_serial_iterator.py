@@ -130,15 +130,15 @@ def test_collates_tensors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ({"length": 3, "batch_size": 0}, "batch_size=0"),
         ({"length": 3, "batch_size": 1, "seed": -1}, "seed=-1"),
         ({"length": 0, "batch_size": 1}, "cannot repeat a data set of 0 samples"),
     ],
 )
-def test_arguments_out_of_range(arguments: dict[str, int], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+def test_arguments_out_of_range(arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         iterator(**arguments)
 
 

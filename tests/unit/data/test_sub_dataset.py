@@ -89,8 +89,8 @@ def test_split_at_random_without_a_seed_differs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "seed", "words"), [(0, 1, "n=0 must be at least 1"), (2, -1, "It is -1")]
+    ("n", "seed", "message"), [(0, 1, "n=0 must be at least 1"), (2, -1, "It is -1")]
 )
-def test_split_at_random_refuses(n: int, seed: int, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+def test_split_at_random_refuses(n: int, seed: int, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         split_dataset_n_random("abc", n, seed)
