@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from torchmn.communicators.run_on_one_rank import raise_if_any_failed, run_on_one_rank
+from torchmn.communicators.heartbeat import raise_if_any_failed, run_on_one_rank
 from torchmn.data.packed_samples import COPY, Layout, PackedSamples, pack_dataset
 from torchmn.data.sub_dataset import SizedDataset
 from torchmn.errors import TorchmnError
-from torchmn.transports.shared_segment import Address, SharedMemorySegment, explained
+from torchmn.transports.shared_segment import Address, SharedMemorySegment, memory_error_from
 from torchmn.units import MiB
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def _pass_along(
             try:
                 memory.reserve(begin, end)
             except OSError as full:
-                error = explained(full, size, shared_directory, COPY)
+                error = memory_error_from(full, size, shared_directory, COPY)
         raise_if_any_failed(comm, error)
         if memory is not None:
             _pass_chunk(comm, chain, memory, begin, end)

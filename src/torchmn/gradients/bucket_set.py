@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchmn.communicators import Communicator
-from torchmn.communicators.allreduce import Wire
+from torchmn.communicators.allreduce import AllReduceAlgorithm
 from torchmn.communicators.engine import Work
 from torchmn.errors import CommunicationError, RankMismatchError, UsageError
 from torchmn.gradients.buckets import Bucket
@@ -90,7 +90,7 @@ class BucketSet:
     def __init__(
         self,
         comm: Communicator,
-        wire: Wire,
+        wire: AllReduceAlgorithm,
         buckets: list[Bucket],
         chunk_bytes: int | None = None,
         what: str = "gradients",
@@ -238,13 +238,13 @@ class BucketSet:
         """Hand one chunk to the engine."""
         then = self._after(step)
         self._works[chunk] = self.comm.start_sum_(
-            chunk.cargo, self.wire, bucket=chunk.index, step=step, then=then
+            chunk.cargo, self.wire, bucket=chunk.index, step=step, on_complete=then
         )
 
     def sum_now(self, chunk: Chunk, step: int) -> None:
         """Sum one chunk and wait for it: without a change of thread if nothing is in flight."""
         then = self._after(step)
-        self.comm.sum_(chunk.cargo, self.wire, bucket=chunk.index, step=step, then=then)
+        self.comm.sum_(chunk.cargo, self.wire, bucket=chunk.index, step=step, on_complete=then)
 
     def _after(self, step: int) -> Callable[[], None] | None:
         """What ends an exchange, behind its last chunk and before anything else is encoded."""
@@ -262,7 +262,7 @@ class BucketSet:
             return
         self._nonfinite_decoded = codec.nonfinite.names("decoding")
         self._nonfinite_encoded = codec.nonfinite.names("encoding")
-        is_decoded = self.comm.agree(not self._nonfinite_decoded)
+        is_decoded = self.comm.all_valid(not self._nonfinite_decoded)
         self._is_valid = is_decoded and self.has_finite_gradients
         # A sum that is thrown away has lost nothing, and what was added to it is still lost.
         footer = self._footer.tolist()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from torchmn.communicators.allreduce import Cargo
+from torchmn.communicators.allreduce import ReduceBlock
 from torchmn.communicators.base import Granularity
 from torchmn.compression import Layout
 
@@ -36,7 +36,7 @@ class Bucket:
     parameters: list[nn.Parameter]
     buffer: Tensor
     slots: list[Tensor]
-    cargo: Cargo
+    cargo: ReduceBlock
     spans: list[tuple[int, int]] = field(default_factory=list)
     """The elements of the buffer that are of each parameter: the first, and one past the last."""
 
@@ -142,7 +142,7 @@ def _own_footer(
     dtype: torch.dtype = torch.float32,
 ) -> Bucket:
     footer = allocate(num_footer, dtype, device)
-    return Bucket(index, [], [], footer, [], Cargo(footer, Layout((), dtype), num_footer))
+    return Bucket(index, [], [], footer, [], ReduceBlock(footer, Layout((), dtype), num_footer))
 
 
 def _by_kind(parameters: Sequence[NamedParameter]) -> list[list[NamedParameter]]:
@@ -196,7 +196,7 @@ def _lay_out(
         [parameter for _, parameter in group],
         buffer,
         slots,
-        Cargo(buffer, layout, num_footer),
+        ReduceBlock(buffer, layout, num_footer),
         [(start, start + size) for start, size in zip(starts, sizes, strict=True)],
     )
 

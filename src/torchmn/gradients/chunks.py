@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from torchmn.communicators.allreduce import Cargo
+from torchmn.communicators.allreduce import ReduceBlock
 from torchmn.compression import Codec, Layout, StripeCodec
 from torchmn.gradients.buckets import Bucket
 from torchmn.units import KiB
@@ -28,7 +28,7 @@ class Chunk:
     """A part of a bucket that leaves at once, and the parameters that have elements in it."""
 
     index: int
-    cargo: Cargo
+    cargo: ReduceBlock
     parameters: list[nn.Parameter]
     num_ready: int = field(default=0)
     """How many of the parameters are packed."""
@@ -91,7 +91,7 @@ def _cut_below(layout: Layout, position: int, grain: int) -> int:
     return segment.start + steps * grain
 
 
-def _cargo(bucket: Bucket, start: int, stop: int) -> Cargo:
+def _cargo(bucket: Bucket, start: int, stop: int) -> ReduceBlock:
     is_whole = start == 0 and stop == bucket.buffer.numel()
     return bucket.cargo if is_whole else bucket.cargo.between(start, stop)
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from torchmn.communicators import Communicator
-from torchmn.communicators.allreduce import create_allreduce
 from torchmn.compression import Codec
 from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
 from torchmn.gradients.backward_pass import AtEnd, BackwardPass
@@ -175,7 +174,7 @@ class GradientReducer:
         self._facts = [ParameterFacts(p) for _, p in known]
         self._num_exchanges = 0
         self.memory.clear()
-        wire = create_allreduce(self.codec)
+        wire = self.comm.allreduce_algorithm(self.codec)
         num_footer = NUM_FOOTER + (0 if self.zero_fill else len(trainable))
         self.sets = [
             BucketSet(

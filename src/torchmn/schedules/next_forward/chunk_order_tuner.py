@@ -56,7 +56,7 @@ class PlanMaker:
     def _note_wire_times(self, *, is_warm: bool) -> None:
         """How long each chunk took; the least of all steps, for some wait for other ranks."""
         spans: dict[int, tuple[float, float]] = {}
-        for entry in self._reducer.comm.journal.entries():
+        for entry in self._reducer.comm.flight_recorder.entries():
             if entry.number <= self._last_entry:
                 continue
             self._last_entry = entry.number

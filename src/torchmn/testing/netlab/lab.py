@@ -232,8 +232,9 @@ def netlab(
         LaunchError: test hosts cannot be created here; see `missing_requirement`.
         UsageError: an argument is invalid.
 
-    >>> with netlab(2, "100mbit") as lab:                               # doctest: +SKIP
-    ...     lab.hosts[0].run(["ping", "-c", "1", "n1"])
+    >>> with netlab(2, "100mbit") as lab:
+    ...     lab.hosts[1].run(["hostname"]).stdout.strip()
+    'n1'
     """
     if not 1 <= num_hosts <= MAX_HOSTS:
         raise UsageError(f"num_hosts={num_hosts} must be in 1..{MAX_HOSTS}.")
