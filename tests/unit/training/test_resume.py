@@ -11,7 +11,12 @@ from pytorch_pfn_extras.training.extension import Extension
 from torch.utils.data import DataLoader
 
 from tests.contracts.suites.resume_contracts import described
-from torchmn import GlobalSampler, SerialIterator, create_multi_node_optimizer
+from torchmn import (
+    GlobalSampler,
+    MultiprocessParallelUpdater,
+    SerialIterator,
+    create_multi_node_optimizer,
+)
 from torchmn.communicators import Communicator
 from torchmn.errors import UsageError
 from torchmn.testing import run_ranks
@@ -20,7 +25,6 @@ from torchmn.training import (
     EpochLoader,
     LogReport,
     MultiNodeEarlyStoppingTrigger,
-    MultiprocessParallelUpdater,
     ObservationAggregator,
     StandardUpdater,
     Trainer,
