@@ -63,8 +63,13 @@ with netlab(2) as lab:
     child = os.fork()  # holds every pipe of the owner open
     if child == 0:
         time.sleep(1000)
-    told = {"folder": str(lab.folder), "supervisor": lab.supervisor.pid, "inside": inside, "child": child}
-    print(json.dumps(told), flush=True)
+    report = {
+        "folder": str(lab.folder),
+        "supervisor": lab.supervisor.pid,
+        "inside": inside,
+        "child": child,
+    }
+    print(json.dumps(report), flush=True)
     time.sleep(1000)
 """
 
@@ -186,8 +191,8 @@ def test_run_tells_what_failed(lab: Lab) -> None:
 
 def test_wrong_orders_are_refused() -> None:
     for arguments, words in [
-        ({"num_hosts": 0}, "num_hosts=0 must lie in 1..250"),
-        ({"rate": "fast"}, "'fast' is no positive number"),
+        ({"num_hosts": 0}, "num_hosts=0 must be in 1..250"),
+        ({"rate": "fast"}, "'fast' is not a positive number"),
         ({"cores": [{0}]}, "1 entries for 2 hosts"),
     ]:
         with pytest.raises(UsageError, match=words), netlab(**arguments):  # type: ignore[arg-type]
@@ -270,7 +275,7 @@ def test_a_link_is_cut_and_mended(lab: Lab) -> None:
 
 
 def test_a_wrong_rate_changes_nothing(lab: Lab) -> None:
-    with pytest.raises(UsageError, match="no positive number"):
+    with pytest.raises(UsageError, match="not a positive number"):
         lab.set_rate("100 MB")
     assert lab.rates == ("100mbit", "100mbit")
 
@@ -345,9 +350,10 @@ class Owned:
         )
         assert self.owner.stdout is not None
         with self.owner.stdout as output:
-            told = json.loads(output.readline())
-        self.folder = Path(told["folder"])
-        self.supervisor, self.inside, self.child = told["supervisor"], told["inside"], told["child"]
+            report = json.loads(output.readline())
+        self.folder = Path(report["folder"])
+        self.supervisor, self.inside = report["supervisor"], report["inside"]
+        self.child = report["child"]
 
     def kill(self) -> None:
         self.owner.kill()
@@ -374,7 +380,7 @@ def test_gone_after_kill_9_of_the_owner(owned: Owned) -> None:
     wait_until(owned.is_gone)
 
 
-def test_swept_up_after_kill_9_of_owner_and_keeper(owned: Owned, lab: Lab) -> None:
+def test_swept_up_after_kill_9_of_owner_and_supervisor(owned: Owned, lab: Lab) -> None:
     assert sweep() == []  # both live
     os.kill(owned.supervisor, signal.SIGKILL)
     owned.kill()
@@ -386,10 +392,10 @@ def test_swept_up_after_kill_9_of_owner_and_keeper(owned: Owned, lab: Lab) -> No
         transfer(*lab.hosts, 1000)  # the living one is untouched
 
 
-def test_a_keeper_that_was_killed_is_reported() -> None:
+def test_killed_supervisor_is_reported() -> None:
     with netlab(1) as lab:
         lab.supervisor.kill()
-        with pytest.raises(LaunchError, match="ended with -9 and left"):
+        with pytest.raises(LaunchError, match="exited with -9 and left"):
             lab.close()
         assert sweep() == [lab.folder]
     assert not lab.folder.exists()
@@ -411,7 +417,7 @@ def netlab_command(*words: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("end", ["SIGINT", "SIGTERM", "down"])
-def test_up_stands_until_it_is_told_to_go(end: str, lab: Lab) -> None:
+def test_up_runs_until_it_is_ended(end: str, lab: Lab) -> None:
     with netlab_command("up", "3", "--rate", "none", "--cores", "0") as up:
         assert up.stdout is not None
         first = [up.stdout.readline() for _ in range(5)]
@@ -441,7 +447,7 @@ def test_the_command_refuses_in_a_sentence() -> None:
         output, errors = up.communicate(timeout=PATIENCE_S)
     assert up.returncode == 1
     assert output == ""
-    assert errors.startswith("torchmn: The rate 'fast' is no positive number")
+    assert errors.startswith("torchmn: The rate 'fast' is not a positive number")
     assert len(errors.splitlines()) == 1
 
 
@@ -459,7 +465,7 @@ def test_the_agent_is_like_ssh(lab: Lab) -> None:
     assert "SECRET" not in ask("n1", "env").stdout
     unknown = ask("n9", "hostname")
     assert unknown.returncode == 255
-    assert "there is no host 'n9' in this lab" in unknown.stderr
+    assert "no host 'n9' in this lab" in unknown.stderr
 
 
 def test_hostfile(lab: Lab) -> None:
