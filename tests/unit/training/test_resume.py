@@ -111,7 +111,7 @@ def test_loaders_share_out_the_batches_that_were_done() -> None:
         after = EpochLoader(DataLoader(range(26), 2))
         after.load_state_dict(after.reshard_state_dict(states, place))
         assert after.epoch_detail == pytest.approx(6 / 13)
-        assert "loader without GlobalSampler" in after.resume_warnings()[0]
+        assert "loader has no GlobalSampler" in after.resume_warnings()[0]
 
 
 # ---- observations ----
