@@ -66,7 +66,7 @@ def test_the_last_message_must_name_the_cause(load) -> None:
     assert not is_named("kill", 0, begin, killed)
     assert not is_named("kill", 1, begin)
     assert not is_named("kill", 1, begin, killed, "torchmn: rank 0 on vm failed.")
-    hang = "torchmn: no sum; rank 1 did not come to it: rank 1 on vm: its process is stopped."
+    hang = "torchmn: no sum; rank 1 did not reach it: rank 1 on vm: its process is stopped."
     assert is_named("SIGSTOP", 1, begin, hang)
     assert not is_named("SIGSTOP", 0, begin, hang)
     assert not is_named("SIGSTOP", 1, begin, killed)
