@@ -214,8 +214,8 @@ def test_torchrun_per_host() -> None:
     commands = torchrun.commands(
         on_hosts(launcher="torchrun", launcher_args=("--max-restarts", "2")),
         {},
-        meeting_host="a",
-        meeting_port=1234,
+        master_addr="a",
+        master_port=1234,
     )
     assert [command.ranks for command in commands] == [range(2), range(2, 3)]
     for node, (command, count) in enumerate(zip(commands, ("2", "1"), strict=True)):

@@ -44,7 +44,7 @@ def test_a_line_per_worker_counts_as_schedulers_mean_it() -> None:
     [
         ("a slots=x", "slots should be a whole number but is 'x'"),
         ("a slots=0", "Host a has 0 slots"),
-        ("a cpus=2", "'cpus=2' is not known"),
+        ("a cpus=2", "unknown setting 'cpus=2'"),
         ("-a", "'-a' is neither a host name nor an address"),
         ("a;rm", "'a;rm' is neither"),
         ("a slots = 4", "'slots' should|slots should be a whole number"),
