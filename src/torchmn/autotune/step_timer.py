@@ -14,7 +14,7 @@ from torchmn.gradients.buckets import NamedParameter
 from torchmn.gradients.parameter_hook import watch_gradient
 
 
-class StepClock:
+class StepTimer:
     """Counts and times the steps of one rank. Local.
 
     Between `watch` and `facts` hooks note the moment of every gradient; else it costs two readings

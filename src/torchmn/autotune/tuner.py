@@ -25,11 +25,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchmn.autotune.predict import CodecFacts, Plan, ReadyGradient, StepFacts, ranked, shortlist
-from torchmn.autotune.step_timer import StepClock
+from torchmn.autotune.step_timer import StepTimer
 from torchmn.communicators import Communicator
 from torchmn.communicators.link_speed import LinkSpeed, measure_links
 from torchmn.compression import ErrorFeedback, create_codec
-from torchmn.compression.codec_timing import coding_s_per_element
+from torchmn.compression.codec_timing import codec_seconds_per_element
 from torchmn.errors import UsageError
 from torchmn.gradients.reducer import GradientReducer
 from torchmn.resharding import reshard_object
@@ -48,7 +48,7 @@ BUCKET_BYTES = (MiB, 4 * MiB, 16 * MiB)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choices:
+class SearchSpace:
     """What may be chosen: schedules and codecs by name, the plainest first."""
 
     schedules: Mapping[str, Callable[[], Schedule]]
@@ -72,7 +72,7 @@ class Trial:
     step_s: float
 
 
-class Auto:
+class Autotuner:
     """Measures the first steps, then goes on with the fastest schedule, codec and bucket size.
 
     It is a schedule around another one. ``retune=True`` looks again when steps have become slower,
@@ -85,7 +85,7 @@ class Auto:
     _exchange: GradientReducer
     _inner: Optimizer
 
-    def __init__(self, choices: Choices, *, retune: bool = False) -> None:
+    def __init__(self, choices: SearchSpace, *, retune: bool = False) -> None:
         self.choices = choices
         self.retune = retune
         self.plan: Plan | None = None
@@ -130,7 +130,7 @@ class Auto:
     def _start_over(self) -> None:
         self.plan, self.trials, self._untried, self._trying = None, [], [], None
         self._must_start_over = False
-        self._clock = StepClock()
+        self._clock = StepTimer()
         self._use(self._default)
 
     # ---- as the schedule in use ----
@@ -316,7 +316,7 @@ class Auto:
             CodecFacts(
                 name=name,
                 bits=getattr(codec, "bits", 32.0),
-                coding_s=coding_s_per_element(codec, comm.device),
+                coding_s=codec_seconds_per_element(codec, comm.device),
             )
             for name, codec in ((name, create_codec(name)) for name in self.choices.codecs)
         ]
@@ -396,7 +396,7 @@ class Auto:
             self.current.close()
         self._is_attached, self._using = True, plan
         before, codec = exchange.codec, create_codec(plan.codec)
-        codec = codec.fresh() if codec is not None else None
+        codec = codec.new_instance() if codec is not None else None
         if isinstance(before, ErrorFeedback) and isinstance(codec, ErrorFeedback):
             codec.load_state_dict({"residuals": before.state_dict()["residuals"]})
         self.current = self.choices.schedules[plan.schedule]()

@@ -13,7 +13,7 @@ What the wire does with them, for a bucket on W ranks (CNTK's quantized all-redu
     after the last bucket of an exchange, before the next exchange encodes anything:
                                      codec.finish(is_valid=not codec.nonfinite.names("decoding"))
 
-and before the first bucket of an exchange, if the codec `keeps_residues`, codec.begin(total_scale).
+and before the first bucket of an exchange, if the codec `keeps_residuals`, codec.begin(total_scale).
 
 16-bit buffers are summed in a float32 buffer beside them, see `Layout.moved`. Each rank multiplies
 its gradient by a scale before it is encoded, so that the owner's sum is ``total_scale`` times the
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from torchmn.compression.layout import Layout, Segment
-from torchmn.compression.nonfinite import Nonfinite
+from torchmn.compression.nonfinite import NonfiniteTracker
 from torchmn.errors import UsageError
 
 Side = Literal["worker", "owner"]
@@ -45,11 +45,11 @@ class Codec(ABC):
     name: str
     needs_whole_parameters = False
     """Whether a route that cuts parameters between ranks of a node cannot serve it."""
-    keeps_residues = False
+    keeps_residuals = False
     """Whether it adds to an exchange what earlier ones have lost, and so asks for `begin`."""
 
     def __init__(self) -> None:
-        self.nonfinite = Nonfinite()
+        self.nonfinite = NonfiniteTracker()
         """Which parameters had values that are not finite, since the last `finish`."""
         self.total_scale = 1.0
         """How many times its mean the sum of the current exchange is, see `begin`."""
@@ -72,7 +72,7 @@ class Codec(ABC):
         """
         self.nonfinite.clear()
 
-    def fresh(self) -> Codec:
+    def new_instance(self) -> Codec:
         """One like it with a state of its own: no two exchanges may share residuals."""
         return self
 
@@ -132,7 +132,7 @@ class StripeCodec(Codec):
         """The stripes of a bucket: of about equally many bytes, cut where this codec allows."""
         return layout.cut(num_stripes, self.block_length, small_cost=max(1.0, 32 / self.bits))
 
-    def encode_rest(
+    def encode_with_feedback(
         self,
         values: Tensor,
         residual: Tensor,
@@ -161,10 +161,10 @@ class StripeCodec(Codec):
 
         ``values`` has at least 32 bits. One rank alone settles its whole bucket, on both sides.
         """
-        self.nonfinite.look("encoding", stripe, span_of(values, stripe))
+        self.nonfinite.scan("encoding", stripe, span_of(values, stripe))
 
-    def fresh(self) -> StripeCodec:
-        """See `Codec.fresh`."""
+    def new_instance(self) -> StripeCodec:
+        """See `Codec.new_instance`."""
         return self
 
 

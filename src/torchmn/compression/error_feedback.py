@@ -28,7 +28,7 @@ from torch import Tensor
 
 from torchmn.compression.base import Side, StripeCodec, span_of
 from torchmn.compression.layout import Layout
-from torchmn.compression.residuals import Residues, Run
+from torchmn.compression.residuals import ResidualBlock, Residuals
 from torchmn.errors import UnsupportedError, UsageError
 
 
@@ -38,7 +38,7 @@ class ErrorFeedback(StripeCodec):
     One object belongs to one exchange: its residuals are of that exchange's parameters.
     """
 
-    keeps_residues = True
+    keeps_residuals = True
 
     def __init__(self, codec: StripeCodec) -> None:
         if not isinstance(codec, StripeCodec):
@@ -54,7 +54,7 @@ class ErrorFeedback(StripeCodec):
         self.block_length = codec.block_length
         self.bits = codec.bits
         self.nonfinite = codec.nonfinite
-        self._residues = Residues()
+        self._residues = Residuals()
 
     def begin(self, total_scale: float) -> None:
         """See `Codec.begin`."""
@@ -71,7 +71,7 @@ class ErrorFeedback(StripeCodec):
     ) -> None:
         """See `StripeCodec.encode_stripe`. A worker encodes stripes that are not its own."""
         run = self._run(side, stripe, values.device, is_owner=side == "owner")
-        self.codec.encode_rest(values, run.now, run.rest, stripe, out, side)
+        self.codec.encode_with_feedback(values, run.now, run.rest, stripe, out, side)
         run.is_written = True
 
     def decode_stripe(
@@ -97,9 +97,9 @@ class ErrorFeedback(StripeCodec):
         """See `StripeCodec.warm_up`."""
         self.codec.warm_up(stripe, device)
 
-    def fresh(self) -> StripeCodec:
-        """See `StripeCodec.fresh`."""
-        return ErrorFeedback(self.codec.fresh())
+    def new_instance(self) -> StripeCodec:
+        """See `StripeCodec.new_instance`."""
+        return ErrorFeedback(self.codec.new_instance())
 
     def state_dict(self) -> dict[str, Any]:
         """The residuals of this rank, between two exchanges. See `residuals.reshard`."""
@@ -112,7 +112,7 @@ class ErrorFeedback(StripeCodec):
 
     def _run(
         self, side: Side, stripe: Layout, device: torch.device, *, is_owner: bool = True
-    ) -> Run:
+    ) -> ResidualBlock:
         if any(not segment.name for segment in stripe.segments):
             raise UnsupportedError(
                 f"{self.name} keeps residuals by the names of parameters, and this buffer has none: "

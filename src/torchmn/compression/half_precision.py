@@ -38,7 +38,7 @@ class ReducedPrecision(StripeCodec):
         narrow = self._narrow(out, stripe)
         narrow.copy_(span_of(values, stripe))
         if side == "worker":
-            self.nonfinite.look("encoding", stripe, narrow)
+            self.nonfinite.scan("encoding", stripe, narrow)
 
     def decode_stripe(
         self, encoded: Tensor, stripe: Layout, out: Tensor, *, add: bool = False
@@ -50,9 +50,9 @@ class ReducedPrecision(StripeCodec):
             span.add_(narrow)
         else:
             span.copy_(narrow)
-            self.nonfinite.look("decoding", stripe, narrow)
+            self.nonfinite.scan("decoding", stripe, narrow)
 
-    def encode_rest(
+    def encode_with_feedback(
         self,
         values: Tensor,
         residual: Tensor,
@@ -61,7 +61,7 @@ class ReducedPrecision(StripeCodec):
         out: Tensor,
         side: Side = "worker",
     ) -> None:
-        """See `StripeCodec.encode_rest`."""
+        """See `StripeCodec.encode_with_feedback`."""
         torch.add(residual, span_of(values, stripe), out=rest)
         narrow = self._narrow(out, stripe)
         narrow.copy_(rest)
@@ -70,7 +70,7 @@ class ReducedPrecision(StripeCodec):
             return
         torch.where(torch.isfinite(rest), rest, residual, out=rest)
         if side == "worker":
-            self.nonfinite.look("encoding", stripe, narrow)
+            self.nonfinite.scan("encoding", stripe, narrow)
 
     def _narrow(self, encoded: Tensor, stripe: Layout) -> Tensor:
         check_encoded(encoded, self.stripe_nbytes(stripe))

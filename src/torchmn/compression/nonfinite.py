@@ -13,7 +13,7 @@ from torchmn.compression.layout import Layout
 When = Literal["encoding", "decoding"]
 
 
-class Nonfinite:
+class NonfiniteTracker:
     """A record of one exchange. Local.
 
     What was met in *encoding* or settling as a worker is this rank's own gradient; what was met in

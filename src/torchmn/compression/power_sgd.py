@@ -18,7 +18,7 @@ lost, V_i - P Q_i', not V_i less the mean, which would keep the differences betw
 summed and orthogonalised at one rank, and all use its bytes; P Q' is added up in one order without
 fused operations: replicas stay bit-identical on unlike CPUs. A column of P that is nothing beside
 the columns before it becomes zero instead of rounding noise of length one. A column of Q that has
-become zero starts anew, as does everything after a gradient of zeros. Residues are kept by name.
+become zero starts anew, as does everything after a gradient of zeros. Residuals are kept by name.
 Tensors that would not gain (vectors, small matrices) are summed as they are, beside Q.
 """
 
@@ -74,13 +74,13 @@ class _Memory:
     residual: Tensor
     scale: float
     next_q: Tensor | None = None
-    next_residue: Tensor | None = None
+    next_residual: Tensor | None = None
 
     def work(self) -> Tensor:
         """The memory of the next residual, kept from step to step."""
-        if self.next_residue is None:
-            self.next_residue = torch.empty_like(self.residual)
-        return self.next_residue
+        if self.next_residual is None:
+            self.next_residual = torch.empty_like(self.residual)
+        return self.next_residual
 
 
 @dataclass
@@ -101,7 +101,7 @@ class PowerSGD(Codec):
     """
 
     needs_whole_parameters = True
-    keeps_residues = True
+    keeps_residuals = True
 
     def __init__(self, rank: int = 4, *, seed: int = 0) -> None:
         if rank < 1:
@@ -160,14 +160,14 @@ class PowerSGD(Codec):
         """End an exchange: make its residuals and Q valid, or forget them. See `Codec.finish`."""
         super().finish(is_valid=is_valid)
         for memory in self._memories.values():
-            if is_valid and memory.next_q is not None and memory.next_residue is not None:
+            if is_valid and memory.next_q is not None and memory.next_residual is not None:
                 memory.q = memory.next_q
-                memory.residual, memory.next_residue = memory.next_residue, memory.residual
+                memory.residual, memory.next_residual = memory.next_residual, memory.residual
             memory.next_q = None
         self._step += is_valid
         self._loaded.clear()
 
-    def fresh(self) -> PowerSGD:
+    def new_instance(self) -> PowerSGD:
         """One like it with a state of its own."""
         return PowerSGD(self.rank, seed=self.seed)
 
@@ -177,7 +177,7 @@ class PowerSGD(Codec):
             **{n: (e["q"], e["values"], e["scale"]) for n, e in self._loaded.items()},
             **{n: (m.q, m.residual.flatten(), m.scale) for n, m in self._memories.items()},
         }
-        memories = dict(sorted(memories.items()))  # as other codecs: see `Residues.state_dict`
+        memories = dict(sorted(memories.items()))  # as other codecs: see `Residuals.state_dict`
         return {
             "step": self._step,
             "q": {name: q.clone() for name, (q, _, _) in memories.items()},
@@ -265,7 +265,7 @@ class PowerSGD(Codec):
         """Sum each P at its owner, orthogonalise there, and take the owners' bytes."""
         for x in matrices:
             if not torch.isfinite(x.p).all():
-                self.nonfinite.add("encoding", x.name)
+                self.nonfinite.record("encoding", x.name)
         owners = _owners([x.p.numel() for x in matrices], comm.size)
         parcels = [
             _joined([x.p for x, owner in zip(matrices, owners, strict=True) if owner == rank], like)
@@ -295,7 +295,7 @@ class PowerSGD(Codec):
         pieces = [*own_qs, *plain]
         for (name, _), tensor in zip(others, plain, strict=True):
             if not torch.isfinite(tensor).all():
-                self.nonfinite.add("encoding", name)
+                self.nonfinite.record("encoding", name)
         total = comm.allreduce(_joined(pieces, pieces[0]))
         sums = _parts(total, [piece.shape for piece in pieces])
         for x, own_q, q in zip(matrices, own_qs, sums, strict=False):
@@ -308,11 +308,11 @@ class PowerSGD(Codec):
             if not is_direct:
                 x.target.copy_(result.view(x.target.shape))
             if not (torch.isfinite(x.p).all() and torch.isfinite(q).all()):
-                self.nonfinite.add("decoding", x.name)
+                self.nonfinite.record("decoding", x.name)
         for (name, tensor), summed in zip(others, sums[len(matrices) :], strict=True):
             tensor.copy_(summed)
             if not torch.isfinite(summed).all():
-                self.nonfinite.add("decoding", name)
+                self.nonfinite.record("decoding", name)
 
     def __repr__(self) -> str:
         return f"PowerSGD(rank={self.rank})"

@@ -37,7 +37,7 @@ from torch import Tensor
 from torchmn.compression.base import Side, StripeCodec, check_encoded, span_of
 from torchmn.compression.kernels.noise import Noise
 from torchmn.compression.kernels.select import kernels_for
-from torchmn.compression.kernels.wire_format import Grid, StripePlan, plan_stripe
+from torchmn.compression.kernels.wire_format import QuantizationSpec, StripePlan, plan_stripe
 from torchmn.compression.layout import Layout
 from torchmn.errors import UsageError
 
@@ -65,7 +65,7 @@ class Quantized(StripeCodec):
             raise UsageError(f"bits={bits} must be 8, 4, 2 or 1.")
         if block_length is not None and (block_length < 32 or block_length % 32):
             raise UsageError(f"block_length={block_length} must be a positive multiple of 32.")
-        self.grid = Grid(bits, block_length or BLOCK_LENGTHS[bits], stochastic)
+        self.grid = QuantizationSpec(bits, block_length or BLOCK_LENGTHS[bits], stochastic)
         self.block_length = self.grid.block_length
         self.bits = bits + 32 * self.grid.num_floats / self.block_length
         self.seed = seed
@@ -83,7 +83,7 @@ class Quantized(StripeCodec):
         """See `StripeCodec.encode_stripe`."""
         self._encode(values, None, None, stripe, out, side)
 
-    def encode_rest(
+    def encode_with_feedback(
         self,
         values: Tensor,
         residual: Tensor,
@@ -92,7 +92,7 @@ class Quantized(StripeCodec):
         out: Tensor,
         side: Side = "worker",
     ) -> None:
-        """See `StripeCodec.encode_rest`; here in one pass."""
+        """See `StripeCodec.encode_with_feedback`; here in one pass."""
         self._encode(values, residual, rest, stripe, out, side)
 
     def decode_stripe(
@@ -108,7 +108,7 @@ class Quantized(StripeCodec):
         flags = kernels_for(out.device.type).decode(encoded, wide, plan, add=add)
         if not is_direct:
             span.copy_(wide)
-        self.nonfinite.note("decoding", stripe, flags)
+        self.nonfinite.record_flags("decoding", stripe, flags)
 
     def finish(self, *, is_valid: bool) -> None:
         """See `StripeCodec.finish`."""
@@ -125,12 +125,12 @@ class Quantized(StripeCodec):
         values = torch.zeros(sample.end, dtype=sample.wide_dtype, device=device)
         encoded = torch.empty(probe.stripe_nbytes(sample), dtype=torch.uint8, device=device)
         probe.encode_stripe(values, sample, encoded)
-        probe.encode_rest(values, values, torch.empty_like(values), sample, encoded)
+        probe.encode_with_feedback(values, values, torch.empty_like(values), sample, encoded)
         for add in (False, True):
             probe.decode_stripe(encoded, sample, values, add=add)
 
-    def fresh(self) -> StripeCodec:
-        """See `StripeCodec.fresh`."""
+    def new_instance(self) -> StripeCodec:
+        """See `StripeCodec.new_instance`."""
         grid = self.grid
         return Quantized(
             grid.bits,
@@ -172,7 +172,7 @@ class Quantized(StripeCodec):
         kernels = kernels_for(values.device.type)
         flags = kernels.encode(span, residual, rest, out, plan, noise)
         if side == "worker":
-            self.nonfinite.note("encoding", stripe, flags)
+            self.nonfinite.record_flags("encoding", stripe, flags)
 
     def __repr__(self) -> str:
         stochastic = ", stochastic=True" if self.grid.is_stochastic else ""

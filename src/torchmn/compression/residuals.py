@@ -26,7 +26,7 @@ from torchmn.errors import UsageError
 State = dict[str, Any]
 
 
-class Run:
+class ResidualBlock:
     """The residuals of one stripe: ``now`` (span,), and ``rest`` (span,), which may replace it."""
 
     def __init__(self, stripe: Layout, device: torch.device, scale: float) -> None:
@@ -49,19 +49,19 @@ class Run:
         return self.now[start : start + segment.numel]
 
 
-class Residues:
+class Residuals:
     """All residuals of one rank. Local."""
 
     def __init__(self) -> None:
         self.scale = 1.0
         """Of the exchange under way: how many times its mean the sum is."""
-        self._runs: dict[tuple[Side, Layout], Run] = {}
+        self._runs: dict[tuple[Side, Layout], ResidualBlock] = {}
         self._loose: dict[tuple[Side, str], list[_Piece]] = {}
         """Loaded, or of a layout that is no more, until a stripe claims them."""
 
     def run(
         self, side: Side, stripe: Layout, device: torch.device, *, is_owner: bool = True
-    ) -> Run:
+    ) -> ResidualBlock:
         """The residuals of a stripe in the unit of this exchange, zeros where there are none yet.
 
         A worker that is not the stripe's owner takes over what it owes as its owner of before: it
@@ -70,7 +70,7 @@ class Residues:
         run = self._runs.get((side, stripe))
         if run is None:
             sides: tuple[Side, ...] = (side,) if is_owner else ("worker", "owner")
-            run = Run(stripe, device, self.scale)
+            run = ResidualBlock(stripe, device, self.scale)
             for claimed in sides:
                 self._loosen(claimed, stripe)
                 for position, segment in enumerate(stripe.segments):
@@ -165,7 +165,7 @@ class Residues:
                 raise UsageError(
                     "Elements of one parameter were encoded twice in one exchange, in different "
                     "stripes. Call finish() between exchanges, and give each exchange a codec of "
-                    "its own (codec.fresh())."
+                    "its own (codec.new_instance())."
                 )
             del self._runs[key]
             for position, s in enumerate(run.stripe.segments):
@@ -175,7 +175,7 @@ class Residues:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Residues of a run of elements of a parameter that no stripe has claimed yet."""
+    """Residuals of a run of elements of a parameter that no stripe has claimed yet."""
 
     offset: int
     values: Tensor

@@ -137,9 +137,9 @@ class BucketSet:
         )
 
     @property
-    def keeps_residues(self) -> bool:
+    def keeps_residuals(self) -> bool:
         """Whether what earlier exchanges have lost is added to this one: see `agree_on_weight`."""
-        return self.wire.codec is not None and self.wire.codec.keeps_residues
+        return self.wire.codec is not None and self.wire.codec.keeps_residuals
 
     @property
     def order(self) -> list[nn.Parameter]:

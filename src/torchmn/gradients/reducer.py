@@ -353,7 +353,7 @@ class GradientReducer:
         """Sum the weights of all ranks, where that must come first; once for each exchange."""
         if self._agreement is not None:
             return
-        if self._unit is None or self.filling.keeps_residues:
+        if self._unit is None or self.filling.keeps_residuals:
             self._agreement = self.filling.agree_on_weight(
                 self.weight if self.is_active else 0.0,
                 is_active=self.is_active,

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from torchmn.autotune.tuner import Auto, Choices
+from torchmn.autotune.tuner import Autotuner, SearchSpace
 from torchmn.communicators import Communicator
 from torchmn.compression import Codec
 from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
@@ -131,7 +131,7 @@ def create_multi_node_optimizer(
     if isinstance(name, str) and name not in ("auto", *SCHEDULES):
         raise UnknownNameError("schedule", name, ["auto", *SCHEDULES])
     if "auto" in (name, codec):
-        chosen: Schedule = Auto(
+        chosen: Schedule = Autotuner(
             _choices(
                 name,
                 codec,
@@ -192,7 +192,7 @@ def _choices(
     *,
     allow_lossy: bool,
     left_out: Collection[str],
-) -> Choices:
+) -> SearchSpace:
     """What ``auto`` may choose. Raises UnsupportedError: an object, or one that has no step."""
     if not isinstance(schedule, str) or not (codec is None or isinstance(codec, str)):
         raise UnsupportedError(
@@ -214,4 +214,4 @@ def _choices(
         )
     if codec == "auto":
         codecs = ["float32", *(LOSSY_CODECS if allow_lossy else [])]
-    return Choices(schedules={name: SCHEDULES[name] for name in schedules}, codecs=codecs)
+    return SearchSpace(schedules={name: SCHEDULES[name] for name in schedules}, codecs=codecs)

@@ -162,7 +162,7 @@ class DdpHook:
     def _raise_if_nameless(self) -> None:
         if not self._is_named:
             raise UsageError(
-                "Residues are saved by the names of parameters, which this hook was not told. Call "
+                "Residuals are saved by the names of parameters, which this hook was not told. Call "
                 "ddp_hook(codec).register(model) instead of model.register_comm_hook(None, hook)."
             )
 

@@ -13,7 +13,7 @@ class Base(ErrorFeedback):
     def __init__(self):
         super().__init__(Quantized(bits=4))
 
-    def fresh(self):
+    def new_instance(self):
         return type(self)()
 
 

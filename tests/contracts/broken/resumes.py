@@ -14,8 +14,8 @@ from torchmn.schedules import DoubleBuffering, PeriodicAverage
 class ForgetsItsResidues(ErrorFeedback):
     """Saves nothing of what it owes."""
 
-    def fresh(self):
-        return ForgetsItsResidues(self.codec.fresh())
+    def new_instance(self):
+        return ForgetsItsResidues(self.codec.new_instance())
 
     def state_dict(self):
         return {**super().state_dict(), "residuals": []}
@@ -81,7 +81,7 @@ class EndsBlocksLater(PeriodicAverage):
 
     def load_state_dict(self, state):
         super().load_state_dict(state)
-        self._cadence.restart()
+        self._order.restart()
 
     @classmethod
     def recipe(cls, monkeypatch):
@@ -110,8 +110,8 @@ class OwesOncePerRank(ErrorFeedback):
         entries = [{**e, "values": e["values"] * 3} for e in state.get("residuals", [])]
         super().load_state_dict({**state, "residuals": entries})
 
-    def fresh(self):
-        return OwesOncePerRank(self.codec.fresh())
+    def new_instance(self):
+        return OwesOncePerRank(self.codec.new_instance())
 
     @classmethod
     def recipe(cls, monkeypatch):

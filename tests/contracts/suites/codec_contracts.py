@@ -323,7 +323,7 @@ def check_state(make: Factory) -> None:
 
 
 def check_other_buckets(make: Factory) -> None:
-    """Residues move along into other buckets and stripes, after loading and while in use."""
+    """Residuals move along into other buckets and stripes, after loading and while in use."""
     half = len(SHAPES) // 2
     names = tuple(SHAPES)
     buckets = [layout_of(names=names[half:]), layout_of(names=names[:half], start=3)]

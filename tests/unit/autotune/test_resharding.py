@@ -203,7 +203,7 @@ def test_blocks_that_were_saved_apart_are_refused() -> None:
     def rank_main(comm):
         _, optimizer = wrap(comm, schedule=PeriodicAverage(16, num_fragments=2))
         states = [described(optimizer.state_dict()) for _ in range(2)]
-        states[1]["torchmn"]["cadence"]["next"] = 1
+        states[1]["torchmn"]["order"]["next"] = 1
         with pytest.raises(UsageError, match="rank 0: next 0, .*rank 1: next 1.*or after optimi"):
             optimizer.reshard_state_dict(states, comm)
 
@@ -216,7 +216,7 @@ def test_notes_say_what_does_not_hold() -> None:
         assert plain.resume_warnings() == []
         _, lossy = wrap(comm, schedule=PeriodicAverage(16), codec="int8")
         first, second = lossy.resume_warnings()
-        assert "mean of the old ones' parameters, weighted by samples" in first
+        assert "mean of the old workers' parameters, weighted by samples" in first
         assert "int8" in second
 
     run_ranks(rank_main, 1)

@@ -134,7 +134,7 @@ def compile_all() -> int:
             cuda._encode_block,
             {"values": wide, "residual": wide, "rest": wide, "out": "*u8", "floats": "*fp32"}
             | {**shared, "keys": "*i64"},
-            {**grid, "IS_STOCHASTIC": is_stochastic, "HAS_RESIDUE": True},
+            {**grid, "IS_STOCHASTIC": is_stochastic, "HAS_RESIDUAL": True},
         )
         compile_one(
             cuda._decode_block,

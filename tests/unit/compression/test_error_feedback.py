@@ -190,9 +190,11 @@ def test_state_is_a_copy_and_survives_other_dtypes() -> None:
 def test_fresh_has_no_residues() -> None:
     codec = create_codec("int2")
     step(codec, torch.linspace(-1, 1, LAYOUT.end))
-    assert codec.fresh().state_dict()["residuals"] == []
+    assert codec.new_instance().state_dict()["residuals"] == []
     assert (
-        repr(codec.fresh()) == repr(codec) == "ErrorFeedback(Quantized(bits=2, block_length=512))"
+        repr(codec.new_instance())
+        == repr(codec)
+        == "ErrorFeedback(Quantized(bits=2, block_length=512))"
     )
 
 

@@ -298,8 +298,8 @@ def test_refusals_and_fresh() -> None:
         PowerSGD(rank=0)
     codec = PowerSGD(rank=3, seed=2)
     codec.finish(is_valid=True)
-    assert repr(codec.fresh()) == "PowerSGD(rank=3)"
-    assert codec.fresh().state_dict()["step"] == 0
+    assert repr(codec.new_instance()) == "PowerSGD(rank=3)"
+    assert codec.new_instance().state_dict()["step"] == 0
 
 
 def test_what_is_lost_is_counted_in_means() -> None:

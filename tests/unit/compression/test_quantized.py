@@ -155,9 +155,11 @@ def test_random_numbers_differ_between_steps_seeds_parameters_and_sides() -> Non
 def test_fresh_is_alike() -> None:
     codec = Quantized(2, block_length=64, stochastic=True, seed=3)
     codec.finish(is_valid=True)
-    fresh = codec.fresh()
-    assert repr(fresh) == repr(codec) == "Quantized(bits=2, block_length=64, stochastic=True)"
-    assert fresh.state_dict() == {"step": 0}
+    new_instance = codec.new_instance()
+    assert (
+        repr(new_instance) == repr(codec) == "Quantized(bits=2, block_length=64, stochastic=True)"
+    )
+    assert new_instance.state_dict() == {"step": 0}
 
 
 def test_refusals() -> None:

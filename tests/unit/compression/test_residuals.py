@@ -1,4 +1,4 @@
-"""Residues: by name, through other layouts, taken back, shared out anew."""
+"""Residuals: by name, through other layouts, taken back, shared out anew."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchmn.compression import Layout, Segment, reshard
-from torchmn.compression.residuals import Residues
+from torchmn.compression.residuals import Residuals
 from torchmn.errors import UsageError
 
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ def stripe(*runs: tuple[str, int, int]) -> Layout:
     return Layout(tuple(segments))
 
 
-def fill(residuals: Residues, side: str, layout: Layout, first: float) -> None:
+def fill(residuals: Residuals, side: str, layout: Layout, first: float) -> None:
     """Make the residual of element i of every parameter ``first`` + i, and valid."""
     run = residuals.run(side, layout, CPU)
     for position, segment in enumerate(layout.segments):
@@ -35,7 +35,7 @@ def fill(residuals: Residues, side: str, layout: Layout, first: float) -> None:
 
 
 def test_what_is_written_is_valid_from_the_end_of_the_exchange() -> None:
-    residuals, layout = Residues(), stripe(("a", 0, 5))
+    residuals, layout = Residuals(), stripe(("a", 0, 5))
     fill(residuals, "worker", layout, 10)
     assert not residuals.run("worker", layout, CPU).now.any()
     residuals.finish(is_valid=False)
@@ -53,7 +53,7 @@ def test_what_is_written_is_valid_from_the_end_of_the_exchange() -> None:
     st.booleans(),
 )
 def test_runs_move_into_any_other_cut(old: list[int], new: list[int], is_loaded: bool) -> None:
-    residuals = Residues()
+    residuals = Residuals()
 
     def pieces(cuts: list[int]) -> list[Layout]:
         edges = [0, *sorted(set(cuts)), 30]
@@ -68,7 +68,7 @@ def test_runs_move_into_any_other_cut(old: list[int], new: list[int], is_loaded:
     residuals.finish(is_valid=True)
     if is_loaded:
         state = residuals.state_dict()
-        residuals = Residues()
+        residuals = Residuals()
         residuals.load_state_dict(state)
     met: dict[str, list[float]] = {"a": [], "b": []}
     for layout in pieces(new):
@@ -81,7 +81,7 @@ def test_runs_move_into_any_other_cut(old: list[int], new: list[int], is_loaded:
 
 
 def test_a_worker_takes_over_what_it_owed_as_owner_of_before() -> None:
-    residuals = Residues()
+    residuals = Residuals()
     fill(residuals, "owner", stripe(("a", 0, 20)), 100)
     fill(residuals, "worker", stripe(("a", 20, 10)), 0)
     residuals.finish(is_valid=True)
@@ -95,7 +95,7 @@ def test_a_worker_takes_over_what_it_owed_as_owner_of_before() -> None:
 
 
 def test_equal_layouts_share_residues_and_others_do_not() -> None:
-    residuals = Residues()
+    residuals = Residuals()
     one, other = stripe(("a", 0, 5)), stripe(("b", 0, 5))
     fill(residuals, "worker", one, 1)
     fill(residuals, "owner", one, 7)
@@ -106,7 +106,7 @@ def test_equal_layouts_share_residues_and_others_do_not() -> None:
 
 
 def test_what_nobody_claims_is_dropped_when_the_exchange_ends() -> None:
-    residuals = Residues()
+    residuals = Residuals()
     fill(residuals, "worker", stripe(("a", 0, 5), ("frozen", 0, 4)), 1)
     residuals.finish(is_valid=True)
     fill(residuals, "worker", stripe(("a", 0, 5)), 1)
@@ -116,7 +116,7 @@ def test_what_nobody_claims_is_dropped_when_the_exchange_ends() -> None:
 
 
 def test_one_element_in_two_stripes_of_one_exchange_is_refused() -> None:
-    residuals = Residues()
+    residuals = Residuals()
     fill(residuals, "worker", stripe(("a", 0, 5)), 1)
     with pytest.raises(UsageError, match="encoded twice in one exchange"):
         residuals.run("worker", stripe(("a", 3, 5)), CPU)
@@ -156,13 +156,13 @@ def test_reshard_conserves(residues_of_ranks: list[list[int]], num_workers: int)
 
 
 def test_a_piece_of_another_scale_is_converted_when_it_is_claimed() -> None:
-    residuals, layout = Residues(), stripe(("a", 0, 4))
+    residuals, layout = Residuals(), stripe(("a", 0, 4))
     residuals.scale = 0.5
     fill(residuals, "worker", layout, 10)
     residuals.finish(is_valid=True)
     state = residuals.state_dict()
     assert [entry["scale"] for entry in state] == [0.5]
-    loaded = Residues()
+    loaded = Residuals()
     loaded.load_state_dict(state)
     for each in (residuals, loaded):
         each.scale = 2.0

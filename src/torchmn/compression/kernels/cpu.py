@@ -25,10 +25,10 @@ from torchmn.compression.kernels.wire_format import (
     FLOATS,
     IS_SMALL,
     LANES,
+    MIN_BLOCK_RANGE,
     NUMEL,
     OFFSET,
     START,
-    TINY,
     StripePlan,
 )
 
@@ -37,8 +37,8 @@ _ZERO = np.float32(0)
 _ONE = np.float32(1)
 _HALF = np.float32(0.5)
 _ULP = np.float32(2.0**-23)
-_TINY = np.float32(TINY)
-_WIDE_RANGE = np.float32(CLIP_FACTOR_4BIT)
+_MIN_BLOCK_RANGE = np.float32(MIN_BLOCK_RANGE)
+_CLIP_FACTOR_4BIT = np.float32(CLIP_FACTOR_4BIT)
 _NAN = np.float32(np.nan)
 _INFINITE_BITS = np.int32(0x7F800000)
 _WITHOUT_SIGN = np.int32(0x7FFFFFFF)
@@ -224,9 +224,9 @@ def _two_values(work, lanes, bits, is_stochastic, levels):
         if np.isfinite(squares) and magnitudes > _ZERO:
             typical = squares / magnitudes
             if bits == 4:
-                typical *= _WIDE_RANGE
+                typical *= _CLIP_FACTOR_4BIT
             span = min(span, typical)
-    if span < _TINY:
+    if span < _MIN_BLOCK_RANGE:
         return _ZERO, _ZERO
     top = np.float32(levels)
     return span / top, top / span

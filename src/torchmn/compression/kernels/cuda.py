@@ -27,10 +27,10 @@ from torchmn.compression.kernels.wire_format import (
     CODES,
     FLOATS,
     IS_SMALL,
+    MIN_BLOCK_RANGE,
     NUMEL,
     OFFSET,
     START,
-    TINY,
     StripePlan,
 )
 
@@ -38,8 +38,8 @@ __all__ = ["decode", "encode", "outer_sum", "subtract_outer_"]
 
 _SMALL_CHUNK = 1024
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds to even
-_TINY = tl.constexpr(TINY)
-_WIDE_RANGE = tl.constexpr(CLIP_FACTOR_4BIT)
+_MIN_BLOCK_RANGE = tl.constexpr(MIN_BLOCK_RANGE)
+_CLIP_FACTOR_4BIT = tl.constexpr(CLIP_FACTOR_4BIT)
 _INFINITE_BITS = tl.constexpr(0x7F800000)
 
 
@@ -80,7 +80,7 @@ def encode(
             BITS=grid.bits,
             LEVELS=max(grid.levels, 1),
             IS_STOCHASTIC=grid.is_stochastic,
-            HAS_RESIDUE=residual is not None,
+            HAS_RESIDUAL=residual is not None,
             PLANES=8 // grid.bits,
             BYTES=_columns(plan),
         )
@@ -199,7 +199,7 @@ def _encode_block(
     BITS: tl.constexpr,
     LEVELS: tl.constexpr,
     IS_STOCHASTIC: tl.constexpr,
-    HAS_RESIDUE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
     PLANES: tl.constexpr,
     BYTES: tl.constexpr,
 ):
@@ -212,7 +212,7 @@ def _encode_block(
     element = plane * nbytes + column
     mask = (column < nbytes) & (element < length)
     v = tl.load(values + start + element, mask=mask, other=0.0)
-    if HAS_RESIDUE:
+    if HAS_RESIDUAL:
         owed = tl.load(residual + start + element, mask=mask, other=0.0)
         v += owed
     w = v.to(tl.float32)
@@ -235,12 +235,12 @@ def _encode_block(
             squares, magnitudes = _total(w * w), _total(magnitude)
             typical = squares / tl.maximum(magnitudes, 1e-38)
             if BITS == 4:
-                typical *= _WIDE_RANGE
+                typical *= _CLIP_FACTOR_4BIT
             is_usable = (squares < float("inf")) & (magnitudes > 0.0)
             span = tl.where(is_usable, tl.minimum(span, typical), span)
-        is_zero = span < _TINY
+        is_zero = span < _MIN_BLOCK_RANGE
         low = tl.where(is_zero, 0.0, span / LEVELS)
-        high = tl.where(is_zero, 0.0, LEVELS / tl.maximum(span, _TINY))
+        high = tl.where(is_zero, 0.0, LEVELS / tl.maximum(span, _MIN_BLOCK_RANGE))
     low, high = low.to(tl.float32), high.to(tl.float32)
     is_bad = is_bad | _is_infinite(low) | _is_infinite(high)
     if IS_STOCHASTIC:
@@ -260,7 +260,7 @@ def _encode_block(
         q = tl.minimum(tl.maximum(q, -LEVELS), LEVELS)
         decoded = q.to(tl.float32) * low
         codes = q + LEVELS
-    if HAS_RESIDUE:
+    if HAS_RESIDUAL:
         lost = tl.where(is_bad, owed, v - decoded.to(v.dtype))
         tl.store(rest + start + element, lost, mask=mask)
     codes = tl.where(mask & (is_bad == 0), codes, 0)

@@ -15,11 +15,11 @@ from torchmn.compression.kernels.wire_format import (
     FLOATS,
     IS_SMALL,
     LANES,
+    MIN_BLOCK_RANGE,
     NUMEL,
     OFFSET,
     START,
-    TINY,
-    Grid,
+    QuantizationSpec,
     StripePlan,
 )
 
@@ -37,7 +37,7 @@ def encode(
     """Encode a stripe; returns flags (num_segments,) uint8 of segments that are not finite.
 
     ``values`` (span,) in the wide dtype, ``residual`` and ``rest`` (span,) or both None, ``out``
-    (plan.nbytes,) uint8. See `StripeCodec.encode_rest`. A block that is not finite gets NaN.
+    (plan.nbytes,) uint8. See `StripeCodec.encode_with_feedback`. A block that is not finite gets NaN.
     """
     grid = plan.grid
     flags = torch.zeros(len(plan.table), dtype=torch.uint8, device=values.device)
@@ -113,7 +113,9 @@ def subtract_outer_(v: Tensor, p: Tensor, q: Tensor) -> None:
 # ---- one block a row ----
 
 
-def _encode_rows(work: Tensor, counters: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+def _encode_rows(
+    work: Tensor, counters: Tensor, grid: QuantizationSpec
+) -> tuple[Tensor, Tensor, Tensor]:
     """Rows (blocks, length) float32 to numbers (blocks, num_floats), codes, and which are bad."""
     largest = work.abs().amax(dim=1)
     if grid.bits == 1:
@@ -129,7 +131,7 @@ def _encode_rows(work: Tensor, counters: Tensor, grid: Grid) -> tuple[Tensor, Te
                 typical = typical * CLIP_FACTOR_4BIT
             is_usable = torch.isfinite(squares) & (magnitudes > 0)
             span = torch.where(is_usable, torch.minimum(span, typical), span)
-        is_zero = span < TINY
+        is_zero = span < MIN_BLOCK_RANGE
         low = torch.where(is_zero, 0.0, span / grid.levels)
         high = torch.where(is_zero, 0.0, grid.levels / span)
     bad = ~(torch.isfinite(largest) & torch.isfinite(low) & torch.isfinite(high))
@@ -169,7 +171,7 @@ def _means_by_sign(work: Tensor) -> tuple[Tensor, Tensor]:
     return low, torch.where(num_above > 0, _sum(work.clamp(min=0)) / num_above, 0.0)
 
 
-def _values_of(codes: Tensor, numbers: Tensor, grid: Grid) -> Tensor:
+def _values_of(codes: Tensor, numbers: Tensor, grid: QuantizationSpec) -> Tensor:
     if grid.bits == 1:
         return torch.where(codes.bool(), numbers[:, 1:], numbers[:, :1])
     return (codes.float() - grid.levels) * numbers
@@ -209,7 +211,7 @@ def _chances(counters: Tensor) -> Tensor:
 # ---- bytes ----
 
 
-def _rows(run: Tensor, grid: Grid) -> list[Tensor]:
+def _rows(run: Tensor, grid: QuantizationSpec) -> list[Tensor]:
     """The full blocks of a run as a matrix, and what is left as another; neither if empty."""
     full = run.numel() // grid.block_length * grid.block_length
     rows = [run[:full].view(-1, grid.block_length), run[full:].view(1, -1)]

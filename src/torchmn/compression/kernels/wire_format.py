@@ -25,7 +25,7 @@ from torchmn.compression.layout import Layout
 LANES = 32
 """Sums over a block run in so many lanes, lane j over elements j, j + 32 ..., then lanes are added
 in halves: every kernel adds in this order."""
-TINY = 1e-36
+MIN_BLOCK_RANGE = 1e-36
 """Blocks whose range is smaller are sent as zeros."""
 CLIP_FACTOR_4BIT = 2.5
 """With 4 bits values are clipped at so many times their typical size."""
@@ -35,7 +35,7 @@ START, NUMEL, IS_SMALL, FLOATS, CODES, OFFSET = range(6)
 
 
 @dataclass(frozen=True, eq=False)
-class Grid:
+class QuantizationSpec:
     """How a block is quantized; the same for all stripes of a codec."""
 
     bits: int
@@ -57,14 +57,14 @@ class Grid:
 class StripePlan:
     """The bytes of a stripe. ``table`` (num_segments, 6) int64; starts count from the stripe's."""
 
-    grid: Grid
+    grid: QuantizationSpec
     stripe: Layout
     table: npt.NDArray[np.int64]
     nbytes: int
     num_blocks: int
 
 
-def plan_stripe(stripe: Layout, grid: Grid) -> StripePlan:
+def plan_stripe(stripe: Layout, grid: QuantizationSpec) -> StripePlan:
     """Lay out the bytes of a stripe."""
     table = np.zeros((len(stripe.segments), 6), dtype=np.int64)
     position = num_blocks = 0

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from torchmn.communicators import object_codec
 from torchmn.compression import ErrorFeedback, StripeCodec
-from torchmn.compression.nonfinite import Nonfinite
+from torchmn.compression.nonfinite import NonfiniteTracker
 from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError, TorchmnError
 from torchmn.gradients.buckets import NamedParameter
-from torchmn.schedules.parameter_server.server import Push, Reply, StripeServer
-from torchmn.schedules.parameter_server.shards import StripeMemory
+from torchmn.schedules.parameter_server.server import Push, Reply, ShardServer
+from torchmn.schedules.parameter_server.shards import ShardMemory
 from torchmn.transports.base import BackoffTimeLimit, Message, TimeLimit, Transport
 
 _REQUEST, _REPLY = 1, 2
@@ -78,7 +78,7 @@ class Channel(Protocol):
     """The server's end of a channel. One thread."""
 
     worker: int
-    memory: StripeMemory
+    memory: ShardMemory
     """Holds the gradients of a push; then what is sent back."""
 
     def next_request(self) -> Request:
@@ -97,7 +97,7 @@ class Channel(Protocol):
         """Let `next_request` end with an error. From another thread."""
 
 
-def run_channel(server: StripeServer, channel: Channel) -> None:
+def run_channel(server: ShardServer, channel: Channel) -> None:
     """Serve one worker until it says goodbye or is gone. The thread of a channel."""
     worker = channel.worker
     try:
@@ -118,7 +118,7 @@ def run_channel(server: StripeServer, channel: Channel) -> None:
         server.leave(worker, str(error))
 
 
-def _serve(server: StripeServer, channel: Channel, request: Request) -> Answer:
+def _serve(server: ShardServer, channel: Channel, request: Request) -> Answer:
     if request.kind == Kind.STATE:
         return Answer(reply=Reply(version=0), state=server.state())
     if request.kind == Kind.CONFIRM:
@@ -145,7 +145,7 @@ def _serve(server: StripeServer, channel: Channel, request: Request) -> Answer:
 class LocalChannel:
     """Both ends of the channel of a rank that is its own server. They share the memory."""
 
-    def __init__(self, rank: int, memory: StripeMemory) -> None:
+    def __init__(self, rank: int, memory: ShardMemory) -> None:
         self.worker = rank
         self.memory = memory
         self._requests: SimpleQueue[Request] = SimpleQueue()
@@ -207,7 +207,7 @@ class NetworkChannel:
         trust: object_codec.Trust,
     ) -> None:
         self.worker = worker
-        self.memory = StripeMemory(parameters)
+        self.memory = ShardMemory(parameters)
         self._transport = transport
         self._timeout_s = timeout_s
         self._trust = trust
@@ -272,7 +272,7 @@ class NetworkChannel:
         return TimeLimit(self._timeout_s, lambda: False)
 
 
-class ServerLinks:
+class ServerClient:
     """All servers as one worker sees them. One thread at a time.
 
     ``memory[server]`` holds the gradients of a push, then the parameters that came back.
@@ -281,7 +281,7 @@ class ServerLinks:
     def __init__(
         self,
         transport: Transport | None,
-        memory: Mapping[int, StripeMemory],
+        memory: Mapping[int, ShardMemory],
         local: LocalChannel | None,
         codec: StripeCodec | None,
         *,
@@ -435,7 +435,7 @@ class ServerLinks:
             ) from error
 
 
-def start_threads(server: StripeServer, channels: Sequence[Channel]) -> list[threading.Thread]:
+def start_threads(server: ShardServer, channels: Sequence[Channel]) -> list[threading.Thread]:
     """One thread per worker."""
     threads = [
         threading.Thread(
@@ -451,7 +451,7 @@ def start_threads(server: StripeServer, channels: Sequence[Channel]) -> list[thr
     return threads
 
 
-def wire_memory(memory: StripeMemory, codec: StripeCodec | None) -> list[Tensor]:
+def wire_memory(memory: ShardMemory, codec: StripeCodec | None) -> list[Tensor]:
     """What travels for a memory: the memory itself, or bytes to encode it in."""
     if codec is None:
         return memory.buffers
@@ -465,8 +465,8 @@ def decoder_of(codec: StripeCodec | None) -> StripeCodec | None:
     """What decodes on a thread of its own: a codec keeps notes, of which no two threads may."""
     if codec is None:
         return None
-    decoder = copy.copy((codec.codec if isinstance(codec, ErrorFeedback) else codec).fresh())
-    decoder.nonfinite = Nonfinite()
+    decoder = copy.copy((codec.codec if isinstance(codec, ErrorFeedback) else codec).new_instance())
+    decoder.nonfinite = NonfiniteTracker()
     return decoder
 
 

@@ -44,13 +44,13 @@ from torchmn.schedules.parameter_server.channels import (
     Kind,
     LocalChannel,
     NetworkChannel,
-    ServerLinks,
+    ServerClient,
     start_threads,
 )
-from torchmn.schedules.parameter_server.server import Rules, StripeServer
+from torchmn.schedules.parameter_server.server import Rules, ShardServer
 from torchmn.schedules.parameter_server.shards import (
     Hyper,
-    StripeMemory,
+    ShardMemory,
     assign,
     device_copy,
     hyper_parameters,
@@ -82,7 +82,7 @@ class ParameterServer:
     _exchange: GradientReducer
     _inner: Optimizer
     _comm: Communicator
-    _server_class: type[StripeServer] = StripeServer
+    _server_class: type[ShardServer] = ShardServer
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class ParameterServer:
         self._is_finished_by_join = False
         self._is_closed = False
         self._sent: dict[int, Hyper] = {}
-        self._server: StripeServer | None = None
+        self._server: ShardServer | None = None
         self._channels: list[Channel] = []
         self._threads: list[threading.Thread] = []
         self._transport: Transport | None = None
@@ -155,7 +155,7 @@ class ParameterServer:
         self.is_server = self.servers != "all" and comm.rank in servers
         self._parameters = list(exchange.parameters())
         stripes = dict(zip(servers, assign(self._parameters, num_servers), strict=True))
-        self._memory = {server: StripeMemory(stripe) for server, stripe in stripes.items()}
+        self._memory = {server: ShardMemory(stripe) for server, stripe in stripes.items()}
         self._places: list[tuple[int, str, nn.Parameter, Tensor]] = [
             (server, name, parameter, self._memory[server].slots[name])
             for server, stripe in stripes.items()
@@ -170,7 +170,7 @@ class ParameterServer:
                 self._codec.warm_up(layout, torch.device("cpu"))
         self._transport = comm.channels("servers") if comm.size > 1 else None
         local = self._start_server(stripes) if comm.rank in servers else None
-        self._links = ServerLinks(
+        self._links = ServerClient(
             self._transport,
             self._memory,
             local,

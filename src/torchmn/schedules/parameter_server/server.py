@@ -31,7 +31,7 @@ from torchmn.errors import PeerLostError, TimeLimitError
 from torchmn.gradients.buckets import NamedParameter
 from torchmn.schedules.parameter_server.shards import (
     Hyper,
-    StripeMemory,
+    ShardMemory,
     host_copy,
     optimizer_like,
     set_hyper_parameters,
@@ -64,7 +64,7 @@ class Push:
     episode: int
     clock: int
     """How many steps the worker has made in this episode, this one included."""
-    memory: StripeMemory
+    memory: ShardMemory
     """Holds the gradients; then the parameters."""
     has_gradients: bool = True
     absent: frozenset[str] = frozenset()
@@ -85,7 +85,7 @@ class Reply:
     records: dict[int, Any] = field(default_factory=dict)
 
 
-class StripeServer:
+class ShardServer:
     """The server of ``parameters``, which are this rank's own; see above."""
 
     def __init__(
@@ -100,7 +100,7 @@ class StripeServer:
         self.rules = rules
         self.parameters = list(parameters)
         self._inner = inner
-        self._values = StripeMemory(parameters)
+        self._values = ShardMemory(parameters)
         self._stand_ins = {n: nn.Parameter(slot) for n, slot in self._values.slots.items()}
         self._optimizer = optimizer_like(
             inner, {parameter: self._stand_ins[name] for name, parameter in parameters}
@@ -173,7 +173,7 @@ class StripeServer:
             )
 
     def finish(
-        self, worker: int, episode: int, memory: StripeMemory, record: Any, stay: Stay
+        self, worker: int, episode: int, memory: ShardMemory, record: Any, stay: Stay
     ) -> Reply:
         """The worker is done with this episode; return when all are, with the last parameters."""
         with self._changed:
@@ -265,7 +265,7 @@ class StripeServer:
         if not self.rules.delay_compensation:
             return _Pulled(self._version, None)
         values = free.values if free is not None else None
-        values = values or StripeMemory(self.parameters)
+        values = values or ShardMemory(self.parameters)
         values.copy_(self._values)
         return _Pulled(self._version, values)
 
@@ -339,4 +339,4 @@ class _Pulled:
     """What a worker has pulled: the version, and the values if they are needed again."""
 
     version: int
-    values: StripeMemory | None
+    values: ShardMemory | None

@@ -35,7 +35,7 @@ def assign(parameters: Sequence[NamedParameter], num_servers: int) -> list[list[
     return [[item for item in parameters if owners[item[0]] == s] for s in range(num_servers)]
 
 
-class StripeMemory:
+class ShardMemory:
     """Host memory for the values, or the gradients, of some parameters; flat, by dtype.
 
     ``slots[name]`` has the parameter's shape and lies in one of ``buffers``.
@@ -54,7 +54,7 @@ class StripeMemory:
             for name, slot in zip(bucket.names, bucket.slots, strict=True)
         }
 
-    def copy_(self, other: StripeMemory) -> None:
+    def copy_(self, other: ShardMemory) -> None:
         """Take over the values of memory for the same parameters."""
         for mine, theirs in zip(self.buffers, other.buffers, strict=True):
             mine.copy_(theirs)

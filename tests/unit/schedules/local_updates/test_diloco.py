@@ -1,4 +1,4 @@
-"""An outer optimizer steps with the mean movement."""
+"""An outer optimizer steps with the mean pseudo-gradient."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OUTER = {
 
 @pytest.mark.parametrize("outer", OUTER)
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_mean_movement_is_the_outer_gradient(size: int, outer: str) -> None:
+def test_the_mean_pseudo_gradient_is_the_outer_gradient(size: int, outer: str) -> None:
     make = OUTER[outer]
 
     def rank_main(comm):

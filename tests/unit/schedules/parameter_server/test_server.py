@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from torchmn.errors import PeerLostError, TimeLimitError
-from torchmn.schedules.parameter_server.server import Push, Reply, Rules, StripeServer
-from torchmn.schedules.parameter_server.shards import StripeMemory
+from torchmn.schedules.parameter_server.server import Push, Reply, Rules, ShardServer
+from torchmn.schedules.parameter_server.shards import ShardMemory
 
 BEGIN = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
 
@@ -39,7 +39,7 @@ class Bench:
             delay_compensation=delay_compensation,
             timeout_s=timeout_s,
         )
-        self.server = StripeServer(0, self.named, self.inner, num_workers, rules)
+        self.server = ShardServer(0, self.named, self.inner, num_workers, rules)
         self.clocks = [0] * num_workers
         self.signs = 0
 
@@ -52,7 +52,7 @@ class Bench:
 
     def push(self, worker: int, gradient: Tensor, **options: object) -> tuple[Tensor, Reply]:
         self.clocks[worker] += 1
-        memory = StripeMemory(self.named)
+        memory = ShardMemory(self.named)
         memory.slots["w"].copy_(gradient)
         push = Push(
             worker=worker, episode=0, clock=self.clocks[worker], memory=memory,
@@ -171,13 +171,13 @@ def test_a_worker_that_is_done_holds_nobody_up() -> None:
     bench = Bench(max_staleness=0)
     bench.begin()
     thread, outcome = run_aside(
-        lambda: bench.server.finish(1, 0, StripeMemory(bench.named), {}, bench._stay)
+        lambda: bench.server.finish(1, 0, ShardMemory(bench.named), {}, bench._stay)
     )
     while bench.server._done[1] < 0:
         time.sleep(0.001)
     for _ in range(3):
         pulled, reply = bench.push(0, torch.ones(3))
-    memory = StripeMemory(bench.named)
+    memory = ShardMemory(bench.named)
     last = bench.server.finish(0, 0, memory, {}, bench._stay)
     thread.join(5)
     assert torch.equal(memory.slots["w"], pulled)
@@ -251,9 +251,9 @@ def test_one_that_leaves_in_the_middle_is_lost_and_one_at_the_end_is_not() -> No
     bench.server.leave(1)
     assert list(bench.server.lost) == [1]
     thread, _ = run_aside(
-        lambda: bench.server.finish(2, 0, StripeMemory(bench.named), {}, bench._stay)
+        lambda: bench.server.finish(2, 0, ShardMemory(bench.named), {}, bench._stay)
     )
-    bench.server.finish(0, 0, StripeMemory(bench.named), {}, bench._stay)
+    bench.server.finish(0, 0, ShardMemory(bench.named), {}, bench._stay)
     thread.join(5)
     bench.server.leave(2)
     assert list(bench.server.lost) == [1]

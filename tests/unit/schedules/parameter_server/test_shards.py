@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from torchmn.schedules.parameter_server.shards import (
-    StripeMemory,
+    ShardMemory,
     assign,
     hyper_parameters,
     optimizer_like,
@@ -53,7 +53,7 @@ class TestStripeMemory:
             ("c", nn.Parameter(torch.zeros(2, dtype=torch.complex64))),
             ("d", nn.Parameter(torch.zeros(0))),
         ]
-        memory, other = StripeMemory(items), StripeMemory(items)
+        memory, other = ShardMemory(items), ShardMemory(items)
         assert {n: s.shape for n, s in memory.slots.items()} == {n: p.shape for n, p in items}
         for slot in memory.slots.values():
             slot.fill_(2)
@@ -62,7 +62,7 @@ class TestStripeMemory:
         assert all(torch.equal(other.slots[n], memory.slots[n]) for n in memory.slots)
 
     def test_of_nothing(self) -> None:
-        assert StripeMemory([]).buffers == []
+        assert ShardMemory([]).buffers == []
 
 
 class TestHyperParameters:
