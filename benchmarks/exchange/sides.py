@@ -237,7 +237,7 @@ def _torchmn(options: Mapping[str, object], schedule: object = None) -> Runner:
     # In the engine's queue behind whatever is under way; 'auto' may have chosen another engine.
     return Runner(
         step,
-        lambda: optimizer.exchange.comm.barrier(),
+        lambda: optimizer.reducer.comm.barrier(),
         lambda: getattr(optimizer.schedule, "reason", ""),
         lambda: _plan_of(optimizer.schedule),
     )

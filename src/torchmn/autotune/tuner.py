@@ -82,7 +82,7 @@ class Autotuner:
     name = "auto"
     num_sets = 1
     counts_samples = False
-    _exchange: GradientReducer
+    _reducer: GradientReducer
     _inner: Optimizer
 
     def __init__(self, choices: SearchSpace, *, retune: bool = False) -> None:
@@ -117,13 +117,13 @@ class Autotuner:
         """That of the schedule in use."""
         return self.current.replica_consistency
 
-    def attach(self, exchange: GradientReducer, inner: Optimizer) -> None:
+    def attach(self, reducer: GradientReducer, inner: Optimizer) -> None:
         """See `Schedule.attach`."""
-        self._exchange, self._inner = exchange, inner
+        self._reducer, self._inner = reducer, inner
         self._default = Plan(
             schedule=next(iter(self.choices.schedules)),
             codec=self.choices.codecs[0],
-            bucket_bytes=exchange.comm.bucket_bytes,
+            bucket_bytes=reducer.comm.bucket_bytes,
         )
         self._start_over()
 
@@ -296,18 +296,18 @@ class Autotuner:
                 self.trials.append(Trial(self._trying, self._slowest_s()))
                 self._try_next()
         elif num_steps == NUM_WARM_UP:
-            self._clock.watch(list(self._exchange.parameters()))
+            self._clock.watch(list(self._reducer.parameters()))
         elif num_steps == NUM_WARM_UP + NUM_TIMED:
             self._predict()
 
     def _slowest_s(self) -> float:
         """The median of the timed steps on the slowest rank."""
         mine = torch.tensor([self._clock.median_s(NUM_TIMED)], dtype=torch.float64, device="cpu")
-        return float(self._exchange.comm.allreduce(mine, "max"))
+        return float(self._reducer.comm.allreduce(mine, "max"))
 
     def _predict(self) -> None:
         """Measure links and codecs, and find what is worth a trial."""
-        comm = self._exchange.comm
+        comm = self._reducer.comm
         self.trials.append(Trial(self._default, self._slowest_s()))
         group = comm.inter_node_group
         link = comm.engine.call(lambda: measure_links(group)) if group is not None else None
@@ -376,7 +376,7 @@ class Autotuner:
     def _decide(self, plan: Plan, why: str) -> None:
         self.plan, self._trying = plan, None
         self.reason = f"{plan}\n{why}"
-        if self._exchange.comm.rank == 0:
+        if self._reducer.comm.rank == 0:
             lines = self.reason.replace("\n", "\ntorchmn: ")
             print(f"torchmn: auto takes {lines}", file=sys.stderr, flush=True)
         self._use(plan)
@@ -390,19 +390,19 @@ class Autotuner:
 
     def _use(self, plan: Plan) -> None:
         """Switch to a plan. What one codec owes is handed to the next one that can owe."""
-        exchange = self._exchange
+        reducer = self._reducer
         if self._is_attached:
             self.current.flush()
             self.current.close()
         self._is_attached, self._using = True, plan
-        before, codec = exchange.codec, create_codec(plan.codec)
+        before, codec = reducer.codec, create_codec(plan.codec)
         codec = codec.new_instance() if codec is not None else None
         if isinstance(before, ErrorFeedback) and isinstance(codec, ErrorFeedback):
             codec.load_state_dict({"residuals": before.state_dict()["residuals"]})
         self.current = self.choices.schedules[plan.schedule]()
-        exchange.comm.bucket_bytes = plan.bucket_bytes
-        exchange.redirect(exchange.comm, codec, num_sets=self.current.num_sets)
-        self.current.attach(exchange, self._inner)
+        reducer.comm.bucket_bytes = plan.bucket_bytes
+        reducer.redirect(reducer.comm, codec, num_sets=self.current.num_sets)
+        self.current.attach(reducer, self._inner)
         if self._models:
             self.install_hooks(self._models, self._why_wait)
         self._clock.restart()

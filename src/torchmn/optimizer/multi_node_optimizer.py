@@ -101,7 +101,7 @@ class MultiNodeOptimizer(Optimizer):
         self._taken_over_by = ""
         self._take_parameters_over()  # an older one may have to complete what `_unify` broadcasts
         self._unify()
-        self.exchange = GradientReducer(
+        self.reducer = GradientReducer(
             comm,
             codec,
             lambda: named_parameters(inner, self._models),
@@ -112,18 +112,18 @@ class MultiNodeOptimizer(Optimizer):
             reduction=reduction,
             find_sparse=lambda: sparse_parameters(self._models),
         )
-        self.exchange.contribution = Contribution(is_by_samples=weight == "samples")
+        self.reducer.contribution = Contribution(is_by_samples=weight == "samples")
         try:
             self._attach(max_grad_norm)
         except BaseException:
-            self.exchange.close()  # nobody else will
+            self.reducer.close()  # nobody else will
             self._unhook()
             raise
 
     def _attach(self, max_grad_norm: float | None) -> None:
         schedule, inner = self.schedule, self.inner
-        self.exchange.on_nonfinite_callback = self._act_on_problem
-        schedule.attach(self.exchange, inner)
+        self.reducer.on_nonfinite_callback = self._act_on_problem
+        schedule.attach(self.reducer, inner)
         self._deferring = schedule if isinstance(schedule, DefersUpdates) else None
         if self._deferring is not None:
             sync_reason = None if max_grad_norm is None else "max_grad_norm needs all gradients"
@@ -133,7 +133,7 @@ class MultiNodeOptimizer(Optimizer):
         # has it.
         self._hooks.before_copy(self._models[0], self._complete)
         if self._weight_kind == "samples" or schedule.counts_samples:
-            self._hooks.eager_parameters(self._models[0], self.exchange.contribution.count)
+            self._hooks.eager_parameters(self._models[0], self.reducer.contribution.count)
 
     def _unhook(self) -> None:
         if self._step_hook is not None:
@@ -203,7 +203,7 @@ class MultiNodeOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the inner optimizer's. Local."""
         self.schedule.on_zero_grad()
-        self.exchange.on_zero_grad()
+        self.reducer.on_zero_grad()
         self.inner.zero_grad(set_to_none)
         self._has_local_passes = False
 
@@ -224,18 +224,18 @@ class MultiNodeOptimizer(Optimizer):
                 "only one multi-node optimizer can exchange the gradient of a parameter. Step the "
                 "newer one, or make one optimizer with several parameter groups."
             )
-        self.exchange.raise_if_unfinished()
+        self.reducer.raise_if_unfinished()
         if closure is None:
             self._raise_if_uncounted()
         self._has_closure = closure is not None
         result = self.schedule.step(None if closure is None else self._mean_loss(closure))
-        if not self.exchange.is_needed:  # no backward pass does it
-            self.exchange.contribution.reset()
-        self.exchange.contribution.end_step()
-        if self.exchange.is_needed and not self._has_looked_at_others:
+        if not self.reducer.is_needed:  # no backward pass does it
+            self.reducer.contribution.reset()
+        self.reducer.contribution.end_step()
+        if self.reducer.is_needed and not self._has_looked_at_others:
             self._has_looked_at_others = True
             warn_of_gradients_of_others(self.communicator, self._models)
-        self.exchange.step += 1
+        self.reducer.step += 1
         self.communicator.num_steps = (self.communicator.num_steps or 0) + 1
         self._has_local_passes = False
         return result
@@ -264,7 +264,7 @@ class MultiNodeOptimizer(Optimizer):
         except TorchmnError:
             self.inner.param_groups.pop()
             raise
-        self.exchange.rebuild()
+        self.reducer.rebuild()
         self.schedule.rebuild()
 
     def state_dict(self) -> dict[str, Any]:
@@ -278,8 +278,8 @@ class MultiNodeOptimizer(Optimizer):
         state = self.inner.state_dict()
         state["torchmn"] = {
             "schedule": self.schedule.name,
-            "codec": self.exchange.state_dict(),
-            "progress": self.exchange.progress(),
+            "codec": self.reducer.state_dict(),
+            "progress": self.reducer.progress(),
             **({"accumulated": self._accumulated()} if self._has_local_passes else {}),
             **ours,
         }
@@ -299,10 +299,10 @@ class MultiNodeOptimizer(Optimizer):
             )
         self._complete()
         self.inner.load_state_dict({k: v for k, v in state_dict.items() if k != "torchmn"})
-        self.exchange.has_loaded = True
+        self.reducer.has_loaded = True
         self.schedule.load_state_dict(ours if saved == self.schedule.name else {})
-        self.exchange.load_state_dict(codec)
-        self.exchange.load_progress(progress)
+        self.reducer.load_state_dict(codec)
+        self.reducer.load_progress(progress)
         self._load_accumulated(accumulated)
 
     def reshard_state_dict(
@@ -332,7 +332,7 @@ class MultiNodeOptimizer(Optimizer):
         accumulated = [own["accumulated"] for own in ours if "accumulated" in own]
         if accumulated:
             state["torchmn"]["accumulated"] = _shared_out(
-                accumulated, comm.size, self.exchange.reduction
+                accumulated, comm.size, self.reducer.reduction
             )
         return state
 
@@ -356,12 +356,12 @@ class MultiNodeOptimizer(Optimizer):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients here; the first backward pass outside exchanges the sum. Local."""
-        before, self.exchange.is_syncing = self.exchange.is_syncing, False
+        before, self.reducer.is_syncing = self.reducer.is_syncing, False
         self._has_local_passes = True
         try:
             yield
         finally:
-            self.exchange.is_syncing = before
+            self.reducer.is_syncing = before
 
     def set_weight(self, weight: float) -> None:
         """The weight of this rank in the next mean: its number of samples or tokens. Local.
@@ -373,13 +373,13 @@ class MultiNodeOptimizer(Optimizer):
         """
         if not 0 <= weight < float("inf"):
             raise UsageError(f"weight={weight} must be a non-negative finite number.")
-        if self.exchange.reduction == "sum" and weight not in (0, 1):
+        if self.reducer.reduction == "sum" and weight not in (0, 1):
             raise UsageError(
                 f"set_weight({weight}) with reduction='sum': gradients are added as they are. "
                 "Multiply the loss, or use reduction='mean', which divides by the weights. "
                 "(Weight 0 leaves this rank out.)"
             )
-        self.exchange.contribution.set(float(weight), float(weight))
+        self.reducer.contribution.set(float(weight), float(weight))
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -393,26 +393,26 @@ class MultiNodeOptimizer(Optimizer):
         each rank keeps its own buffers and optimizer state. Inside, no other collective may be
         called, and no closure be given to `step`.
         """
-        exchange = self.exchange
+        reducer = self.reducer
         num_before = self._num_exchanges
         self._is_joining = True
         try:
             yield
-            exchange.is_active = False
+            reducer.is_active = False
             while self.schedule.shadow_step():
                 pass
         finally:
-            exchange.is_active, self._is_joining = True, False
-        exchange.contribution.reset()
-        exchange.forget_weights()
+            reducer.is_active, self._is_joining = True, False
+        reducer.contribution.reset()
+        reducer.forget_weights()
         comm = self.communicator
-        everybody = comm.allgather_obj((self._num_exchanges - num_before, exchange.step))
+        everybody = comm.allgather_obj((self._num_exchanges - num_before, reducer.step))
         last = max(num for num, _ in everybody)
         if self.schedule.replica_consistency == "per_step":
             self.schedule.flush()
             if any(num < last for num, _ in everybody):
                 self._take_over(next(r for r, (num, _) in enumerate(everybody) if num == last))
-        exchange.step = max(step for _, step in everybody)
+        reducer.step = max(step for _, step in everybody)
 
     def flush(self) -> None:
         """Apply what was exchanged but not applied, and end a partial block. *Collective.*
@@ -453,12 +453,12 @@ class MultiNodeOptimizer(Optimizer):
     @property
     def nonfinite(self) -> list[NonfiniteGradients]:
         """Every step whose gradients were not finite on some rank: step, ranks, parameters."""
-        return self.exchange.problems
+        return self.reducer.problems
 
     def close(self) -> None:
         """Leave the model alone, to train it by itself or make another optimizer for it. Local."""
         self.schedule.close()
-        self.exchange.close()
+        self.reducer.close()
         self._unhook()
 
     # ---- inside ----
@@ -486,8 +486,8 @@ class MultiNodeOptimizer(Optimizer):
 
     def _make_ready_for_step(self) -> None:
         """All that is done to gradients before the inner optimizer sees them."""
-        exchange = self.exchange
-        if not (exchange.is_needed or exchange.is_suspended):
+        reducer = self.reducer
+        if not (reducer.is_needed or reducer.is_suspended):
             self._look_at_own_gradients()
         self._act_on_problem()
         if self._max_grad_norm is not None:
@@ -502,15 +502,15 @@ class MultiNodeOptimizer(Optimizer):
             return
         names = [  # unless only a sum was too large
             name
-            for name, parameter in self.exchange.parameters()
+            for name, parameter in self.reducer.parameters()
             if parameter in grads and not bool(grads[parameter].isfinite().all())
         ]
         if names:
-            self.exchange.problem = NonfiniteGradients(self.exchange.step, {0: names})
-            self.exchange.problems.append(self.exchange.problem)
+            self.reducer.problem = NonfiniteGradients(self.reducer.step, {0: names})
+            self.reducer.problems.append(self.reducer.problem)
 
     def _act_on_problem(self) -> None:
-        problem, self.exchange.problem = self.exchange.problem, None
+        problem, self.reducer.problem = self.reducer.problem, None
         if problem is not None and self._on_nonfinite != "pass":
             text = (
                 f"{self.communicator.rank_label}: {problem}. Lower the learning rate, clip "
@@ -534,11 +534,11 @@ class MultiNodeOptimizer(Optimizer):
             self.schedule.backward_ended()
         finally:
             self._num_exchanges += 1
-            self._exchanged_weight += self.exchange.weight
-            self.exchange.contribution.reset()
+            self._exchanged_weight += self.reducer.weight
+            self.reducer.contribution.reset()
 
     def _raise_if_uncounted(self) -> None:
-        if self.exchange.contribution.was_ever_known or not self.schedule.counts_samples:
+        if self.reducer.contribution.was_ever_known or not self.schedule.counts_samples:
             return
         if any(p.grad is not None for group in self.param_groups for p in group["params"]):
             raise UsageError(
@@ -553,18 +553,18 @@ class MultiNodeOptimizer(Optimizer):
                 "step(closure) inside join(): a rank that has left its loop cannot take part in "
                 "the mean of the loss. Compute loss and gradients before step()."
             )
-        exchange = self.exchange
-        given = exchange.contribution.given
+        reducer = self.reducer
+        given = reducer.contribution.given
 
         def mean_of_closure() -> float:
             num_before, self._exchanged_weight = self._num_exchanges, 0.0
             if given is not None:  # for every pass of this step
-                exchange.contribution.set(*given)
+                reducer.contribution.set(*given)
             with torch.enable_grad():
                 loss = closure()
-            is_shared = exchange.is_needed
+            is_shared = reducer.is_needed
             if is_shared and self._num_exchanges == num_before:  # no backward pass on this rank
-                exchange.exchange_now()
+                reducer.exchange_now()
             self._make_ready_for_step()
             return self._loss_of_all(loss) if is_shared else loss
 
@@ -576,37 +576,37 @@ class MultiNodeOptimizer(Optimizer):
         value = loss.detach() if isinstance(loss, Tensor) else loss
         part = float(value) * weight if weight else 0.0  # the loss of nothing may be no number
         row = torch.tensor([part, weight], dtype=torch.float64, device="cpu")
-        total, total_weight = self.exchange.comm.allreduce(row).tolist()
-        mean = float(total if self.exchange.reduction == "sum" else total / total_weight)
+        total, total_weight = self.reducer.comm.allreduce(row).tolist()
+        mean = float(total if self.reducer.reduction == "sum" else total / total_weight)
         if isinstance(value, Tensor):  # as `loss.item()` is what users write
             return cast(float, torch.full_like(value, mean))
         return mean
 
     def _accumulated(self) -> dict[str, Any]:
         """The gradients of the passes under no_sync() so far, by name, and their weight."""
-        exchange = self.exchange
+        reducer = self.reducer
         return {
             "gradients": {
                 name: parameter.grad.detach().clone()
-                for name, parameter in exchange.parameters()
+                for name, parameter in reducer.parameters()
                 if parameter.grad is not None
             },
-            "weight": exchange.weight,
-            "num_samples": exchange.num_samples,
-            "is_set": exchange.contribution.is_set,
+            "weight": reducer.weight,
+            "num_samples": reducer.num_samples,
+            "is_set": reducer.contribution.is_set,
         }
 
     def _load_accumulated(self, state: dict[str, Any] | None) -> None:
-        self.exchange.contribution.reset()
+        self.reducer.contribution.reset()
         self._has_local_passes = state is not None
         if state is None:
             return
-        for name, parameter in self.exchange.parameters():
+        for name, parameter in self.reducer.parameters():
             gradient = state["gradients"].get(name)
             parameter.grad = None if gradient is None else gradient.to(parameter).clone()
-        self.exchange.contribution.resume(state["num_samples"])
-        if state["is_set"] or self.exchange.weight != state["weight"]:
-            self.exchange.contribution.set(state["weight"], state["num_samples"])
+        self.reducer.contribution.resume(state["num_samples"])
+        if state["is_set"] or self.reducer.weight != state["weight"]:
+            self.reducer.contribution.set(state["weight"], state["num_samples"])
 
     def _take_over(self, source: int) -> None:
         tensors = [t for m in self._models for t in (*m.parameters(), *m.buffers())]
@@ -636,7 +636,7 @@ def _shared_out(
 
 
 def _raise_if_attached(schedule: Schedule) -> None:
-    if "_exchange" in vars(schedule):
+    if "_reducer" in vars(schedule):
         raise UsageError(
             f"This {type(schedule).__name__} object belongs to another optimizer already, whose "
             "state it holds. Make a new schedule object for each optimizer."

@@ -35,7 +35,7 @@ class Schedule(Protocol):
     def replica_consistency(self) -> ReplicaConsistency:
         """What it promises about the parameters of the ranks, from now on."""
 
-    def attach(self, exchange: GradientReducer, inner: Optimizer) -> None:
+    def attach(self, reducer: GradientReducer, inner: Optimizer) -> None:
         """Called once, at wrap time."""
 
     def backward_ended(self) -> None:

@@ -31,7 +31,7 @@ class DoubleBuffering:
     staleness_steps = 1
     replica_consistency: ReplicaConsistency = "per_step"
     counts_samples = False
-    _exchange: GradientReducer
+    _reducer: GradientReducer
     _inner: Optimizer
 
     def __init__(self) -> None:
@@ -39,9 +39,9 @@ class DoubleBuffering:
         self._has_mean = False
         self._num_backwards = 0
 
-    def attach(self, exchange: GradientReducer, inner: Optimizer) -> None:
+    def attach(self, reducer: GradientReducer, inner: Optimizer) -> None:
         """See `Schedule.attach`."""
-        self._exchange, self._inner = exchange, inner
+        self._reducer, self._inner = reducer, inner
 
     def backward_ended(self) -> None:
         """See `Schedule.backward_ended`."""
@@ -51,24 +51,24 @@ class DoubleBuffering:
                 "Two backward passes before step() with double_buffering: the second would add to "
                 "the mean of the step before. Wrap all passes but the last in optimizer.no_sync()."
             )
-        exchange = self._exchange
-        exchange.start_remaining()
-        before, self._pending = self._pending, exchange.turn()
+        reducer = self._reducer
+        reducer.start_remaining()
+        before, self._pending = self._pending, reducer.turn()
         if before is None:
             for bucket in self._pending.buckets:
                 for parameter in bucket.parameters:
                     parameter.grad = None
             return
         before.wait()
-        exchange.expose(before)
+        reducer.expose(before)
         self._has_mean = True
 
     def step(self, closure: Callable[[], float] | None) -> float | None:
         """See `Schedule.step`."""
         loss = closure() if closure is not None else None
         if self._num_backwards == 0:
-            self._exchange.exchange_now()
-        elif self._exchange.has_unexchanged:
+            self._reducer.exchange_now()
+        elif self._reducer.has_unexchanged:
             raise UnsupportedError(
                 "A backward pass under no_sync() came after the one that was exchanged, before "
                 "step(). With double_buffering the pass outside no_sync() must be the last one."
@@ -83,18 +83,18 @@ class DoubleBuffering:
         """See `Schedule.shadow_step`."""
         if self._pending is not None:
             self._pending.wait()
-        exchange = self._exchange
-        exchange.finish_filling()
-        exchange.start_remaining()
+        reducer = self._reducer
+        reducer.finish_filling()
+        reducer.start_remaining()
         if self._pending is not None:
-            exchange.inspect(self._pending)
-            exchange.adopt_unit(self._pending)
-        filling = exchange.filling
+            reducer.inspect(self._pending)
+            reducer.adopt_unit(self._pending)
+        filling = reducer.filling
         filling.wait()
         if filling.num_active:  # take turns as the others do: buckets of all ranks belong together
-            self._pending = exchange.turn()
+            self._pending = reducer.turn()
         else:
-            exchange.restart()
+            reducer.restart()
         return filling.num_active
 
     def on_zero_grad(self) -> None:
@@ -111,7 +111,7 @@ class DoubleBuffering:
             return
         pending, self._pending = self._pending, None
         pending.wait()
-        self._exchange.expose(pending)
+        self._reducer.expose(pending)
         self._inner.step()
 
     def rebuild(self) -> None:
@@ -133,5 +133,5 @@ class DoubleBuffering:
             self._pending.drain()  # its memory is used again
         self._pending, self._has_mean, self._num_backwards = None, False, 0
         if "pending" in state:
-            self._exchange.filling.load_means(state["pending"], state.get("pending_record"))
-            self._pending = self._exchange.turn()
+            self._reducer.filling.load_means(state["pending"], state.get("pending_record"))
+            self._pending = self._reducer.turn()

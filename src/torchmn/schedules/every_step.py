@@ -23,7 +23,7 @@ class EveryStep:
     staleness_steps = 0
     replica_consistency: ReplicaConsistency = "per_step"
     counts_samples = False
-    _exchange: GradientReducer
+    _reducer: GradientReducer
     _inner: Optimizer
 
     def __init__(self) -> None:
@@ -33,28 +33,28 @@ class EveryStep:
         """Samples of all ranks in the last exchange, where they are counted."""
         self._is_exchanged = False
 
-    def attach(self, exchange: GradientReducer, inner: Optimizer) -> None:
+    def attach(self, reducer: GradientReducer, inner: Optimizer) -> None:
         """See `Schedule.attach`."""
-        self._exchange, self._inner = exchange, inner
+        self._reducer, self._inner = reducer, inner
 
     def backward_ended(self) -> None:
         """See `Schedule.backward_ended`."""
-        exchange = self._exchange
+        reducer = self._reducer
         if self._is_exchanged:
-            exchange.warn_of_second_pass()
-        if exchange.comm.engine.is_idle:
-            exchange.reduce_remaining()
+            reducer.warn_of_second_pass()
+        if reducer.comm.engine.is_idle:
+            reducer.reduce_remaining()
         else:
-            exchange.start_remaining()
-        means = exchange.turn()
-        exchange.wait_and_expose(means)
+            reducer.start_remaining()
+        means = reducer.turn()
+        reducer.wait_and_expose(means)
         self.num_active, self.num_samples = means.num_active, means.num_samples
         self._is_exchanged = True
 
     def step(self, closure: Callable[[], float] | None) -> float | None:
         """See `Schedule.step`. A rank without any backward pass takes part here."""
-        if closure is None and (not self._is_exchanged or self._exchange.has_unexchanged):
-            self._exchange.exchange_now()
+        if closure is None and (not self._is_exchanged or self._reducer.has_unexchanged):
+            self._reducer.exchange_now()
         self._is_exchanged = False
         result = self._inner.step(closure)
         self._is_exchanged = False
@@ -62,12 +62,12 @@ class EveryStep:
 
     def shadow_step(self) -> int:
         """See `Schedule.shadow_step`."""
-        self._exchange.finish_filling()
-        self._exchange.reduce_remaining()
-        means = self._exchange.turn()
+        self._reducer.finish_filling()
+        self._reducer.reduce_remaining()
+        means = self._reducer.turn()
         means.wait()
-        self._exchange.inspect(means)
-        self._exchange.adopt_unit(means)
+        self._reducer.inspect(means)
+        self._reducer.adopt_unit(means)
         self.num_active, self.num_samples = means.num_active, means.num_samples
         return means.num_active
 

@@ -16,9 +16,9 @@ class SumsInsteadOfMean(EveryStep):
 
     def backward_ended(self):
         super().backward_ended()
-        for bucket in self._exchange.sets[0].buckets:
+        for bucket in self._reducer.sets[0].buckets:
             for parameter in bucket.parameters:
-                parameter.grad.mul_(self._exchange.comm.size)
+                parameter.grad.mul_(self._reducer.comm.size)
 
 
 class AppliesTwice(EveryStep):
@@ -44,7 +44,7 @@ class IsTwoLate(DoubleBuffering):
 
     def backward_ended(self):
         super().backward_ended()
-        parameters = [p for b in self._exchange.sets[0].buckets for p in b.parameters]
+        parameters = [p for b in self._reducer.sets[0].buckets for p in b.parameters]
         fresh = [p.grad.clone() for p in parameters] if self._has_mean else None
         self._has_mean = self._held is not None
         for position, parameter in enumerate(parameters):
@@ -66,8 +66,8 @@ class DriftsApart(EveryStep):
 
     def backward_ended(self):
         super().backward_ended()
-        if self._exchange.comm.rank == 1:
-            first = self._exchange.sets[0].buckets[0].parameters[0]
+        if self._reducer.comm.rank == 1:
+            first = self._reducer.sets[0].buckets[0].parameters[0]
             first.grad.mul_(1 + 2.0**-50)
 
 
@@ -82,11 +82,11 @@ class LosesPendingInState(DoubleBuffering):
 class _Forgetful:
     """Throws away what was added under no_sync()."""
 
-    def attach(self, exchange, inner):
-        super().attach(exchange, inner)
+    def attach(self, reducer, inner):
+        super().attach(reducer, inner)
 
         def forget(parameter):
-            if not exchange.is_syncing:
+            if not reducer.is_syncing:
                 parameter.grad.zero_()
 
         for group in inner.param_groups:
@@ -102,11 +102,11 @@ class CountsTheAbsent(EveryStep):
     """Divides by all ranks, also by those that have left their loop."""
 
     def backward_ended(self):
-        means = self._exchange.filling
+        means = self._reducer.filling
         super().backward_ended()
         for bucket in means.buckets:
             for parameter in bucket.parameters:
-                parameter.grad.mul_(means.num_active / self._exchange.comm.size)
+                parameter.grad.mul_(means.num_active / self._reducer.comm.size)
 
 
 class HasNoResidue(EveryStep):
@@ -114,7 +114,7 @@ class HasNoResidue(EveryStep):
 
     def backward_ended(self):
         super().backward_ended()
-        self._exchange.codec.load_state_dict({})
+        self._reducer.codec.load_state_dict({})
 
 
 class AddsNoise(EveryStep):
@@ -122,7 +122,7 @@ class AddsNoise(EveryStep):
 
     def backward_ended(self):
         super().backward_ended()
-        for bucket in self._exchange.sets[0].buckets:
+        for bucket in self._reducer.sets[0].buckets:
             for parameter in bucket.parameters:
                 parameter.grad.add_(1e-9)
 
@@ -132,8 +132,8 @@ class HidesWhatIsNotFinite(EveryStep):
 
     def backward_ended(self):
         super().backward_ended()
-        self._exchange.problem = None
-        for bucket in self._exchange.sets[0].buckets:
+        self._reducer.problem = None
+        for bucket in self._reducer.sets[0].buckets:
             for parameter in bucket.parameters:
                 parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
 
@@ -141,8 +141,8 @@ class HidesWhatIsNotFinite(EveryStep):
 class RunsOnOldParameters(EveryStep):
     """Applies a step when the next backward pass has ended."""
 
-    def attach(self, exchange, inner):
-        super().attach(exchange, inner)
+    def attach(self, reducer, inner):
+        super().attach(reducer, inner)
         self._held = []
 
     def backward_ended(self):
@@ -151,7 +151,7 @@ class RunsOnOldParameters(EveryStep):
 
     def step(self, closure):
         if not self._is_exchanged:
-            self._exchange.exchange_now()
+            self._reducer.exchange_now()
         self._is_exchanged = False
         parameters = [p for group in self._inner.param_groups for p in group["params"]]
         self._held = [(p, p.grad.clone()) for p in parameters]
@@ -174,8 +174,8 @@ class LooksUpOptionsLater(RunsOnOldParameters):
 class ForgetsALayer(EveryStepNextForward):
     """Gives up the update of one parameter when that of another is waited for."""
 
-    def attach(self, exchange, inner):
-        super().attach(exchange, inner)
+    def attach(self, reducer, inner):
+        super().attach(reducer, inner)
         updates = self._updates
 
         def apply_all():
@@ -265,7 +265,7 @@ class GoesOnWithNan(SmallBlocks):
     """Takes no note of movements that are not finite."""
 
     def _discard_block(self, fragment):
-        self._exchange.problem = None
+        self._reducer.problem = None
         fragment.reset_to_anchors()
 
 

@@ -52,26 +52,26 @@ class KeepsAnOldUnit(EveryStep):
     """A rank that has left its loop counts weights in the unit of when it left."""
 
     def shadow_step(self):
-        adopt = self._exchange.adopt_unit
-        self._exchange.adopt_unit = lambda means: None
+        adopt = self._reducer.adopt_unit
+        self._reducer.adopt_unit = lambda means: None
         try:
             return super().shadow_step()
         finally:
-            self._exchange.adopt_unit = adopt
+            self._reducer.adopt_unit = adopt
 
 
 class WeighsRanksAlike(EveryStep):
     """Whatever their weights."""
 
-    def attach(self, exchange, inner):
-        super().attach(exchange, inner)
-        begin = exchange._begin_exchange
+    def attach(self, reducer, inner):
+        super().attach(reducer, inner)
+        begin = reducer._begin_exchange
 
         def begin_alike():
-            exchange.contribution.set(1.0, 1.0)
+            reducer.contribution.set(1.0, 1.0)
             begin()
 
-        exchange._begin_exchange = begin_alike
+        reducer._begin_exchange = begin_alike
 
 
 class WeighsStepsAlike(SmallBlocks):

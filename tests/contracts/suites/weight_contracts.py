@@ -263,9 +263,9 @@ def _weighted_mean(comm: Communicator, local: Tensor, weight: float) -> Tensor:
 
 def _lost(optimizer: MultiNodeOptimizer) -> Tensor:
     """What the codec of this rank keeps, one behind the other for all parameters. Local."""
-    sizes = {name: parameter.numel() for name, parameter in optimizer.exchange.parameters()}
+    sizes = {name: parameter.numel() for name, parameter in optimizer.reducer.parameters()}
     optimizer.state_dict()  # it waits for what is under way
-    return _residues_of(optimizer.exchange.codec, sizes)
+    return _residues_of(optimizer.reducer.codec, sizes)
 
 
 def _residues_of(codec: Codec | None, sizes: dict[str, int]) -> Tensor:

@@ -231,6 +231,6 @@ def test_the_count_of_steps_and_what_was_not_finite_go_on() -> None:
         other.load_state_dict(described(optimizer.state_dict()))
         assert other.nonfinite == optimizer.nonfinite
         assert other.nonfinite[0].by_rank.keys() == {0, 1}
-        assert other.exchange.step == 1
+        assert other.reducer.step == 1
 
     run_ranks(rank_main, 2)

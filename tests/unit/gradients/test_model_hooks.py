@@ -86,9 +86,9 @@ def test_a_copy_computes_the_same_and_counts_nothing(kind: str) -> None:
         ]
         if comm.rank == 0:  # two threads cannot
             copies.append(torch.jit.script(model))
-        before = optimizer.exchange.num_samples
+        before = optimizer.reducer.num_samples
         results = [twin(x) for twin in copies]
-        assert optimizer.exchange.num_samples == before
+        assert optimizer.reducer.num_samples == before
         for result in results:
             assert torch.equal(result, model(x))
         train(comm, model, optimizer)
@@ -195,7 +195,7 @@ def test_samples_are_counted_once(kind: str, network, make) -> None:
         for step in range(3):
             optimizer.zero_grad()
             call(batch(0, step, 4 + step)).sum().backward()
-            assert optimizer.exchange.num_samples == 4 + step
+            assert optimizer.reducer.num_samples == 4 + step
             optimizer.step()
 
     run_ranks(rank_main, 1)

@@ -24,7 +24,7 @@ def test_data_parallel_in_all_numbers_of_bits(bits: int) -> None:
             learner.zero_grad()
             model(batch(comm.rank, step, dtype=torch.float32)).pow(2).mean().backward()
             learner.step()
-        codec = learner.exchange.codec
+        codec = learner.reducer.codec
         assert int(codec.bits if codec is not None else 32) == bits
         return values(model)
 
@@ -52,7 +52,7 @@ def test_quantized_after_a_number_of_samples() -> None:
         learner = data_parallel_distributed_learner(sgd(model), 12, 1, comm=comm, model=model)
         names = []
         for step in range(3):
-            assert (learner.exchange.codec is None) is (step < 2)
+            assert (learner.reducer.codec is None) is (step < 2)
             train(model, learner, comm.rank, step)
             names = {entry.name for entry in comm.journal.entries()}
         assert "scatter_1bit+residual" in names

@@ -60,7 +60,7 @@ def test_a_schedule_by_name_by_flag_and_as_object() -> None:
 
 def test_the_codec_comes_from_the_communicator_unless_given() -> None:
     def rank_main(comm):
-        assert wrap(comm).exchange.codec.name == "bfloat16"
+        assert wrap(comm).reducer.codec.name == "bfloat16"
         with pytest.raises(UnsupportedError, match="Give one of the two"):
             wrap(comm, codec="float16")
 
@@ -70,7 +70,7 @@ def test_the_codec_comes_from_the_communicator_unless_given() -> None:
 @pytest.mark.parametrize("name", CODECS)
 def test_every_codec_has_a_state_of_its_own(name: str) -> None:
     def rank_main(comm):
-        first, second = wrap(comm, codec=name).exchange.codec, wrap(comm, codec=name).exchange.codec
+        first, second = wrap(comm, codec=name).reducer.codec, wrap(comm, codec=name).reducer.codec
         if name == "float32":
             assert first is None
         elif first.state_dict():

@@ -71,7 +71,7 @@ def test_equals_one_process(lengths: list[int], inner: str, schedule: str, name:
                 loss_of(model, batch(comm.rank, step)).backward()
                 optimizer.step()
         assert different_tensors(comm, [model]) == []
-        return values(model), state_tensors(optimizer), optimizer.exchange.step
+        return values(model), state_tensors(optimizer), optimizer.reducer.step
 
     results = run_ranks(rank_main, len(lengths), name=name, timeout_s=10)
     for after, state, step in results:

@@ -524,7 +524,7 @@ def test_close_lets_go_of_the_model() -> None:
         assert equal(grads(model), expected)  # of this rank alone
         again = create_multi_node_optimizer(momentum(model), comm, model)
         train(model, again, comm.rank, range(3))
-        assert again.exchange.step == 3
+        assert again.reducer.step == 3
         return values(model)
 
     results = run_ranks(rank_main, 2)

@@ -81,7 +81,7 @@ class TestFlags:
             model = mlp()
             optimizer = create_multi_node_optimizer(sgd(model), comm, model)
             train(model, optimizer, comm.rank, range(2))
-            optimizer.exchange._num_exchanges += comm.rank
+            optimizer.reducer._num_exchanges += comm.rank
             with pytest.raises(CommunicationError, match="at different exchanges of gradients"):
                 train(model, optimizer, comm.rank, [2])
 
@@ -190,7 +190,7 @@ class TestOneOptimizerPerParameter:
 
     def test_an_exception_while_it_is_made_leaves_no_hooks(self) -> None:
         class Fails(EveryStep):
-            def attach(self, exchange, inner) -> None:
+            def attach(self, reducer, inner) -> None:
                 raise RuntimeError("no")
 
         def rank_main(comm):

@@ -23,14 +23,14 @@ class PlanMaker:
 
     def __init__(
         self,
-        exchange: GradientReducer,
+        reducer: GradientReducer,
         models: Sequence[nn.Module],
         on_failure: Callable[[str], None],
     ) -> None:
-        self._exchange = exchange
+        self._reducer = reducer
         self._on_failure = on_failure
-        self._chunks = exchange.sets[0].chunks[:-1]  # less the footer's
-        self.meter = PassMeter(models, exchange.sets[0].chunks_of)
+        self._chunks = reducer.sets[0].chunks[:-1]  # less the footer's
+        self.meter = PassMeter(models, reducer.sets[0].chunks_of)
         self._num_exchanges = 0
         self._wire_s: dict[int, float] = {}
         self._last_entry = 0
@@ -44,7 +44,7 @@ class PlanMaker:
         self._note_wire_times(is_warm=self._num_exchanges > 1)
         if self._num_exchanges % NUM_MEASURED:
             return None
-        comm = self._exchange.comm
+        comm = self._reducer.comm
         plan = comm.bcast_obj(self._make_plan() if comm.rank == 0 else None)
         if plan is None:
             if self._num_exchanges == 2 * NUM_MEASURED:
@@ -56,7 +56,7 @@ class PlanMaker:
     def _note_wire_times(self, *, is_warm: bool) -> None:
         """How long each chunk took; the least of all steps, for some wait for other ranks."""
         spans: dict[int, tuple[float, float]] = {}
-        for entry in self._exchange.comm.journal.entries():
+        for entry in self._reducer.comm.journal.entries():
             if entry.number <= self._last_entry:
                 continue
             self._last_entry = entry.number
@@ -91,6 +91,6 @@ class PlanMaker:
         plan = plan_chunks(
             times,
             backward_s=meter.backward_s,
-            overlaps_backward=self._exchange.comm.overlaps_backward,
+            overlaps_backward=self._reducer.comm.overlaps_backward,
         )
         return list(plan.order), plan.num_behind_backward

@@ -57,13 +57,13 @@ class MeansUnderWay:
 
     def __init__(
         self,
-        exchange: GradientReducer,
+        reducer: GradientReducer,
         means: BucketSet,
         parameters: Collection[nn.Parameter],
         before_use: Callable[[], None],
     ) -> None:
         self.means = means
-        self._exchange = exchange
+        self._reducer = reducer
         self._before_use = before_use
         self._slots = {
             parameter: slot
@@ -114,7 +114,7 @@ class MeansUnderWay:
     def settle(self) -> None:
         """Wait for all, and let every gradient that somebody has be its mean."""
         self.means.await_footer()
-        self._exchange.adopt_unit(self.means)
+        self._reducer.adopt_unit(self.means)
         for parameter in self._slots:
             mean, reference = self.take(parameter), self._gradients.pop(parameter, None)
             gradient = reference() if reference is not None else None
@@ -132,12 +132,12 @@ class MeansUnderWay:
             self.settle()
 
     def _assign(self, parameter: nn.Parameter, mean: Tensor) -> None:
-        if self._exchange.gradient_as_bucket_view:
+        if self._reducer.gradient_as_bucket_view:
             parameter.grad = mean
         elif mean.dtype is not parameter.dtype or mean.device != parameter.device:
             parameter.grad = mean.to(parameter)  # in the middle of model.half(), say
         else:
-            self._exchange.memory.set(parameter, mean)
+            self._reducer.memory.set(parameter, mean)
 
 
 def settle_before(parameter: nn.Parameter) -> RemovableHandle:

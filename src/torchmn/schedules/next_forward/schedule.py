@@ -56,7 +56,7 @@ class EveryStepNextForward:
     counts_samples = False
     num_warm_up_steps = NUM_MEASURED + 1
     """Before steps take the time that they will take."""
-    _exchange: GradientReducer
+    _reducer: GradientReducer
     _inner: Optimizer
     _updates: DeferredUpdates
 
@@ -89,36 +89,36 @@ class EveryStepNextForward:
 
     # ---- Schedule ----
 
-    def attach(self, exchange: GradientReducer, inner: Optimizer) -> None:
+    def attach(self, reducer: GradientReducer, inner: Optimizer) -> None:
         """See `Schedule.attach`."""
-        self._exchange, self._inner = exchange, inner
-        self._updates = DeferredUpdates(exchange.comm.rank_label)
+        self._reducer, self._inner = reducer, inner
+        self._updates = DeferredUpdates(reducer.comm.rank_label)
         if not is_separable(inner):
             self._why_wait = (
                 f"{type(inner).__name__} may look at all gradients at once (a class that updates "
                 "each parameter from its own gradient alone says so by is_separable = True)"
             )
-        exchange.watcher = self
-        exchange.cut(self.chunk_bytes)
+        reducer.watcher = self
+        reducer.cut(self.chunk_bytes)
 
     def backward_ended(self) -> None:
         """See `Schedule.backward_ended`."""
-        exchange = self._exchange
+        reducer = self._reducer
         if self._is_exchanged:
-            exchange.warn_of_second_pass()
+            reducer.warn_of_second_pass()
         if self.plan is None or self._is_in_closure:
-            exchange.reduce_remaining()
-            means = exchange.turn()
+            reducer.reduce_remaining()
+            means = reducer.turn()
             means.wait()
-            exchange.expose(means)
+            reducer.expose(means)
         else:
-            exchange.start_remaining()
-            present = exchange.present
-            self._flying, self._is_exposed = exchange.turn(), False
+            reducer.start_remaining()
+            present = reducer.present
+            self._flying, self._is_exposed = reducer.turn(), False
             if not present.issuperset(self._flying.order):
                 present = self._present_anywhere(self._flying)
-            exchange.assign_sparse(self._flying)
-            self._gradients = MeansUnderWay(exchange, self._flying, present, self._before_use)
+            reducer.assign_sparse(self._flying)
+            self._gradients = MeansUnderWay(reducer, self._flying, present, self._before_use)
         self._is_exchanged = True
         self._exchange_ended()
 
@@ -126,9 +126,9 @@ class EveryStepNextForward:
         """See `Schedule.step`."""
         if closure is not None:
             return self._step_with(closure)
-        exchange = self._exchange
-        if not self._is_exchanged or exchange.has_unexchanged:
-            exchange.exchange_now()
+        reducer = self._reducer
+        if not self._is_exchanged or reducer.has_unexchanged:
+            reducer.exchange_now()
         flying, self._flying, self._is_exchanged = self._flying, None, False
         if flying is not None:
             if not self._is_exposed and self._gradients is not None:
@@ -144,21 +144,21 @@ class EveryStepNextForward:
                 # may not have used a gradient.
                 self._leave_uninspected(flying, is_applied=True)
             else:
-                exchange.inspect(flying)
-        exchange.problem = self._late_problem or exchange.problem
+                reducer.inspect(flying)
+        reducer.problem = self._late_problem or reducer.problem
         self._late_problem = None
         self._inner.step()
         return None
 
     def shadow_step(self) -> int:
         """See `Schedule.shadow_step`."""
-        exchange = self._exchange
-        exchange.finish_filling()
-        exchange.reduce_remaining()
-        means = exchange.turn()
+        reducer = self._reducer
+        reducer.finish_filling()
+        reducer.reduce_remaining()
+        means = reducer.turn()
         means.wait()
-        exchange.inspect(means)
-        exchange.adopt_unit(means)
+        reducer.inspect(means)
+        reducer.adopt_unit(means)
         self._exchange_ended()
         return means.num_active
 
@@ -202,7 +202,7 @@ class EveryStepNextForward:
         if saved is None:
             return
         self.layout_changed()
-        if self._maker is None or len(saved["order"]) != len(self._exchange.sets[0].chunks):
+        if self._maker is None or len(saved["order"]) != len(self._reducer.sets[0].chunks):
             return
         modules = {name: module for module, name in self._module_names().items()}
         parameters = {name: parameter for parameter, name in self._names().items()}
@@ -255,7 +255,7 @@ class EveryStepNextForward:
         """See `Schedule.close`. All is applied first."""
         self.complete()
         self._unhook()
-        self._exchange.watcher = self._exchange.chunk_bytes = None
+        self._reducer.watcher = self._reducer.chunk_bytes = None
 
     # ---- PassWatcher ----
 
@@ -285,15 +285,15 @@ class EveryStepNextForward:
         """See `PassWatcher.layout_changed`: measure and plan anew."""
         self.plan = None
         self._unhook()
-        exchange = self._exchange
-        if exchange.is_needed and exchange.sets[0].chunks and self._models and not self._why_wait:
-            self._maker = PlanMaker(exchange, self._models, self._note)
+        reducer = self._reducer
+        if reducer.is_needed and reducer.sets[0].chunks and self._models and not self._why_wait:
+            self._maker = PlanMaker(reducer, self._models, self._note)
 
     # ---- inside ----
 
     def _present_anywhere(self, means: BucketSet) -> set[nn.Parameter]:
         """The parameters that have a mean, though some have no gradient on this rank."""
-        if self._exchange.zero_fill:
+        if self._reducer.zero_fill:
             return set(means.order)
         means.await_footer()
         return {p for p, flag in zip(means.order, means.presence, strict=True) if flag}
@@ -303,9 +303,9 @@ class EveryStepNextForward:
         means.await_footer()
         if not means.has_finite_gradients or self._late_problem is not None:
             return False
-        exchange = self._exchange
-        exchange.adopt_unit(means)
-        flags = [True] * len(means.order) if exchange.zero_fill else means.presence
+        reducer = self._reducer
+        reducer.adopt_unit(means)
+        flags = [True] * len(means.order) if reducer.zero_fill else means.presence
         self._leave_uninspected(means, is_applied=True)
         is_present = dict(zip(means.order, flags, strict=True))
         if self._gradients is not None:
@@ -345,9 +345,9 @@ class EveryStepNextForward:
         if means is None:
             return
         means.drain()
-        exchange = self._exchange
-        exchange.inspect(means)
-        problem, exchange.problem = exchange.problem, None
+        reducer = self._reducer
+        reducer.inspect(means)
+        problem, reducer.problem = reducer.problem, None
         if self._is_applied:  # only its sum was not finite: the next step says so
             self._late_problem = problem
 
@@ -370,19 +370,19 @@ class EveryStepNextForward:
         if self._maker is not None:
             self._maker.meter.close()
             self._maker = None
-        self.plan = self._exchange.plan = plan
+        self.plan = self._reducer.plan = plan
         self._readers = dict(readers)
         self._updates.install_hooks(
             self._models,
             *update_sites(self._models, self._names(), readers, self.eager_parameters),
             self._before_graph,
         )
-        self._handles = [settle_before(parameter) for parameter in self._exchange.sets[0].order]
+        self._handles = [settle_before(parameter) for parameter in self._reducer.sets[0].order]
 
     def _names(self) -> dict[nn.Parameter, str]:
         return {
             parameter: name
-            for bucket in self._exchange.sets[0].buckets
+            for bucket in self._reducer.sets[0].buckets
             for parameter, name in zip(bucket.parameters, bucket.names, strict=True)
         }
 
@@ -405,7 +405,7 @@ class EveryStepNextForward:
 
     def _note(self, why: str) -> None:
         """Say once for each reason that nothing hides behind the next forward."""
-        if why in self.reasons or self._exchange.comm.size == 1:
+        if why in self.reasons or self._reducer.comm.size == 1:
             return
         self.reasons[why] = None
         warnings.warn(

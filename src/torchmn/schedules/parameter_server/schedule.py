@@ -79,7 +79,7 @@ class ParameterServer:
     staleness_steps = 0  # of p.grad; that of the parameters is `staleness`
     replica_consistency: ReplicaConsistency = "none"
     counts_samples = False
-    _exchange: GradientReducer
+    _reducer: GradientReducer
     _inner: Optimizer
     _comm: Communicator
     _server_class: type[ShardServer] = ShardServer
@@ -139,10 +139,10 @@ class ParameterServer:
 
     # ---- life ----
 
-    def attach(self, exchange: GradientReducer, inner: Optimizer) -> None:
+    def attach(self, reducer: GradientReducer, inner: Optimizer) -> None:
         """See `Schedule.attach`. Raises UnsupportedError: see `_raise_if_unsupported`."""
-        self._exchange, self._inner, self._comm = exchange, inner, exchange.comm
-        comm = exchange.comm
+        self._reducer, self._inner, self._comm = reducer, inner, reducer.comm
+        comm = reducer.comm
         self._raise_if_unsupported()
         options = comm.allgather_obj(repr(self))
         if len(set(options)) > 1:
@@ -153,7 +153,7 @@ class ParameterServer:
         num_servers = comm.size if self.servers == "all" else self.servers
         servers = list(range(comm.size - num_servers, comm.size))
         self.is_server = self.servers != "all" and comm.rank in servers
-        self._parameters = list(exchange.parameters())
+        self._parameters = list(reducer.parameters())
         stripes = dict(zip(servers, assign(self._parameters, num_servers), strict=True))
         self._memory = {server: ShardMemory(stripe) for server, stripe in stripes.items()}
         self._places: list[tuple[int, str, nn.Parameter, Tensor]] = [
@@ -161,7 +161,7 @@ class ParameterServer:
             for server, stripe in stripes.items()
             for name, parameter in stripe
         ]
-        codec = exchange.codec
+        codec = reducer.codec
         self._codec = codec if isinstance(codec, StripeCodec) else None
         if self._codec is not None:
             for layout in {
@@ -279,7 +279,7 @@ class ParameterServer:
 
     def _pack(self) -> dict[int, dict[str, Any]]:
         """Copy the gradients into the servers' memory; what each server is told beside them."""
-        counts_as_zeros = self._exchange.zero_fill or self._codec is not None
+        counts_as_zeros = self._reducer.zero_fill or self._codec is not None
         notes: dict[int, dict[str, Any]] = {server: {} for server in self._memory}
         is_waiting = False
         for server, name, parameter, slot in self._places:
@@ -418,11 +418,11 @@ class ParameterServer:
 
     def _act_on(self, nonfinite: list[str]) -> None:
         """Call the hooks before the step: one of them raises or warns, as the user has asked."""
-        exchange = self._exchange
-        exchange.problem = None
+        reducer = self._reducer
+        reducer.problem = None
         if nonfinite:
-            exchange.problem = NonfiniteGradients(exchange.step, {self._comm.rank: nonfinite})
-            exchange.problems.append(exchange.problem)
+            reducer.problem = NonfiniteGradients(reducer.step, {self._comm.rank: nonfinite})
+            reducer.problems.append(reducer.problem)
         self._call_hooks("_optimizer_step_pre_hooks")
 
     def _call_hooks(self, which: str) -> None:
@@ -431,7 +431,7 @@ class ParameterServer:
             hook(self._inner, (), {})
 
     def _raise_if_unsupported(self) -> None:
-        comm, exchange = self._comm, self._exchange
+        comm, reducer = self._comm, self._reducer
         if isinstance(self._inner, LBFGS):
             raise UnsupportedError(
                 "parameter_server and LBFGS do not go together: it couples all parameters, and "
@@ -442,7 +442,7 @@ class ParameterServer:
                 f"servers={self.servers} of {comm.size} ranks leave none to train. Use fewer, or "
                 "servers='all'."
             )
-        if exchange.codec is not None and not isinstance(exchange.codec, StripeCodec):
+        if reducer.codec is not None and not isinstance(reducer.codec, StripeCodec):
             raise UnsupportedError(
                 f"{exchange.codec.name} needs the gradients of all ranks at once, which "
                 "parameter_server never has. Use float16, bfloat16, int8 or fewer bits."
@@ -470,7 +470,7 @@ class ParameterServer:
                 f"{rank_label}: step(closure) with parameter_server: workers do not step together. "
                 "Compute loss and gradients before step()."
             )
-        if self._exchange.weight != 1.0:
+        if self._reducer.weight != 1.0:
             raise UnsupportedError(
                 f"{rank_label}: parameter_server knows no weights: each worker's gradient is an "
                 "update of its own. Use weight='rank' and scale the loss instead."

@@ -48,7 +48,7 @@ def wrap(comm, schedule, model, inner=None, **options):
         inner or sgd(model), comm, model, schedule=schedule, **options
     )
     if isinstance(schedule, EveryStep):
-        optimizer.exchange.cut(CHUNK_BYTES)
+        optimizer.reducer.cut(CHUNK_BYTES)
     return optimizer
 
 
@@ -797,7 +797,7 @@ def test_layers_that_are_frozen_and_groups_that_are_added() -> None:
         model = nn.ModuleDict({"a": network(), "b": network()})
         optimizer = wrap(comm, schedule, model, sgd(model["a"]))
         if isinstance(schedule, EveryStep):
-            optimizer.exchange.chunk_bytes = CHUNK_BYTES
+            optimizer.reducer.chunk_bytes = CHUNK_BYTES
         for step in range(20):
             if step in (6, 13):
                 model["a"][0].requires_grad_(step == 13)
