@@ -187,7 +187,7 @@ class _Stripes:
     """The stripes of one cargo on one rank, and memory for their messages, kept between steps."""
 
     def __init__(self, codec: StripeCodec, group: Group, cargo: Cargo) -> None:
-        self.layouts = codec.cut(cargo.layout, group.size)
+        self.layouts = codec.split(cargo.layout, group.size)
         self.nbytes = [codec.stripe_nbytes(layout) for layout in self.layouts]
         # Starting behind this rank, so that no rank is everybody's first.
         self.others = [(group.rank + i) % group.size for i in range(1, group.size)]

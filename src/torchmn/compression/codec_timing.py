@@ -1,4 +1,4 @@
-"""How fast a codec is on this machine, measured."""
+"""Measure the speed of a codec on this machine."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _NUM_ROUNDS = 3
 
 
 def codec_seconds_per_element(codec: Codec | None, device: torch.device) -> float:
-    """Seconds to encode one element and to decode it twice, as every rank does in a mean. Local.
+    """Seconds to encode one element and decode it twice, as every rank does in a mean. Local.
 
-    Codecs that are not `StripeCodec` are not timed: infinity.
+    Infinity for codecs other than `StripeCodec`, which are not timed.
     """
     if codec is None:
         return 0.0

@@ -423,9 +423,9 @@ class LocalUpdateSchedule(ABC):
     def resume_warnings(self) -> list[str]:
         """See `MultiNodeOptimizer.resume_warnings`."""
         return [
-            "Within a block, the new workers continue from the mean of the old workers' parameters, "
-            "weighted by samples: the average at the end of the block is the same, but not the "
-            "path to it."
+            "Within a block, the new workers continue from the mean of the old workers' "
+            "parameters, weighted by samples: the average at the end of the block is the same, but "
+            "not the path to it."
         ]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

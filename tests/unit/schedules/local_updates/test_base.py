@@ -1,4 +1,4 @@
-"""What all local-update schedules share: when blocks end, weights, overlap, fragments, state, join."""
+"""What all local-update schedules share: ends of blocks, weights, overlap, fragments, state, join."""
 
 from __future__ import annotations
 

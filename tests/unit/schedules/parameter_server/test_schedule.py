@@ -119,7 +119,7 @@ class TestWhatIsRefused:
                 optimizer.set_weight(3)
             train(optimizer, model, comm.rank, range(1))
 
-        with pytest.raises(UnsupportedError, match="knows no weights"):
+        with pytest.raises(UnsupportedError, match="does not support weights"):
             run_ranks(job, 1)
 
     def test_more_parameters(self) -> None:
@@ -516,7 +516,7 @@ class TestPatience:
 
         run_ranks(job, 3, timeout_s=2)
 
-    def test_one_that_leaves_is_told_about_and_others_go_on(self) -> None:
+    def test_one_that_leaves_is_reported_about_and_others_go_on(self) -> None:
         def job(comm: Communicator) -> tuple[list[torch.Tensor], set[int]]:
             model = mlp()
             optimizer = make(comm, model, schedule := ParameterServer(1, max_staleness=1))
@@ -529,7 +529,7 @@ class TestPatience:
             optimizer.flush()
             return values(model), schedule.lost
 
-        with pytest.warns(RuntimeWarning, match="rank 1 is gone"):
+        with pytest.warns(RuntimeWarning, match="rank 1 is lost"):
             (first, lost), _, (third, _) = run_ranks(job, 3)
         assert lost == {1}
         assert equal(first, third)

@@ -184,7 +184,7 @@ def test_a_worker_that_is_done_holds_nobody_up() -> None:
     assert outcome[0].version == last.version == reply.version  # type: ignore[attr-defined]
 
 
-def test_no_news_ends_the_wait_and_says_who() -> None:
+def test_a_wait_without_progress_ends_and_names_the_rank() -> None:
     bench = Bench(max_staleness=0, timeout_s=0.2)
     bench.begin()
     began = time.monotonic()
@@ -194,7 +194,7 @@ def test_no_news_ends_the_wait_and_says_who() -> None:
     assert bench.signs >= 2
 
 
-def test_news_of_others_prolong_the_wait() -> None:
+def test_notify_of_others_prolong_the_wait() -> None:
     bench = Bench(num_workers=3, max_staleness=3, timeout_s=0.4)
     bench.begin()
     for _ in range(3):
@@ -222,7 +222,7 @@ def test_it_begins_when_all_came_and_takes_over_what_its_rank_holds() -> None:
     assert torch.equal(pulled, torch.full((3,), 7.0, dtype=torch.float64))
 
 
-def test_a_closed_one_says_so() -> None:
+def test_a_closed_server_reports_it() -> None:
     bench = Bench(max_staleness=0)
     bench.begin()
     thread, outcome = run_aside(lambda: bench.push(0, torch.ones(3)))
@@ -235,7 +235,7 @@ def test_a_closed_one_says_so() -> None:
 
 
 def test_one_closed_because_it_gave_up_names_whom_it_missed() -> None:
-    """Who asks after that is told the cause, not that the server is gone."""
+    """Later requests get the cause, not that the server is gone."""
     bench = Bench(max_staleness=0, timeout_s=0.1)
     bench.begin()
     with pytest.raises(TimeLimitError, match="rank 1 has made 0 steps"):
