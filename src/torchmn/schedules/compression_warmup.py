@@ -1,8 +1,8 @@
-"""Every step, in full precision until so many samples over all workers, then with the codec.
+"""Every step, in full precision for a number of samples over all ranks, then with the codec.
 
-At first gradients are large and turn quickly, and what a codec with error feedback owes is of a
-gradient that is long gone (CNTK's ``distributed_after``, ancestors 2.2). Difference: CNTK trained
-redundantly until then, each worker on all data; here the workers share the data from the beginning.
+At first gradients are large and turn quickly, and the residuals of a codec with error feedback are
+of a gradient that is long out of date (CNTK's ``distributed_after``). Difference: CNTK trained
+redundantly until then, each worker on all data; here the ranks share the data from the beginning.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from torchmn.communicators import Communicator
 from torchmn.compression import Codec
 from torchmn.errors import UsageError
 from torchmn.gradients.reducer import GradientReducer
@@ -19,23 +18,22 @@ from torchmn.schedules.every_step import EveryStep
 
 
 class CompressionWarmup(EveryStep):
-    """`EveryStep` whose codec comes in after ``distributed_after`` samples over all workers.
+    """`EveryStep` whose codec is used after ``warmup_samples`` samples over all ranks.
 
-    The number of samples comes out of the exchanges, so that all ranks switch at one step.
+    The number of samples comes from the exchanges, so that all ranks switch at the same step.
     """
 
-    name = "full_precision_first"
+    name = "compression_warmup"
     counts_samples = True
     _codec: Codec | None
-    _comm: Communicator
 
-    def __init__(self, distributed_after: float) -> None:
-        if not 0 <= distributed_after < float("inf"):
-            raise UsageError(f"distributed_after={distributed_after} must be 0 or more.")
+    def __init__(self, warmup_samples: float) -> None:
+        if not 0 <= warmup_samples < float("inf"):
+            raise UsageError(f"warmup_samples={warmup_samples} must be 0 or more.")
         super().__init__()
-        self.distributed_after = distributed_after
+        self.warmup_samples = warmup_samples
         self.total_samples = 0.0
-        """Over all workers, in all exchanges so far. The same on all ranks."""
+        """Over all ranks, in all exchanges so far. The same on all ranks."""
 
     def attach(self, reducer: GradientReducer, inner: Optimizer) -> None:
         """See `Schedule.attach`."""
@@ -63,7 +61,7 @@ class CompressionWarmup(EveryStep):
         super().load_state_dict(state)
         self.total_samples = state.get("total_samples", 0.0)
         if self._codec is not None:
-            self._codec.load_state_dict({})  # nothing was owed before it came in
+            self._codec.load_state_dict({})  # it had no residuals before the switch
         self._choose_codec()
 
     def _count(self) -> None:
@@ -71,6 +69,6 @@ class CompressionWarmup(EveryStep):
         self._choose_codec()
 
     def _choose_codec(self) -> None:
-        codec = self._codec if self.total_samples >= self.distributed_after else None
+        codec = self._codec if self.total_samples >= self.warmup_samples else None
         if self._reducer.codec is not codec:
-            self._reducer.redirect(self._reducer.comm, codec)
+            self._reducer.reconfigure(self._reducer.comm, codec)

@@ -35,7 +35,7 @@ mean of their gradients at every step, and blocks are agreed between nodes.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -51,8 +51,8 @@ from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.gradients.codec_state import codec_state, load_codec_state
 from torchmn.gradients.reducer import GradientReducer
 from torchmn.gradients.replicas import copy_state_from_rank
-from torchmn.gradients.weight_scale import weight_scale
-from torchmn.schedules.base import ReplicaConsistency
+from torchmn.gradients.weights import weight_scale
+from torchmn.schedules.base import ReplicaConsistency, Schedule
 from torchmn.schedules.every_step import EveryStep
 from torchmn.schedules.local_updates.fragment_order import FragmentSchedule
 from torchmn.schedules.local_updates.fragments import (
@@ -80,7 +80,7 @@ class _Pending:
     """The parameters when it was started; None to begin again from the anchor."""
 
 
-class BlockSchedule(ABC):
+class BlockSchedule(Schedule):
     """What all schedules by blocks share. A recipe is a subclass that says `_move_`.
 
     Args:
@@ -178,14 +178,14 @@ class BlockSchedule(ABC):
         """The floating-point tensors that `_move_` changes beside anchors, by any two names."""
         return {}
 
-    def _anchors_laid_out(self) -> None:  # noqa: B027 - most recipes need not know
+    def _anchors_laid_out(self) -> None:
         """`anchors` are complete, though without values; those from before are the same objects."""
 
     def _recipe_state(self) -> dict[str, Any]:
         """What the recipe remembers: tensors and numbers."""
         return {}
 
-    def _load_recipe_state(self, state: dict[str, Any]) -> None:  # noqa: B027 - most have none
+    def _load_recipe_state(self, state: dict[str, Any]) -> None:
         """Go on from `_recipe_state`; an empty dict starts anew."""
 
     # ---- the protocol ----
@@ -227,12 +227,11 @@ class BlockSchedule(ABC):
     def _aim_exchange(self) -> None:
         """Point the exchange of gradients to where this phase needs it. *Collective.*"""
         if self._is_warm:
-            self._reducer.redirect(self._comm, None)
+            self._reducer.reconfigure(self._comm, None)
         elif self._node is not None:
-            self._reducer.redirect(self._node, None)
+            self._reducer.reconfigure(self._node, None)
         else:
-            self._reducer.codec = None
-            self._reducer.rest()
+            self._reducer.suspend()
 
     def rebuild(self) -> None:
         """See `Schedule.rebuild`."""
@@ -278,7 +277,7 @@ class BlockSchedule(ABC):
         self._take_anchors()
         result = self._inner_step(closure)
         if not self._reducer.is_needed:
-            self._count_samples(self._reducer.num_samples)
+            self._count_samples(self._reducer.contribution.num_samples)
         self._progress(self.overlap_steps)
         return result
 
@@ -330,7 +329,7 @@ class BlockSchedule(ABC):
         self._is_last_warm_step = False
         if self._is_warm:
             if not self._reducer.is_needed:  # one rank alone
-                self.num_samples += self._reducer.num_samples
+                self.num_samples += self._reducer.contribution.num_samples
             if self.num_samples >= self.distributed_after:
                 self._end_warm_start()
         return result
@@ -405,11 +404,11 @@ class BlockSchedule(ABC):
         self._prove_anchors()
         fragment = self._fragments[self._cadence.advance()]
         weight = 0.0 if self._num_missed else fragment.num_samples / max(1, self._num_sharing)
-        fragment.pack(weight, is_active=is_active)
+        fragment.pack(weight, is_active=is_active, step=self._reducer.step)
         fragment.num_samples = 0.0
         starts = fragment.copies() if overlap_steps else None
         self._pending = _Pending(fragment, overlap_steps, starts)
-        fragment.start(self._reducer.step)
+        fragment.movements.start_remaining()
         if overlap_steps:
             return 1
         self._complete()
@@ -422,8 +421,7 @@ class BlockSchedule(ABC):
             return
         fragment, movements = pending.fragment, pending.fragment.movements
         movements.drain()
-        self._reducer.inspect(movements)
-        if self._reducer.problem is not None:
+        if self._reducer.record_nonfinite(movements) is not None:
             self._abandon(fragment)
             return
         num_samples = movements.total_weight
@@ -446,7 +444,7 @@ class BlockSchedule(ABC):
         fragment.restart(None)
         fragment.num_samples = 0.0
         self._reset_smoothed_gradients(fragment)
-        self._reducer.on_nonfinite_callback()
+        self._reducer.act_on_nonfinite()
 
     def _reset_smoothed_gradients(self, fragment: Fragment) -> None:
         reset_smoothed_gradients_(self._inner.state, fragment.parameters)
@@ -627,8 +625,9 @@ class BlockSchedule(ABC):
         if not state:
             return
         fragment = self._fragments[state["fragment"]]
-        fragment.movements.load_means(state["means"], state["record"])
-        fragment.movements.write_footer(state["total_weight"], is_active=True, presence=[])
+        fragment.movements.load_means(
+            state["means"], state["record"], total_weight=state["total_weight"]
+        )
         starts = state["starts"]
         if starts is not None:
             starts = [

@@ -17,8 +17,10 @@ from torchmn.communicators import Communicator
 from torchmn.communicators.allreduce import create_allreduce
 from torchmn.compression import Codec
 from torchmn.errors import UsageError
-from torchmn.gradients.bucket_set import NUM_FOOTER, BucketSet
+from torchmn.gradients.bucket_set import BucketSet
 from torchmn.gradients.buckets import NamedParameter, plan_buckets
+from torchmn.gradients.footer import NUM_FOOTER
+from torchmn.gradients.weights import PassContext
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,12 +63,9 @@ class Fragment:
             ),
             what="movements of a block",
         )
-        self.movements.unit = unit
         self.movements.warm_up()
-        slots = {
-            n: s for b in self.movements.buckets for n, s in zip(b.names, b.slots, strict=True)
-        }
-        self._slots = [slots[name] for name in self.names]
+        self._scale = unit
+        self._slots = [self.movements.slot_of[parameter].tensor for parameter in self.parameters]
         self._anchor_of = dict(zip(self.names, self.anchors, strict=True))
 
     @torch.no_grad()
@@ -76,30 +75,24 @@ class Fragment:
             anchor.copy_(parameter)
 
     @torch.no_grad()
-    def pack(self, weight: float, *, is_active: bool) -> None:
+    def pack(self, weight: float, *, is_active: bool, step: int) -> None:
         """Begin an exchange and write this rank's part. *Collective*, though it waits for nothing.
 
         A weight of zero contributes nothing, even where that is NaN.
         """
         movements = self.movements
-        if movements.keeps_residues:
-            movements.agree_on_weight(weight, is_active=is_active, unit=movements.unit)
-        scale = weight / (movements.comm.size * movements.unit)
-        for bucket in movements.buckets:
-            for position, (name, parameter, slot) in enumerate(
-                zip(bucket.names, bucket.parameters, bucket.slots, strict=True)
-            ):
-                if scale == 0.0:
-                    slot.zero_()
-                else:
-                    torch.sub(self._anchor_of[name], parameter, out=slot).mul_(scale)
-                movements.note(bucket, position)
-        movements.write_footer(weight, is_active=is_active, presence=[], num_samples=weight)
-
-    def start(self, step: int) -> None:
-        """Hand all buckets to the engine and return at once."""
-        for chunk in self.movements.chunks:
-            self.movements.start(chunk, step)
+        movements.restart()
+        context = PassContext(step=step, weight=weight, num_samples=weight, is_active=is_active)
+        movements.begin(context, self._scale)
+        factor = weight / (movements.comm.size * self._scale)
+        for slot in movements.slots:
+            if factor == 0.0:
+                slot.tensor.zero_()
+            else:
+                anchor = self._anchor_of[slot.name]
+                torch.sub(anchor, slot.parameter, out=slot.tensor).mul_(factor)
+            movements.note(slot)
+        movements.write_footer()
 
     def means(self) -> list[Movement]:
         """What was agreed on, after the exchange was waited for."""
