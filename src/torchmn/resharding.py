@@ -35,6 +35,14 @@ class Resharding(Protocol):
         """
 
 
+@runtime_checkable
+class HasResumeWarnings(Protocol):
+    """Something that does not continue exactly on another number of ranks."""
+
+    def resume_warnings(self) -> Sequence[str]:
+        """What does not hold when its state is loaded by another number of ranks. Local."""
+
+
 def reshard_object(target: object, states: Sequence[State], comm: Communicator) -> State:
     """What this rank loads into ``target``: rank 0's state, unless it knows better. Local."""
     if isinstance(target, Resharding):
@@ -43,10 +51,9 @@ def reshard_object(target: object, states: Sequence[State], comm: Communicator) 
     return states[0]
 
 
-def notes_of(target: object) -> list[str]:
-    """What ``target`` says of what does not hold on another number of ranks. Local."""
-    notes = getattr(target, "resume_warnings", None)
-    return list(notes()) if callable(notes) else []
+def warnings_of(target: object) -> list[str]:
+    """What does not hold for ``target`` on another number of ranks. Local."""
+    return list(target.resume_warnings()) if isinstance(target, HasResumeWarnings) else []
 
 
 def reshard_codec(states: Sequence[State], comm: Communicator) -> State:

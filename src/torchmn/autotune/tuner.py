@@ -33,7 +33,7 @@ from torchmn.compression.codec_timing import codec_seconds_per_element
 from torchmn.errors import UsageError
 from torchmn.gradients.reducer import GradientReducer
 from torchmn.resharding import reshard_object
-from torchmn.schedules.base import LOOKED_AT_BY_SCALER, DefersUpdates, ReplicaConsistency, Schedule
+from torchmn.schedules.base import USED_BY_SCALER, DefersUpdates, ReplicaConsistency, Schedule
 from torchmn.units import MiB
 
 NUM_WARM_UP = 2
@@ -72,7 +72,7 @@ class Trial:
     step_s: float
 
 
-class Autotuner:
+class Autotuner(Schedule):
     """Measures the first steps, then goes on with the fastest schedule, codec and bucket size.
 
     It is a schedule around another one. ``retune=True`` looks again when steps have become slower,
@@ -263,14 +263,19 @@ class Autotuner:
         if isinstance(self.current, DefersUpdates):
             self.current.install_hooks(models, sync_reason)
 
-    def await_gradients(self, why: str | None = None) -> None:
+    @property
+    def has_pending_updates(self) -> bool:
+        """See `DefersUpdates.has_pending_updates`."""
+        return isinstance(self.current, DefersUpdates) and self.current.has_pending_updates
+
+    def await_gradients(self, reason: str | None = None) -> None:
         """See `DefersUpdates.await_gradients`."""
-        if self._num_passes and why is not None:
-            self._left_out["every_step_next_forward"] = why
-            if why == LOOKED_AT_BY_SCALER:
-                self._left_out["double_buffering"] = why
+        if self._num_passes and reason is not None:
+            self._left_out["every_step_next_forward"] = reason
+            if reason == USED_BY_SCALER:
+                self._left_out["double_buffering"] = reason
         if isinstance(self.current, DefersUpdates):
-            self.current.await_gradients(why)
+            self.current.await_gradients(reason)
 
     def complete(self) -> None:
         """See `DefersUpdates.complete`."""
@@ -401,7 +406,7 @@ class Autotuner:
             codec.load_state_dict({"residuals": before.state_dict()["residuals"]})
         self.current = self.choices.schedules[plan.schedule]()
         reducer.comm.bucket_bytes = plan.bucket_bytes
-        reducer.redirect(reducer.comm, codec, num_sets=self.current.num_sets)
+        reducer.reconfigure(reducer.comm, codec, num_sets=self.current.num_sets)
         self.current.attach(reducer, self._inner)
         if self._models:
             self.install_hooks(self._models, self._why_wait)

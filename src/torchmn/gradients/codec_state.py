@@ -59,8 +59,8 @@ def load_codec_state(codec: Codec | None, comm: Communicator, state: dict[str, A
     if codec is None:
         if state.get("state", {}).get("residuals"):
             warnings.warn(
-                f"{comm.rank_label}: the saved state has residuals of a codec, and here is none: what "
-                "was owed to the model is left out. Use the codec of the saved run.",
+                f"{comm.rank_label}: the saved state has residuals of a codec, which are dropped, "
+                "because no codec is used here. Use the codec of the saved run.",
                 RuntimeWarning,
                 stacklevel=4,
             )

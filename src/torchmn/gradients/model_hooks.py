@@ -34,7 +34,7 @@ class ModelHooks:
         self._handles: list[tuple[nn.Module, RemovableHandle]] = []
         self._listeners: list[tuple[nn.Module, Callable[[], None]]] = []
 
-    def eager_parameters(
+    def before_forward(
         self,
         module: nn.Module,
         function: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None],

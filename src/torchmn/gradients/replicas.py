@@ -1,4 +1,4 @@
-"""ReplicaConsistency: all ranks train one model and start from the same values; a checksum proves it."""
+"""Replicas: all ranks train one model and start from the same values; a checksum proves it."""
 
 from __future__ import annotations
 
@@ -135,8 +135,8 @@ def broadcast_and_verify(comm: Communicator, models: Sequence[nn.Module]) -> Non
     different = different_tensors(comm, models)
     if different:
         raise CommunicationError(
-            f"{comm.rank_label}: after the broadcast ranks still differ in {different[:5]}. Memory or "
-            "network is faulty, or a tensor has overlapping memory."
+            f"{comm.rank_label}: after the broadcast ranks still differ in {different[:5]}. Memory "
+            "or network is faulty, or a tensor has overlapping memory."
         )
 
 

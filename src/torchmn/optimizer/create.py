@@ -94,7 +94,7 @@ def create_multi_node_optimizer(
             the parameters of one. Where ranks train alone for a while, and with ``weight``, a sum
             makes no sense and is refused.
         on_nonfinite: what `step` does about a mean that is not finite, on all ranks alike:
-            ``raise``, ``warn`` or ``pass``. A GradScaler leaves such a step out by itself.
+            ``raise``, ``warn`` or ``ignore``. A GradScaler leaves such a step out by itself.
         max_grad_norm: clip the mean by its global norm before each step.
         gradient_as_bucket_view: every ``p.grad`` is the memory of the exchange, as under the option
             of this name of DistributedDataParallel. That saves a copy of all gradients per step,
@@ -107,8 +107,8 @@ def create_multi_node_optimizer(
     """
     if weight not in ("rank", "samples"):
         raise UnknownNameError("weight", weight, ("rank", "samples"))
-    if on_nonfinite not in ("raise", "warn", "pass"):
-        raise UnknownNameError("on_nonfinite", on_nonfinite, ("raise", "warn", "pass"))
+    if on_nonfinite not in ("raise", "warn", "ignore"):
+        raise UnknownNameError("on_nonfinite", on_nonfinite, ("raise", "warn", "ignore"))
     if reduction not in ("mean", "sum"):
         raise UnknownNameError("reduction", reduction, ("mean", "sum"))
     if reduction == "sum" and weight != "rank":
@@ -155,8 +155,8 @@ def create_multi_node_optimizer(
         )
     if isinstance(optimizer, MultiNodeOptimizer):
         raise UsageError(
-            f"{comm.rank_label}: the optimizer is a multi-node optimizer already. Give the one inside "
-            "it (optimizer.inner)."
+            f"{comm.rank_label}: the optimizer is a multi-node optimizer already. Pass the one "
+            "inside it (optimizer.inner)."
         )
     models = [model] if isinstance(model, nn.Module) else list(model)
     if any(isinstance(each, DistributedDataParallel) for each in models):

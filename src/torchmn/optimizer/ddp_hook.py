@@ -33,7 +33,6 @@ from torchmn.communicators.flat import FlatCommunicator
 from torchmn.communicators.object_codec import Trust
 from torchmn.compression import Codec, Layout
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
-from torchmn.gradients.bucket_set import NonfiniteGradients
 from torchmn.gradients.buckets import shape_in_memory
 from torchmn.gradients.codec_state import (
     codec_state,
@@ -41,6 +40,7 @@ from torchmn.gradients.codec_state import (
     own_codec,
     warn_if_it_encodes_nothing,
 )
+from torchmn.gradients.nonfinite import NonfiniteGradients
 from torchmn.gradients.parameter_hook import owners_of
 from torchmn.gradients.reducer import GradientReducer
 from torchmn.resharding import reshard_codec
@@ -225,8 +225,8 @@ class DdpHook:
         names = tuple(self._name(parameter) for parameter in parameters)
         if buffer.layout != torch.strided:
             raise UnsupportedError(
-                f"{self.communicator.rank_label}: the gradient of '{names[0]}' is sparse. Only dense "
-                "gradients are exchanged: make the layer with sparse=False."
+                f"{self.communicator.rank_label}: the gradient of '{names[0]}' is sparse. Only "
+                "dense gradients are exchanged: make the layer with sparse=False."
             )
         real = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
         layout = self._layouts.get(names)
@@ -250,8 +250,8 @@ class DdpHook:
             name = self._names[parameter] = f"parameter {len(self._names)}"
         if name is None:
             raise UsageError(
-                f"{self.communicator.rank_label}: a parameter of shape {list(parameter.shape)} came "
-                "to the model after this hook, or the hook was given to two models. Build the "
+                f"{self.communicator.rank_label}: a parameter of shape {list(parameter.shape)} was "
+                "added to the model after this hook was registered, or the hook was given to two models. Build the "
                 "model first, and make a hook for each."
             )
         return name

@@ -30,9 +30,9 @@ def warn_of_equal_dropout(comm: Communicator, models: Sequence[nn.Module]) -> No
     processes = {(host, pid): theirs for host, pid, theirs in everybody}
     if comm.rank == 0 and len(processes) > len(set(processes.values())):
         warnings.warn(
-            f"{comm.rank_label}: the model has dropout, and ranks will draw the same masks, as after "
-            "torch.manual_seed with one seed on all of them. Write torchmn.seed_ranks(seed, comm) "
-            "in its place.",
+            f"{comm.rank_label}: the model has dropout, and ranks will draw the same masks, as "
+            "after torch.manual_seed with one seed on all of them. Call "
+            "torchmn.seed_ranks(seed, comm) instead.",
             stacklevel=3,
         )
 

@@ -19,7 +19,7 @@ from torchmn.communicators import Communicator
 from torchmn.compression import Codec
 from torchmn.errors import UnsupportedError, UsageError
 from torchmn.gradients.reducer import GradientReducer
-from torchmn.resharding import notes_of, reshard_object
+from torchmn.resharding import reshard_object, warnings_of
 from torchmn.schedules.base import ReplicaConsistency
 from torchmn.schedules.every_step import EveryStep
 from torchmn.schedules.local_updates.base import LocalUpdateSchedule
@@ -62,7 +62,7 @@ class Warmup(EveryStep):
         """Steps of the warm-up since this rank left its loop."""
 
     @property
-    def replica_consistency(self) -> ReplicaConsistency:  # type: ignore[override]
+    def replica_consistency(self) -> ReplicaConsistency:
         """``per_step`` during the warm-up."""
         return "per_step" if self.is_warming_up else self.schedule.replica_consistency
 
@@ -72,7 +72,7 @@ class Warmup(EveryStep):
         self._codec: Codec | None = reducer.codec
         self.schedule.attach(reducer, inner)
         if self.is_warming_up:
-            reducer.redirect(self._comm, None)
+            reducer.reconfigure(self._comm, None)
 
     def backward_ended(self) -> None:
         if not self.is_warming_up:
@@ -97,7 +97,7 @@ class Warmup(EveryStep):
         self._is_mean_unapplied = False
         if self.is_warming_up:
             if not self._reducer.is_needed:  # one rank alone
-                self.num_warmup_samples += self._reducer.num_samples
+                self.num_warmup_samples += self._reducer.contribution.num_samples
             if self._is_complete():
                 self._end_warmup()
         return result
@@ -124,7 +124,7 @@ class Warmup(EveryStep):
         if isinstance(self.schedule, LocalUpdateSchedule):
             self.schedule.begin(self._num_missed_steps)
         else:
-            self._reducer.redirect(self._comm, self._codec)
+            self._reducer.reconfigure(self._comm, self._codec)
         self._num_missed_steps = 0
 
     def on_zero_grad(self) -> None:
@@ -161,7 +161,7 @@ class Warmup(EveryStep):
 
     def resume_warnings(self) -> list[str]:
         """Those of the schedule that follows."""
-        return notes_of(self.schedule)
+        return warnings_of(self.schedule)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
@@ -173,6 +173,6 @@ class Warmup(EveryStep):
         was_warming_up = self.is_warming_up
         self.is_warming_up = state.get("is_warming_up", self.warmup_samples > 0)
         if self.is_warming_up and not was_warming_up:
-            self._reducer.redirect(self._comm, None)
+            self._reducer.reconfigure(self._comm, None)
         elif was_warming_up and not self.is_warming_up:
             self._end_warmup()

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from torchmn.errors import UsageError
 from torchmn.evaluation import batch_to, call_with_batch, num_samples
-from torchmn.resharding import notes_of, reshard_object
+from torchmn.resharding import reshard_object, warnings_of
 from torchmn.training.batch_source import batch_source, iterations_per_epoch
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class StandardUpdater:
 
     def resume_warnings(self) -> list[str]:
         """What does not hold when a state is loaded by another number of ranks, in sentences."""
-        return notes_of(self.source)
+        return warnings_of(self.source)
 
     def _take_part_without_samples(self) -> None:
         set_weight = getattr(self.optimizer, "set_weight", None)

@@ -16,9 +16,8 @@ class SumsInsteadOfMean(EveryStep):
 
     def backward_ended(self):
         super().backward_ended()
-        for bucket in self._reducer.sets[0].buckets:
-            for parameter in bucket.parameters:
-                parameter.grad.mul_(self._reducer.comm.size)
+        for slot in self._reducer.sets[0].slots:
+            slot.parameter.grad.mul_(self._reducer.comm.size)
 
 
 class AppliesTwice(EveryStep):
@@ -44,7 +43,7 @@ class IsTwoLate(DoubleBuffering):
 
     def backward_ended(self):
         super().backward_ended()
-        parameters = [p for b in self._reducer.sets[0].buckets for p in b.parameters]
+        parameters = [slot.parameter for slot in self._reducer.sets[0].slots]
         fresh = [p.grad.clone() for p in parameters] if self._has_mean else None
         self._has_mean = self._held is not None
         for position, parameter in enumerate(parameters):
@@ -67,7 +66,7 @@ class DriftsApart(EveryStep):
     def backward_ended(self):
         super().backward_ended()
         if self._reducer.comm.rank == 1:
-            first = self._reducer.sets[0].buckets[0].parameters[0]
+            first = self._reducer.sets[0].slots[0].parameter
             first.grad.mul_(1 + 2.0**-50)
 
 
@@ -86,7 +85,7 @@ class _Forgetful:
         super().attach(reducer, inner)
 
         def forget(parameter):
-            if not reducer.is_syncing:
+            if not reducer._is_syncing:
                 parameter.grad.zero_()
 
         for group in inner.param_groups:
@@ -104,9 +103,8 @@ class CountsTheAbsent(EveryStep):
     def backward_ended(self):
         means = self._reducer.filling
         super().backward_ended()
-        for bucket in means.buckets:
-            for parameter in bucket.parameters:
-                parameter.grad.mul_(means.num_active / self._reducer.comm.size)
+        for slot in means.slots:
+            slot.parameter.grad.mul_(means.num_active / self._reducer.comm.size)
 
 
 class HasNoResidue(EveryStep):
@@ -122,9 +120,8 @@ class AddsNoise(EveryStep):
 
     def backward_ended(self):
         super().backward_ended()
-        for bucket in self._reducer.sets[0].buckets:
-            for parameter in bucket.parameters:
-                parameter.grad.add_(1e-9)
+        for slot in self._reducer.sets[0].slots:
+            slot.parameter.grad.add_(1e-9)
 
 
 class HidesWhatIsNotFinite(EveryStep):
@@ -132,10 +129,9 @@ class HidesWhatIsNotFinite(EveryStep):
 
     def backward_ended(self):
         super().backward_ended()
-        self._reducer.problem = None
-        for bucket in self._reducer.sets[0].buckets:
-            for parameter in bucket.parameters:
-                parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
+        self._reducer.take_problem()
+        for slot in self._reducer.sets[0].slots:
+            slot.parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
 
 
 class RunsOnOldParameters(EveryStep):
@@ -265,7 +261,7 @@ class GoesOnWithNan(SmallBlocks):
     """Takes no note of movements that are not finite."""
 
     def _discard_block(self, fragment):
-        self._reducer.problem = None
+        self._reducer.take_problem()
         fragment.reset_to_anchors()
 
 

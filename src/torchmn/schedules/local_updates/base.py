@@ -31,7 +31,7 @@ of their gradients at every step, and blocks are agreed on between nodes.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -46,8 +46,8 @@ from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.gradients.codec_state import codec_state, load_codec_state
 from torchmn.gradients.reducer import GradientReducer
 from torchmn.gradients.replicas import copy_state_from_rank
-from torchmn.gradients.weight_scale import weight_scale
-from torchmn.schedules.base import ReplicaConsistency
+from torchmn.gradients.weights import weight_scale
+from torchmn.schedules.base import ReplicaConsistency, Schedule
 from torchmn.schedules.local_updates.fragment_order import FragmentSchedule
 from torchmn.schedules.local_updates.fragments import (
     Fragment,
@@ -65,7 +65,7 @@ DEFAULT_SAMPLES_PER_WORKER = 512
 """In a block if no size is given: 16 steps with batches of 32."""
 
 
-class LocalUpdateSchedule(ABC):
+class LocalUpdateSchedule(Schedule):
     """The base class of local-update schedules. A subclass defines `outer_step`.
 
     Args:
@@ -82,13 +82,10 @@ class LocalUpdateSchedule(ABC):
 
     name: str
     num_sets = 0
-    staleness_steps = 0
     counts_samples = True
     replica_consistency: ReplicaConsistency = "per_block"
     resets_momentum = False
     """Whether the inner optimizer's first moments become zero at the start of each block."""
-    _reducer: GradientReducer
-    _inner: Optimizer
     _comm: Communicator
 
     def __init__(
@@ -143,21 +140,21 @@ class LocalUpdateSchedule(ABC):
         """The floating-point tensors that `outer_step` changes beside the anchors."""
         return {}
 
-    def on_anchors_created(self) -> None:  # noqa: B027 - optional
+    def on_anchors_created(self) -> None:
         """Called when `anchors` is complete, though without values; known ones are kept."""
 
     def outer_state_dict(self) -> dict[str, Any]:
         """The state of the outer step: tensors and numbers."""
         return {}
 
-    def load_outer_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - optional
+    def load_outer_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from `outer_state_dict`; an empty dict starts from scratch."""
 
     # ---- the schedule ----
 
     def attach(self, reducer: GradientReducer, inner: Optimizer) -> None:
         """See `Schedule.attach`. Raises UsageError, UnsupportedError: does not suit this world."""
-        self._reducer, self._inner = reducer, inner
+        super().attach(reducer, inner)
         self._comm, self._codec = reducer.comm, reducer.codec
         comm = self._comm
         self._block_size = self.block_size or DEFAULT_SAMPLES_PER_WORKER * comm.size
@@ -189,8 +186,7 @@ class LocalUpdateSchedule(ABC):
         if self._node is not None:
             self._node.begin()
         else:
-            self._reducer.codec = None
-            self._reducer.rest()
+            self._reducer.suspend()
 
     def rebuild(self) -> None:
         parameters = averageable(self._reducer.parameters())
@@ -232,7 +228,7 @@ class LocalUpdateSchedule(ABC):
             result = self._node.step(closure)
         else:
             result = self._inner.step(closure)
-            self._count_samples(self._reducer.num_samples)
+            self._count_samples(self._reducer.contribution.num_samples)
         self._progress(self.overlap_steps)
         return result
 
@@ -320,9 +316,9 @@ class LocalUpdateSchedule(ABC):
         weight, node = fragment.num_samples, self._node
         if node is not None:  # the ranks of a node have counted the samples of all of them
             weight = 0.0 if node.num_missed_steps else weight / max(1, node.num_active)
-        fragment.pack(weight, is_active=is_active)
+        fragment.pack(weight, is_active=is_active, step=self._reducer.step)
         self._pending = fragment
-        fragment.start(self._reducer.step, overlap_steps)
+        fragment.start(overlap_steps)
         if overlap_steps:
             return 1
         self._finish_exchange()
@@ -335,8 +331,7 @@ class LocalUpdateSchedule(ABC):
             return
         buckets = fragment.buckets
         buckets.drain()
-        self._reducer.inspect(buckets)
-        if self._reducer.problem is not None:
+        if self._reducer.record_nonfinite(buckets) is not None:
             self._discard_block(fragment)
             return
         num_samples = buckets.total_weight
@@ -359,7 +354,7 @@ class LocalUpdateSchedule(ABC):
         fragment.reset_to_anchors()
         fragment.num_samples = 0.0
         reset_momentum_(self._inner.state, fragment.parameters)
-        self._reducer.on_nonfinite_callback()
+        self._reducer.act_on_nonfinite()
 
     def _verify_anchors(self) -> None:
         """Once, before the first exchange: all ranks start from the same bits. *Collective.*

@@ -18,8 +18,10 @@ from torchmn.communicators import Communicator
 from torchmn.communicators.allreduce import create_allreduce
 from torchmn.compression import Codec
 from torchmn.errors import UsageError
-from torchmn.gradients.bucket_set import NUM_FOOTER, BucketSet
+from torchmn.gradients.bucket_set import BucketSet
 from torchmn.gradients.buckets import NamedParameter, plan_buckets
+from torchmn.gradients.footer import NUM_FOOTER
+from torchmn.gradients.weights import PassContext
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,10 +72,9 @@ class Fragment:
             ),
             what="pseudo-gradients of a block",
         )
-        self.buckets.unit = weight_scale
         self.buckets.warm_up()
-        slots = {n: s for b in self.buckets.buckets for n, s in zip(b.names, b.slots, strict=True)}
-        self._slots = [slots[name] for name in self.names]
+        self._scale = weight_scale
+        self._slots = [self.buckets.slot_of[parameter].tensor for parameter in self.parameters]
         self._anchor_of = dict(zip(self.names, self.anchors, strict=True))
 
     @torch.no_grad()
@@ -83,33 +84,31 @@ class Fragment:
             anchor.copy_(parameter)
 
     @torch.no_grad()
-    def pack(self, weight: float, *, is_active: bool) -> None:
+    def pack(self, weight: float, *, is_active: bool, step: int) -> None:
         """Begin an exchange and write this rank's part. *Collective*, but does not wait.
 
         A weight of zero contributes nothing, even where the parameters are NaN.
         """
         buckets = self.buckets
-        if buckets.keeps_residuals:
-            buckets.agree_on_weight(weight, is_active=is_active, unit=buckets.unit)
-        scale = weight / (buckets.comm.size * buckets.unit)
-        for bucket in buckets.buckets:
-            for position, (name, parameter, slot) in enumerate(
-                zip(bucket.names, bucket.parameters, bucket.slots, strict=True)
-            ):
-                if scale == 0.0:
-                    slot.zero_()
-                else:
-                    torch.sub(self._anchor_of[name], parameter, out=slot).mul_(scale)
-                buckets.note(bucket, position)
-        buckets.write_footer(weight, is_active=is_active, presence=[], num_samples=weight)
+        buckets.restart()
+        context = PassContext(step=step, weight=weight, num_samples=weight, is_active=is_active)
+        buckets.begin(context, self._scale)
+        factor = weight / (buckets.comm.size * self._scale)
+        for slot in buckets.slots:
+            if factor == 0.0:
+                slot.tensor.zero_()
+            else:
+                anchor = self._anchor_of[slot.name]
+                torch.sub(anchor, slot.parameter, out=slot.tensor).mul_(factor)
+            buckets.note(slot)
+        buckets.write_footer()
         self.num_samples = 0.0
 
-    def start(self, step: int, overlap_steps: float) -> None:
+    def start(self, overlap_steps: float) -> None:
         """Hand all buckets to the engine and return at once."""
         self.steps_left = overlap_steps
         self._starts = [p.detach().clone() for p in self.parameters] if overlap_steps else None
-        for chunk in self.buckets.chunks:
-            self.buckets.start(chunk, step)
+        self.buckets.start_remaining()
 
     def pseudo_gradients(self) -> list[PseudoGradient]:
         """The means, after the exchange was waited for."""
@@ -164,8 +163,8 @@ class Fragment:
 
     def load_pending_state(self, state: dict[str, Any]) -> None:
         """Resume from `pending_state`: the exchange is pending again."""
-        self.buckets.load_means(state["means"], state["record"])
-        self.buckets.write_footer(state["total_weight"], is_active=True, presence=[])
+        total_weight = state["total_weight"]
+        self.buckets.load_means(state["means"], state["record"], total_weight=total_weight)
         self.steps_left, starts = state["steps_left"], state["starts"]
         if starts is not None:
             starts = [

@@ -32,7 +32,7 @@ class IntraNodeAverage(EveryStep):
 
     def begin(self) -> None:
         """Reduce gradients within the node from now on. *Collective.*"""
-        self._reducer.redirect(self.comm, None)
+        self._reducer.reconfigure(self.comm, None)
 
     def leave(self, parameters: Sequence[Tensor]) -> None:
         """All ranks of the node have left: copy from one that made every step. *Collective.*"""

@@ -61,10 +61,9 @@ class DeferredUpdates:
         self._means, self._step = means, PartialStep(inner)
         self._pending = {
             parameter: _Update(
-                name, is_present[parameter], parameter._version, parameter.data_ptr()
+                slot.name, is_present[parameter], parameter._version, parameter.data_ptr()
             )
-            for bucket in means.means.buckets
-            for name, parameter in zip(bucket.names, bucket.parameters, strict=True)
+            for parameter, slot in means.means.slot_of.items()
             if parameter in self._step and parameter.requires_grad
         }
         not_exchanged = [
@@ -151,7 +150,7 @@ class DeferredUpdates:
         complete. ``before_graph`` is called before anything that a backward pass may follow.
         """
 
-        def eager_parameters(module: nn.Module, args: object, kwargs: object) -> None:
+        def apply_due(module: nn.Module, args: object, kwargs: object) -> None:
             if torch.compiler.is_compiling():
                 return  # done before the code was called, or `raise_if_used` tells
             if torch.is_grad_enabled():
@@ -165,7 +164,7 @@ class DeferredUpdates:
 
         for module in dict.fromkeys(m for model in models for m in model.modules()):
             if module in sites or module in models:
-                self._hooks.eager_parameters(module, eager_parameters, prepend=True)
+                self._hooks.before_forward(module, apply_due, prepend=True)
             self._hooks.before_copy(module, self.apply_all)
             listen(module, self, self.apply_one, self.apply_all)
             self._modules.append(module)

@@ -39,7 +39,7 @@ class PassMeter:
         self._backward_began_s: float | None = None
         self._hooks = ModelHooks()
         for module in dict.fromkeys(m for model in models for m in model.modules()):
-            self._hooks.eager_parameters(module, self._enter, prepend=True)
+            self._hooks.before_forward(module, self._enter, prepend=True)
             self._hooks.after_forward(module, self._leave)
 
     @property

@@ -65,14 +65,9 @@ class MeansUnderWay:
         self.means = means
         self._reducer = reducer
         self._before_use = before_use
-        self._slots = {
-            parameter: slot
-            for bucket in means.buckets
-            for parameter, slot in zip(bucket.parameters, bucket.slots, strict=True)
-        }
         self._taken: set[nn.Parameter] = set()
         self._gradients: dict[nn.Parameter, weakref.ref[GradientUnderWay]] = {}
-        for parameter in self._slots:
+        for parameter in means.slot_of:
             if parameter in parameters:
                 gradient = self._new(parameter)
                 self._gradients[parameter] = weakref.ref(gradient)
@@ -96,7 +91,7 @@ class MeansUnderWay:
     @property
     def is_untouched(self) -> bool:
         """Whether no ``p.grad`` was used, replaced or cleared since."""
-        for parameter in self._slots:
+        for parameter in self.means.slot_of:
             reference = self._gradients.get(parameter)
             gradient = reference() if reference is not None else None
             if parameter.grad is not gradient or (reference is not None and gradient is None):
@@ -105,17 +100,17 @@ class MeansUnderWay:
 
     def take(self, parameter: nn.Parameter) -> Tensor:
         """The mean of one parameter in its slot; after `BucketSet.await_footer`."""
-        slot = self._slots[parameter]
+        slot = self.means.slot_of[parameter]
         if parameter not in self._taken:
-            self.means.take(parameter, slot)
+            self.means.take(slot)
             self._taken.add(parameter)
-        return slot
+        return slot.tensor
 
     def settle(self) -> None:
         """Wait for all, and let every gradient that somebody has be its mean."""
         self.means.await_footer()
-        self._reducer.adopt_unit(self.means)
-        for parameter in self._slots:
+        self._reducer.adopt_scale(self.means)
+        for parameter in self.means.slot_of:
             mean, reference = self.take(parameter), self._gradients.pop(parameter, None)
             gradient = reference() if reference is not None else None
             if gradient is None:
@@ -137,7 +132,7 @@ class MeansUnderWay:
         elif mean.dtype is not parameter.dtype or mean.device != parameter.device:
             parameter.grad = mean.to(parameter)  # in the middle of model.half(), say
         else:
-            self._reducer.memory.set(parameter, mean)
+            self._reducer.memory.set_all([parameter], [mean])
 
 
 def settle_before(parameter: nn.Parameter) -> RemovableHandle:

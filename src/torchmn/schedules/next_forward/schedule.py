@@ -27,11 +27,11 @@ from torch.utils.hooks import RemovableHandle
 
 from torchmn.communicators import Communicator
 from torchmn.errors import UsageError
-from torchmn.gradients.bucket_set import BucketSet, NonfiniteGradients
-from torchmn.gradients.chunk_order import ChunkPlan
+from torchmn.gradients.bucket_set import BucketSet
+from torchmn.gradients.nonfinite import NonfiniteGradients
 from torchmn.gradients.reducer import GradientReducer
-from torchmn.schedules.base import ReplicaConsistency
-from torchmn.schedules.next_forward.chunk_order_tuner import NUM_MEASURED, PlanMaker
+from torchmn.schedules.base import Schedule
+from torchmn.schedules.next_forward.bucket_order import NUM_MEASURED, BucketOrder, OrderTuner
 from torchmn.schedules.next_forward.deferred_updates import DeferredUpdates, update_sites
 from torchmn.schedules.next_forward.partial_step import is_separable, sees_steps
 from torchmn.schedules.next_forward.pending_gradient import MeansUnderWay, settle_before
@@ -40,7 +40,7 @@ from torchmn.units import MiB
 _USED = "gradients were used between backward() and step()"
 
 
-class EveryStepNextForward:
+class EveryStepNextForward(Schedule):
     """Synchronous SGD whose exchange hides behind backward and the next forward.
 
     Args:
@@ -50,14 +50,8 @@ class EveryStepNextForward:
     """
 
     name = "every_step_next_forward"
-    num_sets = 1
-    staleness_steps = 0
-    replica_consistency: ReplicaConsistency = "per_step"
-    counts_samples = False
     num_warm_up_steps = NUM_MEASURED + 1
     """Before steps take the time that they will take."""
-    _reducer: GradientReducer
-    _inner: Optimizer
     _updates: DeferredUpdates
 
     def __init__(self, *, chunk_bytes: int = 2 * MiB, eager_parameters: Sequence[str] = ()) -> None:
@@ -65,13 +59,13 @@ class EveryStepNextForward:
             raise UsageError(f"chunk_bytes={chunk_bytes} must be a positive number of bytes.")
         self.chunk_bytes = chunk_bytes
         self.eager_parameters = tuple(eager_parameters)
-        self.plan: ChunkPlan | None = None
+        self.plan: BucketOrder | None = None
         """None while exchanges are measured."""
         self.reasons: dict[str, None] = {}
         """Why something had to wait for all of an exchange, each once."""
         self._models: list[nn.Module] = []
         self._why_wait: str | None = None
-        self._maker: PlanMaker | None = None
+        self._tuner: OrderTuner | None = None
         self._readers: dict[nn.Parameter, set[nn.Module]] = {}
         # From backward to step: the sums under way, and the gradients that are in them.
         self._flying: BucketSet | None = None
@@ -91,15 +85,14 @@ class EveryStepNextForward:
 
     def attach(self, reducer: GradientReducer, inner: Optimizer) -> None:
         """See `Schedule.attach`."""
-        self._reducer, self._inner = reducer, inner
+        super().attach(reducer, inner)
         self._updates = DeferredUpdates(reducer.comm.rank_label)
         if not is_separable(inner):
             self._why_wait = (
                 f"{type(inner).__name__} may look at all gradients at once (a class that updates "
                 "each parameter from its own gradient alone says so by is_separable = True)"
             )
-        reducer.watcher = self
-        reducer.cut(self.chunk_bytes)
+        reducer.set_chunk_size(self.chunk_bytes, watcher=self)
 
     def backward_ended(self) -> None:
         """See `Schedule.backward_ended`."""
@@ -108,15 +101,12 @@ class EveryStepNextForward:
             reducer.warn_of_second_pass()
         if self.plan is None or self._is_in_closure:
             reducer.reduce_remaining()
-            means = reducer.turn()
-            means.wait()
-            reducer.expose(means)
+            reducer.set_grads(reducer.swap_buffers())
         else:
             reducer.start_remaining()
-            present = reducer.present
-            self._flying, self._is_exposed = reducer.turn(), False
-            if not present.issuperset(self._flying.order):
-                present = self._present_anywhere(self._flying)
+            has_all = all(slot.has_gradient for slot in reducer.filling.slots)
+            self._flying, self._is_exposed = reducer.swap_buffers(), False
+            present = set(self._flying.slot_of) if has_all else self._present_anywhere(self._flying)
             reducer.assign_sparse(self._flying)
             self._gradients = MeansUnderWay(reducer, self._flying, present, self._before_use)
         self._is_exchanged = True
@@ -144,21 +134,16 @@ class EveryStepNextForward:
                 # may not have used a gradient.
                 self._leave_uninspected(flying, is_applied=True)
             else:
-                reducer.inspect(flying)
-        reducer.problem = self._late_problem or reducer.problem
-        self._late_problem = None
+                reducer.record_nonfinite(flying)
+        if self._late_problem is not None:
+            reducer.record_problem(self._late_problem, is_known=True)
+            self._late_problem = None
         self._inner.step()
         return None
 
     def shadow_step(self) -> int:
         """See `Schedule.shadow_step`."""
-        reducer = self._reducer
-        reducer.finish_filling()
-        reducer.reduce_remaining()
-        means = reducer.turn()
-        means.wait()
-        reducer.inspect(means)
-        reducer.adopt_unit(means)
+        means = self._reducer.shadow_exchange()
         self._exchange_ended()
         return means.num_active
 
@@ -189,7 +174,7 @@ class EveryStepNextForward:
         }
         plan = {
             "order": list(self.plan.order),
-            "num_behind_backward": self.plan.num_behind_backward,
+            "num_early": self.plan.num_early,
             "readers": readers,
         }
         return {"plan": plan}
@@ -202,7 +187,7 @@ class EveryStepNextForward:
         if saved is None:
             return
         self.layout_changed()
-        if self._maker is None or len(saved["order"]) != len(self._reducer.sets[0].chunks):
+        if self._tuner is None or len(saved["order"]) != len(self._reducer.sets[0].buckets):
             return
         modules = {name: module for module, name in self._module_names().items()}
         parameters = {name: parameter for parameter, name in self._names().items()}
@@ -211,9 +196,7 @@ class EveryStepNextForward:
         ):
             return
         self._follow(
-            ChunkPlan(
-                order=tuple(saved["order"]), num_behind_backward=saved["num_behind_backward"]
-            ),
+            BucketOrder(order=tuple(saved["order"]), num_early=saved["num_early"]),
             {
                 parameters[name]: {modules[read_by] for read_by in names}
                 for name, names in saved["readers"].items()
@@ -226,9 +209,6 @@ class EveryStepNextForward:
         """See `Resharding`: the plan was measured for the old ranks, a new one is made."""
         return {}
 
-    def rebuild(self) -> None:
-        """See `Schedule.rebuild`: all layout is the exchange's, see `layout_changed`."""
-
     # ---- DefersUpdates ----
 
     def install_hooks(self, models: Sequence[nn.Module], sync_reason: str | None) -> None:
@@ -239,10 +219,15 @@ class EveryStepNextForward:
             self._note(self._why_wait)
         self.layout_changed()
 
-    def await_gradients(self, why: str | None = None) -> None:
+    @property
+    def has_pending_updates(self) -> bool:
+        """See `DefersUpdates.has_pending_updates`."""
+        return bool(self._updates)
+
+    def await_gradients(self, reason: str | None = None) -> None:
         """See `DefersUpdates.await_gradients`."""
         if self._flying is not None and not self._is_exposed:
-            self._expose(why)
+            self._expose(reason)
 
     def complete(self) -> None:
         """See `DefersUpdates.complete`."""
@@ -255,7 +240,7 @@ class EveryStepNextForward:
         """See `Schedule.close`. All is applied first."""
         self.complete()
         self._unhook()
-        self._reducer.watcher = self._reducer.chunk_bytes = None
+        self._reducer.forget_watcher()
 
     # ---- PassWatcher ----
 
@@ -263,8 +248,8 @@ class EveryStepNextForward:
         """See `PassWatcher.gradient_arrived`."""
         if self._updates:
             self._updates.raise_if_used(parameter)
-        if self._maker is not None:
-            self._maker.meter.gradient_arrived(parameter)
+        if self._tuner is not None:
+            self._tuner.meter.gradient_arrived(parameter)
 
     def filling_begins(self) -> None:
         """See `PassWatcher.filling_begins`: nothing of the last exchange may be in flight."""
@@ -277,8 +262,8 @@ class EveryStepNextForward:
 
     def filling_ends(self) -> None:
         """See `PassWatcher.filling_ends`. What is pending still was not used in this pass."""
-        if self._maker is not None:
-            self._maker.meter.backward_ended()
+        if self._tuner is not None:
+            self._tuner.meter.backward_ended()
         self._updates.apply_all()
 
     def layout_changed(self) -> None:
@@ -286,17 +271,17 @@ class EveryStepNextForward:
         self.plan = None
         self._unhook()
         reducer = self._reducer
-        if reducer.is_needed and reducer.sets[0].chunks and self._models and not self._why_wait:
-            self._maker = PlanMaker(reducer, self._models, self._note)
+        if reducer.is_needed and reducer.sets[0].buckets and self._models and not self._why_wait:
+            self._tuner = OrderTuner(reducer, self._models, self._note)
 
     # ---- inside ----
 
     def _present_anywhere(self, means: BucketSet) -> set[nn.Parameter]:
         """The parameters that have a mean, though some have no gradient on this rank."""
         if self._reducer.zero_fill:
-            return set(means.order)
+            return set(means.slot_of)
         means.await_footer()
-        return {p for p, flag in zip(means.order, means.presence, strict=True) if flag}
+        return {p for p, flag in zip(means.slot_of, means.presence, strict=True) if flag}
 
     def _defer(self, means: BucketSet) -> bool:
         """Begin to apply this step, if it is to be applied. The same on all ranks."""
@@ -304,10 +289,10 @@ class EveryStepNextForward:
         if not means.has_finite_gradients or self._late_problem is not None:
             return False
         reducer = self._reducer
-        reducer.adopt_unit(means)
-        flags = [True] * len(means.order) if reducer.zero_fill else means.presence
+        reducer.adopt_scale(means)
+        flags = [True] * len(means.slots) if reducer.zero_fill else means.presence
         self._leave_uninspected(means, is_applied=True)
-        is_present = dict(zip(means.order, flags, strict=True))
+        is_present = dict(zip(means.slot_of, flags, strict=True))
         if self._gradients is not None:
             self._updates.begin(self._inner, self._gradients, is_present)
         return True
@@ -345,9 +330,8 @@ class EveryStepNextForward:
         if means is None:
             return
         means.drain()
-        reducer = self._reducer
-        reducer.inspect(means)
-        problem, reducer.problem = reducer.problem, None
+        self._reducer.record_nonfinite(means)
+        problem = self._reducer.take_problem()
         if self._is_applied:  # only its sum was not finite: the next step says so
             self._late_problem = problem
 
@@ -358,33 +342,30 @@ class EveryStepNextForward:
 
     def _exchange_ended(self) -> None:
         """Called at the end of every exchange, on all ranks alike."""
-        if self._maker is None:
+        if self._tuner is None:
             return
-        plan = self._maker.exchange_ended()
+        plan = self._tuner.exchange_ended()
         if plan is None:
             return
-        self._follow(plan, self._maker.meter.readers)
+        self._follow(plan, self._tuner.meter.readers)
 
-    def _follow(self, plan: ChunkPlan, readers: Mapping[nn.Parameter, set[nn.Module]]) -> None:
+    def _follow(self, plan: BucketOrder, readers: Mapping[nn.Parameter, set[nn.Module]]) -> None:
         """From now on, on all ranks alike; ``readers``: in which modules a parameter was read."""
-        if self._maker is not None:
-            self._maker.meter.close()
-            self._maker = None
-        self.plan = self._reducer.plan = plan
+        if self._tuner is not None:
+            self._tuner.meter.close()
+            self._tuner = None
+        self.plan = plan
+        self._reducer.set_order(plan.order, plan.num_early)
         self._readers = dict(readers)
         self._updates.install_hooks(
             self._models,
             *update_sites(self._models, self._names(), readers, self.eager_parameters),
             self._before_graph,
         )
-        self._handles = [settle_before(parameter) for parameter in self._reducer.sets[0].order]
+        self._handles = [settle_before(parameter) for parameter in self._reducer.sets[0].slot_of]
 
     def _names(self) -> dict[nn.Parameter, str]:
-        return {
-            parameter: name
-            for bucket in self._reducer.sets[0].buckets
-            for parameter, name in zip(bucket.parameters, bucket.names, strict=True)
-        }
+        return {slot.parameter: slot.name for slot in self._reducer.sets[0].slots}
 
     def _module_names(self) -> dict[nn.Module, str]:
         """By the number of the model and the path in it."""
@@ -399,9 +380,9 @@ class EveryStepNextForward:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        if self._maker is not None:
-            self._maker.meter.close()
-            self._maker = None
+        if self._tuner is not None:
+            self._tuner.meter.close()
+            self._tuner = None
 
     def _note(self, why: str) -> None:
         """Say once for each reason that nothing hides behind the next forward."""

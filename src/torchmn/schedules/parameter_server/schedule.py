@@ -33,10 +33,10 @@ from torchmn.communicators import Communicator
 from torchmn.communicators.engine import Engine, Work
 from torchmn.compression import StripeCodec
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
-from torchmn.gradients.bucket_set import NonfiniteGradients
 from torchmn.gradients.buckets import NamedParameter
+from torchmn.gradients.nonfinite import NonfiniteGradients
 from torchmn.gradients.reducer import GradientReducer
-from torchmn.schedules.base import ReplicaConsistency
+from torchmn.schedules.base import ReplicaConsistency, Schedule
 from torchmn.schedules.parameter_server.channels import (
     Channel,
     Kind,
@@ -60,7 +60,7 @@ from torchmn.transports.base import Transport, abort_pending_receives
 _GRACE_S = 2.0
 
 
-class ParameterServer:
+class ParameterServer(Schedule):
     """The schedule ``parameter_server``: servers own the parameters, workers train asynchronously.
 
     Args:
@@ -252,9 +252,6 @@ class ParameterServer:
     def backward_ended(self) -> None:
         """See `Schedule.backward_ended`: gradients stay this rank's own until `step`."""
 
-    def on_zero_grad(self) -> None:
-        """See `Schedule.on_zero_grad`."""
-
     def step(self, closure: Callable[[], float] | None) -> None:
         """See `Schedule.step`. Local, but for the bound on staleness.
 
@@ -423,11 +420,10 @@ class ParameterServer:
 
     def _act_on(self, nonfinite: list[str]) -> None:
         """Call the hooks before the step: one of them raises or warns, by ``on_nonfinite``."""
-        reducer = self._reducer
-        reducer.problem = None
+        reducer, problem = self._reducer, None
         if nonfinite:
-            reducer.problem = NonfiniteGradients(reducer.step, {self._comm.rank: nonfinite})
-            reducer.problems.append(reducer.problem)
+            problem = NonfiniteGradients(reducer.step, {self._comm.rank: nonfinite})
+        reducer.record_problem(problem)
         self._call_hooks("_optimizer_step_pre_hooks")
 
     def _call_hooks(self, which: str) -> None:
@@ -475,7 +471,7 @@ class ParameterServer:
                 f"{rank_label}: parameter_server does not support step(closure): workers do not "
                 "step together. Compute loss and gradients before step()."
             )
-        if self._reducer.weight != 1.0:
+        if self._reducer.contribution.weight != 1.0:
             raise UnsupportedError(
                 f"{rank_label}: parameter_server does not support weights: each worker's gradient "
                 "is a separate update. Use weight='rank' and scale the loss instead."

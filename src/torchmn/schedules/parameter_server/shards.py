@@ -47,14 +47,10 @@ class ShardMemory:
         planned = plan_buckets(
             parameters, granularity="everything", bucket_bytes=0, num_footer=0, allocate=_on_host
         )
-        self._buckets = [bucket for bucket in planned if bucket.names]
+        self._buckets = [bucket for bucket in planned if bucket.slots]
         self.buffers = [bucket.buffer for bucket in self._buckets]
         self.layouts = [bucket.cargo.layout for bucket in self._buckets]
-        self.slots = {
-            name: slot
-            for bucket in self._buckets
-            for name, slot in zip(bucket.names, bucket.slots, strict=True)
-        }
+        self.slots = {slot.name: slot.tensor for bucket in self._buckets for slot in bucket.slots}
 
     def copy_(self, other: ShardMemory) -> None:
         """Copy the values of memory for the same parameters."""

@@ -1,4 +1,4 @@
-"""What all local-update schedules share: ends of blocks, weights, overlap, fragments, state, join."""
+"""All local-update schedules: ends of blocks, weights, overlap, fragments, state, uneven loops."""
 
 from __future__ import annotations
 
@@ -617,7 +617,7 @@ def test_a_block_that_is_not_finite_is_discarded(make: type, k: int, codec: str 
 
     def rank_main(comm):
         model, optimizer = wrap(
-            comm, make(8 * comm.size, overlap_steps=k), momentum, codec=codec, on_nonfinite="pass"
+            comm, make(8 * comm.size, overlap_steps=k), momentum, codec=codec, on_nonfinite="ignore"
         )
         schedule = optimizer.schedule
         for step in range(4 + k):
@@ -701,13 +701,13 @@ def test_one_may_be_warned_instead() -> None:
 
 def test_a_pending_block_that_is_not_finite_stays_so_in_the_state() -> None:
     def rank_main(comm):
-        model, optimizer = wrap(comm, PeriodicAverage(8, overlap_steps=2), on_nonfinite="pass")
+        model, optimizer = wrap(comm, PeriodicAverage(8, overlap_steps=2), on_nonfinite="ignore")
         start = values(model)
         loss_of(model, batch(comm.rank, 0)).backward()
         model[0].weight.grad.mul_(float("nan") if comm.rank else 1.0)
         optimizer.step()
         state = optimizer.state_dict()
-        _, resumed = wrap(comm, PeriodicAverage(8, overlap_steps=2), on_nonfinite="pass")
+        _, resumed = wrap(comm, PeriodicAverage(8, overlap_steps=2), on_nonfinite="ignore")
         again = mlp()
         resumed = create_multi_node_optimizer(
             sgd(again), comm, again, schedule=PeriodicAverage(8, overlap_steps=2)
@@ -746,7 +746,7 @@ def test_a_grad_scaler_decides_for_its_rank() -> None:
 
 def test_a_scaler_that_skips_the_last_step_of_the_warmup() -> None:
     def rank_main(comm):
-        model, optimizer = wrap(comm, Warmup(16, PeriodicAverage(16)), on_nonfinite="pass")
+        model, optimizer = wrap(comm, Warmup(16, PeriodicAverage(16)), on_nonfinite="ignore")
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         for step in range(4):
             optimizer.zero_grad()

@@ -115,7 +115,7 @@ def test_an_empty_block_is_left_out() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_without_momentum_and_1_over_w_it_is_the_average(size: int) -> None:
-    """CNTK adds pseudo-gradients up: with T = 0 only a block learning rate of 1/W gives the mean."""
+    """CNTK adds pseudo-gradients up: with T = 0, a block learning rate of 1/W gives the mean."""
 
     def rank_main(comm):
         results = []

@@ -1,15 +1,44 @@
-"""What a rank puts into the next mean: its weight, and how many samples are behind it.
+"""Weights of ranks in a mean: what a rank contributes, and the sum that comes before an exchange.
 
 The samples are counted where they are seen, by a hook before the model's forward. A forward that
 is run again inside of backward, as activation checkpointing does, is not counted again.
+
+Gradients are packed as weight / (size * scale) times themselves, so that the sum over ranks is
+
+    total_scale = sum_i w_i / (size * scale)
+
+times the mean. A codec with error feedback must know this number before it adds what earlier
+exchanges have lost (`Codec.begin`), and the footer brings the weights too late for that. So two
+numbers are summed first: an ordinary job of the engine, started when the first gradient of a
+backward pass is there and hidden behind the rest of the pass.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from torchmn.communicators import Communicator
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassContext:
+    """What this rank puts into one exchange, fixed when its first gradient is there."""
+
+    step: int
+    weight: float
+    num_samples: float
+    is_active: bool
+    """Whether the rank has data of its own: not if it has left its loop in `join`."""
+    has_loaded: bool = False
+    """Whether it has loaded a state since the last exchange."""
+    index: int = 0
+    """How many exchanges came before, which must be the same on all ranks."""
 
 
 class Contribution:
@@ -82,3 +111,60 @@ class Contribution:
                 self.num_samples += value.shape[0]
                 self.was_ever_known = self._has_counted = True
                 return
+
+
+def weight_scale(total: float, num_active: int) -> float:
+    """The power of two at or above the mean weight.
+
+    In this scale a 16-bit sum of weighted gradients stays in range. Powers of two shift exponents
+    only, so the bits of a mean do not depend on the scale.
+    """
+    if total <= 0 or num_active == 0:
+        return 1.0
+    fraction, exponent = math.frexp(total / num_active)
+    return math.ldexp(1.0, exponent - 1 if fraction == 0.5 else exponent)
+
+
+class WeightAgreement:
+    """One sum of weights under way. *Collective*: all ranks start it before the same exchange.
+
+    ``then`` is called with the sum and the scale, before the next job of the engine begins.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        weight: float,
+        *,
+        is_active: bool,
+        scale: float | None,
+        then: Callable[[float, float], None],
+    ) -> None:
+        self._comm = comm
+        self._then = then
+        self._scale = scale
+        self._row = torch.tensor([weight, float(is_active)], dtype=torch.float64, device="cpu")
+        self._work = comm.engine.submit(self._sum)
+
+    def wait(self) -> None:
+        """Return when it has ended. Raises what its collective raised."""
+        self._work.wait()
+
+    @property
+    def scale(self) -> float:
+        """The scale of the exchange: the one that was given, or one that suits these weights.
+
+        It waits for the sum where none was given.
+        """
+        if self._scale is None:
+            self.wait()
+            total, num_active = self._row.tolist()
+            return weight_scale(total, round(num_active))
+        return self._scale
+
+    def _sum(self) -> None:
+        if self._comm.size > 1:
+            self._comm.world.all_reduce_(self._row)
+        total, num_active = self._row.tolist()
+        scale = weight_scale(total, round(num_active)) if self._scale is None else self._scale
+        self._then(total, scale)
