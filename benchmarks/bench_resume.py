@@ -25,12 +25,14 @@ from torch import nn
 
 from torchmn import GlobalSampler, create_multi_node_optimizer
 from torchmn.communicators import Communicator
-from torchmn.data import load_images
 from torchmn.schedules import BlockMomentum, CompressionWarmup, DiLoCo, PeriodicAverage
 from torchmn.testing import run_ranks
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.contracts.suites.resume_contracts import described
+_ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(_ROOT))
+sys.path.insert(0, str(_ROOT / "examples"))
+from datasets import load_images  # noqa: E402
+from tests.contracts.suites.resume_contracts import described  # noqa: E402
 
 GLOBAL_BATCH = 48
 NUM_IMAGES = 1392  # 29 global batches

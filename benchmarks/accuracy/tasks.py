@@ -16,6 +16,7 @@ from accuracy.networks import DigitNet, ResidualNet
 from accuracy.sides import BASELINE, BATCH, SIDES
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from datasets import load_images
 from models.vgg import VGG
 
 Augmentation = Literal["none", "crop and flip"]
@@ -135,8 +136,6 @@ class Images:
 
 def load(task: Task, folder: str) -> Images:
     """Read the data of a task."""
-    from torchmn.data import load_images
-
     found = load_images(task.data, folder).normalised()
     train, test = found.train.tensors, found.test.tensors
     if task.held_out:

@@ -17,9 +17,11 @@ from safetensors.torch import save_file
 import torchmn
 from chaos.job import MARK, SCRIPT, Job
 from chaos.settings import Setting
-from torchmn.data import load_images
 from torchmn.launch.backend import find_mpirun
 from torchmn.testing.netlab import Lab, missing_requirement, netlab
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+from datasets import load_images
 
 TRAINING = Path(__file__).parents[1] / SCRIPT
 NUM_HOSTS = 2

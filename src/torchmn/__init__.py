@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     )
     from torchmn.errors import TorchmnError
     from torchmn.evaluation import GenericMultiNodeEvaluator, Ratio, create_multi_node_evaluator
+    from torchmn.launch.multiprocess_updater import MultiprocessParallelUpdater
     from torchmn.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
     from torchmn.resilience import Preemption, ReplicaCheck
     from torchmn.script import run_main
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from torchmn.training import (
         AllreducePersistent,
         MultiNodeEarlyStoppingTrigger,
-        MultiprocessParallelUpdater,
         ObservationAggregator,
         StandardUpdater,
         Trainer,
@@ -59,7 +59,7 @@ _HOME = {
     "GlobalSampler": "torchmn.data",
     "MultiNodeEarlyStoppingTrigger": "torchmn.training",
     "MultiNodeOptimizer": "torchmn.optimizer",
-    "MultiprocessParallelUpdater": "torchmn.training",
+    "MultiprocessParallelUpdater": "torchmn.launch.multiprocess_updater",
     "ObservationAggregator": "torchmn.training",
     "RankPlacement": "torchmn.topology",
     "Preemption": "torchmn.resilience",

@@ -25,10 +25,14 @@ State = dict[str, Any]
 
 @runtime_checkable
 class Resharding(Protocol):
-    """Something whose state differs between ranks, or depends on how many there are."""
+    """An object whose state differs between ranks, or depends on the number of ranks."""
 
-    def reshard_state_dict(self, states: Sequence[State], comm: Communicator) -> State:
-        """The state that this rank loads, from those of all old ranks, in rank order. Local."""
+    def reshard_state_dict(self, states: Sequence[Any], comm: Communicator) -> Any:
+        """Return the state that this rank loads, from those of all old ranks in rank order.
+
+        Local. Called when the number of ranks has changed. The states share memory with each other:
+        the returned state is a copy wherever it was changed.
+        """
 
 
 @runtime_checkable
@@ -42,7 +46,8 @@ class HasResumeWarnings(Protocol):
 def reshard_object(target: object, states: Sequence[State], comm: Communicator) -> State:
     """What this rank loads into ``target``: rank 0's state, unless it knows better. Local."""
     if isinstance(target, Resharding):
-        return target.reshard_state_dict(states, comm)
+        state: State = target.reshard_state_dict(states, comm)
+        return state
     return states[0]
 
 

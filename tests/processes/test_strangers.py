@@ -23,8 +23,8 @@ import pytest
 
 import torchmn
 from torchmn.control import connection as channels
-from torchmn.control.authenticated_listener import MOST_WAITING, connect_authenticated
-from torchmn.control.messages import Hello
+from torchmn.control.authenticated_listener import MAX_PENDING, connect_authenticated
+from torchmn.control.messages import AgentHello
 from torchmn.errors import LaunchError
 from torchmn.launch.backend import this_machine
 from torchmn.testing.netlab import Lab, missing_requirement, netlab
@@ -192,7 +192,7 @@ def test_ten_thousand_strangers_keep_no_rank_out(
                 most_open = max(most_open, len(open_ones))
         assert sorted(job.finish().splitlines()) == ["[0] done", "[1] done"]
     # beside them the listener, two agents, and who is just taken in
-    assert most_open <= MOST_WAITING + 4
+    assert most_open <= MAX_PENDING + 4
 
 
 def test_training_beside_strangers(start: Callable[..., Job]) -> None:
@@ -218,7 +218,7 @@ def at_the_supervisor(job: Job) -> None:
     """A wrong secret, a second rank 0, the recording of a visit, and a slow trickle."""
     address = job.supervisor()
     name = "{}:{}".format(*address)
-    who = Hello(rank=0, host="x", pid=1, address="127.0.0.1", port=1, versions={})
+    who = AgentHello(rank=0, host="x", pid=1, address="127.0.0.1", port=1, versions={})
     role = channels.SUPERVISOR
     with pytest.raises(LaunchError, match="does not answer"):
         connect_authenticated(name, secret="a guess", role=role, identity=who, limit_s=0.3)

@@ -99,7 +99,7 @@ def test_the_choice_sees_no_seed_and_no_test_image_of_the_table(load, monkeypatc
         train=SimpleNamespace(tensors=(marks, marks)), test=SimpleNamespace(tensors=(-marks, marks))
     )
     found.normalised = lambda: found
-    monkeypatch.setattr("torchmn.data.load_images", lambda *_: found)
+    monkeypatch.setattr(tasks, "load_images", lambda *_: found)
     images = tasks.load(choice.TASK, "")
     assert images.train[0].tolist() == list(range(15_000))
     assert images.test[0].tolist() == list(range(15_000, 25_000))

@@ -10,8 +10,7 @@ import tarfile
 from pathlib import Path
 
 import numpy as np
-
-from torchmn.data.raw_images import RawImages
+from examples.datasets.files import RawImages
 
 NUM_IMAGES = 4
 CIFAR_BATCHES = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")

@@ -1,6 +1,6 @@
 """CIFAR-10 from its official binary or Python files, as a folder or an archive, or from ``.npz``.
 
-The Python files are pickles. They are read without trusting them: see `read_python_batch`.
+The Python files are pickles, which are read without running anything: see `read_python_batch`.
 Format: https://www.cs.toronto.edu/~kriz/cifar.html
 """
 
@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from torchmn.data.raw_images import (
+from torchmn.errors import DataError
+
+from .files import (
     AGAIN,
     Bytes,
     Labels,
@@ -27,7 +29,6 @@ from torchmn.data.raw_images import (
     raise_if_other_sum,
     reading,
 )
-from torchmn.errors import DataError
 
 NUM_CLASSES = 10
 IMAGE_SHAPE = (3, 32, 32)
@@ -78,7 +79,7 @@ def find_cifar10(root: Path) -> Path | None:
 
 
 def read_cifar10(source: Path, *, verify: bool = True) -> RawImageSet:
-    """Read what `find_cifar10` found, or a file that the user named. Local.
+    """Read what `find_cifar10` found, or a file that the user named.
 
     Raises DataError: a file is missing, damaged or of another format; or, with ``verify``, a
     Python batch has the size of the original and another content.
@@ -93,7 +94,7 @@ def read_cifar10(source: Path, *, verify: bool = True) -> RawImageSet:
         return _read_batches(source, _archive_files(source), verify)
     raise DataError(
         f"{source} is neither a .npz file nor a .tar.gz archive: it begins with the bytes "
-        f"{start.hex(' ') or 'of nothing'}. Pass the folder of CIFAR-10's batches, "
+        f"{start.hex(' ') or '(none)'}. Pass the folder of CIFAR-10's batches, "
         f"{' or '.join(_ARCHIVES)}, or a .npz with {', '.join(_NPZ_KEYS)}."
     )
 
@@ -121,7 +122,7 @@ def _archive_files(archive: Path) -> dict[str, bytes]:
                 content = members.extractfile(member) if member.isfile() else None
                 if content is not None and name in (*_BINARY, *_PYTHON):
                     files[name] = content.read()
-        # To the end: only there gzip compares its checksum.
+        # gzip compares its checksum only at the end of the stream.
         while stream.read(2**20):
             pass
     return files
@@ -171,9 +172,9 @@ def _read_binary_batch(path: Path, payload: bytes) -> Batch:
 def read_python_batch(path: Path, payload: bytes) -> Batch:
     """A pickled dict with ``data`` (n, 3072) uint8 and ``labels``, without running anything in it.
 
-    Only the names that such a file needs resolve, and they resolve to our own stand-ins, which do
-    no more than keep what they are given. Everything else in a pickle is numbers, texts and
-    containers. So a hostile file can give wrong images, and can run nothing.
+    Only the names that such a file needs resolve, and they resolve to our own placeholders, which
+    only store their arguments. Everything else in a pickle is numbers, texts and containers. So a
+    hostile file can give wrong images, but cannot run anything.
 
     Raises DataError: it needs other names, is damaged, or holds something else.
     """
@@ -204,7 +205,7 @@ class _PickledDtype:
         self.name = name.decode("latin1") if isinstance(name, bytes) else name
 
     def __setstate__(self, state: object) -> None:
-        """Byte order and alignment say nothing about unsigned bytes."""
+        """Byte order and alignment do not matter for unsigned bytes."""
 
 
 class _PickledArray:
@@ -240,7 +241,7 @@ def _latin1(text: str, encoding: str) -> bytes:
 
 
 _BYTEARRAY = pickle.BYTEARRAY8[0]
-_STAND_INS: dict[tuple[str, str], Any] = {
+_PLACEHOLDERS: dict[tuple[str, str], Any] = {
     ("numpy", "ndarray"): _PickledArray,
     ("numpy", "dtype"): _PickledDtype,
     ("numpy.core.multiarray", "_reconstruct"): _PickledArray,
@@ -250,16 +251,16 @@ _STAND_INS: dict[tuple[str, str], Any] = {
 
 
 class _BatchUnpickler(pickle._Unpickler):
-    """The one written in Python: a damaged length makes that in C reserve gigabytes."""
+    """Written in Python, because a damaged length makes the C unpickler allocate gigabytes."""
 
     dispatch = {
         code: load for code, load in pickle._Unpickler.dispatch.items() if code != _BYTEARRAY
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _STAND_INS:
-            return _STAND_INS[module, name]
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no such batch needs")
+        if (module, name) in _PLACEHOLDERS:
+            return _PLACEHOLDERS[module, name]
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no such batch needs")
 
 
 # ---- .npz
@@ -267,7 +268,7 @@ class _BatchUnpickler(pickle._Unpickler):
 
 def _read_npz(path: Path) -> RawImageSet:
     with reading(path), zipfile.ZipFile(path) as archive:
-        # numpy does not read what lies behind an array, and so may not come to its checksum.
+        # numpy does not read past the end of an array, so it may not check the checksum.
         if damaged := archive.testzip():
             raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
     with reading(path), np.load(path, allow_pickle=False) as archive:

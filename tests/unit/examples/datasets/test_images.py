@@ -15,16 +15,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from examples.datasets import IMAGE_SETS, default_data_root, load_images
+from examples.datasets import images as module
 
-from tests.unit.data.image_makers import (
+from tests.unit.examples.datasets.makers import (
     cifar_archive,
     cifar_parts,
     grey_part,
     write_cifar_folder,
     write_mnist_folder,
 )
-from torchmn.data import IMAGE_SETS, default_data_root, load_images
-from torchmn.data import image_files as module
 from torchmn.errors import DataError, TorchmnError, UnknownNameError, UsageError
 from torchmn.testing import run_ranks
 

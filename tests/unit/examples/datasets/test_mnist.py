@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from examples.datasets.files import RawImageSet
+from examples.datasets.mnist import OFFICIAL, find_mnist, parse_idx, read_mnist
 
-from tests.unit.data.image_makers import (
+from tests.unit.examples.datasets.makers import (
     MNIST_PARTS,
     flipped,
     grey_part,
@@ -16,8 +18,6 @@ from tests.unit.data.image_makers import (
     mnist_files,
     write_mnist_folder,
 )
-from torchmn.data.idx_files import OFFICIAL, find_mnist, parse_idx, read_mnist
-from torchmn.data.raw_images import RawImageSet
 from torchmn.errors import DataError
 
 
@@ -112,7 +112,9 @@ def test_labels_where_images_should_be() -> None:
 
 def test_more_bytes_than_the_head_says() -> None:
     payload = mnist_files()["train-images-idx3-ubyte"] + b"\0"
-    with pytest.raises(DataError, match=r"has 3,153 bytes and by its own head 3,152 \(4 x 28 x 28"):
+    with pytest.raises(
+        DataError, match=r"has 3,153 bytes and according to its header 3,152 \(4 x 28 x 28"
+    ):
         parse_idx(Path("images"), payload, 3)
 
 

@@ -1,4 +1,4 @@
-"""Images and labels as they lie in the files, and the words of the errors about such files."""
+"""Images and labels as stored in the files, and the errors that all readers raise."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RawImages:
 
 @dataclass(frozen=True)
 class RawImageSet:
-    """A whole data set as it lies in its files; ``path`` says where that was."""
+    """A whole data set as stored in its files, and where those are."""
 
     train: RawImages
     test: RawImages
@@ -38,17 +38,14 @@ class RawImageSet:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn what the standard library says about a damaged file into a sentence that names it.
-
-    Raises DataError.
-    """
+    """Turn any error about a damaged file into a DataError that names the file."""
     try:
         yield
     except DataError:
         raise
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}. {AGAIN}") from error
-    except Exception as error:  # in a damaged archive anything may go wrong
+    except Exception as error:  # a damaged archive may raise anything
         raise DataError(
             f"{path} is damaged, cut off or of another format "
             f"({type(error).__name__}: {error}). {AGAIN}"

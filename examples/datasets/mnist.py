@@ -14,7 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from torchmn.data.raw_images import (
+from torchmn.errors import DataError
+
+from .files import (
     AGAIN,
     Bytes,
     RawImages,
@@ -23,7 +25,6 @@ from torchmn.data.raw_images import (
     raise_if_other_sum,
     reading,
 )
-from torchmn.errors import DataError
 
 _UNSIGNED_BYTE = 8
 
@@ -55,7 +56,7 @@ def find_mnist(root: Path) -> Path | None:
 
 
 def read_mnist(folder: Path, *, verify: bool = True) -> RawImageSet:
-    """All four files. Local.
+    """Read all four files.
 
     Raises DataError: one is missing, damaged or of another format; or, with ``verify``, has the
     size of the original and another content.
@@ -105,20 +106,20 @@ def _read(folder: Path, name: str, num_dims: int, verify: bool) -> tuple[Path, B
 def parse_idx(path: Path, payload: bytes, num_dims: int) -> Bytes:
     """The array in an idx file of unsigned bytes with ``num_dims`` dimensions.
 
-    Raises DataError: another format, or more or fewer bytes than its head says.
+    Raises DataError: another format, or more or fewer bytes than its header says.
     """
     head = 4 + 4 * num_dims
     magic = bytes([0, 0, _UNSIGNED_BYTE, num_dims])
     if payload[:4] != magic or len(payload) < head:
         raise DataError(
-            f"{path} begins with the bytes {payload[:4].hex(' ') or 'of nothing'} and an idx file "
+            f"{path} begins with the bytes {payload[:4].hex(' ') or '(none)'} and an idx file "
             f"of {num_dims}-dimensional unsigned bytes with {magic.hex(' ')}. {AGAIN}"
         )
     shape = struct.unpack_from(f">{num_dims}I", payload, 4)
     expected = head + math.prod(shape)
     if len(payload) != expected:
         raise DataError(
-            f"{path} has {len(payload):,} bytes and by its own head {expected:,} "
+            f"{path} has {len(payload):,} bytes and according to its header {expected:,} "
             f"({' x '.join(map(str, shape))}). It is cut off or damaged. {AGAIN}"
         )
     return np.frombuffer(payload, np.uint8, offset=head).reshape(shape)

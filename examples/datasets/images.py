@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from torchmn.communicators.run_on_one_rank import raise_if_any_failed, run_on_one_rank
-from torchmn.data.cifar_files import find_cifar10, read_cifar10
-from torchmn.data.download import download as fetch
-from torchmn.data.idx_files import find_mnist, read_mnist
-from torchmn.data.raw_images import RawImages, RawImageSet, reading
 from torchmn.errors import DataError, UnknownNameError, UsageError
+
+from .cifar import find_cifar10, read_cifar10
+from .download import download as fetch
+from .files import RawImages, RawImageSet, reading
+from .mnist import find_mnist, read_mnist
 
 if TYPE_CHECKING:
     from torchmn.communicators import Communicator
@@ -34,7 +35,7 @@ class ImageData:
     shape: tuple[int, int, int]
     name: str
     path: Path | None
-    """Where it was read; None for data that come with a package."""
+    """Where it was read; None for data that a package contains."""
 
     def resized(self, size: int, *, channels: int | None = None) -> ImageData:
         """Images of ``size`` x ``size``, bilinear; grey ones repeated to ``channels``.
@@ -82,7 +83,7 @@ class ReadImages(Protocol):
 
 @dataclass(frozen=True)
 class ImageFiles:
-    """A data set that lies in files: how it is found and read, and where it comes from."""
+    """A data set stored in files: how it is found and read, and where it comes from."""
 
     title: str
     find: Callable[[Path], Path | None]
@@ -128,16 +129,16 @@ def load_images(
 ) -> ImageData:
     """One of `IMAGE_SETS` in memory: ``digits``, ``cifar10`` or ``mnist``.
 
-    Local without ``comm``. With it *collective*: every rank reads the files, rank 0 alone downloads
-    them, and an error of one rank is an error of all.
+    Local without ``comm``, else *collective*: every rank reads the files, rank 0 alone downloads
+    them, and an error on one rank is raised on all.
 
     Args:
-        name: ``digits`` are scikit-learn's 1,797 scans of 8 x 8, always in the same division into
+        name: ``digits`` are scikit-learn's 1,797 scans of 8 x 8, always split the same way into
             1,437 and 360; they need no files.
-        data_root: the file or folder that has the data, or has a folder that has; without it
+        data_root: the file or folder with the data, or a folder above it; the default is
             `default_data_root()`.
-        download: fetch what is not there, to ``data_root``.
-        verify: compare files that have the size of the original with its checksum.
+        download: fetch missing files into ``data_root``.
+        verify: compare files that have the size of the original with the original's checksum.
         mirror: an address to download from instead of the official one.
         comm: the ranks that load the same data.
 
@@ -152,9 +153,9 @@ def load_images(
     files = IMAGE_FILES[name]
     root = default_data_root() if data_root is None else Path(data_root)
 
-    def provide(keep_waiting: Callable[[], None]) -> None:
+    def provide(heartbeat: Callable[[], None]) -> None:
         if download:
-            _download(files, root / name, mirror or files.address, keep_waiting, _find(files, root))
+            _download(files, root / name, mirror or files.address, heartbeat, _find(files, root))
 
     if comm is None:
         provide(lambda: None)
@@ -179,17 +180,17 @@ def _download(
     files: ImageFiles,
     folder: Path,
     address: str,
-    keep_waiting: Callable[[], None],
+    heartbeat: Callable[[], None],
     found: Path | None,
 ) -> None:
-    """Fetch all files where none was found, or what an earlier download did not get to."""
+    """Fetch all files where none was found, or those that an earlier download left out."""
     have = [file for file in files.md5_sums if (folder / file).exists()]
     if found is not None and not have:
         return
     for file, md5 in files.md5_sums.items():
         if file not in have:
             url = f"{address.rstrip('/')}/{file}"
-            fetch(url, folder / file, md5=md5, keep_waiting=keep_waiting)
+            fetch(url, folder / file, md5=md5, heartbeat=heartbeat)
 
 
 def _find(files: ImageFiles, root: Path) -> Path | None:

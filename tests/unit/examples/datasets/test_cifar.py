@@ -10,8 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from examples.datasets import cifar as module
+from examples.datasets.cifar import find_cifar10, read_cifar10, read_python_batch
+from examples.datasets.files import RawImageSet
 
-from tests.unit.data.image_makers import (
+from tests.unit.examples.datasets.makers import (
     binary_bytes,
     cifar_archive,
     cifar_files,
@@ -22,9 +25,6 @@ from tests.unit.data.image_makers import (
     write_cifar_folder,
     write_npz,
 )
-from torchmn.data import cifar_files as module
-from torchmn.data.cifar_files import find_cifar10, read_cifar10, read_python_batch
-from torchmn.data.raw_images import RawImageSet
 from torchmn.errors import DataError
 
 
@@ -253,7 +253,7 @@ class Hostile:
 def test_a_pickle_that_runs_something(tmp_path: Path, protocol: int) -> None:
     hostile = Hostile(tmp_path)
     payload = pickle.dumps({b"data": hostile, b"labels": []}, protocol=protocol)
-    with pytest.raises(DataError, match="it asks for posix.mkdir, which no such batch needs"):
+    with pytest.raises(DataError, match="it refers to posix.mkdir, which no such batch needs"):
         read_python_batch(tmp_path / "batch", payload)
     assert not hostile.mark.exists()
     pickle.loads(payload)

@@ -1,4 +1,4 @@
-"""Fetch one file from the network: checked, with a progress bar, and never half of it."""
+"""Download one file, with a checksum and a progress bar, completely or not at all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 _CHUNK_BYTES = 256 * KiB
-_SILENCE_S = 30.0
+_TIMEOUT_S = 30.0
 
 
 def download(
@@ -29,19 +29,19 @@ def download(
     path: Path,
     *,
     md5: str,
-    keep_waiting: Callable[[], None] = lambda: None,
+    heartbeat: Callable[[], None] = lambda: None,
 ) -> None:
-    """Fetch ``url`` to ``path``, whose folder is made where it is missing. Local.
+    """Fetch ``url`` to ``path``, whose folder is created if it is missing.
 
-    The file appears under its name when it is complete and its checksum is right. The bar goes to
-    stderr, where that is a terminal. ``keep_waiting`` is called after every piece.
+    The file appears under its name when it is complete and its checksum is right. The bar is shown
+    on stderr if that is a terminal. ``heartbeat`` is called after every chunk.
 
     Raises:
         UsageError: the address is not http or https.
         DataError: no connection, another status than 200, too short, another checksum, no room.
     """
     if urlsplit(url).scheme not in ("http", "https"):
-        raise UsageError(f"{url} is no address to download from. It must begin with https://.")
+        raise UsageError(f"{url} cannot be downloaded. The address must begin with https://.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         number, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
@@ -52,13 +52,13 @@ def download(
     part = Path(name)
     try:
         with os.fdopen(number, "wb") as file:
-            seen = _fetch(url, file.write, keep_waiting)
+            seen = _fetch(url, file.write, heartbeat)
             file.flush()
             os.fsync(file.fileno())
         if seen != md5:
             raise DataError(
-                f"What came from {url} has the md5 sum {seen} and should have {md5}. It was thrown "
-                "away: try again, or fetch the file in another way and pass its folder as "
+                f"The file from {url} has the md5 sum {seen} and should have {md5}. It was "
+                "discarded: try again, or fetch the file in another way and pass its folder as "
                 "--data-root."
             )
         part.chmod(0o644)
@@ -72,23 +72,23 @@ def download(
         part.unlink(missing_ok=True)
 
 
-def _fetch(url: str, write: Callable[[bytes], object], keep_waiting: Callable[[], None]) -> str:
-    """Pass on what comes and return its md5 sum."""
+def _fetch(url: str, write: Callable[[bytes], object], heartbeat: Callable[[], None]) -> str:
+    """Write the content of ``url`` and return its md5 sum."""
     digest = hashlib.md5(usedforsecurity=False)
     request = Request(url, headers={"User-Agent": "torchmn"})
     with contextlib.ExitStack() as stack:
-        answer = stack.enter_context(urlopen(request, timeout=_SILENCE_S))
-        length = answer.headers.get("Content-Length")
+        response = stack.enter_context(urlopen(request, timeout=_TIMEOUT_S))
+        length = response.headers.get("Content-Length")
         total = int(length) if length and length.isdigit() else None
         progress = stack.enter_context(_progress_bar())
         task = progress.add_task(url.rsplit("/", 1)[-1], total=total)
         num_bytes = 0
-        while chunk := answer.read(_CHUNK_BYTES):
+        while chunk := response.read(_CHUNK_BYTES):
             write(chunk)
             digest.update(chunk)
             num_bytes += len(chunk)
             progress.update(task, completed=num_bytes)
-            keep_waiting()
+            heartbeat()
     if total is not None and num_bytes < total:
         raise OSError(f"the connection ended after {num_bytes:,} of {total:,} bytes")
     return digest.hexdigest()
