@@ -21,7 +21,7 @@ from tests.unit.models import (
 )
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import UsageError
-from torchmn.gradients.weight_scale import weight_scale
+from torchmn.gradients.weights import weight_scale
 from torchmn.testing import run_ranks
 
 SCHEDULES = ["every_step", "double_buffering"]
