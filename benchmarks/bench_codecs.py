@@ -1,8 +1,8 @@
-"""What encoding and decoding cost on one core, beside a loop that reads and writes the same bytes.
+"""The time of encoding and decoding on one core, compared with a loop that moves the same bytes.
 
 7.5 million float32 elements (30 MB) in the shapes of a VGG's convolutions, through the public
-methods of the codecs. Encoding with residual reads gradient and residual and writes the new residual
-and the bytes; decode-and-add reads bytes and sum and writes the sum.
+methods of the codecs. Encoding with residual reads gradient and residual, and writes the new
+residual and the bytes; decode-and-add reads bytes and sum and writes the sum.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from record import Bar, median_bar, ratio_bar, report
 
 from torchmn.compression import BFloat16, ErrorFeedback, Float16, Layout, Quantized
 from torchmn.compression.base import StripeCodec
-from torchmn.compression.kernels.select import reference as reference
+from torchmn.compression.kernels import reference
 from torchmn.units import MiB
 
 SHAPES = [(512, 512, 3, 3)] * 2 + [(512, 256, 3, 3), (256, 256, 3, 3), (256, 128, 3, 3)]
@@ -31,9 +31,9 @@ CPU = torch.device("cpu")
 
 
 @njit(nogil=True)
-def encoding_loop(values, residual, rest, encoded) -> None:  # type: ignore[no-untyped-def]
+def encoding_loop(values, residual, new_residual, encoded) -> None:  # type: ignore[no-untyped-def]
     for i in range(values.size):
-        rest[i] = values[i] + residual[i]
+        new_residual[i] = values[i] + residual[i]
     for i in range(encoded.size):
         encoded[i] = i
 
@@ -63,7 +63,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def take_turns(sides: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
-    """Every side begins with nothing of its own in the caches, as it does in training."""
+    """Each side starts with nothing of its own in the caches, as in training."""
     other_data = np.zeros(OTHER_DATA_BYTES, np.uint8)
     times: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(ROUNDS + 2):
@@ -81,7 +81,7 @@ def measure(codec: StripeCodec, bucket: Layout, *, has_limit: bool) -> list[Bar]
     encoded = torch.zeros(codec.stripe_nbytes(bucket), dtype=torch.uint8)
     words = encoded.numpy()[: encoded.numel() // 4 * 4].view(np.int32)
     total = torch.zeros(bucket.end)
-    residual, rest = torch.zeros(2, bucket.end).numpy()
+    residual, new_residual = torch.zeros(2, bucket.end).numpy()
     codec.warm_up(bucket, CPU)
 
     def encode() -> None:
@@ -92,7 +92,7 @@ def measure(codec: StripeCodec, bucket: Layout, *, has_limit: bool) -> list[Bar]
     times = take_turns(
         {
             "encode": encode,
-            "encoding loop": lambda: encoding_loop(values.numpy(), residual, rest, words),
+            "encoding loop": lambda: encoding_loop(values.numpy(), residual, new_residual, words),
             "decode": lambda: codec.decode_stripe(encoded, bucket, total, add=True),
             "decoding loop": lambda: decoding_loop(words, total.numpy()),
         }
@@ -111,29 +111,30 @@ def measure(codec: StripeCodec, bucket: Layout, *, has_limit: bool) -> list[Bar]
         median_bar(f"{name}: {side}", [1e3 * s for s in spent], "ms")
         for side, spent in times.items()
     ]
-    bars.append(Bar(f"{name}: bytes on the wire", encoded.numel() / (4 * bucket.numel), "x"))
+    bars.append(Bar(f"{name}: encoded bytes", encoded.numel() / (4 * bucket.numel), "x"))
     return bars
 
 
 def plain_torch(bucket: Layout) -> list[Bar]:
-    """The kernels for where there is no compiler."""
+    """The kernels without a compiler."""
     bars = []
     for bits in (8, 1):
         codec = Quantized(bits)
-        values, residual, rest = torch.randn(3, bucket.end)
+        values, residual, new_residual = torch.randn(3, bucket.end)
         encoded = torch.zeros(codec.stripe_nbytes(bucket), dtype=torch.uint8)
         plan = codec.plan(bucket)
         spent = [
-            1e3 * seconds(lambda: reference.encode(values, residual, rest, encoded, plan, None))  # noqa: B023
+            1e3
+            * seconds(lambda: reference.encode(values, residual, new_residual, encoded, plan, None))  # noqa: B023
             for _ in range(3)
         ]
-        bars.append(median_bar(f"{codec.name}: encode by plain torch", spent, "ms"))
+        bars.append(median_bar(f"{codec.name}: encode with plain torch", spent, "ms"))
     return bars
 
 
 def main() -> int:
     torch.set_num_threads(1)
-    warnings.simplefilter("error")  # the slow kernels are not what is to be measured
+    warnings.simplefilter("error")  # the slow kernels are not measured
     gc.disable()
     bucket = layout()
     bars: list[Bar] = []

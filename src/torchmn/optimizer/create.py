@@ -130,23 +130,21 @@ def create_multi_node_optimizer(
     )
     if isinstance(name, str) and name not in ("auto", *SCHEDULES):
         raise UnknownNameError("schedule", name, ["auto", *SCHEDULES])
+    tuner = None
     if "auto" in (name, codec):
-        chosen: Schedule = Autotuner(
-            _choices(
-                name,
-                codec,
-                comm,
-                allow_lossy=allow_lossy,
-                left_out={
-                    *(() if allow_stale else ("double_buffering",)),
-                    *(() if allow_deferred else ("every_step_next_forward",)),
-                },
-            ),
-            retune=retune,
+        space = _search_space(
+            name,
+            codec,
+            comm,
+            allow_lossy=allow_lossy,
+            excluded={
+                *(() if allow_stale else ("double_buffering",)),
+                *(() if allow_deferred else ("every_step_next_forward",)),
+            },
         )
-        codec = None
-    else:
-        chosen = SCHEDULES[name]() if isinstance(name, str) else name
+        tuner = Autotuner(space, retune=retune)
+        name, codec = next(iter(space.schedules)), space.codecs[0]
+    chosen = SCHEDULES[name]() if isinstance(name, str) else name
     if reduction == "sum" and chosen.num_sets == 0:
         raise UnsupportedError(
             f"reduction='sum' adds the ranks' gradients of one step, and under {chosen.name} each "
@@ -178,20 +176,23 @@ def create_multi_node_optimizer(
         on_nonfinite=on_nonfinite,
         max_grad_norm=max_grad_norm,
         gradient_as_bucket_view=gradient_as_bucket_view,
+        tuner=tuner,
     )
     warn_of_equal_dropout(comm, models)
-    if codec is not None and not isinstance(chosen, ParameterServer):  # it pushes between all ranks
+    if (
+        tuner is None and codec is not None and not isinstance(chosen, ParameterServer)
+    ):  # it pushes between all ranks
         warn_if_it_encodes_nothing(form, comm)
     return made
 
 
-def _choices(
+def _search_space(
     schedule: str | Schedule,
     codec: str | Codec | None,
     comm: Communicator,
     *,
     allow_lossy: bool,
-    left_out: Collection[str],
+    excluded: Collection[str],
 ) -> SearchSpace:
     """What ``auto`` may choose. Raises UnsupportedError: an object, or one that has no step."""
     if not isinstance(schedule, str) or not (codec is None or isinstance(codec, str)):
@@ -206,7 +207,7 @@ def _choices(
         )
     schedules, codecs = [schedule], [codec or "float32"]
     if schedule == "auto":
-        schedules = [name for name in SINGLE_STEPS if name not in left_out]
+        schedules = [name for name in SINGLE_STEPS if name not in excluded]
     elif schedule not in SINGLE_STEPS:
         raise UnsupportedError(
             f"codec='auto' compares single steps, and schedule={schedule!r} has none that are "

@@ -111,5 +111,5 @@ def test_the_shortlist_holds_the_best_bucket_of_each_kind() -> None:
         (1.6, plan("double_buffering", "int8")),
     ]
     best = [plan(bucket_bytes=4), plan(codec="int8"), plan("double_buffering")]
-    assert shortlist(predictions, within=1.5, most=9) == best
-    assert shortlist(predictions, within=1.5, most=2) == best[:2]
+    assert shortlist(predictions, within=1.5, max_plans=9) == best
+    assert shortlist(predictions, within=1.5, max_plans=2) == best[:2]

@@ -121,7 +121,7 @@ def test_a_plan_for_another_model_is_not_followed() -> None:
 
 
 @pytest.mark.parametrize("num_steps", [1, 4, 8, 11, 15])
-def test_auto_goes_on_measuring_where_it_was(num_steps: int) -> None:
+def test_auto_resumes_its_measurements(num_steps: int) -> None:
     """With the plan that was in use, what is pending in it, and the trials that were done."""
 
     def rank_main(comm):
@@ -133,25 +133,25 @@ def test_auto_goes_on_measuring_where_it_was(num_steps: int) -> None:
         again.load_state_dict(described(model.state_dict()))
         other.load_state_dict(state)
         for name in ("_using", "_trying", "_untried", "trials", "plan"):
-            assert getattr(other.schedule, name) == getattr(optimizer.schedule, name), name
+            assert getattr(other.tuner, name) == getattr(optimizer.tuner, name), name
         was_left = MAX_STEPS + tuner.NUM_WARM_UP + tuner.NUM_TIMED
         train(other, again, comm, range(num_steps, num_steps + was_left))
-        assert other.schedule.plan is not None
-        return other.schedule.plan
+        assert other.tuner.plan is not None
+        return other.tuner.plan
 
     plans = run_ranks(rank_main, 2)
     assert plans[0] == plans[1]
 
 
-def test_auto_measures_anew_on_other_ranks_and_loses_nothing() -> None:
+def test_auto_measures_again_on_other_ranks_and_loses_nothing() -> None:
     """A mean that was pending under the old plan is applied before the plan is left."""
 
     def old(comm):
         model, optimizer = wrap(
             comm, schedule="auto", codec="auto", allow_lossy=True, allow_stale=True
         )
-        late = next(p for p in optimizer.schedule.choices.plans() if "double" in p.schedule)
-        optimizer.schedule._decide(late, "for the test")
+        late = next(p for p in optimizer.tuner.space.plans() if "double" in p.schedule)
+        optimizer.tuner._decide(late, "for the test")
         train(optimizer, model, comm, range(3))
         state = described((model.state_dict(), optimizer.state_dict()))
         optimizer.flush()
@@ -166,15 +166,15 @@ def test_auto_measures_anew_on_other_ranks_and_loses_nothing() -> None:
         )
         model.load_state_dict(saved[0][0][0])
         optimizer.load_state_dict(described(optimizer.reshard_state_dict(states, comm)))
-        assert optimizer.schedule.plan is None
-        assert "measures anew" in " ".join(optimizer.resume_warnings())
+        assert optimizer.tuner.plan is None
+        assert "measures again" in " ".join(optimizer.resume_warnings())
         held = values(model)
         optimizer.flush()
         assert not equal(values(model), held)
         for mine, theirs in zip(values(model), saved[0][1], strict=True):
             assert torch.allclose(mine, theirs, rtol=1e-12)
         train(optimizer, model, comm, range(1))
-        assert optimizer.schedule.current.name == "every_step"
+        assert optimizer.schedule.name == "every_step"
 
     run_ranks(new, 3)
 

@@ -92,7 +92,7 @@ def test_groups_of_its_own_are_refused() -> None:
         return torch.optim.SGD([{"params": [p]} for p in parameters], 0.1)
 
     def rank_main(comm):
-        with pytest.raises(UsageError, match="4 groups of parameters.*as one group"):
+        with pytest.raises(UsageError, match="4 parameter groups.*as one group"):
             wrap(comm, DiLoCo(8, outer=groups))
 
     run_ranks(rank_main, 1)
