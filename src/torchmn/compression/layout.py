@@ -159,7 +159,7 @@ class Layout:
     def between(self, start: int, stop: int) -> Layout:
         """Elements ``start`` to ``stop`` of the buffer, which may be inside of blocks.
 
-        A block is then divided, and each part quantized by itself: values then depend on where
+        A block is then divided, and each part quantized separately: values then depend on where
         buckets are divided. The segments' `start` still counts from the start of the buffer.
         """
         return Layout(

@@ -95,7 +95,7 @@ class _Matrix:
 
 
 class PowerSGD(Codec):
-    """A codec that reduces by itself, not by stripes. One object belongs to one exchange.
+    """A codec that reduces whole matrices, not stripes. One object belongs to one exchange.
 
     ``rank`` is r. Memory: 8 bytes an element, and Q. ``seed`` must be the same on all ranks.
     """

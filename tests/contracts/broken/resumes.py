@@ -64,8 +64,9 @@ class ForgetsWhereItWasGoing(PeriodicAverage):
 
     def state_dict(self):
         state = super().state_dict()
-        if state["pending"]:
-            state["pending"]["starts"] = None
+        for fragment in state["fragments"]:
+            if fragment["exchange"]:
+                fragment["exchange"]["starts"] = None
         return state
 
     @classmethod
@@ -138,8 +139,9 @@ class LeavesParametersAlone(PeriodicAverage):
     def __init__(self):
         super().__init__(48)
 
-    def _load_parameters(self, values):
-        pass
+    def load_state_dict(self, state):
+        fragments = [{**f, "parameters": {}} for f in state.get("fragments", [])]
+        super().load_state_dict({**state, "fragments": fragments} if state else state)
 
     @classmethod
     def recipe(cls, monkeypatch):
@@ -153,7 +155,8 @@ class BeginsAnEmptyBlock(PeriodicAverage):
         super().__init__(48)
 
     def reshard_state_dict(self, states, comm):
-        return {**super().reshard_state_dict(states, comm), "block_samples": [0.0]}
+        state = super().reshard_state_dict(states, comm)
+        return {**state, "fragments": [{**f, "num_samples": 0.0} for f in state["fragments"]]}
 
     @classmethod
     def recipe(cls, monkeypatch):

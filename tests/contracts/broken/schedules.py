@@ -240,7 +240,8 @@ class LosesTheBlockInState(SmallBlocks):
     def load_state_dict(self, state):
         if state:
             order = {**state["order"], "samples": 0.0}
-            state = {**state, "order": order, "block_samples": [0.0]}
+            fragments = [{**f, "num_samples": 0.0} for f in state["fragments"]]
+            state = {**state, "order": order, "fragments": fragments}
         super().load_state_dict(state)
 
 

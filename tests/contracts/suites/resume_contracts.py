@@ -343,7 +343,8 @@ def _owed(states: States) -> dict[str, Tensor]:
     owed: dict[str, Tensor] = {}
     for state in states:
         ours = state["torchmn"]
-        for codec in (ours["codec"], *ours.get("after", ours).get("codecs", [])):
+        fragments = ours.get("after", ours).get("fragments", [])
+        for codec in (ours["codec"], *(fragment["codec"] for fragment in fragments)):
             for entry in codec.get("state", {}).get("residuals", []):
                 first, values = entry["offset"], entry["values"].double() / entry["scale"]
                 total = owed.get(entry["name"], values.new_zeros(0))
@@ -365,7 +366,10 @@ def _require_blocks(run: Run, left: Left) -> None:
 
     def in_block(states: States) -> list[float]:
         counts = zip(
-            *([n / each["num_sharing"] for n in each["block_samples"]] for each in states),
+            *(
+                [f["num_samples"] / each["num_sharing"] for f in each["fragments"]]
+                for each in states
+            ),
             strict=True,
         )
         return [sum(count) for count in counts]

@@ -429,7 +429,7 @@ def check_block_nonfinite(comm: Communicator, make: MakeSchedule, codec: str | N
 
 def _residues(schedule: LocalUpdateSchedule) -> list[dict[str, Any]]:
     """What this rank owes, run by run."""
-    codecs = schedule.state_dict()["codecs"]
+    codecs = [fragment["codec"] for fragment in schedule.state_dict()["fragments"]]
     return [entry for each in codecs for entry in each.get("state", {}).get("residuals", [])]
 
 

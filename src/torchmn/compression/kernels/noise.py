@@ -1,6 +1,6 @@
 """Random numbers for stochastic rounding: a function of seed, step, parameter and element.
 
-They do not depend on how parameters are cut into buckets and stripes, they are the same for every
+They do not depend on how parameters are put into buckets and stripes, they are the same for every
 kernel, and a counter is all the state there is.
 """
 

@@ -43,7 +43,6 @@ from torchmn.communicators import Communicator
 from torchmn.communicators.checksums import checksum
 from torchmn.compression import Codec
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
-from torchmn.gradients.codec_state import codec_state, load_codec_state
 from torchmn.gradients.reducer import GradientReducer
 from torchmn.gradients.replicas import copy_state_from_rank
 from torchmn.gradients.weights import weight_scale
@@ -53,6 +52,7 @@ from torchmn.schedules.local_updates.fragments import (
     Fragment,
     PseudoGradient,
     averageable,
+    new_codecs,
     reset_momentum_,
     split_into_fragments,
 )
@@ -137,7 +137,7 @@ class LocalUpdateSchedule(Schedule):
         )
 
     def outer_state_tensors(self, pseudo_gradients: Sequence[PseudoGradient]) -> OuterState:
-        """The floating-point tensors that `outer_step` changes beside the anchors."""
+        """The floating-point tensors that `outer_step` changes besides the anchors."""
         return {}
 
     def on_anchors_created(self) -> None:
@@ -196,25 +196,15 @@ class LocalUpdateSchedule(Schedule):
         }
         # A power of two: sums stay near the size of pseudo-gradients, no bit of a mean changes.
         scale = weight_scale(self._block_size / self._comm.size, 1)
+        codecs = new_codecs(self._codec, self.num_fragments, self._fragments)
         parts = split_into_fragments(parameters, self.num_fragments)
         self._fragments = [
             Fragment(self._comm, codec, part, self.anchors, scale)
-            for codec, part in zip(self._new_codecs(), parts, strict=True)
+            for codec, part in zip(codecs, parts, strict=True)
         ]
         self._order.restart()
         self._has_anchors = self._are_anchors_verified = False
         self.on_anchors_created()
-
-    def _new_codecs(self) -> list[Codec | None]:
-        """One for each fragment, as each exchange ends by itself; residuals are kept."""
-        if self._codec is None:
-            return [None] * self.num_fragments
-        residuals = [fragment.codec.state_dict() for fragment in self._fragments if fragment.codec]
-        codecs = [self._codec.new_instance() for _ in range(self.num_fragments)]
-        if residuals:
-            for codec in codecs:  # each takes those of its parameters
-                codec.load_state_dict(_merged(residuals))
-        return list(codecs)
 
     def backward_ended(self) -> None:
         """See `Schedule.backward_ended`. Called only with ``intra_node``."""
@@ -389,23 +379,17 @@ class LocalUpdateSchedule(Schedule):
 
     def state_dict(self) -> dict[str, Any]:
         """See `Schedule.state_dict`. Different on each rank; waits for a pending exchange."""
-        fragments, pending = self._fragments, self._pending
+        has_anchors = self._has_anchors
         return {
             "num_samples": self.num_samples,
-            "anchors": {n: a.clone() for n, a in self.anchors.items()} if self._has_anchors else {},
+            "anchors": {n: a.clone() for n, a in self.anchors.items()} if has_anchors else {},
             "outer": self.outer_state_dict(),
-            "block_samples": [fragment.num_samples for fragment in fragments],
             "order": self._order.state_dict(),
             "num_sharing": self._node.num_active if self._node is not None else 1,
-            "pending": {}
-            if pending is None
-            else {"fragment": fragments.index(pending), **pending.pending_state()},
-            "codecs": [codec_state(fragment.codec, self._comm) for fragment in fragments],
-            "names": [fragment.names for fragment in fragments],
-            # What this rank has learned in the block: another number of ranks shares it.
-            "parameters": {n: p for f in fragments for n, p in f.changed_parameters().items()}
-            if self._has_anchors
-            else {},
+            "fragments": [
+                fragment.state_dict(is_pending=fragment is self._pending, has_anchors=has_anchors)
+                for fragment in self._fragments
+            ],
         }
 
     def reshard_state_dict(
@@ -438,24 +422,17 @@ class LocalUpdateSchedule(Schedule):
             node.num_active = state.get("num_sharing", 1)
         self.num_samples = state.get("num_samples", 0.0)
         self.load_outer_state_dict(state.get("outer", {}))
-        codecs = state.get("codecs", [{}] * len(fragments))
-        counts = state.get("block_samples", [0.0] * len(fragments))
-        for fragment, codec, num_samples in zip(fragments, codecs, counts, strict=True):
-            load_codec_state(fragment.codec, self._comm, codec)
-            fragment.num_samples = num_samples
-        anchors = state.get("anchors", {})
-        for name, value in anchors.items():
+        for name, value in state.get("anchors", {}).items():
             self.anchors[name].copy_(value)
-        self._has_anchors = bool(anchors)
+        self._has_anchors = bool(state.get("anchors"))
         if state:
             self._order.load_state_dict(state["order"])
-            self._load_parameters(state["parameters"])
-            if state["pending"]:
-                self._pending = fragments[state["pending"]["fragment"]]
-                self._pending.load_pending_state(state["pending"])
+        for index, fragment in enumerate(fragments):
+            if fragment.load_state_dict(state["fragments"][index] if state else {}):
+                self._pending = fragment
 
     def _check_state(self, state: dict[str, Any]) -> None:
-        num_fragments = len(state.get("block_samples", self._fragments))
+        num_fragments = len(state.get("fragments", self._fragments))
         if num_fragments != len(self._fragments):
             raise UsageError(
                 f"This state was saved with num_fragments={num_fragments}, and here it is "
@@ -468,30 +445,10 @@ class LocalUpdateSchedule(Schedule):
                 f"The saved anchors are of other parameters; they differ in {odd[:5]}."
             )
 
-    @torch.no_grad()
-    def _load_parameters(self, values: dict[str, Tensor]) -> None:
-        """On the same number of ranks they equal the model's own; else they replace them."""
-        for fragment in self._fragments:
-            for name, parameter in zip(fragment.names, fragment.parameters, strict=True):
-                if name in values:
-                    parameter.copy_(values[name])
-
 
 def _is_concurrent(comm: Communicator) -> bool:
     """Whether two communicators of a rank may exchange at the same time."""
     return comm.world.transport.name != "mpi"
-
-
-def _merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The states of codecs of different parameters as one, with all their residuals."""
-    merged = dict(states[0])
-    for state in states[1:]:
-        for key, value in state.items():
-            if isinstance(value, list):
-                merged[key] = [*merged[key], *value]
-            elif isinstance(value, dict):
-                merged[key] = {**merged[key], **value}
-    return merged
 
 
 def _check(name: str, is_right: bool, value: object, rule: str) -> None:

@@ -20,6 +20,7 @@ from torchmn.compression import Codec
 from torchmn.errors import UsageError
 from torchmn.gradients.bucket_set import BucketSet
 from torchmn.gradients.buckets import NamedParameter, plan_buckets
+from torchmn.gradients.codec_state import codec_state, load_codec_state
 from torchmn.gradients.footer import NUM_FOOTER
 from torchmn.gradients.weights import PassContext
 
@@ -136,18 +137,21 @@ class Fragment:
 
     # ---- state ----
 
-    def changed_parameters(self) -> dict[str, Tensor]:
-        """Copies of the parameters that differ from their anchors, by name."""
+    def state_dict(self, *, is_pending: bool, has_anchors: bool) -> dict[str, Any]:
+        """The state of this rank. A pending exchange is waited for, and stays pending."""
+        changed = {}  # what this rank has learned in the block: another number of ranks shares it
+        if has_anchors:
+            rows = zip(self.names, self.parameters, self.anchors, strict=True)
+            changed = {n: p.detach().clone() for n, p, a in rows if not torch.equal(p, a)}
         return {
-            name: parameter.detach().clone()
-            for name, parameter, anchor in zip(
-                self.names, self.parameters, self.anchors, strict=True
-            )
-            if not torch.equal(parameter, anchor)
+            "names": self.names,
+            "num_samples": self.num_samples,
+            "codec": codec_state(self.codec, self.buckets.comm),
+            "parameters": changed,
+            "exchange": self._exchange_state() if is_pending else {},
         }
 
-    def pending_state(self) -> dict[str, Any]:
-        """The pending exchange: it is waited for, and stays pending."""
+    def _exchange_state(self) -> dict[str, Any]:
         buckets = self.buckets
         buckets.drain()
         total_weight = buckets.total_weight
@@ -161,17 +165,62 @@ class Fragment:
             "record": buckets.record(),
         }
 
-    def load_pending_state(self, state: dict[str, Any]) -> None:
-        """Resume from `pending_state`: the exchange is pending again."""
-        total_weight = state["total_weight"]
-        self.buckets.load_means(state["means"], state["record"], total_weight=total_weight)
-        self.steps_left, starts = state["steps_left"], state["starts"]
-        if starts is not None:
-            starts = [
-                start.to(parameter.device, copy=True)
-                for start, parameter in zip(starts, self.parameters, strict=True)
-            ]
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Resume from `state_dict`; an empty dict resets. Returns whether an exchange is pending.
+
+        On the same number of ranks ``parameters`` equal the model's own; else they replace them.
+        """
+        self.num_samples = state.get("num_samples", 0.0)
+        load_codec_state(self.codec, self.buckets.comm, state.get("codec", {}))
+        changed = state.get("parameters", {})
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if name in changed:
+                parameter.copy_(changed[name])
+        exchange = state.get("exchange", {})
+        if not exchange:
+            return False
+        total_weight, starts = exchange["total_weight"], exchange["starts"]
+        self.buckets.load_means(exchange["means"], exchange["record"], total_weight=total_weight)
+        self.steps_left = exchange["steps_left"]
         self._starts = starts
+        if starts is not None:
+            rows = zip(starts, self.parameters, strict=True)
+            self._starts = [start.to(parameter.device, copy=True) for start, parameter in rows]
+        return True
+
+
+def new_codecs(
+    codec: Codec | None, num_fragments: int, before: Sequence[Fragment]
+) -> list[Codec | None]:
+    """A codec for each fragment, as their exchanges end at different times.
+
+    The residuals of the fragments ``before`` are kept: each takes those of its parameters.
+    """
+    if codec is None:
+        return [None] * num_fragments
+    residuals = _merged([fragment.codec.state_dict() for fragment in before if fragment.codec])
+    codecs: list[Codec | None] = []
+    for _ in range(num_fragments):
+        new = codec.new_instance()
+        if residuals:
+            new.load_state_dict(residuals)
+        codecs.append(new)
+    return codecs
+
+
+def _merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The states of codecs of different parameters as one, with all their residuals."""
+    merged: dict[str, Any] = {}
+    for state in states:
+        for key, value in state.items():
+            if isinstance(value, list):
+                merged[key] = [*merged.get(key, []), *value]
+            elif isinstance(value, dict):
+                merged[key] = {**merged.get(key, {}), **value}
+            else:
+                merged.setdefault(key, value)
+    return merged
 
 
 def split_into_fragments(

@@ -24,7 +24,7 @@ from torch import Tensor
 from torchmn.schedules.local_updates.fragments import PseudoGradient
 
 OuterState = Mapping[tuple[str, str], Tensor]
-"""The tensors that an outer step changes beside the anchors, by parameter and kind."""
+"""The tensors that an outer step changes besides the anchors, by parameter and kind."""
 
 
 def take_partial_step(

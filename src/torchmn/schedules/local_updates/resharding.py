@@ -36,55 +36,56 @@ def reshard_blocks(states: Sequence[State], comm: Communicator, *, num_sharing: 
     Raises UsageError: ranks were saved at different exchanges.
     """
     first = states[0]
-    if not all("names" in state for state in states):
+    if not all("fragments" in state for state in states):
         return first
     _raise_if_apart(states, comm)
     # Ranks of a node that train as one worker have all counted the samples of all of them.
-    counts = [
-        [count / max(1, state["num_sharing"]) for count in state["block_samples"]]
-        for state in states
-    ]
+    sharing = [max(1, state["num_sharing"]) for state in states]
     share = num_sharing / comm.size
-    seen = sum(s["order"]["samples"] / max(1, s["num_sharing"]) for s in states)
+    samples = [s["order"]["samples"] / n for s, n in zip(states, sharing, strict=True)]
+    anchors = [state["anchors"] for state in states]
     return {
         **first,
-        "block_samples": [sum(per_rank) * share for per_rank in zip(*counts, strict=True)],
-        "order": {**first["order"], "samples": seen * share},
+        "order": {**first["order"], "samples": sum(samples) * share},
         "num_sharing": num_sharing,
-        "pending": _pending(states, counts),
-        "codecs": [
-            reshard_codec(codecs, comm)
-            for codecs in zip(*(state["codecs"] for state in states), strict=True)
+        "fragments": [
+            _reshard_fragment(parts, anchors, sharing, share, comm)
+            for parts in zip(*(state["fragments"] for state in states), strict=True)
         ],
-        "parameters": _parameters(states, counts),
     }
 
 
-def _parameters(states: Sequence[State], counts: Sequence[Sequence[float]]) -> State:
-    """The means of the ranks' parameters. A rank that does not list one has it at its anchor."""
-    fragment_of = {n: i for i, names in enumerate(states[0]["names"]) for n in names}
-    changed = [name for name in fragment_of if any(name in s["parameters"] for s in states)]
+def _reshard_fragment(
+    parts: Sequence[State],
+    anchors: Sequence[State],
+    sharing: Sequence[int],
+    share: float,
+    comm: Communicator,
+) -> State:
+    """One fragment of all old ranks. A rank that does not list a parameter has it at its anchor."""
+    counts = [part["num_samples"] / n for part, n in zip(parts, sharing, strict=True)]
+    exchange = parts[0]["exchange"]
+    if exchange and exchange["starts"] is not None:
+        all_starts = zip(*(part["exchange"]["starts"] for part in parts), strict=True)
+        exchange = {**exchange, "starts": [mean_tensor(starts, counts) for starts in all_starts]}
     return {
-        name: mean_tensor(
-            [state["parameters"].get(name, state["anchors"][name]) for state in states],
-            [per_fragment[fragment_of[name]] for per_fragment in counts],
-        )
-        for name in changed
+        "names": parts[0]["names"],
+        "num_samples": sum(counts) * share,
+        "codec": reshard_codec([part["codec"] for part in parts], comm),
+        "parameters": {
+            name: mean_tensor(
+                [p["parameters"].get(name, a[name]) for p, a in zip(parts, anchors, strict=True)],
+                counts,
+            )
+            for name in parts[0]["names"]
+            if any(name in part["parameters"] for part in parts)
+        },
+        "exchange": exchange,
     }
-
-
-def _pending(states: Sequence[State], counts: Sequence[Sequence[float]]) -> State:
-    pending: State = states[0]["pending"]
-    if not pending or pending["starts"] is None:
-        return pending
-    weights = [per_fragment[pending["fragment"]] for per_fragment in counts]
-    all_starts = [state["pending"]["starts"] for state in states]
-    starts = [mean_tensor(starts, weights) for starts in zip(*all_starts, strict=True)]
-    return {**pending, "starts": starts}
 
 
 def _raise_if_apart(states: Sequence[State], comm: Communicator) -> None:
-    positions = [(s["order"]["next"], s["pending"].get("fragment", "none")) for s in states]
+    positions = [(state["order"]["next"], _pending(state)) for state in states]
     if len(set(positions)) > 1:
         described = ", ".join(
             f"rank {rank}: next {following}, pending {pending}"
@@ -95,3 +96,9 @@ def _raise_if_apart(states: Sequence[State], comm: Communicator) -> None:
             f"(fragments {described}), and cannot be combined for another number of ranks. Save "
             "where all ranks have made the same number of steps, or after optimizer.flush()."
         )
+
+
+def _pending(state: State) -> int | str:
+    """The fragment whose exchange is pending, by index."""
+    pending = [i for i, fragment in enumerate(state["fragments"]) if fragment["exchange"]]
+    return pending[0] if pending else "none"

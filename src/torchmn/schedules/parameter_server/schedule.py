@@ -256,7 +256,7 @@ class ParameterServer(Schedule):
         """See `Schedule.step`. Local, but for the bound on staleness.
 
         Hooks of the inner optimizer's step are called here, around the push. A gradient that is
-        not finite never reaches the servers, whatever ``on_nonfinite`` says.
+        not finite is never sent to the servers, whatever ``on_nonfinite`` is.
         """
         self._raise_if_misused(closure)
         self._collect()

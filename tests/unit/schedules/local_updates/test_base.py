@@ -635,7 +635,7 @@ def test_a_block_that_is_not_finite_is_discarded(make: type, k: int, codec: str 
         after = optimizer.state_dict()["torchmn"]
         for key in ("anchors", "outer"):
             assert flat(after[key]) == flat(before[key])
-        assert flat(in_means(after["codecs"])) == flat(in_means(before["codecs"]))
+        assert flat(in_means(after["fragments"])) == flat(in_means(before["fragments"]))
         (problem,) = optimizer.nonfinite
         assert problem.by_rank == {1: ["2.bias"]}
         assert "pseudo-gradients of a block were not finite (rank 1: 2.bias)" in str(problem)
@@ -649,9 +649,9 @@ def test_a_block_that_is_not_finite_is_discarded(make: type, k: int, codec: str 
     run_ranks(rank_main, 3)
 
 
-def in_means(codecs):
-    """States of codecs whose residuals are in units of the mean."""
-    states = [codec["state"] for codec in codecs if codec]
+def in_means(fragments):
+    """Residuals of fragments in units of the mean."""
+    states = [fragment["codec"]["state"] for fragment in fragments if fragment["codec"]]
     return [
         {**entry, "values": entry["values"] / entry["scale"], "scale": 1.0}
         for state in states
