@@ -35,8 +35,8 @@ from torch import Tensor
 
 from torchmn.compression.base import Codec
 from torchmn.compression.kernels.select import kernels_for
-from torchmn.compression.layout import is_small
-from torchmn.compression.residuals import State, residual_entry, scale_of
+from torchmn.compression.layout import Layout, Segment, is_small
+from torchmn.compression.residuals import Residuals
 from torchmn.errors import UsageError
 
 _NEGLIGIBLE = 1e-6  # length of a column after projection, relative to its length before
@@ -64,33 +64,13 @@ class Ranks(Protocol):
 
 
 @dataclass
-class _Memory:
-    """State of one matrix: ``q`` (m, r) and ``residual`` (n, m), and their pending replacements.
-
-    ``scale``: how many times its mean the sum was, of the exchange that ``residual`` is from.
-    """
-
-    q: Tensor
-    residual: Tensor
-    scale: float
-    next_q: Tensor | None = None
-    next_residual: Tensor | None = None
-
-    def work(self) -> Tensor:
-        """The memory of the next residual, kept from step to step."""
-        if self.next_residual is None:
-            self.next_residual = torch.empty_like(self.residual)
-        return self.next_residual
-
-
-@dataclass
 class _Matrix:
     """A gradient in an exchange: ``v`` (n, m) is M_i + R_i, then the new residual."""
 
     name: str
     target: Tensor
     v: Tensor
-    memory: _Memory
+    q: Tensor
     p: Tensor
 
 
@@ -111,8 +91,10 @@ class PowerSGD(Codec):
         self.seed = seed
         self.name = f"power_sgd_{rank}"
         self._step = 0
-        self._memories: dict[str, _Memory] = {}
-        self._loaded: dict[str, State] = {}
+        self._residuals = Residuals()
+        self._q: dict[str, Tensor] = {}
+        self._next_q: dict[str, Tensor] = {}
+        """Q of the current exchange; valid when it ends."""
 
     def mean_(self, named_matrices: Iterable[tuple[str, Tensor]], comm: Ranks) -> None:
         """Make every tensor the mean over ranks of itself. *Collective.*
@@ -159,45 +141,31 @@ class PowerSGD(Codec):
     def finish(self, *, is_valid: bool) -> None:
         """End an exchange: make its residuals and Q valid, or discard them. See `Codec.finish`."""
         super().finish(is_valid=is_valid)
-        for memory in self._memories.values():
-            if is_valid and memory.next_q is not None and memory.next_residual is not None:
-                memory.q = memory.next_q
-                memory.residual, memory.next_residual = memory.next_residual, memory.residual
-            memory.next_q = None
+        self._residuals.finish(is_valid=is_valid)
+        if is_valid:
+            self._q.update(self._next_q)
+        self._next_q.clear()
         self._step += is_valid
-        self._loaded.clear()
 
     def new_instance(self) -> PowerSGD:
         return PowerSGD(self.rank, seed=self.seed)
 
     def state_dict(self) -> dict[str, Any]:
         """Q and residuals by name, as copies; `residuals.reshard` serves these states as well."""
-        memories = {
-            **{n: (e["q"], e["values"], e["scale"]) for n, e in self._loaded.items()},
-            **{n: (m.q, m.residual.flatten(), m.scale) for n, m in self._memories.items()},
-        }
-        memories = dict(sorted(memories.items()))  # see `Residuals.state_dict`
+        residuals = self._residuals.state_dict()
+        names = [entry["name"] for entry in residuals]
         return {
             "step": self._step,
-            "q": {name: q.clone() for name, (q, _, _) in memories.items()},
-            "residuals": [
-                residual_entry("worker", name, residual.clone(), scale)
-                for name, (_, residual, scale) in memories.items()
-            ],
+            "q": {name: self._q[name].clone() for name in names if name in self._q},
+            "residuals": residuals,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from `state_dict`; an empty dict resets."""
-        self._memories.clear()
         self._step = int(state.get("step", 0))
-        self._loaded = {
-            entry["name"]: {
-                "q": state["q"][entry["name"]].clone(),
-                "values": entry["values"],
-                "scale": scale_of(entry),
-            }
-            for entry in state.get("residuals", [])
-        }
+        self._q = {name: q.clone() for name, q in state.get("q", {}).items()}
+        self._next_q.clear()
+        self._residuals.load_state_dict(state.get("residuals", []))
 
     # ---- one exchange ----
 
@@ -210,32 +178,17 @@ class PowerSGD(Codec):
     def _begin(self, name: str, tensor: Tensor) -> _Matrix:
         """Add the residual and multiply by Q."""
         wide = tensor.reshape(tensor.shape[0], -1).to(_wide(tensor))
-        memory = self._memory(name, wide)
-        v = torch.add(wide, memory.residual, out=memory.work())
-        q = self._without_zero_columns(
-            name, memory.q
-        ).double()  # squares of 1e-25 vanish in 32 bits
-        return _Matrix(name, tensor, v, memory, v @ (q / q.norm(dim=0)).to(v))
-
-    def _memory(self, name: str, matrix: Tensor) -> _Memory:
-        memory = self._memories.get(name)
-        if memory is None or memory.residual.shape != matrix.shape:
-            memory = _Memory(
-                matrix.new_zeros(matrix.shape[1], self.rank),
-                matrix.new_zeros(matrix.shape),
-                self.total_scale,
-            )
-            loaded = self._loaded.pop(name, None)
-            if loaded is not None and loaded["values"].numel() == matrix.numel():
-                memory.residual.copy_(loaded["values"].view(matrix.shape))
-                memory.scale = loaded["scale"]
-                if loaded["q"].shape == memory.q.shape:  # another rank starts from new columns
-                    memory.q.copy_(loaded["q"])
-            self._memories[name] = memory
-        if memory.scale != self.total_scale:
-            memory.residual.mul_(self.total_scale / memory.scale)
-            memory.scale = self.total_scale
-        return memory
+        layout = Layout((Segment(name, 0, wide.numel()),), wide.dtype)
+        self._residuals.scale = self.total_scale
+        block = self._residuals.block("worker", layout, wide.device)
+        v = torch.add(wide, block.current.view_as(wide), out=block.pending.view_as(wide))
+        block.is_written = True
+        q = self._q.get(name)
+        if q is None or q.shape != (wide.shape[1], self.rank):  # none yet, or of another rank
+            q = wide.new_zeros(wide.shape[1], self.rank)
+        q = self._q[name] = q.to(wide)
+        start = self._without_zero_columns(name, q).double()  # squares of 1e-25 vanish in 32 bits
+        return _Matrix(name, tensor, v, q, v @ (start / start.norm(dim=0)).to(v))
 
     def _without_zero_columns(self, name: str, q: Tensor) -> Tensor:
         """Zero columns are replaced by random numbers, the same on all ranks."""
@@ -251,7 +204,7 @@ class PowerSGD(Codec):
         """One rank alone sends nothing: it adds its residuals."""
         for x in matrices:
             x.target.copy_(x.v.view(x.target.shape))
-            x.memory.next_q = x.memory.q
+            self._next_q[x.name] = x.q
             x.v.zero_()
 
     def _reduce_p(self, matrices: list[_Matrix], comm: Ranks) -> None:
@@ -293,7 +246,7 @@ class PowerSGD(Codec):
         sums = _parts(total, [piece.shape for piece in pieces])
         for x, own_q, q in zip(matrices, own_qs, sums, strict=False):
             kernels = kernels_for(q.device.type)
-            x.memory.next_q = q.clone()
+            self._next_q[x.name] = q.clone()
             kernels.subtract_outer_(x.v, x.p, own_q)
             is_direct = x.target.dtype == dtype and x.target.is_contiguous()
             result = x.target.view(x.v.shape) if is_direct else torch.empty_like(x.v)

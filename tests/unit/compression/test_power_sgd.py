@@ -128,8 +128,8 @@ def test_warm_start_finds_the_largest_singular_vectors() -> None:
             copy = matrix.clone()
             codec.mean_([("m", copy)], comm)
             codec.finish(is_valid=True)
-            for memory in codec._memories.values():
-                memory.residual.zero_()  # to see the subspace iteration by itself
+            for block in codec._residuals._blocks.values():
+                block.current.zero_()  # to see the subspace iteration alone
             errors.append(float((copy - matrix).norm()))
         best = float(scales[4:].norm())
         return [error / best for error in errors]

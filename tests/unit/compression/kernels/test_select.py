@@ -154,7 +154,9 @@ print((decoded - values).abs().max() < 0.005, [str(w.message) for w in caught])
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ)
     )
-    assert done.stdout.startswith('tensor(True) ["Gradients on cpu are quantized with plain torch, ')
+    assert done.stdout.startswith(
+        'tensor(True) ["Gradients on cpu are quantized with plain torch, '
+    )
     assert done.stdout.count("pip install 'torchmn[compression]'") == 1, done.stderr
 
 
