@@ -45,7 +45,7 @@ def test_means_keep_what_is_equal_and_take_counts_from_rank_0() -> None:
 
 
 @pytest.mark.parametrize(("nodes", "num_encoding"), [([4], 1), ([2, 1], 2), ([1, 1, 1], 3)])
-def test_only_who_encodes_owes(nodes: list[int], num_encoding: int) -> None:
+def test_only_ranks_that_encode_have_residuals(nodes: list[int], num_encoding: int) -> None:
     entry = {"side": "worker", "name": "w", "offset": 0, "values": torch.tensor([6.0, -12.0])}
     old = {"rank": 0, "size": 1, "state": {"residuals": [entry], "codec": {}}}
     topology = Topology.blocks(nodes)
@@ -61,7 +61,7 @@ def test_only_who_encodes_owes(nodes: list[int], num_encoding: int) -> None:
     ]
 
 
-def test_residues_without_a_codec_are_not_dropped_in_silence() -> None:
+def test_residuals_without_a_codec_are_dropped_with_a_warning() -> None:
     def rank_main(comm):
         codec = ErrorFeedback(Quantized(bits=1))
         model = torch.nn.Linear(40, 30)
@@ -81,7 +81,7 @@ def test_residues_without_a_codec_are_not_dropped_in_silence() -> None:
 # ---- plans ----
 
 
-def test_a_recorded_plan_is_followed_at_once_and_left_on_other_ranks() -> None:
+def test_a_recorded_plan_is_used_at_once_and_dropped_on_other_ranks() -> None:
     def rank_main(comm):
         model, optimizer = wrap(comm, schedule=EveryStepNextForward())
         train(optimizer, model, comm, range(6))
@@ -106,7 +106,7 @@ def test_a_recorded_plan_is_followed_at_once_and_left_on_other_ranks() -> None:
     run_ranks(rank_main, 2)
 
 
-def test_a_plan_for_another_model_is_not_followed() -> None:
+def test_a_plan_for_another_model_is_not_used() -> None:
     def rank_main(comm):
         model, optimizer = wrap(comm, schedule=EveryStepNextForward())
         train(optimizer, model, comm, range(6))
@@ -197,7 +197,7 @@ def test_plain_states_and_those_of_other_schedules() -> None:
     run_ranks(rank_main, 2)
 
 
-def test_blocks_that_were_saved_apart_are_refused() -> None:
+def test_blocks_saved_at_different_exchanges_are_rejected() -> None:
     """Rank 1 has larger batches and has begun an exchange that rank 0 had not."""
 
     def rank_main(comm):
@@ -210,7 +210,7 @@ def test_blocks_that_were_saved_apart_are_refused() -> None:
     run_ranks(rank_main, 1)
 
 
-def test_notes_say_what_does_not_hold() -> None:
+def test_resume_warnings() -> None:
     def rank_main(comm):
         _, plain = wrap(comm, schedule="every_step")
         assert plain.resume_warnings() == []
@@ -222,7 +222,7 @@ def test_notes_say_what_does_not_hold() -> None:
     run_ranks(rank_main, 1)
 
 
-def test_the_count_of_steps_and_what_was_not_finite_go_on() -> None:
+def test_the_step_count_and_the_nonfinite_record_continue() -> None:
     def rank_main(comm):
         model, optimizer = wrap(comm, on_nonfinite="ignore")
         (loss_of(model, batch(comm.rank, 0)) * float("nan")).backward()

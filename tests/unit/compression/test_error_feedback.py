@@ -63,7 +63,7 @@ def test_sum_of_sent_is_sum_of_gradients_less_the_residual(
         sent = sent + step(codec, g).double()
         true = true + g.double()
     tolerance = (1e-5 if dtype == torch.float32 else 1e-13) * num_steps
-    for s in LAYOUT.segments:  # what lies between them is nobody's
+    for s in LAYOUT.segments:  # elements between them are unspecified
         run = slice(s.start, s.end)
         lost = residual(codec, dtype).double()[run]
         torch.testing.assert_close(sent[run] + lost, true[run], rtol=0, atol=tolerance)

@@ -1,4 +1,4 @@
-"""Residuals: by name, through other layouts, taken back, shared out anew."""
+"""Residuals: by name, through other layouts, discarded, resharded."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_a_piece_of_another_scale_is_converted_when_it_is_taken() -> None:
 
 
 def test_reshard_counts_in_means() -> None:
-    """Of ranks that were saved behind sums of other multiples of their means."""
+    """Of ranks that were saved after sums of different multiples of their means."""
     states = [
         {"residuals": [{**entry("worker", "a", 0, [4.0]), "scale": 2.0}]},
         {"residuals": [{**entry("owner", "a", 0, [3.0]), "scale": 0.5}]},

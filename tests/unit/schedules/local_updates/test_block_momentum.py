@@ -96,7 +96,7 @@ def test_the_exponent_is_of_the_samples_of_all() -> None:
     assert near(results[0], expected)
 
 
-def test_an_empty_block_is_left_out() -> None:
+def test_an_empty_block_is_skipped() -> None:
     """CNTK's exponent of no samples was a momentum of one: a step by twice the last."""
 
     def rank_main(comm):

@@ -87,7 +87,7 @@ def test_a_schedule_of_the_outer_learning_rate_is_saved() -> None:
     run_ranks(rank_main, 2)
 
 
-def test_groups_of_its_own_are_refused() -> None:
+def test_other_parameter_groups_are_rejected() -> None:
     def groups(parameters):
         return torch.optim.SGD([{"params": [p]} for p in parameters], 0.1)
 

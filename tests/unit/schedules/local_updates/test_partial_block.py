@@ -43,7 +43,7 @@ class Smoothing:
         each.anchor.sub_(self.smoothed, alpha=1 + self.look)
 
     def end(self) -> Tensor:
-        """Where the anchor comes to if nobody moves any more: after infinitely many blocks."""
+        """The limit of the anchor after infinitely many blocks without progress."""
         rest = self.momentum / (1 - self.momentum) * (1 + self.look)
         return self.anchor - (0 if self.smoothed is None else rest * self.smoothed)
 

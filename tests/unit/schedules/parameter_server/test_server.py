@@ -150,7 +150,7 @@ def run_aside(function: Callable[[], object]) -> tuple[threading.Thread, list[ob
     return thread, outcome
 
 
-def test_who_is_ahead_waits_for_the_slowest_that_lives() -> None:
+def test_a_worker_ahead_waits_for_the_slowest_live_worker() -> None:
     bench = Bench(num_workers=3, max_staleness=1)
     bench.begin()
     g = torch.ones(3, dtype=torch.float64)
@@ -167,7 +167,7 @@ def test_who_is_ahead_waits_for_the_slowest_that_lives() -> None:
     assert bench.server.lost == {2: "the cable is cut"}
 
 
-def test_a_worker_that_is_done_holds_nobody_up() -> None:
+def test_a_worker_that_is_done_does_not_delay_others() -> None:
     bench = Bench(max_staleness=0)
     bench.begin()
     thread, outcome = run_aside(

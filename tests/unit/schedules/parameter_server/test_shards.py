@@ -68,7 +68,7 @@ class TestStripeMemory:
 
 
 class TestHyperParameters:
-    def test_travel_as_json_and_keep_every_bit(self) -> None:
+    def test_are_sent_as_json_and_keep_every_bit(self) -> None:
         model = nn.Linear(3, 2)
         inner = torch.optim.AdamW(
             [{"params": [model.weight], "lr": 0.1 / 3}, {"params": [model.bias], "amsgrad": True}]
