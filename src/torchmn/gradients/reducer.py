@@ -67,6 +67,8 @@ class GradientReducer:
             pass overwrites, instead of memory of its own.
         contribution: the weight and the samples of this rank.
         find_sparse: called for the parameters whose gradients are sparse.
+        find_untrained: called at the first exchange for parameters of the model that no reducer has;
+            those that require a gradient are exchanged as well.
         on_backward_end: called when the gradients of a backward pass are packed and all buckets but
             the last were handed over: a schedule's `backward_ended`.
         on_nonfinite: raises or warns about `problem`, as the user has asked. *Collective.*
@@ -94,6 +96,7 @@ class GradientReducer:
         gradient_as_bucket_view: bool = False,
         contribution: Contribution | None = None,
         find_sparse: Callable[[], Collection[nn.Parameter]] = tuple,
+        find_untrained: Callable[[], Sequence[NamedParameter]] = tuple,
         on_nonfinite: Callable[[], None] = lambda: None,
         owner: object = None,
     ) -> None:
@@ -129,6 +132,9 @@ class GradientReducer:
         """The `weight_scale` of the next exchange; None: to be agreed on."""
         self._num_sets = max(1, num_sets)
         self._find_sparse = find_sparse
+        self._find_untrained = find_untrained
+        self._untrained: list[NamedParameter] | None = None
+        """None before the first exchange: until then another optimizer may be made for them."""
         self._on_backward_end = on_backward_end
         self._watcher: PassWatcher | None = None
         self._chunk_bytes: int | None = None
@@ -190,7 +196,7 @@ class GradientReducer:
     def rebuild(self) -> None:
         """Lay out the buckets again, for the parameters that are trainable now. *Collective.*"""
         self.close()
-        known = self.parameters()
+        known = self._known_parameters()
         trainable = [
             (n, p)
             for n, p in known
@@ -235,6 +241,22 @@ class GradientReducer:
         self.forget_weights()
         if self._watcher is not None:
             self._watcher.layout_changed()
+
+    def _known_parameters(self) -> list[NamedParameter]:
+        trained = list(self.parameters())
+        held = {parameter for _, parameter in trained}
+        return trained + [(n, p) for n, p in self._untrained or () if p not in held]
+
+    @property
+    def untrained(self) -> Sequence[NamedParameter]:
+        """Parameters of the model that no optimizer trains, since the first exchange."""
+        return self._untrained or ()
+
+    def release(self, parameters: Collection[nn.Parameter]) -> None:
+        """Exchange these no more: another optimizer trains them. *Collective.*"""
+        if any(parameter in parameters for _, parameter in self.untrained):
+            self._untrained = [(n, p) for n, p in self.untrained if p not in parameters]
+            self.rebuild()
 
     def set_chunk_size(self, chunk_bytes: int, watcher: PassWatcher) -> None:
         """Send buckets of about this size, the footer by itself, and have passes watched.
@@ -473,6 +495,12 @@ class GradientReducer:
         `nn.Module.to`, `half`, `requires_grad_` and an assignment to ``.data`` change parameters in
         place, at any time. What has the same address as before is not looked at again.
         """
+        if self._untrained is None:
+            self._untrained = list(self._find_untrained())
+            for _, parameter in self._untrained:  # as if they had been frozen until now
+                self._known.append(parameter)
+                self._facts.append((False, *_layout_facts(parameter)[1:]))
+                self._addresses.append((False, 0))
         addresses = [(p.requires_grad, p.data_ptr()) for p in self._known]
         if addresses == self._addresses:
             return False
@@ -491,8 +519,6 @@ class GradientReducer:
         if self._pass is not None:
             self.raise_if_unfinished()
             self._give_up_pass()
-        if self._is_other_layout():
-            self._lay_out_again()
         self.finish_filling()
         filling = self.filling
         context = filling.context
@@ -523,6 +549,8 @@ class GradientReducer:
     def finish_filling(self) -> None:
         """Pack what is not packed yet and hand over what may be sent early."""
         self.raise_if_unfinished()
+        if self._is_other_layout():
+            self._lay_out_again()
         filling = self.filling
         if self._watcher is not None:
             if not any(slot.is_packed for slot in filling.slots):

@@ -91,7 +91,7 @@ def _describe(tensor: Tensor, trained: set[nn.Parameter]) -> str:
     text = f"{list(tensor.shape)} {tensor.dtype}"
     if not tensor.is_contiguous():
         text += f" with strides {list(tensor.stride())}"
-    if tensor in trained and not tensor.requires_grad:
+    if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
         text += ", frozen"
     if isinstance(tensor, nn.Parameter) and tensor not in trained:
         text += ", not in the optimizer"

@@ -31,7 +31,10 @@ from torchmn.gradients.weights import Contribution
 from torchmn.optimizer import resume
 from torchmn.optimizer.closure import over_ranks
 from torchmn.optimizer.join import joined
-from torchmn.optimizer.unmanaged_parameters import warn_of_gradients_of_others
+from torchmn.optimizer.untrained_parameters import (
+    untrained_parameters,
+    warn_of_untrained_parameters,
+)
 from torchmn.resharding import warnings_of
 from torchmn.schedules.base import USED_BY_SCALER, DefersUpdates, Schedule
 
@@ -93,8 +96,7 @@ class MultiNodeOptimizer(Optimizer):
             "reduction": reduction,
             "max_grad_norm": max_grad_norm,
         }
-        self._has_looked_at_others = False
-        """Whether gradients that are not exchanged have been looked for."""
+        self._has_checked_untrained = False
         self._taken_over_by = ""
         self._take_parameters_over()  # an older one may have to complete what `_unify` broadcasts
         self._unify()
@@ -109,6 +111,7 @@ class MultiNodeOptimizer(Optimizer):
             gradient_as_bucket_view=gradient_as_bucket_view,
             contribution=Contribution(is_by_samples=weight == "samples"),
             find_sparse=lambda: sparse_parameters(self._models),
+            find_untrained=lambda: untrained_parameters(inner, self._models),
             on_nonfinite=self._act_on_problem,
             owner=self,
         )
@@ -240,9 +243,9 @@ class MultiNodeOptimizer(Optimizer):
         else:
             closure = over_ranks(closure, reducer, self._make_ready_for_step)
         result = self.schedule.step(closure)
-        if reducer.is_needed and not self._has_looked_at_others:
-            self._has_looked_at_others = True
-            warn_of_gradients_of_others(self.communicator, self._models)
+        if reducer.is_needed and not self._has_checked_untrained:
+            self._has_checked_untrained = True
+            warn_of_untrained_parameters(self.communicator, reducer.untrained)
         reducer.end_step()
         self.communicator.num_steps = (self.communicator.num_steps or 0) + 1
         self._has_local_passes = False
@@ -439,11 +442,21 @@ class MultiNodeOptimizer(Optimizer):
         return f"the multi-node optimizer of {type(self.inner).__name__} ({self.schedule.name})"
 
     def _take_parameters_over(self) -> None:
-        """Close the multi-node optimizers that exchange gradients of our parameters. Local."""
-        for owner in owners_of(p for _, p in named_parameters(self.inner, self._models)):
-            if isinstance(owner, GradientReducer) and isinstance(owner.owner, MultiNodeOptimizer):
-                owner.owner._taken_over_by = self._label
-                owner.owner.close()
+        """Close the multi-node optimizers that train our parameters. *Collective.*
+
+        Those that only exchange them, because nothing trained them, exchange them no more.
+        """
+        ours = [parameter for _, parameter in named_parameters(self.inner, self._models)]
+        for reducer in owners_of(ours):
+            older = reducer.owner if isinstance(reducer, GradientReducer) else None
+            if not isinstance(older, MultiNodeOptimizer):
+                continue
+            if set(ours).isdisjoint(_parameters_of(older.inner)):
+                older._complete()
+                older.reducer.release(set(ours))
+            else:
+                older._taken_over_by = self._label
+                older.close()
 
     def _before_step(self, *_: object) -> None:
         """Called before the inner optimizer's step, which a GradScaler skips if need be."""
