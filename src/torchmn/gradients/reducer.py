@@ -55,7 +55,7 @@ class GradientReducer:
     """Watches the backward passes of some parameters and sums their gradients over ranks.
 
     Args:
-        comm: who takes part, and by which route.
+        comm: the ranks, and the route between them.
         codec: the form in which buckets are sent; None as they are.
         parameters: called for the parameters by name, in the order of registration.
         num_sets: sets of buckets that are used in turns: with two, the means of one step are in
@@ -67,7 +67,7 @@ class GradientReducer:
             pass overwrites, instead of memory of its own.
         contribution: the weight and the samples of this rank.
         find_sparse: called for the parameters whose gradients are sparse.
-        find_untrained: called at the first exchange for parameters of the model that no reducer has;
+        find_untrained: called at the first exchange for parameters of the model without a reducer;
             those that require a gradient are exchanged as well.
         on_backward_end: called when the gradients of a backward pass are packed and all buckets but
             the last were handed over: a schedule's `backward_ended`.
@@ -253,12 +253,12 @@ class GradientReducer:
         return self._untrained or ()
 
     def release(self, parameters: Collection[nn.Parameter]) -> None:
-        """Exchange these no more: another optimizer trains them. *Collective.*"""
+        """Stop exchanging these: another optimizer trains them. *Collective.*"""
         if any(parameter in parameters for _, parameter in self.untrained):
             self._untrained = [(n, p) for n, p in self.untrained if p not in parameters]
             self.rebuild()
 
-    def set_chunk_size(self, chunk_bytes: int, watcher: PassWatcher) -> None:
+    def set_chunk_size(self, chunk_bytes: int, watcher: PassWatcher | None = None) -> None:
         """Send buckets of about this size, the footer by itself, and have passes watched.
 
         *Collective*: sums may be rounded otherwise, the means are the same.
@@ -357,8 +357,8 @@ class GradientReducer:
             if slot.is_packed:
                 raise UnsupportedError(
                     f"{self.comm.rank_label}: backward computed the gradient of '{slot.name}' "
-                    "twice in one pass, as torch.utils.checkpoint with use_reentrant=True does. Use "
-                    "use_reentrant=False."
+                    "twice in one pass, as torch.utils.checkpoint with use_reentrant=True does. "
+                    "Use use_reentrant=False."
                 )
             is_mean = self.memory.is_mean(slot.parameter)
             filling.pack(slot)
@@ -722,7 +722,7 @@ class GradientReducer:
         )
 
     def _fill_missing(self) -> None:
-        """One rank alone treats a missing gradient as many do."""
+        """One rank alone treats a missing gradient as several do."""
         if self.zero_fill:
             for _, parameter in self.parameters():
                 if parameter.grad is None and parameter.requires_grad:

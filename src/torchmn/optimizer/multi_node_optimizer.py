@@ -51,7 +51,7 @@ class MultiNodeOptimizer(Optimizer):
 
     Attributes:
         inner: the optimizer that was wrapped.
-        communicator: who takes part, and by which route.
+        communicator: the ranks, and the route between them.
         schedule: when ranks exchange gradients or parameters.
         reducer: sums the gradients.
     """
@@ -190,8 +190,8 @@ class MultiNodeOptimizer(Optimizer):
         if self.schedule.staleness_steps:
             raise UnsupportedError(
                 f"GradScaler and {self.schedule.name} cannot be combined: the gradient in p.grad "
-                "is of an earlier step and carries that step's scale. Use schedule='every_step', or "
-                "bfloat16, which needs no scaling."
+                "is of an earlier step and carries that step's scale. Use schedule='every_step', "
+                "or bfloat16, which needs no scaling."
             )
         self._await_gradients(USED_BY_SCALER)
         return False
@@ -199,7 +199,7 @@ class MultiNodeOptimizer(Optimizer):
     def __repr__(self) -> str:
         parts = [self.schedule.name]
         if self._asked["codec"] is not None:
-            between = self.communicator.encodes_between or "nobody"
+            between = self.communicator.encodes_between or "no ranks"
             parts.append(f"{self._asked['codec']} between {between}")
         return f"MultiNodeOptimizer({', '.join(parts)}, {self.communicator!r}, {self.inner!r})"
 
@@ -279,7 +279,7 @@ class MultiNodeOptimizer(Optimizer):
         self.schedule.rebuild()
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner state, which a plain optimizer loads too; under ``torchmn`` what is ours.
+        """The inner state, which a plain optimizer loads too; under ``torchmn`` our own.
 
         Each rank has its own: save it on every rank, between two steps or, with `no_sync`, between
         two of the passes of one. On the same number of ranks every rank loads its own and continues
@@ -332,7 +332,7 @@ class MultiNodeOptimizer(Optimizer):
             )
         return warnings_
 
-    # ---- what is ours ----
+    # ---- what a plain optimizer has not ----
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -404,7 +404,7 @@ class MultiNodeOptimizer(Optimizer):
     def serve(self) -> None:
         """Serve the workers until they leave their loops in `join`, on a rank that `is_server`.
 
-        *Collective*, with `join` on the workers. Raises UsageError: this rank is no server.
+        *Collective*, with `join` on the workers. Raises UsageError: this rank is not a server.
         """
         if not self.is_server:
             raise UsageError(
@@ -444,7 +444,7 @@ class MultiNodeOptimizer(Optimizer):
     def _take_parameters_over(self) -> None:
         """Close the multi-node optimizers that train our parameters. *Collective.*
 
-        Those that only exchange them, because nothing trained them, exchange them no more.
+        Those that only exchange them, because nothing trained them, stop exchanging them.
         """
         ours = [parameter for _, parameter in named_parameters(self.inner, self._models)]
         for reducer in owners_of(ours):
