@@ -36,7 +36,7 @@ def own_codec(codec: str | Codec | None, comm: Communicator) -> Codec | None:
 
 def warn_if_it_encodes_nothing(codec: Codec | None, comm: Communicator) -> None:
     """Warn on rank 0 of a requested codec that the route does not use. Local."""
-    if codec is None or comm.size == 1 or comm.rank != 0 or comm.encodes_between:
+    if codec is None or comm.size == 1 or comm.rank != 0 or comm.codec_scope:
         return
     warnings.warn(
         f"{comm.rank_label}: the codec {codec.name} encodes nothing here: the route {comm.name!r} "

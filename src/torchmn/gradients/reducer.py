@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from torchmn.communicators import Communicator
-from torchmn.communicators.allreduce import create_allreduce
 from torchmn.compression import Codec
 from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
 from torchmn.gradients.backward_pass import AtEnd, BackwardPass
@@ -210,11 +209,11 @@ class GradientReducer:
         self._addresses = [(p.requires_grad, p.data_ptr()) for p in self._known]
         self._num_exchanges = 0
         self.memory.clear()
-        wire = create_allreduce(self.codec)
+        algorithm = self.comm.allreduce_algorithm(self.codec)
         self.sets = [
             BucketSet(
                 self.comm,
-                wire,
+                algorithm,
                 plan_buckets(
                     trainable,
                     granularity=self.comm.granularity,

@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 from torch.nn.parallel import DistributedDataParallel
 
 from torchmn.communicators import Communicator
-from torchmn.communicators.allreduce import Cargo, create_allreduce
+from torchmn.communicators.allreduce import ReduceBlock
 from torchmn.communicators.engine import Work
 from torchmn.communicators.flat import FlatCommunicator
 from torchmn.communicators.object_codec import Trust
@@ -183,7 +183,7 @@ class DdpHook:
 
     def _forget_buckets(self) -> None:
         """DDP rebuilds its buckets after the first step: drop the memory of messages."""
-        self._wire = create_allreduce(self._codec)
+        self._algorithm = self.communicator.allreduce_algorithm(self._codec)
         self._layouts: dict[tuple[str, ...], Layout] = {}
 
     # ---- during backward ----
@@ -201,14 +201,14 @@ class DdpHook:
         if comm.size == 1:
             future.set_result(buffer)
             return future
-        cargo = self._cargo(bucket, buffer)
-        cargo.buffer.mul_(1 / comm.size)
+        block = self._block(bucket, buffer)
+        block.buffer.mul_(1 / comm.size)
         self._futures.append((future, buffer))
         index, step = bucket.index(), self._num_passes
         if not bucket.is_last():
-            self._works.append(comm.start_sum_(cargo, self._wire, bucket=index, step=step))
+            self._works.append(comm.start_sum_(block, self._algorithm, bucket=index, step=step))
             return future
-        comm.sum_(cargo, self._wire, bucket=index, step=step, then=self._finish)
+        comm.sum_(block, self._algorithm, bucket=index, step=step, on_complete=self._finish)
         for work in self._works:
             work.wait()
         self._note_nonfinite()
@@ -222,7 +222,7 @@ class DdpHook:
     # DDP compares with the objects, and annotations in this file are texts.
     __call__.__annotations__ = {"bucket": GradBucket, "return": torch.futures.Future[Tensor]}
 
-    def _cargo(self, bucket: GradBucket, buffer: Tensor) -> Cargo:
+    def _block(self, bucket: GradBucket, buffer: Tensor) -> ReduceBlock:
         parameters = bucket.parameters()
         names = tuple(self._name(parameter) for parameter in parameters)
         if buffer.layout != torch.strided:
@@ -243,7 +243,7 @@ class DdpHook:
             layout = self._layouts[names] = Layout.of(
                 zip(names, starts, map(shape_in_memory, parameters), strict=True), real.dtype
             )
-        return Cargo(real, layout)
+        return ReduceBlock(real, layout)
 
     def _name(self, parameter: Tensor) -> str:
         name = self._names.get(parameter)
@@ -269,7 +269,7 @@ class DdpHook:
         }
         # What one rank encodes others decode, so that ranks in one group agree; a group of one
         # leader decodes nothing and has only seen what it encoded.
-        self._was_finite = self.communicator.agree(not any(self._seen.values()))
+        self._was_finite = self.communicator.all_valid(not any(self._seen.values()))
         codec.finish(is_valid=self._was_finite)
 
     def _note_nonfinite(self) -> None:

@@ -130,7 +130,7 @@ class EveryStepNextForward(Schedule):
                     return None
                 self._expose(why)
                 self._unchecked = None
-            if sums.has_finite_gradients and sums.wire.codec is not None:
+            if sums.has_finite_gradients and sums.algorithm.codec is not None:
                 # Whether the wire was too narrow is looked at together: on other ranks the script
                 # may not have used a gradient.
                 self._check_later(sums, is_applied=True)

@@ -1,4 +1,4 @@
-"""Tells the workers of a line, all at once, what to do next, and takes down how long it took."""
+"""Has the workers of a line build and time their sides in turns, and collects the results."""
 
 from __future__ import annotations
 
@@ -8,29 +8,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from exchange.crews import Stage, WorkersLostError, stage_of
+from exchange.deployment import Deployment, WorkersLostError, deployed
 from exchange.table import SIDES, Line
 
 QUIET_SHARE = 0.04
-"""Of all processors. A turn in which others used more is repeated and counts if there is no other.
+"""Of all processors. A turn during which other programs used more is repeated, and counts only if
+too few turns remain without it.
 """
-MOST_TURNS = 3
+MAX_TURNS = 3
 
 
 def measure(
     line: Line,
     wanted: list[str],
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
     *,
     num_units: int,
-    patience_s: float,
+    quiet_timeout_s: float,
 ) -> dict[str, Any]:
-    """The turns of a line, for each side whether it ran, and what `auto` has chosen.
+    """The turns of a line, the status of each side, and what `auto` has chosen.
 
-    Before each turn it waits up to ``patience_s`` for others to leave the processors alone, and
-    repeats turns that they disturbed; with 0 it takes all turns as they are.
-    A side that ends the workers is left out and all others begin anew. Raises WorkersLostError:
-    they ended before any side was built, or a side ended them again.
+    Before each turn it waits up to ``quiet_timeout_s`` until other programs leave the processors
+    idle, and repeats turns that they disturbed; with 0 it accepts every turn. A side that ends the
+    workers is left out and the line is measured again from scratch with the others.
+
+    Raises WorkersLostError: the workers ended before any side was built.
     """
     status: dict[str, str] = {}
     plans: dict[str, dict[str, str]] = {}
@@ -39,32 +41,32 @@ def measure(
         turns: list[dict[str, Any]] = []
         current = ""
         try:
-            with stage_of(line, {SIDES[side].crew for side in ready}) as stage:
+            with deployed(line, {SIDES[side].runtime for side in ready}) as deployment:
                 for current in ready:
-                    replies = stage.crew_of(current).tell("build", side=current)
+                    replies = deployment.workers_of(current).request("build", side=current)
                     refused = [reply["not_built"] for reply in replies if "not_built" in reply]
                     status[current] = f"not built: {refused[0]}" if refused else "measured"
                     if plan := replies[0].get("plan"):
                         plans[current] = plan
-                    tell(f"{line.name}: {current}: {status[current]}")
-                    for words in replies[0].get("words", "").splitlines():
-                        tell(f"    {words}")
+                    log(f"{line.name}: {current}: {status[current]}")
+                    for note in replies[0].get("notes", "").splitlines():
+                        log(f"    {note}")
                 ready = [side for side in ready if status[side] == "measured"]
                 for unit in range(num_units):
                     for current in _round(line, ready):
-                        turns += _quiet_turn(stage, line, current, unit, patience_s)
+                        turns += _undisturbed_turn(deployment, line, current, unit, quiet_timeout_s)
                     others = max(t["foreign_share"] for t in turns if t["unit"] == unit)
-                    tell(f"{line.name}: unit {unit + 1}, others used up to {others:.0%}")
+                    log(f"{line.name}: unit {unit + 1}, others used up to {others:.0%}")
             return {"sides": status, "plans": plans, "turns": turns}
         except WorkersLostError as error:
             if not current:
                 raise
             status[current] = f"ended the workers: {str(error)[-600:]}"
-            tell(f"{line.name}: {current}: {status[current]}")
+            log(f"{line.name}: {current}: {status[current]}")
 
 
 def _round(line: Line, ready: list[str]) -> list[str]:
-    """Whose turn it is, one after another: the baseline before every few of the others."""
+    """The order of turns in one unit: the baseline before every ``baseline_every``-th side."""
     others = [side for side in ready if side != line.baseline]
     order: list[str] = []
     for index, side in enumerate(others):
@@ -74,22 +76,22 @@ def _round(line: Line, ready: list[str]) -> list[str]:
     return order or ready
 
 
-def _quiet_turn(
-    stage: Stage, line: Line, name: str, unit: int, patience_s: float
+def _undisturbed_turn(
+    deployment: Deployment, line: Line, name: str, unit: int, quiet_timeout_s: float
 ) -> list[dict[str, Any]]:
-    """A turn, and more if others used the processors meanwhile."""
+    """A turn, repeated if other programs used the processors meanwhile."""
     turns: list[dict[str, Any]] = []
-    for _ in range(MOST_TURNS if patience_s else 1):
-        _wait_for_quiet(patience_s)
-        turns.append(_turn(stage, line, name, unit))
+    for _ in range(MAX_TURNS if quiet_timeout_s else 1):
+        _wait_for_quiet(quiet_timeout_s)
+        turns.append(_turn(deployment, line, name, unit))
         if turns[-1]["foreign_share"] <= QUIET_SHARE:
             break
     return turns
 
 
-def _wait_for_quiet(patience_s: float) -> None:
-    """Return when others leave the processors alone, or when patience is at its end."""
-    deadline = time.monotonic() + patience_s
+def _wait_for_quiet(quiet_timeout_s: float) -> None:
+    """Return when other programs leave the processors idle, or after the time-out."""
+    deadline = time.monotonic() + quiet_timeout_s
     while time.monotonic() < deadline:
         clock, busy = time.monotonic(), _busy_s()
         time.sleep(0.25)
@@ -98,14 +100,16 @@ def _wait_for_quiet(patience_s: float) -> None:
             return
 
 
-def _turn(stage: Stage, line: Line, name: str, unit: int) -> dict[str, Any]:
+def _turn(deployment: Deployment, line: Line, name: str, unit: int) -> dict[str, Any]:
     side = SIDES[name]
     steps = line.steps.get(name, side.steps)
-    before = stage.bytes_over_links()
+    before = deployment.bytes_over_links()
     clock, busy = time.monotonic(), _busy_s()
-    replies = stage.crew_of(name).tell("turn", side=name, lead_steps=side.lead_steps, steps=steps)
+    replies = deployment.workers_of(name).request(
+        "turn", side=name, lead_steps=side.lead_steps, steps=steps
+    )
     busy, clock = _busy_s() - busy, time.monotonic() - clock
-    after = stage.bytes_over_links()
+    after = deployment.bytes_over_links()
     foreign_s = max(0.0, busy - sum(reply["busy_s"] for reply in replies))
     speeds = [1 / reply["seconds"] for reply in replies]
     num_all = steps + side.lead_steps
@@ -116,7 +120,7 @@ def _turn(stage: Stage, line: Line, name: str, unit: int) -> dict[str, Any]:
     return {
         "side": name,
         "unit": unit,
-        # What all workers together need per step of each: the reciprocal of their mean speed.
+        # The reciprocal of the mean speed of the workers.
         "seconds": len(speeds) / sum(speeds),
         **means,
         "foreign_share": foreign_s / (clock * (os.cpu_count() or 1)),
@@ -125,9 +129,9 @@ def _turn(stage: Stage, line: Line, name: str, unit: int) -> dict[str, Any]:
 
 
 def _busy_s() -> float:
-    """Seconds that all processors together have spent in programs or lost to other guests.
+    """Seconds that all processors have spent in programs or lost to other virtual machines.
 
-    Interrupts do not count: packets come in there.
+    Interrupts are left out: they include the packets of the workers themselves.
     """
     first = Path("/proc/stat").read_text().splitlines()[0].split()
     user, nice, system, _, _, _, _, steal = map(int, first[1:9])

@@ -1,4 +1,4 @@
-"""Doing a fault to a job, at its moment."""
+"""Injects a fault into a job at a given moment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from chaos.faults import Fault
 from chaos.job import Job
 from chaos.settings import Setting
-from chaos.stage import Stage
+from chaos.testbed import Testbed
 
 _LIMIT_S = 90.0
 _POLL_S = 0.002
@@ -29,12 +29,12 @@ NO_SPACE = "No space left"
 
 
 class TooLateError(Exception):
-    """The job had ended before the moment came."""
+    """The job ended before the moment of the fault."""
 
 
-def strike(fault: Fault, job: Job, setting: Setting, stage: Stage, folder: Path) -> float:
-    """Wait for the moment and do it; when that was (monotonic). Raises TooLateError."""
-    if fault.order:
+def inject(fault: Fault, job: Job, setting: Setting, testbed: Testbed, folder: Path) -> float:
+    """Inject the fault at its moment; returns the time (monotonic). Raises TooLateError."""
+    if fault.script_fault:
         return _wait_for_inside(job, folder)
     pid = _wait_for_moment(fault, job, setting, folder)
     now = time.monotonic()
@@ -44,7 +44,7 @@ def strike(fault: Fault, job: Job, setting: Setting, stage: Stage, folder: Path)
         elif fault.kind == "launcher killed":
             os.kill(job.process.pid, signal.SIGKILL)
         elif fault.kind.startswith("network"):
-            _cut(fault, job, setting, stage)
+            _cut(fault, job, setting, testbed)
         else:
             _fill(fault, job, pid, folder)
     except ProcessLookupError:
@@ -53,17 +53,17 @@ def strike(fault: Fault, job: Job, setting: Setting, stage: Stage, folder: Path)
 
 
 def _wait_for_inside(job: Job, folder: Path) -> float:
-    path = folder / "struck"
+    path = folder / "injected"
     deadline = time.monotonic() + _LIMIT_S
     while not (path.exists() and path.read_text()):
         if job.process.poll() is not None and not path.exists() or time.monotonic() > deadline:
-            raise TooLateError("the script did not come to the place")
+            raise TooLateError("the script did not reach the place of the fault")
         time.sleep(_POLL_S)
     return time.monotonic() - (time.time() - float(path.read_text()))
 
 
 def _wait_for_moment(fault: Fault, job: Job, setting: Setting, folder: Path) -> int:
-    """Sleep until the moment; the process of the rank."""
+    """Sleep until the moment of the fault; returns the process of the rank."""
     try:
         pid = job.wait_for_pid(fault.rank, _LIMIT_S)
     except TimeoutError as error:
@@ -71,7 +71,7 @@ def _wait_for_moment(fault: Fault, job: Job, setting: Setting, folder: Path) -> 
     if fault.moment != "start":
         _wait_for(lambda: _num_steps(folder) >= fault.step, job)
     if fault.moment == "write":
-        last = setting.num_steps - 3  # drafts are there for milliseconds, and may be missed
+        last = setting.num_steps - 3  # drafts exist for milliseconds and may be missed
         drafts = (folder / "checkpoints").glob
         _wait_for(lambda: any(drafts(".draft-*")) or _num_steps(folder) >= last, job)
     if fault.kind == "flipped byte":
@@ -84,7 +84,7 @@ def _wait_for(condition: Callable[[], bool], job: Job) -> None:
     deadline = time.monotonic() + _LIMIT_S
     while not condition():
         if job.process.poll() is not None or time.monotonic() > deadline:
-            raise TooLateError("the moment did not come")
+            raise TooLateError("the moment of the fault did not occur")
         time.sleep(_POLL_S)
 
 
@@ -94,17 +94,17 @@ def _num_steps(folder: Path) -> int:
     return -1
 
 
-def _cut(fault: Fault, job: Job, setting: Setting, stage: Stage) -> None:
-    """Set a host's link down, and up again if it is to come back."""
-    host = stage.lab.hosts[host_of(fault.rank, setting)]
-    stage.lab.cut(host)
+def _cut(fault: Fault, job: Job, setting: Setting, testbed: Testbed) -> None:
+    """Set the link of a host down, and up again if the fault is temporary."""
+    host = testbed.lab.hosts[host_of(fault.rank, setting)]
+    testbed.lab.cut(host)
     if fault.lasts_s is not None:
         time.sleep(fault.lasts_s)
-        stage.lab.mend(host)
+        testbed.lab.mend(host)
 
 
 def host_of(rank: int, setting: Setting) -> int:
-    """The index of the host on which a rank stands."""
+    """The index of the host of a rank."""
     for index, num in enumerate(setting.workers):
         if rank < num:
             return index
@@ -113,19 +113,19 @@ def host_of(rank: int, setting: Setting) -> int:
 
 
 def _fill(fault: Fault, job: Job, pid: int, folder: Path) -> None:
-    """Fill the disk, keep it full for as long as the fault lasts, and kill if it says so."""
-    began = time.monotonic()
+    """Fill the disk, keep it full while the fault lasts, and kill the rank if the fault says so."""
+    started = time.monotonic()
     with (folder / "disk" / FULL).open("wb", buffering=0) as filler:
         while job.process.poll() is None:
             _write_until_full(filler.fileno())
             if NO_SPACE in job.text:
                 break
-            if fault.lasts_s is not None and time.monotonic() - began > fault.lasts_s:
+            if fault.lasts_s is not None and time.monotonic() - started > fault.lasts_s:
                 break
             time.sleep(_POLL_S)
     if fault.lasts_s is not None:
         free(folder)
-    if fault.is_killed_then and NO_SPACE in job.text:
+    if fault.is_followed_by_kill and NO_SPACE in job.text:
         os.kill(pid, signal.SIGKILL)
 
 
@@ -140,7 +140,7 @@ def _write_until_full(descriptor: int) -> None:
 
 
 def free(folder: Path) -> None:
-    """Give the space of the disk back."""
+    """Free the space of the disk."""
     (folder / "disk" / FULL).unlink(missing_ok=True)
 
 
@@ -150,7 +150,7 @@ def complete(folder: Path) -> list[Path]:
 
 
 def flip_one_bit(folder: Path, source: random.Random) -> str:
-    """Change one bit of the newest checkpoint; where that was."""
+    """Change one bit of the newest checkpoint; returns its place."""
     files = sorted(path for path in complete(folder)[-1].iterdir() if path.stat().st_size)
     path = source.choices(files, [file.stat().st_size for file in files])[0]
     if source.random() < 0.5:  # small files too

@@ -1,4 +1,4 @@
-"""Where jobs run: this machine or test hosts, and how a job of a setting is started there."""
+"""Starts jobs of a setting on this machine or on test hosts."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ NUM_HOSTS = 2
 _SOURCES = str(Path(torchmn.__file__).parents[1])
 
 
-class Stage:
-    """Starts jobs. Test hosts are made when the first job asks for them."""
+class Testbed:
+    """Starts jobs. Test hosts are created for the first job that needs them."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
@@ -45,7 +45,7 @@ class Stage:
         return self._lab
 
     def start(self, setting: Setting, folder: Path, *args: str | Path) -> Job:
-        """Start the training; ``folder`` is for its logs and what it writes."""
+        """Start the training; ``folder`` receives its logs and files."""
         mark = uuid.uuid4().hex
         env = {**os.environ, "PYTHONPATH": _SOURCES, MARK: mark, "OMP_NUM_THREADS": "1"}
         env |= _of_launcher(setting)
@@ -72,7 +72,7 @@ class Stage:
             mark=mark,
             networks=self._networks() if setting.has_hosts else (),
         )
-        self._stack.callback(job.kill_all)  # for a benchmark that is ended itself
+        self._stack.callback(job.kill_all)  # if the benchmark itself is terminated
         return job
 
     def _networks(self) -> list[str]:
@@ -80,19 +80,19 @@ class Stage:
 
 
 @contextmanager
-def open_stage() -> Iterator[Stage]:
-    """A stage; the test hosts are gone behind it."""
+def open_testbed() -> Iterator[Testbed]:
+    """A testbed; its test hosts are removed on exit."""
     with ExitStack() as stack:
-        yield Stage(stack)
+        yield Testbed(stack)
 
 
 def has_hosts() -> bool:
-    """Whether test hosts can be made here."""
+    """Whether test hosts are available on this machine."""
     return missing_requirement() is None
 
 
 def has_disks() -> bool:
-    """Whether a small file system can be mounted here."""
+    """Whether a small file system can be mounted on this machine."""
     return os.geteuid() == 0 and sys.platform == "linux" and shutil.which("mount") is not None
 
 
@@ -109,7 +109,7 @@ def small_disk(path: Path, megabytes: int) -> Iterator[Path]:
 
 
 def _write_digits(path: Path) -> Path:
-    """scikit-learn's digits in one file: its import takes as long as a training."""
+    """scikit-learn's digits in one file, because importing it takes as long as the training."""
     images = load_images("digits").normalised()
     parts = {"": images.train.tensors, "test_": images.test.tensors}
     tensors = {}
@@ -126,12 +126,12 @@ def _popen(*args: object, **options: object) -> subprocess.Popen[str]:
 def _launch(setting: Setting) -> list[str | Path]:
     num = str(setting.num_workers)
     if setting.launcher == "torchrun":
-        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num]
-        return [sys.executable, *words]
+        options = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num]
+        return [sys.executable, *options]
     if setting.launcher == "mpirun":
         mpirun = find_mpirun(os.environ)
         if mpirun is None:
-            raise FileNotFoundError("there is no mpirun: install it with 'make setup'")
+            raise FileNotFoundError("mpirun was not found: install it with 'make setup'")
         return [mpirun, "-n", num, "--map-by", ":OVERSUBSCRIBE", sys.executable]
     where = ["-n", num]
     if setting.has_hosts:
@@ -142,7 +142,7 @@ def _launch(setting: Setting) -> list[str | Path]:
 
 
 def _of_launcher(setting: Setting) -> dict[str, str]:
-    """What a person would have in the environment for this launcher."""
+    """Environment variables that a user would set for this launcher."""
     if setting.launcher == "torchrun":
         return {"TORCHMN_TRANSPORT": "torch"}
     if setting.launcher == "mpirun":

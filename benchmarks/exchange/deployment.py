@@ -1,6 +1,6 @@
-"""Starts the workers of a line on test hosts: ours and torch's in one crew, CNTK's in another.
+"""Starts the workers of a line on test hosts: one set for all sides of PyTorch, one for CNTK.
 
-Every worker connects to a socket of this process and sleeps until it is told something.
+Every worker connects to a socket of this process and waits there for commands.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from exchange.table import SIDES, Crew, Line
+from exchange.table import SIDES, Line, Runtime
 from torchmn.launch.backend import find_mpirun
 from torchmn.testing.netlab import Host, Lab, netlab
 
@@ -24,31 +24,31 @@ SCRIPT = Path(__file__).parents[1] / "bench_exchange.py"
 CNTK_SCRIPT = Path(__file__).parent / "cntk_worker.py"
 CNTK = Path(__file__).parents[2] / ".peers" / "cntk"
 PORT = 29500
-START_S = 120.0
-PATIENCE_S = 400.0
+START_TIMEOUT_S = 120.0
+REPLY_TIMEOUT_S = 400.0
 
 
 class WorkersLostError(Exception):
-    """A worker died, or did not answer, or an order failed on it."""
+    """A worker died, did not reply in time, or a command failed on it."""
 
 
 class Workers:
-    """The workers of one crew, in the order of their ranks."""
+    """The workers of one runtime, ordered by rank."""
 
     def __init__(self, streams: list[Any], folder: Path) -> None:
         self._streams = streams
         self._folder = folder
 
-    def tell(self, do: str, **order: object) -> list[dict[str, Any]]:
-        """Give all the same order; their replies. Raises WorkersLostError."""
-        return self.tell_each([{"do": do, **order}] * len(self._streams))
+    def request(self, command: str, **arguments: object) -> list[dict[str, Any]]:
+        """Send all workers the same command; return their replies. Raises WorkersLostError."""
+        return self.request_each([{"command": command, **arguments}] * len(self._streams))
 
-    def tell_each(self, orders: list[dict[str, object]]) -> list[dict[str, Any]]:
-        """One order for each worker. Raises WorkersLostError with somebody's last words."""
+    def request_each(self, commands: list[dict[str, object]]) -> list[dict[str, Any]]:
+        """Send a command to each worker. Raises WorkersLostError with the ends of their logs."""
         replies: list[dict[str, Any]] = []
         try:
-            for stream, order in zip(self._streams, orders, strict=True):
-                stream.write(json.dumps(order) + "\n")
+            for stream, command in zip(self._streams, commands, strict=True):
+                stream.write(json.dumps(command) + "\n")
                 stream.flush()
             for stream in self._streams:
                 line = stream.readline()
@@ -56,23 +56,23 @@ class Workers:
                     raise OSError(f"worker {len(replies)} died")
                 replies.append(json.loads(line))
         except OSError as error:
-            raise WorkersLostError(f"{error} {last_words(self._folder)}") from error
+            raise WorkersLostError(f"{error} {log_tails(self._folder)}") from error
         for reply in replies:
             if "failed" in reply:
                 raise WorkersLostError(reply["failed"].strip())
         return replies
 
 
-class Stage:
-    """Test hosts and the crews on them. A crew that could not be started says why."""
+class Deployment:
+    """Test hosts and the workers on them."""
 
-    def __init__(self, lab: Lab, crews: Mapping[Crew, Workers]) -> None:
+    def __init__(self, lab: Lab, workers: Mapping[Runtime, Workers]) -> None:
         self._lab = lab
-        self._crews = crews
+        self._workers = workers
 
-    def crew_of(self, side: str) -> Workers:
-        """The workers that have this side."""
-        return self._crews[SIDES[side].crew]
+    def workers_of(self, side: str) -> Workers:
+        """The workers that run this side."""
+        return self._workers[SIDES[side].runtime]
 
     def bytes_over_links(self) -> list[int]:
         """What each host has sent, then what each has received, so far."""
@@ -83,27 +83,29 @@ class Stage:
         ]
 
 
-def last_words(folder: Path) -> str:
-    """The end of the logs."""
+def log_tails(folder: Path) -> str:
+    """The ends of the logs."""
     texts = [path.read_text().strip() for path in sorted(folder.glob("*.log"))]
     return " | ".join(text[-600:] for text in texts if text)
 
 
 @contextmanager
-def stage_of(line: Line, crews: Collection[Crew]) -> Iterator[Stage]:
-    """Test hosts with the workers of this line, all of which have met."""
+def deployed(line: Line, runtimes: Collection[Runtime]) -> Iterator[Deployment]:
+    """Test hosts with the workers of this line, connected to each other."""
     with ExitStack() as stack:
         lab = stack.enter_context(netlab(line.num_hosts, line.rate, cores=_cores_of(line)))
-        yield Stage(lab, {crew: _start(crew, line, lab, stack) for crew in sorted(crews)})
+        yield Deployment(
+            lab, {runtime: _start(runtime, line, lab, stack) for runtime in sorted(runtimes)}
+        )
 
 
-def _start(crew: Crew, line: Line, lab: Lab, stack: ExitStack) -> Workers:
+def _start(runtime: Runtime, line: Line, lab: Lab, stack: ExitStack) -> Workers:
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     server = stack.enter_context(socket.socket(socket.AF_UNIX))
-    server.bind(str(folder / "orders"))
+    server.bind(str(folder / "commands"))
     server.listen()
-    server.settimeout(START_S)
-    if crew == "cntk":
+    server.settimeout(START_TIMEOUT_S)
+    if runtime == "cntk":
         _start_cntk(line, lab, folder)
     elif line.launcher == "mpirun":
         _start_by_mpirun(line, lab, folder)
@@ -114,16 +116,16 @@ def _start(crew: Crew, line: Line, lab: Lab, stack: ExitStack) -> Workers:
         try:
             connection, _ = server.accept()
         except TimeoutError:
-            raise WorkersLostError(f"not all workers came: {last_words(folder)}") from None
-        connection.settimeout(PATIENCE_S)
+            raise WorkersLostError(f"not all workers have connected: {log_tails(folder)}") from None
+        connection.settimeout(REPLY_TIMEOUT_S)
         stack.callback(connection.close)
         stream = stack.enter_context(connection.makefile("rw"))
         streams[json.loads(stream.readline())["rank"]] = stream
     workers = Workers([streams[rank] for rank in range(line.num_workers)], folder)
-    meeting = f"tcp://{lab.hosts[0].name}:{PORT + 1}"
-    workers.tell_each(
+    init_method = f"tcp://{lab.hosts[0].name}:{PORT + 1}"
+    workers.request_each(
         [
-            {"do": "meet", "rank": rank, "size": line.num_workers, "meeting": meeting}
+            {"command": "init", "rank": rank, "size": line.num_workers, "init_method": init_method}
             for rank in range(line.num_workers)
         ]
     )
@@ -131,7 +133,7 @@ def _start(crew: Crew, line: Line, lab: Lab, stack: ExitStack) -> Workers:
 
 
 def _cores_of(line: Line) -> list[set[int]]:
-    """One core per host, dealt out in turn; a single host has all of them."""
+    """One core per host, assigned round-robin; a single host has all of them."""
     own = sorted(os.sched_getaffinity(0))
     if line.num_hosts == 1:
         return [set(own)]
@@ -157,7 +159,7 @@ def _spawn(host: Host, command: list[str | Path], env: dict[str, str], log: Path
 
 
 def _start_one_by_one(line: Line, lab: Lab, folder: Path) -> None:
-    """As torchrun would: one process per rank with its variables."""
+    """One process per rank with the variables that torchrun would set."""
     for rank in range(line.num_workers):
         host = lab.hosts[rank // line.workers_per_host]
         env = {
@@ -168,25 +170,25 @@ def _start_one_by_one(line: Line, lab: Lab, folder: Path) -> None:
             "LOCAL_WORLD_SIZE": str(line.workers_per_host),
             "OWN_ADDRESS": host.address,
         }
-        command = [sys.executable, SCRIPT, "worker", folder / "orders"]
+        command = [sys.executable, SCRIPT, "worker", folder / "commands"]
         _spawn(host, command, env, folder / f"rank{rank}.log")
 
 
 def _start_by_mpirun(line: Line, lab: Lab, folder: Path) -> None:
-    """On one host, which needs no agent."""
+    """By Open MPI on a single host."""
     mpirun = find_mpirun(os.environ)
     if mpirun is None:
-        raise WorkersLostError("there is no mpirun: pip install 'torchmn[mpi]'")
+        raise WorkersLostError("mpirun was not found: pip install 'torchmn[mpi]'")
     env = {**_environment(line), "OWN_ADDRESS": lab.hosts[0].address}
     command: list[str | Path] = [mpirun, "--allow-run-as-root", "--bind-to", "none"]
-    command += ["-n", str(line.num_workers), sys.executable, SCRIPT, "worker", folder / "orders"]
+    command += ["-n", str(line.num_workers), sys.executable, SCRIPT, "worker", folder / "commands"]
     _spawn(lab.hosts[0], command, env, folder / "mpirun.log")
 
 
 def _start_cntk(line: Line, lab: Lab, folder: Path) -> None:
-    """Under the mpirun of its own MPI, from the first host to all by the lab's agent."""
+    """By CNTK's own mpirun on the first host, with the remote shell agent of the lab."""
     if not (CNTK / "run").exists():
-        raise WorkersLostError("CNTK 2.7 is not there: run scripts/setup_peers.sh")
+        raise WorkersLostError("CNTK 2.7 was not found in .peers: run scripts/setup_peers.sh")
     command: list[str | Path] = [
         *(CNTK / "run", "mpirun.openmpi", "--allow-run-as-root", "--bind-to", "none"),
         *("-n", str(line.num_workers), "--hostfile", lab.hostfile(line.workers_per_host)),
@@ -194,6 +196,6 @@ def _start_cntk(line: Line, lab: Lab, folder: Path) -> None:
         *("--mca", "btl", "self,tcp", "--mca", "btl_tcp_if_include", Host.interface),
         *("--mca", "pml", "ob1", "--mca", "oob_tcp_if_include", Host.interface),
         *("-x", "OMP_NUM_THREADS", "-x", "LD_LIBRARY_PATH", "-x", "PATH"),
-        *("python", CNTK_SCRIPT, folder / "orders"),
+        *("python", CNTK_SCRIPT, folder / "commands"),
     ]
     _spawn(lab.hosts[0], command, _environment(line), folder / "mpirun.log")

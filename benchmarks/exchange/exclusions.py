@@ -1,7 +1,7 @@
-"""Which sides count: a codec or schedule that does not train as well is fast for nothing.
+"""Which sides count: the speed of a codec or schedule that trains worse is worth nothing.
 
-A side counts only if it passes the accuracy table (`make bench-accuracy`). What does not, or was
-not measured there, is shown with its reason and satisfies no limit.
+A side counts only if it passes the accuracy table (`make bench-accuracy`). A side that fails there
+or was not measured is shown with the reason and satisfies no limit.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from exchange.runs import Run
 from exchange.table import SIDES, Side
 
 NOT_COUNTED = "not counted: no accuracy"
-WhyNot = Callable[[str, Run], str]
+Exclusion = Callable[[str, Run], str]
 """From a side's name and a run to the reason why the side does not count there; "" if it does."""
 
 
-def counted_by(verdicts: Mapping[str, str]) -> WhyNot:
-    """With the verdicts of the accuracy table, by its sides: "" or why one does not pass."""
+def exclusions_from(failed_limits: Mapping[str, str]) -> Exclusion:
+    """By the limits that the sides of the accuracy table fail, "" where they fail none."""
 
-    def why_not(side: str, run: Run) -> str:
+    def exclusion(side: str, run: Run) -> str:
         for name in _must_pass(SIDES[side], run):
-            if reason := verdicts.get(name, "not measured"):
+            if reason := failed_limits.get(name, "not measured"):
                 return f"{NOT_COUNTED} ({reason})"
         return ""
 
-    return why_not
+    return exclusion
 
 
 def _must_pass(side: Side, run: Run) -> tuple[str, ...]:
     if side.accuracy is not None:
         return side.accuracy
     plan = run.get("plans", {}).get(side.name)
-    return (_name_of(plan) if plan else "a plan that the run does not tell",)
+    return (_name_of(plan) if plan else "a plan that the run does not record",)
 
 
 def _name_of(plan: Mapping[str, str]) -> str:
