@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from torchmn.communicators.run_on_one_rank import raise_if_any_failed, run_on_one_rank
+from torchmn.communicators.heartbeat import raise_if_any_failed, run_on_one_rank
 from torchmn.errors import DataError, UnknownNameError, UsageError
 
 from .cifar import find_cifar10, read_cifar10

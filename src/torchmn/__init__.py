@@ -10,6 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from torchmn.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from torchmn import checkpoint as checkpoint
     from torchmn import communicators as communicators
@@ -49,8 +51,6 @@ if TYPE_CHECKING:
         StandardUpdater,
         Trainer,
     )
-
-__version__ = "0.1.0"
 
 _HOME = {
     "AllreducePersistent": "torchmn.training",

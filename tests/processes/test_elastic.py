@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import torchmn
+from tests.processes.runner import PYTHON_PATH
 from torchmn.testing.netlab import Lab, missing_requirement, netlab
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
@@ -128,7 +129,7 @@ def begin(lab: Lab | None, folder: Path, *words: str, script: tuple[object, ...]
     command += [*words, str(SCRIPT), ".", *map(str, script)]
     env = {
         **os.environ,
-        "PYTHONPATH": str(Path(torchmn.__file__).parents[1]),
+        "PYTHONPATH": PYTHON_PATH,
         "OMP_NUM_THREADS": "1",
     }
     if lab is None:

@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-import torchmn
+from tests.processes.runner import PYTHON_PATH
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import MAX_PENDING, connect_authenticated
 from torchmn.control.messages import AgentHello
@@ -31,7 +31,6 @@ from torchmn.testing.netlab import Lab, missing_requirement, netlab
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
-SOURCES = str(Path(torchmn.__file__).parents[1])
 NUM_STRANGERS = 10_000
 TRAIN = """
 import sys, time
@@ -95,7 +94,7 @@ class Job:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "torchmn", *words],
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": SOURCES, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -316,7 +315,7 @@ def test_between_hosts_ranks_listen_on_the_interface_that_connects_them(
     (tmp_path / "script.py").write_text(LOOK)
     words = ["run", "--log-dir", "logs", "--hosts", "n0:1,n1:1", "--launcher", launcher]
     words += ["--backend", "gloo", "script.py", str(tmp_path)]
-    env = {**os.environ, "PYTHONPATH": SOURCES, "TORCHMN_RSH": str(lab.rsh_agent)}
+    env = {**os.environ, "PYTHONPATH": PYTHON_PATH, "TORCHMN_RSH": str(lab.rsh_agent)}
     process = lab.hosts[0].popen(
         [sys.executable, "-m", "torchmn", *words],
         env=env,

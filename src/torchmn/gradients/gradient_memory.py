@@ -1,8 +1,8 @@
 """The memory of the means that scripts see as ``p.grad``.
 
-Every ``p.grad`` is a tensor of its own, as after a plain backward pass: what a script keeps over
+Every ``p.grad`` is a tensor of its own, as after a plain backward pass: what a script keeps across
 ``zero_grad()`` (PCGrad, a gradient's similarity to the one before) keeps its values, and what it
-saves holds one gradient. Memory is used again only where nobody else holds it, so that a step of a
+saves holds one gradient. Memory is reused only where nothing else holds it, so that a step of a
 usual script allocates nothing. What this costs is one copy of the gradients per step; see
 ``gradient_as_bucket_view`` of `create_multi_node_optimizer`.
 """
@@ -19,7 +19,7 @@ _USE_COUNT = getattr(torch._C, "_storage_Use_Count", None)
 
 
 class GradientMemory:
-    """One tensor for each parameter, which is its ``p.grad`` or waits to be it again. Local.
+    """One tensor for each parameter, which is its ``p.grad`` or will be again. Local.
 
     A parameter may be converted (``model.half()``) while its mean is under way: it then gets new
     memory of its new dtype.
@@ -51,12 +51,12 @@ class GradientMemory:
         return kept is not None and parameter.grad is kept.tensor
 
     def clear(self) -> None:
-        """Let go of all memory; every ``p.grad`` stays."""
+        """Release all memory; every ``p.grad`` stays."""
         self._kept.clear()
 
 
 class _Kept:
-    """A tensor, and how often it is referred to while nobody else does."""
+    """A tensor, and its number of references while nothing else holds it."""
 
     __slots__ = ("_address", "_num_objects", "_num_tensors", "_storage", "tensor")
 

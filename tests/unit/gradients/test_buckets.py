@@ -170,7 +170,7 @@ def chunks_of(*numels: int, kib: int = 64, codec=None, bucket_bytes=1 << 20, dty
 
 def test_chunks_are_smaller_towards_the_first_parameters() -> None:
     chunks = chunks_of(1_000_000, kib=1024)
-    sizes = [chunk.cargo.buffer.nbytes // KiB for chunk in chunks[:-1]]
+    sizes = [chunk.block.buffer.nbytes // KiB for chunk in chunks[:-1]]
     assert sizes[-3:] == pytest.approx([512, 256, 128], abs=8)
     assert all(size <= 1024 + 8 for size in sizes)
 
@@ -184,13 +184,13 @@ def test_every_element_travels_once(codec: str | None, dtype: torch.dtype) -> No
     assert len(chunks) > 3 or codec == "power_sgd"
     for chunk in chunks:
         chunk.buffer.add_(1)
-        assert chunk.cargo.layout.end <= chunk.buffer.numel()
+        assert chunk.block.layout.end <= chunk.buffer.numel()
     slots = {id(slot): slot for chunk in chunks for slot in chunk.slots}.values()
     assert all((slot.buffer == 1).all() for slot in slots)
-    assert sum(chunk.cargo.layout.numel for chunk in chunks) == sum(numels)
+    assert sum(chunk.block.layout.numel for chunk in chunks) == sum(numels)
     assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
-    assert chunks[-1].cargo.num_exact == 3
-    assert not any(chunk.cargo.num_exact for chunk in chunks[:-1])
+    assert chunks[-1].block.num_exact == 3
+    assert not any(chunk.block.num_exact for chunk in chunks[:-1])
     assert len(slots) == len(numels)
     assert all(slot.buckets for slot in slots)
 
@@ -199,11 +199,11 @@ def test_every_element_travels_once(codec: str | None, dtype: torch.dtype) -> No
 def test_cuts_are_where_blocks_begin(codec: str) -> None:
     made = create_codec(codec)
     for chunk in chunks_of(500_001, codec=made)[:-1]:
-        for segment in chunk.cargo.layout.segments:
+        for segment in chunk.block.layout.segments:
             assert segment.offset % made.block_length == 0
 
 
 def test_power_sgd_gets_whole_parameters() -> None:
     chunks = chunks_of(100_000, 200_000, 50, codec=create_codec("power_sgd"))
-    assert all(segment.is_whole for chunk in chunks for segment in chunk.cargo.layout.segments)
+    assert all(segment.is_whole for chunk in chunks for segment in chunk.block.layout.segments)
     assert len(chunks) == 3  # the tiny one goes with its neighbour, then the footer

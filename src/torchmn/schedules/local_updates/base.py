@@ -448,7 +448,7 @@ class LocalUpdateSchedule(Schedule):
 
 def _is_concurrent(comm: Communicator) -> bool:
     """Whether two communicators of a rank may exchange at the same time."""
-    return comm.world.transport.name != "mpi"
+    return comm.world.transport.is_concurrent
 
 
 def _check(name: str, is_right: bool, value: object, rule: str) -> None:

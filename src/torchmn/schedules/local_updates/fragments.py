@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from torchmn.communicators import Communicator
-from torchmn.communicators.allreduce import create_allreduce
 from torchmn.compression import Codec
 from torchmn.errors import UsageError
 from torchmn.gradients.bucket_set import BucketSet
@@ -63,7 +62,7 @@ class Fragment:
         """The parameters when the pending exchange started; None without overlap."""
         self.buckets = BucketSet(
             comm,
-            create_allreduce(codec),
+            comm.allreduce_algorithm(codec),
             plan_buckets(
                 parameters,
                 granularity=comm.granularity,

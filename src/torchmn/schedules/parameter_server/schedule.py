@@ -169,7 +169,7 @@ class ParameterServer(Schedule):
                 ly.dtype: ly for m in self._memory.values() for ly in m.layouts
             }.values():
                 self._codec.warm_up(layout, torch.device("cpu"))
-        self._transport = comm.channels("servers") if comm.size > 1 else None
+        self._transport = comm.new_transport("servers") if comm.size > 1 else None
         local = self._start_server(shards) if comm.rank in servers else None
         self._client = ServerClient(
             self._transport,
@@ -222,7 +222,7 @@ class ParameterServer(Schedule):
             return
         self._is_closed = True
         atexit.unregister(self.close)
-        self._comm.forget_before_end(self.close)
+        self._comm.cancel_on_finalize(self.close)
         is_stuck = self._work is not None and not self._work.done
         if is_stuck:  # an error ended the loop while the worker's thread waits for a response
             for channel in self._channels:
@@ -245,7 +245,7 @@ class ParameterServer(Schedule):
                 thread.join(5 * _GRACE_S)
         self._engine.close()
         if self._transport is not None and not any(t.is_alive() for t in self._threads):
-            self._comm.end_channels(self._transport)
+            self._comm.close_transport(self._transport)
 
     # ---- a step ----
 

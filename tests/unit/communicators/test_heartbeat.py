@@ -1,4 +1,4 @@
-"""One rank works, all hear how it ended."""
+"""Work of one rank, and its outcome on all ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from torchmn.communicators.run_on_one_rank import raise_if_any_failed, run_on_one_rank
+from torchmn.communicators.heartbeat import raise_if_any_failed, run_on_one_rank
 from torchmn.errors import DataError, TorchmnError, UsageError
 from torchmn.testing import run_ranks
 
@@ -27,31 +27,31 @@ def test_the_result_reaches_all(worker: int) -> None:
 
 
 def test_work_may_take_longer_than_the_time_limit() -> None:
-    def work(keep_waiting) -> str:
+    def work(heartbeat) -> str:
         for _ in range(15):
             time.sleep(0.1)
-            keep_waiting()
+            heartbeat()
         return "done"
 
     assert run_ranks(lambda c: run_on_one_rank(c, 1, work), 2, timeout_s=0.8) == ["done"] * 2
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "words"),
+    ("error", "kind", "text"),
     [
         (UsageError("a bad word"), UsageError, "Rank 1 on localhost: a bad word"),
         (OSError("disk"), DataError, "Rank 1 on localhost: OSError: disk"),
     ],
 )
-def test_its_error_is_everyone_s(error: Exception, kind: type, words: str) -> None:
-    def work(keep_waiting) -> None:
+def test_its_error_is_raised_on_all_ranks(error: Exception, kind: type, text: str) -> None:
+    def work(heartbeat) -> None:
         raise error
 
     results = run_ranks(lambda c: caught(lambda: run_on_one_rank(c, 1, work)), 3)
-    assert results == [(kind, words)] * 3
+    assert results == [(kind, text)] * 3
 
 
-def test_the_first_failure_is_everyone_s() -> None:
+def test_the_first_failure_is_raised_on_all_ranks() -> None:
     def main(comm):
         error = OSError(f"disk {comm.rank}") if comm.rank > 0 else None
         return caught(lambda: raise_if_any_failed(comm, error))

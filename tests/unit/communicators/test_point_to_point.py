@@ -16,14 +16,14 @@ class Own:
     """Needs pickle."""
 
 
-def test_an_object_that_may_not_travel_is_an_error_on_both_sides() -> None:
+def test_an_object_that_cannot_be_sent_raises_on_both_ranks() -> None:
     def rank_main(comm):
         if comm.rank == 0:
             with pytest.raises(UnsupportedError, match="Own needs pickle"):
                 comm.send_obj(Own(), 1, tag=3)
             comm.send_obj("next", 1, tag=3)
         else:
-            with pytest.raises(RankMismatchError, match="rank 0 refused to send: .* needs pickle"):
+            with pytest.raises(RankMismatchError, match="rank 0 could not send: .* needs pickle"):
                 comm.recv_obj(0, tag=3)
             assert comm.recv_obj(ANY_SOURCE, ANY_TAG) == "next"
 
@@ -42,7 +42,7 @@ def test_messages_of_one_sender_and_tag_keep_their_order() -> None:
     assert run_ranks(rank_main, 2)[0] == [1, 3, 5, 0, 2, 4]
 
 
-def test_collectives_and_waiting_messages_do_not_meet() -> None:
+def test_collectives_and_queued_messages_do_not_mix() -> None:
     def rank_main(comm):
         if comm.rank == 0:
             comm.send(torch.ones(100_000), 1, tag=7)
@@ -58,7 +58,7 @@ def test_collectives_and_waiting_messages_do_not_meet() -> None:
     run_ranks(rank_main, 2)
 
 
-def test_the_limit_names_what_nobody_asked_for() -> None:
+def test_the_time_limit_error_names_messages_that_were_not_requested() -> None:
     has_ended = threading.Event()
 
     def rank_main(comm):
@@ -67,7 +67,7 @@ def test_the_limit_names_what_nobody_asked_for() -> None:
             assert has_ended.wait(timeout=20)
             return
         try:
-            with pytest.raises(TimeLimitError, match=r"nobody asked for: rank 1 tag 5\."):
+            with pytest.raises(TimeLimitError, match=r"not requested: rank 1 tag 5\."):
                 comm.recv_obj(1, tag=4)
         finally:
             has_ended.set()
@@ -75,18 +75,18 @@ def test_the_limit_names_what_nobody_asked_for() -> None:
     run_ranks(rank_main, 2, timeout_s=0.5)
 
 
-def test_an_object_is_no_tensor() -> None:
+def test_recv_of_an_object_raises() -> None:
     def rank_main(comm):
         if comm.rank == 1:
             comm.send_obj({"x": 1}, 0)
         else:
-            with pytest.raises(UsageError, match="What came is a dict .* Use recv_obj"):
+            with pytest.raises(UsageError, match="The message is a dict .* Use recv_obj"):
                 comm.recv(1)
 
     run_ranks(rank_main, 2)
 
 
-def test_any_attributes_will_do_for_a_status() -> None:
+def test_a_status_needs_only_its_attributes() -> None:
     """As those of ``mpi4py.MPI.Status``."""
 
     class Foreign:
