@@ -2,7 +2,7 @@
 
 For each bucket, as soon as DDP has filled it, on W ranks:
 
-    g_i <- g_i / W;     g <- sum over ranks of the encoded g_i      (`communicators.wire`)
+    g_i <- g_i / W;     g <- sum over ranks of the encoded g_i      (`communicators.allreduce`)
 
 and at the end of backward `Codec.finish`, once. The sums run on the communicator's engine,
 overlapped with backward, over connections of their own: nothing of ours comes between DDP's own
@@ -71,7 +71,7 @@ class DdpHook:
         self._num_passes = 0
         self._was_finite = True
         self._seen: dict[Literal["encoding", "decoding"], list[str]] = {}
-        self._forget_buckets()
+        self._layouts: dict[tuple[str, ...], Layout] = {}
 
     # ---- before training, and after ----
 
@@ -159,6 +159,7 @@ class DdpHook:
                 + "."
             )
         self._is_open = True
+        self._forget_buckets()
 
     def _raise_if_nameless(self) -> None:
         if not self._is_named:
@@ -184,7 +185,7 @@ class DdpHook:
     def _forget_buckets(self) -> None:
         """DDP rebuilds its buckets after the first step: drop the memory of messages."""
         self._algorithm = self.communicator.allreduce_algorithm(self._codec)
-        self._layouts: dict[tuple[str, ...], Layout] = {}
+        self._layouts = {}
 
     # ---- during backward ----
 
