@@ -1,7 +1,7 @@
-"""The time of encoding and decoding on one core, compared with a loop that moves the same bytes.
+"""What encoding and decoding cost on one core, beside a loop that reads and writes the same bytes.
 
 7.5 million float32 elements (30 MB) in the shapes of a VGG's convolutions, through the public
-methods of the codecs. Encoding with residual reads gradient and residual, and writes the new
+methods of the codecs. Encoding with residual reads gradient and residual and writes the new
 residual and the bytes; decode-and-add reads bytes and sum and writes the sum.
 """
 
@@ -31,21 +31,21 @@ CPU = torch.device("cpu")
 
 
 @njit(nogil=True)
-def encoding_loop(values, residual, new_residual, encoded) -> None:  # type: ignore[no-untyped-def]
+def encoding_loop(values, residual, rest, encoded) -> None:  # type: ignore[no-untyped-def]
     for i in range(values.size):
-        new_residual[i] = values[i] + residual[i]
+        rest[i] = values[i] + residual[i]
     for i in range(encoded.size):
         encoded[i] = i
 
 
 @njit(nogil=True)
 def decoding_loop(encoded, total) -> None:  # type: ignore[no-untyped-def]
-    words = 0
+    bits = 0
     for i in range(encoded.size):
-        words ^= encoded[i]
-    word = np.float32(words)
+        bits ^= encoded[i]
+    value = np.float32(bits)
     for i in range(total.size):
-        total[i] += word
+        total[i] += value
 
 
 def layout() -> Layout:
@@ -63,7 +63,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def take_turns(sides: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
-    """Each side starts with nothing of its own in the caches, as in training."""
+    """Every side begins with nothing of its own in the caches, as it does in training."""
     other_data = np.zeros(OTHER_DATA_BYTES, np.uint8)
     times: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(ROUNDS + 2):
@@ -79,9 +79,9 @@ def measure(codec: StripeCodec, bucket: Layout, *, has_limit: bool) -> list[Bar]
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(bucket.end, generator=generator) * 1e-3
     encoded = torch.zeros(codec.stripe_nbytes(bucket), dtype=torch.uint8)
-    words = encoded.numpy()[: encoded.numel() // 4 * 4].view(np.int32)
+    as_int32 = encoded.numpy()[: encoded.numel() // 4 * 4].view(np.int32)
     total = torch.zeros(bucket.end)
-    residual, new_residual = torch.zeros(2, bucket.end).numpy()
+    residual, rest = torch.zeros(2, bucket.end).numpy()
     codec.warm_up(bucket, CPU)
 
     def encode() -> None:
@@ -92,9 +92,9 @@ def measure(codec: StripeCodec, bucket: Layout, *, has_limit: bool) -> list[Bar]
     times = take_turns(
         {
             "encode": encode,
-            "encoding loop": lambda: encoding_loop(values.numpy(), residual, new_residual, words),
+            "encoding loop": lambda: encoding_loop(values.numpy(), residual, rest, as_int32),
             "decode": lambda: codec.decode_stripe(encoded, bucket, total, add=True),
-            "decoding loop": lambda: decoding_loop(words, total.numpy()),
+            "decoding loop": lambda: decoding_loop(as_int32, total.numpy()),
         }
     )
     name = codec.name
@@ -116,25 +116,24 @@ def measure(codec: StripeCodec, bucket: Layout, *, has_limit: bool) -> list[Bar]
 
 
 def plain_torch(bucket: Layout) -> list[Bar]:
-    """The kernels without a compiler."""
+    """The kernels for where there is no compiler."""
     bars = []
     for bits in (8, 1):
         codec = Quantized(bits)
-        values, residual, new_residual = torch.randn(3, bucket.end)
+        values, residual, rest = torch.randn(3, bucket.end)
         encoded = torch.zeros(codec.stripe_nbytes(bucket), dtype=torch.uint8)
         plan = codec.plan(bucket)
         spent = [
-            1e3
-            * seconds(lambda: reference.encode(values, residual, new_residual, encoded, plan, None))  # noqa: B023
+            1e3 * seconds(lambda: reference.encode(values, residual, rest, encoded, plan, None))  # noqa: B023
             for _ in range(3)
         ]
-        bars.append(median_bar(f"{codec.name}: encode with plain torch", spent, "ms"))
+        bars.append(median_bar(f"{codec.name}: encode by plain torch", spent, "ms"))
     return bars
 
 
 def main() -> int:
     torch.set_num_threads(1)
-    warnings.simplefilter("error")  # the slow kernels are not measured
+    warnings.simplefilter("error")  # the slow kernels are not what is to be measured
     gc.disable()
     bucket = layout()
     bars: list[Bar] = []

@@ -26,6 +26,9 @@ CNTK = Path(__file__).parents[2] / ".peers" / "cntk"
 PORT = 29500
 START_TIMEOUT_S = 120.0
 REPLY_TIMEOUT_S = 400.0
+KEEP_HEAP = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+"""Have malloc return no memory to the kernel. The second value is what glibc arrives at by itself
+after some steps, but setting the first one turns that off."""
 
 
 class WorkersLostError(Exception):
@@ -144,6 +147,7 @@ def _environment(line: Line) -> dict[str, str]:
     cores = sorted(os.sched_getaffinity(0)) if line.num_hosts == 1 else []
     return {
         **os.environ,
+        **KEEP_HEAP,
         "OMP_NUM_THREADS": "1",
         "NUMBA_NUM_THREADS": "1",
         "MASTER_ADDR": "n0",

@@ -162,13 +162,14 @@ JSON = st.recursive(
 @given(
     st.binary(max_size=80)
     | JSON.map(lambda value: json.dumps(value).encode())
-    | st.tuples(st.sampled_from(["Terminate", "AgentHello", "StartScript", "Output"]), JSON).map(
-        lambda pair: json.dumps(pair).encode()
-    )
+    | st.tuples(
+        st.sampled_from(["Terminate", "AgentHello", "StartScript", "Output", "Round", "no such"]),
+        st.dictionaries(st.sampled_from(["signum", "rank", "env", "lines", "holders"]), JSON),
+    ).map(lambda pair: json.dumps({"type": pair[0], **pair[1]}).encode())
 )
 @example(b"[" * 100_000)
-@example(b'["End", ' + b"[" * 100_000)
-@example(b'["End", {"signum": ' + b"9" * 5000 + b"}]")
+@example(b'{"type": "Terminate", "signum": ' + b"[" * 100_000)
+@example(b'{"type": "Terminate", "signum": ' + b"9" * 5000 + b"}")
 def test_messages(line: bytes) -> None:
     with suppress(ValueError):
         assert encode(decode(line))
@@ -307,7 +308,9 @@ def _fuzz_gate() -> None:
 def _fuzz_visitor() -> None:
     """A gate that says anything to who knocks."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        greetings = st.sampled_from([b"torchmn gate 1 ", b"torchmn gate 1 " + b"0" * 32 + b"\n"])
+        greetings = st.sampled_from(
+            [b"torchmn listener 1 ", b"torchmn listener 1 " + b"0" * 32 + b"\n"]
+        )
         address = channels.address_of(listener)
 
         @settings(fuzzed, max_examples=60)
@@ -322,7 +325,7 @@ def _fuzz_visitor() -> None:
                     role="tests",
                     line=b"a visitor\n",
                     limit_s=10,
-                    insists=False,
+                    retries=False,
                 )
 
             _while_saying(listener, words, connect_authenticated)

@@ -52,7 +52,7 @@ class MemoryStorage:
     def names(self) -> list[str]:
         """See `Storage.names`."""
         found = self._found()
-        return [] if found is None else [name_of(found[1], [])]
+        return [] if found is None else [name_of(found.step, [])]
 
     def remove(self, name: str) -> None:
         """See `Storage.remove`: the hosts forget by themselves what is older than a whole one."""

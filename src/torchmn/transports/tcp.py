@@ -190,7 +190,8 @@ class TcpTransport(WrappingTransport):
                 if index > 0:
                     raise CommunicationError(
                         f"sum {each.number} is made before sum {announced[0].number}, which was "
-                        "announced before it."
+                        "announced before it. Sums must be made in the order of their "
+                        "announcements."
                     )
                 return self._announced.popleft()
         return None
