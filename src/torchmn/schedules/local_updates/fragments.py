@@ -138,6 +138,7 @@ class Fragment:
 
     def state_dict(self, *, is_pending: bool, has_anchors: bool) -> dict[str, Any]:
         """The state of this rank. A pending exchange is waited for, and stays pending."""
+        exchange = self._exchange_state() if is_pending else {}  # first: it waits for the codec
         changed = {}  # what this rank has learned in the block: another number of ranks shares it
         if has_anchors:
             rows = zip(self.names, self.parameters, self.anchors, strict=True)
@@ -147,7 +148,7 @@ class Fragment:
             "num_samples": self.num_samples,
             "codec": codec_state(self.codec, self.buckets.comm),
             "parameters": changed,
-            "exchange": self._exchange_state() if is_pending else {},
+            "exchange": exchange,
         }
 
     def _exchange_state(self) -> dict[str, Any]:
