@@ -225,11 +225,11 @@ def test_a_killed_rank_under_a_launcher_that_does_nothing(runner: Runner) -> Non
         )
         for rank in range(3)
     ]
-    said = [rank.communicate(timeout=50)[1] for rank in ranks]
+    errors = [rank.communicate(timeout=50)[1] for rank in ranks]
     assert [rank.returncode != 0 for rank in ranks] == [True] * 3
     assert ranks[1].returncode == -9
-    assert "torchmn: rank 1 on " in said[0]
-    assert "SIGKILL" in said[0].splitlines()[-1]
+    assert "torchmn: rank 1 on " in errors[0]
+    assert "SIGKILL" in errors[0].splitlines()[-1]
     runner.wait_until_nothing_is_left()
 
 

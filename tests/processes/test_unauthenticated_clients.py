@@ -169,11 +169,11 @@ def until(is_so: Callable[[], bool]) -> None:
 
 
 def read_all(connection: socket.socket) -> bytes:
-    said = b""
+    received = b""
     with contextlib.suppress(ConnectionResetError):
         while chunk := connection.recv(1 << 16):
-            said += chunk
-    return said
+            received += chunk
+    return received
 
 
 def test_ten_thousand_clients_keep_no_rank_out(start: Callable[..., Job], many_files: None) -> None:
@@ -234,9 +234,9 @@ def attack_supervisor(job: Job) -> None:
         client.sendall(own)
         proof = theirs.splitlines()[-1]
         assert len(proof) == 64
-        heard = read_all(client)
-        assert len(heard.splitlines()) <= 1
-        assert proof not in heard
+        received = read_all(client)
+        assert len(received.splitlines()) <= 1
+        assert proof not in received
     with socket.create_connection(address, timeout=20) as slow:
         with contextlib.suppress(OSError):
             for _ in range(40):

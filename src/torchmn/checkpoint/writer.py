@@ -26,7 +26,7 @@ from torchmn.checkpoint.shard_assignment import owners
 from torchmn.checkpoint.shard_file import TensorEntry, header_of, in_file_order
 from torchmn.checkpoint.snapshot import Copy
 from torchmn.checkpoint.storage import MANIFEST, Storage
-from torchmn.communicators.checksums import differences, digest, describe_differences
+from torchmn.communicators.checksums import describe_differences, differences, digest
 from torchmn.communicators.object_codec import as_bytes
 from torchmn.errors import DataError
 from torchmn.version import __version__

@@ -258,7 +258,8 @@ def _leave(mpi: Any) -> None:
     """
     if mpi.Is_finalized():
         return
-    if getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1"):
+    has_failed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
+    if has_failed and mpi.COMM_WORLD.Get_size() > 1:
         _abort(mpi, 1)
     with _TURN:
         request = mpi.COMM_WORLD.Ibarrier()

@@ -206,7 +206,7 @@ def test_warm_up_leaves_no_trace() -> None:
 
 
 def test_invalid_arguments() -> None:
-    with pytest.raises(UsageError, match="has error feedback already"):
+    with pytest.raises(UsageError, match="already has error feedback"):
         ErrorFeedback(ErrorFeedback(Quantized(8)))
     with pytest.raises(UsageError, match="PowerSGD has its own error feedback"):
         ErrorFeedback(PowerSGD())

@@ -99,13 +99,13 @@ def start_server() -> Iterator[Open]:
 
 def read_all(connection: socket.socket) -> bytes:
     """Everything up to the end of the connection, closed or reset."""
-    said = b""
+    received = b""
     try:
         while chunk := connection.recv(1 << 16):
-            said += chunk
+            received += chunk
     except ConnectionResetError:
         pass
-    return said
+    return received
 
 
 def until(is_so: Callable[[], bool]) -> None:
@@ -198,7 +198,7 @@ def test_a_wrong_secret_or_role_is_rejected(start_server: Open, secret: str, rol
 
 
 @pytest.mark.parametrize(
-    "said",
+    "sent",
     [
         b"\n",
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -210,10 +210,10 @@ def test_a_wrong_secret_or_role_is_rejected(start_server: Open, secret: str, rol
     ],
     ids=["empty", "http", "random", "endless", "unsigned", "nested", "spaces"],
 )
-def test_unauthenticated_clients_receive_the_greeting_only(start_server: Open, said: bytes) -> None:
+def test_unauthenticated_clients_receive_the_greeting_only(start_server: Open, sent: bytes) -> None:
     server = start_server()
     with server.connect() as client:
-        client.sendall(said)
+        client.sendall(sent)
         assert len(read_all(client)) <= len(b"torchmn listener 1 \n") + 32
     assert server.clients == []
     server.connect_authenticated().close()
@@ -235,7 +235,7 @@ def test_a_recording_cannot_be_replayed(start_server: Open) -> None:
         connect_authenticated(way, secret=SECRET, role="tests", identity=WHO).close()
     until(lambda: len(server.clients) == 1)
     own, theirs = takes
-    assert encode(WHO) in own  # it is the true words that are said again
+    assert encode(WHO) in own  # exactly what the client sent is replayed
     with server.connect() as client:
         client.sendall(own)
         assert theirs not in read_all(client)
@@ -259,8 +259,8 @@ def test_a_client_rejects_its_own_proof_as_an_answer(start_server: Open) -> None
             connection = fake.accept()[0]
             with connection:
                 connection.sendall(b"torchmn listener 1 " + b"a" * 32 + b"\n")
-                said = connection.recv(MAX_IDENTITY_BYTES)
-                connection.sendall(said.split()[1] + b"\n")
+                received = connection.recv(MAX_IDENTITY_BYTES)
+                connection.sendall(received.split()[1] + b"\n")
 
         thread = threading.Thread(target=reflect)
         thread.start()
@@ -407,13 +407,13 @@ def read_or_none(connection: socket.socket) -> bytes | None:
     """What follows the greeting; empty at the end of the connection, ``None`` if nothing does."""
     connection.settimeout(0.05)
     try:
-        while said := connection.recv(100):
-            assert said.startswith(b"torchmn listener")
+        while received := connection.recv(100):
+            assert received.startswith(b"torchmn listener")
     except ConnectionResetError:
         return b""
     except TimeoutError:
         return None
-    return said
+    return received
 
 
 def test_a_listener_survives_without_free_descriptors() -> None:

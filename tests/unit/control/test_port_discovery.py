@@ -52,14 +52,14 @@ def test_unauthenticated_clients_receive_nothing() -> None:
     port_discovery.publish_port(job, 4444)
     address = ("127.0.0.1", port_discovery._candidates(job)[0])
     for sent in (b"", b"short", b"x" * 32, b"x" * 100_000):
-        with socket.create_connection(address, timeout=5) as stranger:
-            stranger.sendall(sent)
-            heard = b""
+        with socket.create_connection(address, timeout=5) as client:
+            client.sendall(sent)
+            received = b""
             with contextlib.suppress(OSError):  # it may have hung up already
-                stranger.shutdown(socket.SHUT_WR)
-                while chunk := stranger.recv(100):
-                    heard += chunk
-            assert len(heard.splitlines()) <= 1  # a number to sign
+                client.shutdown(socket.SHUT_WR)
+                while chunk := client.recv(100):
+                    received += chunk
+            assert len(received.splitlines()) <= 1  # a number to sign
     assert port_discovery.lookup_port("127.0.0.1", job, 5) == 4444
 
 

@@ -87,32 +87,32 @@ def test_a_communicator_leaves_the_process_alone(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_agent_replies_for_a_silent_script() -> None:
-    said: list[object] = []
+    forwarded: list[object] = []
     own, other = socket.socketpair()
-    link = ScriptLink(said.append, own)
+    link = ScriptLink(forwarded.append, own)
     link.script_started(os.getpid())
     link.request_status()
     assert link.reply_by is not None
     link.reply_if_overdue()
-    assert said == []
+    assert forwarded == []
     link.reply_by -= 10
     link.reply_if_overdue()
-    assert len(said) == 1
-    assert isinstance(said[0], StatusReply)
-    assert said[0].process is ProcessState.RUNNING
+    assert len(forwarded) == 1
+    assert isinstance(forwarded[0], StatusReply)
+    assert forwarded[0].process is ProcessState.RUNNING
     other.close()
     own.close()
 
 
 def test_only_messages_of_scripts_are_forwarded() -> None:
-    said: list[object] = []
+    forwarded: list[object] = []
     own, other = socket.socketpair()
-    link = ScriptLink(said.append, own)
+    link = ScriptLink(forwarded.append, own)
     script = Channel(other)
     script.post(Leaving(status=3))
     script.post(StatusRequest())  # not a message of scripts
     link.forward_messages()
-    assert said == [Leaving(status=3)]
+    assert forwarded == [Leaving(status=3)]
     script.close()
     link.forward_messages()
     assert not link.is_open

@@ -8,4 +8,4 @@ files are those of the machine. Nothing of the machine's own network is touched.
 from torchmn.testing.netlab.lab import Host, Lab, netlab
 from torchmn.testing.netlab.namespaces import missing_requirement
 
-__all__ = ["Host", "Lab", "netlab", "missing_requirement"]
+__all__ = ["Host", "Lab", "missing_requirement", "netlab"]

@@ -34,12 +34,12 @@ class OneHost:
 
     name: str
     secret: str = SECRET
-    said: list[ElasticMessage] = field(default_factory=list)
+    posted: list[ElasticMessage] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port = self.listener.getsockname()[1]
-        self.server = ReplicaServer(self.name, self.secret, self.listener, self.said.append)
+        self.server = ReplicaServer(self.name, self.secret, self.listener, self.posted.append)
         self.server.start()
 
     def rank(self, number: int = 1) -> ReplicaClient:
@@ -90,7 +90,7 @@ def test_a_file_is_held_by_two_hosts_and_both_report_it(hosts: list[OneHost]) ->
     assert rank.put(10, "d", "rank1", [b"ab", b"c"])
     rank.close()
     stored = FileHeld(checkpoint=StagedCheckpoint(1, 10, "d"), file="rank1")
-    assert hosts[0].said == [stored] == hosts[1].said  # the next one of the last is the first
+    assert hosts[0].posted == [stored] == hosts[1].posted  # the next one of the last is the first
     assert [host.files() for host in hosts] == [{(10, "rank1")}] * 2
 
 
@@ -166,7 +166,7 @@ def test_the_leader_announces(hosts: list[OneHost]) -> None:
     rank = hosts[0].rank()
     rank.announce(40)
     rank.close()
-    assert hosts[0].said == [CheckpointSaved(step=40)]
+    assert hosts[0].posted == [CheckpointSaved(step=40)]
 
 
 def test_an_unauthenticated_client_is_rejected(hosts: list[OneHost]) -> None:
