@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torchmn.control.connection import UNREACHABLE
-from torchmn.control.messages import Exit, Failed, Joining, Overdue, StatusReply
+from torchmn.control.messages.job import Exit
+from torchmn.control.messages.monitor import Failed, Joining, Overdue, StatusReply
 from torchmn.control.processes import signal_name
 from torchmn.exit_status import SAVED_STATUS, shell_code
 from torchmn.monitor.hang_report import HangReport

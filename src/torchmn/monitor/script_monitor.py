@@ -32,17 +32,17 @@ from typing import Any, NoReturn, Protocol
 
 from torchmn import errors
 from torchmn.control.connection import Channel
-from torchmn.control.messages import (
+from torchmn.control.messages import Message
+from torchmn.control.messages.job import Terminate
+from torchmn.control.messages.monitor import (
     CollectiveStatus,
     Failed,
     Joined,
     Joining,
     Leaving,
-    Message,
     Overdue,
     StatusReply,
     StatusRequest,
-    Terminate,
 )
 from torchmn.errors import CommunicationError
 from torchmn.script import on_error
