@@ -193,7 +193,7 @@ def _describe_exit(record: RankRecord) -> str:
     if record.failed is not None:
         error = record.failed.traceback.strip().splitlines()[-1:]
         return f"{name} failed with exit code {record.failed.status}" + "".join(
-            f" ({line[:200]})" for line in error
+            f" ({line.removeprefix('torchmn: ')[:200]})" for line in error
         )
     if record.leaving_status:
         return f"{name} failed with exit code {record.leaving_status}"
