@@ -444,7 +444,7 @@ class ParameterServer:
             )
         if reducer.codec is not None and not isinstance(reducer.codec, StripeCodec):
             raise UnsupportedError(
-                f"{exchange.codec.name} needs the gradients of all ranks at once, which "
+                f"{reducer.codec.name} needs the gradients of all ranks at once, which "
                 "parameter_server never has. Use float16, bfloat16, int8 or fewer bits."
             )
         if comm.name == "pure_nccl":
