@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import connect_authenticated
 from torchmn.control.connection import Channel
-from torchmn.control.messages import AgentHello, StartRefused, StartScript
+from torchmn.control.messages.job import AgentHello, StartRefused, StartScript
 from torchmn.control.ports import reserve_port
 from torchmn.control.processes import adopt_orphans, signal_socket
 from torchmn.environment_variables import SECRET_VARIABLE, SUPERVISOR_VARIABLE

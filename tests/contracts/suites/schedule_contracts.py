@@ -19,7 +19,14 @@ from tests.contracts.suites.communicator_contracts import ContractError, require
 from torchmn.communicators import Communicator
 from torchmn.errors import NonFiniteGradientError
 from torchmn.optimizer import SCHEDULES, MultiNodeOptimizer, create_multi_node_optimizer
-from torchmn.schedules import BlockSchedule, DefersUpdates, EveryStep, Movement, Schedule
+from torchmn.schedules import (
+    DefersUpdates,
+    EveryStep,
+    LocalUpdateSchedule,
+    PseudoGradient,
+    Schedule,
+    Warmup,
+)
 from torchmn.schedules.base import ReplicaConsistency
 
 MakeSchedule = Callable[[], Schedule]
@@ -347,16 +354,16 @@ def check_block_sums_up(comm: Communicator, make: MakeSchedule, codec: str | Non
     run.optimizer.inner.register_step_post_hook(lambda *_: after_steps.append(run.parameters()))
     moved = {name: torch.zeros_like(p) for name, p in run.named_parameters().items()}
     given = {name: torch.zeros_like(p) for name, p in moved.items()}
-    move_ = schedule._move_
+    outer_step = schedule.outer_step
 
-    def note(movements: Sequence[Movement], num_samples: float) -> None:
+    def note(pseudo_gradients: Sequence[PseudoGradient], num_samples: float) -> None:
         after = dict(zip(moved, after_steps[-1], strict=True))
-        for movement in movements:
-            moved[movement.name] += movement.anchor - after[movement.name]
-            given[movement.name] += movement.mean
-        move_(movements, num_samples)
+        for each in pseudo_gradients:
+            moved[each.name] += each.anchor - after[each.name]
+            given[each.name] += each.mean
+        outer_step(pseudo_gradients, num_samples)
 
-    schedule._move_ = note  # type: ignore[method-assign]
+    schedule.outer_step = note  # type: ignore[method-assign]
     for step in range(4 * 3):
         run.step(step)
     owed = [e for entries in comm.allgather_obj(_residues(schedule)) for e in entries]
@@ -420,17 +427,19 @@ def check_block_nonfinite(comm: Communicator, make: MakeSchedule, codec: str | N
     require(bool(parameter.isfinite().all()), "the block behind it is not finite either")
 
 
-def _residues(schedule: BlockSchedule) -> list[dict[str, Any]]:
+def _residues(schedule: LocalUpdateSchedule) -> list[dict[str, Any]]:
     """What this rank owes, run by run."""
-    codecs = schedule.state_dict()["codecs"]
+    codecs = [fragment["codec"] for fragment in schedule.state_dict()["fragments"]]
     return [entry for each in codecs for entry in each.get("state", {}).get("residuals", [])]
 
 
-def block_schedule(optimizer: MultiNodeOptimizer) -> BlockSchedule:
+def block_schedule(optimizer: MultiNodeOptimizer) -> LocalUpdateSchedule:
     """The optimizer's schedule, by blocks. Raises ContractError."""
     schedule = optimizer.schedule
-    if not isinstance(schedule, BlockSchedule):
-        raise ContractError(f"{schedule!r} declares blocks, but is no BlockSchedule")
+    if isinstance(schedule, Warmup):
+        schedule = schedule.schedule
+    if not isinstance(schedule, LocalUpdateSchedule):
+        raise ContractError(f"{schedule!r} declares blocks, but is no LocalUpdateSchedule")
     return schedule
 
 
@@ -591,7 +600,7 @@ SCHEDULE_CONTRACTS: dict[ReplicaConsistency, tuple[Contract, ...]] = {
 def variants(comm: Communicator, schedule: str) -> list[MakeSchedule]:
     """A schedule by name; one by blocks with small blocks of three steps, whole and streamed."""
     make = SCHEDULES[schedule]
-    if isinstance(make, type) and issubclass(make, BlockSchedule):
+    if isinstance(make, type) and issubclass(make, LocalUpdateSchedule):
         whole = partial(make, 12 * comm.size)
         return [whole, partial(whole, overlap_steps=2, num_fragments=2)]
     return [SCHEDULES[schedule]]
