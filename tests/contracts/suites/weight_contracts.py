@@ -123,12 +123,12 @@ class _Watch:
         """Of this rank since the last exchange."""
         pack, means = fragment.pack, fragment.means
 
-        def pack_and_note(weight: float, *, is_active: bool) -> None:
+        def pack_and_note(weight: float, *, is_active: bool, step: int) -> None:
             pairs = zip(fragment.anchors, fragment.parameters, strict=True)
             movement = _flat([(anchor - parameter).detach() for anchor, parameter in pairs])
             self.exchanges.append(_Exchanged(self.num_samples, movement))
             self.num_samples = 0.0
-            pack(weight, is_active=is_active)
+            pack(weight, is_active=is_active, step=step)
 
         def means_and_note() -> list[Movement]:
             movements = means()
