@@ -114,7 +114,7 @@ class RankSession:
         if isinstance(message, Exit):
             connection.record.exit = message
         else:
-            self.detector.hear(connection.record, message, time.monotonic())
+            self.detector.on_message(connection.record, message, time.monotonic())
 
     def on_lost(self, connection: RankConnection) -> None:
         """Called once after the connection of a rank that has not ended was lost."""

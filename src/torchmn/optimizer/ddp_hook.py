@@ -158,8 +158,8 @@ class DdpHook:
                 + ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(asked))
                 + "."
             )
-        self._is_open = True
         self._forget_buckets()
+        self._is_open = True
 
     def _raise_if_nameless(self) -> None:
         if not self._is_named:

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from torchmn.communicators import Communicator
-from torchmn.communicators.checksums import Difference, checksum, differences, describe_differences
+from torchmn.communicators.checksums import Difference, checksum, describe_differences, differences
 from torchmn.errors import RankMismatchError, UsageError
 
 

@@ -16,12 +16,12 @@ from torchmn.schedules.parameter_server.staleness import Staleness, WorkerStalen
 __all__ = [
     "BlockMomentum",
     "BlockSchedule",
+    "CompressionWarmup",
     "DefersUpdates",
     "DiLoCo",
     "DoubleBuffering",
     "EveryStep",
     "EveryStepNextForward",
-    "CompressionWarmup",
     "Movement",
     "ParameterServer",
     "PeriodicAverage",

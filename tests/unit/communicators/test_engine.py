@@ -98,9 +98,7 @@ def test_after_a_failed_exchange_further_calls_raise(engine: Engine, kind, way) 
             with pytest.raises(kind, match="rank 3 is gone"):
                 each.wait()
     for ask in (engine.call, engine.submit):
-        with pytest.raises(
-            CommunicationError, match="after an exchange failed: rank 3"
-        ):
+        with pytest.raises(CommunicationError, match="after an exchange failed: rank 3"):
             ask(lambda: later.append(1))
     assert later == []
 

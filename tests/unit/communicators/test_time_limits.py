@@ -56,9 +56,7 @@ def test_the_error_names_collective_rank_and_host(what: str) -> None:
         assert f"#{comm.flight_recorder.last.number} of group 'world'" in text
         assert comm.flight_recorder.last.state == "late"
         for other in CALLS.values():
-            with pytest.raises(
-                CommunicationError, match="after an exchange failed: rank"
-            ):
+            with pytest.raises(CommunicationError, match="after an exchange failed: rank"):
                 other(comm)
 
     one_stays_away(call, topology=Topology(("here", "there")))

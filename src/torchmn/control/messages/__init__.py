@@ -1,11 +1,9 @@
-"""What the processes of a job tell each other: a line of JSON per message, a file per subject."""
+"""Messages between the processes of a job, a module per subject."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
-from typing import get_args
-
+from torchmn.control import codec
+from torchmn.control.codec import encode
 from torchmn.control.messages.elastic import ElasticMessage
 from torchmn.control.messages.job import (
     AgentHello,
@@ -23,6 +21,7 @@ from torchmn.control.messages.job import (
     Terminate,
 )
 from torchmn.control.messages.monitor import (
+    CollectiveStatus,
     Failed,
     Joined,
     Joining,
@@ -30,51 +29,43 @@ from torchmn.control.messages.monitor import (
     MonitorHello,
     MonitorMessage,
     Overdue,
+    ProcessState,
     StatusReply,
     StatusRequest,
 )
 
 __all__ = [
-    "Terminate",
+    "AgentHello",
+    "CollectiveStatus",
     "EndedBy",
     "Exit",
     "Failed",
-    "AgentHello",
+    "ForwardSignal",
     "Joined",
     "Joining",
     "Leaving",
-    "Message",
     "LogWarning",
-    "ForwardSignal",
+    "Message",
+    "MonitorHello",
     "Output",
     "Overdue",
-    "MonitorHello",
+    "ProcessState",
     "Refresh",
+    "ScriptStarted",
     "StartRefused",
     "StartScript",
-    "ScriptStarted",
-    "Stream",
-    "StatusRequest",
     "StatusReply",
+    "StatusRequest",
+    "Stream",
+    "Terminate",
     "decode",
     "encode",
 ]
 
 Message = JobMessage | MonitorMessage | ElasticMessage
 
-_KINDS = {kind.__name__: kind for kind in get_args(Message)}
-
-
-def encode(message: Message) -> bytes:
-    """A message as a line."""
-    return json.dumps([type(message).__name__, asdict(message)]).encode() + b"\n"
-
 
 def decode(line: bytes) -> Message:
-    """The message in a line. Raises ValueError: it is none of ours."""
-    try:
-        kind, content = json.loads(line)
-        message: Message = _KINDS[kind](**content)
-    except (TypeError, KeyError, ValueError, RecursionError):
-        raise ValueError(f"No message: {line[:80]!r}") from None
+    """The message in a line. Raises ValueError: there is none."""
+    message: Message = codec.decode_union(line, Message)
     return message
