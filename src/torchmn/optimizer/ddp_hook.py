@@ -70,7 +70,7 @@ class DdpHook:
         self._num_passes = 0
         self._was_finite = True
         self._seen: dict[Literal["encoding", "decoding"], list[str]] = {}
-        self._forget_buckets()
+        self._layouts: dict[tuple[str, ...], Layout] = {}
 
     # ---- before training, and after ----
 
@@ -157,6 +157,7 @@ class DdpHook:
                 + ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(asked))
                 + "."
             )
+        self._forget_buckets()
         self._is_open = True
 
     def _raise_if_nameless(self) -> None:
@@ -182,7 +183,7 @@ class DdpHook:
     def _forget_buckets(self) -> None:
         """DDP builds its buckets anew after the first step: drop the memory of messages."""
         self._wire = self.communicator.allreduce_algorithm(self._codec)
-        self._layouts: dict[tuple[str, ...], Layout] = {}
+        self._layouts.clear()
 
     # ---- during backward ----
 

@@ -110,5 +110,5 @@ def test_a_script_without_a_main_guard_raises_in_its_workers(tmp_path: Path) -> 
         [sys.executable, str(script)], capture_output=True, text=True, timeout=50, check=True
     )
     assert "worker ended with 1" in done.stdout
-    assert "UsageError: create_communicator() was called by a process" in done.stderr
+    assert "UsageError: create_communicator() was called while a process" in done.stderr
     assert "if __name__ == '__main__':" in done.stderr
