@@ -86,6 +86,13 @@ class Deployment:
         ]
 
 
+def why_missing(runtime: Runtime) -> str:
+    """Why the workers of a runtime cannot be started here, empty if they can."""
+    if runtime == "cntk" and not (CNTK / "run").exists():
+        return "CNTK 2.7 was not found in .peers: run scripts/setup_peers.sh"
+    return ""
+
+
 def log_tails(folder: Path) -> str:
     """The ends of the logs."""
     texts = [path.read_text().strip() for path in sorted(folder.glob("*.log"))]
@@ -191,8 +198,6 @@ def _start_by_mpirun(line: Line, lab: Lab, folder: Path) -> None:
 
 def _start_cntk(line: Line, lab: Lab, folder: Path) -> None:
     """By CNTK's own mpirun on the first host, with the remote shell agent of the lab."""
-    if not (CNTK / "run").exists():
-        raise WorkersLostError("CNTK 2.7 was not found in .peers: run scripts/setup_peers.sh")
     command: list[str | Path] = [
         *(CNTK / "run", "mpirun.openmpi", "--allow-run-as-root", "--bind-to", "none"),
         *("-n", str(line.num_workers), "--hostfile", lab.hostfile(line.workers_per_host)),

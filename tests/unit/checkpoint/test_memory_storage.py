@@ -33,12 +33,12 @@ from torchmn.testing.ranks import run_ranks
 
 
 class OneHost:
-    """The process that holds the copies of a host, and what it told the rendezvous."""
+    """The process that holds the replicas of a host, and its messages to the rendezvous."""
 
     def __init__(self) -> None:
-        self.said: list[ElasticMessage] = []
+        self.messages: list[ElasticMessage] = []
         listener = socket.create_server(("127.0.0.1", 0))
-        self.copies = ReplicaServer("a", "secret", listener, self.said.append)
+        self.copies = ReplicaServer("a", "secret", listener, self.messages.append)
         self.copies.start()
         self.number = 0
         self.begin()
@@ -59,7 +59,7 @@ class OneHost:
 
     def complete(self) -> StagedCheckpoint:
         """The newest checkpoint of which all files are held, as the rendezvous finds it."""
-        stored = [message for message in self.said if isinstance(message, FileHeld)]
+        stored = [message for message in self.messages if isinstance(message, FileHeld)]
         held = {(each.checkpoint, each.file) for each in stored}
         whole = [
             s.checkpoint
@@ -69,7 +69,7 @@ class OneHost:
         return max(whole)
 
     def steps_announced(self) -> list[int]:
-        return [message.step for message in self.said if isinstance(message, CheckpointSaved)]
+        return [message.step for message in self.messages if isinstance(message, CheckpointSaved)]
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ class Value:
 def test_without_an_elastic_job_a_copy_is_nothing(tmp_path: Path) -> None:
     def work(comm: Communicator) -> int:
         checkpointer = create_multi_node_checkpointer(comm, tmp_path, "x")
-        checkpointer.copy(3, {"value": Value(3.0)})
+        checkpointer.save_in_memory(3, {"value": Value(3.0)})
         step = checkpointer.resume({"value": Value(0.0)})
         checkpointer.close()
         return step
@@ -122,7 +122,7 @@ def test_the_newest_of_disk_and_memory_is_taken(
 ) -> None:
     def train(comm: Communicator) -> None:
         checkpointer = create_multi_node_checkpointer(comm, tmp_path, "x")
-        checkpointer.copy(7, {"value": Value(7.0)})
+        checkpointer.save_in_memory(7, {"value": Value(7.0)})
         if saved_step:
             checkpointer.save(saved_step, {"value": Value(float(saved_step))})
         checkpointer.finish()
@@ -149,7 +149,7 @@ def test_a_damaged_copy_is_passed_over_with_a_sentence(host: OneHost, tmp_path: 
     def train(comm: Communicator) -> None:
         checkpointer = create_multi_node_checkpointer(comm, tmp_path, "x")
         checkpointer.save(5, {"value": Value(5.0)})
-        checkpointer.copy(7, {"value": Value(7.0)})
+        checkpointer.save_in_memory(7, {"value": Value(7.0)})
         checkpointer.finish()
         checkpointer.close()
 
@@ -165,7 +165,7 @@ def test_a_damaged_copy_is_passed_over_with_a_sentence(host: OneHost, tmp_path: 
         if file.endswith(".safetensors"):
             held[-1] ^= 1
     host.begin(host.complete())
-    with inside(host), pytest.warns(RuntimeWarning, match="memory of the hosts is not good"):
+    with inside(host), pytest.warns(RuntimeWarning, match="memory of the hosts is not valid"):
         assert run_ranks(go_on, 1) == [5]
 
 
@@ -192,4 +192,4 @@ def test_a_lost_process_of_the_host_is_a_failed_storage(host: OneHost) -> None:
         memory.open("step-00000001", "manifest.json")
     copies.close()
     with pytest.raises(OSError, match="does not answer"):
-        memory.write(".draft-00000001-x", "rank0000.json", [b"x"])
+        memory.write(".tmp-00000001-x", "rank0000.json", [b"x"])
