@@ -9,7 +9,7 @@ import torch
 
 from torchmn.errors import TorchmnError
 from torchmn.gradients.bucket_set import BucketSet
-from torchmn.gradients.buckets import Bucket
+from torchmn.gradients.buckets import Slot
 from torchmn.gradients.reducer import GradientReducer
 from torchmn.optimizer import multi_node_optimizer
 
@@ -26,7 +26,7 @@ def gradients_are_slots(patch: pytest.MonkeyPatch) -> None:
 
 def slots_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
     gradients_are_slots(patch)
-    patch.setattr(Bucket, "_slot", lambda self, position: self.slots[position])
+    patch.setattr(Slot, "current_tensor", lambda self: self.tensor)
 
 
 def nobody_takes_over(patch: pytest.MonkeyPatch) -> None:
@@ -45,7 +45,7 @@ def passes_cannot_be_repeated(patch: pytest.MonkeyPatch) -> None:
 
 
 def missing_gradients_are_zeros(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BucketSet, "presence", property(lambda self: [True for _ in self.order]))
+    patch.setattr(BucketSet, "presence", property(lambda self: [True for _ in self.slots]))
 
 
 OLD: dict[Patch, str] = {

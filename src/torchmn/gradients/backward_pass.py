@@ -1,7 +1,7 @@
 """A backward pass: when it ends, whether it still runs, and what runs inside of it.
 
-Autograd calls back at the end of a pass that reaches its end. One that raised, out of memory or by
-Ctrl-C, ends without a word; but then autograd lets go of what it was to call, which can be seen.
+Autograd calls back at the end of a pass that completes. After one that raised, out of memory or by
+Ctrl-C, it does not; but then it releases the callback, which can be seen.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 class BackwardPass:
     """A backward pass that has begun."""
 
-    def __init__(self, backward_id: int, callback: AtEnd, *, is_other_layout: bool) -> None:
+    def __init__(self, backward_id: int, callback: AtEnd, *, packs_early: bool) -> None:
         self.ids = {backward_id}
         """Of the pass, and of those that run inside of it."""
-        self.is_other_layout = is_other_layout
-        """Whether parameters have changed since the buckets were laid out."""
+        self.packs_early = packs_early
+        """Whether gradients can be packed before the pass ends."""
         self.is_nested = _runs_inside_another()
         self.is_cleared = False
         """Whether the gradients were cleared since it raised."""

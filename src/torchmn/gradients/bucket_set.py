@@ -1,10 +1,10 @@
-"""The buckets of one exchange, and how their sums become means."""
+"""The buckets of one exchange: packed, summed over ranks, and turned into means."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -12,279 +12,323 @@ from torch import Tensor, nn
 
 from torchmn.communicators import Communicator
 from torchmn.communicators.allreduce import AllReduceAlgorithm
-from torchmn.communicators.engine import Work
-from torchmn.errors import CommunicationError, RankMismatchError, UsageError
-from torchmn.gradients.buckets import Bucket
-from torchmn.gradients.chunks import Chunk, cut_into_chunks
-from torchmn.gradients.weight_scale import weight_scale
-from torchmn.gradients.weight_sum import WeightAgreement
-
-(
-    WEIGHT,
+from torchmn.errors import UnsupportedError, UsageError
+from torchmn.gradients.buckets import Bucket, Slot
+from torchmn.gradients.footer import (
     ACTIVE,
-    NONFINITE,
-    SAMPLES,
-    NUM_EXCHANGES,
     GIVEN_UP,
-    OTHER_LAYOUT,
-    LOADED,
-    FLAGGED_RANKS,
+    NONFINITE,
     NUM_FOOTER,
-) = range(10)
-"""What the footer holds; then come presence flags, one per parameter, if asked for."""
-
-_FLAGS = {
-    GIVEN_UP: (
-        "raised an exception in its backward pass, so there are no means of this step. Handle the "
-        "exception on all ranks, for instance by a collective that tells the others, and leave the "
-        "step out or repeat it on all"
-    ),
-    OTHER_LAYOUT: (
-        "changed the dtype, device, shape or requires_grad of its parameters since the last "
-        "exchange. Do the same on all ranks, between the same steps"
-    ),
-    LOADED: (
-        "loaded an optimizer state since the last exchange. Call load_state_dict() on all ranks, "
-        "between the same steps, or only before create_multi_node_optimizer, which gives all ranks "
-        "the state of rank 0"
-    ),
-}
-"""What ranks do together or not at all, and what a rank did alone."""
-_COUNT_MODULUS = 4096  # so that float32 can hold the sum of the counts of many ranks
-
+    OTHER_LAYOUT,
+    SAMPLES,
+    WEIGHT,
+    footer_row,
+    raise_if_flags_differ,
+)
+from torchmn.gradients.nonfinite import NonfiniteGradients
+from torchmn.gradients.weights import PassContext, WeightAgreement, weight_scale
 
 Reduction = Literal["mean", "sum"]
-"""What becomes of the ranks' gradients."""
-
-
-@dataclass(frozen=True)
-class NonfiniteGradients:
-    """Gradients of one step, or movements of one block, that were not finite. Same on all ranks."""
-
-    step: int
-    by_rank: dict[int, list[str]] = field(default_factory=dict)
-    """The parameters by the rank whose gradient it was; empty if only the sum overflowed."""
-    in_sum: list[str] = field(default_factory=list)
-    what: str = "gradients"
-
-    def __str__(self) -> str:
-        ranks = "; ".join(
-            f"rank {rank}: {', '.join(names[:3])}"
-            + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            for rank, names in self.by_rank.items()
-        )
-        return f"at step {self.step} {self.what} were not finite ({ranks or 'in the sum only'})"
+"""How the ranks' gradients are combined."""
+_NARROW = (torch.float16, torch.bfloat16)
+_NO_DATA = PassContext(step=0, weight=0.0, num_samples=0.0, is_active=False)
 
 
 class BucketSet:
     """The buckets of one exchange and the sums under way in them.
 
-    Gradients are packed as ``weight / (size * unit)`` times themselves and the footer holds the
-    weight itself: with weights w_i the mean is the sum times ``size * unit / sum(w_i)``, and with
-    ``reduction="sum"`` the sum of w_i g_i is the sum times ``size * unit``.
+    Gradients are packed as ``weight / (size * scale)`` times themselves and the footer holds the
+    weight itself: with weights w_i the mean is the sum times ``size * scale / sum(w_i)``, and with
+    ``reduction="sum"`` the sum of w_i g_i is the sum times ``size * scale``.
 
-    They leave in chunks, each once in an exchange. Either `wait` turns all of it into means, or
-    `await_footer` and then `take`, parameter by parameter.
+    The order of calls in one exchange: `begin`, `pack` for each slot, `write_footer`,
+    `start_remaining` or `reduce_remaining`; then either `wait` turns all sums into means, or
+    `await_footer` and then `take`, parameter by parameter. `restart` begins the next one.
     """
 
     def __init__(
         self,
         comm: Communicator,
-        wire: AllReduceAlgorithm,
+        algorithm: AllReduceAlgorithm,
         buckets: list[Bucket],
-        chunk_bytes: int | None = None,
+        *,
         what: str = "gradients",
         reduction: Reduction = "mean",
     ) -> None:
-        self.reduction = reduction
         self.comm = comm
-        self.wire = wire
+        self.algorithm = algorithm
         self.buckets = buckets
-        self.chunks = cut_into_chunks(buckets, chunk_bytes, wire.codec)
-        self.chunks_of: dict[nn.Parameter, list[Chunk]] = {
-            parameter: [] for bucket in buckets for parameter in bucket.parameters
+        self.slot_of: dict[nn.Parameter, Slot] = {
+            slot.parameter: slot for bucket in buckets for slot in bucket.slots
         }
-        for chunk in self.chunks:
-            for parameter in chunk.parameters:
-                self.chunks_of[parameter].append(chunk)
+        """In the order of the memory."""
+        self.slots = list(self.slot_of.values())
         self.what = what
-        self.unit = 1.0
-        self.next_unit: float | None = 1.0
-        """The unit that suits the weights seen in this exchange."""
+        self.next_scale: float | None = 1.0
+        """The `weight_scale` that suits the weights of this exchange."""
+        self.sparse_means: dict[nn.Parameter, Tensor | None] = {}
+        """Of parameters whose gradients are sparse, which are in no bucket."""
+        self.context = _NO_DATA
+        """What this rank contributes."""
+        self._reduction = reduction
+        self._overlaps_backward = comm.overlaps_backward
+        self._order: Sequence[Bucket] = buckets
+        self._num_early = max(0, len(buckets) - 1)  # no computation hides the last one
         self._footer = buckets[-1].footer if buckets else torch.zeros(NUM_FOOTER, device="cpu")
-        self._agreement: WeightAgreement | None = None
-        self._works: dict[Chunk, Work[None]] = {}
-        self._num_left = len(self.chunks)
+        self._row: list[float] = [0.0] * self._footer.numel()
+        """The footer, as it was when it was last awaited or written."""
+        self._scale = 1.0
         self._factor = 1.0
         self._holds_means = True
-        self._sums: list[tuple[str, Tensor]] = []
+        self._agreement: WeightAgreement | None = None
+        self._sums: list[tuple[Slot, Tensor]] = []
         self._nonfinite_here: list[str] = []
         self._nonfinite_encoded: list[str] = []
         self._nonfinite_decoded: list[str] = []
-        self.sparse_means: dict[nn.Parameter, Tensor | None] = {}
-        """Of parameters whose gradients are sparse, which are in no bucket."""
-        self.weight = 0.0
-        """Of this rank in the exchange under way."""
         self._is_valid = True
-        self._step = 0
-        self._sent_count = 0
+        self.restart()
 
     @property
     def is_narrow(self) -> bool:
         """Whether values beyond float16's range would be lost on the way."""
-        return self.wire.codec is not None or any(
+        return self.algorithm.codec is not None or any(
             bucket.buffer.dtype == torch.float16 for bucket in self.buckets
         )
 
-    @property
-    def keeps_residues(self) -> bool:
-        """Whether what earlier exchanges have lost is added to this one: see `agree_on_weight`."""
-        return self.wire.codec is not None and self.wire.codec.keeps_residues
-
-    @property
-    def order(self) -> list[nn.Parameter]:
-        """The parameters in the order in which they are packed."""
-        return [parameter for bucket in self.buckets for parameter in bucket.parameters]
-
     def warm_up(self) -> None:
         """Compile what the codec needs now, so that no step has to."""
-        codec = self.wire.codec
+        codec = self.algorithm.codec
         if codec is None or self.comm.size == 1:
             return
-        layouts = {bucket.cargo.layout.dtype: bucket.cargo.layout for bucket in self.buckets}
+        layouts = {bucket.block.layout.dtype: bucket.block.layout for bucket in self.buckets}
         for layout in layouts.values():
             if layout.numel:
                 codec.warm_up(layout, self.buckets[0].buffer.device)
 
-    def pack(self, bucket: Bucket, position: int, scale: float) -> bool:
-        """`Bucket.pack`, and remember whether what was packed is finite."""
-        result = bucket.pack(position, scale)
-        self.note(bucket, position)
-        return result
+    def set_order(self, order: Sequence[int], num_early: int) -> None:
+        """In which order buckets are sent, by index; the same on all ranks.
 
-    def note(self, bucket: Bucket, position: int) -> None:
-        """Remember whether what was written into a slot is finite."""
-        # Straight after the copy the slot is in the cache: a sum costs a fifth of the copy.
-        slot = bucket.slots[position]
-        if slot.device.type != "cpu" and slot.numel():  # nobody looks again if a sum overflows
-            total = torch.linalg.vector_norm(slot, float("inf"))
+        The first ``num_early`` are sent during backward, as soon as they and those before them are
+        full.
+        """
+        self._order, self._num_early = [self.buckets[index] for index in order], num_early
+
+    # ---- filling ----
+
+    def restart(self) -> None:
+        """Forget what was packed."""
+        self.is_begun = False
+        self.is_accumulating = False
+        """Whether a gradient was added to the mean of an earlier exchange."""
+        self._num_started = 0
+        self._num_left = len(self.buckets)
+        for slot in self.slots:
+            slot.is_packed = slot.has_gradient = False
+        for bucket in self.buckets:
+            bucket.num_packed = 0
+
+    def begin(self, context: PassContext, scale: float | None) -> None:
+        """Begin an exchange. *Collective*; it waits for nothing.
+
+        ``scale``: the `weight_scale`, the same on all ranks; None to agree on one, for which
+        `await_scale` waits. The ranks' weights are summed first where that must come first.
+        """
+        self.context, self.is_begun = context, True
+        codec = self.algorithm.codec
+        if scale is None or (codec is not None and codec.keeps_residuals):
+            self._agreement = WeightAgreement(
+                self.comm,
+                context.weight,
+                is_active=context.is_active,
+                scale=scale,
+                then=self._ready,
+            )
+        if scale is not None:
+            self._set_scale(scale)
+
+    def await_scale(self, scale: float | None) -> float:
+        """The `weight_scale` of this exchange; waits for the other ranks if ``scale`` is None."""
+        if scale is None:
+            scale = 1.0 if self._agreement is None else self._agreement.scale
+            self._set_scale(scale)
+        return scale
+
+    def _set_scale(self, scale: float) -> None:
+        self._scale = scale
+        self._own_factor = self.context.weight / (self.comm.size * scale)
+
+    def _ready(self, total_weight: float, scale: float) -> None:
+        """After the sum of weights, before anything is encoded; inside of the engine's job."""
+        factor = self._factor_of(total_weight, scale)
+        if self.algorithm.codec is not None:
+            self.algorithm.codec.begin(1 / factor if factor else 0.0)
+
+    def pack(self, slot: Slot) -> None:
+        """Write this rank's part of a gradient, zeros if there is none; send what is full."""
+        grad, tensor, factor = slot.parameter.grad, slot.tensor, self._own_factor
+        if tensor.data_ptr() != slot.address:
+            tensor = slot.current_tensor()
+        if grad is not None:
+            if grad.requires_grad or grad.layout is not torch.strided:
+                self._refuse(slot.name, grad)
+            slot.has_gradient = True
+        if grad is None or factor == 0.0:  # zero weight: even NaN, the mean of nothing, has none
+            tensor.zero_()
+        elif grad.data_ptr() != tensor.data_ptr():
+            torch.mul(grad, factor, out=tensor)
         else:
-            narrow = slot.dtype in (torch.float16, torch.bfloat16)
-            total = slot.sum(dtype=torch.float32) if narrow else slot.sum()
-        self._sums.append((bucket.names[position], total))
+            if factor != 1.0:
+                tensor.mul_(factor)
+            if grad is tensor:
+                self.is_accumulating = True
+        slot.is_packed = True
+        # Straight after the copy the slot is in the cache: a sum costs a fifth of the copy.
+        if tensor.device.type == "cpu" and tensor.dtype not in _NARROW:
+            self._sums.append((slot, tensor.sum()))
+        else:
+            self.note(slot)
+        is_full = False
+        for bucket in slot.buckets:
+            bucket.num_packed += 1
+            is_full = is_full or bucket.num_packed == len(bucket.slots)
+        if is_full and self._overlaps_backward:
+            self.start_full()
+
+    def note(self, slot: Slot) -> None:
+        """Remember whether what was written into a slot is finite."""
+        tensor = slot.tensor
+        if tensor.device.type != "cpu" and tensor.numel():  # a sum that overflows is final there
+            total = torch.linalg.vector_norm(tensor, float("inf"))
+        else:
+            total = tensor.sum(dtype=torch.float32) if tensor.dtype in _NARROW else tensor.sum()
+        self._sums.append((slot, total))
+
+    def _refuse(self, name: str, grad: Tensor) -> None:
+        if grad.layout is not torch.strided:
+            raise UnsupportedError(
+                f"{self.comm.rank_label}: the gradient of '{name}' is sparse ({grad.layout}), and "
+                "its layer is not one whose gradients are known to be: nn.Embedding and "
+                "nn.EmbeddingBag with sparse=True. Use one of these, or dense gradients "
+                "(sparse=False)."
+            )
+        raise UnsupportedError(
+            f"{self.comm.rank_label}: backward(create_graph=True): every p.grad becomes a mean "
+            "over ranks, which has no graph and cannot be differentiated again. For second "
+            "derivatives use torch.autograd.grad(loss, parameters, create_graph=True)."
+        )
 
     def write_footer(
         self,
-        weight: float,
         *,
-        is_active: bool,
         presence: Sequence[bool] = (),
-        num_samples: float = 0.0,
-        flags: Sequence[int] = (),
-        num_exchanges: int = 0,
+        flag: int | None = None,
+        context: PassContext | None = None,
     ) -> None:
-        """What this rank says about its part.
-
-        ``flags``: of `GIVEN_UP`, `OTHER_LAYOUT`, `LOADED`, what all ranks must say or none;
-        ``num_exchanges``: of this rank until now, which must be the same on all.
-        """
-        self.weight = weight
+        """Write what this rank reports; ``flag``: `GIVEN_UP` or `OTHER_LAYOUT`, or None."""
+        if context is not None:
+            self.context = context
         if self.buckets:
-            self._sent_count = num_exchanges % _COUNT_MODULUS
-            row = [0.0] * (self._footer.numel() - len(presence)) + [float(p) for p in presence]
-            row[WEIGHT], row[ACTIVE], row[SAMPLES] = weight, float(is_active), num_samples
-            row[NUM_EXCHANGES] = float(self._sent_count)
-            for flag in flags:
-                row[flag], row[FLAGGED_RANKS] = 1.0, float(self.comm.rank + 1)
-            self._footer.copy_(torch.tensor(row, dtype=torch.float64, device="cpu"))
+            row = footer_row(self.context, self.comm.rank, presence, flag)
+            self._row = row + [0.0] * (self._footer.numel() - len(row))
+            self._footer.copy_(torch.tensor(self._row, dtype=torch.float64, device="cpu"))
             if self._sums:
-                self._footer[NONFINITE] = self._look_at_sums()
+                self._footer[NONFINITE] = self._count_nonfinite()
 
-    def _look_at_sums(self) -> Tensor | float:
+    def _count_nonfinite(self) -> Tensor | float:
         """How many gradients of this rank are not finite; a GPU is not waited for."""
         if self._footer.device.type != "cpu":
             totals = torch.stack([total.abs().to(torch.float32) for _, total in self._sums])
             return (~torch.isfinite(totals)).sum()
         self._nonfinite_here = [
-            name for name, total in self._sums if not math.isfinite(abs(total.item()))
+            slot.name
+            for slot, total in self._sums
+            if not math.isfinite(abs(total.item()))
+            and not torch.isfinite(slot.tensor).all()  # or large values that overflow in their sum
         ]
-        if self._nonfinite_here:  # or large values that overflow in their sum
-            slots = {n: s for b in self.buckets for n, s in zip(b.names, b.slots, strict=True)}
-            self._nonfinite_here = [
-                name for name in self._nonfinite_here if not torch.isfinite(slots[name]).all()
-            ]
         self._sums.clear()
         return float(len(self._nonfinite_here))
 
-    def agree_on_weight(
-        self, weight: float, *, is_active: bool, unit: float | None
-    ) -> WeightAgreement:
-        """Begin an exchange with the sum of the ranks' weights. *Collective*; it waits for nothing.
+    # ---- sending ----
 
-        ``unit``: in which weights are counted, the same on all ranks; None to agree on one.
-        """
-        self._agreement = WeightAgreement(
-            self.comm, weight, is_active=is_active, unit=unit, then=self._begin
+    def start_full(self) -> None:
+        """Start the sums of buckets that are full and may be sent during backward."""
+        while self._num_started < self._num_early:
+            bucket = self._order[self._num_started]
+            if bucket.num_packed < len(bucket.slots):
+                return
+            self._start(bucket)
+
+    def start_remaining(self) -> None:
+        """Start all other sums and return at once."""
+        while self._num_started < len(self._order):
+            self._start(self._order[self._num_started])
+
+    def reduce_remaining(self) -> None:
+        """Do all other sums, on the calling thread if nothing else is under way."""
+        for bucket in self._order[self._num_started :]:
+            self.comm.sum_(
+                bucket.block,
+                self.algorithm,
+                bucket=bucket.index,
+                step=self.context.step,
+                on_complete=self._next_callback(),
+            )
+
+    def send_nothing(self, flag: int) -> None:
+        """Do all other sums with zeros and a footer that says why there will be no means."""
+        for bucket in self._order[self._num_started :]:
+            bucket.buffer.zero_()
+        nothing = replace(self.context, weight=0.0, num_samples=0.0, is_active=False)
+        self.write_footer(flag=flag, context=nothing)
+        self.reduce_remaining()
+
+    def _start(self, bucket: Bucket) -> None:
+        bucket.work = self.comm.start_sum_(
+            bucket.block,
+            self.algorithm,
+            bucket=bucket.index,
+            step=self.context.step,
+            on_complete=self._next_callback(),
         )
-        return self._agreement
 
-    def _begin(self, total_weight: float, unit: float) -> None:
-        """Behind the sum of weights, before anything is encoded; inside of the engine's job."""
-        factor = self._factor_of(total_weight, unit)
-        if self.wire.codec is not None:
-            self.wire.codec.begin(1 / factor if factor else 0.0)
-
-    def start(self, chunk: Chunk, step: int) -> None:
-        """Hand one chunk to the engine."""
-        then = self._after(step)
-        self._works[chunk] = self.comm.start_sum_(
-            chunk.cargo, self.wire, bucket=chunk.index, step=step, on_complete=then
-        )
-
-    def sum_now(self, chunk: Chunk, step: int) -> None:
-        """Sum one chunk and wait for it: without a change of thread if nothing is in flight."""
-        then = self._after(step)
-        self.comm.sum_(chunk.cargo, self.wire, bucket=chunk.index, step=step, on_complete=then)
-
-    def _after(self, step: int) -> Callable[[], None] | None:
-        """What ends an exchange, behind its last chunk and before anything else is encoded."""
+    def _next_callback(self) -> Callable[[], None] | None:
+        """What ends an exchange: after its last bucket, before anything else is encoded."""
         self._holds_means = False
-        self._step = step
+        self._num_started += 1
         self._num_left -= 1
-        if self._num_left:
-            return None
-        self._num_left = len(self.chunks)
-        return self._finish
+        return None if self._num_left or self.algorithm.codec is None else self._finish
 
     def _finish(self) -> None:
-        codec = self.wire.codec
+        codec = self.algorithm.codec
         if codec is None:
             return
         self._nonfinite_decoded = codec.nonfinite.names("decoding")
         self._nonfinite_encoded = codec.nonfinite.names("encoding")
         is_decoded = self.comm.all_valid(not self._nonfinite_decoded)
-        self._is_valid = is_decoded and self.has_finite_gradients
         # A sum that is thrown away has lost nothing, and what was added to it is still lost.
-        footer = self._footer.tolist()
-        is_used = footer[WEIGHT] > 0 and not footer[GIVEN_UP] and not footer[OTHER_LAYOUT]
+        row = self._footer.tolist()
+        self._is_valid = is_decoded and row[NONFINITE] == 0
+        is_used = row[WEIGHT] > 0 and not row[GIVEN_UP] and not row[OTHER_LAYOUT]
         codec.finish(is_valid=self._is_valid and is_used)
+
+    # ---- what has arrived ----
 
     def drain(self) -> None:
         """Wait for all sums, whatever they are."""
         self._await_agreement()
-        for work in self._works.values():
-            work.wait()
-        self._works.clear()
+        for bucket in self.buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+                bucket.work = None
+        self._row = self._footer.tolist()
 
     def await_bucket(self, bucket: Bucket) -> None:
-        """Wait for the sums of one bucket, which `wait` has not made means yet."""
-        for parameter in bucket.parameters:
-            for chunk in self.chunks_of[parameter]:
-                if chunk in self._works:
-                    self._works[chunk].wait()
+        """Wait for the sum of one bucket, which `wait` has not made means yet."""
+        if bucket.work is not None:
+            bucket.work.wait()
 
     def wait(self) -> bool:
-        """Wait for all sums and turn them into means; once more changes nothing.
+        """Wait for all sums and turn them into means; calling it again changes nothing.
 
         Returns whether sums were scaled. Raises UsageError on all ranks: the weights of the active
         ranks add up to zero.
@@ -292,92 +336,102 @@ class BucketSet:
         self.drain()
         if self._holds_means:
             return False
-        self.await_footer()
+        self._check_footer()
         if self._factor != 1.0:
             for bucket in self.buckets:
-                bucket.buffer[: bucket.buffer.numel() - bucket.footer.numel()].mul_(self._factor)
+                bucket.buffer[: bucket.buffer.numel() - bucket.block.num_exact].mul_(self._factor)
         self._holds_means = True
         return self._factor != 1.0
 
     def await_footer(self) -> None:
-        """Wait for what the ranks said of their parts. Raises UsageError: see `wait`."""
+        """Wait for the footer. Raises UsageError: see `wait`."""
         self._await_agreement()
-        footer_work = self._works.get(self.chunks[-1]) if self.chunks else None
-        if footer_work is not None:
-            footer_work.wait()
+        if self.buckets:
+            self.await_bucket(self.buckets[-1])
+        self._row = self._footer.tolist()
+        self._check_footer()
+
+    def _check_footer(self) -> None:
         self.raise_if_flags_differ()
         total = self.total_weight
-        self.next_unit = weight_scale(total, self.num_active)
-        self._factor = self._factor_of(total, self.unit)
-        if total == 0.0 and self.num_active and self.reduction == "mean":
+        self.next_scale = weight_scale(total, self.num_active)
+        self._factor = self._factor_of(total, self._scale)
+        if total == 0.0 and self.num_active and self._reduction == "mean":
             raise UsageError(
                 f"{self.comm.rank_label}: the weights of all ranks are zero. With weight='samples' "
                 "the model's forward must see a tensor with a batch dimension; else call "
                 "optimizer.set_weight(number_of_samples) before backward()."
             )
 
-    def _factor_of(self, total: float, unit: float) -> float:
-        """By what a sum is multiplied to make it the mean, or what else was asked for."""
+    def raise_if_flags_differ(self) -> None:
+        """Raise RankMismatchError if only some ranks did what all must do, after `await_footer`."""
+        if self.buckets:
+            raise_if_flags_differ(self.comm, self._row, self.context)
+
+    def _factor_of(self, total: float, scale: float) -> float:
+        """The factor that turns a sum into the mean, or into what else was asked for."""
         if total == 0.0:
             return 0.0
-        return self.comm.size * unit / (1.0 if self.reduction == "sum" else total)
-
-    def raise_if_flags_differ(self) -> None:
-        """Raise RankMismatchError if only some ranks did what all must do, after `await_footer`.
-
-        On all ranks, and without another message. CommunicationError: the ranks are at different
-        exchanges.
-        """
-        footer, size = self._footer.tolist() if self.buckets else [0.0] * NUM_FOOTER, self.comm.size
-        for flag, what in _FLAGS.items():
-            num_flagged = round(footer[flag])
-            if 0 < num_flagged < (round(footer[ACTIVE]) if flag == LOADED else size):
-                who = f"{num_flagged} of {size} ranks each"
-                if num_flagged == 1:
-                    who = f"rank {round(footer[FLAGGED_RANKS]) - 1}"
-                raise RankMismatchError(f"{self.comm.rank_label}: {who} {what}.")
-        if self.buckets and footer[NUM_EXCHANGES] != self._sent_count * size:
-            raise CommunicationError(
-                f"{self.comm.rank_label}: the ranks are at different exchanges of gradients: this one "
-                f"at number {self._sent_count}, all together at "
-                f"{footer[NUM_EXCHANGES] / size:g} in the mean. Every rank must run backward() and "
-                "step() equally often, or end its loop inside optimizer.join()."
-            )
+        return self.comm.size * scale / (1.0 if self._reduction == "sum" else total)
 
     def _await_agreement(self) -> None:
-        """A sum of weights that failed must not be taken for one that went well."""
+        """A sum of weights that failed must not be taken for one that succeeded."""
         agreement, self._agreement = self._agreement, None
         if agreement is not None:
             agreement.wait()
 
-    @property
-    def has_finite_gradients(self) -> bool:
-        """Whether the gradients of all ranks were finite, after `await_footer`."""
-        return float(self._footer[NONFINITE]) == 0
-
     def has_arrived(self, parameter: nn.Parameter) -> bool:
         """Whether `take` would not wait."""
-        return all(
-            chunk not in self._works or self._works[chunk].done
-            for chunk in self.chunks_of[parameter]
-        )
+        for bucket in self.slot_of[parameter].buckets:
+            if bucket.work is not None and not bucket.work.done:
+                return False
+        return True
 
-    def take(self, parameter: nn.Parameter, slot: Tensor) -> None:
-        """Wait for the sum in the slot of one parameter and make it a mean, after `await_footer`.
+    def take(self, slot: Slot) -> None:
+        """Wait for the sum in one slot and make it a mean, after `await_footer`.
 
         Once for each parameter and exchange; then not `wait`.
         """
-        for chunk in self.chunks_of[parameter]:
-            work = self._works.get(chunk)
-            if work is not None:
-                work.wait()
+        for bucket in slot.buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
         if self._factor != 1.0:
-            slot.mul_(self._factor)
+            slot.tensor.mul_(self._factor)
+
+    @property
+    def has_finite_gradients(self) -> bool:
+        """Whether the gradients of all ranks were finite, after `await_footer`."""
+        return self._row[NONFINITE] == 0
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether what was summed is finite on all ranks, after the sum was awaited."""
+        return self._is_valid and self.has_finite_gradients
+
+    @property
+    def total_weight(self) -> float:
+        """The weights of all ranks in the sum that was awaited."""
+        return self._row[WEIGHT]
+
+    @property
+    def num_samples(self) -> float:
+        """The samples of all ranks in the sum that was awaited, where they are counted."""
+        return self._row[SAMPLES]
+
+    @property
+    def num_active(self) -> int:
+        """The number of ranks that contributed data of their own to the sum that was awaited."""
+        return round(self._row[ACTIVE])
+
+    @property
+    def presence(self) -> list[bool]:
+        """Whether any rank had a gradient, for every one of `slots` (zero_fill off)."""
+        return [flag != 0.0 for flag in self._row[NUM_FOOTER:]]
 
     def nonfinite(self) -> NonfiniteGradients | None:
-        """What was not finite in the sums that were waited for. *Collective*, and once only.
+        """What was not finite in the sums that were awaited. *Collective*, and only once.
 
-        It sends something only if there is something.
+        Nothing is sent unless something was not finite.
         """
         is_valid = self.is_finite
         here, self._nonfinite_here = self._nonfinite_here, []
@@ -387,59 +441,32 @@ class BucketSet:
         self._is_valid = True
         if is_valid:
             return None
-        here += [name for name, total in sums if not torch.isfinite(total)]
-        everybody = self.comm.allgather_obj((list(dict.fromkeys(here)), encoded, decoded))
-        # Whoever encodes for a node meets what is not finite in others' gradients too, so it is
-        # only asked if all gradients were finite: then narrowing them was too much.
-        by_rank = {rank: own for rank, (own, _, _) in enumerate(everybody) if own}
+        here += [slot.name for slot, total in sums if not torch.isfinite(total)]
+        gathered = self.comm.allgather_obj((list(dict.fromkeys(here)), encoded, decoded))
+        # A rank that encodes for a node meets what is not finite in others' gradients too, so its
+        # report counts only if all gradients were finite: then narrowing them was too much.
+        by_rank = {rank: own for rank, (own, _, _) in enumerate(gathered) if own}
         if not by_rank:
-            by_rank = {rank: names for rank, (_, names, _) in enumerate(everybody) if names}
-        in_sum = sorted({name for _, _, names in everybody for name in names})
-        return NonfiniteGradients(self._step, by_rank, in_sum, self.what)
+            by_rank = {rank: names for rank, (_, names, _) in enumerate(gathered) if names}
+        in_sum = sorted({name for _, _, names in gathered for name in names})
+        return NonfiniteGradients(self.context.step, by_rank, in_sum, self.what)
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether what was summed is finite on all ranks, after the sum was waited for."""
-        return self._is_valid and float(self._footer[NONFINITE]) == 0
-
-    @property
-    def total_weight(self) -> float:
-        """The weights of all ranks in the sum that was waited for."""
-        return float(self._footer[WEIGHT])
-
-    @property
-    def num_samples(self) -> float:
-        """The samples of all ranks behind the sum that was waited for, where they are counted."""
-        return float(self._footer[SAMPLES])
-
-    @property
-    def num_active(self) -> int:
-        """How many ranks took part with data of their own in the sum that was waited for."""
-        return round(float(self._footer[ACTIVE]))
-
-    @property
-    def presence(self) -> list[bool]:
-        """Whether any rank had a gradient, for every parameter of `order` (zero_fill off)."""
-        return [flag != 0.0 for flag in self._footer[NUM_FOOTER:].tolist()]
+    # ---- state ----
 
     def means(self) -> dict[str, Tensor | None]:
         """A copy of the means by name, to be saved; None where no rank had a gradient."""
-        copies: dict[str, Tensor | None] = {
-            name: slot.clone()
-            for bucket in self.buckets
-            for name, slot in zip(bucket.names, bucket.slots, strict=True)
-        }
-        for name, is_present in zip(list(copies), self.presence, strict=False):
+        copies: dict[str, Tensor | None] = {slot.name: slot.tensor.clone() for slot in self.slots}
+        for slot, is_present in zip(self.slots, self.presence, strict=False):
             if not is_present:
-                copies[name] = None
+                copies[slot.name] = None
         return copies
 
     def record(self) -> dict[str, Any]:
-        """What is known of the sums that were waited for, beside their means: to be saved."""
-        narrow = [name for name, total in self._sums if not torch.isfinite(total)]
+        """What is known of the sums that were awaited, beside their means: to be saved."""
+        narrow = [slot.name for slot, total in self._sums if not torch.isfinite(total)]
         return {
-            "step": self._step,
-            "next_unit": self.next_unit,
+            "step": self.context.step,
+            "next_scale": self.next_scale,
             "is_finite": self.is_finite,
             "here": list(dict.fromkeys([*self._nonfinite_here, *narrow])),
             "encoded": self._nonfinite_encoded,
@@ -447,28 +474,36 @@ class BucketSet:
         }
 
     def load_means(
-        self, means: dict[str, Tensor | None], record: dict[str, Any] | None = None
+        self,
+        means: dict[str, Tensor | None],
+        record: dict[str, Any] | None = None,
+        *,
+        total_weight: float | None = None,
     ) -> None:
         """Hold saved means, and their `record`. Raises UsageError: they are of other parameters."""
-        names = [name for bucket in self.buckets for name in bucket.names]
+        names = [slot.name for slot in self.slots]
         if set(names) != means.keys():
             odd = sorted(set(names) ^ means.keys())
             raise UsageError(
                 f"The saved pending gradient is of other parameters; they differ in {odd[:5]}."
             )
-        for bucket in self.buckets:
-            for name, slot in zip(bucket.names, bucket.slots, strict=True):
-                mean = means[name]
-                slot.zero_() if mean is None else slot.copy_(mean)
+        for slot in self.slots:
+            mean = means[slot.name]
+            slot.tensor.zero_() if mean is None else slot.tensor.copy_(mean)
         self._sums.clear()
-        num_flags = self._footer.numel() - NUM_FOOTER
-        presence = [means[name] is not None for name in names][:num_flags]
-        self.write_footer(float(self.comm.size), is_active=True, presence=presence)
-        self.next_unit = None
+        record = record or {}
+        self.write_footer(
+            presence=[means[name] is not None for name in names][: len(self._row) - NUM_FOOTER],
+            context=PassContext(
+                step=record.get("step", self.context.step),
+                weight=float(self.comm.size) if total_weight is None else total_weight,
+                num_samples=0.0,
+                is_active=True,
+            ),
+        )
+        self.next_scale = record.get("next_scale")
         self._holds_means = True
-        if record is not None:
-            self._step, self.next_unit = record["step"], record["next_unit"]
-            self._is_valid = record["is_finite"]
-            self._nonfinite_here = list(record["here"])
-            self._nonfinite_encoded = list(record["encoded"])
-            self._nonfinite_decoded = list(record["decoded"])
+        self._is_valid = record.get("is_finite", self._is_valid)
+        self._nonfinite_here = list(record.get("here", ()))
+        self._nonfinite_encoded = list(record.get("encoded", ()))
+        self._nonfinite_decoded = list(record.get("decoded", ()))

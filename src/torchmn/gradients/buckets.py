@@ -1,14 +1,14 @@
-"""Gradients laid out in flat buffers: what one exchange carries.
+"""Gradients laid out in flat buffers and cut into buckets, which are sent one by one.
 
-A bucket holds parameters of one dtype and device, in one fixed order on all ranks. Every parameter
-has a slot, a tensor of its own shape and strides in the bucket's memory. With
-``gradient_as_bucket_view`` ``p.grad`` *is* that slot after an exchange: a mean needs no copy back.
-The last bucket ends with the footer: the weight of this rank, whether it is active, and (if asked
-for) which parameters have a gradient.
+A buffer holds parameters of one dtype and device, in one fixed order on all ranks. Every parameter
+has a `Slot`, a tensor of its own shape and strides in the buffer's memory. A `Bucket` is what is
+sent at once: a whole buffer, or, with ``chunk_bytes``, a part of one. The last bucket ends with the
+footer (see `torchmn.gradients.footer`), which no codec encodes.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,68 +18,67 @@ from torch import Tensor, nn
 
 from torchmn.communicators.allreduce import ReduceBlock
 from torchmn.communicators.base import Granularity
-from torchmn.compression import Layout
+from torchmn.communicators.engine import Work
+from torchmn.compression import Codec, Layout, StripeCodec
+from torchmn.units import KiB
 
 NamedParameter = tuple[str, nn.Parameter]
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 
 _NARROW = (torch.float16, torch.bfloat16)
 _ALIGNMENT = 16  # elements; slots start at a multiple of a vector's width
+_FIRST_BYTES = 128 * KiB  # of the bucket of the first parameters; each before it is twice as large
+_GRAIN = 1024  # elements; cuts inside a parameter are at multiples of it
 
 
-@dataclass
+@dataclass(eq=False, slots=True)
+class Slot:
+    """The memory of one parameter's gradient in a buffer."""
+
+    name: str
+    parameter: nn.Parameter
+    tensor: Tensor
+    """Of the parameter's shape and, if that is dense, its strides."""
+    buffer: Tensor
+    start: int
+    """The first element in the buffer, and one past the last."""
+    end: int
+    address: int = 0
+    buckets: list[Bucket] = field(default_factory=list)
+    """Those that hold elements of it, in the order of the memory."""
+    is_packed: bool = False
+    """Whether this rank's part of the exchange being filled has been written."""
+    has_gradient: bool = False
+    """Whether there was a gradient to write."""
+
+    def current_tensor(self) -> Tensor:
+        """`tensor`, made again if it was given other memory, as ``p.grad.data = ...`` does."""
+        if self.tensor.data_ptr() != self.address:
+            self.tensor = _alias(self.buffer, self.start, self.parameter)
+        return self.tensor
+
+
+@dataclass(eq=False, slots=True)
 class Bucket:
-    """Parameters that travel together."""
+    """A flat buffer or a part of one, which is sent at once."""
 
     index: int
-    names: list[str]
-    parameters: list[nn.Parameter]
-    buffer: Tensor
-    slots: list[Tensor]
-    cargo: ReduceBlock
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    """The elements of the buffer that are of each parameter: the first, and one past the last."""
+    block: ReduceBlock
+    slots: list[Slot]
+    """Of the parameters that have elements in it."""
+    num_packed: int = 0
+    work: Work[None] | None = None
+    """Its sum under way."""
 
-    def __post_init__(self) -> None:
-        self._addresses = [slot.data_ptr() for slot in self.slots]
+    @property
+    def buffer(self) -> Tensor:
+        """The elements, with those of the footer."""
+        return self.block.buffer
 
     @property
     def footer(self) -> Tensor:
         """What is never encoded; empty but for the last bucket."""
-        return self.cargo.exact
-
-    def pack(self, position: int, scale: float) -> bool:
-        """Write ``scale`` times the gradient of one parameter into its slot (zeros if None).
-
-        Returns whether the gradient was in the slot already: added to an earlier mean.
-        """
-        grad, slot = self.parameters[position].grad, self._slot(position)
-        if grad is None or scale == 0.0:  # zero weight: even NaN, the mean of nothing, has none
-            slot.zero_()
-            return False
-        if grad.data_ptr() != slot.data_ptr():
-            # With create_graph=True a gradient has a graph, which no mean over ranks can keep.
-            torch.mul(grad.detach() if grad.requires_grad else grad, scale, out=slot)
-            return False
-        if scale != 1.0:
-            slot.mul_(scale)
-        return grad is slot
-
-    def _slot(self, position: int) -> Tensor:
-        """The slot; made again if it was given other memory, as ``p.grad.data = ...`` does."""
-        slot = self.slots[position]
-        if slot.data_ptr() != self._addresses[position]:
-            start = self.spans[position][0]
-            slot = self.slots[position] = _slot(self.buffer, start, self.parameters[position])
-        return slot
-
-    def expose(self) -> None:
-        """Make the ``p.grad`` of every trainable parameter its slot."""
-        for position, parameter in enumerate(self.parameters):
-            slot = self._slot(position)
-            is_wanted = parameter.requires_grad or parameter.grad is not None
-            if parameter.grad is not slot and is_wanted:
-                parameter.grad = slot
+        return self.block.exact
 
 
 def new_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -93,17 +92,21 @@ def plan_buckets(
     granularity: Granularity,
     bucket_bytes: int,
     num_footer: int,
-    has_own_footer: bool = False,
+    chunk_bytes: int | None = None,
+    codec: Codec | None = None,
     footer_device: torch.device | None = None,
     allocate: Allocate = new_zeros,
 ) -> list[Bucket]:
     """Lay out parameters in the order in which their gradients are expected.
 
     ``parameters`` come in the order of registration: backward meets them about in reverse.
-    ``naive`` has one bucket per parameter sorted by name, ``flat`` one per dtype and device. The
-    footer ends the last bucket; it has a bucket of its own if asked for, beside 16 bits, in which
-    it would miscount, and on ``footer_device`` where there are no parameters. A pure function of
-    facts that are the same on all ranks, but for ``allocate``, which may be collective.
+    ``naive`` has one bucket per parameter sorted by name, ``flat`` one per dtype and device. With
+    ``chunk_bytes`` buffers are cut into buckets of at most about this size, see `_cut_buffers`. A
+    pure function of facts that are the same on all ranks, but for ``allocate``, which may be
+    collective.
+
+    The footer ends the last bucket. It has a bucket of its own where buffers are cut, beside 16
+    bits, in which it would miscount, and on ``footer_device`` where there are no parameters.
     """
     if granularity == "parameter":
         groups = [[item] for item in sorted(parameters, key=lambda item: item[0])]
@@ -113,36 +116,35 @@ def plan_buckets(
         groups = [
             part
             for kind in _by_kind(list(reversed(parameters)))
-            for part in _cut(kind, bucket_bytes)
+            for part in _in_parts(kind, bucket_bytes)
         ]
-    if not groups:
-        return (
-            [] if footer_device is None else [_own_footer(0, num_footer, footer_device, allocate)]
-        )
-    buckets = []
-    is_narrow = groups[-1][0][1].dtype in _NARROW
-    needs_own_footer = has_own_footer or is_narrow
-    for index, group in enumerate(groups):
-        is_last = index == len(groups) - 1
-        buckets.append(
-            _lay_out(index, group, num_footer if is_last and not needs_own_footer else 0, allocate)
-        )
-    if needs_own_footer:
-        dtype = torch.float32 if is_narrow else buckets[-1].buffer.dtype
-        device = groups[-1][0][1].device
-        buckets.append(_own_footer(len(groups), num_footer, device, allocate, dtype))
+    has_own_footer = chunk_bytes is not None
+    footer_dtype = torch.float32
+    if groups:
+        last = groups[-1][0][1]
+        footer_device = last.device
+        if last.dtype in _NARROW:
+            has_own_footer = True
+        else:
+            footer_dtype = last.dtype.to_real() if last.dtype.is_complex else last.dtype
+    elif footer_device is None:
+        return []
+    else:
+        has_own_footer = True
+    buckets = [
+        _lay_out(group, 0 if has_own_footer or group is not groups[-1] else num_footer, allocate)
+        for group in groups
+    ]
+    if has_own_footer:
+        footer = allocate(num_footer, footer_dtype, footer_device)
+        buckets.append(Bucket(0, ReduceBlock(footer, Layout((), footer_dtype), num_footer), []))
+    if chunk_bytes is not None:
+        buckets = _cut_buffers(buckets, chunk_bytes, codec)
+    for index, bucket in enumerate(buckets):
+        bucket.index = index
+        for slot in bucket.slots:
+            slot.buckets.append(bucket)
     return buckets
-
-
-def _own_footer(
-    index: int,
-    num_footer: int,
-    device: torch.device,
-    allocate: Allocate,
-    dtype: torch.dtype = torch.float32,
-) -> Bucket:
-    footer = allocate(num_footer, dtype, device)
-    return Bucket(index, [], [], footer, [], ReduceBlock(footer, Layout((), dtype), num_footer))
 
 
 def _by_kind(parameters: Sequence[NamedParameter]) -> list[list[NamedParameter]]:
@@ -152,7 +154,9 @@ def _by_kind(parameters: Sequence[NamedParameter]) -> list[list[NamedParameter]]
     return list(kinds.values())
 
 
-def _cut(parameters: Sequence[NamedParameter], bucket_bytes: int) -> list[list[NamedParameter]]:
+def _in_parts(
+    parameters: Sequence[NamedParameter], bucket_bytes: int
+) -> list[list[NamedParameter]]:
     """Consecutive parts of at least ``bucket_bytes``, but for the last."""
     parts: list[list[NamedParameter]] = []
     part: list[NamedParameter] = []
@@ -168,9 +172,7 @@ def _cut(parameters: Sequence[NamedParameter], bucket_bytes: int) -> list[list[N
     return parts
 
 
-def _lay_out(
-    index: int, group: Sequence[NamedParameter], num_footer: int, allocate: Allocate
-) -> Bucket:
+def _lay_out(group: Sequence[NamedParameter], num_footer: int, allocate: Allocate) -> Bucket:
     first = group[0][1]
     dtype = first.dtype.to_real() if first.dtype.is_complex else first.dtype
     sizes = [p.numel() * (2 if p.dtype.is_complex else 1) for _, p in group]
@@ -180,28 +182,73 @@ def _lay_out(
         starts.append(end)
         end += math.ceil(size / _ALIGNMENT) * _ALIGNMENT
     buffer = allocate(end + num_footer, dtype, first.device)
-    slots = [
-        _slot(buffer, start, parameter) for start, (_, parameter) in zip(starts, group, strict=True)
-    ]
-    layout = Layout.of(
-        (
-            (name, start, shape_in_memory(slot))
-            for start, (name, _), slot in zip(starts, group, slots, strict=True)
-        ),
-        dtype,
-    )
-    return Bucket(
-        index,
-        [name for name, _ in group],
-        [parameter for _, parameter in group],
-        buffer,
-        slots,
-        ReduceBlock(buffer, layout, num_footer),
-        [(start, start + size) for start, size in zip(starts, sizes, strict=True)],
-    )
+    slots = []
+    for start, size, (name, parameter) in zip(starts, sizes, group, strict=True):
+        tensor = _alias(buffer, start, parameter)
+        slots.append(Slot(name, parameter, tensor, buffer, start, start + size, tensor.data_ptr()))
+    layout = Layout.of(((s.name, s.start, shape_in_memory(s.tensor)) for s in slots), dtype)
+    return Bucket(0, ReduceBlock(buffer, layout, num_footer), slots)
 
 
-def _slot(buffer: Tensor, start: int, parameter: nn.Parameter) -> Tensor:
+def _cut_buffers(buffers: Sequence[Bucket], chunk_bytes: int, codec: Codec | None) -> list[Bucket]:
+    """The parts of all buffers, in the order of the buffers' memory.
+
+    Large parameters are cut as well: everything after a whole layer of 10 MB would wait for it.
+    Parts get smaller towards the first parameters, which are needed first when the model runs again
+    and should not wait for others. Cuts are at multiples of a codec's blocks, which makes what an
+    element is encoded to independent of the cut, or between parameters where a codec needs them
+    whole. A pure function.
+    """
+    grain = _grain(codec)
+    size = _FIRST_BYTES
+    parts: list[Bucket] = []
+    for whole in reversed(buffers):
+        numel = stop = whole.buffer.numel()
+        while True:
+            size = min(size, chunk_bytes)
+            wanted = size // whole.buffer.itemsize
+            start = _cut_below(whole.block.layout, stop - wanted, grain)
+            start = 0 if start < wanted // 4 else start  # not worth a message of its own
+            size *= 2 if whole.slots else 1  # not for the footer's
+            if (start, stop) == (0, numel):
+                parts.append(whole)
+            else:
+                members = [
+                    slot
+                    for slot in whole.slots
+                    if (slot.start < stop or stop == numel)
+                    and (slot.end > start or slot.start == slot.end >= start)
+                ]
+                parts.append(Bucket(0, whole.block.between(start, stop), members))
+            if start == 0:
+                break
+            stop = start
+    parts.reverse()
+    return parts
+
+
+def _grain(codec: Codec | None) -> int:
+    """How many elements of a parameter stay together; 0: all."""
+    if codec is None:
+        return _GRAIN
+    if codec.needs_whole_parameters or not isinstance(codec, StripeCodec):
+        return 0
+    return math.lcm(codec.block_length, _GRAIN)
+
+
+def _cut_below(layout: Layout, position: int, grain: int) -> int:
+    """The last allowed cut at or before an element."""
+    at = bisect.bisect_right(layout.segments, position, key=lambda segment: segment.start) - 1
+    if at < 0:
+        return 0
+    segment = layout.segments[at]
+    if segment.is_small or not grain:
+        return segment.start
+    steps = (min(position, segment.end) - segment.start) // grain
+    return segment.start + steps * grain
+
+
+def _alias(buffer: Tensor, start: int, parameter: nn.Parameter) -> Tensor:
     """A tensor in the buffer's memory with the parameter's shape and, if dense, its strides.
 
     It is an alias made with `set_`, not a view: `detach_` and `zero_grad` treat it as any gradient.

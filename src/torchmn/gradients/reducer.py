@@ -1,16 +1,17 @@
-"""Gradients leave while backward still runs.
+"""The reducer: sums gradients over ranks while backward still runs.
 
-Hooks copy each gradient into its bucket as soon as it is final, and a full chunk (a bucket, or a
-part of one) is handed to the communicator's engine; hooks only enqueue. Chunks leave in one order,
-a `ChunkPlan`, the same on all ranks, so one that is full early waits for those before it. At the
-end of backward a callback packs what had no gradient, sends the rest, and tells the schedule.
+Hooks copy each gradient into its bucket as soon as it is final, and a full bucket is handed to the
+communicator's engine; hooks never block. Buckets are sent in one order, the same on all ranks, so
+one that is full early waits for those before it. At the end of backward a callback packs what had
+no gradient and calls the schedule, which sends the rest.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -22,28 +23,19 @@ from torchmn.communicators import Communicator
 from torchmn.compression import Codec
 from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
 from torchmn.gradients.backward_pass import AtEnd, BackwardPass
-from torchmn.gradients.bucket_set import (
-    GIVEN_UP,
-    LOADED,
-    NUM_FOOTER,
-    OTHER_LAYOUT,
-    BucketSet,
-    NonfiniteGradients,
-    Reduction,
-)
-from torchmn.gradients.buckets import Bucket, NamedParameter, plan_buckets
-from torchmn.gradients.chunk_order import ChunkPlan
+from torchmn.gradients.bucket_set import BucketSet, Reduction
+from torchmn.gradients.buckets import NamedParameter, Slot, plan_buckets
 from torchmn.gradients.codec_state import codec_state, load_codec_state
-from torchmn.gradients.contribution import Contribution
+from torchmn.gradients.footer import GIVEN_UP, NUM_FOOTER, OTHER_LAYOUT
 from torchmn.gradients.gradient_memory import GradientMemory
-from torchmn.gradients.parameter_facts import ParameterFacts
+from torchmn.gradients.nonfinite import NonfiniteGradients
 from torchmn.gradients.parameter_hook import has_later_hook, watch_gradient
 from torchmn.gradients.sparse_gradients import mean_sparse_gradients
-from torchmn.gradients.weight_sum import WeightAgreement
+from torchmn.gradients.weights import Contribution, PassContext
 
 
 class PassWatcher(Protocol):
-    """Who is told of backward passes while they run. Every call may raise."""
+    """An observer of backward passes while they run. Every call may raise."""
 
     def gradient_arrived(self, parameter: Tensor) -> None:
         """A gradient is final and not packed yet; under no_sync() too. Local."""
@@ -55,23 +47,39 @@ class PassWatcher(Protocol):
         """The backward pass is over; what has no gradient will be packed now. Local."""
 
     def layout_changed(self) -> None:
-        """There are other chunks now, in the order of their index."""
+        """The buckets are new ones."""
 
 
 class GradientReducer:
     """Watches the backward passes of some parameters and sums their gradients over ranks.
 
-    ``num_sets`` sets of buckets take turns: with two, the means of one step are in use while the
-    sums of the next are under way; with none, the exchange rests until `redirect`.
-    ``on_backward_end`` is called when the gradients of a backward pass are packed and all buckets
-    but the last were handed over. With ``gradient_as_bucket_view`` every ``p.grad`` is the slot of
-    its bucket, which the next pass overwrites; else it is memory of its own.
+    Args:
+        comm: the ranks, and the route between them.
+        codec: the form in which buckets are sent; None as they are.
+        parameters: called for the parameters by name, in the order of registration.
+        num_sets: sets of buckets that are used in turns: with two, the means of one step are in
+            use while the sums of the next are under way; with none, the reducer is suspended until
+            `reconfigure`.
+        zero_fill: whether a parameter without a gradient on any rank gets one of zeros.
+        reduction: whether the result is the ranks' mean or their sum.
+        gradient_as_bucket_view: whether every ``p.grad`` is the slot in its bucket, which the next
+            pass overwrites, instead of memory of its own.
+        contribution: the weight and the samples of this rank.
+        find_sparse: called for the parameters whose gradients are sparse.
+        find_untrained: called at the first exchange for parameters of the model without a reducer;
+            those that require a gradient are exchanged as well.
+        on_backward_end: called when the gradients of a backward pass are packed and all buckets but
+            the last were handed over: a schedule's `backward_ended`.
+        on_nonfinite: raises or warns about `problem`, as the user has asked. *Collective.*
+        owner: the optimizer, for those that find the reducer by a parameter's hook.
 
-    A pass that an exception has ended is given up when the next one begins: the ranks end its
-    exchange and throw it away. Parameters that have another dtype, device, shape or
-    ``requires_grad`` than at the last pass are laid out again. Both must happen on all ranks; where
-    it does not, all raise RankMismatchError, for the footer of each exchange holds what its ranks
-    are about to do.
+    Only its own methods change a reducer. What this rank puts into an exchange is a frozen
+    `PassContext`, made when its first gradient is there.
+
+    A pass that raised is given up when the next one begins: the ranks end its exchange and discard
+    it. Parameters that have another dtype, device, shape or ``requires_grad`` than at the last pass
+    are laid out again. Both must happen on all ranks; where it does not, all raise
+    RankMismatchError, for the footer of each exchange holds what its ranks are about to do.
     """
 
     def __init__(
@@ -80,49 +88,57 @@ class GradientReducer:
         codec: Codec | None,
         parameters: Callable[[], Sequence[NamedParameter]],
         *,
-        zero_fill: bool,
         num_sets: int,
         on_backward_end: Callable[[], None],
-        gradient_as_bucket_view: bool = False,
+        zero_fill: bool = False,
         reduction: Reduction = "mean",
+        gradient_as_bucket_view: bool = False,
+        contribution: Contribution | None = None,
         find_sparse: Callable[[], Collection[nn.Parameter]] = tuple,
+        find_untrained: Callable[[], Sequence[NamedParameter]] = tuple,
+        on_nonfinite: Callable[[], None] = lambda: None,
+        owner: object = None,
     ) -> None:
         self.comm = comm
-        self.reduction = reduction
         self.codec = codec
+        self.parameters = parameters
         self.zero_fill = zero_fill
-        self.step = 0
-        self.contribution = Contribution()
+        self.reduction = reduction
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.contribution = contribution or Contribution()
         """This rank's weight in the next exchange or step, and its samples."""
-        self.on_nonfinite_callback: Callable[[], None] = lambda: None
-        """Raise or warn about `problem`, as the user has asked. *Collective.*"""
+        self.owner = owner
+        self.act_on_nonfinite = on_nonfinite
+        self.step = 0
         self.is_suspended = num_sets == 0
         """Whether nothing is exchanged: gradients stay this rank's own."""
         self.is_active = True
-        self.is_syncing = True
-        self.is_accumulating = False
-        """Whether a gradient of this pass was added to the mean of an earlier one."""
+        self.num_passes = 0
+        """Exchanges with data of this rank since `restart_counts`."""
+        self.passes_weight = 0.0
+        """The sum of this rank's weights in them."""
         self.problem: NonfiniteGradients | None = None
-        """What was not finite in the means in hand."""
+        """What was not finite in the current means."""
         self.problems: list[NonfiniteGradients] = []
-        self.parameters = parameters
-        self.watcher: PassWatcher | None = None
-        self.chunk_bytes: int | None = None
-        """How buckets are cut at the next `rebuild`, see `cut`."""
-        self.gradient_as_bucket_view = gradient_as_bucket_view
         self.memory = GradientMemory()
         """Of what scripts see as ``p.grad``."""
-        self.has_loaded = False
-        """Whether this rank has loaded a state since the last exchange."""
+        self._is_syncing = True
+        self._has_loaded = False
         self._unexchanged: set[Tensor] = set()
         """Parameters whose gradient holds passes under no_sync() that no exchange has taken."""
         self._has_warned = False
-        self._has_warned_of_graphs = False
-        self._unit: float | None = None
-        """In which weights are counted, see `BucketSet`; None: to be agreed on."""
+        self._scale: float | None = None
+        """The `weight_scale` of the next exchange; None: to be agreed on."""
         self._num_sets = max(1, num_sets)
+        self._bucket_bytes: int | None = None
+        """If it is not the communicator's."""
         self._find_sparse = find_sparse
+        self._find_untrained = find_untrained
+        self._untrained: list[NamedParameter] | None = None
+        """None before the first exchange: until then another optimizer may be made for them."""
         self._on_backward_end = on_backward_end
+        self._watcher: PassWatcher | None = None
+        self._chunk_bytes: int | None = None
         self._hooks: list[RemovableHandle] = []
         self._lock = threading.RLock()
         """Autograd has a thread for each device."""
@@ -131,38 +147,57 @@ class GradientReducer:
         self._failure: BaseException | None = None
         self.rebuild()
 
+    # ---- state ----
+
     def state_dict(self) -> dict[str, Any]:
-        """What the codec of this rank remembers. Local."""
+        """The codec's state on this rank. Local."""
         return codec_state(self.codec, self.comm)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`. What another rank owes is not ours to pay: it is left out."""
-        load_codec_state(self.codec, self.comm, state)
-
     def progress(self) -> dict[str, Any]:
-        """Where it stands: the same on all ranks. Local."""
+        """The count of steps and what belongs to it, the same on all ranks. Local."""
         return {
             "step": self.step,
-            "unit": self._unit,
+            "scale": self._scale,
             "problems": [asdict(problem) for problem in self.problems],
         }
 
-    def load_progress(self, state: dict[str, Any]) -> None:
-        """Go on from `progress`; an empty dict keeps the count of steps. On all ranks alike."""
+    def load_state_dict(self, codec: dict[str, Any], progress: dict[str, Any]) -> None:
+        """Continue from `state_dict` and `progress`. All ranks must call it, or none.
+
+        The codec's state of another rank is left out; an empty ``progress`` keeps the count of
+        steps.
+        """
+        load_codec_state(self.codec, self.comm, codec)
+        self._has_loaded = True
+        self.load_progress(progress)
+
+    def load_progress(self, progress: dict[str, Any]) -> None:
+        """The part of `load_state_dict` that is the same on all ranks."""
         self.forget_weights()
-        if not state:
+        if not progress:
             return
-        self.step = state["step"]
-        self.problems[:] = [NonfiniteGradients(**problem) for problem in state["problems"]]
+        self.step = progress["step"]
+        self.problems[:] = [NonfiniteGradients(**problem) for problem in progress["problems"]]
         if self.filling.is_narrow:
-            self._unit = state["unit"]
+            self._scale = progress["scale"]
+
+    def end_step(self) -> None:
+        """The optimizer has stepped. Local."""
+        self.step += 1
+        if not self.is_needed:  # no backward pass does it
+            self.contribution.reset()
+        self.contribution.end_step()
+
+    def set_step(self, step: int) -> None:
+        """Set the count of steps. Local."""
+        self.step = step
 
     # ---- layout ----
 
     def rebuild(self) -> None:
-        """Lay out the buckets again, for the parameters that are trainable now."""
+        """Lay out the buckets again, for the parameters that are trainable now. *Collective.*"""
         self.close()
-        known = self.parameters()
+        known = self._known_parameters()
         trainable = [
             (n, p)
             for n, p in known
@@ -171,38 +206,33 @@ class GradientReducer:
         sparse = set(self._find_sparse())
         self._sparse = [(n, p) for n, p in trainable if p in sparse]
         trainable = [(n, p) for n, p in trainable if p not in sparse]
-        self._facts = [ParameterFacts(p) for _, p in known]
+        self._known = [p for _, p in known]
+        self._facts = [_layout_facts(p) for p in self._known]
+        self._addresses = [(p.requires_grad, p.data_ptr()) for p in self._known]
         self._num_exchanges = 0
         self.memory.clear()
-        wire = self.comm.allreduce_algorithm(self.codec)
-        num_footer = NUM_FOOTER + (0 if self.zero_fill else len(trainable))
+        algorithm = self.comm.allreduce_algorithm(self.codec)
         self.sets = [
             BucketSet(
                 self.comm,
-                wire,
+                algorithm,
                 plan_buckets(
                     trainable,
                     granularity=self.comm.granularity,
-                    bucket_bytes=self.comm.bucket_bytes,
-                    num_footer=num_footer,
-                    has_own_footer=self.chunk_bytes is not None,
+                    bucket_bytes=self._bucket_bytes or self.comm.bucket_bytes,
+                    chunk_bytes=self._chunk_bytes,
+                    codec=self.codec,
+                    num_footer=NUM_FOOTER + (0 if self.zero_fill else len(trainable)),
                     footer_device=self._sparse[0][1].device if self._sparse else None,
                     allocate=self.comm.new_buffer,
                 ),
-                self.chunk_bytes,
                 reduction=self.reduction,
             )
             for _ in range(self._num_sets)
         ]
-        self.plan = ChunkPlan.in_order(len(self.sets[0].chunks))
-        self._next_set = 0
+        self.filling = self.sets[0]
+        """The set that the current backward pass fills."""
         self.filling.warm_up()
-        self._locate = {
-            parameter: (bucket.index, position)
-            for bucket in self.sets[0].buckets
-            for position, parameter in enumerate(bucket.parameters)
-        }
-        self._order = self.sets[0].order
         if self.is_needed:
             self._hooks = [
                 watch_gradient(p, self._on_gradient)
@@ -210,124 +240,148 @@ class GradientReducer:
                 if p.is_floating_point() or p.is_complex()
             ]
         self.forget_weights()
-        self.restart()
-        if self.watcher is not None:
-            self.watcher.layout_changed()
+        if self._watcher is not None:
+            self._watcher.layout_changed()
 
-    def cut(self, chunk_bytes: int | None) -> None:
-        """Let chunks of about this size leave instead of buckets, and the footer in one of its own.
+    def _known_parameters(self) -> list[NamedParameter]:
+        trained = list(self.parameters())
+        held = {parameter for _, parameter in trained}
+        return trained + [(n, p) for n, p in self._untrained or () if p not in held]
+
+    @property
+    def untrained(self) -> Sequence[NamedParameter]:
+        """Parameters of the model that no optimizer trains, since the first exchange."""
+        return self._untrained or ()
+
+    def release(self, parameters: Collection[nn.Parameter]) -> None:
+        """Stop exchanging these: another optimizer trains them. *Collective.*"""
+        if any(parameter in parameters for _, parameter in self.untrained):
+            self._untrained = [(n, p) for n, p in self.untrained if p not in parameters]
+            self.rebuild()
+
+    def set_chunk_size(self, chunk_bytes: int, watcher: PassWatcher | None = None) -> None:
+        """Send buckets of about this size, the footer by itself, and have passes watched.
 
         *Collective*: sums may be rounded otherwise, the means are the same.
         """
-        self.chunk_bytes = chunk_bytes
+        self._chunk_bytes, self._watcher = chunk_bytes, watcher
         self.rebuild()
 
-    def redirect(
-        self, comm: Communicator, codec: Codec | None, *, num_sets: int | None = None
+    def forget_watcher(self) -> None:
+        """End what `set_chunk_size` began, with buckets from the next layout on. Local."""
+        self._watcher = self._chunk_bytes = None
+
+    def set_order(self, order: Sequence[int], num_early: int) -> None:
+        """See `BucketSet.set_order`; until the next layout."""
+        for each in self.sets:
+            each.set_order(order, num_early)
+
+    def reconfigure(
+        self,
+        comm: Communicator,
+        codec: Codec | None,
+        *,
+        num_sets: int | None = None,
+        bucket_bytes: int | None = None,
+        on_backward_end: Callable[[], None] | None = None,
     ) -> None:
-        """Exchange over another communicator, in another form, from now on. *Collective.*"""
+        """Exchange over another communicator, in another form, from now on. *Collective.*
+
+        Options that are None stay as they are.
+        """
         self.comm, self.codec, self.is_suspended = comm, codec, False
         self._num_sets = self._num_sets if num_sets is None else num_sets
+        self._bucket_bytes = bucket_bytes or self._bucket_bytes
+        self._on_backward_end = on_backward_end or self._on_backward_end
         self.rebuild()
 
-    def rest(self) -> None:
-        """Exchange nothing until `redirect`: every ``p.grad`` stays this rank's own. Local."""
-        self.is_suspended = True
+    def suspend(self) -> None:
+        """Exchange nothing until `reconfigure`: every ``p.grad`` stays this rank's own. Local."""
+        self.codec, self.is_suspended = None, True
         self.rebuild()
 
     def close(self) -> None:
-        """Watch no more backward passes."""
+        """Stop watching backward passes."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-    @property
-    def owner(self) -> object:
-        """Whose exchange it is: what is told of the end of backward passes."""
-        return getattr(self._on_backward_end, "__self__", None)
-
-    @property
-    def weight(self) -> float:
-        """Of this rank in the next mean."""
-        return self.contribution.weight
-
-    @property
-    def num_samples(self) -> float:
-        """What this rank's forward has seen since the last exchange or step, where it counts."""
-        return self.contribution.num_samples
 
     @property
     def is_needed(self) -> bool:
         """Whether there is anything to do: one rank alone has its means already."""
         return not self.is_suspended and (self.comm.size > 1 or self._num_sets > 1)
 
-    @property
-    def filling(self) -> BucketSet:
-        """The set that the current backward pass fills."""
-        return self.sets[self._next_set]
-
-    def turn(self) -> BucketSet:
-        """Declare the set being filled as handed over and go on with the next one."""
+    def swap_buffers(self) -> BucketSet:
+        """Declare the set being filled as handed over and continue with the next one."""
         handed_over = self.filling
-        self._next_set = (self._next_set + 1) % self._num_sets
-        self.restart()
+        self.filling = self.sets[(self.sets.index(handed_over) + 1) % len(self.sets)]
+        self.filling.restart()
         return handed_over
 
-    def restart(self) -> None:
-        """Begin to fill the current set from nothing."""
-        self._num_started = 0
-        self._arrived: set[nn.Parameter] = set()
-        self.present: set[nn.Parameter] = set()
-        """Those that were packed with a gradient."""
-        self._agreement: WeightAgreement | None = None
-        self.is_accumulating = False
-        for chunk in self.filling.chunks:
-            chunk.num_ready = 0
-
     def forget_weights(self) -> None:
-        """Agree anew on the unit of weights at the next exchange. On all ranks alike."""
-        self._unit = None if self.filling.is_narrow else 1.0
+        """Agree again on the scale of weights at the next exchange. *Collective.*"""
+        self._scale = None if self.filling.is_narrow else 1.0
 
     # ---- during backward ----
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Exchange nothing in the backward passes inside. Local."""
+        before, self._is_syncing = self._is_syncing, False
+        try:
+            yield
+        finally:
+            self._is_syncing = before
+
+    @contextmanager
+    def without_data(self) -> Iterator[None]:
+        """Take part in exchanges with weight 0. Local."""
+        self.is_active = False
+        try:
+            yield
+        finally:
+            self.is_active = True
+
     def _on_gradient(self, parameter: Tensor) -> None:
-        """A gradient is final: pack it, and hand over the chunks that are full in order."""
+        """A gradient is final: pack it, which sends the buckets that are full in order."""
         with self._lock:
-            if self.watcher is not None:
-                self.watcher.gradient_arrived(parameter)
-            if not self.is_syncing:
+            if self._watcher is not None:
+                self._watcher.gradient_arrived(parameter)
+            if not self._is_syncing:
                 self._unexchanged.add(parameter)
                 return
             pass_ = self._pass
             if pass_ is None or torch._C._current_graph_task_id() not in pass_.ids:
                 pass_ = self._open_backward()
-            place = self._locate.get(parameter)  # type: ignore[call-overload]
+            filling = self.filling
+            slot: Slot | None = filling.slot_of.get(parameter)  # type: ignore[call-overload]
             if (
-                place is None
-                or self._unit is None
-                or pass_.is_other_layout
-                or has_later_hook(parameter, self._on_gradient)
+                slot is None
+                or not pass_.packs_early
+                or (
+                    len(parameter._post_accumulate_grad_hooks or ()) > 1
+                    and has_later_hook(parameter, self._on_gradient)
+                )
             ):
-                # Not in the layout, the unit of weights is not known yet, or the script has a hook
+                # Not in the layout, the scale of weights is not known yet, or the script has a hook
                 # that comes later and may change it: the end of backward sees to it.
                 return
-            bucket_index, position = place
-            bucket = self.filling.buckets[bucket_index]
-            if parameter in self._arrived:
+            if slot.is_packed:
                 raise UnsupportedError(
-                    f"{self.comm.rank_label}: the gradient of '{bucket.names[position]}' came twice "
-                    "in one backward pass, as torch.utils.checkpoint with use_reentrant=True does. "
+                    f"{self.comm.rank_label}: backward computed the gradient of '{slot.name}' "
+                    "twice in one pass, as torch.utils.checkpoint with use_reentrant=True does. "
                     "Use use_reentrant=False."
                 )
-            self._pack(bucket, position)
-            # What was copied is let go of at once: the next layer's gradient then takes its memory,
+            is_mean = self.memory.is_mean(slot.parameter)
+            filling.pack(slot)
+            # What was copied is freed at once: the next layer's gradient then takes its memory,
             # where all of them together would cost 10,000 page faults a step for 60 MB.
             if self.gradient_as_bucket_view:
-                parameter.grad = bucket.slots[position]
-            elif not self.memory.is_mean(parameter):  # type: ignore[arg-type]
+                parameter.grad = slot.tensor
+            elif is_mean:
+                filling.is_accumulating = True
+            else:
                 parameter.grad = None
-            if self.comm.overlaps_backward:
-                self._start_full_chunks()
 
     def _open_backward(self) -> BackwardPass:
         """The first gradient of a backward pass, or of one that runs inside of it."""
@@ -339,30 +393,40 @@ class GradientReducer:
             self.raise_if_unfinished()
         if self._pass is not None:
             self._give_up_pass()
-        if self.watcher is not None:
-            self.watcher.filling_begins()
+        if self._watcher is not None:
+            self._watcher.filling_begins()
         self.problem = None
         callback = AtEnd(self._end_backward)
-        self._pass = BackwardPass(backward_id, callback, is_other_layout=self._is_other_layout())
+        packs_early = self._scale is not None and not self._is_other_layout()
+        self._pass = BackwardPass(backward_id, callback, packs_early=packs_early)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
         self._begin_exchange()
         return self._pass
 
     def _begin_exchange(self) -> None:
-        """Sum the weights of all ranks, where that must come first; once for each exchange."""
-        if self._agreement is not None:
-            return
-        if self._unit is None or self.filling.keeps_residues:
-            self._agreement = self.filling.agree_on_weight(
-                self.weight if self.is_active else 0.0,
-                is_active=self.is_active,
-                unit=self._unit,
-            )
+        """Fix what this rank contributes; once for each exchange."""
+        if not self.filling.is_begun:
+            self.filling.begin(self._context(), self._scale)
+
+    def _context(self) -> PassContext:
+        own, is_active = self.contribution, self.is_active
+        return PassContext(
+            step=self.step,
+            weight=own.weight if is_active else 0.0,
+            num_samples=own.num_samples if is_active else 0.0,
+            is_active=is_active,
+            has_loaded=self._has_loaded,
+            index=self._num_exchanges,
+        )
 
     def _end_backward(self) -> None:
         ended, self._pass = self._pass, None
         try:
-            if ended is not None and ended.is_nested and len(self._arrived) < len(self._locate):
+            if (
+                ended is not None
+                and ended.is_nested
+                and not all(slot.is_packed for slot in self.filling.slots)
+            ):
                 # More of it may come in another one, after this has been handed over.
                 self._pass = ended
                 raise UnsupportedError(
@@ -391,41 +455,39 @@ class GradientReducer:
             if self._pass.is_cleared:
                 return
             raise UsageError(
-                f"{self.comm.rank_label}: the backward pass before this raised an exception, so the "
+                f"{self.comm.rank_label}: the previous backward pass raised an exception, so the "
                 "gradients are not complete. Call optimizer.zero_grad() and run forward and "
                 "backward again, or leave this step out; on all ranks."
             )
         if self._failure is None:
             raise UsageError(
-                f"{self.comm.rank_label}: step() or an exchange is called inside of a backward pass, "
-                "whose means are there when backward() has returned. Call step() after "
+                f"{self.comm.rank_label}: step() or an exchange is called inside of a backward "
+                "pass, whose means are there when backward() has returned. Call step() after "
                 "backward(), not in a hook of a gradient."
             )
         raise CommunicationError(
-            f"{self.comm.rank_label}: the backward pass before this did not reach its end "
+            f"{self.comm.rank_label}: the previous backward pass did not complete "
             f"({self._failure}), so the ranks no longer agree on what was exchanged. End the job "
             "and continue from the last checkpoint."
         )
 
     def _give_up_pass(self) -> None:
-        """End the exchange of a pass that raised, and throw it away. *Collective.*
+        """End the exchange of a pass that raised, and discard it. *Collective.*
 
         Other ranks that have not given it up raise RankMismatchError at the end of theirs.
         """
         self._pass = None
         self._end_without_means(GIVEN_UP)
-        self.restart()
+        self.filling.restart()
 
     def _end_without_means(self, flag: int) -> None:
-        """Send what is left of this exchange with a footer that says why there will be no means."""
+        """Send the rest of this exchange with a footer that says why there will be no means."""
         filling = self.filling
         self._begin_exchange()
-        filling.unit = self._agreed_unit()
-        for index in self.plan.order[self._num_started :]:
-            filling.chunks[index].cargo.buffer.zero_()
-        filling.write_footer(0.0, is_active=False, flags=(flag,), num_exchanges=self._num_exchanges)
+        self._scale = filling.await_scale(self._scale)
+        filling.send_nothing(flag)
         self._num_exchanges += 1
-        self.reduce_remaining()
+        self._exchange_sparse(weight=0.0)
         filling.drain()
 
     def on_zero_grad(self) -> None:
@@ -440,53 +502,24 @@ class GradientReducer:
         return bool(self._unexchanged)
 
     def _is_other_layout(self) -> bool:
-        """Whether parameters are not as they were when the buckets were laid out."""
-        return any(facts.have_changed() for facts in self._facts)
+        """Whether parameters are not as they were when the buckets were laid out.
 
-    def _agreed_unit(self) -> float:
-        """The unit of weights; it waits for the other ranks at the first exchange."""
-        if self._unit is None and self._agreement is not None:
-            self._unit = self._agreement.unit
-        return self._unit or 1.0
-
-    def _start_full_chunks(self) -> None:
-        """Those that the plan holds back stay: nothing would hide them."""
-        chunks, plan = self.filling.chunks, self.plan
-        while self._num_started < plan.num_behind_backward:
-            chunk = chunks[plan.order[self._num_started]]
-            if not chunk.is_full:
-                return
-            self.filling.start(chunk, self.step)
-            self._num_started += 1
-
-    def _pack(self, bucket: Bucket, position: int) -> None:
-        """Write this rank's part of a gradient: it times its weight over the number of ranks."""
-        parameter = bucket.parameters[position]
-        grad = parameter.grad
-        if grad is not None and grad.layout != torch.strided:
-            raise UnsupportedError(
-                f"{self.comm.rank_label}: the gradient of '{bucket.names[position]}' is sparse "
-                f"({grad.layout}), and its layer is none whose gradients are known to be: "
-                "nn.Embedding and nn.EmbeddingBag with sparse=True. Use one of these, or dense "
-                "gradients (sparse=False)."
-            )
-        if grad is not None and grad.requires_grad and not self._has_warned_of_graphs:
-            self._has_warned_of_graphs = True
-            warnings.warn(
-                "backward(create_graph=True): every p.grad is a mean over ranks now, which has no "
-                "graph, so that it cannot be differentiated again. For second derivatives take the "
-                "gradients by torch.autograd.grad(loss, parameters, create_graph=True).",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        scale = self.weight / (self.comm.size * (self._unit or 1.0)) if self.is_active else 0.0
-        if self.filling.pack(bucket, position, scale) or self.memory.is_mean(parameter):
-            self.is_accumulating = True
-        self._arrived.add(parameter)
-        if grad is not None:
-            self.present.add(parameter)
-        for chunk in self.filling.chunks_of[parameter]:
-            chunk.num_ready += 1
+        `nn.Module.to`, `half`, `requires_grad_` and an assignment to ``.data`` change parameters in
+        place, at any time. What has the same address as before is not looked at again.
+        """
+        if self._untrained is None:
+            self._untrained = list(self._find_untrained())
+            for _, parameter in self._untrained:  # as if they had been frozen until now
+                self._known.append(parameter)
+                self._facts.append((False, *_layout_facts(parameter)[1:]))
+                self._addresses.append((False, 0))
+        addresses = [(p.requires_grad, p.data_ptr()) for p in self._known]
+        if addresses == self._addresses:
+            return False
+        if [_layout_facts(p) for p in self._known] != self._facts:
+            return True
+        self._addresses = addresses
+        return False
 
     # ---- at the end of backward ----
 
@@ -498,11 +531,16 @@ class GradientReducer:
         if self._pass is not None:
             self.raise_if_unfinished()
             self._give_up_pass()
-        if self._is_other_layout():
-            self._lay_out_again()
         self.finish_filling()
-        is_of_sums = self.is_accumulating and self.reduction == "sum"
-        self._on_backward_end()
+        filling = self.filling
+        context = filling.context
+        is_of_sums = filling.is_accumulating and self.reduction == "sum"
+        try:
+            self._on_backward_end()
+        finally:
+            self.num_passes += 1
+            self.passes_weight += context.weight
+            self.contribution.reset()
         if is_of_sums:
             raise UnsupportedError(
                 f"{self.comm.rank_label}: this backward pass added to a sum over ranks, which was "
@@ -516,120 +554,121 @@ class GradientReducer:
         Raises RankMismatchError on all ranks: not all have changed them.
         """
         self._end_without_means(OTHER_LAYOUT)
-        self.restart()
+        self.filling.restart()
         self.filling.raise_if_flags_differ()
         self.rebuild()
 
     def finish_filling(self) -> None:
-        """Pack what is not packed yet and hand over what the plan does not hold back."""
+        """Pack what is not packed yet and hand over what may be sent early."""
         self.raise_if_unfinished()
-        if self.watcher is not None:
-            if not self._arrived:
-                self.watcher.filling_begins()
-            self.watcher.filling_ends()
+        if self._is_other_layout():
+            self._lay_out_again()
         filling = self.filling
+        if self._watcher is not None:
+            if not any(slot.is_packed for slot in filling.slots):
+                self._watcher.filling_begins()
+            self._watcher.filling_ends()
         self._begin_exchange()
-        filling.unit = self._agreed_unit()
-        for bucket in filling.buckets:
-            for position, parameter in enumerate(bucket.parameters):
-                if parameter not in self._arrived:
-                    self._pack(bucket, position)
-        presence = [] if self.zero_fill else [p in self.present for p in self._order]
-        self._unexchanged.clear()
+        self._scale = filling.await_scale(self._scale)
+        for slot in filling.slots:
+            if not slot.is_packed:
+                filling.pack(slot)
+                if self.memory.is_mean(slot.parameter):
+                    filling.is_accumulating = True
+        is_active = filling.context.is_active
         filling.write_footer(
-            self.weight if self.is_active else 0.0,
-            is_active=self.is_active,
-            presence=[p and self.is_active for p in presence],
-            num_samples=self.num_samples if self.is_active else 0.0,
-            flags=(LOADED,) if self.has_loaded and self.is_active else (),
-            num_exchanges=self._num_exchanges,
+            presence=[]
+            if self.zero_fill
+            else [slot.has_gradient and is_active for slot in filling.slots]
         )
+        self._unexchanged.clear()
         self._num_exchanges += 1
-        self.has_loaded = False
-        if self.comm.overlaps_backward:
-            self._start_full_chunks()
+        self._has_loaded = False
 
     def start_remaining(self) -> None:
         """Hand over what is left; return at once, or, with sparse gradients, when all is summed."""
-        for index in self.plan.order[self._num_started :]:
-            self.filling.start(self.filling.chunks[index], self.step)
-        self._exchange_sparse()
+        self.filling.start_remaining()
+        self._exchange_sparse(self.filling.context.weight)
 
     def reduce_remaining(self) -> None:
         """Sum what is left, on the calling thread if it can be."""
-        for index in self.plan.order[self._num_started :]:
-            self.filling.sum_now(self.filling.chunks[index], self.step)
-        self._exchange_sparse()
+        self.filling.reduce_remaining()
+        self._exchange_sparse(self.filling.context.weight)
 
-    def _exchange_sparse(self) -> None:
+    def _exchange_sparse(self, weight: float) -> None:
         """The sparse gradients of this pass, after all sums on every rank."""
         if self._sparse:
             self.filling.sparse_means = mean_sparse_gradients(
                 self.comm,
                 [parameter for _, parameter in self._sparse],
-                self.filling.weight,
+                weight,
                 zero_fill=self.zero_fill,
                 reduction=self.reduction,
             )
 
-    def wait_and_expose(self, means: BucketSet) -> None:
-        """Wait for all sums and `expose` the means, copying each bucket while others arrive."""
-        try:
-            if not self.gradient_as_bucket_view:
-                for bucket in means.buckets:
-                    means.await_bucket(bucket)
-                    self._copy(bucket)
-            was_scaled = means.wait()
-        except BaseException:
-            for parameter in means.order:
-                parameter.grad = None  # what was copied are no means
-            raise
-        if was_scaled or self.gradient_as_bucket_view:
-            self.assign(means)
-        else:
-            self._clear_absent(means)
-        self.inspect(means)
+    def shadow_exchange(self) -> BucketSet:
+        """Take part in an exchange of the other ranks without data. *Collective.*"""
+        self.finish_filling()
+        self.reduce_remaining()
+        means = self.swap_buffers()
+        means.wait()
+        self.discard(means)
+        return means
 
-    def expose(self, means: BucketSet) -> None:
-        """Make every ``p.grad`` the mean, and None where there is none.
+    def discard(self, means: BucketSet) -> None:
+        """Take note of means that no gradient becomes. *Collective*, see `record_nonfinite`."""
+        self.record_nonfinite(means)
+        self.adopt_scale(means)
+
+    # ---- means ----
+
+    def set_grads(self, means: BucketSet) -> None:
+        """Wait for the means and make every ``p.grad`` its mean, and None where there is none.
 
         There is none if no rank had a gradient (zero_fill off), and for a parameter that became
-        trainable after these means were started. Collective, though it sends nothing.
+        trainable after these means were started. Buckets are copied while others arrive.
+        *Collective*, though it sends nothing unless something was not finite.
         """
-        self.inspect(means)
-        self.assign(means)
-
-    def assign(self, means: BucketSet) -> None:
-        """`expose` without looking whether they are finite. Local."""
-        for bucket in means.buckets:
-            if self.gradient_as_bucket_view:
-                bucket.expose()
-            else:
-                self._copy(bucket)
+        is_view = self.gradient_as_bucket_view
+        try:
+            if not is_view:
+                for bucket in means.buckets:
+                    means.await_bucket(bucket)
+                    self._copy([slot for slot in bucket.slots if slot.buckets[-1] is bucket])
+            was_scaled = means.wait()
+        except BaseException:
+            for slot in means.slots:
+                slot.parameter.grad = None  # what was copied are no means
+            raise
+        if is_view:
+            for slot in means.slots:
+                parameter, tensor = slot.parameter, slot.current_tensor()
+                if parameter.grad is not tensor and (
+                    parameter.requires_grad or parameter.grad is not None
+                ):
+                    parameter.grad = tensor
+        elif was_scaled:
+            self._copy(means.slots)
         self._clear_absent(means)
+        self.record_nonfinite(means)
 
-    def _copy(self, bucket: Bucket) -> None:
-        """Make every ``p.grad`` of a bucket a copy of its slot."""
-        pairs = [
-            (parameter, slot)
-            for parameter, slot in zip(bucket.parameters, bucket.slots, strict=True)
-            if parameter.requires_grad or parameter.grad is not None
-        ]
-        self.memory.set_all([p for p, _ in pairs], [slot for _, slot in pairs])
+    def _copy(self, slots: Sequence[Slot]) -> None:
+        """Make every ``p.grad`` a copy of its slot."""
+        wanted = [s for s in slots if s.parameter.requires_grad or s.parameter.grad is not None]
+        self.memory.set_all([s.parameter for s in wanted], [s.tensor for s in wanted])
 
     def _clear_absent(self, means: BucketSet) -> None:
         """Clear every ``p.grad`` that has no mean among these."""
         if not self.zero_fill:
-            for parameter, is_present in zip(means.order, means.presence, strict=True):
+            for slot, is_present in zip(means.slots, means.presence, strict=True):
                 if not is_present:
-                    parameter.grad = None
-        if all(means is not own for own in self.sets):  # of an earlier layout
-            held = set(means.order)
-            for parameter in self._order:
-                if parameter not in held:
+                    slot.parameter.grad = None
+        if means not in self.sets:  # of an earlier layout
+            for parameter in self.filling.slot_of:
+                if parameter not in means.slot_of:
                     parameter.grad = None
         self.assign_sparse(means)
-        self.adopt_unit(means)
+        self.adopt_scale(means)
 
     def assign_sparse(self, means: BucketSet) -> None:
         """Make every sparse ``p.grad`` its mean, or None where there is none. Local."""
@@ -637,18 +676,34 @@ class GradientReducer:
             if parameter.requires_grad or parameter.grad is not None:
                 parameter.grad = mean
 
-    def adopt_unit(self, means: BucketSet) -> None:
-        """Scale the next gradients as suits the weights of these. On all ranks alike."""
+    def adopt_scale(self, means: BucketSet) -> None:
+        """Scale the next gradients as suits the weights of these. *Collective*, sends nothing."""
         if self.filling.is_narrow:
-            self._unit = means.next_unit
+            self._scale = means.next_scale
 
-    def inspect(self, means: BucketSet) -> None:
+    # ---- what is not finite ----
+
+    def record_nonfinite(self, means: BucketSet) -> NonfiniteGradients | None:
         """Take note of what is not finite in them. *Collective*, if there is something."""
-        self.problem = means.nonfinite()
-        if self.problem is None:
-            self.problem = self._nonfinite_sparse(means)
-        if self.problem is not None:
-            self.problems.append(self.problem)
+        problem = means.nonfinite() or self._nonfinite_sparse(means)
+        self.problem = problem
+        if problem is not None:
+            self.problems.append(problem)
+        return problem
+
+    def record_problem(self, problem: NonfiniteGradients | None, *, is_known: bool = False) -> None:
+        """Make this the `problem` of the current gradients. Local.
+
+        ``is_known``: it is among `problems` already.
+        """
+        self.problem = problem
+        if problem is not None and not is_known:
+            self.problems.append(problem)
+
+    def take_problem(self) -> NonfiniteGradients | None:
+        """The `problem` of the current gradients, which is then dealt with. Local."""
+        problem, self.problem = self.problem, None
+        return problem
 
     def _nonfinite_sparse(self, means: BucketSet) -> NonfiniteGradients | None:
         """What is not finite among the sparse means, which are the same on all ranks. Local."""
@@ -660,9 +715,15 @@ class GradientReducer:
         ]
         return NonfiniteGradients(self.step, in_sum=names) if names else None
 
+    # ---- inside ----
+
+    def restart_counts(self) -> None:
+        """Set `num_passes` and `passes_weight` to zero. Local."""
+        self.num_passes, self.passes_weight = 0, 0.0
+
     def warn_of_second_pass(self) -> None:
-        """Say once that gradients were added to means, if they were. Local."""
-        if self._has_warned or not self.is_accumulating:
+        """Warn once if gradients were added to means. Local."""
+        if self._has_warned or not self.filling.is_accumulating:
             return
         self._has_warned = True
         warnings.warn(
@@ -673,8 +734,13 @@ class GradientReducer:
         )
 
     def _fill_missing(self) -> None:
-        """One rank alone treats a missing gradient as many do."""
+        """One rank alone treats a missing gradient as several do."""
         if self.zero_fill:
             for _, parameter in self.parameters():
                 if parameter.grad is None and parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter)
+
+
+def _layout_facts(parameter: nn.Parameter) -> tuple[bool, torch.dtype, torch.device, torch.Size]:
+    """What the place of a parameter in a bucket depends on."""
+    return parameter.requires_grad, parameter.dtype, parameter.device, parameter.shape

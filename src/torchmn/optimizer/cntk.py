@@ -1,7 +1,7 @@
-"""CNTK's names: its two distributed learners, as multi-node optimizers (ancestors 2.1 to 2.3).
+"""CNTK's names: its two distributed learners, as multi-node optimizers.
 
-Gradients are means over samples, where CNTK's were sums; ``docs/coming-from-cntk.md`` says how to
-convert learning rates.
+Gradients are means over samples, where CNTK's were sums; ``docs/coming-from-cntk.md`` explains how
+to convert learning rates.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torchmn.communicators import Communicator
 from torchmn.errors import UsageError
 from torchmn.optimizer.create import create_multi_node_optimizer
 from torchmn.optimizer.multi_node_optimizer import MultiNodeOptimizer
-from torchmn.schedules.compression_warmup import CompressionWarmup
 from torchmn.schedules.every_step import EveryStep
 from torchmn.schedules.local_updates.block_momentum import BlockMomentum
+from torchmn.schedules.warmup import Warmup
 
 CODEC_OF_BITS = {32: "float32", 16: "float16", 8: "int8", 4: "int4", 2: "int2", 1: "1bit"}
 
@@ -34,9 +34,9 @@ def data_parallel_distributed_learner(
 
     Args:
         optimizer: any `torch.optim.Optimizer`.
-        distributed_after: samples over all workers until which gradients travel in float32.
+        distributed_after: samples over all ranks until which gradients are sent in float32.
         num_quantization_bits: 32, 16, 8, 4, 2 or 1; below 16 with error feedback.
-        comm: who takes part, and by which route.
+        comm: the ranks, and the route between them.
         model: the module, or modules, that own the optimizer's parameters.
 
     Raises UsageError: another number of bits.
@@ -51,7 +51,7 @@ def data_parallel_distributed_learner(
         comm,
         model,
         codec=CODEC_OF_BITS[num_quantization_bits],
-        schedule=CompressionWarmup(distributed_after) if distributed_after else EveryStep(),
+        schedule=_after(distributed_after, EveryStep()),
         weight="samples",
     )
 
@@ -68,22 +68,28 @@ def block_momentum_distributed_learner(
     comm: Communicator,
     model: nn.Module | Sequence[nn.Module],
 ) -> MultiNodeOptimizer:
-    """Workers train alone for a block; the blocks' movements are smoothed. *Collective.*
+    """Ranks train alone for a block; the blocks' changes are smoothed. *Collective.*
 
     The same as ``schedule=BlockMomentum(...)``; see there for the arguments. ``block_size``,
-    the time constant and ``distributed_after`` are in samples over all workers.
+    the time constant and ``distributed_after`` are in samples over all ranks.
     """
     return create_multi_node_optimizer(
         optimizer,
         comm,
         model,
-        schedule=BlockMomentum(
-            block_size,
-            block_momentum_as_time_constant,
-            use_nestrov_momentum,
-            reset_sgd_momentum_after_aggregation,
-            block_learning_rate,
+        schedule=_after(
             distributed_after,
+            BlockMomentum(
+                block_size,
+                block_momentum_as_time_constant,
+                use_nestrov_momentum,
+                reset_sgd_momentum_after_aggregation,
+                block_learning_rate,
+            ),
         ),
         weight="samples",
     )
+
+
+def _after(num_samples: float, schedule: EveryStep | BlockMomentum) -> EveryStep | BlockMomentum:
+    return Warmup(num_samples, schedule) if num_samples else schedule

@@ -5,51 +5,57 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from torchmn.autotune.tuner import Autotuner
 from torchmn.communicators import Communicator
-from torchmn.compression import Codec
+from torchmn.compression import Codec, ErrorFeedback
 from torchmn.errors import NonFiniteGradientError, TorchmnError, UnsupportedError, UsageError
-from torchmn.gradients.bucket_set import NonfiniteGradients, Reduction
-from torchmn.gradients.contribution import Contribution
+from torchmn.gradients.bucket_set import Reduction
 from torchmn.gradients.model_hooks import ModelHooks
+from torchmn.gradients.nonfinite import NonfiniteGradients
 from torchmn.gradients.parameter_hook import owners_of
 from torchmn.gradients.reducer import GradientReducer
 from torchmn.gradients.replicas import (
     broadcast_and_verify,
     broadcast_optimizer_state,
-    copy_state_from_rank,
     named_parameters,
     raise_if_ranks_differ,
 )
 from torchmn.gradients.sparse_gradients import sparse_parameters
-from torchmn.optimizer.unmanaged_parameters import warn_of_gradients_of_others
-from torchmn.resharding import (
-    mean_state,
-    notes_of,
-    reshard_codec,
-    reshard_inner,
-    reshard_object,
+from torchmn.gradients.weights import Contribution
+from torchmn.optimizer import resume
+from torchmn.optimizer.closure import over_ranks
+from torchmn.optimizer.join import joined
+from torchmn.optimizer.untrained_parameters import (
+    untrained_parameters,
+    warn_of_untrained_parameters,
 )
-from torchmn.schedules.base import LOOKED_AT_BY_SCALER, DefersUpdates, Schedule
+from torchmn.resharding import warnings_of
+from torchmn.schedules.base import USED_BY_SCALER, DefersUpdates, Schedule
 
-_NOT_THE_SCHEDULES = ("schedule", "codec", "progress", "accumulated")
-"""What of our part of the state is the optimizer's own."""
 Weight = Literal["rank", "samples"]
-OnNonfinite = Literal["raise", "warn", "pass"]
+OnNonfinite = Literal["raise", "warn", "ignore"]
 
 
 class MultiNodeOptimizer(Optimizer):
     """Made by `create_multi_node_optimizer`. It is a `torch.optim.Optimizer`.
 
-    ``param_groups``, ``state`` and ``defaults`` are the inner optimizer's own objects. When
-    ``backward()`` returns, every ``p.grad`` holds the mean over ranks (under double buffering the
-    mean of the step before; under the schedules by blocks it is the rank's own).
+    ``param_groups``, ``state`` and ``defaults`` are the inner optimizer's own objects, and reading
+    them never waits. When ``backward()`` returns, every ``p.grad`` holds the mean over ranks (under
+    double buffering the mean of the step before; under local updates it is the rank's own).
+
+    Attributes:
+        inner: the optimizer that was wrapped.
+        communicator: the ranks, and the route between them.
+        schedule: when ranks exchange gradients or parameters.
+        reducer: sums the gradients.
+        tuner: with ``auto``, selects schedule and codec; else None.
     """
 
     def __init__(
@@ -66,38 +72,35 @@ class MultiNodeOptimizer(Optimizer):
         on_nonfinite: OnNonfinite,
         max_grad_norm: float | None,
         gradient_as_bucket_view: bool,
+        tuner: Autotuner | None = None,
     ) -> None:
         _raise_if_attached(schedule)
         # Optimizer.__init__ would make groups and state of its own; ours are the inner one's.
         self.inner = inner
-        self._deferring: DefersUpdates | None = None
         self.communicator = comm
         comm.num_steps = comm.num_steps or 0
         self.schedule = schedule
+        self.tuner = tuner
+        self._deferring: DefersUpdates | None = None
         self._models = list(models)
-        self._weight_kind = weight
-        self._num_exchanges = 0
-        self._exchanged_weight = 0.0
-        """Of this rank, in all exchanges since a closure was called."""
         self._is_joining = False
         self._on_nonfinite = on_nonfinite
         self._max_grad_norm = max_grad_norm
         self._step_hook: RemovableHandle | None = None
         self._has_closure = False
-        """Whether gradients come of what the inner optimizer's step calls."""
+        """Whether the inner optimizer's step calls what computes gradients."""
         self._hooks = ModelHooks()
         self._has_local_passes = False
         """Whether p.grad may hold gradients of passes under no_sync()."""
         self._asked = {
-            "schedule": schedule.name,
+            "schedule": schedule.name if tuner is None else "auto",
             "codec": codec.name if codec is not None else None,
             "zero_fill": zero_fill,
             "weight": weight,
             "reduction": reduction,
             "max_grad_norm": max_grad_norm,
         }
-        self._has_looked_at_others = False
-        """Whether it was looked for gradients that are not exchanged."""
+        self._has_checked_untrained = False
         self._taken_over_by = ""
         self._take_parameters_over()  # an older one may have to complete what `_unify` broadcasts
         self._unify()
@@ -105,35 +108,68 @@ class MultiNodeOptimizer(Optimizer):
             comm,
             codec,
             lambda: named_parameters(inner, self._models),
-            zero_fill=zero_fill,
             num_sets=schedule.num_sets,
-            on_backward_end=self._backward_ended,
-            gradient_as_bucket_view=gradient_as_bucket_view,
+            on_backward_end=self._on_backward_end(schedule),
+            zero_fill=zero_fill,
             reduction=reduction,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            contribution=Contribution(is_by_samples=weight == "samples"),
             find_sparse=lambda: sparse_parameters(self._models),
+            find_untrained=lambda: untrained_parameters(inner, self._models),
+            on_nonfinite=self._act_on_problem,
+            owner=self,
         )
-        self.reducer.contribution = Contribution(is_by_samples=weight == "samples")
         try:
-            self._attach(max_grad_norm)
+            self._attach_schedule()
+            if tuner is not None:
+                tuner.attach(self, self._sync_reason)
+            self._step_hook = inner.register_step_pre_hook(self._before_step)
+            # With this the model also keeps the optimizer: gradients are exchanged even if nothing
+            # else refers to it.
+            self._hooks.before_copy(self._models[0], self._complete)
+            if weight == "samples" or schedule.counts_samples:
+                self._hooks.before_forward(self._models[0], self.reducer.contribution.count)
         except BaseException:
-            self.reducer.close()  # nobody else will
+            self.reducer.close()  # nothing else will
             self._unhook()
             raise
 
-    def _attach(self, max_grad_norm: float | None) -> None:
-        schedule, inner = self.schedule, self.inner
-        self.reducer.on_nonfinite_callback = self._act_on_problem
-        schedule.attach(self.reducer, inner)
+    @property
+    def _sync_reason(self) -> str | None:
+        return None if self._max_grad_norm is None else "max_grad_norm needs all gradients"
+
+    def _on_backward_end(self, schedule: Schedule) -> Callable[[], None]:
+        ended = schedule.backward_ended
+        return ended if self.tuner is None else self.tuner.timed(ended)
+
+    def _attach_schedule(self) -> None:
+        schedule = self.schedule
+        schedule.attach(self.reducer, self.inner)
         self._deferring = schedule if isinstance(schedule, DefersUpdates) else None
         if self._deferring is not None:
-            sync_reason = None if max_grad_norm is None else "max_grad_norm needs all gradients"
-            self._deferring.install_hooks(self._models, sync_reason)
-        self._step_hook = inner.register_step_pre_hook(self._before_step)
-        # With this the model also keeps the optimizer: gradients are exchanged even if nobody else
-        # has it.
-        self._hooks.before_copy(self._models[0], self._complete)
-        if self._weight_kind == "samples" or schedule.counts_samples:
-            self._hooks.eager_parameters(self._models[0], self.reducer.contribution.count)
+            self._deferring.install_hooks(self._models, self._sync_reason)
+
+    def switch(self, schedule: Schedule, codec: Codec | None, bucket_bytes: int) -> None:
+        """Continue with another schedule, codec and bucket size. *Collective*, between two steps.
+
+        Pending updates are applied first; a codec with error feedback takes over the residuals.
+        """
+        self.schedule.flush()
+        self.schedule.close()
+        before, reducer = self.reducer.codec, self.reducer
+        if codec is not None:
+            codec = codec.new_instance()
+        if isinstance(before, ErrorFeedback) and isinstance(codec, ErrorFeedback):
+            codec.load_state_dict({"residuals": before.state_dict()["residuals"]})
+        self.schedule = schedule
+        reducer.reconfigure(
+            reducer.comm,
+            codec,
+            num_sets=schedule.num_sets,
+            bucket_bytes=bucket_bytes,
+            on_backward_end=self._on_backward_end(schedule),
+        )
+        self._attach_schedule()
 
     def _unhook(self) -> None:
         if self._step_hook is not None:
@@ -144,8 +180,7 @@ class MultiNodeOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's own. Whoever reads them may be about to look at gradients."""
-        self._await_gradients("param_groups was read between backward() and step()")
+        """The inner optimizer's own. Local; it never waits."""
         return self.inner.param_groups
 
     @param_groups.setter
@@ -154,8 +189,16 @@ class MultiNodeOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """The inner optimizer's own."""
-        self._complete()
+        """The inner optimizer's own. Local; it never waits.
+
+        Raises UsageError: updates of past steps are not applied yet.
+        """
+        if self._deferring is not None and self._deferring.has_pending_updates:
+            raise UsageError(
+                f"{self.communicator.rank_label}: optimizer.state was read after step(), but "
+                f"{self.schedule.name} applies each update just before its layer runs again, so "
+                "the state is not up to date. Call optimizer.synchronize() first."
+            )
         return self.inner.state
 
     @state.setter
@@ -180,42 +223,47 @@ class MultiNodeOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether `step` unscales by itself: no. Asked by `torch.amp.GradScaler.step` only.
+        """Whether `step` unscales by itself: no. Read by `torch.amp.GradScaler.step` only.
 
         Raises UnsupportedError: a mean of another step has been scaled by another factor.
         """
         if self.schedule.staleness_steps:
             raise UnsupportedError(
-                f"GradScaler and {self.schedule.name} do not go together: the gradient in p.grad "
+                f"GradScaler and {self.schedule.name} cannot be combined: the gradient in p.grad "
                 "is of an earlier step and carries that step's scale. Use schedule='every_step', "
                 "or bfloat16, which needs no scaling."
             )
-        self._await_gradients(LOOKED_AT_BY_SCALER)
+        self._await_gradients(USED_BY_SCALER)
         return False
 
     def __repr__(self) -> str:
         parts = [self.schedule.name]
         if self._asked["codec"] is not None:
-            between = self.communicator.codec_scope or "nobody"
+            between = self.communicator.codec_scope or "no ranks"
             parts.append(f"{self._asked['codec']} between {between}")
         return f"MultiNodeOptimizer({', '.join(parts)}, {self.communicator!r}, {self.inner!r})"
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the inner optimizer's. Local."""
+        """As the inner optimizer's; a mean that no step has applied is dropped. Local."""
         self.schedule.on_zero_grad()
+        if self.tuner is not None:
+            self.tuner.on_zero_grad()
         self.reducer.on_zero_grad()
         self.inner.zero_grad(set_to_none)
         self._has_local_passes = False
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update the parameters. *Collective*: every rank calls it equally often.
+        """Update the parameters. *Collective*: all ranks make the same number of steps.
 
         A rank without a backward pass takes part with zeros. A closure's loss is averaged over
-        ranks (added, where gradients are), so that optimizers which look at it (LBFGS) decide alike
-        everywhere. Raises what an exchange raises.
+        ranks (added, where gradients are), so that optimizers that use it (LBFGS) decide the same
+        on all ranks. Under local updates ranks may step as often as they have batches: they
+        exchange where their samples fill a block. A closure's loss is the rank's own then.
 
-        Under the schedules by blocks ranks may step as often as they have batches: they meet where
-        their samples fill a block. A closure's loss is the rank's own then.
+        Raises:
+            UsageError: the backward pass before raised, or another optimizer took the parameters.
+            NonFiniteGradientError: with ``on_nonfinite="raise"``, a gradient is not finite.
+            CommunicationError, RankMismatchError: the exchange failed.
         """
         if self._taken_over_by:
             raise UsageError(
@@ -224,20 +272,29 @@ class MultiNodeOptimizer(Optimizer):
                 "only one multi-node optimizer can exchange the gradient of a parameter. Step the "
                 "newer one, or make one optimizer with several parameter groups."
             )
-        self.reducer.raise_if_unfinished()
+        reducer = self.reducer
+        reducer.raise_if_unfinished()
+        self._has_closure = closure is not None
         if closure is None:
             self._raise_if_uncounted()
-        self._has_closure = closure is not None
-        result = self.schedule.step(None if closure is None else self._mean_loss(closure))
-        if not self.reducer.is_needed:  # no backward pass does it
-            self.reducer.contribution.reset()
-        self.reducer.contribution.end_step()
-        if self.reducer.is_needed and not self._has_looked_at_others:
-            self._has_looked_at_others = True
-            warn_of_gradients_of_others(self.communicator, self._models)
-        self.reducer.step += 1
+        elif self._is_joining:
+            raise UnsupportedError(
+                "step(closure) inside join(): a rank that has left its loop cannot take part in "
+                "the mean of the loss. Compute loss and gradients before step()."
+            )
+        else:
+            closure = over_ranks(closure, reducer, self._make_ready_for_step)
+            if self.tuner is not None:
+                self.tuner.closure_given()
+        result = self.schedule.step(closure)
+        if reducer.is_needed and not self._has_checked_untrained:
+            self._has_checked_untrained = True
+            warn_of_untrained_parameters(self.communicator, reducer.untrained)
+        reducer.end_step()
         self.communicator.num_steps = (self.communicator.num_steps or 0) + 1
         self._has_local_passes = False
+        if self.tuner is not None:
+            self.tuner.step_ended()
         return result
 
     def replicated_tensors(self) -> list[Tensor]:
@@ -248,10 +305,10 @@ class MultiNodeOptimizer(Optimizer):
         self._complete()
         if self.schedule.replica_consistency != "per_step":
             return []
-        return [p for group in self.inner.param_groups for p in group["params"]]
+        return _parameters_of(self.inner)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the inner optimizer's. *Collective*: rank 0's parameters and buffers are taken over.
+        """As the inner optimizer's. *Collective*: all ranks take rank 0's parameters and buffers.
 
         Raises UsageError: a parameter is not in the model. The group is then not added.
         """
@@ -268,108 +325,89 @@ class MultiNodeOptimizer(Optimizer):
         self.schedule.rebuild()
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner state, which a plain optimizer loads too; under ``torchmn`` what is ours.
+        """The inner state, which a plain optimizer loads too; under ``torchmn`` our own.
 
         Each rank has its own: save it on every rank, between two steps or, with `no_sync`, between
-        two of the passes of one. On as many ranks every rank loads its own, and goes on as if
-        nothing had been; on another number see `reshard_state_dict`.
+        two of the passes of one. On the same number of ranks every rank loads its own and continues
+        as if nothing had been; on another number see `reshard_state_dict`. Local; what is under way
+        is awaited.
         """
-        ours = self.schedule.state_dict()  # first: it waits for what is under way
-        state = self.inner.state_dict()
-        state["torchmn"] = {
-            "schedule": self.schedule.name,
-            "codec": self.reducer.state_dict(),
-            "progress": self.reducer.progress(),
-            **({"accumulated": self._accumulated()} if self._has_local_passes else {}),
-            **ours,
-        }
+        state = resume.save(
+            self.inner, self.schedule, self.reducer, has_local_passes=self._has_local_passes
+        )
+        if self.tuner is not None:
+            state["torchmn"]["tuner"] = self.tuner.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load our own state or a plain optimizer's. Raises UsageError: another schedule's."""
-        ours = dict(state_dict.get("torchmn", {}))
-        saved = ours.pop("schedule", self.schedule.name)
-        codec, progress = ours.pop("codec", {}), ours.pop("progress", {})
-        accumulated = ours.pop("accumulated", None)
-        # A plan is a matter of speed alone.
-        if ours.keys() - {"plan"} and saved != self.schedule.name:
-            raise UsageError(
-                f"This state was saved with schedule {saved!r} and holds something that "
-                f"{self.schedule.name!r} would lose. Call flush() before saving, or use {saved!r}."
-            )
+        """Load our own state or a plain optimizer's. All ranks must call it, or none.
+
+        Local, but *collective* under ``auto``. Raises UsageError: another schedule's state.
+        """
+        ours = state_dict.get("torchmn", {})
         self._complete()
+        if self.tuner is not None:
+            self.tuner.load_state_dict(ours.get("tuner", {}))
+        own = resume.schedule_state(state_dict, self.schedule)
         self.inner.load_state_dict({k: v for k, v in state_dict.items() if k != "torchmn"})
-        self.reducer.has_loaded = True
-        self.schedule.load_state_dict(ours if saved == self.schedule.name else {})
-        self.reducer.load_state_dict(codec)
-        self.reducer.load_progress(progress)
-        self._load_accumulated(accumulated)
+        self.schedule.load_state_dict(own)
+        self.reducer.load_state_dict(ours.get("codec", {}), ours.get("progress", {}))
+        resume.load_accumulated(self.reducer, ours.get("accumulated"))
+        self._has_local_passes = "accumulated" in ours
 
     def reshard_state_dict(
         self, states: Sequence[dict[str, Any]], comm: Communicator
     ) -> dict[str, Any]:
         """The state that this rank loads, made from `state_dict` of all old ranks. Local, pure.
 
-        ``states`` are in rank order, and there may be more or fewer than there are ranks now. What
-        is owed to the model, pending means, anchors and half full blocks are shared out anew (see
-        `torchmn.resharding`). Where ranks' parameters differ, in the middle of a block, the
-        state holds what the parameters become, so load the models before the optimizer: any old
-        rank's. Raises UsageError: the old ranks were saved at different places.
+        ``states`` are in rank order, and there may be more or fewer than there are ranks now.
+        Residuals, pending means, anchors and half full blocks are distributed again (see
+        `torchmn.resharding`). Where ranks' parameters differ, in the middle of a block, the state
+        holds what the parameters become, so load the models before the optimizer: any old rank's.
+        Raises UsageError: the old ranks were saved at different places.
         """
+        schedule, tuner = self.schedule, self.tuner
         ours = [state.get("torchmn", {}) for state in states]
-        state = reshard_inner(states)
-        if not all(ours):
-            return state
-        schedules = [{k: v for k, v in own.items() if k not in _NOT_THE_SCHEDULES} for own in ours]
-        is_same = ours[0]["schedule"] == self.schedule.name
-        state["torchmn"] = {
-            "schedule": ours[0]["schedule"],
-            "codec": reshard_codec([own["codec"] for own in ours], comm),
-            # The unit of weights suits as many ranks as there were; the new ones agree on theirs.
-            "progress": {**ours[0]["progress"], "unit": None} if "progress" in ours[0] else {},
-            **(reshard_object(self.schedule, schedules, comm) if is_same else schedules[0]),
-        }
-        accumulated = [own["accumulated"] for own in ours if "accumulated" in own]
-        if accumulated:
-            state["torchmn"]["accumulated"] = _shared_out(
-                accumulated, comm.size, self.reducer.reduction
-            )
+        is_tuned = tuner is not None and all("tuner" in own for own in ours)
+        if tuner is not None and is_tuned:
+            make = tuner.space.schedules.get(ours[0]["schedule"])
+            schedule = make() if make is not None else schedule
+        state = resume.reshard(states, comm, schedule, self.reducer.reduction)
+        if tuner is not None and is_tuned:
+            state["torchmn"]["tuner"] = tuner.reshard_state_dict([own["tuner"] for own in ours])
         return state
 
     def resume_warnings(self) -> list[str]:
-        """What does not hold when a state is loaded by another number of ranks, in sentences."""
-        notes = notes_of(self.schedule)
+        """What does not hold when a state is loaded by another number of ranks. Local."""
+        warnings_ = warnings_of(self.schedule) + warnings_of(self.tuner)
         if self._asked["codec"] is not None:
-            notes.append(
-                f"What {self._asked['codec']} owes to the model is kept, but gradients are "
-                "rounded in other parts: the run takes a path of its own, as with another seed."
+            warnings_.append(
+                f"The residuals of {self._asked['codec']} are kept, but gradients are rounded in "
+                "other parts: the run takes another path, as with another seed."
             )
         if any(True for model in self._models for _ in model.buffers()):
-            notes.append(
+            warnings_.append(
                 "Buffers that differ between ranks, such as running statistics of batch "
                 "normalization, become those of rank 0, as when the optimizer is made."
             )
-        return notes
+        return warnings_
 
-    # ---- what is ours ----
+    # ---- what a plain optimizer has not ----
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients here; the first backward pass outside exchanges the sum. Local."""
-        before, self.reducer.is_syncing = self.reducer.is_syncing, False
         self._has_local_passes = True
-        try:
+        with self.reducer.no_sync():
             yield
-        finally:
-            self.reducer.is_syncing = before
 
     def set_weight(self, weight: float) -> None:
         """The weight of this rank in the next mean: its number of samples or tokens. Local.
 
-        The mean over ranks is sum(w_i g_i) / sum(w_i) with g_i the local mean. It holds for the
-        next backward pass only; under the schedules by blocks for the next step, where it takes the
-        place of the samples that were counted. Raises UsageError: negative or not finite, or
-        neither 0 nor 1 where gradients are summed.
+        The mean over ranks is sum(w_i g_i) / sum(w_i) with g_i the local mean. Applies to the next
+        backward pass only; under local updates to the next step, where it takes the place of the
+        samples that were counted. Raises UsageError: negative or not finite, or neither 0 nor 1
+        where gradients are summed.
         """
         if not 0 <= weight < float("inf"):
             raise UsageError(f"weight={weight} must be a non-negative finite number.")
@@ -383,36 +421,25 @@ class MultiNodeOptimizer(Optimizer):
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Around a loop that may end earlier on some ranks. *Collective.*
+        """Around a loop that may end earlier on some ranks, as `torch.distributed.algorithms.Join`.
 
-        A rank that has left its loop takes part in the others' exchanges with weight 0, so that
-        means are over the ranks that still have data. When all have left, the ranks that ended
-        early take over parameters, buffers and optimizer state of one that ran to the end; what
-        lives outside the optimizer, as a learning rate scheduler, they bring up to date themselves.
-        Under the schedules by blocks the last, partial block is agreed on in place of that, and
-        each rank keeps its own buffers and optimizer state. Inside, no other collective may be
-        called, and no closure be given to `step`.
+        *Collective.* A rank that has left its loop takes part in the others' exchanges with weight
+        0, so that means are over the ranks that still have data.
+
+        When all have left, the ranks that ended early take parameters, buffers and optimizer state
+        from one that ran to the end; they must update what is outside the optimizer, such as a
+        learning rate scheduler, themselves. Under local updates the last, partial block is
+        exchanged instead, and each rank keeps its own buffers and optimizer state.
+
+        No other collective may be called inside. Raises UnsupportedError: a closure is given to
+        `step` inside.
         """
-        reducer = self.reducer
-        num_before = self._num_exchanges
         self._is_joining = True
         try:
-            yield
-            reducer.is_active = False
-            while self.schedule.shadow_step():
-                pass
+            with joined(self, self._models):
+                yield
         finally:
-            reducer.is_active, self._is_joining = True, False
-        reducer.contribution.reset()
-        reducer.forget_weights()
-        comm = self.communicator
-        everybody = comm.allgather_obj((self._num_exchanges - num_before, reducer.step))
-        last = max(num for num, _ in everybody)
-        if self.schedule.replica_consistency == "per_step":
-            self.schedule.flush()
-            if any(num < last for num, _ in everybody):
-                self._take_over(next(r for r, (num, _) in enumerate(everybody) if num == last))
-        reducer.step = max(step for _, step in everybody)
+            self._is_joining = False
 
     def flush(self) -> None:
         """Apply what was exchanged but not applied, and end a partial block. *Collective.*
@@ -424,7 +451,7 @@ class MultiNodeOptimizer(Optimizer):
     def synchronize(self) -> None:
         """Make every ``p.grad`` the mean, where a schedule lets `backward` return before it is.
 
-        Behind `step` it applies what is not applied yet. Local.
+        After `step` it applies any update that is still pending. Local.
         """
         self._await_gradients(None)
         self._complete()
@@ -432,23 +459,25 @@ class MultiNodeOptimizer(Optimizer):
     @property
     def is_server(self) -> bool:
         """Whether this rank only serves the others and trains nothing (`ParameterServer`)."""
-        return bool(getattr(self.schedule, "is_server", False))
+        return self.schedule.is_server
 
     def serve(self) -> None:
-        """On a rank that `is_server`, in place of a loop that the workers have in `join`."""
+        """Serve the workers until they leave their loops in `join`, on a rank that `is_server`.
+
+        *Collective*, with `join` on the workers. Raises UsageError: this rank is not a server.
+        """
         if not self.is_server:
             raise UsageError(
                 f"{self.communicator.rank_label}: serve() is for ranks that do nothing else, of "
-                "schedule=ParameterServer(servers=k). Ask optimizer.is_server."
+                "schedule=ParameterServer(servers=k). Check optimizer.is_server first."
             )
         with self.join():
             pass
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients in hand by their global norm; returns the norm before. Local."""
+        """Clip the current gradients by their global norm; returns the norm before. Local."""
         self._await_gradients("clip_grad_norm_ needs all gradients")
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        return torch.nn.utils.clip_grad_norm_(_parameters_of(self.inner), max_norm, norm_type)
 
     @property
     def nonfinite(self) -> list[NonfiniteGradients]:
@@ -456,7 +485,7 @@ class MultiNodeOptimizer(Optimizer):
         return self.reducer.problems
 
     def close(self) -> None:
-        """Leave the model alone, to train it by itself or make another optimizer for it. Local."""
+        """Release the model, to train it by itself or make another optimizer for it. Local."""
         self.schedule.close()
         self.reducer.close()
         self._unhook()
@@ -473,30 +502,40 @@ class MultiNodeOptimizer(Optimizer):
         return f"the multi-node optimizer of {type(self.inner).__name__} ({self.schedule.name})"
 
     def _take_parameters_over(self) -> None:
-        """Close the multi-node optimizers that exchange gradients of our parameters. Local."""
-        for owner in owners_of(p for _, p in named_parameters(self.inner, self._models)):
-            if isinstance(owner, GradientReducer) and isinstance(owner.owner, MultiNodeOptimizer):
-                owner.owner._taken_over_by = self._label
-                owner.owner.close()
+        """Close the multi-node optimizers that train our parameters. *Collective.*
+
+        Those that only exchange them, because nothing trained them, stop exchanging them.
+        """
+        ours = [parameter for _, parameter in named_parameters(self.inner, self._models)]
+        for reducer in owners_of(ours):
+            older = reducer.owner if isinstance(reducer, GradientReducer) else None
+            if not isinstance(older, MultiNodeOptimizer):
+                continue
+            if set(ours).isdisjoint(_parameters_of(older.inner)):
+                older._complete()
+                older.reducer.release(set(ours))
+            else:
+                older._taken_over_by = self._label
+                older.close()
 
     def _before_step(self, *_: object) -> None:
-        """Called before the inner optimizer's step, which a GradScaler leaves out if need be."""
+        """Called before the inner optimizer's step, which a GradScaler skips if need be."""
         if not self._has_closure:
             self._make_ready_for_step()
 
     def _make_ready_for_step(self) -> None:
         """All that is done to gradients before the inner optimizer sees them."""
-        reducer = self.reducer
-        if not (reducer.is_needed or reducer.is_suspended):
-            self._look_at_own_gradients()
+        if not (self.reducer.is_needed or self.reducer.is_suspended):
+            self._check_own_gradients()
         self._act_on_problem()
         if self._max_grad_norm is not None:
             self.clip_grad_norm_(self._max_grad_norm)
 
-    def _look_at_own_gradients(self) -> None:
+    def _check_own_gradients(self) -> None:
         """One rank alone exchanges nothing, but what is not finite is found all the same."""
-        parameters = [p for group in self.inner.param_groups for p in group["params"]]
-        grads = {p: p.grad.detach().to_dense() for p in parameters if p.grad is not None}
+        grads = {
+            p: p.grad.detach().to_dense() for p in _parameters_of(self.inner) if p.grad is not None
+        }
         sums = [grad.sum().abs().double().cpu() for grad in grads.values()]
         if not sums or bool(torch.stack(sums).isfinite().all()):
             return
@@ -506,133 +545,44 @@ class MultiNodeOptimizer(Optimizer):
             if parameter in grads and not bool(grads[parameter].isfinite().all())
         ]
         if names:
-            self.reducer.problem = NonfiniteGradients(self.reducer.step, {0: names})
-            self.reducer.problems.append(self.reducer.problem)
+            self.reducer.record_problem(NonfiniteGradients(self.reducer.step, {0: names}))
 
     def _act_on_problem(self) -> None:
-        problem, self.reducer.problem = self.reducer.problem, None
-        if problem is not None and self._on_nonfinite != "pass":
-            text = (
-                f"{self.communicator.rank_label}: {problem}. Lower the learning rate, clip "
-                "(max_grad_norm=), or scale the loss with torch.amp.GradScaler; on_nonfinite="
-                "'warn' or 'pass' goes on all the same."
-            )
-            if self._on_nonfinite == "raise":
-                raise NonFiniteGradientError(text)
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
+        problem = self.reducer.take_problem()
+        if problem is None or self._on_nonfinite == "ignore":
+            return
+        text = (
+            f"{self.communicator.rank_label}: {problem}. Lower the learning rate, clip "
+            "(max_grad_norm=), or scale the loss with torch.amp.GradScaler; with on_nonfinite="
+            "'warn' or 'ignore' training continues."
+        )
+        if self._on_nonfinite == "raise":
+            raise NonFiniteGradientError(text)
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
 
-    def _await_gradients(self, why: str | None) -> None:
+    def _await_gradients(self, reason: str | None) -> None:
+        if self.tuner is not None:
+            self.tuner.gradients_used(reason)
         if self._deferring is not None:
-            self._deferring.await_gradients(why)
+            self._deferring.await_gradients(reason)
 
     def _complete(self) -> None:
         if self._deferring is not None:
             self._deferring.complete()
 
-    def _backward_ended(self) -> None:
-        try:
-            self.schedule.backward_ended()
-        finally:
-            self._num_exchanges += 1
-            self._exchanged_weight += self.reducer.weight
-            self.reducer.contribution.reset()
-
     def _raise_if_uncounted(self) -> None:
         if self.reducer.contribution.was_ever_known or not self.schedule.counts_samples:
             return
-        if any(p.grad is not None for group in self.param_groups for p in group["params"]):
+        if any(p.grad is not None for p in _parameters_of(self.inner)):
             raise UsageError(
                 f"{self.communicator.rank_label}: {self.schedule.name} counts samples, but the "
                 "model's forward has seen no tensor with a batch dimension. Call "
                 "optimizer.set_weight(number_of_samples) before step()."
             )
 
-    def _mean_loss(self, closure: Callable[[], float]) -> Callable[[], float]:
-        if self._is_joining:
-            raise UnsupportedError(
-                "step(closure) inside join(): a rank that has left its loop cannot take part in "
-                "the mean of the loss. Compute loss and gradients before step()."
-            )
-        reducer = self.reducer
-        given = reducer.contribution.given
 
-        def mean_of_closure() -> float:
-            num_before, self._exchanged_weight = self._num_exchanges, 0.0
-            if given is not None:  # for every pass of this step
-                reducer.contribution.set(*given)
-            with torch.enable_grad():
-                loss = closure()
-            is_shared = reducer.is_needed
-            if is_shared and self._num_exchanges == num_before:  # no backward pass on this rank
-                reducer.exchange_now()
-            self._make_ready_for_step()
-            return self._loss_of_all(loss) if is_shared else loss
-
-        return mean_of_closure
-
-    def _loss_of_all(self, loss: float) -> float:
-        """The ranks' losses, put together as their gradients were. *Collective.*"""
-        weight = self._exchanged_weight
-        value = loss.detach() if isinstance(loss, Tensor) else loss
-        part = float(value) * weight if weight else 0.0  # the loss of nothing may be no number
-        row = torch.tensor([part, weight], dtype=torch.float64, device="cpu")
-        total, total_weight = self.reducer.comm.allreduce(row).tolist()
-        mean = float(total if self.reducer.reduction == "sum" else total / total_weight)
-        if isinstance(value, Tensor):  # as `loss.item()` is what users write
-            return cast(float, torch.full_like(value, mean))
-        return mean
-
-    def _accumulated(self) -> dict[str, Any]:
-        """The gradients of the passes under no_sync() so far, by name, and their weight."""
-        reducer = self.reducer
-        return {
-            "gradients": {
-                name: parameter.grad.detach().clone()
-                for name, parameter in reducer.parameters()
-                if parameter.grad is not None
-            },
-            "weight": reducer.weight,
-            "num_samples": reducer.num_samples,
-            "is_set": reducer.contribution.is_set,
-        }
-
-    def _load_accumulated(self, state: dict[str, Any] | None) -> None:
-        self.reducer.contribution.reset()
-        self._has_local_passes = state is not None
-        if state is None:
-            return
-        for name, parameter in self.reducer.parameters():
-            gradient = state["gradients"].get(name)
-            parameter.grad = None if gradient is None else gradient.to(parameter).clone()
-        self.reducer.contribution.resume(state["num_samples"])
-        if state["is_set"] or self.reducer.weight != state["weight"]:
-            self.reducer.contribution.set(state["weight"], state["num_samples"])
-
-    def _take_over(self, source: int) -> None:
-        tensors = [t for m in self._models for t in (*m.parameters(), *m.buffers())]
-        copy_state_from_rank(self.communicator, tensors, self.inner, source)
-        if self.communicator.rank != source:
-            self.schedule.on_zero_grad()
-
-
-def _shared_out(
-    accumulated: Sequence[dict[str, Any]], num_new: int, reduction: Reduction
-) -> dict[str, Any]:
-    """Gradients of unfinished steps: each new rank has their mean, and an equal part of weights.
-
-    Where gradients are summed it has an equal part of the sum.
-    """
-    weights = [state["weight"] for state in accumulated]
-    gradients = mean_state([state["gradients"] for state in accumulated], weights)
-    if reduction == "sum":
-        gradients = {name: g * (sum(weights) / num_new) for name, g in gradients.items()}
-        return {"gradients": gradients, "weight": 1.0, "num_samples": 0.0, "is_set": False}
-    return {
-        "gradients": gradients,
-        "weight": sum(weights) / num_new,
-        "num_samples": sum(state["num_samples"] for state in accumulated) / num_new,
-        "is_set": any(state["is_set"] for state in accumulated),
-    }
+def _parameters_of(inner: Optimizer) -> list[Tensor]:
+    return [p for group in inner.param_groups for p in group["params"]]
 
 
 def _raise_if_attached(schedule: Schedule) -> None:

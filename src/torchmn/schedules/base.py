@@ -1,7 +1,8 @@
-"""The seam of the schedules: what ranks agree on, and when."""
+"""The schedule: when ranks exchange gradients or parameters."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -10,76 +11,106 @@ from torch.optim import Optimizer
 
 from torchmn.gradients.reducer import GradientReducer
 
-LOOKED_AT_BY_SCALER = "a GradScaler looks at all gradients"
-"""What `DefersUpdates.await_gradients` is told by one."""
+USED_BY_SCALER = "a GradScaler looks at all gradients"
+"""The reason that `DefersUpdates.await_gradients` is given for one."""
 ReplicaConsistency = Literal["per_step", "per_block", "none"]
 """How long ranks' parameters may differ, at most: when they hold the same bits again."""
 
 
-class Schedule(Protocol):
-    """When ranks come to agree. Its methods are collective: every rank calls them alike."""
+class Schedule(ABC):
+    """When ranks exchange gradients or parameters.
+
+    A schedule defines `name`, `backward_ended`, `step` and `shadow_step`; `EveryStep` is the
+    simplest. Everything below these has a default, for schedules that need it. All methods are
+    *collective* unless they are called local: every rank calls them in the same order.
+    """
 
     name: str
-    num_sets: int
+    _reducer: GradientReducer
+    _inner: Optimizer
+
+    @abstractmethod
+    def backward_ended(self) -> None:
+        """All gradients of this backward pass are packed: exchange them, set ``p.grad``."""
+
+    @abstractmethod
+    def step(self, closure: Callable[[], float] | None) -> float | None:
+        """In place of the local optimizer's step."""
+
+    @abstractmethod
+    def shadow_step(self) -> int:
+        """Take part in a step of the others without data; returns how many ranks had data."""
+
+    # ---- what a schedule may change ----
+
+    num_sets = 1
     """Sets of buckets that must exist side by side; 0 where gradients stay the rank's own."""
+    is_server = False
+    """Whether this rank only serves the others and trains nothing."""
 
     @property
     def staleness_steps(self) -> int:
         """How many steps late a gradient is applied: 0 where ``p.grad`` is of this backward."""
+        return 0
+
+    @property
+    def num_warm_up_steps(self) -> int:
+        """How many steps it takes until their time is that of all later ones."""
+        return 1 + self.staleness_steps
 
     @property
     def counts_samples(self) -> bool:
-        """Whether it asks what `GradientReducer.num_samples` counts."""
+        """Whether it needs the samples that the model's forward has seen."""
+        return False
 
     @property
     def replica_consistency(self) -> ReplicaConsistency:
         """What it promises about the parameters of the ranks, from now on."""
+        return "per_step"
 
     def attach(self, reducer: GradientReducer, inner: Optimizer) -> None:
-        """Called once, at wrap time."""
+        """Called once, when the multi-node optimizer is made."""
+        self._reducer, self._inner = reducer, inner
 
-    def backward_ended(self) -> None:
-        """All gradients of this backward pass are packed: exchange them, set ``p.grad``."""
-
-    def step(self, closure: Callable[[], float] | None) -> float | None:
-        """In place of the local optimizer's step."""
-
-    def shadow_step(self) -> int:
-        """Join the others' exchange without data; returns how many ranks had data."""
-
-    def on_zero_grad(self) -> None:
+    def on_zero_grad(self) -> None:  # noqa: B027 - a default
         """Gradients were cleared: the next backward pass is the first of its step. Local."""
 
-    def flush(self) -> None:
-        """Apply what was exchanged but not applied, and agree on what was not exchanged."""
+    def flush(self) -> None:  # noqa: B027 - a default
+        """Apply what was exchanged but not applied, and exchange what was not exchanged."""
 
-    def rebuild(self) -> None:
-        """The optimizer has other parameters than before, and replicas are equal: lay out anew."""
+    def rebuild(self) -> None:  # noqa: B027 - a default
+        """The optimizer has other parameters than before, and replicas are equal."""
 
-    def close(self) -> None:
-        """End what it has opened: connections, threads. Local."""
+    def close(self) -> None:  # noqa: B027 - a default
+        """Close what it has opened, such as connections and threads. Local."""
 
     def state_dict(self) -> dict[str, Any]:
         """What outlives a step: tensors and numbers."""
+        return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`; an empty dict starts anew."""
+        """Continue from `state_dict`; an empty dict starts from scratch."""
+        self.on_zero_grad()
 
 
 @runtime_checkable
 class DefersUpdates(Protocol):
     """A schedule whose means come after backward() has returned, and whose updates after step().
 
-    That it has these methods declares it. All are local, and wait for what is under way.
+    Having these members declares it. All are local, and the methods wait for sums under way.
     """
 
-    def install_hooks(self, models: Sequence[nn.Module], sync_reason: str | None) -> None:
-        """Called once, behind `Schedule.attach`: the models, and why nothing may be deferred."""
+    @property
+    def has_pending_updates(self) -> bool:
+        """Whether updates of past steps are not applied yet."""
 
-    def await_gradients(self, why: str | None = None) -> None:
+    def install_hooks(self, models: Sequence[nn.Module], sync_reason: str | None) -> None:
+        """Called once, after `Schedule.attach`: the models, and why nothing may be deferred."""
+
+    def await_gradients(self, reason: str | None = None) -> None:
         """Between backward() and step(): make every ``p.grad`` the mean.
 
-        ``why`` says who needs it, if nobody asked for it in so many words.
+        ``reason`` says what needs it, where the script did not call `synchronize` itself.
         """
 
     def complete(self) -> None:

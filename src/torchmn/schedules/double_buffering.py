@@ -4,10 +4,10 @@
     step k:      w_{k+1} = w_k - update(mean(g_{k-1}))        (k >= 2; the first step does nothing)
     flush:       w = w - update(mean(g_N))
 
-Source: ChainerMN's `_DoubleBufferingOptimizer` (ancestors 1.4), CNTK's
-``useBufferedAsyncGradientAggregation``. Staleness is exactly one step. Differences: no iteration is
-spent on a broadcast, so that N iterations give N-1 steps instead of N-2; `flush()` applies the last
-gradient; the pending gradient is saved.
+Source: ChainerMN's `_DoubleBufferingOptimizer`, CNTK's ``useBufferedAsyncGradientAggregation``.
+Staleness is exactly one step. Differences: no iteration is spent on a broadcast, so that N
+iterations give N-1 steps instead of N-2; `flush()` applies the last gradient; the pending gradient
+is saved.
 """
 
 from __future__ import annotations
@@ -15,33 +15,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch.optim import Optimizer
-
 from torchmn.errors import UnsupportedError
 from torchmn.gradients.bucket_set import BucketSet
-from torchmn.gradients.reducer import GradientReducer
-from torchmn.schedules.base import ReplicaConsistency
+from torchmn.schedules.base import Schedule
 
 
-class DoubleBuffering:
-    """Gradients are applied one step late, and their exchange hides behind a whole step."""
+class DoubleBuffering(Schedule):
+    """Gradients are applied one step late, and their exchange overlaps with a whole step."""
 
     name = "double_buffering"
     num_sets = 2
     staleness_steps = 1
-    replica_consistency: ReplicaConsistency = "per_step"
-    counts_samples = False
-    _reducer: GradientReducer
-    _inner: Optimizer
 
     def __init__(self) -> None:
         self._pending: BucketSet | None = None
         self._has_mean = False
         self._num_backwards = 0
-
-    def attach(self, reducer: GradientReducer, inner: Optimizer) -> None:
-        """See `Schedule.attach`."""
-        self._reducer, self._inner = reducer, inner
 
     def backward_ended(self) -> None:
         """See `Schedule.backward_ended`."""
@@ -53,14 +42,12 @@ class DoubleBuffering:
             )
         reducer = self._reducer
         reducer.start_remaining()
-        before, self._pending = self._pending, reducer.turn()
+        before, self._pending = self._pending, reducer.swap_buffers()
         if before is None:
-            for bucket in self._pending.buckets:
-                for parameter in bucket.parameters:
-                    parameter.grad = None
+            for slot in self._pending.slots:
+                slot.parameter.grad = None
             return
-        before.wait()
-        reducer.expose(before)
+        reducer.set_grads(before)
         self._has_mean = True
 
     def step(self, closure: Callable[[], float] | None) -> float | None:
@@ -87,18 +74,17 @@ class DoubleBuffering:
         reducer.finish_filling()
         reducer.start_remaining()
         if self._pending is not None:
-            reducer.inspect(self._pending)
-            reducer.adopt_unit(self._pending)
+            reducer.discard(self._pending)
         filling = reducer.filling
         filling.wait()
-        if filling.num_active:  # take turns as the others do: buckets of all ranks belong together
-            self._pending = reducer.turn()
+        if filling.num_active:  # in the same turns as the others: their buckets belong together
+            self._pending = reducer.swap_buffers()
         else:
-            reducer.restart()
+            filling.restart()
         return filling.num_active
 
     def on_zero_grad(self) -> None:
-        """See `Schedule.on_zero_grad`. The mean in ``p.grad`` is gone: no step applies it."""
+        """See `Schedule.on_zero_grad`. The mean in ``p.grad`` is dropped: no step applies it."""
         self._num_backwards = 0
         self._has_mean = False
 
@@ -110,15 +96,8 @@ class DoubleBuffering:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        pending.wait()
-        self._reducer.expose(pending)
+        self._reducer.set_grads(pending)
         self._inner.step()
-
-    def rebuild(self) -> None:
-        """See `Schedule.rebuild`: all layout is the exchange's."""
-
-    def close(self) -> None:
-        """See `Schedule.close`: there is nothing to close."""
 
     def state_dict(self) -> dict[str, Any]:
         """See `Schedule.state_dict`: the mean that the next step will apply, by name."""
@@ -134,4 +113,4 @@ class DoubleBuffering:
         self._pending, self._has_mean, self._num_backwards = None, False, 0
         if "pending" in state:
             self._reducer.filling.load_means(state["pending"], state.get("pending_record"))
-            self._pending = self._reducer.turn()
+            self._pending = self._reducer.swap_buffers()

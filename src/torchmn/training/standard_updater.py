@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from torchmn.errors import UsageError
 from torchmn.evaluation import batch_to, call_with_batch, num_samples
-from torchmn.resharding import notes_of, reshard_object
+from torchmn.resharding import reshard_object, warnings_of
 from torchmn.training.batch_source import batch_source, iterations_per_epoch
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class StandardUpdater:
 
     def resume_warnings(self) -> list[str]:
         """Warnings for loading a state of another number of ranks."""
-        return notes_of(self.source)
+        return warnings_of(self.source)
 
     def _step_without_samples(self) -> None:
         set_weight = getattr(self.optimizer, "set_weight", None)

@@ -15,7 +15,7 @@ from pytorch_pfn_extras.training.trigger import (  # type: ignore[attr-defined]
 from pytorch_pfn_extras.writing import SimpleWriter, Writer  # type: ignore[attr-defined]
 
 from torchmn.errors import DataError, RankMismatchError, UsageError
-from torchmn.resharding import notes_of, reshard_object
+from torchmn.resharding import reshard_object, warnings_of
 from torchmn.training.epoch_triggers import follow_epochs
 from torchmn.training.updater import Updater
 
@@ -234,7 +234,7 @@ class Trainer(ExtensionsManager):
     def resume_warnings(self) -> list[str]:
         """Warnings for loading a state of another number of ranks."""
         parts = [*self._optimizers.values(), *self._state_objects.values()]
-        return [note for part in parts for note in notes_of(part)]
+        return [note for part in parts for note in warnings_of(part)]
 
     def _raise_if_ranks_disagree(self) -> None:
         if self._comm is None:

@@ -16,9 +16,8 @@ class SumsInsteadOfMean(EveryStep):
 
     def backward_ended(self):
         super().backward_ended()
-        for bucket in self._reducer.sets[0].buckets:
-            for parameter in bucket.parameters:
-                parameter.grad.mul_(self._reducer.comm.size)
+        for slot in self._reducer.sets[0].slots:
+            slot.parameter.grad.mul_(self._reducer.comm.size)
 
 
 class AppliesTwice(EveryStep):
@@ -44,7 +43,7 @@ class IsTwoLate(DoubleBuffering):
 
     def backward_ended(self):
         super().backward_ended()
-        parameters = [p for b in self._reducer.sets[0].buckets for p in b.parameters]
+        parameters = [slot.parameter for slot in self._reducer.sets[0].slots]
         fresh = [p.grad.clone() for p in parameters] if self._has_mean else None
         self._has_mean = self._held is not None
         for position, parameter in enumerate(parameters):
@@ -67,7 +66,7 @@ class DriftsApart(EveryStep):
     def backward_ended(self):
         super().backward_ended()
         if self._reducer.comm.rank == 1:
-            first = self._reducer.sets[0].buckets[0].parameters[0]
+            first = self._reducer.sets[0].slots[0].parameter
             first.grad.mul_(1 + 2.0**-50)
 
 
@@ -86,7 +85,7 @@ class _Forgetful:
         super().attach(reducer, inner)
 
         def forget(parameter):
-            if not reducer.is_syncing:
+            if not reducer._is_syncing:
                 parameter.grad.zero_()
 
         for group in inner.param_groups:
@@ -104,9 +103,8 @@ class CountsTheAbsent(EveryStep):
     def backward_ended(self):
         means = self._reducer.filling
         super().backward_ended()
-        for bucket in means.buckets:
-            for parameter in bucket.parameters:
-                parameter.grad.mul_(means.num_active / self._reducer.comm.size)
+        for slot in means.slots:
+            slot.parameter.grad.mul_(means.num_active / self._reducer.comm.size)
 
 
 class HasNoResidue(EveryStep):
@@ -122,9 +120,8 @@ class AddsNoise(EveryStep):
 
     def backward_ended(self):
         super().backward_ended()
-        for bucket in self._reducer.sets[0].buckets:
-            for parameter in bucket.parameters:
-                parameter.grad.add_(1e-9)
+        for slot in self._reducer.sets[0].slots:
+            slot.parameter.grad.add_(1e-9)
 
 
 class HidesWhatIsNotFinite(EveryStep):
@@ -132,10 +129,9 @@ class HidesWhatIsNotFinite(EveryStep):
 
     def backward_ended(self):
         super().backward_ended()
-        self._reducer.problem = None
-        for bucket in self._reducer.sets[0].buckets:
-            for parameter in bucket.parameters:
-                parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
+        self._reducer.take_problem()
+        for slot in self._reducer.sets[0].slots:
+            slot.parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
 
 
 class RunsOnOldParameters(EveryStep):
@@ -202,26 +198,26 @@ class WeighsRanksAlike(SmallBlocks):
 class SubtractsWhatItShouldAdd(SmallBlocks):
     """Moves away from where the ranks went."""
 
-    def _move_(self, movements, num_samples):
-        for movement in movements:
-            movement.anchor.add_(movement.mean)
+    def outer_step(self, pseudo_gradients, num_samples):
+        for each in pseudo_gradients:
+            each.anchor.add_(each.mean)
 
 
 class AnchorsDriftApart(SmallBlocks):
     """Rank 1 rounds otherwise."""
 
-    def _move_(self, movements, num_samples):
-        super()._move_(movements, num_samples)
+    def outer_step(self, pseudo_gradients, num_samples):
+        super().outer_step(pseudo_gradients, num_samples)
         if self._comm.rank == 1:
-            movements[0].anchor.mul_(1 + 2.0**-50)
+            pseudo_gradients[0].anchor.mul_(1 + 2.0**-50)
 
 
 class GoesOnAlone(SmallBlocks):
     """Agrees on anchors, and then trains on from where it was."""
 
-    def _complete(self):
+    def _finish_exchange(self):
         held = [p.detach().clone() for f in self._fragments for p in f.parameters]
-        super()._complete()
+        super()._finish_exchange()
         for parameter, value in zip(
             (p for f in self._fragments for p in f.parameters), held, strict=True
         ):
@@ -234,7 +230,7 @@ class LosesBlockMomentumInState(BlockMomentum):
     def __init__(self):
         super().__init__(36)
 
-    def _recipe_state(self):
+    def outer_state_dict(self):
         return {}
 
 
@@ -243,8 +239,9 @@ class LosesTheBlockInState(SmallBlocks):
 
     def load_state_dict(self, state):
         if state:
-            cadence = {**state["cadence"], "samples": 0.0}
-            state = {**state, "cadence": cadence, "block_samples": [0.0]}
+            order = {**state["order"], "samples": 0.0}
+            fragments = [{**f, "num_samples": 0.0} for f in state["fragments"]]
+            state = {**state, "order": order, "fragments": fragments}
         super().load_state_dict(state)
 
 
@@ -264,16 +261,16 @@ class LosesWhatTheAbsentLearned(SmallBlocks):
 class GoesOnWithNan(SmallBlocks):
     """Takes no note of movements that are not finite."""
 
-    def _abandon(self, fragment):
-        self._reducer.problem = None
-        fragment.restart(None)
+    def _discard_block(self, fragment):
+        self._reducer.take_problem()
+        fragment.reset_to_anchors()
 
 
 class OwesNothing(SmallBlocks):
     """Forgets after every block what encoding has lost."""
 
-    def _complete(self):
-        super()._complete()
+    def _finish_exchange(self):
+        super()._finish_exchange()
         for fragment in self._fragments:
             if fragment.codec is not None:
                 fragment.codec.load_state_dict({})
@@ -282,7 +279,7 @@ class OwesNothing(SmallBlocks):
 class MovesByNoise(SmallBlocks):
     """Even where nobody has moved."""
 
-    def _move_(self, movements, num_samples):
-        super()._move_(movements, num_samples)
-        for movement in movements:
-            movement.anchor.add_(1e-9)
+    def outer_step(self, pseudo_gradients, num_samples):
+        super().outer_step(pseudo_gradients, num_samples)
+        for each in pseudo_gradients:
+            each.anchor.add_(1e-9)

@@ -29,7 +29,7 @@ class TestReuse:
         parameter, memory = nn.Parameter(torch.zeros(3, 2)), GradientMemory()
         addresses = set()
         for value in range(4):
-            memory.set(parameter, torch.full((3, 2), float(value)))
+            memory.set_all([parameter], [torch.full((3, 2), float(value))])
             assert parameter.grad.unique().tolist() == [value]
             addresses.add(parameter.grad.data_ptr())
             parameter.grad = None
@@ -38,11 +38,11 @@ class TestReuse:
     @pytest.mark.parametrize("holder", HOLDERS)
     def test_what_somebody_holds_keeps_its_values(self, holder: str) -> None:
         parameter, memory = nn.Parameter(torch.zeros(3, 2)), GradientMemory()
-        memory.set(parameter, torch.ones(3, 2))
+        memory.set_all([parameter], [torch.ones(3, 2)])
         address = parameter.grad.data_ptr()
         held = HOLDERS[holder](parameter.grad)
         parameter.grad = None
-        memory.set(parameter, torch.full((3, 2), 2.0))
+        memory.set_all([parameter], [torch.full((3, 2), 2.0)])
         assert parameter.grad.data_ptr() != address
         values = held.grad_fn.next_functions if holder == "a graph" else held
         assert holder == "a graph" or bool((torch.as_tensor(values) == 1).all())
@@ -50,38 +50,38 @@ class TestReuse:
 
     def test_a_gradient_that_was_not_cleared_changes_in_place(self) -> None:
         parameter, memory = nn.Parameter(torch.zeros(2)), GradientMemory()
-        memory.set(parameter, torch.ones(2))
+        memory.set_all([parameter], [torch.ones(2)])
         held = parameter.grad
-        memory.set(parameter, torch.full((2,), 2.0))
+        memory.set_all([parameter], [torch.full((2,), 2.0)])
         assert parameter.grad is held
         assert held.tolist() == [2.0, 2.0]
 
     def test_other_dtypes_get_other_memory_when_it_is_cleared(self) -> None:
         parameter, memory = nn.Parameter(torch.zeros(2, 3)), GradientMemory()
-        memory.set(parameter, torch.ones(2, 3))
+        memory.set_all([parameter], [torch.ones(2, 3)])
         parameter.grad = None
         parameter.data = parameter.data.double()
         memory.clear()
-        memory.set(parameter, torch.ones(2, 3, dtype=torch.float64))
+        memory.set_all([parameter], [torch.ones(2, 3, dtype=torch.float64)])
         assert parameter.grad.dtype == torch.float64
 
     def test_memory_that_the_script_gave_a_gradient_is_the_scripts(self) -> None:
         parameter, memory = nn.Parameter(torch.zeros(2)), GradientMemory()
-        memory.set(parameter, torch.ones(2))
+        memory.set_all([parameter], [torch.ones(2)])
         mine = torch.full((2,), 3.0)
         parameter.grad.data = mine
         parameter.grad = None
-        memory.set(parameter, torch.zeros(2))
+        memory.set_all([parameter], [torch.zeros(2)])
         assert mine.tolist() == [3.0, 3.0]
         assert parameter.grad.tolist() == [0.0, 0.0]
 
     def test_a_build_that_cannot_count_shares_nothing(self, monkeypatch) -> None:
         monkeypatch.setattr("torchmn.gradients.gradient_memory._USE_COUNT", None)
         parameter, memory = nn.Parameter(torch.zeros(2)), GradientMemory()
-        memory.set(parameter, torch.ones(2))
+        memory.set_all([parameter], [torch.ones(2)])
         held = parameter.grad.detach()
         parameter.grad = None
-        memory.set(parameter, torch.zeros(2))
+        memory.set_all([parameter], [torch.zeros(2)])
         assert held.tolist() == [1.0, 1.0]
 
 
@@ -193,11 +193,11 @@ def test_parameters_with_other_memory_stay_in_the_exchange(change, is_view) -> N
 
 def test_a_parameter_that_was_converted_gets_memory_of_its_new_dtype() -> None:
     memory, parameter = GradientMemory(), nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    memory.set(parameter, torch.ones(3, dtype=torch.float64))
+    memory.set_all([parameter], [torch.ones(3, dtype=torch.float64)])
     parameter.grad = None
     parameter.data = parameter.data.half()  # as model.half() does before it converts the gradient
 
-    memory.set(parameter, torch.full((3,), 2.0, dtype=torch.float64))
+    memory.set_all([parameter], [torch.full((3,), 2.0, dtype=torch.float64)])
 
     assert parameter.grad is not None
     assert parameter.grad.dtype == torch.float16

@@ -33,8 +33,9 @@ class _Update:
 class DeferredUpdates:
     """Updates that `begin` has noted and `apply` has not made yet. Local; waits for sums."""
 
-    def __init__(self, rank_label: str) -> None:
-        self._speaker = rank_label
+    def __init__(self) -> None:
+        self.rank_label = ""
+        """How errors name this rank; set when the schedule is attached."""
         self._pending: dict[nn.Parameter, _Update] = {}
         self._means: MeansUnderWay | None = None
         self._step: PartialStep | None = None
@@ -54,17 +55,16 @@ class DeferredUpdates:
     def begin(
         self, inner: Optimizer, means: MeansUnderWay, is_present: Mapping[nn.Parameter, bool]
     ) -> None:
-        """Note what one step does, with the options of now, and do what can be done at once.
+        """Note what one step does, with the current options, and do what can be done at once.
 
         The footer has arrived; ``is_present`` says which parameters have a mean.
         """
         self._means, self._step = means, PartialStep(inner)
         self._pending = {
             parameter: _Update(
-                name, is_present[parameter], parameter._version, parameter.data_ptr()
+                slot.name, is_present[parameter], parameter._version, parameter.data_ptr()
             )
-            for bucket in means.means.buckets
-            for name, parameter in zip(bucket.names, bucket.parameters, strict=True)
+            for parameter, slot in means.means.slot_of.items()
             if parameter in self._step and parameter.requires_grad
         }
         not_exchanged = [
@@ -75,7 +75,7 @@ class DeferredUpdates:
         ]
         if not_exchanged:
             if any(type(parameter.grad) is GradientUnderWay for parameter in not_exchanged):
-                means.settle()  # of one that was frozen since
+                means.resolve()  # of one that was frozen since
             self._step.update(not_exchanged)
         self.apply([parameter for parameter in self._pending if self._has_arrived(parameter)])
         self._pending = {
@@ -130,8 +130,8 @@ class DeferredUpdates:
             changed = [p for p, same in zip(known, (then == now).tolist(), strict=True) if not same]
         if changed:
             raise UsageError(
-                f"{self._speaker}: '{self.name_of(changed[0])}' was changed between step() and its "
-                "update, which comes just before its layer runs again, by code that holds the "
+                f"{self.rank_label}: '{self.name_of(changed[0])}' was changed between step() and "
+                "its update, which comes just before its layer runs again, by code that holds the "
                 "parameter itself. Get it from the model there (model.parameters()), or call "
                 "optimizer.flush() before you change parameters."
             )
@@ -147,13 +147,13 @@ class DeferredUpdates:
     ) -> None:
         """Apply updates before the modules of ``sites`` run, some of them before any module does.
 
-        Whoever gets parameters from a module, copies it, saves or loads its state, finds them
+        Code that gets parameters from a module, copies it, saves or loads its state finds them
         complete. ``before_graph`` is called before anything that a backward pass may follow.
         """
 
-        def eager_parameters(module: nn.Module, args: object, kwargs: object) -> None:
+        def apply_due(module: nn.Module, args: object, kwargs: object) -> None:
             if torch.compiler.is_compiling():
-                return  # done before the code was called, or `raise_if_used` tells
+                return  # done before the code was called, or `raise_if_used` raises
             if torch.is_grad_enabled():
                 before_graph()
             if not self._pending:
@@ -165,7 +165,7 @@ class DeferredUpdates:
 
         for module in dict.fromkeys(m for model in models for m in model.modules()):
             if module in sites or module in models:
-                self._hooks.eager_parameters(module, eager_parameters, prepend=True)
+                self._hooks.before_forward(module, apply_due, prepend=True)
             self._hooks.before_copy(module, self.apply_all)
             listen(module, self, self.apply_one, self.apply_all)
             self._modules.append(module)
@@ -182,8 +182,8 @@ class DeferredUpdates:
         update = self._pending.get(parameter)  # type: ignore[call-overload]
         if update is not None:
             raise UnsupportedError(
-                f"{self._speaker}: '{update.name}' was used before the update of the last step was "
-                "applied to it: its values were read by a module that did not read them in the "
+                f"{self.rank_label}: '{update.name}' was used before the update of the last step "
+                "was applied to it: its values were read by a module that did not read them in the "
                 "first steps, or without the hooks of modules. Name it in "
                 f"EveryStepNextForward(eager_parameters=[{update.name!r}]), or call "
                 "optimizer.flush() before such a forward pass."

@@ -1,18 +1,19 @@
-"""Every step, hidden behind backward and the next forward: each layer is updated before it runs.
+"""Every step, overlapped with backward and the next forward: layers are updated before they run.
 
-    backward k:      chunks of late layers leave while gradients of earlier ones are computed
+    backward k:      buckets of late layers are sent while gradients of earlier ones are computed
     step k:          the options (lr, ...) are noted; what has arrived is applied
     forward k+1:     before layer l runs:  w_l <- update(w_l, mean(g_l), options), both of step k
 
-The mathematics are those of `every_step`, and so are the bits if that one cuts its buckets alike:
-no layer runs with parameters of the step before. What pays is the order in which chunks leave, see
-`chunk_plan`; the first exchanges are as in `every_step` and are measured, then rank 0 makes the
-plan, and all ranks follow it from one exchange on.
+The mathematics are those of `every_step`, and so are the bits if its buckets are the same:
+no layer runs with parameters of the step before. What matters is the order in which buckets are
+sent, see `bucket_order`; the first exchanges are as in `every_step` and are measured, then rank 0
+chooses the order, and all ranks follow it from one exchange on.
 
-Papers: see `chunk_plan`. Differences: the order is static, since collectives need the same on all
+Papers: see `bucket_order`. Differences: the order is static, since collectives need the same on all
 ranks; nothing is sent to a server and nothing pulled; the weights of the ranks and the flag of
-gradients that are not finite leave before what is deferred, so that `step` decides on all ranks
-alike whether there is an update at all. docs/explain/next-forward.md says what waits for what.
+gradients that are not finite leave before what is deferred, so that `step` decides
+the same on all ranks whether there is an update at all. docs/explain/next-forward.md explains what
+waits for what.
 """
 
 from __future__ import annotations
@@ -27,62 +28,56 @@ from torch.utils.hooks import RemovableHandle
 
 from torchmn.communicators import Communicator
 from torchmn.errors import UsageError
-from torchmn.gradients.bucket_set import BucketSet, NonfiniteGradients
-from torchmn.gradients.chunk_order import ChunkPlan
+from torchmn.gradients.bucket_set import BucketSet
+from torchmn.gradients.nonfinite import NonfiniteGradients
 from torchmn.gradients.reducer import GradientReducer
-from torchmn.schedules.base import ReplicaConsistency
-from torchmn.schedules.next_forward.chunk_order_tuner import NUM_MEASURED, PlanMaker
+from torchmn.schedules.base import Schedule
+from torchmn.schedules.next_forward.bucket_order import NUM_MEASURED, BucketOrder, OrderTuner
 from torchmn.schedules.next_forward.deferred_updates import DeferredUpdates, update_sites
 from torchmn.schedules.next_forward.partial_step import is_separable, sees_steps
-from torchmn.schedules.next_forward.pending_gradient import MeansUnderWay, settle_before
+from torchmn.schedules.next_forward.pending_gradient import MeansUnderWay, await_before_add
 from torchmn.units import MiB
 
 _USED = "gradients were used between backward() and step()"
 
 
-class EveryStepNextForward:
-    """Synchronous SGD whose exchange hides behind backward and the next forward.
+class EveryStepNextForward(Schedule):
+    """Synchronous SGD whose exchange overlaps with backward and the next forward.
 
     Args:
-        chunk_bytes: what leaves at once, at most.
+        chunk_bytes: the size of a bucket, at most.
         eager_parameters: names of parameters, or of modules for all of theirs, that are updated
             before the model runs at all. What several modules share is among them anyway.
     """
 
     name = "every_step_next_forward"
-    num_sets = 1
-    staleness_steps = 0
-    replica_consistency: ReplicaConsistency = "per_step"
-    counts_samples = False
     num_warm_up_steps = NUM_MEASURED + 1
     """Before steps take the time that they will take."""
-    _reducer: GradientReducer
-    _inner: Optimizer
-    _updates: DeferredUpdates
 
     def __init__(self, *, chunk_bytes: int = 2 * MiB, eager_parameters: Sequence[str] = ()) -> None:
         if chunk_bytes <= 0:
             raise UsageError(f"chunk_bytes={chunk_bytes} must be a positive number of bytes.")
         self.chunk_bytes = chunk_bytes
         self.eager_parameters = tuple(eager_parameters)
-        self.plan: ChunkPlan | None = None
+        self.plan: BucketOrder | None = None
         """None while exchanges are measured."""
         self.reasons: dict[str, None] = {}
         """Why something had to wait for all of an exchange, each once."""
         self._models: list[nn.Module] = []
-        self._why_wait: str | None = None
-        self._maker: PlanMaker | None = None
+        self._sync_reason: str | None = None
+        self._tuner: OrderTuner | None = None
+        self._updates = DeferredUpdates()
         self._readers: dict[nn.Parameter, set[nn.Module]] = {}
         # From backward to step: the sums under way, and the gradients that are in them.
-        self._flying: BucketSet | None = None
+        self._sums: BucketSet | None = None
         self._gradients: MeansUnderWay | None = None
         """Those of the last exchange, until the next one takes their memory."""
         self._is_exposed = False
         self._is_exchanged = False
         self._is_in_closure = False
         # From step to the next backward.
-        self._uninspected: BucketSet | None = None
-        """Sums that nobody has looked at for values that are not finite."""
+        self._unchecked: BucketSet | None = None
+        """Sums that have not been checked for values that are not finite."""
         self._is_applied = False
         self._late_problem: NonfiniteGradients | None = None
         self._handles: list[RemovableHandle] = []
@@ -91,15 +86,14 @@ class EveryStepNextForward:
 
     def attach(self, reducer: GradientReducer, inner: Optimizer) -> None:
         """See `Schedule.attach`."""
-        self._reducer, self._inner = reducer, inner
-        self._updates = DeferredUpdates(reducer.comm.rank_label)
+        super().attach(reducer, inner)
+        self._updates.rank_label = reducer.comm.rank_label
         if not is_separable(inner):
-            self._why_wait = (
+            self._sync_reason = (
                 f"{type(inner).__name__} may look at all gradients at once (a class that updates "
-                "each parameter from its own gradient alone says so by is_separable = True)"
+                "each parameter from its own gradient alone declares is_separable = True)"
             )
-        reducer.watcher = self
-        reducer.cut(self.chunk_bytes)
+        reducer.set_chunk_size(self.chunk_bytes, watcher=self)
 
     def backward_ended(self) -> None:
         """See `Schedule.backward_ended`."""
@@ -108,17 +102,14 @@ class EveryStepNextForward:
             reducer.warn_of_second_pass()
         if self.plan is None or self._is_in_closure:
             reducer.reduce_remaining()
-            means = reducer.turn()
-            means.wait()
-            reducer.expose(means)
+            reducer.set_grads(reducer.swap_buffers())
         else:
             reducer.start_remaining()
-            present = reducer.present
-            self._flying, self._is_exposed = reducer.turn(), False
-            if not present.issuperset(self._flying.order):
-                present = self._present_anywhere(self._flying)
-            reducer.assign_sparse(self._flying)
-            self._gradients = MeansUnderWay(reducer, self._flying, present, self._before_use)
+            has_all = all(slot.has_gradient for slot in reducer.filling.slots)
+            self._sums, self._is_exposed = reducer.swap_buffers(), False
+            present = set(self._sums.slot_of) if has_all else self._present_anywhere(self._sums)
+            reducer.assign_sparse(self._sums)
+            self._gradients = MeansUnderWay(reducer, self._sums, present, self._before_use)
         self._is_exchanged = True
         self._exchange_ended()
 
@@ -129,49 +120,44 @@ class EveryStepNextForward:
         reducer = self._reducer
         if not self._is_exchanged or reducer.has_unexchanged:
             reducer.exchange_now()
-        flying, self._flying, self._is_exchanged = self._flying, None, False
-        if flying is not None:
+        sums, self._sums, self._is_exchanged = self._sums, None, False
+        if sums is not None:
             if not self._is_exposed and self._gradients is not None:
-                self._leave_uninspected(flying, is_applied=False)  # should this raise
+                self._check_later(sums, is_applied=False)  # should this raise
                 is_untouched = self._gradients.is_untouched
                 why = sees_steps(self._inner, num_own_hooks=1) if is_untouched else _USED
-                if why is None and self._defer(flying):
+                if why is None and self._defer(sums):
                     return None
                 self._expose(why)
-                self._uninspected = None
-            if flying.has_finite_gradients and flying.wire.codec is not None:
+                self._unchecked = None
+            if sums.has_finite_gradients and sums.algorithm.codec is not None:
                 # Whether the wire was too narrow is looked at together: on other ranks the script
                 # may not have used a gradient.
-                self._leave_uninspected(flying, is_applied=True)
+                self._check_later(sums, is_applied=True)
             else:
-                reducer.inspect(flying)
-        reducer.problem = self._late_problem or reducer.problem
-        self._late_problem = None
+                reducer.record_nonfinite(sums)
+        if self._late_problem is not None:
+            reducer.record_problem(self._late_problem, is_known=True)
+            self._late_problem = None
         self._inner.step()
         return None
 
     def shadow_step(self) -> int:
         """See `Schedule.shadow_step`."""
-        reducer = self._reducer
-        reducer.finish_filling()
-        reducer.reduce_remaining()
-        means = reducer.turn()
-        means.wait()
-        reducer.inspect(means)
-        reducer.adopt_unit(means)
+        means = self._reducer.shadow_exchange()
         self._exchange_ended()
         return means.num_active
 
     def on_zero_grad(self) -> None:
         """See `Schedule.on_zero_grad`. What is under way is not applied."""
         if self._is_exchanged:
-            self._leave_uninspected(self._flying, is_applied=False)
-        self._flying, self._is_exchanged = None, False
+            self._check_later(self._sums, is_applied=False)
+        self._sums, self._is_exchanged = None, False
 
     def flush(self) -> None:
         """See `Schedule.flush`."""
         self.complete()
-        self._inspect_last()
+        self._check_last()
 
     def state_dict(self) -> dict[str, Any]:
         """See `Schedule.state_dict`: all is applied first. The plan, which needs three exchanges.
@@ -189,7 +175,7 @@ class EveryStepNextForward:
         }
         plan = {
             "order": list(self.plan.order),
-            "num_behind_backward": self.plan.num_behind_backward,
+            "num_early": self.plan.num_early,
             "readers": readers,
         }
         return {"plan": plan}
@@ -202,7 +188,7 @@ class EveryStepNextForward:
         if saved is None:
             return
         self.layout_changed()
-        if self._maker is None or len(saved["order"]) != len(self._reducer.sets[0].chunks):
+        if self._tuner is None or len(saved["order"]) != len(self._reducer.sets[0].buckets):
             return
         modules = {name: module for module, name in self._module_names().items()}
         parameters = {name: parameter for parameter, name in self._names().items()}
@@ -211,9 +197,7 @@ class EveryStepNextForward:
         ):
             return
         self._follow(
-            ChunkPlan(
-                order=tuple(saved["order"]), num_behind_backward=saved["num_behind_backward"]
-            ),
+            BucketOrder(order=tuple(saved["order"]), num_early=saved["num_early"]),
             {
                 parameters[name]: {modules[read_by] for read_by in names}
                 for name, names in saved["readers"].items()
@@ -226,28 +210,30 @@ class EveryStepNextForward:
         """See `Resharding`: the plan was measured for the old ranks, a new one is made."""
         return {}
 
-    def rebuild(self) -> None:
-        """See `Schedule.rebuild`: all layout is the exchange's, see `layout_changed`."""
-
     # ---- DefersUpdates ----
 
     def install_hooks(self, models: Sequence[nn.Module], sync_reason: str | None) -> None:
         """See `DefersUpdates.install_hooks`."""
         self._models = list(models)
-        self._why_wait = self._why_wait or sync_reason
-        if self._why_wait:
-            self._note(self._why_wait)
+        self._sync_reason = self._sync_reason or sync_reason
+        if self._sync_reason:
+            self._warn_once(self._sync_reason)
         self.layout_changed()
 
-    def await_gradients(self, why: str | None = None) -> None:
+    @property
+    def has_pending_updates(self) -> bool:
+        """See `DefersUpdates.has_pending_updates`."""
+        return bool(self._updates)
+
+    def await_gradients(self, reason: str | None = None) -> None:
         """See `DefersUpdates.await_gradients`."""
-        if self._flying is not None and not self._is_exposed:
-            self._expose(why)
+        if self._sums is not None and not self._is_exposed:
+            self._expose(reason)
 
     def complete(self) -> None:
         """See `DefersUpdates.complete`."""
         self._updates.apply_all()
-        for sums in (self._flying, self._uninspected):
+        for sums in (self._sums, self._unchecked):
             if sums is not None:
                 sums.drain()  # for what codecs remember
 
@@ -255,7 +241,7 @@ class EveryStepNextForward:
         """See `Schedule.close`. All is applied first."""
         self.complete()
         self._unhook()
-        self._reducer.watcher = self._reducer.chunk_bytes = None
+        self._reducer.forget_watcher()
 
     # ---- PassWatcher ----
 
@@ -263,40 +249,40 @@ class EveryStepNextForward:
         """See `PassWatcher.gradient_arrived`."""
         if self._updates:
             self._updates.raise_if_used(parameter)
-        if self._maker is not None:
-            self._maker.meter.gradient_arrived(parameter)
+        if self._tuner is not None:
+            self._tuner.meter.gradient_arrived(parameter)
 
     def filling_begins(self) -> None:
         """See `PassWatcher.filling_begins`: nothing of the last exchange may be in flight."""
-        if self._flying is not None:  # a second pass before step(), or a step was left out
-            self._leave_uninspected(self._flying, is_applied=False)
-            self._flying = None
+        if self._sums is not None:  # a second pass before step(), or a step was left out
+            self._check_later(self._sums, is_applied=False)
+            self._sums = None
         if self._gradients is not None:
-            self._gradients.settle_held()
-        self._inspect_last()
+            self._gradients.resolve_held()
+        self._check_last()
 
     def filling_ends(self) -> None:
         """See `PassWatcher.filling_ends`. What is pending still was not used in this pass."""
-        if self._maker is not None:
-            self._maker.meter.backward_ended()
+        if self._tuner is not None:
+            self._tuner.meter.backward_ended()
         self._updates.apply_all()
 
     def layout_changed(self) -> None:
-        """See `PassWatcher.layout_changed`: measure and plan anew."""
+        """See `PassWatcher.layout_changed`: measure again."""
         self.plan = None
         self._unhook()
         reducer = self._reducer
-        if reducer.is_needed and reducer.sets[0].chunks and self._models and not self._why_wait:
-            self._maker = PlanMaker(reducer, self._models, self._note)
+        if reducer.is_needed and reducer.sets[0].buckets and self._models and not self._sync_reason:
+            self._tuner = OrderTuner(reducer, self._models, self._warn_once)
 
     # ---- inside ----
 
     def _present_anywhere(self, means: BucketSet) -> set[nn.Parameter]:
         """The parameters that have a mean, though some have no gradient on this rank."""
         if self._reducer.zero_fill:
-            return set(means.order)
+            return set(means.slot_of)
         means.await_footer()
-        return {p for p, flag in zip(means.order, means.presence, strict=True) if flag}
+        return {p for p, flag in zip(means.slot_of, means.presence, strict=True) if flag}
 
     def _defer(self, means: BucketSet) -> bool:
         """Begin to apply this step, if it is to be applied. The same on all ranks."""
@@ -304,10 +290,10 @@ class EveryStepNextForward:
         if not means.has_finite_gradients or self._late_problem is not None:
             return False
         reducer = self._reducer
-        reducer.adopt_unit(means)
-        flags = [True] * len(means.order) if reducer.zero_fill else means.presence
-        self._leave_uninspected(means, is_applied=True)
-        is_present = dict(zip(means.order, flags, strict=True))
+        reducer.adopt_scale(means)
+        flags = [True] * len(means.slots) if reducer.zero_fill else means.presence
+        self._check_later(means, is_applied=True)
+        is_present = dict(zip(means.slot_of, flags, strict=True))
         if self._gradients is not None:
             self._updates.begin(self._inner, self._gradients, is_present)
         return True
@@ -315,19 +301,19 @@ class EveryStepNextForward:
     def _expose(self, why: str | None) -> None:
         """Make every ``p.grad`` the mean, but for those that the script has replaced or cleared."""
         if why is not None:
-            self._note(why)
+            self._warn_once(why)
         self._is_exposed = True
         if self._gradients is not None:
-            self._gradients.settle()
+            self._gradients.resolve()
 
     def _before_use(self) -> None:
         """Before the script uses a gradient whose mean is under way."""
-        if self._flying is not None and not self._is_exposed:
+        if self._sums is not None and not self._is_exposed:
             self._is_exposed = True
-            self._note(_USED)
+            self._warn_once(_USED)
 
     def _step_with(self, closure: Callable[[], float]) -> float | None:
-        self._note("step() has a closure, which needs its gradients at once")
+        self._warn_once("step() has a closure, which needs its gradients at once")
         self.complete()
         self._is_in_closure = True
         try:
@@ -336,55 +322,51 @@ class EveryStepNextForward:
             self._is_in_closure = False
             self.on_zero_grad()
 
-    def _leave_uninspected(self, means: BucketSet | None, *, is_applied: bool) -> None:
-        self._uninspected, self._is_applied = means, is_applied
+    def _check_later(self, means: BucketSet | None, *, is_applied: bool) -> None:
+        self._unchecked, self._is_applied = means, is_applied
 
-    def _inspect_last(self) -> None:
-        """Look whether the last exchange had a finite end. *Collective*, if it had not."""
-        means, self._uninspected = self._uninspected, None
+    def _check_last(self) -> None:
+        """Check whether the last sums were finite. *Collective*, if they were not."""
+        means, self._unchecked = self._unchecked, None
         if means is None:
             return
         means.drain()
-        reducer = self._reducer
-        reducer.inspect(means)
-        problem, reducer.problem = reducer.problem, None
-        if self._is_applied:  # only its sum was not finite: the next step says so
+        self._reducer.record_nonfinite(means)
+        problem = self._reducer.take_problem()
+        if self._is_applied:  # only its sum was not finite: the next step reports it
             self._late_problem = problem
 
     def _before_graph(self) -> None:
         """A second pass before step() adds to the mean of the first, which must be there then."""
-        if self._flying is not None:
+        if self._sums is not None:
             self.await_gradients()
 
     def _exchange_ended(self) -> None:
-        """Called at the end of every exchange, on all ranks alike."""
-        if self._maker is None:
+        """Called at the end of every exchange, on all ranks."""
+        if self._tuner is None:
             return
-        plan = self._maker.exchange_ended()
+        plan = self._tuner.exchange_ended()
         if plan is None:
             return
-        self._follow(plan, self._maker.meter.readers)
+        self._follow(plan, self._tuner.meter.readers)
 
-    def _follow(self, plan: ChunkPlan, readers: Mapping[nn.Parameter, set[nn.Module]]) -> None:
-        """From now on, on all ranks alike; ``readers``: in which modules a parameter was read."""
-        if self._maker is not None:
-            self._maker.meter.close()
-            self._maker = None
-        self.plan = self._reducer.plan = plan
+    def _follow(self, plan: BucketOrder, readers: Mapping[nn.Parameter, set[nn.Module]]) -> None:
+        """From now on, on all ranks; ``readers``: in which modules a parameter was read."""
+        if self._tuner is not None:
+            self._tuner.meter.close()
+            self._tuner = None
+        self.plan = plan
+        self._reducer.set_order(plan.order, plan.num_early)
         self._readers = dict(readers)
         self._updates.install_hooks(
             self._models,
             *update_sites(self._models, self._names(), readers, self.eager_parameters),
             self._before_graph,
         )
-        self._handles = [settle_before(parameter) for parameter in self._reducer.sets[0].order]
+        self._handles = [await_before_add(parameter) for parameter in self._reducer.sets[0].slot_of]
 
     def _names(self) -> dict[nn.Parameter, str]:
-        return {
-            parameter: name
-            for bucket in self._reducer.sets[0].buckets
-            for parameter, name in zip(bucket.parameters, bucket.names, strict=True)
-        }
+        return {slot.parameter: slot.name for slot in self._reducer.sets[0].slots}
 
     def _module_names(self) -> dict[nn.Module, str]:
         """By the number of the model and the path in it."""
@@ -399,18 +381,18 @@ class EveryStepNextForward:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        if self._maker is not None:
-            self._maker.meter.close()
-            self._maker = None
+        if self._tuner is not None:
+            self._tuner.meter.close()
+            self._tuner = None
 
-    def _note(self, why: str) -> None:
-        """Say once for each reason that nothing hides behind the next forward."""
+    def _warn_once(self, why: str) -> None:
+        """Warn once for each reason that nothing overlaps with the next forward."""
         if why in self.reasons or self._reducer.comm.size == 1:
             return
         self.reasons[why] = None
         warnings.warn(
-            f"{self.name}: {why}, so this waits for the whole exchange and nothing of it is hidden "
-            "behind the next forward pass.",
+            f"{self.name}: {why}, so this waits for the whole exchange and nothing of it overlaps "
+            "with the next forward pass.",
             RuntimeWarning,
             stacklevel=4,
         )

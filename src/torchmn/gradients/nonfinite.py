@@ -1,0 +1,24 @@
+"""Gradients that are not finite: the report, the same on all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class NonfiniteGradients:
+    """Gradients of one step, or movements of one block, that were not finite. Same on all ranks."""
+
+    step: int
+    by_rank: dict[int, list[str]] = field(default_factory=dict)
+    """The parameters by the rank whose gradient it was; empty if only the sum overflowed."""
+    in_sum: list[str] = field(default_factory=list)
+    what: str = "gradients"
+
+    def __str__(self) -> str:
+        ranks = "; ".join(
+            f"rank {rank}: {', '.join(names[:3])}"
+            + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            for rank, names in self.by_rank.items()
+        )
+        return f"at step {self.step} {self.what} were not finite ({ranks or 'in the sum only'})"

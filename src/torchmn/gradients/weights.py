@@ -1,0 +1,170 @@
+"""Weights of ranks in a mean: what a rank contributes, and the sum that comes before an exchange.
+
+The samples are counted where they are seen, by a hook before the model's forward. A forward that
+is run again inside of backward, as activation checkpointing does, is not counted again.
+
+Gradients are packed as weight / (size * scale) times themselves, so that the sum over ranks is
+
+    total_scale = sum_i w_i / (size * scale)
+
+times the mean. A codec with error feedback must know this number before it adds what earlier
+exchanges have lost (`Codec.begin`), and the footer brings the weights too late for that. So two
+numbers are summed first: an ordinary job of the engine, started when the first gradient of a
+backward pass is there and overlapped with the rest of the pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchmn.communicators import Communicator
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassContext:
+    """What this rank puts into one exchange, fixed when its first gradient is there."""
+
+    step: int
+    weight: float
+    num_samples: float
+    is_active: bool
+    """Whether the rank has data of its own: not if it has left its loop in `join`."""
+    has_loaded: bool = False
+    """Whether it has loaded a state since the last exchange."""
+    index: int = 0
+    """How many exchanges came before, which must be the same on all ranks."""
+
+
+class Contribution:
+    """The weight of a rank and its samples, from one exchange (or step) to the next. Local.
+
+    A plain object without properties that `count` writes to: where a forward is compiled so is the
+    hook, and what it does to such an object is done at every call of the compiled code.
+    """
+
+    def __init__(self, *, is_by_samples: bool = False) -> None:
+        self.is_by_samples = is_by_samples
+        self.num_samples = 0.0
+        """What was set, or else what forward has seen."""
+        self.is_set = False
+        """Whether the weight was given, so that what forward sees is not counted."""
+        self.was_ever_known = False
+        """Whether anything was counted or set since the beginning."""
+        self._set_weight = 0.0
+        self._has_counted = False
+        """Whether a forward pass was counted since the last exchange."""
+        self._last_counted = 0.0
+        """What the last exchange of this step has counted."""
+
+    @property
+    def weight(self) -> float:
+        """Of this rank in the next mean."""
+        if self.is_set:
+            return self._set_weight
+        if not self.is_by_samples:
+            return 1.0
+        # A second backward pass of the same forward pass: two losses, or a graph cut in two.
+        return self.num_samples if self._has_counted else self._last_counted
+
+    @property
+    def given(self) -> tuple[float, float] | None:
+        """What `set` was called with for the next exchange, if it was."""
+        return (self._set_weight, self.num_samples) if self.is_set else None
+
+    def set(self, weight: float, num_samples: float) -> None:
+        """Stop counting until `reset`: it is known."""
+        self._set_weight, self.num_samples = weight, num_samples
+        self.is_set = self.was_ever_known = True
+
+    def reset(self) -> None:
+        """The exchange has taken it: the next one begins with nothing.
+
+        But for the weight of a backward pass without a forward pass of its own, until `end_step`.
+        """
+        if self._has_counted:
+            self._last_counted = self.num_samples
+        self.is_set, self.num_samples, self._has_counted = False, 0.0, False
+
+    def resume(self, num_samples: float) -> None:
+        """Continue counting from ``num_samples``."""
+        self.num_samples, self._has_counted = num_samples, True
+
+    def end_step(self) -> None:
+        """If a rank has no data in the next step, its weight there is zero."""
+        self._last_counted = 0.0
+
+    def count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a forward pass: the number of samples is the first size of its first tensor."""
+        if not (module.training and torch.is_grad_enabled()) or self.is_set:
+            return
+        # Compiled code cannot ask; compiled whole, a checkpointed part is not called again.
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+            return
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor) and value.dim():
+                self.num_samples += value.shape[0]
+                self.was_ever_known = self._has_counted = True
+                return
+
+
+def weight_scale(total: float, num_active: int) -> float:
+    """The power of two at or above the mean weight.
+
+    In this scale a 16-bit sum of weighted gradients stays in range. Powers of two shift exponents
+    only, so the bits of a mean do not depend on the scale.
+    """
+    if total <= 0 or num_active == 0:
+        return 1.0
+    fraction, exponent = math.frexp(total / num_active)
+    return math.ldexp(1.0, exponent - 1 if fraction == 0.5 else exponent)
+
+
+class WeightAgreement:
+    """One sum of weights under way. *Collective*: all ranks start it before the same exchange.
+
+    ``then`` is called with the sum and the scale, before the next job of the engine begins.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        weight: float,
+        *,
+        is_active: bool,
+        scale: float | None,
+        then: Callable[[float, float], None],
+    ) -> None:
+        self._comm = comm
+        self._then = then
+        self._scale = scale
+        self._row = torch.tensor([weight, float(is_active)], dtype=torch.float64, device="cpu")
+        self._work = comm.engine.submit(self._sum)
+
+    def wait(self) -> None:
+        """Return when it has ended. Raises what its collective raised."""
+        self._work.wait()
+
+    @property
+    def scale(self) -> float:
+        """The scale of the exchange: the one that was given, or one that suits these weights.
+
+        It waits for the sum where none was given.
+        """
+        if self._scale is None:
+            self.wait()
+            total, num_active = self._row.tolist()
+            return weight_scale(total, round(num_active))
+        return self._scale
+
+    def _sum(self) -> None:
+        if self._comm.size > 1:
+            self._comm.world.all_reduce_(self._row)
+        total, num_active = self._row.tolist()
+        scale = weight_scale(total, round(num_active)) if self._scale is None else self._scale
+        self._then(total, scale)
