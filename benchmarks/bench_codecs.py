@@ -20,7 +20,7 @@ from record import Bar, median_bar, ratio_bar, report
 
 from torchmn.compression import BFloat16, ErrorFeedback, Float16, Layout, Quantized
 from torchmn.compression.base import StripeCodec
-from torchmn.compression.kernels.select import reference as reference
+from torchmn.compression.kernels import reference
 from torchmn.units import MiB
 
 SHAPES = [(512, 512, 3, 3)] * 2 + [(512, 256, 3, 3), (256, 256, 3, 3), (256, 128, 3, 3)]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from torchmn.control.messages import CollectiveStatus
+from torchmn.control.messages.monitor import CollectiveStatus
 from torchmn.monitor import script_monitor
 
 State = Literal["running", "done", "failed", "late"]

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
-from torchmn.control.messages import ProcessState
+from torchmn.control.messages.monitor import ProcessState
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from torchmn.control.connection import Channel
-from torchmn.control.messages import (
+from torchmn.control.messages.job import (
     EndedBy,
     Exit,
     ForwardSignal,
@@ -30,10 +30,10 @@ from torchmn.control.messages import (
     Refresh,
     ScriptStarted,
     StartScript,
-    StatusRequest,
     Stream,
     Terminate,
 )
+from torchmn.control.messages.monitor import StatusRequest
 from torchmn.control.processes import (
     descendants,
     is_stopped,

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import SECRET_VARIABLE, connect_authenticated
 from torchmn.control.connection import Channel
-from torchmn.control.messages import AgentHello, StartRefused, StartScript
+from torchmn.control.messages.job import AgentHello, StartRefused, StartScript
 from torchmn.control.processes import adopt_orphans, signal_socket
 from torchmn.errors import LaunchError, TorchmnError
 from torchmn.launch.agent import Agent

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchmn.control.messages import Failed, Joined, Joining, Leaving, Message, Overdue, StatusReply
+from torchmn.control.messages import Message
+from torchmn.control.messages.monitor import Failed, Joined, Joining, Leaving, Overdue, StatusReply
 from torchmn.monitor.hang_report import HangReport, RankStatus, report, report_of_joining
 from torchmn.monitor.job_result import RankRecord
 

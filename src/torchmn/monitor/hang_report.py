@@ -9,7 +9,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 
-from torchmn.control.messages import CollectiveStatus, Joining, Overdue, ProcessState, StatusReply
+from torchmn.control.messages.monitor import (
+    CollectiveStatus,
+    Joining,
+    Overdue,
+    ProcessState,
+    StatusReply,
+)
 
 DONE = "done"
 """The state of a collective that has completed."""

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torchmn.control.connection import UNREACHABLE
-from torchmn.control.messages import Exit, Failed, Joining, Overdue, StatusReply
+from torchmn.control.messages.job import Exit
+from torchmn.control.messages.monitor import Failed, Joining, Overdue, StatusReply
 from torchmn.control.processes import signal_name
 from torchmn.exit_status import SAVED_STATUS, shell_code
 from torchmn.monitor.hang_report import HangReport
@@ -192,7 +193,7 @@ def _describe_exit(record: RankRecord) -> str:
     if record.failed is not None:
         error = record.failed.traceback.strip().splitlines()[-1:]
         return f"{name} failed with exit code {record.failed.status}" + "".join(
-            f" ({line[:200]})" for line in error
+            f" ({line.removeprefix('torchmn: ')[:200]})" for line in error
         )
     if record.leaving_status:
         return f"{name} failed with exit code {record.leaving_status}"

@@ -20,16 +20,9 @@ from contextlib import suppress
 from torchmn.control.authenticated_listener import connect_authenticated
 from torchmn.control.codec import Record, decode
 from torchmn.control.connection import Channel
-from torchmn.control.messages import (
-    EndedBy,
-    Exit,
-    Failed,
-    Leaving,
-    Message,
-    MonitorHello,
-    StatusRequest,
-    Terminate,
-)
+from torchmn.control.messages import Message
+from torchmn.control.messages.job import EndedBy, Exit, Terminate
+from torchmn.control.messages.monitor import Failed, Leaving, MonitorHello, StatusRequest
 from torchmn.control.processes import is_running, is_stopped, send, zombie_returncode
 from torchmn.errors import LaunchError
 from torchmn.monitor.script_link import ScriptLink

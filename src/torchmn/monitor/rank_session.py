@@ -17,14 +17,9 @@ from pathlib import Path
 
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.connection import Channel
-from torchmn.control.messages import (
-    AgentHello,
-    Exit,
-    Message,
-    MonitorHello,
-    StatusRequest,
-    Terminate,
-)
+from torchmn.control.messages import Message
+from torchmn.control.messages.job import AgentHello, Exit, Terminate
+from torchmn.control.messages.monitor import MonitorHello, StatusRequest
 from torchmn.monitor.failure_detector import FailureDetector
 from torchmn.monitor.job_result import FAILURE_FILE, HANG_FILE, JobResult, RankRecord, summarize
 

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable
 
 from torchmn.control.connection import Channel
-from torchmn.control.messages import (
+from torchmn.control.messages import Message
+from torchmn.control.messages.monitor import (
     Failed,
     Joined,
     Joining,
     Leaving,
-    Message,
     Overdue,
     StatusReply,
     StatusRequest,

@@ -32,17 +32,17 @@ from typing import Any, NoReturn, Protocol
 
 from torchmn import errors
 from torchmn.control.connection import Channel
-from torchmn.control.messages import (
+from torchmn.control.messages import Message
+from torchmn.control.messages.job import Terminate
+from torchmn.control.messages.monitor import (
     CollectiveStatus,
     Failed,
     Joined,
     Joining,
     Leaving,
-    Message,
     Overdue,
     StatusReply,
     StatusRequest,
-    Terminate,
 )
 from torchmn.errors import CommunicationError
 from torchmn.script import on_error
@@ -106,8 +106,8 @@ class ScriptMonitor:
             self._has_joined = True
             self._post(Joined())
 
-    def script_failed(self, error: BaseException) -> None:
-        """Report an exception that ends this process.
+    def script_failed(self, error: BaseException, text: str = "") -> None:
+        """Report an exception that ends this process, and what was printed if not its traceback.
 
         If it only follows from the failure of another rank, wait for the agent to end this process,
         so that the cause is found first. Where MPI is in use the process ends here: `MPI_Finalize`
@@ -119,7 +119,7 @@ class ScriptMonitor:
         self._fatal = error
         if follows:
             self.look_for_hang()
-        text = _format(error)
+        text = text or _format(error)
         self._post(Failed(status=1, traceback=text, is_consequence=follows, at=time.time()))
         if follows:
             self._is_waiting = True
@@ -212,7 +212,7 @@ def install(connection: socket.socket) -> ScriptMonitor:
     if not faulthandler.is_enabled():
         faulthandler.enable()
     monitor = ScriptMonitor(connection)
-    on_error(monitor.script_failed)
+    on_error(lambda error: monitor.script_failed(error, f"torchmn: {error}"))  # by `run_main`
     _installed.append(monitor)
     return monitor
 

@@ -158,7 +158,6 @@ class DdpHook:
                 + ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(asked))
                 + "."
             )
-        self._forget_buckets()
         self._is_open = True
 
     def _raise_if_nameless(self) -> None:

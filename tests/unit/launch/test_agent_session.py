@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from torchmn.control.connection import Channel
-from torchmn.control.messages import (
+from torchmn.control.messages import Message
+from torchmn.control.messages.elastic import Round, RoundMember
+from torchmn.control.messages.job import (
     AgentHello,
     Exit,
-    Message,
     Output,
     ScriptStarted,
     StartScript,
     Terminate,
 )
-from torchmn.control.messages.elastic import Round, RoundMember
 from torchmn.launch.agent_session import AgentSession
 from torchmn.launch.console import RankOutput
 from torchmn.launch.elastic.round_session import RoundSession

@@ -14,7 +14,8 @@ import pytest
 
 import torchmn
 from torchmn.control.connection import Channel
-from torchmn.control.messages import Failed, Leaving, Message
+from torchmn.control.messages import Message
+from torchmn.control.messages.monitor import Failed, Leaving
 from torchmn.monitor import bootstrap
 from torchmn.monitor.bootstrap import with_bootstrap
 from torchmn.monitor.script_monitor import MONITOR_VARIABLE

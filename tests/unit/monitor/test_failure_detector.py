@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from torchmn.control.messages import (
-    Exit,
+from torchmn.control.messages.job import Exit
+from torchmn.control.messages.monitor import (
     Failed,
     Joined,
     Joining,

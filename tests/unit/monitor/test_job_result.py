@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from torchmn.control.messages import EndedBy, Exit, Failed
+from torchmn.control.messages.job import EndedBy, Exit
+from torchmn.control.messages.monitor import Failed
 from torchmn.monitor.hang_report import HangReport
 from torchmn.monitor.job_result import JobResult, RankRecord, summarize
 

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from torchmn.control.connection import Channel
-from torchmn.control.messages import Leaving, ProcessState, StatusReply, StatusRequest
+from torchmn.control.messages.monitor import Leaving, ProcessState, StatusReply, StatusRequest
 from torchmn.errors import (
     CommunicationError,
     PeerLostError,

@@ -34,7 +34,7 @@ class MonitorHello(Record, frozen=True, kw_only=True):
 
 
 class Failed(Record, frozen=True, kw_only=True):
-    """Script: an error ends it with this status. ``traceback`` is the error's text.
+    """Script: an error ends it with this status. ``traceback`` is what was printed of it.
 
     ``is_consequence``: the error only reports that another rank has ended or does not answer.
     ``at`` is in seconds since the epoch.
