@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torchmn.gradients.chunk_order import ChunkPlan, ChunkTimes, plan_chunks
 
 from torchmn.errors import UsageError
-from torchmn.gradients.chunk_order import ChunkPlan, ChunkTimes, plan_chunks
 
 
 def layers(*wire_s: float, backward_s: float = 1.0) -> list[ChunkTimes]:

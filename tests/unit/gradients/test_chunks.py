@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torchmn.gradients.chunks import cut_into_chunks
 
 from torchmn.compression import create_codec
 from torchmn.gradients.buckets import plan_buckets
-from torchmn.gradients.chunks import cut_into_chunks
 from torchmn.units import KiB
 
 

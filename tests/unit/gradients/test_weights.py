@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torchmn.gradients.weight_scale import weight_scale
 
 from tests.contracts.suites.communicator_contracts import seeded
 from tests.unit.models import (
@@ -21,7 +22,6 @@ from tests.unit.models import (
 )
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import UsageError
-from torchmn.gradients.weight_scale import weight_scale
 from torchmn.testing import run_ranks
 
 SCHEDULES = ["every_step", "double_buffering"]
