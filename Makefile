@@ -21,8 +21,9 @@ setup:
 train: setup
 	@$(VENV_PYTHON) examples/make_train.py
 
+# Tests run beside each other, on every core up to eight; ARGS='-n 0 -k NAME' for some in one process.
 test: setup
-	@$(VENV_PYTHON) -m pytest $(ARGS)
+	@$(VENV_PYTHON) -m pytest -n auto --dist worksteal $(ARGS)
 
 test-slurm: setup
 	@bash scripts/setup_slurm.sh

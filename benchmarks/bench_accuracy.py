@@ -1,14 +1,14 @@
-"""Accuracy of every codec and schedule beside synchronous float32, at the same number of samples.
+"""Accuracy of codecs and schedules relative to synchronous float32, for the same samples.
 
     bench_accuracy.py [--tasks NAME,...] [--only SIDE,...] [--seeds 0,1,...] [--resume] [--report]
     bench_accuracy.py --choose [--resume] [--report]
 
-Two workers with one thread each, without limits on their link: it does not change the mathematics.
-Every run is kept in `records/accuracy_runs.jsonl` as it comes, and the table is made of all that
-are there, with what is missing named. `--resume` leaves out what was done, otherwise it is done
-again; `--report` only makes the table. A name may be a pattern. Data: TORCHMN_TEST_DATA.
+Two workers with one thread each, without a limit on their link, which does not affect the result.
+Every run is appended to `records/accuracy_runs.jsonl`; the table covers all of them and names those
+that are missing. `--resume` skips finished runs, which are repeated otherwise; `--report` only
+prints the table. A name may be a pattern. TORCHMN_TEST_DATA is the folder of the data.
 
-`--choose` looks for the learning rates of `accuracy/choice.py`, on images and seeds that the table
+`--choose` selects the learning rates of `accuracy/choice.py`, on images and seeds that the table
 does not use, and keeps its runs in `records/accuracy_choice.jsonl`.
 """
 
@@ -31,7 +31,7 @@ from accuracy.tasks import NUM_WORKERS, TASKS
 from record import report
 
 MAX_STARTS = 5
-"""How often workers are started anew that ended before their plan."""
+"""Maximum number of times that the workers are started if they end before their plan does."""
 
 
 def main() -> int:
@@ -41,14 +41,16 @@ def main() -> int:
     if not arguments.report:
         folder = os.environ.get("TORCHMN_TEST_DATA")
         if folder is None:
-            print("bench_accuracy: TORCHMN_TEST_DATA must name the data's folder.", file=sys.stderr)
+            print(
+                "bench_accuracy: TORCHMN_TEST_DATA must be the folder of the data.", file=sys.stderr
+            )
             return 2
         if not wanted:
-            print(f"bench_accuracy: no run is meant by {vars(arguments)}.", file=sys.stderr)
+            print(f"bench_accuracy: no run matches {vars(arguments)}.", file=sys.stderr)
             return 2
         done = {key for key, run in experiment.runs().items() if run.status in ("done", "spent")}
         keys = [key for key in wanted if not (arguments.resume and key in done)]
-        _carry_out(experiment, keys, folder)
+        _run_all(experiment, keys, folder)
     if arguments.choose:
         return report("accuracy_choice", choice_bars(experiment.runs()))
     from accuracy.bars import bars_of
@@ -62,17 +64,17 @@ def main() -> int:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--choose", action="store_true", help="the runs that choose rates")
+    parser.add_argument("--choose", action="store_true", help="run the selection of learning rates")
     parser.add_argument("--tasks", default="*", help=f"of {', '.join(TASKS)}")
-    parser.add_argument("--only", default="*", help="names of sides; see benchmarks/accuracy")
-    parser.add_argument("--seeds", help="such as 0,1,2; default: those of the side")
-    parser.add_argument("--resume", action="store_true", help="leave out what was done")
-    parser.add_argument("--report", action="store_true", help="run nothing")
+    parser.add_argument("--only", default="*", help="names of sides, see benchmarks/accuracy [all]")
+    parser.add_argument("--seeds", help="such as 0,1,2 [those of the side]")
+    parser.add_argument("--resume", action="store_true", help="skip finished runs")
+    parser.add_argument("--report", action="store_true", help="only print the table")
     return parser.parse_args()
 
 
 def _wanted(experiment: Experiment, arguments: argparse.Namespace) -> list[Key]:
-    """The runs that are meant, baselines first, seed by seed: a part of them is of use."""
+    """The selected runs, baselines first, seed by seed, so that a part of them is of use."""
     keys = []
     for task in experiment.tasks.values():
         meant = [
@@ -93,12 +95,12 @@ def _wanted(experiment: Experiment, arguments: argparse.Namespace) -> list[Key]:
 
 
 def _is_meant(name: str, patterns: str) -> bool:
-    # Names may hold a comma with a space behind it.
+    # Names may contain a comma followed by a space.
     return any(fnmatch(name, pattern) for pattern in re.split(r",(?! )", patterns))
 
 
-def _carry_out(experiment: Experiment, keys: list[Key], folder: str) -> None:
-    """Let workers do all runs. A run in which they end is noted as failed, and they go on."""
+def _run_all(experiment: Experiment, keys: list[Key], folder: str) -> None:
+    """Have workers execute all runs. A run that ends them is recorded as failed and skipped."""
     path = experiment.path
     for _ in range(MAX_STARTS):
         if not keys:
@@ -114,7 +116,7 @@ def _carry_out(experiment: Experiment, keys: list[Key], folder: str) -> None:
             )
             append(path, run)
             print(run, flush=True)
-    print(f"Given up, {len(keys)} runs are left: use --resume.", flush=True)
+    print(f"Stopped with {len(keys)} runs left: use --resume.", flush=True)
 
 
 def _num_lines(path: Path) -> int:

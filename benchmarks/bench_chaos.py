@@ -1,10 +1,10 @@
-"""Random faults at random moments of a real training: does it end at once, and resume exactly?
+"""Random faults at random moments of a training: does it end promptly, and resume exactly?
 
     make chaos RUNS=50 SEED=1
 
-Every run trains the digits (`chaos/training.py`) on 2 to 4 workers, one fault meets it, and the
-training is resumed. Each run is a line of `records/chaos.jsonl`, to which several invocations
-append; the table is over all of them. A seed and the number of a run give the run again.
+Every run trains the digits (`chaos/training.py`) on 2 to 4 workers, one fault is injected, and the
+training is resumed. Each run is appended to `records/chaos.jsonl` as a line; the table covers all
+of them. A seed and the number of a run repeat the run.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import time
 from pathlib import Path
 
 from chaos import table
+from chaos.expectations import hang_limit_s
 from chaos.faults import draw
 from chaos.run import ReferenceFailedError, References, run
-from chaos.stage import has_disks, has_hosts, open_stage
-from chaos.verdicts import hang_limit_s
+from chaos.testbed import has_disks, has_hosts, open_testbed
 from record import OUT, RECORDS, environment, report
 
 RESULTS = RECORDS / "chaos.jsonl"
@@ -30,41 +30,44 @@ WORK = OUT / "chaos"
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("--runs", type=int, default=10, help="how many runs")
-    add("--seed", type=int, default=int(time.time()), help="what they are drawn from")
-    add("--first", type=int, default=0, help="the number of the first one")
-    add("--only", default="", help="only faults or settings whose names hold this")
-    add("--results", type=Path, default=RESULTS, help="the file to append to")
-    add("--report", action="store_true", help="only show what was found so far")
+    add("--runs", type=int, default=10, help="number of runs")
+    add("--seed", type=int, default=int(time.time()), help="seed of the runs")
+    add("--first", type=int, default=0, help="number of the first run")
+    add("--only", default="", help="only faults or settings whose names contain this")
+    add("--results", type=Path, default=RESULTS, help="file to append the runs to")
+    add("--report", action="store_true", help="report the recorded runs without new ones")
     return parser.parse_args()
 
 
 def main() -> int:
     options = parse_options()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that context managers clean up
     if not options.report:
-        conduct(options)
+        run_all(options)
     records = table.read(options.results)
     table.show(records)
     return report("chaos", table.bars(records))
 
 
-def conduct(options: argparse.Namespace) -> None:
+def run_all(options: argparse.Namespace) -> None:
     """The runs, one after another."""
-    can = {"has_hosts": has_hosts(), "has_disks": has_disks()}
-    for name, is_there in can.items():
+    available = {"has_hosts": has_hosts(), "has_disks": has_disks()}
+    for name, is_there in available.items():
         if not is_there:
-            print(f"chaos: without {name.removeprefix('has_')}, which need root.", file=sys.stderr)
+            print(
+                f"chaos: running without {name.removeprefix('has_')}, which require root.",
+                file=sys.stderr,
+            )
     references = References(WORK / "references")
     options.results.parent.mkdir(parents=True, exist_ok=True)
     transcripts = WORK / "transcripts"
     transcripts.mkdir(parents=True, exist_ok=True)
     commit = environment()["commit"]
     num_left, number = options.runs, options.first - 1
-    with open_stage() as stage:
+    with open_testbed() as testbed:
         while num_left:
             number += 1
-            setting, fault = draw(options.seed, number, **can)
+            setting, fault = draw(options.seed, number, **available)
             if options.only not in fault.kind and options.only not in setting.name:
                 continue
             num_left -= 1
@@ -72,9 +75,9 @@ def conduct(options: argparse.Namespace) -> None:
             transcript.unlink(missing_ok=True)
             print(f"{options.seed}:{number} {setting.name}, {fault.kind} {fault.when}", flush=True)
             try:
-                found = run(setting, fault, stage, references, transcript)
+                found = run(setting, fault, testbed, references, transcript)
             except ReferenceFailedError as error:
-                print(f"chaos: no reference for {error}", file=sys.stderr, flush=True)
+                print(f"chaos: the reference run failed: {error}", file=sys.stderr, flush=True)
                 continue
             found = {
                 "seed": options.seed,

@@ -5,8 +5,8 @@
 Two workers with AdamW: 1.2 GB of state on each, the same on both. In each turn all sides save once,
 each in another order, with a training step before; what a side still writes is waited for, and the
 disk is brought to rest, before the next one begins. A side's time is that of the worker that is
-stopped longest. Beside them stands a bare copy of the same bytes into memory that is there already:
-no side that lets training go on can be faster, for what it writes must not change.
+blocked longest. They are compared with a plain copy of the same bytes into existing memory:
+no side that lets training continue can be faster, because what it writes must not change.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def tensors_of(state: object) -> Iterator[object]:
 
 
 class Sides:
-    """The ways to save one state; each returns after training could go on."""
+    """The ways to save one state; each returns when training could continue."""
 
     def __init__(self, comm: object, model: object, optimizer: object, folder: Path) -> None:
         import torch
@@ -68,7 +68,7 @@ class Sides:
         return {name: obj.state_dict() for name, obj in self.objects.items()}
 
     def save(self, side: str) -> float:
-        """Seconds until training may go on, on this rank."""
+        """Seconds until training can continue, on this rank."""
         self.comm.barrier()
         began = time.perf_counter()
         {

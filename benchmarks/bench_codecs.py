@@ -1,8 +1,8 @@
 """What encoding and decoding cost on one core, beside a loop that reads and writes the same bytes.
 
 7.5 million float32 elements (30 MB) in the shapes of a VGG's convolutions, through the public
-methods of the codecs. Encoding with residual reads gradient and residual and writes the new residual
-and the bytes; decode-and-add reads bytes and sum and writes the sum.
+methods of the codecs. Encoding with residual reads gradient and residual and writes the new
+residual and the bytes; decode-and-add reads bytes and sum and writes the sum.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def measure(codec: StripeCodec, bucket: Layout, *, has_limit: bool) -> list[Bar]
         median_bar(f"{name}: {side}", [1e3 * s for s in spent], "ms")
         for side, spent in times.items()
     ]
-    bars.append(Bar(f"{name}: bytes on the wire", encoded.numel() / (4 * bucket.numel), "x"))
+    bars.append(Bar(f"{name}: encoded bytes", encoded.numel() / (4 * bucket.numel), "x"))
     return bars
 
 

@@ -1,16 +1,16 @@
-"""How long does an elastic job stand still when a host is lost, how many steps are lost, and what
-does a copy in memory cost?
+"""How long does an elastic job pause when a host is lost, how many steps are lost, and what does a
+checkpoint copy in memory cost?
 
     make bench-elastic ARGS="--losses 5"
 
 Two test hosts with a worker each (`torchmn.testing.netlab`, needs root), a copy in memory every 5
 steps of about 50 ms. *Killed*: all processes of the second host at once. *Cut off*: its link goes
-down, which the other one notices by silence, 8 s. The time is that from the loss to the end of the
-first step that the remaining worker makes with the others gone. Starting Python and importing torch
-is most of it, so it is measured beside: a worker that only imports torchmn.
+down, which the other one detects after 8 s of silence. The time is from the loss to the end of the
+first step of the remaining worker. Starting Python and importing torch is most of it, so it is
+measured separately by a process that only imports them.
 
-A copy's time is that of a rank that hands its bytes over: they are with the process of its host and
-with that of the next host when it ends. All hosts are this machine, so the network is its memory.
+The time of a copy is that of the rank that sends it: when it returns, the bytes are held by a
+process of its host and of the next host. All hosts are this machine, so the network is its memory.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ if comm.rank == 0:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--losses", type=int, default=3, help="of each kind")
+    parser.add_argument("--losses", type=int, default=3, help="number of losses of each kind")
     losses = parser.parse_args().losses
     bars: list[Bar] = []
     with netlab(2, None) as lab:
@@ -97,7 +97,7 @@ def main() -> int:
     return report("elastic", bars)
 
 
-def start(lab: Lab, folder: Path, script: str, *words: str) -> subprocess.Popen[str]:
+def start(lab: Lab, folder: Path, script: str, *options: str) -> subprocess.Popen[str]:
     (folder / "script.py").write_text(script)
     env = {
         **os.environ,
@@ -106,9 +106,9 @@ def start(lab: Lab, folder: Path, script: str, *words: str) -> subprocess.Popen[
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-m", "torchmn", "run", "--backend", "gloo", "--log-dir", "logs"]
-    with open(folder / "said", "w") as said:
+    with open(folder / "output", "w") as output:
         return lab.hosts[0].popen(
-            [*command, *words, "script.py"], env=env, cwd=folder, stdout=said, stderr=said
+            [*command, *options, "script.py"], env=env, cwd=folder, stdout=output, stderr=output
         )
 
 
@@ -116,8 +116,8 @@ def lose(lab: Lab, kind: str) -> tuple[float, int]:
     """Seconds from the loss of a host to the next step, and how many steps were lost."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        words = ("--elastic", "1:2", "--hosts", "n0:1,n1:1")
-        process = start(lab, folder, TRAINING, *words)
+        options = ("--elastic", "1:2", "--hosts", "n0:1,n1:1")
+        process = start(lab, folder, TRAINING, *options)
         link = ["ip", "link", "set", lab.hosts[1].interface]
         try:
             wait_for(lambda: len(steps(folder, 1, 1)) > 2 * COPY_PERIOD + 2, process, folder)
@@ -149,7 +149,7 @@ def wait_for(holds, process: subprocess.Popen[str], folder: Path) -> None:  # ty
     deadline = time.monotonic() + LIMIT_S
     while not holds():
         if process.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit((folder / "said").read_text())
+            raise SystemExit((folder / "output").read_text())
         time.sleep(0.01)
 
 
@@ -157,10 +157,12 @@ def copy(lab: Lab, hosts: str) -> dict[str, list[float]]:
     """Seconds of each copy in memory, by size in MB."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        most = hosts.count(",") + 1
-        process = start(lab, folder, COPYING, "--elastic", f"{most}:{most}", "--hosts", hosts)
+        num_hosts = hosts.count(",") + 1
+        process = start(
+            lab, folder, COPYING, "--elastic", f"{num_hosts}:{num_hosts}", "--hosts", hosts
+        )
         if process.wait(LIMIT_S):
-            raise SystemExit((folder / "said").read_text())
+            raise SystemExit((folder / "output").read_text())
         found: dict[str, list[float]] = json.loads((folder / "copies.json").read_text())
         return found
 

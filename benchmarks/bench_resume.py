@@ -1,11 +1,11 @@
-"""Does the training loss jump when a run goes on with another number of workers? Real digits.
+"""Does the training loss jump when a run resumes with another number of workers? Real digits.
 
-For every seed one run goes through without a break, others are saved in mid-epoch and mid-block and
-go on with more and with fewer workers, on the same samples in the same order. The jump is the mean
-loss of the next steps beside that of the run without a break. It is compared with the spread: the
-same mean, over seeds. Beside it, without a limit: what is lost if only the model is loaded.
+For every seed one run is uninterrupted; others are saved in the middle of an epoch and a block and
+resume with more and with fewer workers, on the same samples in the same order. The jump is the
+difference between the mean losses of the next steps of both runs, relative to the spread of that
+mean over seeds. The jump with only the model loaded is reported without a limit.
 
-The network has no batch normalization, which sees smaller batches on more workers.
+The network has no batch normalization, whose batches depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from torch import nn
 
 from torchmn import GlobalSampler, create_multi_node_optimizer
 from torchmn.communicators import Communicator
-from torchmn.data import load_images
 from torchmn.schedules import BlockMomentum, CompressionWarmup, DiLoCo, PeriodicAverage
 from torchmn.testing import run_ranks
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.contracts.suites.resume_contracts import described
+_ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(_ROOT))
+sys.path.insert(0, str(_ROOT / "examples"))
+from datasets import load_images  # noqa: E402
+from tests.contracts.suites.resume_contracts import described  # noqa: E402
 
 GLOBAL_BATCH = 48
 NUM_IMAGES = 1392  # 29 global batches
@@ -77,7 +79,7 @@ def train(
     *,
     with_optimizer: bool = True,
 ) -> tuple[Losses, States]:
-    """The loss of every step, a mean over samples, and what all ranks save after STEPS_BEFORE."""
+    """The mean loss of every step, and what all ranks save after STEPS_BEFORE."""
     images, labels = _digits()
 
     def body(comm: Communicator) -> tuple[Losses, dict[str, Any]]:
@@ -93,8 +95,8 @@ def train(
             model.load_state_dict(states[0]["model"])
             sampler.load_state_dict(states[0]["sampler"])
         if states is not None and with_optimizer:
-            everybody = [state["optimizer"] for state in states]
-            optimizer.load_state_dict(described(optimizer.reshard_state_dict(everybody, comm)))
+            all_states = [state["optimizer"] for state in states]
+            optimizer.load_state_dict(described(optimizer.reshard_state_dict(all_states, comm)))
         losses: Losses = []
         saved: dict[str, Any] = {}
         while len(losses) < num_steps:
@@ -121,7 +123,7 @@ def _digits() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _network(seed: int) -> nn.Sequential:
-    """Ranks are threads with one random generator: values come from one of its own."""
+    """Initialized from a separate generator, because ranks are threads with a common one."""
     model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 10))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -133,7 +135,7 @@ def _network(seed: int) -> nn.Sequential:
 
 @dataclass(frozen=True)
 class Measured:
-    """Mean losses of the steps behind the break, by seed."""
+    """Mean losses of the steps after the interruption, by seed."""
 
     straight: list[float]
     resumed: list[float]
@@ -141,18 +143,18 @@ class Measured:
 
     @property
     def spread(self) -> float:
-        """From seed to seed."""
+        """The range over seeds."""
         return max(self.straight) - min(self.straight)
 
     @property
     def jumps(self) -> list[float]:
-        """How far each run is off that of its seed, in spreads."""
+        """The distance of each run from the uninterrupted one of its seed, in spreads."""
         pairs = zip(self.resumed, self.straight, strict=True)
         return [abs(mine - theirs) / self.spread for mine, theirs in pairs]
 
     @property
     def jumps_of_model_only(self) -> list[float]:
-        """The same if nothing but the model is loaded."""
+        """The same with only the model loaded."""
         pairs = zip(self.model_only, self.straight, strict=True)
         return [abs(mine - theirs) / self.spread for mine, theirs in pairs]
 

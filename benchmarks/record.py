@@ -1,9 +1,9 @@
-"""What a benchmark leaves: a table for people and `benchmarks/out/NAME.json` for machines.
+"""The output of a benchmark: a table to read and `benchmarks/out/NAME.json` for programs.
 
 The JSON is a list of bars: {"bar", "value", "unit", "limit", "holds", "samples"}, and with it the
 environment. ``limit`` is a text such as ">= 0.98" and ``holds`` is None for figures that are only
-reported. What takes hours to measure anew keeps its raw data in `benchmarks/records/`, which is
-part of the project.
+reported. Benchmarks that take hours keep their raw data in `benchmarks/records/`, which is part of
+the project.
 """
 
 from __future__ import annotations
@@ -109,13 +109,13 @@ def report(name: str, bars: Sequence[Bar]) -> int:
         table.add_column(column, justify="left" if column == "bar" else "right")
     for bar in bars:
         spread = f"{bar.interval[0]:.4g} .. {bar.interval[1]:.4g}" if bar.interval else ""
-        verdict = {True: "yes", False: "NO", None: ""}[bar.holds]
-        table.add_row(bar.bar, f"{bar.value:.4g} {bar.unit}", spread, bar.limit or "", verdict)
+        holds = {True: "yes", False: "NO", None: ""}[bar.holds]
+        table.add_row(bar.bar, f"{bar.value:.4g} {bar.unit}", spread, bar.limit or "", holds)
     Console(width=130).print(table)
     OUT.mkdir(exist_ok=True)
     plain = [asdict(bar) for bar in bars]
     for entry in plain:
-        if math.isnan(entry["value"]):  # JSON has no word for it
+        if math.isnan(entry["value"]):  # JSON has no NaN
             entry["value"] = None
     record = {"environment": environment(), "bars": plain}
     (OUT / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")

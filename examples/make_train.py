@@ -55,7 +55,7 @@ def main() -> None:
             f"Other processes were busy here: the workers had {shares[0]:.0%} and {shares[1]:.0%} "
             "of their cores, so the speed-up says little. Run it again on a quiet machine."
         )
-    print(f"Log, plot (plot.png) and snapshots are in {out.resolve()}")
+    print(f"Log, plots (loss.png, accuracy.png) and snapshots are in {out.resolve()}")
 
 
 def parse_options() -> argparse.Namespace:

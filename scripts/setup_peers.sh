@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
-# Make .peers with what `make bench-exchange` measures us beside and torch does not hold: torchft,
-# and CNTK 2.7, which needs a Python 3.6 (PYTHON36=...) and the Open MPI 4 of Debian or Ubuntu.
-# Nothing of it is installed outside of .peers, and no benchmark needs it.
+# Install into .peers the systems that `make bench-exchange` compares torchmn with, besides torch:
+# torchft; Horovod, which is compiled for some minutes and needs cmake, make and g++; and CNTK
+# 2.7, which needs a Python 3.6 (PYTHON36=...) and the Open MPI 4 of Debian or Ubuntu.
+# Nothing is installed outside of .peers, and no benchmark requires it.
+#
+#     setup_peers.sh [torchft] [horovod] [cntk]     # all of them by default
 set -u
 cd "$(dirname "$0")/.." || exit 1
 readonly PEERS="$PWD/.peers"
 
-say() { echo "setup_peers: $1"; }
+report() { echo "setup_peers: $1"; }
 
 torchft() {
   .venv/bin/python -m pip install -q --target "$PEERS/torchft" --no-deps torchft-nightly &&
@@ -14,10 +17,35 @@ torchft() {
       opentelemetry-api opentelemetry-sdk opentelemetry-exporter-otlp-proto-http
 }
 
-# CNTK was linked against an Open MPI whose library had another number.
+# For PyTorch on CPUs, over gloo. The headers of torch need C++20, and 0.28.1 asks for C++14.
+horovod() ( # a subshell: PYTHONPATH is for the build only
+  local tool source="$PEERS/horovod-source"
+  for tool in cmake make g++; do
+    command -v "$tool" >/dev/null ||
+      { report "Horovod needs $tool: apt-get install cmake make g++"; return 1; }
+  done
+  rm -rf "$source" "$PEERS/horovod" && mkdir -p "$source" &&
+    .venv/bin/python -m pip install -q --target "$source/tools" setuptools packaging &&
+    export PYTHONPATH="$source/tools" &&
+    .venv/bin/python -m pip download -q --no-deps --no-binary :all: --no-build-isolation \
+      --dest "$source" horovod==0.28.1 &&
+    tar -xf "$source"/horovod-0.28.1.tar.gz -C "$source" --strip-components 1 &&
+    sed -i 's/set(CMAKE_CXX_STANDARD 14)/set(CMAKE_CXX_STANDARD 20)/' \
+      "$source/CMakeLists.txt" "$source/horovod/torch/CMakeLists.txt" &&
+    PATH="$PWD/.venv/bin:$PATH" MAKEFLAGS="${MAKEFLAGS:--j$(nproc)}" \
+      HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MPI=1 \
+      HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 \
+      .venv/bin/python -m pip install -q --no-deps --no-build-isolation \
+      --target "$PEERS/horovod" "$source" &&
+    .venv/bin/python -m pip install -q --target "$PEERS/horovod" \
+      cloudpickle psutil pyyaml packaging &&
+    rm -rf "$source"
+)
+
+# CNTK was linked against an Open MPI whose libraries had another version number.
 cntk() {
   local python="${PYTHON36:-python3.6}" packages="$PEERS/cntk/packages" root="$PEERS/cntk/openmpi"
-  "$python" --version >/dev/null 2>&1 || { say "CNTK needs a Python 3.6."; return 1; }
+  "$python" --version >/dev/null 2>&1 || { report "CNTK needs a Python 3.6."; return 1; }
   mkdir -p "$packages/partial" "$root" "$PEERS/cntk/links"
   "$python" -m venv "$PEERS/cntk/venv" && "$PEERS/cntk/venv/bin/pip" install -q cntk==2.7 &&
     apt-get install -qq -y --no-install-recommends --download-only \
@@ -27,7 +55,7 @@ cntk() {
   ln -sf "$libraries/libmpi.so.40" "$PEERS/cntk/links/libmpi.so.12"
   ln -sf "$libraries/libmpi_cxx.so.40" "$PEERS/cntk/links/libmpi_cxx.so.1"
   local own="$PEERS/cntk/venv/lib/python3.6/site-packages/cntk/libs"
-  # `run COMMAND ...`: with this MPI, here and on hosts that the launcher reaches.
+  # `run COMMAND ...` runs a command with this MPI, here and on the hosts of the launcher.
   {
     echo '#!/bin/sh'
     echo "export OPAL_PREFIX='$root/usr' OMPI_MCA_mca_base_component_show_load_errors=0"
@@ -41,7 +69,12 @@ cntk() {
 
 mkdir -p "$PEERS"
 failed=0
-for peer in torchft cntk; do
-  if "$peer"; then say "$peer is there"; else say "$peer could not be had"; failed=1; fi
+[ "$#" -gt 0 ] || set -- torchft horovod cntk
+for peer in "$@"; do
+  case "$peer" in
+    torchft | horovod | cntk) ;;
+    *) report "unknown peer $peer: use torchft, horovod or cntk"; exit 2 ;;
+  esac
+  if "$peer"; then report "installed $peer"; else report "could not install $peer"; failed=1; fi
 done
 exit "$failed"

@@ -12,6 +12,12 @@ import psutil
 import pytest
 import torch
 
+from tests.processes.runner import PYTHON_PATH
+from torchmn.launch.backend import find_mpirun
+from torchmn.testing import MpiPool
+
+ROOT = Path(__file__).parents[1]
+
 torch.set_num_threads(1)  # ranks are threads, several of them for each core
 
 LIBRARIES_SET = {
@@ -24,6 +30,13 @@ LIBRARIES_SET = {
 LIBRARIES_START = ("resource_tracker", "semaphore_tracker", "forkserver", "torch_shm_manager")
 """Processes that libraries keep until the end of the interpreter."""
 PATIENCE_S = 3.0
+MAX_WORKERS = 8
+"""Of ``-n auto``: many tests start several processes or threads each."""
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """How many processes run tests: one for each core that this one may use."""
+    return min(len(os.sched_getaffinity(0)), MAX_WORKERS)
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +102,15 @@ def _leaves_no_process() -> Iterator[None]:
         except psutil.NoSuchProcess:
             continue
     pytest.fail(f"the test left processes running: {'; '.join(left.values())}")
+
+
+@pytest.fixture(scope="session")
+def mpi_pool() -> Iterator[MpiPool]:
+    """Four MPI processes under a real mpirun, for functions that they can import by name."""
+    if find_mpirun(os.environ) is None:
+        pytest.skip(reason="no mpirun: install it with 'make setup'")
+    with MpiPool(4, search_path=f"{PYTHON_PATH}{os.pathsep}{ROOT}") as started:
+        yield started
 
 
 @pytest.fixture(scope="session")

@@ -43,10 +43,10 @@ def bars_of(runs: Runs, chosen: Chosen) -> list[Bar]:
     return bars
 
 
-def verdicts(runs: Runs, chosen: Chosen) -> dict[str, str]:
-    """By side, why it does not pass: its first limit that is not held or not measured; or "".
+def failed_limits(runs: Runs, chosen: Chosen) -> dict[str, str]:
+    """By side, its first limit that is not met or not measured; "" if it passes.
 
-    The baseline passes: it is what the others are compared with.
+    The baseline always passes.
     """
     return {side.name: _first_reason(side, runs, chosen) for side in SIDES.values()}
 
@@ -64,7 +64,7 @@ def _first_reason(side: Side, runs: Runs, chosen: Chosen) -> str:
 def _why_odd(task: str, bar: Bar) -> str:
     if bar.holds is None:
         return f"{task}: not measured"
-    return f"{task}: {bar.value:.2f} {bar.unit} in place of {bar.limit}"
+    return f"{task}: {bar.value:.2f} {bar.unit} instead of {bar.limit}"
 
 
 # ---- accuracy at the end ----
@@ -72,18 +72,18 @@ def _why_odd(task: str, bar: Bar) -> str:
 
 @dataclass(frozen=True)
 class Pairs:
-    """A side beside the baseline, for the seeds of which both are there."""
+    """A side and the baseline, for the seeds that both have."""
 
     points: list[float]
     """Accuracy of the side less that of the baseline."""
     losses: list[float]
     """Training loss of the side over that of the baseline."""
     missing: str
-    """What is missing to a verdict, empty if nothing."""
+    """What is missing for a result, empty if nothing."""
 
 
 def pairs_of(task: Task, side: str, runs: Runs) -> Pairs:
-    """The pairs of all seeds on which the side is judged."""
+    """The pairs of all seeds with which the side is evaluated."""
     seeds = task.seeds_of(side)
     pairs = [
         (runs.get((task.name, side, seed)), runs.get((task.name, BASELINE, seed))) for seed in seeds
@@ -110,7 +110,7 @@ def _why_missing(own: Sequence[Run | None], num_pairs: int) -> str:
 
 
 def _why_not_chosen(side: Side, chosen: Chosen) -> str:
-    """A rate that the table's own figures may have chosen is not judged by them."""
+    """Why the rate of a side cannot be evaluated: it was not chosen on separate data."""
     if side.rate_of is None:
         return ""
     if side.rate_of not in chosen:

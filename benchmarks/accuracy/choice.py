@@ -1,15 +1,14 @@
-"""Learning rates of schedules by blocks, chosen on images and seeds that the table does not use.
+"""Learning rates of block schedules, chosen on images and seeds that the table does not use.
 
-The table (`bars.py`) judges on the test images. A rate that was tried there until it passed would
-be judged by what chose it, so that the choice is a task of its own: MNIST without its last 10,000
-*training* images, which take the place of the test images, with seeds of its own. Everything
-below is fixed before the first run:
+The table (`bars.py`) evaluates on the test images. A rate must not be evaluated on the data that
+selected it, so the choice is a separate task with its own seeds: MNIST without its last 10,000
+*training* images, which are used as test images. Everything below was fixed before the first run:
 
-- the candidates: fractions of the baseline's rate, from the whole of it to a seventh, which is
-  where DiLoCo's movement in the long run points (a third is block momentum's);
-- the runs: float32 without overlap; the other variants of a schedule take the same rate;
+- the candidates: fractions of the baseline's rate, from 1 to 1/7, which the long-term updates of
+  DiLoCo suggest (1/3 for block momentum);
+- the runs: float32 without overlap; the other variants of a schedule use the same rate;
 - the length: whole blocks only, so that the choice does not depend on how a partial block counts;
-- the rule: the highest mean accuracy over the seeds, and of equal ones the larger rate.
+- the rule: the highest mean accuracy over the seeds, and the larger rate in a tie.
 
 `bench_accuracy.py --choose` carries the runs out and keeps them in `records/accuracy_choice.jsonl`.
 """

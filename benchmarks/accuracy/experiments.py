@@ -1,4 +1,4 @@
-"""What is run and which file keeps it: the table that judges, and the choice of what it judges."""
+"""The two experiments and the files of their runs: the table, and the choice of rates for it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from accuracy.tasks import TASKS, Task
 
 @dataclass(frozen=True)
 class Experiment:
-    """Tasks, the sides that are trained in them, and the file of their runs."""
+    """Tasks, their sides, and the file of their runs."""
 
     path: Path
     tasks: Mapping[str, Task]
     sides: Mapping[str, Side]
 
     def runs(self) -> dict[Key, Run]:
-        """The runs that are there, with the settings of today."""
+        """The recorded runs with the current settings."""
         both = [(task, self.sides[side]) for task in self.tasks.values() for side in task.sides]
         return load(self.path, both)
 

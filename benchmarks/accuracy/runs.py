@@ -1,4 +1,4 @@
-"""The runs that were carried out, one line of JSON each, added as they come."""
+"""All runs, one line of JSON each, appended as they finish."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Run:
     """``accuracy`` in per cent on the test images; ``loss`` of the final model on training images.
 
     ``curve`` and ``hits`` hold mean loss and accuracy of consecutive steps, each taken before the
-    step. ``settings`` is a checksum of everything that the task and the side say: runs with other
-    settings are not compared. ``commit`` is that of the code that ran, unknown for early runs.
+    step. ``settings`` is a checksum of the task and the side: runs with other settings are not
+    compared. ``commit`` is the commit of the code, unknown for the earliest runs.
     """
 
     task: str
@@ -53,7 +53,7 @@ class Run:
 
     @property
     def key(self) -> Key:
-        """What tells it from others."""
+        """What identifies the run."""
         return self.task, self.side, self.seed
 
     def __str__(self) -> str:
@@ -70,22 +70,22 @@ def settings_of(task: Task, side: Side) -> int:
     for name in ("seeds", "fresh_seeds", *(() if task.held_out else ("held_out",))):
         del of_the_task[name]
     del of_the_side["rate_of"]
-    # These names are in the checksums of the runs that are kept.
-    told = [of_the_task | {"sides": None, "num_seeds": None, "goal": None}, of_the_side]
-    return zlib.crc32(json.dumps(told, sort_keys=True).encode())
+    # These names are part of the checksums of recorded runs.
+    described = [of_the_task | {"sides": None, "num_seeds": None, "goal": None}, of_the_side]
+    return zlib.crc32(json.dumps(described, sort_keys=True).encode())
 
 
 def append(path: Path, run: Run) -> None:
-    """Add a run to the file."""
+    """Append a run to the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(asdict(run)) + "\n")
 
 
 def load(path: Path, known: Iterable[tuple[Task, Side]]) -> dict[Key, Run]:
-    """The latest run of each key whose settings are those of today.
+    """The latest run of each key with the current settings.
 
-    A side whose rate was chosen is judged once by each seed: where the file has runs of the same
+    A side whose rate was chosen is evaluated once with each seed: if the file has runs of the same
     seed with other settings, the run is returned as spent.
     """
     sides = {(task.name, side.name): (settings_of(task, side), side) for task, side in known}
@@ -102,6 +102,6 @@ def load(path: Path, known: Iterable[tuple[Task, Side]]) -> dict[Key, Run]:
     for key in runs.keys() & spent:
         _, side = sides[key[:2]]
         if side.rate_of:
-            why = "this seed has judged other settings before"
+            why = "this seed was used for other settings before"
             runs[key] = replace(runs[key], status="spent", why=why)
     return runs

@@ -1,4 +1,4 @@
-"""What is compared: codecs and schedules, by the names that `bench_exchange.py` has for them."""
+"""The compared codecs and schedules, with the names of `bench_exchange.py`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 BASELINE = "every step"
-BATCH = 32  # samples of one worker in one step, as bench_exchange has it
-BLOCK_STEPS = 16  # a block has so many steps of both workers, whatever the batch of the task
+BATCH = 32  # samples of one worker in one step, as in bench_exchange
+BLOCK_STEPS = 16  # steps of a block, for any batch size
 OVERLAP_STEPS = 6
 CODECS = ("float16", "bfloat16", "int8", "int4", "int2", "1bit", "power_sgd")
 
@@ -19,9 +19,9 @@ class Side:
 
     ``options`` are the schedule's own; the length of its blocks is given in steps.
     ``learning_rate_factor`` multiplies the learning rate that was tuned for the baseline, where a
-    schedule moves further with the same one; ``rate_of`` is the schedule of `choice.py` for which
-    it was chosen. ``note`` stands beside the name in the table. An asynchronous side is held to no
-    limit but MNIST's.
+    schedule takes larger steps with the same rate; ``rate_of`` is the schedule of `choice.py` for
+    which it was chosen. ``note`` is printed after the name. An asynchronous side has no limits
+    except on MNIST.
     """
 
     name: str
@@ -36,17 +36,17 @@ class Side:
 
 
 def _blocks(
-    words: str, schedule: str, factor: Fraction | None, codec: str | None, is_overlapped: bool
+    name: str, schedule: str, factor: Fraction | None, codec: str | None, is_overlapped: bool
 ) -> Side:
     options = {"overlap_steps": OVERLAP_STEPS} if is_overlapped else {}
     return Side(
-        name=f"{words}{f' {codec}' if codec else ''}{', overlapped' if is_overlapped else ''}",
+        name=f"{name}{f' {codec}' if codec else ''}{', overlapped' if is_overlapped else ''}",
         schedule=schedule,
         codec=codec,
         options=options,
         block_steps=BLOCK_STEPS,
         learning_rate_factor=float(factor or 1),
-        rate_of=words if factor else None,
+        rate_of=name if factor else None,
         note=f"rate x {factor}" if factor else "",
     )
 
@@ -65,11 +65,11 @@ _ALL = (
         for codec in ("int8", "1bit")
     ),
     *(
-        _blocks(words, schedule, factor, codec, is_overlapped)
-        for words, schedule, factor in (
+        _blocks(name, schedule, factor, codec, is_overlapped)
+        for name, schedule, factor in (
             ("periodic average", "periodic_average", None),
-            # Chosen on images and seeds of their own, see `choice.py`: the whole rate, although a
-            # block moves by more than the mean movement of the workers.
+            # Chosen on separate images and seeds, see `choice.py`: the full rate, although the
+            # update of a block is larger than the mean update of the workers.
             ("block momentum", "block_momentum", Fraction(1)),
             ("DiLoCo", "diloco", Fraction(1)),
         )

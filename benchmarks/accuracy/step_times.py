@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from exchange.runs import Run, has_turns, judged
+from exchange.runs import Run, has_turns, newest
 
 NO_EXCHANGE = "no-exchange"
 LINES = ("2h-100mbit-lossy", "2h-100mbit-blocks")
@@ -21,7 +21,7 @@ def step_times(lines: Mapping[str, Sequence[Run]]) -> dict[str, float]:
     for name in LINES:
         runs = lines.get(name, [])
         for side in {turn["side"] for run in runs for turn in run["turns"]}:
-            own = judged(runs, lambda run, side=side: has_turns(run, side, NO_EXCHANGE))
+            own = newest(runs, lambda run, side=side: has_turns(run, side, NO_EXCHANGE))
             if own:
                 times[side] = statistics.median(
                     _median_s(run, side) / _median_s(run, NO_EXCHANGE) for run in own

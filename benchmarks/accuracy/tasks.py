@@ -1,4 +1,4 @@
-"""What is trained: data, network and the settings that were tuned for synchronous float32."""
+"""The tasks: data, network and settings, tuned for synchronous float32."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from accuracy.networks import DigitNet, ResidualNet
 from accuracy.sides import BASELINE, BATCH, SIDES
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from datasets import load_images
 from models.vgg import VGG
 
 Augmentation = Literal["none", "crop and flip"]
@@ -25,10 +26,9 @@ NUM_WORKERS = 2
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """``batch`` is of one worker. The learning rate rises over the first steps, then falls to 0
-    along half a cosine. ``sides`` are trained; ``goal`` is in per cent, see `bars.steps_to_goal`.
-    ``fresh_seeds`` are for sides whose rate was chosen: nobody has seen what they bring.
-    ``held_out`` so many of the last training images are not trained with and take the place of the
-    test images.
+    along half a cosine. ``sides`` are trained; ``goal`` is in percent, see `bars.steps_to_goal`.
+    ``fresh_seeds`` are for sides whose rate was chosen: they were not used before. The last
+    ``held_out`` training images are not trained on and are used as test images.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Task:
     held_out: int = 0
 
     def seeds_of(self, side: str) -> tuple[int, ...]:
-        """The seeds on which a side is judged; the baseline stands beside all of them."""
+        """The seeds with which a side is evaluated; the baseline has all of them."""
         if not self.fresh_seeds:
             return self.seeds
         if side == BASELINE:
@@ -60,7 +60,7 @@ class Task:
         return self.fresh_seeds if SIDES[side].rate_of else self.seeds
 
     def num_steps(self, num_images: int) -> int:
-        """Steps of a run; what does not fill a global batch at the end of an epoch is left out."""
+        """Steps of a run; an incomplete global batch at the end of an epoch is dropped."""
         steps = self.epochs * (num_images // (self.batch * NUM_WORKERS))
         return min(steps, self.max_steps or steps)
 
@@ -97,7 +97,7 @@ TASKS = {
             learning_rate=0.05,
             weight_decay=5e-4,
             augmentation="crop and flip",
-            # In float32 the next forward pass sees the same bits: MNIST shows it, seed by seed.
+            # In float32 the next forward pass computes the same bits, as MNIST shows for each seed.
             sides=tuple(name for name in SIDES if name != "next forward"),
         ),
         Task(  # the network whose steps `bench_exchange.py` times, on aeroplanes and frogs
@@ -134,9 +134,7 @@ class Images:
 
 
 def load(task: Task, folder: str) -> Images:
-    """Read the data of a task."""
-    from torchmn.data import load_images
-
+    """Load the data of a task."""
     found = load_images(task.data, folder).normalised()
     train, test = found.train.tensors, found.test.tensors
     if task.held_out:

@@ -1,4 +1,4 @@
-"""A worker: carries out one run after another, with the other worker, as the plan says."""
+"""A worker: executes the runs of a plan, one after another, together with the other worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from accuracy.tasks import NUM_WORKERS, TASKS, Images, Task, batches, load
 
 
 def work(plan: str, runs_path: str, folder: str) -> None:
-    """Carry out the runs of a plan, a JSON list of (task, side, seed). *Collective.*"""
+    """Execute the runs of a plan, a JSON list of (task, side, seed). *Collective.*"""
     import torchmn
 
     torch.set_num_threads(1)
@@ -50,12 +50,12 @@ def _outcome(task: Task, side: Side, seed: int, images: Images) -> dict[str, Any
         return train(task, side, seed, images)
     except (UnknownNameError, UnsupportedError, ImportError) as error:
         return {"status": "not built", "why": f"{type(error).__name__}: {error}"}
-    except NonFiniteGradientError as error:  # on all ranks alike
+    except NonFiniteGradientError as error:  # on all ranks
         return {"status": "failed", "why": str(error)}
 
 
 def train(task: Task, side: Side, seed: int, images: Images) -> dict[str, Any]:
-    """One run. *Collective.* Two hosts of one worker each: what leaves a worker is encoded."""
+    """One run. *Collective.* The workers are on two hosts, so that all messages are encoded."""
     import torchmn
     from torchmn.evaluation import sync_buffers_
     from torchmn.topology import Topology
@@ -102,7 +102,7 @@ def train(task: Task, side: Side, seed: int, images: Images) -> dict[str, Any]:
         staleness = _staleness(schedule)
         optimizer.close()
         sync_buffers_([model], comm, "average")
-        comm.bcast_data(model)  # asynchronous replicas differ: take what rank 0 would save
+        comm.bcast_data(model)  # asynchronous replicas differ: take those of rank 0
         accuracy, _ = evaluate(model, images.test, comm)
         few = task.num_loss_images
         _, loss_at_end = evaluate(model, (images.train[0][:few], images.train[1][:few]), comm)
@@ -121,7 +121,7 @@ def train(task: Task, side: Side, seed: int, images: Images) -> dict[str, Any]:
 
 
 def make_schedule(name: str, options: Mapping[str, object]) -> Any:
-    """A schedule by its name with options of its own. Raises UnknownNameError: not built."""
+    """A schedule by its name and options. Raises UnknownNameError: there is none."""
     from torchmn.errors import UnknownNameError
     from torchmn.optimizer import SCHEDULES
 
@@ -132,7 +132,7 @@ def make_schedule(name: str, options: Mapping[str, object]) -> Any:
 
 
 def evaluate(model: nn.Module, data: tuple[Tensor, Tensor], comm: Any) -> tuple[float, float]:
-    """Accuracy in per cent and mean loss; each rank looks at its share. *Collective.*"""
+    """Accuracy in percent and mean loss; each rank evaluates its share. *Collective.*"""
     inputs, labels = (part[comm.rank :: comm.size] for part in data)
     sums = torch.zeros(3, dtype=torch.float64)
     model.eval()
@@ -148,7 +148,7 @@ def evaluate(model: nn.Module, data: tuple[Tensor, Tensor], comm: Any) -> tuple[
 
 
 def _staleness(schedule: Any) -> dict[str, float] | None:
-    """What an asynchronous schedule has met, of the worst worker; None for all others."""
+    """The staleness of the worst worker under an asynchronous schedule, otherwise None."""
     if not hasattr(schedule, "staleness"):
         return None
     met = schedule.staleness()

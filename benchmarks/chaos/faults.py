@@ -1,4 +1,4 @@
-"""The faults: what, on which rank, and when. Drawn from a seed, so that a run can be had again."""
+"""The faults: kind, rank and moment, drawn from a seed, so that a run can be repeated."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS: tuple[Kind, ...] = (
     *("kill", "kill", "kill", "SIGSTOP", "SIGSTOP", "SIGTERM", "exception", "exit"),
     *("disk full", "network cut", "network pause", "flipped byte", "launcher killed"),
 )
-"""With the frequency of each."""
+"""All kinds, repeated by their frequency."""
 Moment = Literal["start", "step", "write"]
 _INSIDE = ("start", "forward", "backward", "step", "save")
 
@@ -34,12 +34,12 @@ _INSIDE = ("start", "forward", "backward", "step", "save")
 class Fault:
     """One fault.
 
-    ``moment``: ``start`` is ``delay_s`` behind the start of the rank's script, ``step`` is
-    ``delay_s`` behind the end of a step of rank 0, ``write`` is ``delay_s`` after the draft of a
-    checkpoint has appeared behind that step. ``place`` is where the script meets a fault of its
-    own, ``status`` with what it then exits (negative: by `os._exit`). ``lasts_s`` is how long a
-    disk is full or a network away; None is for good. ``is_killed_then``: behind the sentence about
-    the full disk the rank is killed.
+    ``moment``: ``start`` is ``delay_s`` after the start of the rank's script, ``step`` is
+    ``delay_s`` after a step of rank 0, ``write`` is ``delay_s`` after the draft of a checkpoint
+    appears after that step. ``place`` is where the script raises a fault of its own, ``status`` its
+    exit status (negative: by `os._exit`). ``lasts_s`` is how long a disk is full or a network is
+    disconnected; None is permanently. ``is_followed_by_kill``: the rank is killed after the message
+    about the full disk.
     """
 
     kind: Kind
@@ -50,16 +50,16 @@ class Fault:
     place: str = ""
     status: int = 0
     lasts_s: float | None = None
-    is_killed_then: bool = False
+    is_followed_by_kill: bool = False
 
     @property
-    def order(self) -> str:
-        """For the script's ``--fault``; empty if the fault comes from outside."""
+    def script_fault(self) -> str:
+        """The value of the script's ``--fault``; empty if the fault is injected from outside."""
         if self.kind == "exception":
             return f"exception:{self.rank}:{self.step}:{self.place}"
         if self.kind == "exit":
-            word = f"_exit{-self.status}" if self.status < 0 else f"exit{self.status}"
-            return f"{word}:{self.rank}:{self.step}:{self.place}"
+            kind = f"_exit{-self.status}" if self.status < 0 else f"exit{self.status}"
+            return f"{kind}:{self.rank}:{self.step}:{self.place}"
         return ""
 
     @property
@@ -71,7 +71,7 @@ class Fault:
 
 
 def draw(seed: int, number: int, *, has_hosts: bool, has_disks: bool) -> tuple[Setting, Fault]:
-    """The setting and the fault of one run, among what this machine can do."""
+    """The setting and the fault of one run, from those that this machine supports."""
     source = random.Random(f"{seed}:{number}")
     kinds = [
         kind
@@ -123,7 +123,7 @@ def fault_of(kind: Kind, setting: Setting, source: random.Random) -> Fault:
             step=step,
             delay_s=delay_s,
             lasts_s=lasts_s,
-            is_killed_then=source.random() < 0.5,
+            is_followed_by_kill=source.random() < 0.5,
         )
     lasts_s = source.uniform(0.5, 6) if kind == "network pause" else None
     moment: Moment = source.choice(("step", "step", "step", "write", "start"))
@@ -134,5 +134,5 @@ def fault_of(kind: Kind, setting: Setting, source: random.Random) -> Fault:
     return Fault(kind=kind, rank=rank, moment=moment, step=step, delay_s=delay_s, lasts_s=lasts_s)
 
 
-def _but(one: str, words: Sequence[str]) -> tuple[str, ...]:
-    return tuple(word for word in words if word != one)
+def _but(excluded: str, places: Sequence[str]) -> tuple[str, ...]:
+    return tuple(place for place in places if place != excluded)

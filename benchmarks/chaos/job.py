@@ -1,4 +1,4 @@
-"""A job as the benchmark sees it from outside: its processes, and its output with times."""
+"""A job seen from outside: its processes, and its output with times."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Starter(Protocol):
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the output, and when it came (monotonic)."""
+    """A line of the output and the time it was read (monotonic)."""
 
     at: float
     text: str
 
 
 class Job:
-    """One started job. ``networks`` are those of its test hosts: all that runs there is its own."""
+    """One started job. All processes in ``networks``, those of its test hosts, belong to it."""
 
     def __init__(
         self,
@@ -73,12 +73,12 @@ class Job:
 
     @property
     def text(self) -> str:
-        """What was printed so far."""
+        """The output so far."""
         return "\n".join(line.text for line in self.lines)
 
     def has_processes(self) -> bool:
-        """Whether a process of the job is alive. All are looked for when no known one is left."""
-        self.process.poll()  # else it would stay a zombie
+        """Whether a process of the job is alive. Searches for others when no known one is left."""
+        self.process.poll()  # otherwise it would remain a zombie
         self._known = [pid for pid in self._known if _is_alive(pid)] or self.processes()
         return bool(self._known)
 
@@ -91,10 +91,10 @@ class Job:
         return sorted({pid for pid in found if _is_alive(pid)})
 
     def pid_of(self, rank: int) -> int | None:
-        """The process of a rank's script, once it has begun."""
+        """The process of a rank's script, or None if it has not started."""
         for pid in _all_pids():
             variables = _environment(pid).split(b"\0")
-            is_script = any(word.endswith(SCRIPT) for word in _words(pid)[1:3])
+            is_script = any(arg.endswith(SCRIPT) for arg in _arguments(pid)[1:3])
             if self._mark not in variables or not is_script:
                 continue
             if any(f"{name}={rank}".encode() in variables for name in _RANK_VARIABLES):
@@ -102,19 +102,19 @@ class Job:
         return None
 
     def wait_for_pid(self, rank: int, limit_s: float) -> int:
-        """As `pid_of`. Raises TimeoutError."""
+        """Wait for `pid_of`. Raises TimeoutError."""
         deadline = time.monotonic() + limit_s
         while (pid := self.pid_of(rank)) is None:
             if time.monotonic() > deadline or self.process.poll() is not None:
-                raise TimeoutError(f"rank {rank} did not begin")
+                raise TimeoutError(f"rank {rank} did not start")
             time.sleep(0.02)
         return pid
 
     def wait_until_gone(self, limit_s: float) -> float | None:
-        """When the last process was gone (monotonic); None if some are there after the limit."""
+        """The time when the last process ended (monotonic); None if the limit has passed."""
         deadline = time.monotonic() + limit_s
         gone_at: float | None = None
-        while True:  # seen twice, for one that is just becoming another program shows nothing
+        while True:  # checked twice: a process in exec has no environment for a moment
             if self.has_processes():
                 gone_at = None
             elif gone_at is not None:
@@ -129,15 +129,15 @@ class Job:
         return gone_at
 
     def kill_all(self) -> None:
-        """End what is left, at the end of a run that did not end by itself."""
+        """Kill all processes that are left."""
         for pid in self.processes():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.wait_until_gone(5)
 
     def describe(self, pids: Collection[int]) -> list[str]:
-        """State and words of processes, for the record."""
-        return [f"{pid} {_state(pid)} {' '.join(_words(pid))[:200]}" for pid in pids]
+        """State and command line of processes, for the record."""
+        return [f"{pid} {_state(pid)} {' '.join(_arguments(pid))[:200]}" for pid in pids]
 
 
 def _all_pids() -> list[int]:
@@ -156,7 +156,7 @@ def _environment(pid: int) -> bytes:
     return _read_bytes(f"/proc/{pid}/environ")
 
 
-def _words(pid: int) -> list[str]:
+def _arguments(pid: int) -> list[str]:
     return _read_bytes(f"/proc/{pid}/cmdline").decode(errors="replace").split("\0")[:-1] or [""]
 
 

@@ -1,4 +1,4 @@
-"""One run: train, strike, look what comes of it, resume, compare with the undisturbed run."""
+"""One run: train, inject a fault, check its effects, resume, compare with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ import torch
 from safetensors.torch import load_file
 
 import torchmn
-from chaos import verdicts
+from chaos import expectations
 from chaos.faults import Fault
+from chaos.injection import TooLateError, complete, flip_one_bit, free, inject
 from chaos.job import Job
 from chaos.settings import Setting
-from chaos.stage import TRAINING, Stage, small_disk
-from chaos.strike import TooLateError, complete, flip_one_bit, free, strike
+from chaos.testbed import TRAINING, Testbed, small_disk
 
 LIMIT_S = 90.0
 _DISK_MEGABYTES = 8
-_DECIDE_BITS = ("communicators", "compression", "data", "exchange")
+_DETERMINE_BITS = (
+    *("communicators", "compression", "data", "gradients", "optimizer", "schedules", "transports"),
+)
 Tensors = list[dict[str, torch.Tensor]]
 
 
 class ReferenceFailedError(Exception):
-    """The run without a fault failed: nothing can be compared."""
+    """The run without a fault failed, so that there is no reference."""
 
 
 class References:
@@ -39,37 +41,37 @@ class References:
     def __init__(self, folder: Path) -> None:
         self._folder = folder / _digest_of_sources()
 
-    def of(self, setting: Setting, stage: Stage) -> Tensors:
-        """The tensors of every rank; the run is made if it has not been."""
+    def of(self, setting: Setting, testbed: Testbed) -> Tensors:
+        """The tensors of every rank; trains without a fault if there is no reference yet."""
         folder = self._folder / "-".join([*map(str, setting.workers), *setting.training])
         if not folder.exists():
-            self._make(folder, setting, stage)
+            self._make(folder, setting, testbed)
         return finals(folder, setting)
 
-    def _make(self, folder: Path, setting: Setting, stage: Stage) -> None:
-        """Train without a fault; the folder appears when all is in it."""
+    def _make(self, folder: Path, setting: Setting, testbed: Testbed) -> None:
+        """Train without a fault; the folder appears when it is complete."""
         self._folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self._folder, prefix="draft-") as draft:
-            job = stage.start(setting, Path(draft))
+            job = testbed.start(setting, Path(draft))
             left = [] if job.wait_until_gone(LIMIT_S) is not None else job.processes()
-            words = f"{setting.name}: {job.describe(left)}"
+            text = f"{setting.name}: {job.describe(left)}"
             job.kill_all()
             if left or job.process.returncode != 0:
-                words = f"{words} status {job.process.returncode}: {job.text[-3000:]}"
-                raise ReferenceFailedError(words)
-            with suppress(OSError):  # another invocation was faster
+                text = f"{text} status {job.process.returncode}: {job.text[-3000:]}"
+                raise ReferenceFailedError(text)
+            with suppress(OSError):  # another process has written it
                 Path(draft).rename(folder)
 
 
 def finals(folder: Path, setting: Setting) -> Tensors:
-    """What every rank has left. Raises FileNotFoundError."""
+    """The final tensors of every rank. Raises FileNotFoundError."""
     return [
         load_file(folder / f"final-rank{rank}.safetensors") for rank in range(setting.num_workers)
     ]
 
 
 def different(ours: Tensors, theirs: Tensors) -> list[str]:
-    """The tensors that are not equal, bit by bit, of some ranks."""
+    """The tensors, with their ranks, that are not bit-identical."""
     found = []
     for rank, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         for name in sorted({*mine, *other}):
@@ -80,41 +82,41 @@ def different(ours: Tensors, theirs: Tensors) -> list[str]:
 
 
 def run(
-    setting: Setting, fault: Fault, stage: Stage, references: References, transcript: Path
+    setting: Setting, fault: Fault, testbed: Testbed, references: References, transcript: Path
 ) -> dict[str, Any]:
-    """One run; its record. ``transcript`` gets all that was printed."""
-    reference = references.of(setting, stage)
+    """One run; returns its record. ``transcript`` receives the complete output."""
+    reference = references.of(setting, testbed)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
         if fault.kind == "disk full":
             disk = stack.enter_context(small_disk(folder / "disk", _DISK_MEGABYTES))
             (disk / "checkpoints").mkdir()
             (folder / "checkpoints").symlink_to(disk / "checkpoints")
-        return _Run(setting, fault, stage, folder, reference, transcript).record()
+        return _Run(setting, fault, testbed, folder, reference, transcript).record()
 
 
 class _Run:
-    """One run, step by step, with what was seen."""
+    """One run, step by step, with its observations."""
 
     def __init__(
         self,
         setting: Setting,
         fault: Fault,
-        stage: Stage,
+        testbed: Testbed,
         folder: Path,
         reference: Tensors,
         transcript: Path,
     ) -> None:
-        self._setting, self._fault, self._stage = setting, fault, stage
+        self._setting, self._fault, self._testbed = setting, fault, testbed
         self._folder, self._reference, self._transcript = folder, reference, transcript
         self._problems: list[str] = []
         self._seen: dict[str, Any] = {}
 
     def record(self) -> dict[str, Any]:
         load = os.getloadavg()[0]
-        began = time.monotonic()
-        self._disturb()
-        self._heal()
+        started = time.monotonic()
+        self._inject()
+        self._repair()
         self._resume()
         return {
             "setting": {**asdict(self._setting), "name": self._setting.name},
@@ -122,34 +124,34 @@ class _Run:
             **self._seen,
             "problems": self._problems,
             "load": [load, os.getloadavg()[0]],
-            "seconds": round(time.monotonic() - began, 1),
+            "seconds": round(time.monotonic() - started, 1),
         }
 
-    def _disturb(self) -> None:
+    def _inject(self) -> None:
         fault, setting, seen = self._fault, self._setting, self._seen
-        order = ("--fault", fault.order) if fault.order else ()
-        job = self._stage.start(setting, self._folder, *order)
-        struck_at = None
+        script_fault = ("--fault", fault.script_fault) if fault.script_fault else ()
+        job = self._testbed.start(setting, self._folder, *script_fault)
+        injected_at = None
         try:
-            struck_at = strike(fault, job, setting, self._stage, self._folder)
+            injected_at = inject(fault, job, setting, self._testbed, self._folder)
         except TooLateError as error:
             seen["too_late"] = str(error)
         gone_at = self._wait_for_the_end(job)
-        self._write("disturbed", job, struck_at)
+        self._write("disturbed", job, injected_at)
         status = seen["status"] = job.process.returncode
-        seen["sentence"] = verdicts.last_sentence(job.lines)
-        seen["went_on"] = status == 0
-        if struck_at is None:
+        seen["message"] = expectations.last_message(job.lines)
+        seen["continued"] = status == 0
+        if injected_at is None:
             if status != 0:
                 self._problems.append("failed without a fault")
             return
-        seen["detection_s"] = verdicts.detection_s(job.lines, struck_at, fault, setting)
-        seen["end_s"] = None if gone_at is None else round(gone_at - struck_at, 3)
+        seen["detection_s"] = expectations.detection_s(job.lines, injected_at, fault, setting)
+        seen["end_s"] = None if gone_at is None else round(gone_at - injected_at, 3)
         seen["newest_before"] = [path.name for path in complete(self._folder)][-1:]
-        self._judge_end(job, status)
+        self._check_end(job, status)
 
     def _wait_for_the_end(self, job: Job) -> float | None:
-        """When the last process was gone; a hang if the limit passes, orphans if only some stay."""
+        """The time when the last process ended; records a hang, or orphans, after the limit."""
         gone_at = job.wait_until_gone(LIMIT_S)
         self._seen["hang"] = gone_at is None and job.process.poll() is None
         left = [] if gone_at is not None else job.processes()
@@ -161,37 +163,37 @@ class _Run:
         job.kill_all()
         return gone_at
 
-    def _judge_end(self, job: Job, status: int) -> None:
+    def _check_end(self, job: Job, status: int) -> None:
         fault, setting, seen = self._fault, self._setting, self._seen
-        may_go_on = fault.kind in ("disk full", "network pause")
-        if may_go_on and status == 0:
+        may_continue = fault.kind in ("disk full", "network pause")
+        if may_continue and status == 0:
             if fault.kind == "disk full" and fault.lasts_s is None and not seen["detection_s"]:
-                self._problems.append("no sentence about the full disk")
+                self._problems.append("no message about the full disk")
             seen["named"] = None
-            self._compare("went on with other bits")
+            self._compare("continued with other bits")
             return
         if status == 0:
-            self._problems.append("ended with status 0")
+            self._problems.append("exited with status 0")
             return
-        if not verdicts.has_right_status(status, fault, setting):
+        if not expectations.has_right_status(status, fault, setting):
             self._problems.append(f"status {status}")
-        seen["named"] = verdicts.is_named(job.lines, fault, setting)
+        seen["named"] = expectations.is_named(job.lines, fault, setting)
         if seen["named"] is False:
-            self._problems.append("first_failure not named")
-        limit_s = verdicts.hang_limit_s(fault, setting)
+            self._problems.append("cause not named")
+        limit_s = expectations.hang_limit_s(fault, setting)
         if fault.kind == "SIGSTOP" and (seen["detection_s"] or 0) > limit_s:
-            self._problems.append(f"hang named after {seen['detection_s']} s")
+            self._problems.append(f"hang reported after {seen['detection_s']} s")
 
-    def _heal(self) -> None:
+    def _repair(self) -> None:
         if self._fault.kind == "network cut":
-            for host in self._stage.lab.hosts:
-                self._stage.lab.mend(host)
+            for host in self._testbed.lab.hosts:
+                self._testbed.lab.mend(host)
         if self._fault.kind == "disk full":
             free(self._folder)
         if self._fault.kind == "flipped byte" and len(complete(self._folder)) > 1:
             source = random.Random(repr(self._fault))
             self._seen["flipped"] = flip_one_bit(self._folder, source)
-        for path in (self._folder / "struck", *self._folder.glob("final-*")):
+        for path in (self._folder / "injected", *self._folder.glob("final-*")):
             path.unlink(missing_ok=True)
 
     def _resume(self) -> None:
@@ -200,7 +202,7 @@ class _Run:
         if "flipped" in seen:
             good = good[:-1]
         (self._folder / "resumed").unlink(missing_ok=True)
-        job = self._stage.start(self._setting, self._folder)
+        job = self._testbed.start(self._setting, self._folder)
         is_gone = job.wait_until_gone(2 * LIMIT_S) is not None
         job.kill_all()
         self._write("resumed", job, None)
@@ -212,7 +214,7 @@ class _Run:
         if seen.get("resumed_at") != max(good, default=0):
             self._problems.append(f"resumed at {seen.get('resumed_at')} and not at {good[-1:]}")
         if "flipped" in seen and "not every checkpoint is good" not in job.text:
-            self._problems.append("no sentence about the flipped byte")
+            self._problems.append("no message about the flipped byte")
         seen["accuracy"] = float((self._folder / "accuracy").read_text())
         self._compare("resumed to other bits")
 
@@ -225,8 +227,8 @@ class _Run:
         if found and self._setting.is_exact:
             self._problems.append(f"{problem}: {len(found)} tensors, {found[0]}")
 
-    def _write(self, title: str, job: Job, struck_at: float | None) -> None:
-        zero = job.started_at if struck_at is None else struck_at
+    def _write(self, title: str, job: Job, injected_at: float | None) -> None:
+        zero = job.started_at if injected_at is None else injected_at
         with self._transcript.open("a") as file:
             file.write(f"==== {title}: {self._setting.name}: {self._fault}\n")
             for line in job.lines:
@@ -235,10 +237,10 @@ class _Run:
 
 
 def _digest_of_sources() -> str:
-    """Of all that decides the bits of a reference, so that a stale one is never used."""
+    """A digest of everything that determines the bits of a reference, so that none is stale."""
     digest = hashlib.sha256(torch.__version__.encode())
     package = Path(torchmn.__file__).parent
-    sources = sorted(path for name in _DECIDE_BITS for path in (package / name).rglob("*.py"))
+    sources = sorted(path for name in _DETERMINE_BITS for path in (package / name).rglob("*.py"))
     for path in (*sources, TRAINING):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

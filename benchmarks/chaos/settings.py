@@ -1,4 +1,4 @@
-"""What is trained by how many workers where, and started by whom. The settings are data."""
+"""The settings of the chaos benchmark as data: workers, launcher, backend and training."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 BLOCK_STEPS = 8
-"""Of the schedules by blocks, in `training`."""
+"""Steps of a block, for the block schedules of `training`."""
 
 Launcher = Literal["torchmn run", "mpirun", "torchrun"]
 Backend = Literal["gloo", "mpi"]
@@ -16,10 +16,10 @@ Backend = Literal["gloo", "mpi"]
 class Setting:
     """One way to train. Under mpirun and torchrun the script installs the crash handler itself.
 
-    ``workers`` has the number on each host: one entry is this machine, several are test hosts.
-    ``timeout_s`` is that of a collective, the first one's is twice as long. ``share`` is how often
-    the setting is drawn. ``is_exact`` says whether a resumed run must end with the bits of one that
-    was not disturbed.
+    ``workers`` has the number of workers on each host: one entry is this machine, several are test
+    hosts. ``timeout_s`` is the time-out of a collective, doubled for the first one. ``share`` is
+    the relative frequency of the setting. ``is_exact``: a resumed run must end with the same bits
+    as an undisturbed one.
     """
 
     workers: tuple[int, ...] = (2,)
@@ -36,7 +36,7 @@ class Setting:
 
     @property
     def num_workers(self) -> int:
-        """Of all hosts."""
+        """The number of workers on all hosts."""
         return sum(self.workers)
 
     @property
@@ -46,12 +46,12 @@ class Setting:
 
     @property
     def num_first_steps(self) -> int:
-        """Up to which step the limit of the first exchange holds: blocks come to theirs later."""
+        """The number of steps up to the first exchange, which is later for block schedules."""
         return 2 * BLOCK_STEPS + 1 if self.schedule in ("block_momentum", "diloco") else 2
 
     @property
     def training(self) -> tuple[str, ...]:
-        """What decides the bits of the result: the key of the reference run, with ``workers``."""
+        """What determines the bits; with ``workers`` it is the key of the reference run."""
         return (self.backend, self.route, self.schedule, self.codec, str(self.num_steps))
 
     @property

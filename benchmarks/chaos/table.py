@@ -1,4 +1,4 @@
-"""What all recorded runs together show: a table by fault, and the bars."""
+"""The summary of all recorded runs: a table by fault, and the bars."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Record = dict[str, Any]
 _GOAL_RUNS = 200
 _FOLDERS = re.compile(r"""(?<![\w.])/(?:[^\s/:;,'"\\]+/)+""")
 _COLUMNS: tuple[str, ...] = (
-    *("fault", "where", "runs", "ended", "went on", "too late", "hangs", "orphans", "wrong"),
-    *("named", "detected s", "last one gone s", "resumed"),
+    *("fault", "where", "runs", "ended", "continued", "too late", "hangs", "orphans", "wrong"),
+    *("named", "detected s", "all ended s", "resumed"),
 )
 
 
@@ -32,13 +32,13 @@ def read(path: Path) -> list[Record]:
 
 
 def append(path: Path, record: Record) -> None:
-    """Add a run. Folders of this machine are left out: they say nothing elsewhere."""
+    """Append a run, without folder names, which mean nothing on another machine."""
     with path.open("a") as file:
         file.write(_FOLDERS.sub("", json.dumps(record)) + "\n")
 
 
 def show(records: Sequence[Record]) -> None:
-    """Print what happened, by fault and place, and every problem."""
+    """Print a summary by fault and place, and every problem."""
     table = Table(title=f"{len(records)} runs")
     for name in _COLUMNS:
         table.add_column(name, justify="left" if name in ("fault", "where") else "right")
@@ -67,26 +67,26 @@ def where_of(record: Record) -> str:
 
 def _row(kind: str, where: str, records: Sequence[Record]) -> list[str]:
     named = [r["named"] for r in records if r.get("named") is not None]
-    struck = [r for r in records if "too_late" not in r]
+    injected = [r for r in records if "too_late" not in r]
     return [
         kind,
         where,
         str(len(records)),
-        str(sum(not r["went_on"] for r in struck)),
-        str(sum(r["went_on"] for r in struck)),
-        str(len(records) - len(struck)),
+        str(sum(not r["continued"] for r in injected)),
+        str(sum(r["continued"] for r in injected)),
+        str(len(records) - len(injected)),
         str(sum(r["hang"] for r in records)),
         str(sum(bool(r["orphans"]) for r in records)),
         str(sum(map(is_wrong, records))),
         f"{sum(named)} of {len(named)}" if named else "",
-        _spread(r.get("detection_s") for r in struck),
-        _spread(r.get("end_s") for r in struck if not r["went_on"]),
+        _spread(r.get("detection_s") for r in injected),
+        _spread(r.get("end_s") for r in injected if not r["continued"]),
         str(sum(r.get("bit_equal", False) for r in records)),
     ]
 
 
 def is_wrong(record: Record) -> bool:
-    """Whether the result has other bits although equal ones are promised, or there is none."""
+    """Whether the result is missing, or its bits differ although they must not."""
     return record["setting"]["is_exact"] and not record.get("bit_equal", False)
 
 
@@ -98,16 +98,16 @@ def _spread(values: Iterable[float | None]) -> str:
 
 
 def bars(records: Sequence[Record]) -> list[Bar]:
-    """The figures that issue 5 asks for."""
-    struck = [record for record in records if "too_late" not in record]
+    """The limits of the benchmark."""
+    injected = [record for record in records if "too_late" not in record]
     found = [
-        Bar("runs with a fault", len(struck), "", f">= {_GOAL_RUNS}", len(struck) >= _GOAL_RUNS)
+        Bar("runs with a fault", len(injected), "", f">= {_GOAL_RUNS}", len(injected) >= _GOAL_RUNS)
     ]
     counts: tuple[tuple[str, Callable[[Record], bool]], ...] = (
         ("hangs over 90 s", lambda r: r["hang"]),
         ("runs with orphans", lambda r: bool(r["orphans"])),
         ("wrong results", is_wrong),
-        ("culprits not named", lambda r: r.get("named") is False),
+        ("causes not named", lambda r: r.get("named") is False),
     )
     for name, is_bad in counts:
         number = sum(map(is_bad, records))
@@ -115,22 +115,22 @@ def bars(records: Sequence[Record]) -> list[Bar]:
     for where, limit_s in (("one machine", 3.0), ("test hosts", 10.0)):
         ends = [
             r["end_s"]
-            for r in struck
+            for r in injected
             if r["fault"]["kind"] in ("kill", "flipped byte")
             and where_of(r) == where
             and r["end_s"] is not None
         ]
         if ends:
             median = statistics.median(ends)
-            name = f"kill -9 to the last process gone, {where}"
+            name = f"kill -9 to the end of the last process, {where}"
             holds = median < limit_s
             found.append(Bar(name, median, "s", f"< {limit_s:g}", holds, ends, quartiles(ends)))
     late = [
         r["detection_s"] - (r["hang_limit_s"] - 5)
-        for r in struck
+        for r in injected
         if r["fault"]["kind"] == "SIGSTOP" and r["detection_s"] is not None
     ]
     if late:
-        name = "SIGSTOP to a named hang, beyond the time-out, longest"
+        name = "SIGSTOP to the hang report, beyond the time-out, maximum"
         found.append(Bar(name, max(late), "s", "<= 5", max(late) <= 5, late, quartiles(late)))
     return found

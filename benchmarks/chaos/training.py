@@ -2,8 +2,8 @@
 
     torchmn run -n 2 benchmarks/chaos/training.py FOLDER --digits FILE [--schedule ... --fault ...]
 
-``FOLDER`` gets ``checkpoints``, ``progress`` (one byte for each step of rank 0), ``resumed`` (the
-step that a run began with), ``struck`` (when a fault from inside came), ``accuracy`` and
+``FOLDER`` receives ``checkpoints``, ``progress`` (one byte for each step of rank 0), ``resumed``
+(the first step of a run), ``injected`` (the time of a fault in the script), ``accuracy`` and
 ``final-rank<r>.safetensors``.
 """
 
@@ -34,11 +34,11 @@ GLOBAL_BATCH = 48
 _BLOCK_STEPS = 8
 
 SCHEDULES = {"block_momentum": BlockMomentum, "diloco": DiLoCo, "periodic_average": PeriodicAverage}
-"""Those whose default blocks are longer than this training; others go by their name."""
+"""Schedules whose default blocks are longer than this training; others are given by name."""
 
 
 class InsideFault:
-    """A fault that the script makes itself, where and when ``--fault`` says.
+    """A fault that the script raises itself, at the place and step of ``--fault``.
 
     ``KIND:RANK:STEP:PLACE``; the kind is ``exception``, ``exit<status>`` or ``_exit<status>``.
     """
@@ -49,30 +49,30 @@ class InsideFault:
         self._rank, self._step = int(rank), int(step)
         self._folder = folder
 
-    def may_come(self, rank: int, step: int, place: str) -> None:
-        """Called at every place where a fault may come."""
+    def raise_if_due(self, rank: int, step: int, place: str) -> None:
+        """Called at every place where a fault can be raised."""
         if (rank, place) == (self._rank, self._place) and step >= self._step:
             self._rank = -1
-            (self._folder / "struck").write_text(str(time.time()))
-            self._come()
+            (self._folder / "injected").write_text(str(time.time()))
+            self._raise()
 
-    def _come(self) -> NoReturn:
+    def _raise(self) -> NoReturn:
         if self._kind.startswith("_exit"):
             os._exit(int(self._kind.removeprefix("_exit")))
         if self._kind.startswith("exit"):
             sys.exit(int(self._kind.removeprefix("exit")))
-        raise RuntimeError("the fault that the benchmark ordered")
+        raise RuntimeError("a fault injected by the benchmark")
 
 
 class Bystander:
-    """Something with a state, whose saving may fail."""
+    """An object with a state, whose saving may fail."""
 
-    def __init__(self, come: Callable[[], None]) -> None:
-        self._come = come
+    def __init__(self, raise_if_due: Callable[[], None]) -> None:
+        self._raise_if_due = raise_if_due
 
     def state_dict(self) -> dict[str, int]:
-        """Nothing worth keeping."""
-        self._come()
+        """A dummy state."""
+        self._raise_if_due()
         return {"nothing": 0}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -82,14 +82,14 @@ class Bystander:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("folder", type=Path, help="where it writes what it did")
+    add("folder", type=Path, help="folder of checkpoints and results")
     add("--digits", type=Path, required=True, help="file with the images and labels")
     add("--route", default="hierarchical")
     add("--schedule", default="every_step")
     add("--codec", default="float32")
     add("--steps", type=int, default=100)
-    add("--period", type=int, default=8, help="steps from checkpoint to checkpoint")
-    add("--timeout", type=float, default=10.0, help="in seconds; the first is twice as long")
+    add("--period", type=int, default=8, help="steps between checkpoints")
+    add("--timeout", type=float, default=10.0, help="seconds; doubled for the first exchange")
     add("--fault", default="", help="KIND:RANK:STEP:PLACE")
     return parser.parse_args()
 
@@ -99,7 +99,7 @@ def main() -> None:
     folder: Path = options.folder
     fault = InsideFault(options.fault, folder)
     launched_rank = int(os.environ.get("RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
-    fault.may_come(launched_rank, 0, "start")
+    fault.raise_if_due(launched_rank, 0, "start")
     torch.set_num_threads(1)
     comm = torchmn.create_communicator(
         options.route, timeout_s=options.timeout, first_timeout_s=2 * options.timeout
@@ -126,24 +126,24 @@ def main() -> None:
         "optimizer": optimizer,
         "scheduler": scheduler,
         "sampler": sampler,
-        "bystander": Bystander(lambda: fault.may_come(comm.rank, step, "save")),
+        "bystander": Bystander(lambda: fault.raise_if_due(comm.rank, step, "save")),
     }
     step = checkpointer.resume(state)
     if comm.rank == 0:
         (folder / "resumed").write_text(str(step))
     first_parameter = next(model.parameters())
-    first_parameter.register_hook(lambda _: fault.may_come(comm.rank, step, "backward"))
+    first_parameter.register_hook(lambda _: fault.raise_if_due(comm.rank, step, "backward"))
 
     progress = os.open(folder / "progress", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     if comm.rank == 0:
-        os.write(progress, b"." * (1 + step))  # one more: it has begun
+        os.write(progress, b"." * (1 + step))  # one more: the run has started
     model.train()
     inputs, labels = digits["images"], digits["labels"]
     while step < options.steps:
         for batch in sampler:
-            fault.may_come(comm.rank, step, "step")
+            fault.raise_if_due(comm.rank, step, "step")
             loss = cross_entropy(model(inputs[batch]), labels[batch])
-            fault.may_come(comm.rank, step, "forward")
+            fault.raise_if_due(comm.rank, step, "forward")
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -157,7 +157,7 @@ def main() -> None:
                 break
     try:
         checkpointer.finish()
-    except TorchmnError as error:  # the training is worth more than its last checkpoint
+    except TorchmnError as error:  # the training is complete without its last checkpoint
         print(f"no last checkpoint: {error}", flush=True)
     optimizer.flush()
     tensors = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}

@@ -9,31 +9,31 @@ from typing import Any
 
 from record import Bar, median_bar, median_interval
 
-from exchange.conductor import QUIET_SHARE
-from exchange.counted import NOT_COUNTED, WhyNot
-from exchange.runs import Run, has_turns, judged
+from exchange.exclusions import NOT_COUNTED, Exclusion
+from exchange.measurement import QUIET_SHARE
+from exchange.runs import Run, has_turns, newest
 from exchange.table import LINES, Limit, Line
 
-FEWEST = 5
+MIN_PAIRS = 5
 
 
-def bars_of(runs: Mapping[str, Sequence[Run]], why_not: WhyNot) -> list[Bar]:
-    """The bars of all lines that were measured, in the order of the table."""
+def bars_of(runs: Mapping[str, Sequence[Run]], exclusion: Exclusion) -> list[Bar]:
+    """The bars of all measured lines, in the order of the table."""
     return [
         bar
         for name, line in LINES.items()
         if name in runs
-        for bar in _line_bars(line, runs[name], why_not)
+        for bar in _line_bars(line, runs[name], exclusion)
     ]
 
 
-def _line_bars(line: Line, runs: Sequence[Run], why_not: WhyNot) -> list[Bar]:
-    bars = [bar for limit in line.limits for bar in _limit_bars(line, limit, runs, why_not)]
+def _line_bars(line: Line, runs: Sequence[Run], exclusion: Exclusion) -> list[Bar]:
+    bars = [bar for limit in line.limits for bar in _limit_bars(line, limit, runs, exclusion)]
     for side in line.sides:
-        measured = judged(runs, lambda run, side=side: has_turns(run, side))
+        measured = newest(runs, lambda run, side=side: has_turns(run, side))
         if not measured:
             continue
-        reasons = [reason for run in measured if (reason := why_not(side, run))]
+        reasons = [reason for run in measured if (reason := exclusion(side, run))]
         mark = f", {reasons[0]}" if reasons else ""
         if line.baseline and line.baseline != side:
             bars += _share_bars(line, side, runs, mark)
@@ -45,30 +45,30 @@ def _line_bars(line: Line, runs: Sequence[Run], why_not: WhyNot) -> list[Bar]:
 
 def _share_bars(line: Line, side: str, runs: Sequence[Run], mark: str) -> list[Bar]:
     baseline = str(line.baseline)
-    own = judged(runs, lambda run: has_turns(run, side, baseline))
+    own = newest(runs, lambda run: has_turns(run, side, baseline))
     if not own:
         return []
     name = f"{line.name}: {side}, share of {baseline}, {_count(own)}{mark}"
     return [_ratio(name, [paired_ratios(run["turns"], side, baseline) for run in own])]
 
 
-def _limit_bars(line: Line, limit: Limit, runs: Sequence[Run], why_not: WhyNot) -> list[Bar]:
+def _limit_bars(line: Line, limit: Limit, runs: Sequence[Run], exclusion: Exclusion) -> list[Bar]:
     if limit.nbytes is not None:
         return [_bytes_bar(line, limit, runs)]
-    text = f">= {limit.at_least:.3g}"
+    text = f">= {limit.minimum:.3g}"
 
     def sides_of(run: Run) -> tuple[str | None, str | None]:
         """The best of both sides; of ours only those that count."""
-        counted = [side for side in limit.ours if not why_not(side, run)]
+        counted = [side for side in limit.ours if not exclusion(side, run)]
         return _best(run, counted), _best(run, limit.theirs)
 
     # Both sides of a ratio must have taken turns in one run.
-    own = judged(runs, lambda run: None not in sides_of(run))
+    own = newest(runs, lambda run: None not in sides_of(run))
     if not own:
         name = f"{line.name}: {' | '.join(limit.ours)} / {' | '.join(limit.theirs)}"
         return [
             Bar(
-                f"{name}: {_why_missing(limit, runs, why_not)}",
+                f"{name}: {_why_missing(limit, runs, exclusion)}",
                 math.nan,
                 "",
                 text,
@@ -83,14 +83,14 @@ def _limit_bars(line: Line, limit: Limit, runs: Sequence[Run], why_not: WhyNot) 
     ]
     bar = _ratio(f"{line.name}: {ours} / {theirs}, {_count(own)}", ratios)
     bar.limit = text
-    bar.holds = bar.interval is not None and bar.interval[0] >= limit.at_least
+    bar.holds = bar.interval is not None and bar.interval[0] >= limit.minimum
     return [bar]
 
 
 def _bytes_bar(line: Line, limit: Limit, runs: Sequence[Run]) -> Bar:
     (side,) = limit.ours
-    own = judged(runs, lambda run: has_turns(run, side))
-    text = f"{limit.nbytes / 1e6:g} +- {limit.at_least:.0%}"  # type: ignore[operator]
+    own = newest(runs, lambda run: has_turns(run, side))
+    text = f"{limit.nbytes / 1e6:g} +- {limit.tolerance:.0%}"  # type: ignore[operator]
     name = f"{line.name}: {side}, bytes over a link, per direction"
     if not own:
         return Bar(f"{name}: missing (not measured)", math.nan, "MB", text, None)
@@ -98,7 +98,7 @@ def _bytes_bar(line: Line, limit: Limit, runs: Sequence[Run]) -> Bar:
     bar = median_bar(f"{name}, {_count(own)}", samples, "MB")
     bar.limit = text
     expected = limit.nbytes / 1e6  # type: ignore[operator]
-    bar.holds = all(abs(s - expected) <= limit.at_least * expected for s in bar.samples)
+    bar.holds = all(abs(s - expected) <= limit.tolerance * expected for s in bar.samples)
     return bar
 
 
@@ -117,12 +117,12 @@ def _ratio(name: str, ratios: Sequence[Sequence[float]]) -> Bar:
 def paired_ratios(turns: Sequence[Mapping[str, Any]], ours: str, theirs: str) -> list[float]:
     """Seconds of ``theirs`` over seconds of ``ours``, for each turn of ours.
 
-    A turn is compared with the nearest turns of the other side before and after it (or the one
-    there is), so that a slow spell of the machine meets both. Turns in which others used the
-    processors are left out if `FEWEST` pairs remain.
+    A turn is compared with the nearest turns of the other side before and after it (or with the
+    only one), so that a slow phase of the machine affects both. Turns during which other programs
+    used the processors are left out if `MIN_PAIRS` pairs remain.
     """
     quiet = _paired_ratios([t for t in turns if t["foreign_share"] <= QUIET_SHARE], ours, theirs)
-    return quiet if len(quiet) >= FEWEST else _paired_ratios(turns, ours, theirs)
+    return quiet if len(quiet) >= MIN_PAIRS else _paired_ratios(turns, ours, theirs)
 
 
 def _paired_ratios(turns: Sequence[Mapping[str, Any]], ours: str, theirs: str) -> list[float]:
@@ -152,13 +152,15 @@ def _turns(run: Run, side: str) -> list[Mapping[str, Any]]:
     return [turn for turn in run["turns"] if turn["side"] == side]
 
 
-def _why_missing(limit: Limit, runs: Sequence[Run], why_not: WhyNot) -> str:
-    """What was said of the sides that were to be compared, in the newest run that has them."""
-    said: dict[str, str] = {}
+def _why_missing(limit: Limit, runs: Sequence[Run], exclusion: Exclusion) -> str:
+    """The status of the sides to compare, from the newest run that has them."""
+    reported: dict[str, str] = {}
     for run in runs:
         for side in (*limit.ours, *limit.theirs):
             status = run["sides"].get(side)
             if status is not None:
-                said[side] = why_not(side, run) if status == "measured" else status.split(":")[0]
-    reasons = "; ".join(f"{side} {why}" for side, why in said.items() if why)
+                reported[side] = (
+                    exclusion(side, run) if status == "measured" else status.split(":")[0]
+                )
+    reasons = "; ".join(f"{side} {why}" for side, why in reported.items() if why)
     return f"missing ({reasons or 'not measured'})"

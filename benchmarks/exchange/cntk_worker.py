@@ -1,4 +1,4 @@
-"""A worker of CNTK 2.7, which needs Python 3.6: the orders of `worker.py` with CNTK's learners.
+"""A worker of CNTK 2.7, which needs Python 3.6: the commands of `worker.py` with CNTK's learners.
 
 The network is that of our side: a perceptron 784-1000-1000-10, 1.8 million parameters.
 """
@@ -60,7 +60,7 @@ def build(side):
 
 
 def turn(step, lead_steps, steps):
-    """As `worker.py`: seconds per step after some that do not count."""
+    """As `worker.py`: seconds per step, after some that are not timed."""
     busy = time.process_time()
     for _ in range(lead_steps):
         step()
@@ -94,15 +94,15 @@ def serve(address):
         line = stream.readline()
         if not line:
             os._exit(0)
-        order = json.loads(line)
+        command = json.loads(line)
         reply = {}
         try:
-            if order["do"] == "build":
-                steps[order["side"]] = build(order["side"])
+            if command["command"] == "build":
+                steps[command["side"]] = build(command["side"])
                 for _ in range(20):
-                    steps[order["side"]]()
-            elif order["do"] == "turn":
-                reply = turn(steps[order["side"]], order["lead_steps"], order["steps"])
+                    steps[command["side"]]()
+            elif command["command"] == "turn":
+                reply = turn(steps[command["side"]], command["lead_steps"], command["steps"])
         except Exception:
             reply = {"failed": traceback.format_exc()}
 

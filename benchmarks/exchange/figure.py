@@ -7,7 +7,7 @@ from pathlib import Path
 
 from record import Bar
 
-from exchange.counted import NOT_COUNTED
+from exchange.exclusions import NOT_COUNTED
 from exchange.table import LINES
 
 FIGURE = Path(__file__).parents[2] / "docs" / "figures" / "exchange.png"
@@ -67,7 +67,7 @@ def draw(bars: Sequence[Bar]) -> Path | None:
 def _colour(side: str, bar: Bar) -> str:
     if NOT_COUNTED in bar.bar:
         return "lightsteelblue"
-    if side.startswith(("ddp", "post-local", "torchft", "CNTK")):
+    if side.startswith(("ddp", "horovod", "post-local", "torchft", "CNTK")):
         return "tab:orange"
     return "silver" if "no-exchange" in side else "tab:blue"
 

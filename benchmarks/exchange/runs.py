@@ -1,7 +1,7 @@
-"""The runs that were carried out, one line of JSON each, added as they come; none is ever removed.
+"""All runs, one line of JSON each, appended as they finish; none is ever removed.
 
-Runs of early days were kept only until the same sides were measured again. Those that are left of
-them, here and in the history of the file, stand first; they say nothing of their date.
+The earliest runs were replaced when the same sides were measured again. Those that are left come
+first in the file and have no date.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Any
 from record import RECORDS
 
 RECORD = RECORDS / "exchange.jsonl"
-NUM_JUDGED = 3
-"""A limit is judged on the newest so many runs that can judge it, good or bad, all turns together.
-"""
+NUM_RUNS_PER_LIMIT = 3
+"""A limit is checked against the turns of this number of usable runs, the newest ones."""
 
 Run = Mapping[str, Any]
 """What `measure` returns, with the line and the environment: ``sides``, ``plans``, ``turns``."""
@@ -39,11 +38,11 @@ def load(path: Path) -> dict[str, list[Run]]:
     return runs
 
 
-def judged(runs: Sequence[Run], can_judge: Callable[[Run], bool]) -> list[Run]:
-    """The newest runs that can judge something, `NUM_JUDGED` at most, the oldest of them first."""
-    return [run for run in runs if can_judge(run)][-NUM_JUDGED:]
+def newest(runs: Sequence[Run], is_usable: Callable[[Run], bool]) -> list[Run]:
+    """The newest usable runs, at most `NUM_RUNS_PER_LIMIT`, oldest first."""
+    return [run for run in runs if is_usable(run)][-NUM_RUNS_PER_LIMIT:]
 
 
 def has_turns(run: Run, *sides: str) -> bool:
-    """Whether all of these sides took turns in the run."""
+    """Whether all of these sides were timed in the run."""
     return {*sides} <= {turn["side"] for turn in run["turns"]}

@@ -18,7 +18,8 @@ from exchange.table import BATCH, BLOCK_STEPS, Side
 
 _ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(_ROOT / "examples"))
-sys.path.append(str(_ROOT / ".peers" / "torchft"))  # behind everything else: it has old friends
+for _peer in ("torchft", "horovod"):  # last: their folders also hold older packages of ours
+    sys.path.append(str(_ROOT / ".peers" / _peer))
 from models.mlp import MLP  # noqa: E402
 from models.vgg import VGG  # noqa: E402
 
@@ -31,24 +32,41 @@ TIMEOUT_S = 240
 class Runner:
     """One side, built: ``step`` trains once, ``drain`` returns when nothing is in flight.
 
-    ``words`` is what there is to say of it when it has run warm, ``plan`` the schedule and the
-    codec that `auto` has chosen.
+    ``resume`` runs before a turn and starts what would disturb the turns of the other sides.
+    ``notes`` describes the side after its warm-up, ``plan`` is the schedule and the codec that
+    `auto` has chosen.
     """
 
     step: Step
     drain: Step = lambda: None
-    words: Callable[[], str] = lambda: ""
+    resume: Step = lambda: None
+    notes: Callable[[], str] = lambda: ""
     plan: Callable[[], Mapping[str, str] | None] = lambda: None
 
 
 def build(side: Side) -> Runner:
-    """Build a side. *Collective.* Raises what says that it cannot be built."""
+    """Build a side. *Collective.* Raises whatever prevents it."""
     return BUILDERS[side.build](side.options)
+
+
+class _SmallNetwork(nn.Module):
+    """In place of VGG in a smoke test: 1.3 million parameters, a step of a millisecond."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        pooled = [nn.MaxPool2d(4), nn.Flatten(), nn.Linear(1024, 1024)]
+        self.features = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), *pooled)
+        self.classifier = nn.Sequential(
+            nn.Linear(1024, 256), nn.BatchNorm1d(256), nn.Linear(256, 10)
+        )
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.classifier(self.features(images))  # type: ignore[no-any-return]
 
 
 def _training() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)  # the same model on all workers; each worker is a process of its own
-    model = VGG(10)
+    model: nn.Module = _SmallNetwork() if os.environ.get("BENCH_SMOKE") else VGG(10)
     return model, torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
 
 
@@ -76,9 +94,9 @@ def _step_of(
 
 
 def _alone(options: Mapping[str, object]) -> Runner:
-    """Plain torch. With ``waits`` each step ends when all workers have ended it."""
+    """Plain torch. With ``barrier`` all workers wait for each other at the end of a step."""
     step = _step_of(*_training())
-    if not options.get("waits"):
+    if not options.get("barrier"):
         return Runner(step)
     flag = torch.zeros(1)
 
@@ -110,7 +128,7 @@ def _ddp(options: Mapping[str, object]) -> Runner:
 
 
 def _post_local_sgd(options: Mapping[str, object]) -> Runner:
-    """torch's recipe with every worker a subgroup of its own: local steps, then one average."""
+    """torch's recipe with every worker as a subgroup: local steps, then one average."""
     from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
         PostLocalSGDState,
         post_localSGD_hook,
@@ -129,7 +147,7 @@ def _post_local_sgd(options: Mapping[str, object]) -> Runner:
 
 
 def _torchft(options: Mapping[str, object]) -> Runner:
-    """torchft's DiLoCo, each worker a replica group of its own, found if it can be imported."""
+    """torchft's DiLoCo, with each worker as a replica group."""
     from datetime import timedelta
 
     from torchft import Manager, ProcessGroupGloo
@@ -141,13 +159,13 @@ def _torchft(options: Mapping[str, object]) -> Runner:
 
         logging.getLogger(name).setLevel(logging.ERROR)
     model, inner = _training()
-    found: list[object] = [None]
+    lighthouse: list[object] = [None]
     if dist.get_rank() == 0:
         _alive.append(
             LighthouseServer(bind="[::]:0", min_replicas=dist.get_world_size(), join_timeout_ms=100)
         )
-        found = [_alive[-1].address()]
-    dist.broadcast_object_list(found, 0)
+        lighthouse = [_alive[-1].address()]
+    dist.broadcast_object_list(lighthouse, 0)
     store = dist.TCPStore(
         os.environ["OWN_ADDRESS"], 0, is_master=True, wait_for_workers=False, use_libuv=True
     )
@@ -163,7 +181,7 @@ def _torchft(options: Mapping[str, object]) -> Runner:
         store_port=store.port,
         rank=0,
         world_size=1,
-        lighthouse_addr=str(found[0]),
+        lighthouse_addr=str(lighthouse[0]),
         hostname=os.environ["OWN_ADDRESS"],
         use_async_quorum=False,
         init_sync=False,
@@ -193,6 +211,64 @@ def _torchft(options: Mapping[str, object]) -> Runner:
 
 
 _alive: list[Any] = []  # servers that live as long as the worker
+
+
+def _horovod(options: Mapping[str, object]) -> Runner:
+    """Horovod's DistributedOptimizer over gloo, with its defaults for fusion and cycle time.
+
+    Horovod's background thread exchanges messages with the other ranks in every cycle (1 ms), also
+    while nothing trains. It is therefore shut down between turns and initialized again before one.
+    """
+    import horovod.torch as hvd
+    from horovod.runner.http.http_server import RendezvousServer
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    address: list[object] = [None]
+    server = RendezvousServer()
+    if rank == 0:
+        address = [(os.environ["OWN_ADDRESS"], server.start())]
+        _alive.append(server)
+    dist.broadcast_object_list(address, 0)
+    host, port = address[0]  # type: ignore[misc]
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    variables = {
+        "HOSTNAME": os.environ["OWN_ADDRESS"],
+        "RANK": rank,
+        "SIZE": size,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_SIZE": local_size,
+        "CROSS_RANK": rank // local_size,
+        "CROSS_SIZE": size // local_size,
+        "CONTROLLER": "gloo",
+        "CPU_OPERATIONS": "gloo",
+        "GLOO_IFACE": os.environ["GLOO_SOCKET_IFNAME"],
+        "GLOO_RENDEZVOUS_ADDR": host,
+        "GLOO_RENDEZVOUS_PORT": port,
+        "GLOO_TIMEOUT_SECONDS": TIMEOUT_S,
+    }
+    os.environ.update({f"HOROVOD_{name}": str(value) for name, value in variables.items()})
+
+    def resume() -> None:
+        if hvd.is_initialized():
+            return
+        if rank == 0:
+            server.init([])  # forgets the addresses of the previous turn
+        dist.barrier()
+        hvd.init()
+
+    def drain() -> None:
+        dist.barrier()
+        hvd.shutdown()
+
+    resume()
+    model, inner = _training()
+    optimizer = hvd.DistributedOptimizer(
+        inner,
+        named_parameters=model.named_parameters(),
+        compression=getattr(hvd.Compression, str(options.get("compression", "none"))),
+    )
+    return Runner(_step_of(model, optimizer), drain, resume)
 
 
 def _communicator(options: Mapping[str, object]) -> Any:
@@ -234,12 +310,12 @@ def _torchmn(options: Mapping[str, object], schedule: object = None) -> Runner:
     step = _step_of(model, optimizer)
     if options.get("schedule") == "parameter_server":
         return Runner(step, optimizer.flush)
-    # In the engine's queue behind whatever is under way; 'auto' may have chosen another engine.
+    # Queued in the engine after whatever is in flight; 'auto' may have chosen another engine.
     return Runner(
         step,
         lambda: optimizer.reducer.comm.barrier(),
-        lambda: getattr(optimizer.schedule, "reason", ""),
-        lambda: _plan_of(optimizer.schedule),
+        notes=lambda: getattr(optimizer.schedule, "reason", ""),
+        plan=lambda: _plan_of(optimizer.schedule),
     )
 
 
@@ -262,8 +338,8 @@ def _mlp_alone(options: Mapping[str, object]) -> Runner:
 
 
 def _mlp_with_cntk_names(options: Mapping[str, object]) -> Runner:
-    """The learners that people know from CNTK, for `cntk_worker.py` to be measured beside."""
-    import torchmn.exchange
+    """The learners under their CNTK names, to be compared with `cntk_worker.py`."""
+    import torchmn.optimizer
 
     model, inner = _mlp()
     comm = _communicator(options)
@@ -280,18 +356,18 @@ def _mlp_with_cntk_names(options: Mapping[str, object]) -> Runner:
 
 
 def _torchmn_blocks(options: Mapping[str, object]) -> Runner:
-    import torchmn.exchange
+    import torchmn.schedules
 
-    schedule = getattr(torchmn.exchange, str(options["schedule"]))  # AttributeError: not built
+    schedule = getattr(torchmn.schedules, str(options["schedule"]))
     block_size = BLOCK_STEPS * BATCH * dist.get_world_size()
     made = schedule(block_size=block_size, **options["schedule_options"])  # type: ignore[arg-type]
     return _torchmn(options, made)
 
 
 def _mean(options: Mapping[str, object]) -> Runner:
-    """One mean as gradients take it: pieces of ``bucket_bytes`` through the engine, or whole.
+    """One mean, exchanged like gradients: in pieces of ``bucket_bytes`` by the engine, or whole.
 
-    Sums: gradients are divided while they are packed.
+    It is a sum, because gradients are divided when they are packed.
     """
     comm = _communicator(options)
     numel = int(str(options["nbytes"])) // 4
@@ -301,12 +377,12 @@ def _mean(options: Mapping[str, object]) -> Runner:
         for start in range(0, numel, size)
     ]
     for piece in pieces:
-        piece.fill_(0)  # pages that nobody has written are read much faster
+        piece.fill_(0)  # pages that were never written are read much faster
     return Runner(lambda: [work.wait() for work in [comm.start_sum_(piece) for piece in pieces]])
 
 
 def _mean_by_gloo(options: Mapping[str, object]) -> Runner:
-    """torch's own all-reduce, whole or as DDP calls it: in pieces, all under way at once."""
+    """torch's own all-reduce, whole or as DDP calls it: in pieces, all in flight at once."""
     buffer = torch.zeros(int(str(options["nbytes"])) // 4).fill_(0)
     pieces = buffer.split(int(str(options.get("bucket_bytes", options["nbytes"]))) // 4)
 
@@ -329,6 +405,7 @@ BUILDERS: dict[str, Callable[[Mapping[str, object]], Runner]] = {
     "ddp": _ddp,
     "post-local SGD": _post_local_sgd,
     "torchft": _torchft,
+    "horovod": _horovod,
     "MLP alone": _mlp_alone,
     "MLP with CNTK's names": _mlp_with_cntk_names,
     "torchmn": _torchmn,

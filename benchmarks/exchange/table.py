@@ -1,8 +1,8 @@
 """The table of `make bench-exchange` as data: sides, lines and limits.
 
-A *side* is one way of training (or of forming one mean). A *line* is a setting (hosts, workers on
-each, rate of the links) with the sides that take turns in it and the limits that they must hold.
-A side appears in as many lines as wanted; its name means the same in all of them.
+A *side* is one way of training (or of computing one mean). A *line* is a setting (hosts, workers
+per host, rate of the links), the sides that take turns in it, and the limits that they must meet.
+A side may appear in several lines and is the same in all of them.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torchmn.units import MiB
 BATCH = 32  # samples of one worker in one step
 BLOCK_STEPS = 16
 BASELINE = "no-exchange"
-Crew = Literal["torch", "cntk"]
+Runtime = Literal["torch", "cntk"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """What one side is made of and how long its turn lasts.
+    """How a side is built and how long its turn lasts.
 
-    ``lead_steps`` run before the clock starts: the exchange that an overlapped step inherits is
-    then paid for like the one it leaves behind. A block schedule needs none: its turn is one
-    block, and ``warm_up_steps`` puts the exchange where nothing is in flight at either end.
+    ``lead_steps`` run before the clock starts, so that an overlapped schedule begins its timed
+    steps with an exchange in flight, as it ends them. A block schedule needs none: its turn is one
+    block, and ``warm_up_steps`` places the exchange so that nothing is in flight at either end.
 
-    ``accuracy`` names the sides of the accuracy table that train as this one does, by which it
-    counts (`counted.py`); empty where there is nothing to lose, as in a sum, or nothing to count,
-    as of peers; None: what `auto` has chosen in the run.
+    ``accuracy`` names the sides of the accuracy table that train in the same way and decide whether
+    this one counts (`exclusions.py`); it is empty for sums, which lose nothing, and for peers. None
+    is the plan that `auto` has chosen in the run.
     """
 
     name: str
@@ -39,30 +39,31 @@ class Side:
     lead_steps: int = 1
     warm_up_steps: int = 3
     what: Literal["step", "mean"] = "step"
-    crew: Crew = "torch"
+    runtime: Runtime = "torch"
     accuracy: tuple[str, ...] | None = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """The speed of the best of ``ours`` over the best of ``theirs`` is at least ``at_least``.
+    """The fastest of ``ours`` is at least ``minimum`` times as fast as the fastest of ``theirs``.
 
-    With ``nbytes`` it is the bytes over a link, per direction and step, of ``ours`` that lie
-    within ``at_least`` of this number.
+    With ``nbytes``, the bytes of ``ours`` over a link, per direction and step, are within the
+    relative ``tolerance`` of that number instead.
     """
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...] = (BASELINE,)
-    at_least: float
+    minimum: float = 0.0
     nbytes: float | None = None
+    tolerance: float = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
     """A setting, its sides in the order of their turns, and its limits.
 
-    The baseline takes a turn before every ``baseline_every``-th side. ``steps`` replaces the
-    timed steps of some sides.
+    The baseline takes a turn before every ``baseline_every``-th side. ``steps`` overrides the
+    number of timed steps of some sides.
     """
 
     name: str
@@ -89,7 +90,7 @@ def _torchmn(name: str, accuracy: tuple[str, ...] = (), **options: object) -> Si
 
 
 def _auto(name: str, accuracy: tuple[str, ...] | None, **options: object) -> Side:
-    """All its trials lie before its first turn, see `torchmn.autotune.tuner`."""
+    """All trials of `torchmn.autotune.tuner` run in the warm-up, before the first turn."""
     return Side(
         name=name,
         build="torchmn",
@@ -100,7 +101,7 @@ def _auto(name: str, accuracy: tuple[str, ...] | None, **options: object) -> Sid
 
 
 def _blocks(name: str, schedule: str, overlap_steps: int = 0, codec: str | None = None) -> Side:
-    """The exchange begins 4 steps after the beginning of a turn and has 12 to end."""
+    """The exchange begins 4 steps after the beginning of a turn and has 12 steps to finish."""
     options = {
         "schedule": schedule,
         "schedule_options": {"overlap_steps": overlap_steps} if overlap_steps else {},
@@ -134,13 +135,15 @@ def _mean(name: str, build: str, **options: object) -> Side:
 
 _ALL = (
     Side(name=BASELINE, build="alone", steps=4),
-    # What every synchronous exchange loses, however fast it is, to the slower worker of each step.
-    Side(name="no-exchange, waiting", build="alone", options={"waits": True}),
+    # What every synchronous exchange loses to the slowest worker of each step, however fast it is.
+    Side(name="no-exchange, waiting", build="alone", options={"barrier": True}),
     Side(name="ddp", build="ddp"),
     Side(name="ddp fp16", build="ddp", options={"hook": "fp16"}),
     Side(name="ddp powersgd", build="ddp", options={"hook": "powersgd"}, warm_up_steps=6),
     Side(name="ddp hook int8", build="ddp", options={"hook": "torchmn int8"},
          accuracy=("ddp hook int8",)),
+    Side(name="horovod", build="horovod"),
+    Side(name="horovod fp16", build="horovod", options={"compression": "fp16"}),
     _peer_blocks("post-local SGD", "post-local SGD"),
     _peer_blocks("torchft DiLoCo", "torchft", fragments=1, delay_steps=0),
     _peer_blocks("torchft streaming", "torchft", fragments=2, delay_steps=4),
@@ -168,8 +171,8 @@ _ALL = (
         optimizer={"allow_lossy": True, "allow_stale": True, "allow_deferred": True},
     ),
     *(
-        _blocks(f"{words}{f' {codec}' if codec else ''}{mode}", schedule, overlap_steps, codec)
-        for words, schedule in (
+        _blocks(f"{name}{f' {codec}' if codec else ''}{mode}", schedule, overlap_steps, codec)
+        for name, schedule in (
             ("periodic average", "PeriodicAverage"),
             ("block momentum", "BlockMomentum"),
             ("DiLoCo", "DiLoCo"),
@@ -178,9 +181,9 @@ _ALL = (
         for mode, overlap_steps in (("", 0), (", overlapped", 6))
     ),
     *(
-        Side(name=f"MLP, {words}", build=build, options=options, steps=48, lead_steps=16,
+        Side(name=f"MLP, {name}", build=build, options=options, steps=48, lead_steps=16,
              warm_up_steps=20, accuracy=accuracy)
-        for words, build, options, accuracy in (
+        for name, build, options, accuracy in (
             ("1 bit", "MLP with CNTK's names", {"bits": 1}, ("every step 1bit",)),
             ("32 bit", "MLP with CNTK's names", {"bits": 32}, ("every step",)),
             ("block momentum", "MLP with CNTK's names", {"block": True}, ("block momentum",)),
@@ -188,8 +191,8 @@ _ALL = (
         )
     ),
     *(
-        Side(name=f"CNTK {words}", build="", crew="cntk", steps=48, lead_steps=16)
-        for words in ("1 bit", "32 bit", "block momentum")
+        Side(name=f"CNTK {name}", build="", runtime="cntk", steps=48, lead_steps=16)
+        for name in ("1 bit", "32 bit", "block momentum")
     ),
     _mean("mean, hierarchical", "mean", route="hierarchical", nbytes=60_000_000),
     _mean("mean, flat in buckets", "mean", route="flat in buckets", nbytes=60_000_000),
@@ -207,25 +210,26 @@ _LOSSY = (
     *("every step float16", "every step bfloat16", "every step int8", "every step int4"),
     *("every step 1bit", "every step power_sgd"),
 )
-_LATE = ("double buffering", "double buffering int8", "next forward int8")
+_DEFERRED = ("double buffering", "double buffering int8", "next forward int8")
 _BLOCKING = ("block momentum", "DiLoCo")
 _OVERLAPPED = ("block momentum, overlapped", "DiLoCo, overlapped")
 _BLOCKING_INT8 = ("block momentum int8", "DiLoCo int8")
 _OVERLAPPED_INT8 = ("block momentum int8, overlapped", "DiLoCo int8, overlapped")
 _PEER_BLOCKS = ("post-local SGD", "torchft DiLoCo", "torchft streaming")
-_FLOAT32 = ("no-exchange, waiting", "ddp", "every step", "next forward", "auto")
+_HOROVOD = ("horovod", "horovod fp16")
+_FLOAT32 = ("no-exchange, waiting", "ddp", *_HOROVOD, "every step", "next forward", "auto")
 _FIXED_LOSSLESS = ("every step", "next forward")
 _SLOW_STEPS = {"ddp": 1, "ddp fp16": 1, "every step": 1, "next forward": 1, "every step float16": 1}
 
 
 def _lines_of(num_hosts: int, shares: float, ratios: Mapping[str, float]) -> tuple[Line, ...]:
-    """The lines for 2 hosts, and for more with all shares lower by ``shares``."""
+    """The lines for a number of hosts; ``shares`` is subtracted from all shares of the baseline."""
     prefix = f"{num_hosts}h"
-    every = Limit(ours=("every step",), theirs=("ddp",), at_least=ratios["1gbit"])
-    hidden = Limit(ours=("next forward",), theirs=("ddp",), at_least=ratios["next forward"])
-    auto = Limit(ours=("auto",), theirs=_FIXED_LOSSLESS, at_least=0.95)
-    best = (*_FIXED_LOSSLESS, *_LOSSY, *_LATE)
-    auto_lossy = Limit(ours=("auto lossy",), theirs=best, at_least=0.95)
+    every = Limit(ours=("every step",), theirs=("ddp",), minimum=ratios["1gbit"])
+    hidden = Limit(ours=("next forward",), theirs=("ddp",), minimum=ratios["next forward"])
+    auto = Limit(ours=("auto",), theirs=_FIXED_LOSSLESS, minimum=0.95)
+    best = (*_FIXED_LOSSLESS, *_LOSSY, *_DEFERRED)
+    auto_lossy = Limit(ours=("auto lossy",), theirs=best, minimum=0.95)
     return (
         Line(
             name=f"{prefix}-1gbit-float32",
@@ -236,9 +240,9 @@ def _lines_of(num_hosts: int, shares: float, ratios: Mapping[str, float]) -> tup
         Line(
             name=f"{prefix}-1gbit-lossy",
             num_hosts=num_hosts,
-            sides=("no-exchange, waiting", "ddp fp16", *_FIXED_LOSSLESS, *_LOSSY, *_LATE,
+            sides=("no-exchange, waiting", "ddp fp16", *_FIXED_LOSSLESS, *_LOSSY, *_DEFERRED,
                    "auto lossy"),
-            limits=(Limit(ours=_LOSSY, at_least=0.90 - shares), auto_lossy),
+            limits=(Limit(ours=_LOSSY, minimum=0.90 - shares), auto_lossy),
         ),
         Line(
             name=f"{prefix}-1gbit-blocks",
@@ -246,9 +250,9 @@ def _lines_of(num_hosts: int, shares: float, ratios: Mapping[str, float]) -> tup
             sides=(*_PEER_BLOCKS, "periodic average", *_BLOCKING, *_OVERLAPPED, *_BLOCKING_INT8,
                    *_OVERLAPPED_INT8),
             limits=(
-                *(Limit(ours=(side,), at_least=0.93 - shares)
+                *(Limit(ours=(side,), minimum=0.93 - shares)
                   for side in (*_BLOCKING, *_BLOCKING_INT8)),
-                *(Limit(ours=(side,), at_least=0.98 - shares)
+                *(Limit(ours=(side,), minimum=0.98 - shares)
                   for side in (*_OVERLAPPED, *_OVERLAPPED_INT8)),
             ),
             baseline_every=2,
@@ -262,8 +266,8 @@ def _lines_of(num_hosts: int, shares: float, ratios: Mapping[str, float]) -> tup
                    "double buffering 1bit",
                    "next forward 1bit", "auto lossy"),
             limits=(
-                Limit(ours=("every step 1bit",), at_least=0.80 - shares),
-                Limit(ours=("auto lossy",), at_least=0.95,
+                Limit(ours=("every step 1bit",), minimum=0.80 - shares),
+                Limit(ours=("auto lossy",), minimum=0.95,
                       theirs=(*_FIXED_LOSSLESS, *_LOSSY, "double buffering 1bit",
                               "next forward 1bit")),
             ),
@@ -275,7 +279,7 @@ def _lines_of(num_hosts: int, shares: float, ratios: Mapping[str, float]) -> tup
             rate="100mbit",
             sides=("torchft DiLoCo", "torchft streaming", *_BLOCKING_INT8, *_OVERLAPPED_INT8),
             limits=tuple(
-                Limit(ours=(side,), at_least=0.95 - shares) for side in _OVERLAPPED_INT8
+                Limit(ours=(side,), minimum=0.95 - shares) for side in _OVERLAPPED_INT8
             ),
             baseline_every=2,
             steps={BASELINE: 8},
@@ -284,10 +288,10 @@ def _lines_of(num_hosts: int, shares: float, ratios: Mapping[str, float]) -> tup
             name=f"{prefix}-10gbit-float32",
             num_hosts=num_hosts,
             rate="10gbit",
-            sides=("ddp", "ddp fp16", "every step", "next forward", "every step float16",
+            sides=("ddp", "ddp fp16", *_HOROVOD, "every step", "next forward", "every step float16",
                    "every step int8", "double buffering", "auto"),
             limits=(
-                Limit(ours=("every step",), theirs=("ddp",), at_least=ratios["10gbit"]),
+                Limit(ours=("every step",), theirs=("ddp",), minimum=ratios["10gbit"]),
                 auto,
             ),
         ),
@@ -297,16 +301,16 @@ def _lines_of(num_hosts: int, shares: float, ratios: Mapping[str, float]) -> tup
 _LINES = (
     *_lines_of(2, 0.0, {"1gbit": 1.08, "next forward": 1.20, "10gbit": 1.04}),
     *_lines_of(4, 0.05, {"1gbit": 1.0, "next forward": 1.0, "10gbit": 1.0}),
-    Line(  # where more is left to hide than backward can: the wire needs longer than the step
+    Line(  # the exchange takes longer than the backward pass, so that it cannot hide all of it
         name="2h-500mbit-float32",
         rate="500mbit",
         sides=("ddp", "every step", "next forward"),
     ),
-    Line(  # by itself: it has aborted the process
+    Line(  # alone in its line, because it has aborted the process
         name="2h-1gbit-powersgd-hook",
         sides=("ddp", "ddp powersgd"),
     ),
-    Line(  # the same codecs for people who stay with DDP
+    Line(  # the same codecs as DDP communication hooks
         name="2h-1gbit-ddp-hook",
         sides=("ddp", "ddp fp16", "ddp hook int8"),
     ),
@@ -314,27 +318,27 @@ _LINES = (
         name="2h-1gbit-server",
         sides=("ddp", "parameter server"),
     ),
-    Line(  # beside CNTK's learners in processes of their own, which sleep meanwhile
+    Line(  # compared with CNTK's learners, which run in their own processes
         name="2h-200mbit-cntk",
         rate="200mbit",
         baseline="MLP, no-exchange",
         sides=("MLP, 1 bit", "CNTK 1 bit", "MLP, block momentum", "CNTK block momentum",
                "MLP, 32 bit", "CNTK 32 bit"),
-        limits=(Limit(ours=("MLP, 1 bit",), theirs=("CNTK 1 bit",), at_least=1.0),),
+        limits=(Limit(ours=("MLP, 1 bit",), theirs=("CNTK 1 bit",), minimum=1.0),),
     ),
     Line(
         name="2x2-1gbit-mean",
         workers_per_host=2,
         sides=("mean, gloo in buckets", "mean, flat in buckets", "mean, hierarchical"),
         baseline=None,
-        limits=(  # gloo goes round in a ring, which sends least; our flat sums at owners
+        limits=(  # gloo sends in a ring, the least possible; our flat route sums at owners
             Limit(
                 ours=("mean, hierarchical",),
                 theirs=("mean, gloo in buckets", "mean, flat in buckets"),
-                at_least=1.25,
+                minimum=1.25,
             ),
-            Limit(ours=("mean, hierarchical",), nbytes=60e6, at_least=0.02),
-            Limit(ours=("mean, gloo in buckets",), nbytes=90e6, at_least=0.02),
+            Limit(ours=("mean, hierarchical",), nbytes=60e6),
+            Limit(ours=("mean, gloo in buckets",), nbytes=90e6),
         ),
     ),
     Line(
@@ -343,7 +347,7 @@ _LINES = (
         sides=("ddp", "every step, flat in buckets", "every step"),
         limits=(
             Limit(
-                ours=("every step",), theirs=("ddp", "every step, flat in buckets"), at_least=1.0
+                ours=("every step",), theirs=("ddp", "every step, flat in buckets"), minimum=1.0
             ),
         ),
     ),
@@ -356,8 +360,8 @@ _LINES = (
         baseline=None,
         sides=("mean, gloo", "mean, Open MPI", "mean, shared memory"),
         limits=(
-            Limit(ours=("mean, shared memory",), theirs=("mean, gloo",), at_least=4.0),
-            Limit(ours=("mean, shared memory",), theirs=("mean, Open MPI",), at_least=1.8),
+            Limit(ours=("mean, shared memory",), theirs=("mean, gloo",), minimum=4.0),
+            Limit(ours=("mean, shared memory",), theirs=("mean, Open MPI",), minimum=1.8),
         ),
     ),
     Line(
@@ -366,7 +370,7 @@ _LINES = (
         workers_per_host=2,
         rate=None,
         sides=("ddp", "every step", "next forward", "every step float16", "auto"),
-        limits=(Limit(ours=("auto",), theirs=_FIXED_LOSSLESS, at_least=0.95),),
+        limits=(Limit(ours=("auto",), theirs=_FIXED_LOSSLESS, minimum=0.95),),
     ),
 )  # fmt: skip
 LINES = {line.name: line for line in _LINES}

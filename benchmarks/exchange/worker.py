@@ -1,6 +1,6 @@
-"""A worker: does what it is told over a socket, at the same time as the other workers.
+"""A worker: executes commands from a socket, at the same time as the other workers.
 
-Between orders it sleeps in a read, so that nothing of it spins or sends while others measure.
+Between commands it is blocked in a read, so that it uses no processor and no link meanwhile.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ import torch.distributed as dist
 from exchange import sides
 from exchange.table import SIDES
 
+OPTIONAL = ("torchft", "horovod", "mpi4py")
+"""A side that cannot import these was not built; any other error is a fault of the benchmark."""
+
 
 def serve(address: str) -> None:
-    """Carry out orders until the socket closes. One line of JSON each way per order."""
+    """Execute commands until the socket is closed. Commands and replies are lines of JSON."""
     rank = int(os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
     if cores := os.environ.get("BENCH_CORES"):
         own = [int(core) for core in cores.split(",")]
@@ -37,44 +40,50 @@ def serve(address: str) -> None:
             stream.flush()
             line = stream.readline()
             if not line:
-                os._exit(0)  # groups of peers wait for each other at an orderly end
-            order = json.loads(line)
-            reply = _DO[order.pop("do")](runners, **order)
+                os._exit(0)  # process groups of peers would wait for each other in an orderly exit
+            command = json.loads(line)
+            reply = _COMMANDS[command.pop("command")](runners, **command)
 
 
-def _meet(runners: dict[str, sides.Runner], rank: int, size: int, meeting: str) -> dict[str, Any]:
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
+def _init(
+    runners: dict[str, sides.Runner], rank: int, size: int, init_method: str
+) -> dict[str, Any]:
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=size)
     return {}
 
 
 def _build(runners: dict[str, sides.Runner], side: str) -> dict[str, Any]:
-    """Build a side and let it run warm. The reply has its words and its plan, or why not."""
-    from torchmn.errors import UnknownNameError, UnsupportedError
+    """Build a side and warm it up. The reply has its notes and its plan, or why there are none."""
+    from torchmn.errors import UnsupportedError
 
-    told = SIDES[side]
     try:
-        runner = sides.build(told)
-    except (UnknownNameError, UnsupportedError, ImportError, AttributeError) as error:
+        runner = sides.build(SIDES[side])
+    except UnsupportedError as error:
+        return {"not_built": f"{type(error).__name__}: {error}"}
+    except ImportError as error:
+        if (error.name or "").split(".")[0] not in OPTIONAL:
+            return {"failed": traceback.format_exc()}
         return {"not_built": f"{type(error).__name__}: {error}"}
     except Exception:
         return {"failed": traceback.format_exc()}
     try:
-        for _ in range(told.warm_up_steps):
+        for _ in range(SIDES[side].warm_up_steps):
             runner.step()
         runner.drain()
     except Exception:
         return {"failed": traceback.format_exc()}
     runners[side] = runner
-    return {"words": runner.words(), "plan": runner.plan()}
+    return {"notes": runner.notes(), "plan": runner.plan()}
 
 
 def _turn(
     runners: dict[str, sides.Runner], side: str, lead_steps: int, steps: int
 ) -> dict[str, Any]:
-    """Time some steps. The reply: seconds of the clock and of the processor, per step."""
+    """Time some steps. The reply has wall-clock and processor seconds per step, and page faults."""
     runner = runners[side]
     busy = time.process_time()
     try:
+        runner.resume()
         dist.barrier()
         for _ in range(lead_steps):
             runner.step()
@@ -95,4 +104,4 @@ def _turn(
     return {**reply, "busy_s": time.process_time() - busy}
 
 
-_DO = {"meet": _meet, "build": _build, "turn": _turn}
+_COMMANDS = {"init": _init, "build": _build, "turn": _turn}

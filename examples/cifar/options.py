@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from torchmn import Communicator
-from torchmn.data import ImageData, load_images
 from torchmn.errors import UsageError
 from torchmn.training import Classifier
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # where the networks are
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from datasets import ImageData, load_images
+from models import VGG, SmallCNN
 
 NETWORKS = ("vgg", "small")
 
@@ -69,8 +70,6 @@ def raise_if_one_image(options: argparse.Namespace, num_images: int, num_workers
 
 def build(options: argparse.Namespace, images: ImageData) -> Classifier:
     """The network with its loss; the same on all ranks for the same seed."""
-    from models import VGG, SmallCNN
-
     torch.manual_seed(options.seed)
     channels, size, _ = images.shape
     network: nn.Module

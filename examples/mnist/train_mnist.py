@@ -21,10 +21,14 @@ from pytorch_pfn_extras.training.extensions import Evaluator
 from torch.utils.data import DataLoader
 
 import torchmn
-from torchmn.data import EmptyBatchCollate, load_images
+from torchmn.data import EmptyBatchCollate
 from torchmn.errors import UsageError
 from torchmn.evaluation import batch_to
 from torchmn.training import Classifier, extend_with_reports
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from datasets import load_images
+from models import MLP, SmallCNN
 
 
 def parse_options() -> argparse.Namespace:
@@ -65,9 +69,6 @@ def main() -> None:
         print(f"Num process (COMM_WORLD): {comm.size}")
         print(f"Using {comm.name} communicator")
         print(f"Using {images.name} dataset: {images.path or 'scikit-learn'}", flush=True)
-
-    sys.path.append(str(Path(__file__).resolve().parents[1]))
-    from models import MLP, SmallCNN
 
     torch.manual_seed(options.seed)
     size = images.shape[-1]

@@ -10,6 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from torchmn.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from torchmn import checkpoint as checkpoint
     from torchmn import communicators as communicators
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     )
     from torchmn.errors import TorchmnError
     from torchmn.evaluation import GenericMultiNodeEvaluator, Ratio, create_multi_node_evaluator
+    from torchmn.launch.multiprocess_updater import MultiprocessParallelUpdater
     from torchmn.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
     from torchmn.resilience import Preemption, ReplicaCheck
     from torchmn.script import run_main
@@ -44,13 +47,10 @@ if TYPE_CHECKING:
     from torchmn.training import (
         AllreducePersistent,
         MultiNodeEarlyStoppingTrigger,
-        MultiprocessParallelUpdater,
         ObservationAggregator,
         StandardUpdater,
         Trainer,
     )
-
-__version__ = "0.1.0"
 
 _HOME = {
     "AllreducePersistent": "torchmn.training",
@@ -59,7 +59,7 @@ _HOME = {
     "GlobalSampler": "torchmn.data",
     "MultiNodeEarlyStoppingTrigger": "torchmn.training",
     "MultiNodeOptimizer": "torchmn.optimizer",
-    "MultiprocessParallelUpdater": "torchmn.training",
+    "MultiprocessParallelUpdater": "torchmn.launch.multiprocess_updater",
     "ObservationAggregator": "torchmn.training",
     "RankPlacement": "torchmn.topology",
     "Preemption": "torchmn.resilience",

@@ -1,8 +1,8 @@
-"""A saved optimizer on another number of workers: what each new rank loads, from all old states.
+"""A saved optimizer on another number of ranks: what each new rank loads, from all old states.
 
     inner optimizer    equal on all old ranks: as it is. Else, inside of a block, the mean over
                        ranks; whole numbers and counts of steps are rank 0's
-    codecs             what is owed to the model is shared out among those that encode
+    codecs             the residuals are shared out among the ranks that encode
     the schedule       its own `reshard_state_dict`; without one, rank 0's state
 
 Everything here is local and pure: every new rank is given the states of all old ones and comes to
@@ -25,10 +25,14 @@ State = dict[str, Any]
 
 @runtime_checkable
 class Resharding(Protocol):
-    """Something whose state differs between ranks, or depends on how many there are."""
+    """An object whose state differs between ranks, or depends on the number of ranks."""
 
-    def reshard_state_dict(self, states: Sequence[State], comm: Communicator) -> State:
-        """The state that this rank loads, from those of all old ranks, in rank order. Local."""
+    def reshard_state_dict(self, states: Sequence[Any], comm: Communicator) -> Any:
+        """Return the state that this rank loads, from those of all old ranks in rank order.
+
+        Local. Called when the number of ranks has changed. The states share memory with each other:
+        the returned state is a copy wherever it was changed.
+        """
 
 
 @runtime_checkable
@@ -42,7 +46,8 @@ class HasResumeWarnings(Protocol):
 def reshard_object(target: object, states: Sequence[State], comm: Communicator) -> State:
     """What this rank loads into ``target``: rank 0's state, unless it knows better. Local."""
     if isinstance(target, Resharding):
-        return target.reshard_state_dict(states, comm)
+        state: State = target.reshard_state_dict(states, comm)
+        return state
     return states[0]
 
 
@@ -54,7 +59,7 @@ def warnings_of(target: object) -> list[str]:
 def reshard_codec(states: Sequence[State], comm: Communicator) -> State:
     """The `codec_state` that this rank loads, from those of all old ranks. Local.
 
-    Ranks that encode nothing on this route (all but the leaders of nodes) owe nothing.
+    Ranks that encode nothing on this route (all but the leaders of nodes) have no residuals.
     """
     held = [state["state"] for state in states if state.get("state")]
     if not any("residuals" in state for state in held):
@@ -107,15 +112,15 @@ def mean_state(values: Sequence[Any], weights: Sequence[float] | None = None) ->
 def mean_tensor(tensors: Sequence[Any], weights: Sequence[float] | None = None) -> Tensor:
     """The mean of one tensor over ranks, in float64, weighted if asked for. Local."""
     first: Tensor = tensors[0]
-    alike = [t for t in tensors if isinstance(t, Tensor) and t.shape == first.shape]
+    same = [t for t in tensors if isinstance(t, Tensor) and t.shape == first.shape]
     is_number = first.is_floating_point() or first.is_complex()
-    if first.dim() == 0 or not is_number or all(torch.equal(first, t) for t in alike[1:]):
-        return first.clone()  # torch's optimizers go on in what they load, and others hold it too
-    if weights is None or len(alike) < len(tensors) or not sum(weights):
-        weights = [1.0] * len(alike)
+    if first.dim() == 0 or not is_number or all(torch.equal(first, t) for t in same[1:]):
+        return first.clone()  # torch's optimizers continue in what they load, which others hold too
+    if weights is None or len(same) < len(tensors) or not sum(weights):
+        weights = [1.0] * len(same)
     wide = torch.complex128 if first.is_complex() else torch.float64
     total = torch.zeros(first.shape, dtype=wide, device=first.device)
-    for tensor, weight in zip(alike, weights, strict=True):
+    for tensor, weight in zip(same, weights, strict=True):
         if weight:
             total += tensor.to(total) * weight
     return (total / sum(weights)).to(first.dtype)

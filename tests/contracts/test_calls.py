@@ -33,19 +33,19 @@ def test_of_other_routes(name: str) -> None:
 @pytest.mark.mpi
 @pytest.mark.processes
 @pytest.mark.parametrize("size", SIZES)
-def test_over_mpi(pool: MpiPool, size: int) -> None:
-    pool.run(check_calls, size, name="flat", topology=Topology.blocks([size]))
+def test_over_mpi(mpi_pool: MpiPool, size: int) -> None:
+    mpi_pool.run(check_calls, size, name="flat", topology=Topology.blocks([size]))
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_over_streams(size: int) -> None:
+def test_over_tcp(size: int) -> None:
     store = HashStore()
 
     def rank_main(rank: int) -> None:
         inner = TorchDistributedTransport(store, rank, size, timeout_s=20, is_trusted=True)
         comm = create_communicator(
             "hierarchical",
-            transport=TcpTransport.over(inner, TimeLimit(20)),
+            transport=TcpTransport.connect(inner, TimeLimit(20)),
             topology=Topology.blocks([1] * size),
             timeout_s=20,
         )
@@ -57,12 +57,12 @@ def test_over_streams(size: int) -> None:
 
 
 CAUGHT_BY = {
-    broken.ComparesNothing: call_contracts.check_disagreement,
-    broken.ComparesNamesOnly: call_contracts.check_disagreement,
-    broken.KeepsItsErrorToItself: call_contracts.check_refusal,
+    broken.ComparesNothing: call_contracts.check_mismatch,
+    broken.ComparesNamesOnly: call_contracts.check_mismatch,
+    broken.RaisesOnOneRankOnly: call_contracts.check_rejection,
     broken.TakesTheInputLater: call_contracts.check_handles,
     broken.ForgetsToScale: call_contracts.check_scaling,
-    broken.TakesWhateverComes: call_contracts.check_messages,
+    broken.IgnoresTags: call_contracts.check_messages,
     broken.SortsTheRanks: call_contracts.check_subgroup,
 }
 

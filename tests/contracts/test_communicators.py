@@ -47,23 +47,23 @@ def test_contracts_over_gloo(name: str, label: str) -> None:
 @pytest.mark.mpi
 @pytest.mark.processes
 @pytest.mark.parametrize(("name", "label"), cases())
-def test_contracts_over_mpi(pool: MpiPool, name: str, label: str) -> None:
+def test_contracts_over_mpi(mpi_pool: MpiPool, name: str, label: str) -> None:
     topology = PLACEMENTS[label]
-    pool.run(check_all, topology.size, name=name, topology=topology)
+    mpi_pool.run(check_all, topology.size, name=name, topology=topology)
 
 
 @pytest.mark.parametrize("label", ["3+1", "2+1"])
-def test_two_dimensional_refuses_unequal_nodes_on_all_ranks(label: str) -> None:
+def test_two_dimensional_rejects_unequal_nodes_on_all_ranks(label: str) -> None:
     topology = PLACEMENTS[label]
     with pytest.raises(UnsupportedError, match="same number of ranks on every node"):
         run_ranks(lambda comm: None, topology.size, name="two_dimensional", topology=topology)
 
 
-def test_single_node_refuses_two_nodes() -> None:
+def test_single_node_rejects_two_nodes() -> None:
     with pytest.raises(UnsupportedError, match="serves one node"):
         run_ranks(lambda comm: None, 2, name="single_node", topology=PLACEMENTS["1+1"])
 
 
-def test_pure_nccl_without_cuda_is_refused_with_the_cure() -> None:
+def test_pure_nccl_without_cuda_is_rejected_with_the_cure() -> None:
     with pytest.raises(UnsupportedError, match="needs a CUDA device.*Use 'auto'"):
         run_ranks(lambda comm: None, 2, name="pure_nccl")

@@ -59,7 +59,7 @@ BLOCKS = {
 IN_NODES = blocks(schedule=lambda _: DiLoCo(24, inside_node="every_step", num_fragments=2))
 EVERY = {**by_name, **BLOCKS}
 OTHERS = {
-    "full_precision_first": Recipe(codec="1bit", schedule=lambda _: CompressionWarmup(40)),
+    "compression_warmup": Recipe(codec="1bit", schedule=lambda _: CompressionWarmup(40)),
     "stochastic": Recipe(codec=Quantized(bits=2, stochastic=True)),
     "accumulation": Recipe(codec="int4", num_passes=3),
     "accumulation_in_blocks": replace(BLOCKS["overlap"], num_passes=2),

@@ -81,9 +81,9 @@ def test_contracts(schedule: str, codec: str, label: str) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
 @pytest.mark.parametrize("codec", ["float32", "1bit", "power_sgd"])
-def test_contracts_over_mpi(pool: MpiPool, schedule: str, codec: str) -> None:
+def test_contracts_over_mpi(mpi_pool: MpiPool, schedule: str, codec: str) -> None:
     topology = Topology.blocks([2, 1])
-    pool.run(check_all, 3, schedule, codec, name="hierarchical", topology=topology)
+    mpi_pool.run(check_all, 3, schedule, codec, name="hierarchical", topology=topology)
 
 
 @pytest.mark.parametrize(("codec", "route"), ROUTED)

@@ -40,9 +40,9 @@ def test_contracts(world_size: int, servers: int | str, codec: str) -> None:
 @pytest.mark.mpi
 @pytest.mark.processes
 @pytest.mark.parametrize(("servers", "codec"), [("all", "float32"), (1, "int8")])
-def test_contracts_over_mpi(pool: MpiPool, servers: int | str, codec: str) -> None:
+def test_contracts_over_mpi(mpi_pool: MpiPool, servers: int | str, codec: str) -> None:
     topology = Topology.blocks([2, 1])
-    pool.run(contracts.check_all, 3, servers, codec, name="hierarchical", topology=topology)
+    mpi_pool.run(contracts.check_all, 3, servers, codec, name="hierarchical", topology=topology)
 
 
 @pytest.mark.parametrize("wrong", CAUGHT_BY, ids=lambda cls: cls.__name__)

@@ -22,7 +22,11 @@ from torchmn.checkpoint import manifest, shard_file
 from torchmn.communicators import object_codec
 from torchmn.communicators.object_codec import Trust
 from torchmn.control import connection as channels
-from torchmn.control.authenticated_listener import MOST_BYTES, AuthenticatedListener, connect
+from torchmn.control.authenticated_listener import (
+    MAX_IDENTITY_BYTES,
+    AuthenticatedListener,
+    connect,
+)
 from torchmn.control.connection import Channel
 from torchmn.control.messages import decode, encode
 from torchmn.errors import CommunicationError, DataError, LaunchError, TopologyError, UsageError
@@ -158,7 +162,7 @@ JSON = st.recursive(
 @given(
     st.binary(max_size=80)
     | JSON.map(lambda value: json.dumps(value).encode())
-    | st.tuples(st.sampled_from(["End", "Hello", "Run", "Output"]), JSON).map(
+    | st.tuples(st.sampled_from(["Terminate", "AgentHello", "StartScript", "Output"]), JSON).map(
         lambda pair: json.dumps(pair).encode()
     )
 )
@@ -284,13 +288,17 @@ def _fuzz_gate() -> None:
     gate = AuthenticatedListener(listener, secret="of this job", role="tests")
 
     @fuzzed
-    @given(st.binary(max_size=MOST_BYTES + 10) | answers | answers.map(lambda words: words + b"\n"))
+    @given(
+        st.binary(max_size=MAX_IDENTITY_BYTES + 10)
+        | answers
+        | answers.map(lambda words: words + b"\n")
+    )
     def say(words: bytes) -> None:
         with socket.create_connection(listener.getsockname(), timeout=10) as stranger:
             stranger.sendall(words)
             for _ in range(5):
                 assert gate.accept() == []
-        assert gate.num_waiting <= 64
+        assert gate.num_pending <= 64
 
     say()
     gate.close()

@@ -17,7 +17,10 @@ import psutil
 import torchmn
 
 MARK = "TORCHMN_TEST_MARK"
-SOURCES = str(Path(torchmn.__file__).parents[1])
+PYTHON_PATH = os.pathsep.join(
+    [str(Path(__file__).with_name("light")), str(Path(torchmn.__file__).parents[1])]
+)
+"""For the Python of every rank: torchmn, and a start without torch's compiler."""
 RANK = 'import os; rank = int(os.environ.get("RANK") or os.environ["OMPI_COMM_WORLD_RANK"])\n'
 
 
@@ -48,7 +51,7 @@ class Runner:
         process = subprocess.Popen(
             [sys.executable, "-m", "torchmn", "run", "--log-dir", "logs", *args],
             cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": SOURCES, MARK: self.mark, **env},
+            env={**os.environ, "PYTHONPATH": PYTHON_PATH, MARK: self.mark, **env},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

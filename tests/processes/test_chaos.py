@@ -23,19 +23,19 @@ def strike(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Strike]:
     folder = tmp_path_factory.mktemp("chaos")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(BENCHMARKS)
-        faults, run, settings, stage = (
+        faults, run, settings, testbed = (
             importlib.import_module(f"chaos.{name}")
-            for name in ("faults", "run", "settings", "stage")
+            for name in ("faults", "run", "settings", "testbed")
         )
         references = run.References(folder)
-        with stage.open_stage() as place:
-            if stage.has_hosts():
+        with testbed.open_testbed() as place:
+            if testbed.has_hosts():
                 assert len(place.lab.hosts) == 2  # made here, for it stays to the end
 
             def strike_(kind: str, seed: int, **setting: Any) -> dict[str, Any]:
-                if kind == "network cut" and not stage.has_hosts():
+                if kind == "network cut" and not testbed.has_hosts():
                     pytest.skip(reason="test hosts cannot be made here: they need root")
-                if kind == "disk full" and not stage.has_disks():
+                if kind == "disk full" and not testbed.has_disks():
                     pytest.skip(reason="a small disk cannot be mounted here: that needs root")
                 chosen = settings.Setting(num_steps=32, period_steps=4, timeout_s=6.0, **setting)
                 fault = faults.fault_of(kind, chosen, random.Random(seed))
@@ -57,13 +57,13 @@ def test_kill(strike: Strike) -> None:
 def test_stop(strike: Strike) -> None:
     record = strike("SIGSTOP", 9)
     assert record["named"]
-    assert "is stopped" in record["sentence"]
+    assert "is stopped" in record["message"]
 
 
 def test_exception(strike: Strike) -> None:
     record = strike("exception", 5)
     assert record["status"] == 1
-    assert "the fault that the benchmark ordered" in record["sentence"]
+    assert "a fault injected by the benchmark" in record["message"]
 
 
 def test_disk_full(strike: Strike) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.runner import MARK, SOURCES, Runner
+from tests.processes.runner import MARK, PYTHON_PATH, Runner
 from torchmn.launch.backend import find_mpirun, this_machine
 
 pytestmark = pytest.mark.processes
@@ -163,7 +163,7 @@ def foreign(runner: Runner, *command: str) -> subprocess.CompletedProcess[str]:
     """Under a launcher that knows nothing of us."""
     environment = {
         **os.environ,
-        "PYTHONPATH": SOURCES,
+        "PYTHONPATH": PYTHON_PATH,
         MARK: runner.mark,
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -211,7 +211,7 @@ def test_a_stopped_rank_under_mpirun(runner: Runner) -> None:
 
 def test_a_killed_rank_where_the_launcher_does_nothing(runner: Runner) -> None:
     """Ranks started by hand, as by srun without --kill-on-bad-exit."""
-    environment = {**os.environ, "PYTHONPATH": SOURCES, MARK: runner.mark}
+    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH, MARK: runner.mark}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
     script = runner.script(TRAINING)
     ranks = [

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-import torchmn
+from tests.processes.runner import PYTHON_PATH
 
 from .ddp_hook_script import checks
 
@@ -27,7 +27,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     folder = tmp_path_factory.mktemp("ddp_hook")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    env["PYTHONPATH"] = str(Path(torchmn.__file__).parents[1])
+    env["PYTHONPATH"] = PYTHON_PATH
     processes = [
         subprocess.Popen(
             [

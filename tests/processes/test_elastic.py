@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import torchmn
+from tests.processes.runner import PYTHON_PATH
 from torchmn.testing.netlab import Lab, missing_requirement, netlab
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
@@ -128,7 +129,7 @@ def begin(lab: Lab | None, folder: Path, *words: str, script: tuple[object, ...]
     command += [*words, str(SCRIPT), ".", *map(str, script)]
     env = {
         **os.environ,
-        "PYTHONPATH": str(Path(torchmn.__file__).parents[1]),
+        "PYTHONPATH": PYTHON_PATH,
         "OMP_NUM_THREADS": "1",
     }
     if lab is None:
@@ -227,7 +228,7 @@ def assert_same_result(run: Run, num_steps: int) -> None:
 
 def test_a_killed_worker_on_one_machine(tmp_path: Path) -> None:
     """All start again and go on from the last copy in memory; the second time it is too much."""
-    words = ("--elastic", "1:1", "-n", "2", "--max-restarts", "1")
+    words = ("--elastic", "1:1", "-n", "2", "--max-restarts", "1", "--show-binding")
     run = begin(None, tmp_path, *words, script=(0.02, 5, 0))
     run.wait_for("[0] step 12")
     os.kill(run.worker(1), signal.SIGKILL)
@@ -237,6 +238,8 @@ def test_a_killed_worker_on_one_machine(tmp_path: Path) -> None:
     os.kill(run.worker(0, number=2), signal.SIGKILL)
     assert run.end() == 128 + signal.SIGKILL
     again = run.steps_of(2)[0]
+    for rank in (0, 1):
+        assert len(re.findall(rf"torchmn: rank {rank} on .*: core\(s\) \d", run.text)) == 2
     assert first - 5 <= again <= first + 1
     assert again % 5 == 1
     assert "rank 1 on" in run.text
@@ -289,7 +292,7 @@ class TestHosts:
             lab.hosts[1].run([*link, "up"])
         run.process.send_signal(signal.SIGTERM)
         assert run.end() == 128 + signal.SIGTERM, run.text
-        assert "n1 was lost" in run.text
+        assert "n1 was lost: nothing has come from it for 8 s" in run.text
         assert run.steps_of(1)[-1] - 6 <= run.steps_of(2)[0] - 1
         assert left_of(run) == []
 

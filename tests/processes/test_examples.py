@@ -23,6 +23,7 @@ HEADER = [
     "validation/main/loss",
     "main/accuracy",
     "validation/main/accuracy",
+    "images/s",
     "elapsed_time",
 ]
 THROUGHPUT = re.compile(r"Throughput: ([0-9.]+) \[images/sec\.\] \(([0-9]+) / ([0-9.]+)\)")
@@ -61,7 +62,7 @@ def check_reports(lines: list[str], out: Path, *, num_epochs: int, num_iteration
     assert log[-1]["iteration"] == num_iterations
     assert f"{log[-1]['validation/main/accuracy']:g}" == rows[-1][4]
     assert 0 < log[-1]["validation/main/accuracy"] <= 1
-    assert (out / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     snapshot = torch.load(out / f"snapshot_iter_{num_iterations}", weights_only=True)
     assert snapshot["_start_iteration"] == num_iterations
     assert "predictor.classifier.0.weight" in snapshot["models"]["main"]
@@ -156,7 +157,9 @@ def options(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(EXAMPLES / "cifar")
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield importlib.import_module("options")
-    for name in [name for name in sys.modules if name.split(".")[0] in ("options", "models")]:
+    for name in [
+        name for name in sys.modules if name.split(".")[0] in ("options", "models", "datasets")
+    ]:
         del sys.modules[name]
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-import torchmn
+from tests.processes.runner import PYTHON_PATH
 from torchmn.launch.backend import find_mpirun
 from torchmn.testing.netlab import Lab, missing_requirement, netlab
 
@@ -57,7 +57,7 @@ def environment(lab: Lab, **more: str) -> dict[str, str]:
     """What a user has on the first host: torchmn, and a command that works like ssh."""
     return {
         **os.environ,
-        "PYTHONPATH": str(Path(torchmn.__file__).parents[1]),
+        "PYTHONPATH": PYTHON_PATH,
         "TORCHMN_RSH": str(lab.rsh_agent),
         "OMP_NUM_THREADS": "1",
         **more,
@@ -344,7 +344,7 @@ def test_inside_of_an_mpirun_it_is_the_rank_that_was_made(tmp_path: Path) -> Non
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_btl": "^ofi",
-        "PYTHONPATH": str(Path(torchmn.__file__).parents[1]),
+        "PYTHONPATH": PYTHON_PATH,
     }
     command = [sys.executable, "-m", "torchmn", "run", "place.py", str(tmp_path)]
     done = subprocess.run(

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-import torchmn
+from tests.processes.runner import PYTHON_PATH
 from torchmn.errors import LaunchError, UsageError
 from torchmn.launch.backend import find_mpirun
 from torchmn.testing.netlab import Host, Lab, missing_requirement, netlab
@@ -25,7 +25,6 @@ from torchmn.testing.netlab.namespaces import call, tool
 
 pytestmark = [pytest.mark.processes, pytest.mark.root]
 
-SOURCES = str(Path(torchmn.__file__).parents[1])
 PATIENCE_S = 10.0
 
 RECEIVE = """
@@ -90,7 +89,7 @@ def python(*words: object) -> list[str]:
 
 
 def with_sources() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": SOURCES, "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"}
 
 
 def transfer(source: Host, target: Host, num_bytes: int) -> tuple[str, float]:

@@ -21,17 +21,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-import torchmn
+from tests.processes.runner import PYTHON_PATH
 from torchmn.control import connection as channels
-from torchmn.control.authenticated_listener import MOST_WAITING, connect_authenticated
-from torchmn.control.messages import Hello
+from torchmn.control.authenticated_listener import MAX_PENDING, connect_authenticated
+from torchmn.control.messages import AgentHello
 from torchmn.errors import LaunchError
 from torchmn.launch.backend import this_machine
 from torchmn.testing.netlab import Lab, missing_requirement, netlab
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
-SOURCES = str(Path(torchmn.__file__).parents[1])
 NUM_STRANGERS = 10_000
 TRAIN = """
 import sys, time
@@ -95,7 +94,7 @@ class Job:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "torchmn", *words],
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": SOURCES, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -192,7 +191,7 @@ def test_ten_thousand_strangers_keep_no_rank_out(
                 most_open = max(most_open, len(open_ones))
         assert sorted(job.finish().splitlines()) == ["[0] done", "[1] done"]
     # beside them the listener, two agents, and who is just taken in
-    assert most_open <= MOST_WAITING + 4
+    assert most_open <= MAX_PENDING + 4
 
 
 def test_training_beside_strangers(start: Callable[..., Job]) -> None:
@@ -218,7 +217,7 @@ def at_the_supervisor(job: Job) -> None:
     """A wrong secret, a second rank 0, the recording of a visit, and a slow trickle."""
     address = job.supervisor()
     name = "{}:{}".format(*address)
-    who = Hello(rank=0, host="x", pid=1, address="127.0.0.1", port=1, versions={})
+    who = AgentHello(rank=0, host="x", pid=1, address="127.0.0.1", port=1, versions={})
     role = channels.SUPERVISOR
     with pytest.raises(LaunchError, match="does not answer"):
         connect_authenticated(name, secret="a guess", role=role, identity=who, limit_s=0.3)
@@ -316,7 +315,7 @@ def test_between_hosts_ranks_listen_on_the_interface_that_connects_them(
     (tmp_path / "script.py").write_text(LOOK)
     words = ["run", "--log-dir", "logs", "--hosts", "n0:1,n1:1", "--launcher", launcher]
     words += ["--backend", "gloo", "script.py", str(tmp_path)]
-    env = {**os.environ, "PYTHONPATH": SOURCES, "TORCHMN_RSH": str(lab.rsh_agent)}
+    env = {**os.environ, "PYTHONPATH": PYTHON_PATH, "TORCHMN_RSH": str(lab.rsh_agent)}
     process = lab.hosts[0].popen(
         [sys.executable, "-m", "torchmn", *words],
         env=env,

@@ -20,10 +20,10 @@ import pytest
 
 import torchmn
 from tests.processes import stand_in_scheduler
+from tests.processes.runner import PYTHON_PATH
 
 pytestmark = pytest.mark.processes
 
-SOURCES = str(Path(torchmn.__file__).parents[1])
 COMMANDS = {
     "pbs": ("qsub", "qstat", "qdel", "pbsnodes"),
     "grid_engine": ("qsub", "qstat", "qdel", "qacct", "qconf"),
@@ -93,7 +93,7 @@ class Cluster:
             env={
                 "PATH": str(self.bin),  # nothing else: the machine may have a Slurm of its own
                 "HOME": str(self.home),
-                "PYTHONPATH": SOURCES,
+                "PYTHONPATH": PYTHON_PATH,
                 "ONLY_AT_LOGIN": "1",
             },
             stdout=subprocess.PIPE,
@@ -281,7 +281,7 @@ def test_the_real_torchmn_run_takes_its_node_from_the_scheduler(cluster: Cluster
     (cluster.state / "hosts").write_text(socket.gethostname())
     cluster.program(
         cluster.node_bin / "torchmn",
-        f'#!/bin/sh\nPYTHONPATH="{SOURCES}" exec "{sys.executable}" -m torchmn "$@"\n',
+        f'#!/bin/sh\nPYTHONPATH="{PYTHON_PATH}" exec "{sys.executable}" -m torchmn "$@"\n',
     )
     asked = ("--per-node", "2", "--threads", "1", "--join-output", "--activate", "../venv")
     done = cluster.submit(*asked, "--requeue", "--wait", "train.py")
@@ -320,7 +320,7 @@ def test_bad_requests_are_one_sentence_and_exit_status_2(tmp_path: Path, case: s
     done = subprocess.run(
         [sys.executable, "-m", "torchmn", "submit", *args],
         cwd=tmp_path,
-        env={"PATH": str(tmp_path), "HOME": str(tmp_path), "PYTHONPATH": SOURCES},
+        env={"PATH": str(tmp_path), "HOME": str(tmp_path), "PYTHONPATH": PYTHON_PATH},
         capture_output=True,
         text=True,
         check=False,

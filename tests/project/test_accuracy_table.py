@@ -99,7 +99,7 @@ def test_the_choice_sees_no_seed_and_no_test_image_of_the_table(load, monkeypatc
         train=SimpleNamespace(tensors=(marks, marks)), test=SimpleNamespace(tensors=(-marks, marks))
     )
     found.normalised = lambda: found
-    monkeypatch.setattr("torchmn.data.load_images", lambda *_: found)
+    monkeypatch.setattr(tasks, "load_images", lambda *_: found)
     images = tasks.load(choice.TASK, "")
     assert images.train[0].tolist() == list(range(15_000))
     assert images.test[0].tolist() == list(range(15_000, 25_000))
@@ -151,17 +151,17 @@ def table_runs(load, run_of):  # type: ignore[no-untyped-def]
 def test_a_side_passes_only_if_it_holds_all_limits(load, table_runs, mnist, cifar, reason) -> None:  # type: ignore[no-untyped-def]
     bars = load("accuracy.bars")
     points = {"mnist": mnist} | ({} if cifar is None else {"cifar": cifar})
-    verdict = bars.verdicts(table_runs("every step int8", **points), {})["every step int8"]
-    assert verdict.startswith(reason)
-    assert bool(verdict) == bool(reason)
+    found = bars.failed_limits(table_runs("every step int8", **points), {})["every step int8"]
+    assert found.startswith(reason)
+    assert bool(found) == bool(reason)
 
 
 def test_a_missing_seed_is_no_pass(load, table_runs) -> None:  # type: ignore[no-untyped-def]
     bars = load("accuracy.bars")
     runs = table_runs("every step int8", mnist=0.0, cifar=0.0)
-    assert bars.verdicts(runs, {})["every step int8"] == ""
+    assert bars.failed_limits(runs, {})["every step int8"] == ""
     del runs["mnist", "every step int8", 2]
-    assert bars.verdicts(runs, {})["every step int8"] == "mnist: not measured"
+    assert bars.failed_limits(runs, {})["every step int8"] == "mnist: not measured"
 
 
 def test_a_rate_that_the_choice_did_not_give_is_not_judged(load, table_runs) -> None:  # type: ignore[no-untyped-def]
@@ -169,9 +169,9 @@ def test_a_rate_that_the_choice_did_not_give_is_not_judged(load, table_runs) -> 
     side = load("accuracy.sides").SIDES["DiLoCo"]
     runs = table_runs("DiLoCo", mnist=0.0, cifar=0.0)
     right = Fraction(side.learning_rate_factor).limit_denominator(9)
-    assert bars.verdicts(runs, {"DiLoCo": right})["DiLoCo"] == ""
+    assert bars.failed_limits(runs, {"DiLoCo": right})["DiLoCo"] == ""
     for chosen in ({}, {"DiLoCo": right / 2}):
-        assert bars.verdicts(runs, chosen)["DiLoCo"] == "mnist: not measured"
+        assert bars.failed_limits(runs, chosen)["DiLoCo"] == "mnist: not measured"
         (bar,) = (b for b in bars.bars_of(runs, chosen) if b.bar.startswith("mnist: DiLoCo ("))
         assert bar.holds is None
 

@@ -53,12 +53,12 @@ def test_without_root_there_are_neither_hosts_nor_disks(load) -> None:
 
 
 def test_who_is_named(load) -> None:
-    faults, verdicts = load("chaos.faults"), load("chaos.verdicts")
+    faults, expectations = load("chaos.faults"), load("chaos.expectations")
     one = load("chaos.settings").Setting()
 
     def is_named(kind: str, rank: int, *texts: str, **more) -> bool | None:
         lines = [load("chaos.job").Line(float(at), text) for at, text in enumerate(texts)]
-        return verdicts.is_named(lines, faults.Fault(kind=kind, rank=rank, step=9, **more), one)
+        return expectations.is_named(lines, faults.Fault(kind=kind, rank=rank, step=9, **more), one)
 
     begin = "torchmn: 2 worker(s) with gloo on vm, logs in logs"
     killed = "torchmn: rank 1 on vm was ended by SIGKILL."
@@ -80,7 +80,7 @@ def test_bars_fail_for_a_hang_an_orphan_and_wrong_bits(load, tmp_path: Path) -> 
         "number": 1,
         "setting": {"name": "2", "workers": [2], "is_exact": True},
         "fault": {"kind": "kill", "rank": 0, "when": "step 3"},
-        "went_on": False,
+        "continued": False,
         "hang": False,
         "orphans": [],
         "bit_equal": True,
@@ -111,7 +111,7 @@ def test_records_name_no_folder(load, tmp_path: Path) -> None:
     table = load("chaos.table")
     path = tmp_path / "runs.jsonl"
     words = "rank 1 of group 'a/b' failed; its output is in /some/where/logs/rank1.log (7/8)."
-    table.append(path, {"sentence": words})
+    table.append(path, {"message": words})
     assert json.loads(path.read_text()) == {
-        "sentence": "rank 1 of group 'a/b' failed; its output is in rank1.log (7/8)."
+        "message": "rank 1 of group 'a/b' failed; its output is in rank1.log (7/8)."
     }

@@ -1,4 +1,4 @@
-"""The table of `make bench-exchange`: what hangs together, how turns are judged, what counts."""
+"""The table of `make bench-exchange`: consistency, comparison of turns, sides that count."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def run_of(seconds: Mapping[str, float]) -> dict[str, object]:
     return {"sides": dict.fromkeys(seconds, "measured"), "turns": turns}
 
 
-def limits_of(bars: Sequence[object], words: str) -> list[object]:
-    return [bar for bar in bars if bar.limit and words in bar.bar]  # type: ignore[attr-defined]
+def limits_of(bars: Sequence[object], text: str) -> list[object]:
+    return [bar for bar in bars if bar.limit and text in bar.bar]  # type: ignore[attr-defined]
 
 
-def test_lines_name_sides_that_exist_and_limits_name_sides_of_their_line(load) -> None:  # type: ignore[no-untyped-def]
+def test_lines_and_limits_refer_to_existing_sides(load) -> None:  # type: ignore[no-untyped-def]
     table = load("exchange.table")
     for line in table.LINES.values():
         own = {*line.sides, line.baseline}
@@ -59,7 +59,7 @@ def test_lines_name_sides_that_exist_and_limits_name_sides_of_their_line(load) -
         assert line.steps.keys() <= own, line.name
 
 
-def test_blocks_have_nothing_in_flight_at_the_ends_of_a_turn(load) -> None:  # type: ignore[no-untyped-def]
+def test_block_schedules_have_nothing_in_flight_at_either_end_of_a_turn(load) -> None:  # type: ignore[no-untyped-def]
     table = load("exchange.table")
     blocks = [side for side in table.SIDES.values() if side.build == "torchmn blocks"]
     assert blocks
@@ -71,7 +71,15 @@ def test_blocks_have_nothing_in_flight_at_the_ends_of_a_turn(load) -> None:  # t
         assert exchanged_at + overlap < table.BLOCK_STEPS
 
 
-def test_a_turn_is_compared_with_its_neighbours(load) -> None:  # type: ignore[no-untyped-def]
+def test_the_peers_are_in_every_line_that_compares_float32(load) -> None:  # type: ignore[no-untyped-def]
+    table = load("exchange.table")
+    for hosts in (2, 4):
+        for rate in ("1gbit", "10gbit"):
+            sides = table.LINES[f"{hosts}h-{rate}-float32"].sides
+            assert {"ddp", "horovod", "horovod fp16"} <= {*sides}
+
+
+def test_a_turn_is_compared_with_its_neighbors(load) -> None:  # type: ignore[no-untyped-def]
     bars = load("exchange.bars")
     turns = [turn("a", 1.0), turn("b", 4.0), turn("a", 3.0), turn("b", 2.0)]
     assert bars.paired_ratios(turns, "b", "a") == [0.5, 1.5]
@@ -79,7 +87,7 @@ def test_a_turn_is_compared_with_its_neighbours(load) -> None:  # type: ignore[n
     assert bars.paired_ratios(turns, "a", "c") == []
 
 
-def test_disturbed_turns_count_only_if_there_are_too_few_others(load) -> None:  # type: ignore[no-untyped-def]
+def test_disturbed_turns_count_only_if_too_few_others_remain(load) -> None:  # type: ignore[no-untyped-def]
     bars = load("exchange.bars")
     quiet = [turn("a", 1.0), turn("b", 2.0)]
     loud = [turn("a", 1.0, foreign=0.5), turn("b", 9.0)]
@@ -87,7 +95,7 @@ def test_disturbed_turns_count_only_if_there_are_too_few_others(load) -> None:  
     assert max(bars.paired_ratios(quiet + loud, "a", "b")) > 2.0
 
 
-def test_a_limit_without_its_side_is_missing_and_does_not_hold(load) -> None:  # type: ignore[no-untyped-def]
+def test_a_limit_whose_side_was_not_built_is_missing(load) -> None:  # type: ignore[no-untyped-def]
     bars = load("exchange.bars")
     run = {
         "sides": {"ddp": "measured", "every step": "not built: UnknownNameError: no"},
@@ -99,7 +107,7 @@ def test_a_limit_without_its_side_is_missing_and_does_not_hold(load) -> None:  #
     assert "every step not built" in found[0].bar
 
 
-def test_bytes_must_lie_around_what_is_expected(load) -> None:  # type: ignore[no-untyped-def]
+def test_bytes_must_be_within_the_tolerance(load) -> None:  # type: ignore[no-untyped-def]
     bars = load("exchange.bars")
     turns = [
         turn("mean, hierarchical", 1.0, nbytes=60.1e6),
@@ -107,14 +115,14 @@ def test_bytes_must_lie_around_what_is_expected(load) -> None:  # type: ignore[n
     ]
     run = {"sides": {t["side"]: "measured" for t in turns}, "turns": turns}
     made = bars.bars_of({"2x2-1gbit-mean": [run]}, all_count)
-    verdicts = {bar.bar.split(": ")[1]: bar.holds for bar in made if bar.unit == "MB"}
-    assert verdicts == {
+    holds = {bar.bar.split(": ")[1]: bar.holds for bar in made if bar.unit == "MB"}
+    assert holds == {
         "mean, hierarchical, bytes over a link, per direction, 1 run": True,
         "mean, gloo in buckets, bytes over a link, per direction, 1 run": False,
     }
 
 
-def test_all_runs_are_kept_in_their_order(load, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_all_runs_are_kept_in_order(load, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     runs = load("exchange.runs")
     path = tmp_path / "records" / "exchange.jsonl"
     assert runs.load(path) == {}
@@ -131,14 +139,14 @@ def test_all_runs_are_kept_in_their_order(load, tmp_path: Path) -> None:  # type
     [
         ([0.5], True),
         ([2.0], False),
-        ([2.0, 2.0, 0.5], False),  # a lucky newest run does not make up for the others
-        ([0.5, 0.5, 2.0], False),  # nor does an unlucky one vanish
-        ([2.0, 2.0, 0.5, 0.5, 0.5], True),  # but the old ones do
+        ([2.0, 2.0, 0.5], False),  # a fast newest run does not make up for the others
+        ([0.5, 0.5, 2.0], False),  # a slow newest run is not dropped
+        ([2.0, 2.0, 0.5, 0.5, 0.5], True),  # old runs are
     ],
 )
-def test_a_limit_is_judged_on_the_newest_runs_all_together(load, seconds, holds) -> None:  # type: ignore[no-untyped-def]
+def test_a_limit_uses_all_turns_of_the_newest_runs(load, seconds, holds) -> None:  # type: ignore[no-untyped-def]
     bars = load("exchange.bars")
-    assert load("exchange.runs").NUM_JUDGED == 3
+    assert load("exchange.runs").NUM_RUNS_PER_LIMIT == 3
     runs = [run_of({"ddp": 1.0, "every step": own}) for own in seconds]
     made = bars.bars_of({"2h-1gbit-float32": runs}, all_count)
     (bar,) = limits_of(made, "every step / ddp")
@@ -146,7 +154,7 @@ def test_a_limit_is_judged_on_the_newest_runs_all_together(load, seconds, holds)
     assert len(bar.samples) == 5 * min(3, len(seconds))
 
 
-def test_runs_that_cannot_judge_a_limit_take_no_place_among_the_newest(load) -> None:  # type: ignore[no-untyped-def]
+def test_runs_without_both_sides_of_a_limit_are_skipped(load) -> None:  # type: ignore[no-untyped-def]
     bars = load("exchange.bars")
     runs = [run_of({"ddp": 1.0, "every step": 0.5})] + 3 * [run_of({"ddp": 1.0, "auto": 1.0})]
     (bar,) = limits_of(bars.bars_of({"2h-1gbit-float32": runs}, all_count), "every step / ddp")
@@ -154,14 +162,14 @@ def test_runs_that_cannot_judge_a_limit_take_no_place_among_the_newest(load) -> 
     assert bar.bar.endswith("1 run")
 
 
-def test_a_side_that_does_not_pass_is_shown_and_holds_no_limit(load) -> None:  # type: ignore[no-untyped-def]
-    bars, counted = load("exchange.bars"), load("exchange.counted")
+def test_a_side_that_fails_the_accuracy_table_satisfies_no_limit(load) -> None:  # type: ignore[no-untyped-def]
+    bars, counted = load("exchange.bars"), load("exchange.exclusions")
     run = run_of({"no-exchange": 1.0, "every step int8": 1.0, "every step 1bit": 0.9})
-    verdicts = {"every step int8": "", "every step 1bit": "mnist: -0.40 points"}
+    failed_limits = {"every step int8": "", "every step 1bit": "mnist: -0.40 points"}
 
     def made(**changed: str) -> list[object]:
-        why_not = counted.counted_by(verdicts | changed)
-        return bars.bars_of({"2h-1gbit-lossy": [run]}, why_not)
+        exclusion = counted.exclusions_from(failed_limits | changed)
+        return bars.bars_of({"2h-1gbit-lossy": [run]}, exclusion)
 
     (bar,) = limits_of(made(), "no-exchange")
     assert (bar.bar.split(": ")[1], bar.holds) == ("every step int8 / no-exchange, 1 run", True)
@@ -175,15 +183,17 @@ def test_a_side_that_does_not_pass_is_shown_and_holds_no_limit(load) -> None:  #
     assert "every step int8 not counted: no accuracy (cifar: not measured)" in bar.bar
 
 
-def test_what_the_accuracy_table_does_not_know_does_not_count(load) -> None:  # type: ignore[no-untyped-def]
-    counted = load("exchange.counted")
-    assert "not measured" in counted.counted_by({})("every step int8", run_of({}))
-    assert counted.counted_by({})("ddp", run_of({})) == ""
+def test_a_side_without_measured_accuracy_does_not_count(load) -> None:  # type: ignore[no-untyped-def]
+    counted = load("exchange.exclusions")
+    assert "not measured" in counted.exclusions_from({})("every step int8", run_of({}))
+    assert counted.exclusions_from({})("ddp", run_of({})) == ""
 
 
-def test_auto_counts_by_the_plan_that_it_took(load) -> None:  # type: ignore[no-untyped-def]
-    counted = load("exchange.counted")
-    why_not = counted.counted_by({"every step int8": "", "double buffering int8": "cifar: -2"})
+def test_auto_counts_by_its_plan(load) -> None:  # type: ignore[no-untyped-def]
+    counted = load("exchange.exclusions")
+    exclusion = counted.exclusions_from(
+        {"every step int8": "", "double buffering int8": "cifar: -2"}
+    )
     plans = {
         "every_step": "",
         "double_buffering": "not counted: no accuracy (cifar: -2)",
@@ -191,11 +201,11 @@ def test_auto_counts_by_the_plan_that_it_took(load) -> None:  # type: ignore[no-
     }
     for schedule, reason in plans.items():
         run = {**run_of({}), "plans": {"auto lossy": {"schedule": schedule, "codec": "int8"}}}
-        assert why_not("auto lossy", run) == reason
-    assert "not measured" in why_not("auto lossy", run_of({}))
+        assert exclusion("auto lossy", run) == reason
+    assert "not measured" in exclusion("auto lossy", run_of({}))
 
 
-def test_everything_that_torchmn_trains_must_pass_the_accuracy_table(load) -> None:  # type: ignore[no-untyped-def]
+def test_every_side_of_torchmn_names_its_accuracy(load) -> None:  # type: ignore[no-untyped-def]
     table, accuracy = load("exchange.table"), load("accuracy.sides")
     ours = [
         side
@@ -207,10 +217,12 @@ def test_everything_that_torchmn_trains_must_pass_the_accuracy_table(load) -> No
     for side in ours:
         assert side.accuracy is None or side.accuracy, side.name
         unknown |= {*(side.accuracy or ())} - accuracy.SIDES.keys()
-    assert unknown == {"double buffering float16"}  # nobody has measured it: it does not count
+    assert unknown == {
+        "double buffering float16"
+    }  # its accuracy was never measured, so it does not count
 
 
-def test_the_records_can_be_judged(load) -> None:  # type: ignore[no-untyped-def]
+def test_the_recorded_runs_fit_the_table(load) -> None:  # type: ignore[no-untyped-def]
     runs, table = load("exchange.runs"), load("exchange.table")
     kept = runs.load(runs.RECORD)
     assert kept.keys() <= table.LINES.keys()

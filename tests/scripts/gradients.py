@@ -264,7 +264,15 @@ def backward_for_some_inputs(worker: Worker) -> nn.Module:
     return model
 
 
-@script("`backward(create_graph=True)` and the curvature along a vector, as AdaHessian does")
+@script(
+    "`backward(create_graph=True)` and the curvature along a vector, as AdaHessian does",
+    **everywhere(
+        Refused(
+            "which has no graph",
+            cure="take the gradients by `torch.autograd.grad(loss, parameters, create_graph=True)`",
+        )
+    ),
+)
 def curvature(worker: Worker) -> nn.Module:
     model = mlp()
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)

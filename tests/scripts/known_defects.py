@@ -6,16 +6,6 @@ _CASES: dict[str, tuple[str, ...]] = {
     "torch refuses to swap a parameter to which a weak reference exists": (
         "parameters_swapped-every_step_next_forward-2",
     ),
-    "gradients of parameters without an optimizer are not exchanged; a warning names them": (
-        "clip_more_than_is_trained-auto-2",
-        "clip_more_than_is_trained-every_step-2",
-        "clip_more_than_is_trained-every_step_next_forward-2",
-    ),
-    "the mean over ranks has no graph; a warning says so": (
-        "curvature-auto-2",
-        "curvature-every_step-2",
-        "curvature-every_step_next_forward-2",
-    ),
     "a list of `p.detach()` made once is old before `optimizer.flush()`": (
         "average_by_foreach-every_step_next_forward-2",
     ),

@@ -18,10 +18,10 @@ from .suite import all_scripts
 
 pytestmark = [
     # What a user reads once, and what torch says of its own schedulers.
-    pytest.mark.filterwarnings("ignore:(.|\n)*nothing of it is hidden"),
+    pytest.mark.filterwarnings("ignore:(.|\n)*nothing of it overlaps"),
     pytest.mark.filterwarnings("ignore:More than one backward pass before step"),
     pytest.mark.filterwarnings("ignore:(.|\n)*lr_scheduler"),
-    pytest.mark.filterwarnings("ignore:(.|\n)*no multi-node optimizer has the parameter"),
+    pytest.mark.filterwarnings("ignore:(.|\n)*no multi-node optimizer trains them"),
     pytest.mark.filterwarnings("ignore:`torch.jit"),
     # Of hooks that it compiles, to be compiled without a word one day.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),

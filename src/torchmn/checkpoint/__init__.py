@@ -1,13 +1,14 @@
-"""Checkpoints: everything a training needs to go on, written by all ranks, never half."""
+"""Checkpoints: everything that is needed to resume training, written by all ranks together."""
 
 from torchmn.checkpoint.checkpointer import MultiNodeCheckpointer, SaveRecord
 from torchmn.checkpoint.create import create_multi_node_checkpointer
 from torchmn.checkpoint.dcp import export_dcp, import_dcp
 from torchmn.checkpoint.rank_seeds import RandomStreams, seed_ranks
-from torchmn.checkpoint.restore import HasResumeWarnings, Resharding
+from torchmn.checkpoint.restore import HasResumeWarnings
 from torchmn.checkpoint.retention import Best
 from torchmn.checkpoint.snapshot import HasReplicatedTensors, Stateful
 from torchmn.checkpoint.storage import FolderStorage, Storage
+from torchmn.resharding import Resharding
 
 __all__ = [
     "Best",

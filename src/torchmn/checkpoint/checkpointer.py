@@ -198,7 +198,7 @@ class MultiNodeCheckpointer(Extension):
         if self._hosts_memory is not None:
             self._hosts_memory.close()
         atexit.unregister(self.close)
-        self._comm.forget_before_end(self.close)
+        self._comm.cancel_on_finalize(self.close)
         has_failed = hasattr(sys, "last_type") or sys.exc_info()[0] is not None
         grace_s = min(self._comm.timeout_s, _GRACE_S if has_failed else math.inf)
         thread = self._thread

@@ -87,7 +87,7 @@ class ControlChannel:
         """Let the connections go that ``comm`` made for it; no round may be under way. Local."""
         transport, self._transport = self._transport, None
         if transport is not None:
-            comm.end_channels(transport)
+            comm.close_transport(transport)
 
     def give_up(self) -> None:
         """Let a round that waits end with an error. From another thread; nothing comes after."""

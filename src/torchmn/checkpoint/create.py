@@ -86,13 +86,13 @@ def create_multi_node_checkpointer(
                 stacklevel=2,
             )
     _raise_if_not_shared(comm, where)
-    transport = comm.channels("checkpoint") if comm.size > 1 else None
+    transport = comm.new_transport("checkpoint") if comm.size > 1 else None
     memory, announce = _memory_of_hosts(comm, is_async, check_replicas)
     return MultiNodeCheckpointer(
         comm,
         FolderStorage(where),
         ControlChannel(
-            transport, comm.rank_label, comm.timeout_s, job_ranks=comm.journal.job_ranks
+            transport, comm.rank_label, comm.timeout_s, job_ranks=comm.flight_recorder.job_ranks
         ),
         where=str(where),
         keep=keep,
@@ -116,12 +116,12 @@ def _memory_of_hosts(
     if copies is None:
         return None, lambda _: None
     comm.on_finalize(copies.close)
-    transport = comm.channels("copies") if comm.size > 1 else None
+    transport = comm.new_transport("copies") if comm.size > 1 else None
     memory = MultiNodeCheckpointer(
         comm,
         MemoryStorage(copies),
         ControlChannel(
-            transport, comm.rank_label, comm.timeout_s, job_ranks=comm.journal.job_ranks
+            transport, comm.rank_label, comm.timeout_s, job_ranks=comm.flight_recorder.job_ranks
         ),
         where="the memory of the hosts",
         keep=1,

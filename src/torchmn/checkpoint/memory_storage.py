@@ -15,7 +15,7 @@ from torchmn.checkpoint.retention import DRAFT, name_of
 from torchmn.checkpoint.storage import MANIFEST, Reader
 from torchmn.control.checkpoint_replicas.client import ReplicaClient
 from torchmn.control.checkpoint_replicas.frames import Payload
-from torchmn.control.messages.elastic import Draft
+from torchmn.control.messages.elastic import StagedCheckpoint
 from torchmn.errors import DataError, LaunchError
 
 _STEP = re.compile(re.escape(DRAFT) + r"(\d+)-")
@@ -57,7 +57,7 @@ class MemoryStorage:
     def remove(self, name: str) -> None:
         """See `Storage.remove`: the hosts forget by themselves what is older than a whole one."""
 
-    def _found(self) -> Draft | None:
+    def _found(self) -> StagedCheckpoint | None:
         if self._is_outdated:
             return None
         try:

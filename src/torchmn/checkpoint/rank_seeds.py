@@ -90,7 +90,7 @@ def seed_ranks(seed: int, comm: Communicator) -> RandomStreams:
         UsageError: it is no seed.
         RankMismatchError: ranks passed different seeds; all ranks raise.
 
-    >>> streams = seed_ranks(0, comm)  # doctest: +SKIP
+    >>> streams = seed_ranks(0, comm)
     """
     is_seed = isinstance(seed, (int, np.integer)) and 0 <= int(seed) < _NUM_SEEDS
     everyone = comm.allgather_obj(int(seed) if is_seed else repr(seed))

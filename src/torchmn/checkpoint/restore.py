@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -13,23 +13,12 @@ from torchmn.checkpoint.reader import SavedCheckpoint
 from torchmn.checkpoint.snapshot import RANDOM, Stateful
 from torchmn.communicators import Communicator
 from torchmn.errors import UsageError
-
-
-@runtime_checkable
-class Resharding(Protocol):
-    """An object whose state differs from rank to rank, or depends on the number of workers."""
-
-    def reshard_state_dict(self, states: Sequence[Any], comm: Communicator) -> Any:
-        """The state that this rank loads, from those of all old ranks in rank order.
-
-        Local. Called where the number of workers is another one. The states share memory with each
-        other: what is returned is a copy where it is changed.
-        """
+from torchmn.resharding import Resharding
 
 
 @runtime_checkable
 class HasResumeWarnings(Protocol):
-    """An object that does not go on exactly with another number of workers."""
+    """An object that does not resume exactly on another number of ranks."""
 
     def resume_warnings(self) -> list[str]:
         """Sentences that say what does not hold. Local; those of rank 0 are shown."""

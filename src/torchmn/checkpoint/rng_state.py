@@ -36,7 +36,7 @@ def check(state: Mapping[str, Any]) -> None:
     try:
         random.Random().setstate(state["python"])
         np.random.RandomState().set_state(state["numpy"])
-        torch.Generator().set_state(state["torch"])
+        torch.Generator(device="cpu").set_state(state["torch"])
         int(state["seed"])
     except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError) as e:
         raise DataError(

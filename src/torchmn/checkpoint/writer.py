@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-import torchmn
 from torchmn.checkpoint.control_channel import ControlChannel
 from torchmn.checkpoint.manifest import FileEntry, Manifest, parse
 from torchmn.checkpoint.retention import DRAFT, Best, checkpoints_to_delete, is_checkpoint, name_of
@@ -27,9 +26,10 @@ from torchmn.checkpoint.shard_assignment import owners
 from torchmn.checkpoint.shard_file import TensorEntry, header_of, in_file_order
 from torchmn.checkpoint.snapshot import Copy
 from torchmn.checkpoint.storage import MANIFEST, Storage
-from torchmn.communicators.checksums import differences, digest, sentence
+from torchmn.communicators.checksums import describe_differences, differences, digest
 from torchmn.communicators.object_codec import as_bytes
 from torchmn.errors import DataError
+from torchmn.version import __version__
 
 _MOST_MANIFEST_NBYTES = 1_000_000_000
 
@@ -190,7 +190,7 @@ class Writer:
                 world_size=len(said),
                 route=self.route,
                 created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                versions={"torchmn": torchmn.__version__, "torch": torch.__version__},
+                versions={"torchmn": __version__, "torch": torch.__version__},
                 metric=said[0]["metric"],
                 files=files,
             )
@@ -295,4 +295,4 @@ def _disagreement(said: Sequence[Mapping[str, Any]], step: int) -> str | None:
     found = differences(
         [{row[0]: row[3] for row in each["tensors"] if row[0] in common} for each in said]
     )
-    return sentence(found, step) if found else None
+    return describe_differences(found, step) if found else None

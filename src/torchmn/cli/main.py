@@ -9,9 +9,9 @@ from typing import NoReturn
 
 import typer
 
-import torchmn
 from torchmn.cli import run, submit
 from torchmn.errors import LaunchError, TorchmnError
+from torchmn.version import __version__
 
 app = typer.Typer(
     name="torchmn",
@@ -29,7 +29,7 @@ def _root(
     version: bool = typer.Option(False, "--version", help="Show the version and exit."),
 ) -> None:
     if version:
-        typer.echo(f"torchmn {torchmn.__version__}")
+        typer.echo(f"torchmn {__version__}")
         raise typer.Exit
 
 

@@ -1,9 +1,10 @@
-"""In which form a sum crosses a group: as it is, in stripes that a codec encodes, or factorised."""
+"""All-reduce algorithms: sums over a group, plain, compressed by stripes, or of low rank."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -15,127 +16,135 @@ from torchmn.compression.base import Side, aligned, anonymous_layout
 from torchmn.errors import UnsupportedError, UsageError
 
 
-@dataclass(frozen=True, eq=False)
-class Cargo:
-    """What a sum carries: a buffer, and what lies in it.
+@dataclass(eq=False)
+class ReduceBlock:
+    """A buffer to sum over ranks, and where the parameters are in it.
 
-    ``buffer`` is one-dimensional and contiguous. ``layout`` tells where its parameters are. The
-    last ``num_exact`` elements (weights, flags) belong to none and are never encoded.
+    Args:
+        buffer: (n,), contiguous.
+        bucket_layout: the parameters in the buffer, or in the bucket of which the buffer is a part;
+            None where it has no parameters by name. Only codecs look at it.
+        num_exact: the last elements (weights, flags), which are no parameter's and are never
+            encoded.
+        start: the element of the bucket at which the buffer begins.
     """
 
     buffer: Tensor
-    layout: Layout
+    bucket_layout: Layout | None = None
     num_exact: int = 0
+    start: int = 0
 
-    @classmethod
-    def of(cls, buffer: Tensor, layout: Layout | None = None, num_exact: int = 0) -> Cargo:
-        """Without a layout the buffer is one run of elements that has no name."""
-        return cls(
-            buffer, layout or anonymous_layout(buffer.numel() - num_exact, buffer.dtype), num_exact
-        )
+    @cached_property
+    def layout(self) -> Layout:
+        """The parameters in the buffer."""
+        whole, numel = self.bucket_layout, self.buffer.numel()
+        if whole is None:
+            return anonymous_layout(numel - self.num_exact, self.buffer.dtype)
+        if self.start == 0 and whole.end <= numel:
+            return whole
+        return whole.between(self.start, self.start + numel).moved(-self.start)
 
     @property
     def exact(self) -> Tensor:
         """The elements that are never encoded, a view."""
         return self.buffer[self.buffer.numel() - self.num_exact :]
 
-    def between(self, start: int, stop: int) -> Cargo:
-        """Elements ``start`` to ``stop`` of the buffer as a cargo, in the same memory."""
-        num_behind = self.buffer.numel() - stop
-        return Cargo(
+    def between(self, start: int, stop: int) -> ReduceBlock:
+        """Elements ``start`` to ``stop`` of the buffer, in the same memory."""
+        num_after = self.buffer.numel() - stop
+        return ReduceBlock(
             self.buffer[start:stop],
-            self.layout.between(start, stop).moved(-start),
-            max(0, min(stop - start, self.num_exact - num_behind)),
+            self.bucket_layout,
+            max(0, min(stop - start, self.num_exact - num_after)),
+            self.start + start,
         )
 
-    def on(self, buffer: Tensor) -> Cargo:
-        """The same in another buffer, such as a copy of it in other memory."""
+    def with_buffer(self, buffer: Tensor) -> ReduceBlock:
+        """The same block in another buffer, such as a copy of it in other memory."""
         return replace(self, buffer=buffer)
 
 
-class Wire(Protocol):
-    """Sums a cargo over a group, in place, leaving the same bits on every rank."""
+class AllReduceAlgorithm(Protocol):
+    """Sums a block over a group, in place, with the same bits on every rank."""
 
     @property
     def codec(self) -> Codec | None:
-        """What encodes, and remembers what it owes; None for plain sums."""
+        """The codec, with its residuals; None for plain sums."""
 
-    def sum_(self, group: Group, cargo: Cargo) -> None:
+    def sum_(self, group: Group, block: ReduceBlock) -> None:
         """*Collective over the group.*"""
 
-    def prefetch_send(self, group: Group, cargo: Cargo) -> None:
-        """Announce a sum that will come; see `Transport.prefetch_send`. Local."""
+    def prefetch_send(self, group: Group, block: ReduceBlock) -> None:
+        """Announce the next sum; see `Transport.prefetch_send`. Local."""
 
 
 class NativeAllReduce:
-    """The buffer's own dtype, by the transport's all-reduce."""
+    """The buffer in its own dtype, by the transport's all-reduce."""
 
     codec: Codec | None = None
 
-    def sum_(self, group: Group, cargo: Cargo) -> None:
-        """See `Wire.sum_`."""
+    def sum_(self, group: Group, block: ReduceBlock) -> None:
         if group.size > 1:
-            group.all_reduce_(cargo.buffer)
+            group.all_reduce_(block.buffer)
 
-    def prefetch_send(self, group: Group, cargo: Cargo) -> None:
-        """See `Wire.prefetch_send`."""
+    def prefetch_send(self, group: Group, block: ReduceBlock) -> None:
         if group.size > 1:
-            group.transport.prefetch_send(cargo.buffer)
+            group.transport.prefetch_send(block.buffer)
 
 
 class ReduceScatterAllGather(NativeAllReduce):
     """Reduce-scatter and all-gather of stripes.
 
     This is the all-reduce of ChainerMN's `inter_allreduce_gpu`: all-to-all, sum at the owner of
-    each stripe, all-gather. Two ranks take the transport's own, which needs one round less.
+    each stripe, all-gather. Two ranks take the transport's own.
     """
 
-    def sum_(self, group: Group, cargo: Cargo) -> None:
-        """See `Wire.sum_`."""
+    def sum_(self, group: Group, block: ReduceBlock) -> None:
         if group.size == 2:
-            group.all_reduce_(cargo.buffer)
+            group.all_reduce_(block.buffer)
         elif group.size > 1:
-            group.reduce_scatter_stripes_(cargo.buffer)
-            group.all_gather_stripes_(cargo.buffer)
+            group.striped_all_reduce_(block.buffer)
 
 
 class CompressedAllReduce:
-    """Stripes that a codec encodes (CNTK's quantized all-reduce, ancestors 2.2).
+    """Stripes that a codec encodes: the quantized all-reduce of CNTK (Seide et al. 2014).
 
-    Every stripe is encoded for its owner; the owner adds what arrives to its own part in float32
-    (float64 buffers in float64) and encodes the sum for everybody; every rank, the owner too, keeps
-    the decoded bytes: replicas stay bit-identical. `StripeCodec` says which of its methods is
-    called when. Each message ends with the exact elements, which everybody adds in rank order.
+    Every stripe is encoded for its owner. The owner adds what it receives to its own part in
+    float32 (float64 buffers in float64) and encodes the sum for all ranks. Every rank, the owner
+    included, keeps the decoded bytes, so replicas stay bit-identical. `StripeCodec` documents when
+    each of its methods is called. Each message ends with the exact elements, which every rank adds
+    in rank order.
     """
 
     def __init__(self, codec: StripeCodec) -> None:
         self.codec: StripeCodec = codec
-        self._routes: dict[tuple[Layout, int, int, int], _Stripes] = {}
+        self._messages: dict[tuple[Layout, int, int, int], _StripeMessages] = {}
 
-    def sum_(self, group: Group, cargo: Cargo) -> None:
-        """See `Wire.sum_`."""
+    def sum_(self, group: Group, block: ReduceBlock) -> None:
         if group.size == 1:
             sides: tuple[Side, ...] = ("worker", "owner")
             for side in sides:
-                self.codec.flush_residual_into(cargo.buffer, cargo.layout, side)
+                self.codec.flush_residual_into(block.buffer, block.layout, side)
             return
-        stripes = self._stripes(group, cargo)
-        total, wide = self._scatter(group, cargo, stripes)
-        self._gather(group, cargo, stripes, total, wide)
+        stripes = self._stripes(group, block)
+        total, wide = self._scatter(group, block, stripes)
+        self._gather(group, block, stripes, total, wide)
 
-    def prefetch_send(self, group: Group, cargo: Cargo) -> None:
-        """See `Wire.prefetch_send`: it must be encoded first, in its turn."""
+    def prefetch_send(self, group: Group, block: ReduceBlock) -> None:
+        """See `AllReduceAlgorithm.prefetch_send`: nothing, for it has to be encoded first."""
 
-    def _stripes(self, group: Group, cargo: Cargo) -> _Stripes:
-        key = (cargo.layout, group.size, group.rank, cargo.num_exact)
-        stripes = self._routes.get(key)
+    def _stripes(self, group: Group, block: ReduceBlock) -> _StripeMessages:
+        key = (block.layout, group.size, group.rank, block.num_exact)
+        stripes = self._messages.get(key)
         if stripes is None:
-            stripes = self._routes[key] = _Stripes(self.codec, group, cargo)
+            stripes = self._messages[key] = _StripeMessages(self.codec, group, block)
         return stripes
 
-    def _scatter(self, group: Group, cargo: Cargo, stripes: _Stripes) -> tuple[Tensor, Layout]:
-        """Send each encoded stripe to its owner. Returns the sum of the own one, and its layout."""
-        codec, buffer, footer = self.codec, cargo.buffer, cargo.exact.view(torch.uint8)
+    def _scatter(
+        self, group: Group, block: ReduceBlock, stripes: _StripeMessages
+    ) -> tuple[Tensor, Layout]:
+        """Send each stripe to its owner. Returns the sum of the own stripe and its layout."""
+        codec, buffer, footer = self.codec, block.buffer, block.exact.view(torch.uint8)
         for peer in stripes.others:
             message, layout = stripes.outgoing[peer], stripes.layouts[peer]
             if layout.numel:
@@ -156,20 +165,25 @@ class CompressedAllReduce:
             for peer in stripes.others:
                 arrived = stripes.incoming[peer][: stripes.nbytes[group.rank]]
                 codec.decode_stripe(arrived, wide, total, add=True)
-        if cargo.num_exact:
+        if block.num_exact:
             footers = [
-                cargo.exact.clone()
+                block.exact.clone()
                 if peer == group.rank
-                else stripes.incoming[peer][-footer.numel() :].clone().view(cargo.exact.dtype)
+                else stripes.incoming[peer][-footer.numel() :].clone().view(block.exact.dtype)
                 for peer in range(group.size)
             ]
-            torch.sum(torch.stack(footers), 0, out=cargo.exact)
+            torch.sum(torch.stack(footers), 0, out=block.exact)
         return total, wide
 
     def _gather(
-        self, group: Group, cargo: Cargo, stripes: _Stripes, total: Tensor, wide: Layout
+        self,
+        group: Group,
+        block: ReduceBlock,
+        stripes: _StripeMessages,
+        total: Tensor,
+        wide: Layout,
     ) -> None:
-        """Send the encoded sum of the own stripe to all and decode everybody's."""
+        """Send the encoded sum of the own stripe to all ranks and decode all sums."""
         codec = self.codec
         if wide.numel:
             codec.encode_stripe(total, wide, stripes.sums[group.rank], "owner")
@@ -180,21 +194,21 @@ class CompressedAllReduce:
         )
         for layout, encoded in zip(stripes.layouts, stripes.sums, strict=True):
             if layout.numel:
-                codec.decode_stripe(encoded, layout, cargo.buffer)
+                codec.decode_stripe(encoded, layout, block.buffer)
 
 
-class _Stripes:
-    """The stripes of one cargo on one rank, and memory for their messages, kept between steps."""
+class _StripeMessages:
+    """The stripes of a block and the memory for their messages, kept between steps."""
 
-    def __init__(self, codec: StripeCodec, group: Group, cargo: Cargo) -> None:
-        self.layouts = codec.cut(cargo.layout, group.size)
+    def __init__(self, codec: StripeCodec, group: Group, block: ReduceBlock) -> None:
+        self.layouts = codec.cut(block.layout, group.size)
         self.nbytes = [codec.stripe_nbytes(layout) for layout in self.layouts]
-        # Starting behind this rank, so that no rank is everybody's first.
+        # Starting after this rank, so that the first messages of all ranks have different targets.
         self.others = [(group.rank + i) % group.size for i in range(1, group.size)]
-        footer_nbytes = cargo.num_exact * cargo.buffer.element_size()
+        footer_nbytes = block.num_exact * block.buffer.element_size()
 
         def memory(nbytes: int) -> Tensor:
-            return torch.zeros(nbytes, dtype=torch.uint8, device=cargo.buffer.device)
+            return torch.zeros(nbytes, dtype=torch.uint8, device=block.buffer.device)
 
         mine = aligned(self.nbytes[group.rank]) + footer_nbytes
         self.outgoing = {p: memory(aligned(self.nbytes[p]) + footer_nbytes) for p in self.others}
@@ -203,35 +217,34 @@ class _Stripes:
 
 
 class LowRankAllReduce:
-    """Matrices as products of thin ones (`PowerSGD`), whatever does not gain as it is.
+    """Matrices as products of thin ones (`PowerSGD`); other parameters unchanged.
 
-    Only whole parameters can be factorised: a route that cuts them is refused.
+    Only whole parameters can be factorised: routes that cut them are refused.
     """
 
     def __init__(self, codec: PowerSGD) -> None:
         self.codec: PowerSGD = codec
 
-    def sum_(self, group: Group, cargo: Cargo) -> None:
-        """See `Wire.sum_`."""
+    def sum_(self, group: Group, block: ReduceBlock) -> None:
         matrices = []
-        for segment in cargo.layout.segments:
+        for segment in block.layout.segments:
             if segment.shape is None or not segment.is_whole:
                 raise UnsupportedError(
-                    f"{self.codec.name} needs whole parameters by name, and here is a part of "
+                    f"{self.codec.name} needs whole parameters by name but got a part of "
                     f"{segment.name or 'a buffer without names'!r}. Use another route or codec."
                 )
-            run = cargo.buffer[segment.start : segment.end]
+            run = block.buffer[segment.start : segment.end]
             matrices.append((segment.name, run.view(segment.shape)))
         self.codec.sum_(matrices, _GroupOfRanks(group))
-        if group.size > 1 and cargo.num_exact:
-            group.all_reduce_(cargo.exact)
+        if group.size > 1 and block.num_exact:
+            group.all_reduce_(block.exact)
 
-    def prefetch_send(self, group: Group, cargo: Cargo) -> None:
-        """See `Wire.prefetch_send`: it must be factorised first, in its turn."""
+    def prefetch_send(self, group: Group, block: ReduceBlock) -> None:
+        """See `AllReduceAlgorithm.prefetch_send`: nothing, for it has to be factorised first."""
 
 
 class _GroupOfRanks:
-    """A group as aggregating codecs see it."""
+    """A group, as `PowerSGD` uses it."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -239,7 +252,6 @@ class _GroupOfRanks:
         self._numels: list[int] = []  # of the parts of the last reduce_scatter
 
     def reduce_scatter(self, xs: Sequence[Tensor]) -> Tensor:
-        """See `power_sgd.Ranks`."""
         mine = xs[self.rank].contiguous()
         self._numels = [x.numel() for x in xs]
         others = [peer for peer in range(self.size) if peer != self.rank]
@@ -253,7 +265,6 @@ class _GroupOfRanks:
         return torch.stack([arrived[peer] for peer in range(self.size)]).sum(0)
 
     def allgather(self, x: Tensor) -> list[Tensor]:
-        """See `power_sgd.Ranks`."""
         parts = [x if peer == self.rank else x.new_empty(n) for peer, n in enumerate(self._numels)]
         others = [peer for peer in range(self.size) if peer != self.rank]
         self._group.exchange(
@@ -264,18 +275,22 @@ class _GroupOfRanks:
         return parts
 
     def allreduce(self, x: Tensor) -> Tensor:
-        """See `power_sgd.Ranks`."""
         total = x.clone()
         self._group.all_reduce_(total)
         return total
 
 
-def create_allreduce(codec: Codec | None) -> Wire:
-    """The wire for a codec; None is the transport's own all-reduce."""
+def create_allreduce(codec: Codec | None) -> AllReduceAlgorithm:
+    """The algorithm for a codec; None is the transport's own all-reduce.
+
+    Raises UsageError: the codec is neither a StripeCodec nor PowerSGD.
+    """
     if codec is None:
         return NativeAllReduce()
     if isinstance(codec, PowerSGD):
         return LowRankAllReduce(codec)
     if isinstance(codec, StripeCodec):
         return CompressedAllReduce(codec)
-    raise UsageError(f"{codec!r} is neither a StripeCodec nor PowerSGD: no wire can carry it.")
+    raise UsageError(
+        f"{codec!r} is neither a StripeCodec nor PowerSGD, so no all-reduce can use it."
+    )

@@ -1,12 +1,11 @@
-"""The communicator: who is there, what they can say to each other, and the path of a mean.
+"""The communicator: the ranks of a job, their collectives, and the route of a sum.
 
 The collectives that users call are in `collectives`, written once over groups. A route is a
-subclass that says along which path a buffer is summed (`_sum_`) and which placements it accepts.
+subclass that defines how a buffer is summed (`_sum_`) and which placements it supports.
 """
 
 from __future__ import annotations
 
-import operator
 import socket
 import warnings
 from abc import ABC, abstractmethod
@@ -17,15 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from torchmn.communicators import object_codec
-from torchmn.communicators.allreduce import Cargo, Wire, create_allreduce
+from torchmn.communicators.allreduce import (
+    AllReduceAlgorithm,
+    NativeAllReduce,
+    ReduceBlock,
+    create_allreduce,
+)
+from torchmn.communicators.collective_jobs import CollectiveJobs
 from torchmn.communicators.collectives import Collectives
 from torchmn.communicators.engine import Engine, Work
 from torchmn.communicators.flight_recorder import FlightRecorder
 from torchmn.communicators.group import Group
-from torchmn.communicators.opening import Call
-from torchmn.communicators.reductions import dense, described
+from torchmn.communicators.point_to_point import PointToPoint
 from torchmn.compression import Codec
-from torchmn.errors import UnsupportedError, UsageError
+from torchmn.errors import UnsupportedError
 from torchmn.monitor import script_monitor
 from torchmn.topology import Topology
 from torchmn.transports.base import TimeLimit, Transport
@@ -36,19 +40,34 @@ Granularity = Literal["parameter", "everything", "bucket"]
 
 
 class Communicator(Collectives, ABC):
-    """Ranks that train together. Made by `create_communicator`, on every rank.
+    """The ranks of a job and their collectives. Made by `create_communicator`, on every rank.
 
-    Methods are *collective* unless they say otherwise: every rank calls them in the same order.
-    All raise TimeLimitError or PeerLostError when other ranks do not come within ``timeout_s``,
-    and RankMismatchError when they come with something else.
+    Methods are *collective* unless documented otherwise: every rank calls them in the same order.
+    They block until the result is available, but for those named ``start_...``. All raise
+    TimeLimitError or PeerLostError if other ranks do not arrive within ``timeout_s``,
+    RankMismatchError if ranks make different calls, and CommunicationError after `finalize` or
+    after a failed collective.
+
+    Attributes:
+        rank, size: this rank, 0 to size - 1, and the number of ranks.
+        intra_rank, intra_size: this rank on its node, and the number of ranks there.
+        inter_rank, inter_size: this rank's node, and the number of nodes.
+        host, topology: the host of this rank, and the hosts of all ranks.
+        device: the GPU of this rank, or the CPU.
+        timeout_s, first_timeout_s: the limits of `create_communicator`, in seconds.
+        codec: the codec of ``allreduce_grad_dtype``, or None.
+        reason: why ``name="auto"`` chose this route; may be empty.
+        flight_recorder: the last collectives of this rank.
     """
 
     name: ClassVar[str]
     granularity: ClassVar[Granularity] = "bucket"
-    """What one exchange of gradients holds: one parameter, all, or a bucket behind backward."""
+    """What is summed at once: one parameter, all, or a bucket while backward runs."""
     bucket_bytes: int = 4 * MiB
     shards_parameters: ClassVar[bool] = False
-    """Whether what crosses nodes is cut wherever ranks' shares end, inside of a parameter too."""
+    """Whether messages between nodes may hold a part of a parameter."""
+    plain_sum: ClassVar[AllReduceAlgorithm] = NativeAllReduce()
+    """How this route sums without a codec."""
 
     def __init__(
         self,
@@ -76,30 +95,32 @@ class Communicator(Collectives, ABC):
         self.reason = reason
         self.trust = trust
         self.num_steps: int | None = None
-        """Steps of the optimizers made with it, by which data loading tells training from looks."""
-        self.journal = FlightRecorder(
+        """Steps of the optimizers made with it, by which data loading recognizes training steps."""
+        self.flight_recorder = FlightRecorder(
             job_ranks=range(self.size) if job_ranks is None else job_ranks
         )
-        script_monitor.follow(self.journal)
-        self.engine = Engine(device, is_threaded=getattr(transport, "is_threaded", True))
+        script_monitor.follow(self.flight_recorder)
+        self.engine = Engine(device, is_threaded=transport.is_threaded)
         self.world = Group(
             "world",
             transport,
-            journal=self.journal,
+            flight_recorder=self.flight_recorder,
             engine=self.engine,
             timeout_s=timeout_s,
             rank_label=self.rank_label,
             first_timeout_s=first_timeout_s,
         )
-        self._open_collectives(trust, device)
+        self._jobs = CollectiveJobs(self.world, trust, device)
+        self._messages = PointToPoint(self.world, trust, device)
         self._num_splits = 0
+        self._default_algorithm = self.allreduce_algorithm(codec)
         self._subgroups: list[Group] = []
         self._shared_memory: SharedMemoryTransport | None = None
-        self._before_end: list[Callable[[], None]] = []
+        self._on_finalize: list[Callable[[], None]] = []
         self.check_placement()
         self._connect()
 
-    # ---- what a route says ----
+    # ---- what a route defines ----
 
     def check_placement(self) -> None:
         """Raise UnsupportedError if this route cannot serve this placement. Local, same on all."""
@@ -108,38 +129,38 @@ class Communicator(Collectives, ABC):
         """Make the groups that the route needs, once."""
 
     @abstractmethod
-    def _sum_(self, cargo: Cargo, wire: Wire) -> None:
-        """Sum a cargo over all ranks, in place, the same bits on all. Inside an engine job."""
+    def _sum_(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:
+        """Sum a block over all ranks, in place, with the same bits on all. In an engine job."""
 
-    def _send_ahead(self, cargo: Cargo, wire: Wire) -> None:
-        """Announce what `_sum_` will send first if nothing is summed before that. Local."""
+    def _prefetch_send(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:
+        """Announce what `_sum_` will send first, if that is known before it runs. Local."""
 
-    def _agree(self, is_valid: bool) -> bool:
-        """Whether what was decoded is valid on all ranks, inside an engine job.
+    def all_valid(self, is_valid: bool) -> bool:
+        """Whether what was decoded is valid on all ranks. Only in ``on_complete`` of a sum.
 
-        Here all ranks have decoded the same bytes and are of one opinion.
+        By default all ranks have decoded the same bytes, so they agree.
         """
         return is_valid
 
     @property
     def overlaps_backward(self) -> bool:
-        """Whether gradients should leave while backward runs: whether waiting can be hidden."""
+        """Whether gradients should be exchanged while backward runs."""
         return self.granularity == "bucket"
 
     @property
     def inter_node_group(self) -> Group | None:
-        """The group whose sums cross what is slow here; None where there is none."""
+        """The group whose sums cross the slow links; None where there are none."""
         return self.world
 
     @property
-    def encodes_between(self) -> str:
-        """Whose messages a codec encodes on this route, in words; empty where nobody's."""
+    def codec_scope(self) -> str:
+        """Between whom a codec encodes messages, as text for errors; empty if it encodes none."""
         return f"all {self.size} ranks" if self.size > 1 else ""
 
     def new_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeros (numel,), to sum in, where this route sums fastest: on one node in shared memory.
+        """Zeros (numel,) where this route sums fastest: on one node in shared memory.
 
-        *Collective*: all ranks ask for the same sizes in the same order.
+        *Collective*: all ranks request the same sizes in the same order.
         """
         shared = self._shared_memory
         if shared is None or device.type != "cpu":
@@ -158,97 +179,120 @@ class Communicator(Collectives, ABC):
                 )
             return torch.zeros(numel, dtype=dtype, device=device)
 
-    # ---- the exchange's way in ----
+    # ---- sums of gradients ----
 
     @property
     def rank_label(self) -> str:
         """How errors name this rank."""
         return f"rank {self.rank} of {self.size} on {self.host} ({socket.gethostname()})"
 
+    def allreduce_algorithm(self, codec: Codec | None) -> AllReduceAlgorithm:
+        """How this route sums with a codec, or without one. Local. Make it once and keep it.
+
+        Raises UsageError: the codec is neither a StripeCodec nor PowerSGD.
+        """
+        return self.plain_sum if codec is None else create_allreduce(codec)
+
     def sum_(
         self,
-        cargo: Cargo | Tensor,
-        wire: Wire | None = None,
+        block: ReduceBlock | Tensor,
+        algorithm: AllReduceAlgorithm | None = None,
         *,
         bucket: int | None = None,
         step: int | None = None,
-        then: Callable[[], None] | None = None,
+        on_complete: Callable[[], None] | None = None,
     ) -> None:
-        """Sum a one-dimensional contiguous buffer over all ranks, in place.
+        """Sum a buffer over all ranks, in place, with the same bits on all.
 
-        ``wire`` is how to carry it, by default with the communicator's own codec. ``then`` is
-        called behind the sum, before the next exchange of this rank begins.
+        Args:
+            block: a tensor (n,), contiguous, of the same n and floating dtype on all ranks, which
+                is not compared; or a `ReduceBlock`, whose layout codecs need.
+            algorithm: from `allreduce_algorithm`; by default with the communicator's own codec.
+            bucket: a number for the flight recorder, with ``step``.
+            step: the step of the optimizer, for the flight recorder.
+            on_complete: called after the sum, before the next exchange of this rank begins.
+
+        Raises UnsupportedError: the codec needs whole parameters and the route or block has parts.
         """
-        self.engine.call(self._sum_job(cargo, wire, bucket, step, then))
+        self.engine.call(self._sum_job(block, algorithm, bucket, step, on_complete))
 
     def start_sum_(
         self,
-        cargo: Cargo | Tensor,
-        wire: Wire | None = None,
+        block: ReduceBlock | Tensor,
+        algorithm: AllReduceAlgorithm | None = None,
         *,
         bucket: int | None = None,
         step: int | None = None,
-        then: Callable[[], None] | None = None,
+        on_complete: Callable[[], None] | None = None,
     ) -> Work[None]:
-        """Start a sum and return at once; the buffer is the exchange's until `Work.wait`."""
-        return self.engine.submit(self._sum_job(cargo, wire, bucket, step, then))
+        """Start `sum_` and return at once; do not touch the buffer before `Work.wait` returns.
 
-    def agree(self, is_valid: bool) -> bool:
-        """Whether what was decoded is valid on all ranks. In the ``then`` of a sum only."""
-        return self._agree(is_valid)
+        All ranks start their sums and collectives in the same order. ``on_complete`` is called on
+        the engine's thread. `Work.wait` raises what `sum_` would raise.
+        """
+        return self.engine.submit(self._sum_job(block, algorithm, bucket, step, on_complete))
 
     def _sum_job(
         self,
-        cargo: Cargo | Tensor,
-        wire: Wire | None,
+        block: ReduceBlock | Tensor,
+        algorithm: AllReduceAlgorithm | None,
         bucket: int | None,
         step: int | None,
-        then: Callable[[], None] | None,
+        on_complete: Callable[[], None] | None,
     ) -> Callable[[], None]:
-        chosen = wire if wire is not None else create_allreduce(self.codec)
-        freight = cargo if isinstance(cargo, Cargo) else Cargo.of(cargo)
-        self._send_ahead(freight, chosen)
+        chosen = self._default_algorithm if algorithm is None else algorithm
+        whole = block if isinstance(block, ReduceBlock) else ReduceBlock(block)
+        self._prefetch_send(whole, chosen)
 
         def job() -> None:
-            if bucket is None:
-                self._sum_(freight, chosen)
-            else:
-                with self.journal.label(bucket=bucket, step=step):
-                    self._sum_(freight, chosen)
-            if then is not None:
-                then()
+            self.flight_recorder.set_label(bucket, step)
+            try:
+                self._sum_(whole, chosen)
+            finally:
+                self.flight_recorder.set_label(None, None)
+            if on_complete is not None:
+                on_complete()
 
         return job
 
-    def channels(self, name: str) -> Transport:
-        """A transport of all ranks for somebody's own threads, closed by `finalize`.
+    # ---- transports and groups ----
 
-        Whoever asks sees to its time limits, and that each message between two ranks has its own
-        tag and thread.
+    def new_transport(self, name: str) -> Transport:
+        """A transport of all ranks for use in other threads, closed by `finalize`. *Collective.*
+
+        The caller gives it time limits, and each message between two ranks has its own tag and
+        thread.
         """
         self._num_splits += 1
-        world, key = (
-            self.world.over(self.world.transport.thread_safe_transport),
-            f"{name}{self._num_splits}",
-        )
+        world = self.world.with_transport(self.world.transport.thread_safe_transport)
+        key = f"{name}{self._num_splits}"
         group = self.engine.call(lambda: world.split(name, range(self.size), key))
         self._subgroups.append(group)
         return group.transport
 
+    def close_transport(self, transport: Transport) -> None:
+        """Close a transport of `new_transport` before `finalize` does. Local.
+
+        Where closing is collective, as over MPI, `finalize` does it nevertheless.
+        """
+        if not transport.is_close_collective:
+            self._subgroups = [g for g in self._subgroups if g.transport is not transport]
+            transport.close()
+
     def _part_of(self, name: str, ranks: Sequence[int]) -> Group | None:
-        """A group of some ranks; None for a rank outside it. Part of `_connect`."""
+        """A group of some ranks; None on the other ranks. For `_connect`."""
         self._num_splits += 1
         if self.rank not in ranks:
             return None
         group = self.world.split(name, ranks, f"{name}{self._num_splits}-{ranks[0]}")
-        self.journal.know(name, ranks)
+        self.flight_recorder.register_group(name, ranks)
         self._subgroups.append(group)
         return group
 
     def _with_shared_memory(self, group: Group) -> Group:
-        """The same ranks, which share a node, with collectives through memory. Part of `_connect`.
+        """A group of ranks of one node with collectives through shared memory. For `_connect`.
 
-        GPUs have faster ways, and where the ranks cannot share memory a warning says why.
+        The same group for GPUs, and with a warning where the ranks cannot share memory.
         """
         if group.size == 1 or self.device.type != "cpu":
             return group
@@ -259,18 +303,19 @@ class Communicator(Collectives, ABC):
         except UnsupportedError as error:
             if group.rank == 0:
                 warnings.warn(
-                    f"{self.rank_label}: {error} Going on with {group.transport.name}, slower.",
+                    f"{self.rank_label}: {error} Continuing with {group.transport.name}, "
+                    "which is slower.",
                     RuntimeWarning,
                     stacklevel=2,
                 )
             return group
-        shared = group.over(transport)
+        shared = group.with_transport(transport)
         self._subgroups.append(shared)
         self._shared_memory = transport
         return shared
 
     def _own_part_of(self, name: str, partition: Sequence[Sequence[int]]) -> Group:
-        """This rank's part of a partition of the ranks. Part of `_connect`."""
+        """The group of this rank in a partition of the ranks. For `_connect`."""
         parts = [self._part_of(name, ranks) for ranks in partition]
         return next(part for part in parts if part is not None)
 
@@ -279,23 +324,15 @@ class Communicator(Collectives, ABC):
     def multi_node_mean_grad(self, model: nn.Module, zero_fill: bool = False) -> None:
         """Replace every ``p.grad`` by its mean over ranks, sorted by name, in place.
 
-        ``zero_fill`` gives parameters without a gradient one of zeros; else they are skipped, and
-        all ranks must skip the same ones. Raises RankMismatchError on all ranks, before anything is
-        written: they have gradients of other names, shapes or dtypes.
+        Args:
+            model: the same model on every rank.
+            zero_fill: give parameters without a gradient one of zeros; otherwise they are skipped,
+                and all ranks must skip the same ones.
+
+        Raises RankMismatchError on all ranks, before anything is written: their gradients differ in
+        names, shapes or dtypes.
         """
-        grads: dict[str, Tensor] = {}
-
-        def prepare() -> Callable[[], object]:
-            for name, parameter in sorted(model.named_parameters()):
-                if parameter.grad is None:
-                    if not zero_fill or not parameter.requires_grad:
-                        continue
-                    parameter.grad = torch.zeros_like(parameter)
-                grads[name] = dense(f"multi_node_mean_grad of '{name}'", parameter.grad)
-            parts = [f"'{name}' {described(grad)}" for name, grad in grads.items()]
-            return lambda: self._opening.meet(Call("multi_node_mean_grad", parts))
-
-        self.engine.call(self._job("multi_node_mean_grad", prepare))
+        grads = self.engine.call(self._jobs.multi_node_mean_grad(model, zero_fill))
         for grad in grads.values():
             mean = grad.clone(memory_format=torch.contiguous_format).div_(self.size)
             self.sum_((torch.view_as_real(mean) if mean.is_complex() else mean).view(-1))
@@ -304,17 +341,14 @@ class Communicator(Collectives, ABC):
     # ---- life ----
 
     def split(self, color: int, key: int) -> Communicator:
-        """A communicator of the ranks with the same ``color``, ordered by ``key``, then rank.
+        """A communicator of the ranks with the same ``color``, ordered by ``key``, then by rank.
 
-        It has the class and the settings of this one.
+        It has the class and the settings of this one. Unlike in MPI every rank needs a color, an
+        integer. Call its `finalize` on all of its ranks.
+
+        Raises TypeError: ``color`` or ``key`` is no integer (RankMismatchError on other ranks).
         """
-
-        def prepare() -> Callable[[], list[tuple[int, int]]]:
-            mine = (operator.index(color), operator.index(key))
-            return lambda: self._to_everybody(Call("split"), mine)
-
-        entries = self.engine.call(self._job("split", prepare))
-        ranks = [r for _, r in sorted((e[1], r) for r, e in enumerate(entries) if e[0] == color)]
+        ranks = self.engine.call(self._jobs.split(color, key))
         return self._split_off("split", ranks)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
@@ -325,22 +359,10 @@ class Communicator(Collectives, ABC):
 
         Raises UsageError: no rank is given, one is given twice, or is outside of this communicator.
         """
-
-        def prepare() -> Callable[[], object]:
-            members = [operator.index(rank) for rank in ranks]
-            outside = [rank for rank in members if not 0 <= rank < self.size]
-            if not members or outside or len(set(members)) < len(members):
-                raise UsageError(
-                    f"ranks={members}. Give at least one rank, each once, from 0 to "
-                    f"{self.size - 1}."
-                )
-            return lambda: self._opening.meet(Call("subgroup", ranks=members))
-
-        self.engine.call(self._job("subgroup", prepare))
-        members = [operator.index(rank) for rank in ranks]
+        members = self.engine.call(self._jobs.subgroup(ranks))
         if self.rank in members:
             return self._split_off("subgroup", members)
-        self._num_splits += 1  # counted on all ranks alike
+        self._num_splits += 1  # counted on all ranks
         return None
 
     def _split_off(self, kind: str, ranks: Sequence[int]) -> Communicator:
@@ -357,44 +379,45 @@ class Communicator(Collectives, ABC):
             codec=self.codec,
             reason=self.reason,
             first_timeout_s=self.first_timeout_s,
-            job_ranks=[self.journal.job_ranks[rank] for rank in ranks],
+            job_ranks=[self.flight_recorder.job_ranks[rank] for rank in ranks],
         )
 
     def on_finalize(self, callback: Callable[[], None]) -> None:
-        """Have it called when `finalize` begins: by whoever has threads of his own here. Local."""
-        self._before_end.append(callback)
+        """Register a callback to run at the start of `finalize`, last registered first. Local."""
+        self._on_finalize.append(callback)
 
-    def forget_before_end(self, callback: Callable[[], None]) -> None:
-        """Call it no more, and hold on to its object no more: its threads have ended. Local."""
-        if callback in self._before_end:
-            self._before_end.remove(callback)
-
-    def end_channels(self, transport: Transport) -> None:
-        """Close what `channels` has made before `finalize` does, unused from now on. Local.
-
-        Over MPI, where closing is collective, `finalize` does it nevertheless.
-        """
-        if transport.name != "mpi":
-            self._subgroups = [g for g in self._subgroups if g.transport is not transport]
-            transport.close()
+    def cancel_on_finalize(self, callback: Callable[[], None]) -> None:
+        """Remove a callback of `on_finalize`, and the reference to its object. Local."""
+        if callback in self._on_finalize:
+            self._on_finalize.remove(callback)
 
     def finalize(self) -> None:
-        """End this communicator: finish what is in flight, close its connections."""
-        while self._before_end:
-            self._before_end.pop()()
+        """End this communicator: complete what is in flight, close its connections.
+
+        Call it on every rank: over MPI it waits for the others. The communicator cannot be used
+        after it.
+        """
+        while self._on_finalize:
+            self._on_finalize.pop()()
         self.engine.close()
         for group in (*reversed(self._subgroups), self.world):
             group.transport.close()
         self._subgroups.clear()
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.rank_label}, {self.topology}, {self.world.transport.name}>"
+        transport = self.world.transport.name
+        return f"<{type(self).__name__} {self.rank_label}, {self.topology}, {transport}>"
 
 
-def all_agree(group: Group, is_valid: bool) -> bool:
-    """Whether it is valid on all ranks of a group. *Collective over the group.*"""
+def all_ranks_valid(group: Group, is_valid: bool) -> bool:
+    """Whether the flag is True on all ranks of a group. *Collective over the group.*"""
     if group.size == 1:
         return is_valid
     flag = torch.tensor([0 if is_valid else 1], dtype=torch.int32, device="cpu")
     group.all_reduce_(flag, "max")
     return not int(flag)
+
+
+def between_nodes(topology: Topology) -> str:
+    """`Communicator.codec_scope` of routes that encode between nodes only."""
+    return f"the {len(topology.nodes)} nodes" if len(topology.nodes) > 1 else ""

@@ -1,4 +1,4 @@
-"""Checksums of tensors, and which ranks differ from which: a replica that went astray is named."""
+"""Checksums of tensors, and which ranks differ from which: diverged replicas are named."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchmn.communicators.object_codec import as_bytes
 
-_MOST_NAMED = 5
+_MAX_NAMED = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,16 +25,16 @@ class Difference:
     groups: tuple[tuple[int, ...], ...]
 
     def __str__(self) -> str:
-        most, *others = self.groups
-        if len(most) == len(others[0]):
-            said = [_ranks(group) for group in self.groups]
-            return f"'{self.name}': {', '.join(said)} have different values, none the majority"
-        astray = ", ".join(_ranks(group) for group in others)
-        return f"'{self.name}': {astray} differ{'s' * _is_one(others)} from {_ranks(most)}"
+        majority, *others = self.groups
+        if len(majority) == len(others[0]):
+            ranks = [_ranks(group) for group in self.groups]
+            return f"'{self.name}': {', '.join(ranks)} have different values, with no majority"
+        diverged = ", ".join(_ranks(group) for group in others)
+        return f"'{self.name}': {diverged} differ{'s' * _is_one(others)} from {_ranks(majority)}"
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
-    """Of the bits of some tensors: fast, for comparing replicas. Local."""
+    """CRC-32 of the bits of some tensors: fast, for comparing replicas. Local."""
     total = 0
     for tensor in tensors:
         total = zlib.crc32(as_bytes(tensor.detach().cpu().contiguous()).numpy().data, total)
@@ -44,7 +44,7 @@ def checksum(tensors: Iterable[Tensor]) -> int:
 def digest(*pieces: bytes | memoryview | Tensor) -> str:
     """SHA-256 of bytes, or of the memory of contiguous tensors, as text. Local.
 
-    It is what files are compared by: two tensors with one digest are written once.
+    For comparing files: two tensors with the same digest are written once.
     """
     total = hashlib.sha256()
     for piece in pieces:
@@ -52,15 +52,15 @@ def digest(*pieces: bytes | memoryview | Tensor) -> str:
     return total.hexdigest()
 
 
-def differences(everybody: Sequence[Mapping[str, int | str]]) -> list[Difference]:
+def differences(by_rank: Sequence[Mapping[str, int | str]]) -> list[Difference]:
     """What is not the same on all ranks, from the checksums by name of all ranks. Local.
 
-    Ranks that lack a name have no say in it.
+    Ranks without a name are not compared for it.
     """
     found = []
-    for name in dict.fromkeys(name for sums in everybody for name in sums):
+    for name in dict.fromkeys(name for sums in by_rank for name in sums):
         groups: dict[int | str, list[int]] = {}
-        for rank, sums in enumerate(everybody):
+        for rank, sums in enumerate(by_rank):
             if name in sums:
                 groups.setdefault(sums[name], []).append(rank)
         if len(groups) > 1:
@@ -69,15 +69,15 @@ def differences(everybody: Sequence[Mapping[str, int | str]]) -> list[Difference
     return found
 
 
-def sentence(found: Sequence[Difference], step: int | None = None) -> str:
-    """What an error or a warning says about some differences."""
+def describe_differences(found: Sequence[Difference], step: int | None = None) -> str:
+    """The text of an error or a warning about some differences."""
     when = "" if step is None else f" after step {step}"
-    text = f"replicas differ{when} in {'; '.join(str(each) for each in found[:_MOST_NAMED])}"
-    if len(found) > _MOST_NAMED:
-        text += f"; and in {len(found) - _MOST_NAMED} more"
+    text = f"replicas differ{when} in {'; '.join(str(each) for each in found[:_MAX_NAMED])}"
+    if len(found) > _MAX_NAMED:
+        text += f"; and in {len(found) - _MAX_NAMED} more"
     return (
-        f"{text}. The schedule promises the same bits on all ranks: something changed them beside "
-        "the optimizer, or memory is faulty. Go on from a checkpoint before this step."
+        f"{text}. The schedule keeps the same bits on all ranks, so something other than the "
+        "optimizer changed them, or memory is faulty. Resume from a checkpoint before this step."
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from torchmn.communicators.base import Communicator
+from torchmn.communicators.collective_checks import raise_if_values_differ
 from torchmn.communicators.flat import FlatCommunicator
 from torchmn.communicators.hierarchical import HierarchicalCommunicator
 from torchmn.communicators.naive import NaiveCommunicator
@@ -27,7 +28,6 @@ from torchmn.communicators.single_node import SingleNodeCommunicator
 from torchmn.communicators.two_dimensional import TwoDimensionalCommunicator
 from torchmn.compression import BFloat16, Codec, Float16
 from torchmn.errors import (
-    RankMismatchError,
     TopologyError,
     TorchmnError,
     UnknownNameError,
@@ -39,6 +39,7 @@ from torchmn.topology.launcher_env import LauncherInfo, read_launcher_env
 from torchmn.transports.base import TimeLimit, Transport
 from torchmn.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.transports.join import choose_transport, join_world
+from torchmn.transports.mpi import MpiTransport
 from torchmn.transports.tcp import MAX_PEERS, TcpTransport
 
 ROUTES: dict[str, type[Communicator]] = {
@@ -50,9 +51,9 @@ ROUTES: dict[str, type[Communicator]] = {
     "non_cuda_aware": NonCudaAwareCommunicator,
     "pure_nccl": PureNcclCommunicator,
 }
-_HELLO_BYTES = 512
-_JOIN_S = 20.0  # for a world that is not needed, but may be faster
-_WIRE_DTYPES: dict[str, type[Codec] | None] = {
+_GREETING_BYTES = 512
+_JOIN_S = 20.0  # for a second world, which is optional but may be faster
+_GRAD_DTYPES: dict[str, type[Codec] | None] = {
     "float32": None,
     "float16": Float16,
     "bfloat16": BFloat16,
@@ -60,16 +61,16 @@ _WIRE_DTYPES: dict[str, type[Codec] | None] = {
 _num_created: Counter[int] = Counter()
 _FIRST_FACTOR = 5.0
 _NO_LIMIT_S = 30 * 24 * 3600.0
-"""Longer than any job; gloo's own limits have no infinity."""
+"""Longer than any job; gloo has no infinite limit."""
 
 
 def _raise_if_imported_again() -> None:
-    """Raise UsageError in a process of multiprocessing that imports the main script again."""
+    """Raise UsageError in a process of multiprocessing that imports the main script."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise UsageError(
-            "create_communicator() was called by a process that multiprocessing started, while it "
-            "imports the script: a DataLoader's worker, say. It is no rank. Put what the script "
-            "does into a function and call that under if __name__ == '__main__':."
+            "create_communicator() was called while a process of multiprocessing, such as a "
+            "DataLoader worker, imports the script. That process is not a rank. Move the code of "
+            "the script into a function and call it under if __name__ == '__main__':."
         )
 
 
@@ -85,31 +86,40 @@ def create_communicator(
     """Join the other ranks of this job. *Collective*: every rank, with the same arguments.
 
     Args:
-        name: the route of a mean: ``auto`` (rules on one node, between nodes the fastest of some
-            trials; `Communicator.reason` says which and why), ``naive``, ``flat``,
+        name: the route of sums: ``auto`` (rules on one node, between nodes the fastest of some
+            trials; `Communicator.reason` holds the choice and the reason), ``naive``, ``flat``,
             ``hierarchical``, ``two_dimensional``, ``single_node``, ``non_cuda_aware`` or
             ``pure_nccl``.
         transport: ``auto``, ``mpi``, ``torch``, or a `Transport`.
-        topology: which rank stands on which node; found from host names when not given.
-        timeout_s: the limit of every single collective in seconds; 0 is none.
-        first_timeout_s: the limit up to the end of the first exchange of gradients, while ranks
-            still read data or compile, each at its pace; 5 times ``timeout_s`` when not given.
-        allreduce_grad_dtype: float16 or bfloat16 on the wire, else the gradients' own dtype.
+        topology: the host of each rank; by default from the host names.
+        timeout_s: the time limit of every collective in seconds; 0 for none.
+        first_timeout_s: the limit until the end of the first exchange of gradients, while ranks
+            still read data or compile at different speeds; 5 times ``timeout_s`` by default.
+        allreduce_grad_dtype: float16 or bfloat16 to send gradients in; by default their own dtype.
 
     Raises:
-        UnknownNameError: no such route or transport.
-        UnsupportedError: the route cannot serve this placement, device or transport.
+        UnknownNameError: unknown route, transport or dtype.
+        UnsupportedError: the route does not support this placement, device or transport.
         TopologyError: launcher, MPI and host names contradict each other.
-        RankMismatchError: ranks asked for different communicators.
-        TimeLimitError: not all ranks came within ``first_timeout_s``.
-        UsageError: called while a worker of multiprocessing imports the script.
+        LaunchError: there is no rendezvous address, or MPI was finalized.
+        RankMismatchError: ranks gave different arguments or run different versions of torch.
+        TimeLimitError: not all ranks joined within ``first_timeout_s``.
+        UsageError: a limit is negative or infinite, or a process of multiprocessing calls this
+            while it imports the script.
 
-    Names: ChainerMN's `create_communicator` (ancestors 1.2).
+    Example:
+        >>> import torchmn
+        >>> comm = torchmn.create_communicator()
+        >>> comm.rank, comm.size  # this process alone
+        (0, 1)
+        >>> comm.finalize()
+
+    Named after ChainerMN's `create_communicator`.
     """
     if name != "auto" and name not in ROUTES:
         raise UnknownNameError("communicator", name, ["auto", *ROUTES])
     timeout_s, first_s = _limits(timeout_s, first_timeout_s)
-    codec = _wire_codec(allreduce_grad_dtype)
+    codec = _codec_of(allreduce_grad_dtype)
     _raise_if_imported_again()
     with script_monitor.joining(first_s):
         world, is_own = _world(transport, first_s)
@@ -135,7 +145,7 @@ def create_communicator(
 
     if name != "auto":
         comm = make(name, world, "")
-        _say_what_is_missing(comm)
+        _warn_about_fallback(comm)
         return comm
     routes = candidate_routes(topology, device)
     worlds = {world.name: world}
@@ -154,36 +164,36 @@ def create_communicator(
     )
     if measured:
         comm.reason = f"{route}; {comm.reason}; {measured}"
-    _say_what_is_missing(comm)
+    _warn_about_fallback(comm)
     return comm
 
 
-def _say_what_is_missing(comm: Communicator) -> None:
-    """Whether sums between hosts go by gloo because ranks are not connected. *Collective.*
+def _warn_about_fallback(comm: Communicator) -> None:
+    """Warn where sums between hosts use gloo because ranks are not connected. *Collective.*
 
-    All ranks say it in `Communicator.reason`, rank 0 warns as well.
+    All ranks note it in `Communicator.reason`; rank 0 warns as well.
     """
     if comm.inter_size == 1 or comm.device.type != "cpu":
         return
     link = None if comm.inter_node_group is None else comm.inter_node_group.transport
-    own = link.missing if isinstance(link, TcpTransport) else ""
+    own = link.fallback_reason if isinstance(link, TcpTransport) else ""
     found = [missing for missing in comm.allgather_obj(own) if missing]
     if not found:
         return
-    text = f"no TCP streams between hosts: {found[0]}; large messages go by gloo, slower"
+    text = f"no TCP connections between hosts: {found[0]}; large messages use gloo, which is slower"
     comm.reason = f"{comm.reason}; {text}" if comm.reason else text
     if comm.rank == 0:
         warnings.warn(
             f"{comm.rank_label}: {text}. Up to {MAX_PEERS + 1} ranks that send between hosts are "
-            "connected: 'hierarchical' has one of them per host. See whether a firewall closes "
-            "free ports, and whether GLOO_SOCKET_IFNAME names the interface between the hosts.",
+            "connected; 'hierarchical' has one of them per host. Check that no firewall blocks "
+            "free ports and that GLOO_SOCKET_IFNAME names the interface between the hosts.",
             RuntimeWarning,
             stacklevel=3,
         )
 
 
 def _limits(timeout_s: float, first_timeout_s: float | None) -> tuple[float, float]:
-    """Both limits in seconds, a long time where there is none. Raises UsageError."""
+    """Both limits in seconds; a very long time for no limit. Raises UsageError."""
     first_s = _FIRST_FACTOR * timeout_s if first_timeout_s is None else first_timeout_s
     for name, seconds in (("timeout_s", timeout_s), ("first_timeout_s", first_s)):
         if not 0 <= seconds < float("inf"):
@@ -192,7 +202,7 @@ def _limits(timeout_s: float, first_timeout_s: float | None) -> tuple[float, flo
 
 
 def _world(transport: str | Transport, timeout_s: float) -> tuple[Transport, bool]:
-    """The transport of all ranks, and whether it is this communicator's own."""
+    """The transport of all ranks, and whether the caller passed it."""
     if isinstance(transport, Transport):
         return transport, True
     launched = read_launcher_env(os.environ)
@@ -201,8 +211,8 @@ def _world(transport: str | Transport, timeout_s: float) -> tuple[Transport, boo
 
 
 def _other_worlds(world: Transport, timeout_s: float) -> dict[str, Transport]:
-    """Beside MPI the gloo world, if all ranks can join one and nobody has chosen. *Collective.*"""
-    if world.name != "mpi" or os.environ.get("TORCHMN_TRANSPORT", "auto") != "auto":
+    """The gloo world, if MPI was chosen automatically and all ranks can join. *Collective.*"""
+    if not isinstance(world, MpiTransport) or os.environ.get("TORCHMN_TRANSPORT", "auto") != "auto":
         return {}
     limit_s = min(timeout_s, _JOIN_S)
     joined: Transport | None = None
@@ -216,20 +226,20 @@ def _other_worlds(world: Transport, timeout_s: float) -> dict[str, Transport]:
 def _own_part(
     world: Transport, topology: Topology, device: torch.device, timeout_s: float
 ) -> Transport:
-    """A part of the world that one communicator has for itself."""
+    """The transport of one communicator, split from the world."""
     if isinstance(world, TorchDistributedTransport):
         world.cuda_device = device if device.type == "cuda" else None
     _num_created[id(world)] += 1
     key = f"communicator{_num_created[id(world)]}"
     limit = TimeLimit(timeout_s)
     own = world.split(range(world.size), key, limit)
-    # Where bytes cross hosts, they do so with fewer cycles over connections of our own.
+    # Between hosts TCP connections of torchmn need fewer cycles than gloo.
     is_gloo = isinstance(own, TorchDistributedTransport) and device.type == "cpu"
-    return TcpTransport.over(own, limit) if is_gloo and len(topology.nodes) > 1 else own
+    return TcpTransport.connect(own, limit) if is_gloo and len(topology.nodes) > 1 else own
 
 
 def _shared_secret(world: Transport, timeout_s: float) -> bytes:
-    """A secret of all ranks, made known over a world that only they can enter. *Collective.*"""
+    """A secret of all ranks, broadcast over a world that only they can join. *Collective.*"""
     row = torch.frombuffer(bytearray(secrets.token_bytes(32)), dtype=torch.uint8)
     world.broadcast_(row, 0, TimeLimit(timeout_s))
     return row.numpy().tobytes()
@@ -240,34 +250,32 @@ def _trust(own: Transport, shared: bytes | None) -> Trust:
     return Trust(is_private=own.is_trusted, secret=given.encode() if given else shared)
 
 
-def _wire_codec(dtype: torch.dtype | str | None) -> Codec | None:
+def _codec_of(dtype: torch.dtype | str | None) -> Codec | None:
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")
-    if name not in _WIRE_DTYPES:
-        raise UnknownNameError("allreduce_grad_dtype", name, _WIRE_DTYPES)
-    factory = _WIRE_DTYPES[name]
+    if name not in _GRAD_DTYPES:
+        raise UnknownNameError("allreduce_grad_dtype", name, _GRAD_DTYPES)
+    factory = _GRAD_DTYPES[name]
     return factory() if factory else None
 
 
 def _exchange_hosts(world: Transport, greeting: dict[str, Any], timeout_s: float) -> list[str]:
-    """Every rank's host name. Raises RankMismatchError: ranks want different communicators."""
-    said = json.dumps({"host": socket.gethostname(), **greeting}).encode()
-    if len(said) > _HELLO_BYTES:
+    """Every rank's host name. Raises RankMismatchError: the greetings differ."""
+    own = json.dumps({"host": socket.gethostname(), **greeting}).encode()
+    if len(own) > _GREETING_BYTES:
         raise UsageError(f"Host name {socket.gethostname()!r} is too long.")
-    table = torch.zeros(world.size, _HELLO_BYTES, dtype=torch.uint8, device="cpu")
-    table[world.rank, : len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+    table = torch.zeros(world.size, _GREETING_BYTES, dtype=torch.uint8, device="cpu")
+    table[world.rank, : len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     world.all_gather_stripes_(table.view(-1), TimeLimit(timeout_s))
     rows = [json.loads(row.numpy().tobytes().rstrip(b"\0")) for row in table]
-    for what in greeting:
-        values = [row[what] for row in rows]
-        if len(set(values)) > 1:
-            raise RankMismatchError(
-                f"Ranks came to create_communicator with different {what}: "
-                + ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
-                + ". All ranks must give the same arguments and run the same versions."
-            )
-    return [row["host"] for row in rows]
+    hosts = [row.pop("host") for row in rows]
+    raise_if_values_differ(
+        "Ranks called create_communicator()",
+        rows,
+        "All ranks must give the same arguments and run the same versions.",
+    )
+    return hosts
 
 
 def _checked_topology(given: Topology | None, found_hosts: list[str], world: Transport) -> Topology:
@@ -290,25 +298,25 @@ def _raise_if_nodes_differ(
 ) -> None:
     """Compare the launcher's nodes with those of the host names: containers may share a name.
 
-    Where the launcher says how many ranks a node has, their order is its own business: Open MPI
+    Where the launcher gives the number of ranks of a node, their order is not compared: Open MPI
     counts those beyond the number of cores first.
     """
     if launched.intra_size is not None:
-        said, seen = f"one of {launched.intra_size} on its node", f"one of {place.intra_size}"
+        given, found = f"one of {launched.intra_size} on its node", f"one of {place.intra_size}"
         is_same = launched.intra_size == place.intra_size
     else:
-        said, seen = f"number {launched.intra_rank} on its node", f"number {place.intra_rank}"
+        given, found = f"number {launched.intra_rank} on its node", f"number {place.intra_rank}"
         is_same = launched.intra_rank in (None, place.intra_rank)
     if not is_same:
         raise TopologyError(
-            f"{launched.launcher} says that rank {place.rank} is {said}, but by host names "
-            f"({', '.join(found_hosts)}) it is {seen}. Give every node its own host name, or pass "
-            "topology=."
+            f"According to {launched.launcher} rank {place.rank} is {given}, but according to the "
+            f"host names ({', '.join(found_hosts)}) it is {found}. Give every node its own host "
+            "name, or pass topology=."
         )
 
 
 def _own_device(intra_rank: int) -> torch.device:
-    """The worker's GPU, made current before any CUDA call, so that no context lands elsewhere."""
+    """The GPU of this rank, made current before any CUDA call: no context on another GPU."""
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num_devices == 0 or os.environ.get("TORCHMN_BACKEND") == "gloo":
         return torch.device("cpu")

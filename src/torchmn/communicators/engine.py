@@ -1,8 +1,8 @@
-"""One collective at a time: on the calling thread when idle, else on a thread of its own.
+"""One collective at a time: on the calling thread when idle, otherwise on a thread of the engine.
 
 All exchanges of a rank, blocking or not, pass through its engine in the order in which they were
-asked for. This keeps the order the same on every rank, lets routes of several stages and codecs
-be written as plain blocking code, and gives MPI what it asks for: one thread at a time.
+called. This keeps the order the same on every rank, lets routes of several stages and codecs be
+written as plain blocking code, and gives MPI what it needs: one thread at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 class Work(Generic[Result]):
-    """An exchange under way. `wait` returns its result or raises what it raised. Local."""
+    """A started exchange. `wait` returns its result or raises its error. Local."""
 
     def __init__(self, job: Callable[[], Result], engine: Engine) -> None:
         self._job = job
@@ -47,11 +47,11 @@ class Work(Generic[Result]):
             stream.wait_event(self._finished)
             for x in self._result if isinstance(self._result, tuple) else (self._result,):
                 if isinstance(x, torch.Tensor) and x.is_cuda:
-                    x.record_stream(stream)  # it was allocated on the engine's
+                    x.record_stream(stream)  # it was allocated on the engine's stream
         return cast(Result, self._result)
 
     def run(self) -> None:
-        """Do it now, on this thread. Called by the engine only."""
+        """Run the job on this thread. Called by the engine only."""
         try:
             if self._ready is not None:
                 with torch.cuda.stream(self._engine.stream):
@@ -60,7 +60,7 @@ class Work(Generic[Result]):
                     self._finished = _record_event(self._engine.device)
             else:
                 self._result = self._job()
-        except BaseException as error:  # handed to whoever waits
+        except BaseException as error:  # raised again by `wait`
             self._error = error
         finally:
             self._done.set()
@@ -99,7 +99,7 @@ class Engine:
         return not self._queue and not self._is_running
 
     def is_eager(self) -> bool:
-        """Whether the running exchange may spin: nobody computes on this rank meanwhile."""
+        """Whether the running exchange may spin: no thread of this rank computes meanwhile."""
         return self._num_waiting > 0 or threading.get_ident() != self._background_id
 
     def call(self, job: Callable[[], Result]) -> Result:
@@ -151,7 +151,7 @@ class Engine:
             self._num_waiting -= 1
 
     def close(self) -> None:
-        """Finish what is queued, then refuse further work and end the thread."""
+        """Complete what is queued, then end the thread; later calls raise CommunicationError."""
         with self._condition:
             self._is_closed = True
             self._condition.notify_all()
@@ -161,17 +161,20 @@ class Engine:
     def _raise_if_unusable(self) -> None:
         if self._broken is not None:
             raise CommunicationError(
-                f"This communicator is unusable since an exchange failed: {self._broken}"
+                f"This communicator cannot be used after an exchange failed: {self._broken}"
             ) from self._broken
         if self._is_closed:
-            raise CommunicationError("This communicator was finalized; create a new one.")
+            raise CommunicationError("This communicator was finalized. Create a new one.")
 
     def _loop(self) -> None:
         self._background_id = threading.get_ident()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        work: Work[object] | None = None
         while True:
             with self._condition:
+                if work is not None:
+                    self._is_running = False
                 while self._is_running or not self._queue:
                     if self._is_closed and not self._queue:
                         return
@@ -179,8 +182,6 @@ class Engine:
                 work = self._queue.popleft()
                 self._is_running = True
             self._run(work)
-            with self._condition:
-                self._is_running = False
 
     def _run(self, work: Work[object]) -> None:
         if self._broken is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchmn.communicators.allreduce import Cargo, Wire
+from torchmn.communicators.allreduce import AllReduceAlgorithm, ReduceBlock
 from torchmn.communicators.base import Communicator
 
 
@@ -12,5 +12,5 @@ class FlatCommunicator(Communicator):
     name = "flat"
     granularity = "everything"
 
-    def _sum_(self, cargo: Cargo, wire: Wire) -> None:
-        wire.sum_(self.world, cargo)
+    def _sum_(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:
+        algorithm.sum_(self.world, block)

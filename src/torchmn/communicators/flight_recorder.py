@@ -1,8 +1,8 @@
-"""The record of collectives: what every rank was doing, in a ring buffer that an observer can read.
+"""The flight recorder: the last collectives of a rank, in a ring buffer that any thread can read.
 
-Every collective of every transport is numbered and recorded here before it starts. An observer (a
-watchdog thread, an error message, the report of a hang) reads `entries()` at any time, from any
-thread; writing takes no lock, because the engine lets one collective run at a time.
+Every collective of every transport is numbered and recorded before it starts. The monitor, error
+messages and hang reports read `entries()` at any time, from any thread. Writing takes no lock,
+because the engine lets one collective run at a time.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,16 +18,16 @@ from torchmn.monitor import script_monitor
 
 State = Literal["running", "done", "failed", "late"]
 
-_ALIKE = {"all_reduce", "broadcast", "reduce", "reduce_scatter", "all_gather", "split"}
-"""To these all ranks come with tensors of the same shape."""
+_SAME_SHAPE = {"all_reduce", "broadcast", "reduce", "reduce_scatter", "all_gather", "split"}
+"""Collectives in which all ranks have tensors of the same shape."""
 
 
 @dataclass(slots=True)
 class CollectiveRecord:
     """One collective on this rank. ``shape`` and ``dtype`` describe the local tensor.
 
-    ``number`` counts the collectives of this rank, ``in_group`` those of the group, which all of
-    its ranks count alike.
+    ``number`` counts the collectives of this rank, ``in_group`` those of the group, in which the
+    same number is the same collective on all of its ranks.
     """
 
     number: int
@@ -45,19 +44,21 @@ class CollectiveRecord:
     ended_s: float | None = None
 
     @property
-    def intention(self) -> str:
-        """What is the same on all ranks of the group: the name, mostly with dtype and shape."""
+    def signature(self) -> str:
+        """What is the same on all ranks of the group: the name, often with dtype and shape."""
         return (
-            f"{self.name} of {self.dtype}{list(self.shape)}" if self.name in _ALIKE else self.name
+            f"{self.name} of {self.dtype}{list(self.shape)}"
+            if self.name in _SAME_SHAPE
+            else self.name
         )
 
     @property
-    def place(self) -> str:
-        """Bucket and step in words; empty where there are none."""
+    def label(self) -> str:
+        """Bucket and step as text; empty where there are none."""
         return f"bucket {self.bucket}, step {self.step}" if self.bucket is not None else ""
 
     def __str__(self) -> str:
-        where = f"{self.place}, " if self.place else ""
+        where = f"{self.label}, " if self.label else ""
         shape = f"shape {self.shape}, {self.dtype}"
         return f"{self.name} #{self.number} of group '{self.group}' ({where}{shape})"
 
@@ -67,7 +68,7 @@ class FlightRecorder:
 
     def __init__(self, capacity: int = 512, *, job_ranks: Sequence[int] = ()) -> None:
         self.job_ranks = tuple(job_ranks)
-        """What the communicator's ranks are called in the job."""
+        """The ranks of the job that the communicator's ranks are."""
         self._members: dict[str, tuple[int, ...]] = {}
         self._entries: deque[CollectiveRecord] = deque(maxlen=capacity)
         self._last_of: dict[str, CollectiveRecord] = {}
@@ -77,7 +78,7 @@ class FlightRecorder:
         self._step: int | None = None
         self._first_step: int | None = None
         self.has_stepped = False
-        """Whether the first step's sums are over: from then on ranks keep the same pace."""
+        """Whether the sums of the first step are over: from then on ranks run at one speed."""
 
     def begin(
         self,
@@ -111,29 +112,23 @@ class FlightRecorder:
         entry.ended_s = time.monotonic()
         entry.state = state
         if state == "late":
-            # Before the error is raised: a script that catches it may end at once, and whether the
-            # job has failed would depend on who is faster.
+            # Before the error is raised: a script that catches it may exit at once, and the result
+            # of the job would depend on a race.
             script_monitor.look_for_hang()
 
-    @contextmanager
-    def label(self, *, bucket: int | None = None, step: int | None = None) -> Iterator[None]:
-        """Name the bucket and the step that the collectives inside belong to."""
-        before = self._bucket, self._step
+    def set_label(self, bucket: int | None, step: int | None) -> None:
+        """Name the bucket and the step that the next collectives belong to."""
         self._bucket, self._step = bucket, step
-        if step is not None and self._first_step is None:
+        if step is not None and not self.has_stepped:
+            self.has_stepped = self._first_step not in (None, step)
             self._first_step = step
-        self.has_stepped = self.has_stepped or step not in (None, self._first_step)
-        try:
-            yield
-        finally:
-            self._bucket, self._step = before
 
     def entries(self) -> list[CollectiveRecord]:
         """The recorded collectives, oldest first; a snapshot, safe from any thread."""
         return list(self._entries.copy())
 
-    def know(self, group: str, ranks: Sequence[int]) -> None:
-        """Note which of the communicator's ranks a group has; else it has all."""
+    def register_group(self, group: str, ranks: Sequence[int]) -> None:
+        """Register which ranks of the communicator a group has; otherwise it has all."""
         self._members[group] = tuple(ranks)
 
     def overdue(self) -> CollectiveRecord | None:
@@ -148,21 +143,21 @@ class FlightRecorder:
     def describe(self) -> list[dict[str, object]]:
         """The newest collective of each group, for a report. From any thread."""
         now = time.monotonic()
-        told: list[dict[str, object]] = []
+        newest: list[dict[str, object]] = []
         for entry in self._last_of.copy().values():
             members = self._members.get(entry.group, range(len(self.job_ranks)))
-            told.append(
+            newest.append(
                 {
                     "group": entry.group,
                     "ranks": [self.job_ranks[rank] for rank in members],
                     "number": entry.in_group,
-                    "what": entry.intention,
-                    "where": entry.place,
+                    "what": entry.signature,
+                    "where": entry.label,
                     "state": entry.state,
                     "age_s": round(now - entry.started_s, 1),
                 }
             )
-        return told
+        return newest
 
     @property
     def last(self) -> CollectiveRecord | None:

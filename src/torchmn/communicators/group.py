@@ -1,7 +1,7 @@
 """The one place through which every collective of every transport passes.
 
-A `Group` is a transport with a name, the journal of its rank and a time limit. Its methods block
-and run inside engine jobs; routes and wires are written in them.
+A `Group` is a transport with a name, the flight recorder of its rank and a time limit. Its methods
+block and run inside engine jobs; routes and all-reduce algorithms are written in them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Group:
         name: str,
         transport: Transport,
         *,
-        journal: FlightRecorder,
+        flight_recorder: FlightRecorder,
         engine: Engine,
         timeout_s: float,
         rank_label: str,
@@ -41,7 +41,7 @@ class Group:
         self.transport = transport
         self.rank = transport.rank
         self.size = transport.size
-        self.journal = journal
+        self.flight_recorder = flight_recorder
         self.engine = engine
         self.timeout_s = timeout_s
         self.first_timeout_s = timeout_s if first_timeout_s is None else first_timeout_s
@@ -50,14 +50,14 @@ class Group:
     @property
     def limit_s(self) -> float:
         """Of the next collective: the first ones wait for what ranks do at different speeds."""
-        return self.timeout_s if self.journal.has_stepped else self.first_timeout_s
+        return self.timeout_s if self.flight_recorder.has_stepped else self.first_timeout_s
 
-    def over(self, transport: Transport) -> Group:
+    def with_transport(self, transport: Transport) -> Group:
         """The same ranks over another transport."""
         return Group(
             self.name,
             transport,
-            journal=self.journal,
+            flight_recorder=self.flight_recorder,
             engine=self.engine,
             timeout_s=self.timeout_s,
             rank_label=self.rank_label,
@@ -66,10 +66,9 @@ class Group:
 
     def split(self, name: str, ranks: Sequence[int], key: str) -> Group:
         """The group of ``ranks``, which must hold the caller's; members only."""
-        transport = self._run(
-            "split", (len(ranks),), None, lambda limit: self.transport.split(ranks, key, limit)
+        part = self.with_transport(
+            self._run("split", None, self.transport.split, ranks, key, shape=(len(ranks),))
         )
-        part = self.over(transport)
         part.name = name
         return part
 
@@ -83,107 +82,79 @@ class Group:
     ) -> None:
         """Post all messages at once and wait for all; see `Transport.exchange`."""
         first = (*sends, *recvs)[0][1] if sends or recvs else None
-        self._run(
-            name,
-            tuple(first.shape) if first is not None else (),
-            first,
-            lambda limit: self.transport.exchange(sends, recvs, limit, tag),
-        )
+        self._run(name, first, self.transport.exchange, sends, recvs, tag=tag)
 
     def all_reduce_(self, buffer: Tensor, op: ReduceOp = "sum") -> None:
-        """Reduce in place over all ranks; the same bits on every rank."""
-        self._run(
-            "all_reduce",
-            tuple(buffer.shape),
-            buffer,
-            lambda limit: self.transport.all_reduce_(buffer, op, limit),
-        )
+        """Reduce in place over all ranks, with the same bits on every rank."""
+        self._run("all_reduce", buffer, self.transport.all_reduce_, buffer, op)
+
+    def striped_all_reduce_(self, buffer: Tensor) -> None:
+        """Sum in place over all ranks, by the same algorithm over all transports."""
+        self._run("all_reduce", buffer, self.transport.striped_all_reduce_, buffer, "sum")
 
     def reduce_(self, buffer: Tensor, root: int) -> None:
-        """Sum into the root's buffer; the others' become undefined."""
-        self._run(
-            "reduce",
-            tuple(buffer.shape),
-            buffer,
-            lambda limit: self.transport.reduce_(buffer, root, limit),
-        )
+        """Sum into the root's buffer; those of other ranks become undefined."""
+        self._run("reduce", buffer, self.transport.reduce_, buffer, root)
 
     def broadcast_(self, buffer: Tensor, root: int) -> None:
         """Give every rank the root's buffer."""
-        self._run(
-            "broadcast",
-            tuple(buffer.shape),
-            buffer,
-            lambda limit: self.transport.broadcast_(buffer, root, limit),
-        )
+        self._run("broadcast", buffer, self.transport.broadcast_, buffer, root)
 
     def reduce_scatter_stripes_(self, buffer: Tensor, op: ReduceOp = "sum") -> Tensor:
         """Reduce stripe r into rank r's buffer; returns the caller's stripe, a view."""
-        self._run(
-            "reduce_scatter",
-            tuple(buffer.shape),
-            buffer,
-            lambda limit: self.transport.reduce_scatter_stripes_(buffer, op, limit),
-        )
+        self._run("reduce_scatter", buffer, self.transport.reduce_scatter_stripes_, buffer, op)
         return self.transport.stripes(buffer)[self.rank]
 
     def all_gather_stripes_(self, buffer: Tensor) -> None:
         """Give every rank stripe r of rank r's buffer."""
-        self._run(
-            "all_gather",
-            tuple(buffer.shape),
-            buffer,
-            lambda limit: self.transport.all_gather_stripes_(buffer, limit),
-        )
+        self._run("all_gather", buffer, self.transport.all_gather_stripes_, buffer)
 
     def all_gather_fixed(self, row: Tensor, *, name: str = "all_gather") -> Tensor:
         """(n,) on every rank to (W, n): rows in rank order."""
         table = row.new_empty(self.size * row.numel())
         table[self.rank * row.numel() : (self.rank + 1) * row.numel()] = row
-        self._run(
-            name,
-            tuple(row.shape),
-            row,
-            lambda limit: self.transport.all_gather_stripes_(table, limit),
-        )
+        self._run(name, row, self.transport.all_gather_stripes_, table)
         return table.view(self.size, row.numel())
 
     def receive_any(self, buffer: Tensor, *, name: str, tag: int) -> int:
-        """Receive from whichever rank sends first; returns its rank. Called by the receiver."""
-        return self._run(
-            name,
-            tuple(buffer.shape),
-            buffer,
-            lambda limit: self.transport.receive_any(buffer, limit, tag),
-        )
+        """Receive from the rank that sends first; returns its rank. Called by the receiver."""
+        return self._run(name, buffer, self.transport.receive_any, buffer, tag=tag)
 
     def barrier(self) -> None:
         """Return when every rank has arrived."""
-        self._run("barrier", (), None, self.transport.barrier)
+        self._run("barrier", None, self.transport.barrier)
 
     def _run(
         self,
         name: str,
-        shape: tuple[int, ...],
         tensor: Tensor | None,
-        body: Callable[[TimeLimit], Result],
+        method: Callable[..., Result],
+        *arguments: object,
+        shape: tuple[int, ...] = (),
+        **options: object,
     ) -> Result:
-        dtype = _DTYPE_NAMES.get(tensor.dtype, "?") if tensor is not None else "-"
+        """Call a method of the transport with a time limit, recorded with name and tensor."""
+        dtype = "-"
+        if tensor is not None:
+            shape, dtype = tuple(tensor.shape), _DTYPE_NAMES.get(tensor.dtype, "?")
         limit_s = self.limit_s
-        entry = self.journal.begin(self.name, name, shape, dtype, limit_s)
+        entry = self.flight_recorder.begin(self.name, name, shape, dtype, limit_s)
         try:
-            result = body(TimeLimit(limit_s, self.engine.is_eager))
+            limit = TimeLimit(limit_s, self.engine.is_eager)
+            result = method(*arguments, limit=limit, **options)
         except (TimeLimitError, PeerLostError) as error:
-            self.journal.end(entry, "late" if isinstance(error, TimeLimitError) else "failed")
+            self.flight_recorder.end(
+                entry, "late" if isinstance(error, TimeLimitError) else "failed"
+            )
             cure = (
                 "Another rank may be slower than the limit (raise timeout_s=), may have ended, or "
-                "may be in a different collective: look at the other ranks' last words."
+                "may be in a different collective: check the logs of the other ranks."
             )
             raise type(error)(f"{self.rank_label}: {entry}: {error} {cure}") from error
         except Exception as error:
-            self.journal.end(entry, "failed")
+            self.flight_recorder.end(entry, "failed")
             raise CommunicationError(f"{self.rank_label}: {entry} failed: {error}") from error
-        self.journal.end(entry, "done")
+        self.flight_recorder.end(entry, "done")
         return result
 
 

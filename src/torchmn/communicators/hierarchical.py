@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from torchmn.communicators.allreduce import Cargo, NativeAllReduce, ReduceScatterAllGather, Wire
-from torchmn.communicators.base import Communicator, all_agree
+from torchmn.communicators.allreduce import (
+    AllReduceAlgorithm,
+    ReduceBlock,
+    ReduceScatterAllGather,
+)
+from torchmn.communicators.base import Communicator, all_ranks_valid, between_nodes
 from torchmn.communicators.group import Group
 
 
 class HierarchicalCommunicator(Communicator):
-    """For nodes with one network adapter each (ChainerMN's `hierarchical`, ancestors 1.2).
+    """For nodes with one network adapter each (ChainerMN's `hierarchical`).
 
     Reduce to intra_rank 0 of each node, all-reduce between these leaders in stripes (all-to-all,
     sum at the owner, all-gather), broadcast in the node. Nodes may have different numbers of ranks.
@@ -16,6 +20,7 @@ class HierarchicalCommunicator(Communicator):
     """
 
     name = "hierarchical"
+    plain_sum = ReduceScatterAllGather()
     _node: Group
     _leaders: Group | None
 
@@ -26,33 +31,30 @@ class HierarchicalCommunicator(Communicator):
 
     @property
     def inter_node_group(self) -> Group | None:
-        """See `Communicator.inter_node_group`."""
         return self._leaders
 
     @property
-    def encodes_between(self) -> str:
-        """See `Communicator.encodes_between`."""
-        num_nodes = len(self.topology.nodes)
-        return f"the {num_nodes} nodes" if num_nodes > 1 else ""
+    def codec_scope(self) -> str:
+        return between_nodes(self.topology)
 
-    def _sum_(self, cargo: Cargo, wire: Wire) -> None:
+    def _sum_(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:
         if self._node.size > 1:
-            self._node.reduce_(cargo.buffer, 0)
+            self._node.reduce_(block.buffer, 0)
         if self._leaders is not None:
-            self._sum_between_leaders_(self._leaders, cargo, wire)
+            self._sum_over_leaders_(self._leaders, block, algorithm)
         if self._node.size > 1:
-            self._node.broadcast_(cargo.buffer, 0)
+            self._node.broadcast_(block.buffer, 0)
 
-    def _send_ahead(self, cargo: Cargo, wire: Wire) -> None:
-        # All leaders or none: what is announced goes by another connection.
+    def _prefetch_send(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:
+        # On all leaders or on none: announced messages use a connection of their own.
         if self._leaders is not None and self._leaders.size == self.size:
-            wire.prefetch_send(self._leaders, cargo)
+            algorithm.prefetch_send(self._leaders, block)
 
-    def _agree(self, is_valid: bool) -> bool:
-        """Leaders have decoded the same bytes; the others of the node have decoded nothing."""
-        return all_agree(self._node, is_valid)
+    def all_valid(self, is_valid: bool) -> bool:
+        """Leaders have decoded the same bytes; the other ranks of the node have decoded nothing."""
+        return all_ranks_valid(self._node, is_valid)
 
-    def _sum_between_leaders_(self, leaders: Group, cargo: Cargo, wire: Wire) -> None:
-        if isinstance(wire, NativeAllReduce):
-            wire = ReduceScatterAllGather()
-        wire.sum_(leaders, cargo)
+    def _sum_over_leaders_(
+        self, leaders: Group, block: ReduceBlock, algorithm: AllReduceAlgorithm
+    ) -> None:
+        algorithm.sum_(leaders, block)

@@ -1,8 +1,8 @@
-"""How fast a group's links are, measured.
+"""Measured latency and bandwidth of a group's links.
 
-Every rank sends to the next and receives from the one before, all at once, as an exchange of
-gradients does: so many bytes each way that the time is well above the latency. The slowest rank
-decides, and all ranks get the same numbers.
+Every rank sends to the next and receives from the previous one, all at once, as an exchange of
+gradients does, with enough bytes to take much longer than the latency. The slowest rank counts, and
+all ranks get the same numbers.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _LAST_BYTES = 32 * MiB
 
 @dataclass(frozen=True, kw_only=True)
 class LinkSpeed:
-    """Of one rank's link while all ranks use theirs, in each direction."""
+    """One rank's link while all ranks use theirs, in each direction."""
 
     latency_s: float
     bandwidth_bytes_per_s: float
 
     def seconds(self, nbytes: float, num_messages: int = 1) -> float:
-        """How long so many bytes in so many messages, one after another, take."""
+        """Time to send ``nbytes`` in ``num_messages`` messages, one after the other."""
         return num_messages * self.latency_s + nbytes / self.bandwidth_bytes_per_s
 
     def __str__(self) -> str:
@@ -39,7 +39,7 @@ class LinkSpeed:
 
 
 def measure_links(group: Group) -> LinkSpeed | None:
-    """Time the links of a group inside an engine job. *Collective.* None for one rank alone.
+    """Time the links of a group inside an engine job. *Collective.* None for one rank.
 
     It takes about a tenth of a second, more where 256 KiB take longer than that.
     """
@@ -61,10 +61,10 @@ def _exchange_s(group: Group, nbytes: int) -> float:
     """Seconds of one exchange with the neighbours, those of the slowest rank."""
     outgoing = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
     incoming = torch.empty_like(outgoing)
-    ahead, behind = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    target, source = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     group.barrier()
     started = time.perf_counter()
-    group.exchange([(ahead, outgoing)], [(behind, incoming)], name="measure_links")
+    group.exchange([(target, outgoing)], [(source, incoming)], name="measure_links")
     took = torch.tensor([time.perf_counter() - started], dtype=torch.float64, device="cpu")
     group.all_reduce_(took, "max")
     return float(took)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchmn.communicators.allreduce import Cargo, Wire
+from torchmn.communicators.allreduce import AllReduceAlgorithm, ReduceBlock
 from torchmn.communicators.group import Group
 from torchmn.communicators.hierarchical import HierarchicalCommunicator
 
@@ -14,16 +14,18 @@ class NonCudaAwareCommunicator(HierarchicalCommunicator):
     """For GPUs behind a network library that cannot read GPU memory (ChainerMN's `non_cuda_aware`).
 
     Reduce to intra_rank 0 on the GPUs, copy to pinned host memory, all-reduce between leaders on
-    the host, copy back, broadcast on the GPUs. On CPU tensors the copies fall away.
+    the host, copy back, broadcast on the GPUs. CPU tensors are not copied.
     """
 
     name = "non_cuda_aware"
     _host: Tensor | None = None
 
-    def _sum_between_leaders_(self, leaders: Group, cargo: Cargo, wire: Wire) -> None:
-        buffer = cargo.buffer
+    def _sum_over_leaders_(
+        self, leaders: Group, block: ReduceBlock, algorithm: AllReduceAlgorithm
+    ) -> None:
+        buffer = block.buffer
         if not buffer.is_cuda:
-            super()._sum_between_leaders_(leaders, cargo, wire)
+            super()._sum_over_leaders_(leaders, block, algorithm)
             return
         if self._host is None or self._host.numel() < buffer.nbytes:
             self._host = torch.empty(
@@ -32,6 +34,6 @@ class NonCudaAwareCommunicator(HierarchicalCommunicator):
         host = self._host[: buffer.nbytes].view(buffer.dtype)
         host.copy_(buffer, non_blocking=True)
         torch.cuda.current_stream(buffer.device).synchronize()
-        super()._sum_between_leaders_(leaders, cargo.on(host), wire)
+        super()._sum_over_leaders_(leaders, block.with_buffer(host), algorithm)
         buffer.copy_(host, non_blocking=True)
         torch.cuda.current_stream(buffer.device).synchronize()

@@ -1,10 +1,9 @@
 """Python objects as messages: a JSON description and the raw bytes of the tensors in them.
 
-Nothing is pickled that JSON can describe. What it cannot describe is pickled only where the
-receiver may trust the sender: over MPI, where the ranks of a job are the only peers, or in
-messages that carry an HMAC-SHA256 under the secret of the job (``TORCHMN_SECRET``, set by
-``torchmn run``). Else it is refused. Checkpoints hold the same descriptions (`describe`, `build`)
-and never a pickle.
+Values that JSON can describe are not pickled. Others are pickled only where the receiver can trust
+the sender: over MPI, where the ranks of a job are the only peers, or in messages that carry an
+HMAC-SHA256 under the secret of the job (``TORCHMN_SECRET``, set by ``torchmn run``). Otherwise
+they are rejected. Checkpoints hold the same descriptions (`describe`, `build`) and never a pickle.
 """
 
 from __future__ import annotations
@@ -45,21 +44,21 @@ class Message:
 
 
 Path = tuple[str, ...]
-"""Where in an object something is, as text: keys and positions from the root."""
+"""A place in an object, as text: keys and positions from the root."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of an object, and where in the object it is: ``("'optimizer'", "0")``."""
+    """A tensor of an object and its place in the object: ``("'optimizer'", "0")``."""
 
     path: Path
     tensor: Tensor
 
 
 def pack(obj: object, trust: Trust, *, note: str = "") -> Message:
-    """Turn an object into a message. ``note`` says what the sender is doing.
+    """Turn an object into a message. ``note`` is sent with it.
 
-    Raises UnsupportedError: an object needs pickle and there is no trust.
+    Raises UnsupportedError: an object needs pickle, which ``trust`` does not allow.
     """
     parts: list[Part] = []
     body = _describe(obj, parts, trust, ())
@@ -70,8 +69,8 @@ def pack(obj: object, trust: Trust, *, note: str = "") -> Message:
 def describe(obj: object, root: str = "state") -> tuple[Any, list[Part]]:
     """A JSON value for an object, and the tensors in it, in order; never a pickle. Local.
 
-    The tensors are the object's own memory, of any strides. Raises UnsupportedError: something in
-    it is no plain value; the sentence says where, as in ``state['scheduler'][0]``.
+    The tensors share the object's memory and have any strides. Raises UnsupportedError: something
+    in it is not a plain value; the message names its place, such as ``state['scheduler'][0]``.
     """
     parts: list[Part] = []
     try:
@@ -81,15 +80,15 @@ def describe(obj: object, root: str = "state") -> tuple[Any, list[Part]]:
 
 
 def build(body: Any, tensors: Sequence[Tensor]) -> Any:
-    """The object again, from what `describe` gave. Local.
+    """Rebuild an object from the results of `describe`. Local.
 
-    Raises DataError: this is no description, or the tensors are not those of it.
+    Raises DataError: ``body`` is not a description, or has other tensors.
     """
     waiting = iter(tensors)
     try:
         obj = _build(body, waiting, None)
-    except _OF_NO_DESCRIPTION as error:
-        raise DataError(f"no description of a state: {type(error).__name__}: {error}") from error
+    except _DESCRIPTION_ERRORS as error:
+        raise DataError(f"not a description of a state: {type(error).__name__}: {error}") from error
     if next(waiting, None) is not None:
         raise DataError("the description of a state has fewer tensors than were saved with it.")
     return obj
@@ -98,25 +97,25 @@ def build(body: Any, tensors: Sequence[Tensor]) -> Any:
 def unpack_head(head: bytes, device: torch.device) -> tuple[str, Any, list[Tensor]]:
     """(note, body, empty tensors to receive the buffers into). CUDA tensors go to ``device``.
 
-    Raises CommunicationError: it is no description.
+    Raises CommunicationError: it is not a description.
     """
     try:
         note, body = json.loads(head)
         return note, body, [_allocate(kind, device) for kind in kinds_of(body)]
-    except _OF_NO_DESCRIPTION as error:
+    except _DESCRIPTION_ERRORS as error:
         raise _not_ours(error) from error
 
 
 def unpack(body: Any, tensors: Sequence[Tensor], trust: Trust) -> Any:
-    """Build the object again from its description and its tensors.
+    """Rebuild an object from its description and its tensors.
 
-    Raises CommunicationError: it is no description, or holds a pickle that is not trusted.
+    Raises CommunicationError: it is not a description, or holds a pickle that is not trusted.
     """
     try:
         return _build(body, iter(tensors), trust)
     except _PickleError as carrier:
         raise carrier.error from None
-    except _OF_NO_DESCRIPTION as error:
+    except _DESCRIPTION_ERRORS as error:
         raise _not_ours(error) from error
 
 
@@ -129,7 +128,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 class _PickleError(Exception):
-    """What the class of a trusted pickle raised: its owner should see it as it is."""
+    """Carries an error of the class of a trusted pickle, which is raised unchanged."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -138,13 +137,13 @@ class _PickleError(Exception):
 
 def _not_ours(error: Exception) -> CommunicationError:
     return CommunicationError(
-        f"A message cannot be read ({type(error).__name__}: {error}): its sender is no rank of "
+        f"A message cannot be read ({type(error).__name__}: {error}): its sender is not a rank of "
         "this job, or runs another version of torchmn."
     )
 
 
 def _describe(obj: Any, parts: list[Part], trust: Trust | None, path: Path) -> Any:
-    """One JSON value: plain values as they are, everything else as [kind, ...]."""
+    """One JSON value: plain values unchanged, everything else as [kind, ...]."""
     if obj is None or obj is True or obj is False or type(obj) is str:
         return obj
     if type(obj) is int:
@@ -203,12 +202,12 @@ def _kind(obj: Any) -> str:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether dtype, shape and memory say all."""
+    """Whether dtype, shape and memory describe it completely."""
     return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta
 
 
 def _is_plain(dtype: Any) -> bool:
-    """Whether ``dtype.str`` says all: not for objects, records and subarrays."""
+    """Whether ``dtype.str`` describes it completely: not for objects, records and subarrays."""
     return not dtype.hasobject and dtype.names is None and dtype.subdtype is None
 
 
@@ -235,7 +234,7 @@ def _seal(payload: bytes, secret: bytes) -> str:
 
 
 def kinds_of(body: Any) -> Iterator[Any]:
-    """The places of the tensors in a description, in order: ``["tensor", ...]`` and others."""
+    """The entries of tensors in a description, in order: ``["tensor", ...]`` and others."""
     if not isinstance(body, list):
         return
     kind = body[0]
@@ -251,7 +250,7 @@ def kinds_of(body: Any) -> Iterator[Any]:
 
 
 def _allocate(kind: Any, device: torch.device) -> Tensor:
-    """What the buffer of this place in a description is received into."""
+    """The memory that receives the buffer of this entry of a description."""
     if kind[0] == "bytes":
         return torch.empty(kind[1], dtype=torch.uint8, device="cpu")
     if kind[0] == "tensor":
@@ -288,14 +287,14 @@ def _build(body: Any, tensors: Any, trust: Trust | None) -> Any:
     if kind == "device":
         return torch.device(body[1])
     if kind != "pickle" or trust is None:
-        raise ValueError(f"{kind!r} is no kind of value that may be read here")
+        raise ValueError(f"{kind!r} is not a kind of value that may be read here")
     payload = base64.b64decode(body[1])
     if not trust.is_private and (
         trust.secret is None or not hmac.compare_digest(_seal(payload, trust.secret), body[2])
     ):
         raise CommunicationError(
-            "A pickled message did not carry the seal of this job and was not opened. All ranks "
-            "must be started with the same TORCHMN_SECRET."
+            "A pickled message does not carry the seal of this job and was not unpickled. Start "
+            "all ranks with the same TORCHMN_SECRET."
         )
     try:
         return pickle.loads(payload)
@@ -304,32 +303,32 @@ def _build(body: Any, tensors: Any, trust: Trust | None) -> Any:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of a name such as ``float32``. Raises ValueError: there is none."""
+    """The dtype of a name such as ``float32``. Raises ValueError: there is no such dtype."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype of torch")
+        raise ValueError(f"{name!r} is not a dtype of torch")
     return dtype
 
 
 def _plain_dtype(text: str) -> Any:
-    """Only what `_is_plain` lets through at the sender: an object would be a pointer."""
+    """Only dtypes that `_is_plain` accepts at the sender: an object would be a pointer."""
     if not re.fullmatch(r"[<>|=][A-Za-z][0-9]{0,9}(\[\w+\])?", text):
-        raise ValueError(f"{text!r} is no plain dtype of numpy")
+        raise ValueError(f"{text!r} is not a plain dtype of numpy")
     dtype = np.dtype(text)
     if not _is_plain(dtype):
-        raise ValueError(f"{text!r} is no plain dtype of numpy")
+        raise ValueError(f"{text!r} is not a plain dtype of numpy")
     return dtype
 
 
 _TENSORS = (Tensor, nn.Parameter)
-"""Not their subclasses, which may hold a part of a tensor, or none of its memory."""
+"""Not their subclasses, which may hold a part of a tensor, or no memory."""
 _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 _SEQUENCES: dict[str, Any] = {
     kind.__name__: kind for kind in (list, tuple, set, frozenset, torch.Size)
 }
 _MAPPINGS: dict[str, Any] = {kind.__name__: kind for kind in (dict, OrderedDict)}
-_OF_NO_DESCRIPTION = (
+_DESCRIPTION_ERRORS = (
     *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
     *(RuntimeError, MemoryError, StopIteration),
 )
-"""What the functions here raise when they are given what `pack` does not make."""
+"""What the functions here raise for values that `pack` does not make."""

@@ -1,8 +1,8 @@
-"""Objects between all ranks of a group: an opening, descriptions, tensors.
+"""Objects between all ranks of a group: a check of the call, descriptions, tensors.
 
-The opening (see `opening`) compares the calls and holds the sizes of the descriptions, or the
-descriptions themselves where they are short. So an object without tensors takes one or two rounds,
-one with tensors one more.
+The check (see `collective_checks`) compares the calls and carries the sizes of the descriptions, or
+the descriptions themselves where they are short. So an object without tensors takes one or two
+rounds, one with tensors one more.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ import torch
 from torch import Tensor
 
 from torchmn.communicators import object_codec
+from torchmn.communicators.collective_checks import INLINE_BYTES, Call, CallCheck, Row
 from torchmn.communicators.group import Group
-from torchmn.communicators.opening import INLINE_BYTES, Call, Opening, Row
 
 
 class ObjectExchange:
-    """Carries objects over a group. Its methods are collective and run inside engine jobs.
+    """Sends objects over a group. Its methods are collective and run inside engine jobs.
 
-    Raises from every method: RankMismatchError, the calls of the ranks differ, or a rank refused
-    its own; UnsupportedError, the own object may not travel.
+    Raises from every method: RankMismatchError, the calls of the ranks differ, or a rank rejected
+    its own; UnsupportedError, this rank's object cannot be sent.
     """
 
     def __init__(
-        self, group: Group, opening: Opening, trust: object_codec.Trust, device: torch.device
+        self, group: Group, check: CallCheck, trust: object_codec.Trust, device: torch.device
     ) -> None:
         self._group = group
-        self._opening = opening
+        self._check = check
         self._trust = trust
         self._device = device
 
-    def deliver(
+    def exchange(
         self, call: Call, outgoing: Mapping[int, object], sources: Sequence[int]
     ) -> dict[int, Any]:
         """Send ``outgoing[peer]`` to every peer and return one object from every source."""
@@ -41,7 +41,7 @@ class ObjectExchange:
         targets = self._pack(call, {p: obj for p, obj in outgoing.items() if p != own})
         remote = [peer for peer in sources if peer != own]
         size, inline = _announced(list(targets.values()))
-        rows = self._opening.meet(call, size, inline)
+        rows = self._check.compare(call, size, inline)
         heads = {peer: _empty_head(rows[peer]) for peer in remote}
         sends = {} if inline is not None else {p: [_head(m, size)] for p, m in targets.items()}
         recvs = {p: [head] for p, head in heads.items() if rows[p].inline is None}
@@ -66,7 +66,7 @@ class ObjectExchange:
             return obj
         is_root = self._group.rank == root
         messages = list(self._pack(call, {-1: obj}).values()) if is_root else []
-        row = self._opening.meet(call, *_announced(messages))[root]
+        row = self._check.compare(call, *_announced(messages))[root]
         head = _head(messages[0], row.nbytes) if is_root else _empty_head(row)
         if row.inline is None:
             self._group.broadcast_(head, root)
@@ -87,7 +87,7 @@ class ObjectExchange:
                 if id(obj) not in packed:
                     packed[id(obj)] = object_codec.pack(obj, self._trust)
         except Exception as error:
-            self._opening.refuse(call.name, error)
+            self._check.reject(call.name, error)
         return {peer: packed[id(obj)] for peer, obj in outgoing.items()}
 
 
@@ -98,7 +98,7 @@ def exchange_tensors(
     recvs: Mapping[int, Sequence[Tensor]],
     tag: int = 0,
 ) -> None:
-    """One exchange; CPU and CUDA tensors apart: they may travel by different libraries."""
+    """One exchange for CPU and one for CUDA tensors, which may use different libraries."""
     for is_cuda in (False, True):
         outgoing = [(p, t) for p, ts in sends.items() for t in ts if t.is_cuda is is_cuda]
         incoming = [(p, t) for p, ts in recvs.items() for t in ts if t.is_cuda is is_cuda]
@@ -107,7 +107,7 @@ def exchange_tensors(
 
 
 def _announced(messages: Sequence[object_codec.Message]) -> tuple[int, bytes | None]:
-    """What the opening says: the size of the longest description, or the only one, if short."""
+    """For the check: the size of the longest description, and the only one if it is short."""
     size = max((len(message.head) for message in messages), default=0)
     if len({id(message) for message in messages}) == 1 and size <= INLINE_BYTES:
         return size, messages[0].head
@@ -120,7 +120,7 @@ def _head(message: object_codec.Message, size: int) -> Tensor:
 
 
 def _empty_head(row: Row) -> Tensor:
-    """What the description of this row is received into, or the description itself."""
+    """The memory that receives the description of this row, or the description itself."""
     if row.inline is not None:
         return torch.frombuffer(bytearray(row.inline), dtype=torch.uint8)
     return torch.empty(row.nbytes, dtype=torch.uint8, device="cpu")

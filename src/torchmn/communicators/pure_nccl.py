@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchmn.communicators.allreduce import Cargo, Wire
+from torchmn.communicators.allreduce import AllReduceAlgorithm, ReduceBlock
 from torchmn.communicators.base import Communicator
 from torchmn.errors import UnsupportedError
 
@@ -13,17 +13,16 @@ class PureNcclCommunicator(Communicator):
     name = "pure_nccl"
 
     def check_placement(self) -> None:
-        """See `Communicator.check_placement`."""
         if self.device.type != "cuda":
             raise UnsupportedError(
                 "pure_nccl needs a CUDA device on every rank, and this rank found none. "
                 "Use 'auto', 'single_node' or 'hierarchical' on CPUs."
             )
-        if self.world.transport.name != "torch.distributed":
+        if not self.world.transport.supports_nccl:
             raise UnsupportedError(
                 "pure_nccl needs transport='torch', not "
                 f"{self.world.transport.name!r}: NCCL is reached through torch.distributed."
             )
 
-    def _sum_(self, cargo: Cargo, wire: Wire) -> None:
-        wire.sum_(self.world, cargo)
+    def _sum_(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:
+        algorithm.sum_(self.world, block)

@@ -1,4 +1,4 @@
-"""What users may ask of a reduction: op and scaling, checked before anything moves."""
+"""The reductions of users: op and scaling, and checks of tensors before anything is sent."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ class Reduction:
         for name in ("prescale_factor", "postscale_factor"):
             factor = getattr(self, name)
             if not isinstance(factor, (int, float)) or not math.isfinite(factor):
-                raise UsageError(f"{name}={factor!r}. It must be a finite number.")
+                raise UsageError(f"{name}={factor!r} must be a finite number.")
 
     @property
     def transport_op(self) -> ReduceOp:
-        """What the transport does."""
+        """The op of the transport."""
         return "sum" if self.op == "mean" else cast(ReduceOp, self.op)
 
     def raise_if_unfit(self, x: Tensor) -> None:
         """Raise UsageError if a tensor of this dtype has no such reduction."""
         is_exact = x.dtype.is_floating_point or x.dtype.is_complex
         if self.op == "mean" and not is_exact:
-            raise UsageError(f"A mean of {x.dtype} is not an integer. Use op='sum' or .float().")
+            raise UsageError(f"A mean of {x.dtype} is not supported. Use op='sum' or .float().")
         if not is_exact and (self.prescale_factor, self.postscale_factor) != (1, 1):
-            raise UsageError(f"{x.dtype} cannot be scaled by a factor. Use .float().")
+            raise UsageError(f"{x.dtype} cannot be multiplied by a factor. Use .float().")
         try:
             nothing = torch.empty(0, dtype=x.dtype, device="cpu")
             COMBINE[self.transport_op](nothing, nothing)
@@ -68,14 +68,14 @@ class Reduction:
 
 
 def dense(what: str, x: object) -> Tensor:
-    """The tensor itself. Raises UsageError: it is no tensor, or not one of memory and strides."""
+    """The tensor, detached. Raises UsageError: it is no dense tensor with values."""
     if not isinstance(x, Tensor):
         raise UsageError(
-            f"{what} needs a tensor, got {_kind(x)}. Objects go by the methods that end with _obj."
+            f"{what} needs a tensor, got {_kind(x)}. For objects use the _obj methods."
         )
     if x.is_nested:
         raise UsageError(
-            f"{what} needs a dense tensor, got a nested one. Give its parts, x.unbind(), or "
+            f"{what} needs a dense tensor, got a nested one. Pass its parts, x.unbind(), or "
             "x.to_padded_tensor(0.0)."
         )
     if x.layout != torch.strided:
@@ -104,7 +104,7 @@ def dense_parts(what: str, xs: object, size: int) -> list[Tensor]:
 
 
 def described(x: Tensor) -> str:
-    """Dtype and shape as errors say them: ``float32[3, 4]``, with the device where it is no CPU."""
+    """Dtype and shape for errors: ``float32[3, 4]``, with the device type if it is not the CPU."""
     where = "" if x.device.type == "cpu" else f" on {x.device.type}"
     return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}{where}"
 

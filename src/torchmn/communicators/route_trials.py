@@ -1,8 +1,8 @@
-"""Which route and transport to take when the user does not say.
+"""The choice of route and transport for ``name="auto"``.
 
-On one node plain rules do. Between nodes the candidates are tried, a few sums of a buffer that is
-large enough to tell bandwidths apart: gloo and MPI differ by a factor of two over the same link,
-and whether several ranks of a node together get more out of it than one, nobody knows beforehand.
+On one node there are fixed rules. Between nodes the candidates are timed on a few sums of a buffer
+that is large enough to compare bandwidths: gloo and MPI differ by a factor of two over the same
+link, and whether several ranks of a node get more out of it than one is not known in advance.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torchmn.units import MiB
 
 _NUM_TRIALS = 3
 _TRIAL_BYTES = MiB
-_MARGIN = 1.1  # what is tried second must be so much better
+_MARGIN = 1.1  # a later candidate must be faster by this factor
 
 
 def candidate_routes(topology: Topology, device: torch.device) -> dict[str, str]:
-    """Names of routes, each with why, the likeliest first.
+    """Names of routes, each with the reason, the most likely one first.
 
     A pure function of facts that are the same on every rank.
     """
     if device.type == "cuda":
-        return {"pure_nccl": "every rank has a GPU, and NCCL finds its own way"}
+        return {"pure_nccl": "every rank has a GPU, and NCCL chooses its own paths"}
     if len(topology.nodes) == 1:
         return {"single_node": f"all {topology.size} ranks share a node"}
     routes = {"hierarchical": f"{topology}: sum in the node before anything crosses the network"}
@@ -39,9 +39,9 @@ def candidate_routes(topology: Topology, device: torch.device) -> dict[str, str]
 
 
 def fastest(candidates: Mapping[str, Callable[[], Communicator]]) -> tuple[str, Communicator, str]:
-    """Make and time all candidates, and keep one: its name, itself, and what was measured.
+    """Make and time all candidates and keep one: its name, itself, and the measurements.
 
-    *Collective.* The others are finalized. The first is kept unless another one is clearly faster.
+    *Collective.* The others are finalized. The first is kept unless another is clearly faster.
     """
     made = {name: make() for name, make in candidates.items()}
     if len(made) == 1:
@@ -58,7 +58,7 @@ def fastest(candidates: Mapping[str, Callable[[], Communicator]]) -> tuple[str, 
 
 
 def _sum_s(comm: Communicator) -> float:
-    """Seconds of one sum, the least of some, on the slowest rank: the same on all ranks."""
+    """Seconds of one sum, the minimum of some, on the slowest rank: the same on all ranks."""
     buffer = comm.new_buffer(_TRIAL_BYTES // 4, torch.float32, torch.device("cpu"))
     comm.sum_(buffer)
     times = []

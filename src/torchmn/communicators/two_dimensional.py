@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from torchmn.communicators.allreduce import Cargo, NativeAllReduce, ReduceScatterAllGather, Wire
-from torchmn.communicators.base import Communicator, all_agree
+from torchmn.communicators.allreduce import (
+    AllReduceAlgorithm,
+    ReduceBlock,
+    ReduceScatterAllGather,
+)
+from torchmn.communicators.base import Communicator, all_ranks_valid, between_nodes
 from torchmn.communicators.group import Group
 from torchmn.errors import UnsupportedError
 
 
 class TwoDimensionalCommunicator(Communicator):
-    """For nodes with several network adapters (ChainerMN's `two_dimensional`, ancestors 1.2).
+    """For nodes with several network adapters (ChainerMN's `two_dimensional`).
 
     Reduce-scatter in the node, all-reduce of each stripe with the ranks of the same intra_rank on
     the other nodes, all-gather in the node. All nodes need the same number of ranks, which
@@ -17,16 +21,17 @@ class TwoDimensionalCommunicator(Communicator):
     """
 
     name = "two_dimensional"
+    plain_sum = ReduceScatterAllGather()
     shards_parameters = True
     _node: Group
     _column: Group
 
     def check_placement(self) -> None:
-        """See `Communicator.check_placement`."""
         if not self.topology.is_balanced:
             raise UnsupportedError(
                 f"two_dimensional needs the same number of ranks on every node, but there are "
-                f"{self.topology}. Use 'hierarchical', or start equally many ranks per node."
+                f"{self.topology}. Use 'hierarchical', or start the same number "
+                "of ranks on every node."
             )
 
     def _connect(self) -> None:
@@ -36,31 +41,26 @@ class TwoDimensionalCommunicator(Communicator):
 
     @property
     def inter_node_group(self) -> Group | None:
-        """See `Communicator.inter_node_group`."""
         return self._column
 
     @property
-    def encodes_between(self) -> str:
-        """See `Communicator.encodes_between`."""
-        num_nodes = len(self.topology.nodes)
-        return f"the {num_nodes} nodes" if num_nodes > 1 else ""
+    def codec_scope(self) -> str:
+        return between_nodes(self.topology)
 
-    def _sum_(self, cargo: Cargo, wire: Wire) -> None:
-        mine = cargo
+    def _sum_(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:
+        mine = block
         if self._node.size > 1:
-            part = self._node.reduce_scatter_stripes_(cargo.buffer)
-            start = int(part.storage_offset()) - int(cargo.buffer.storage_offset())
-            mine = cargo.between(start, start + part.numel())
-        if isinstance(wire, NativeAllReduce):
-            wire = ReduceScatterAllGather()
-        wire.sum_(self._column, mine)
+            part = self._node.reduce_scatter_stripes_(block.buffer)
+            start = int(part.storage_offset()) - int(block.buffer.storage_offset())
+            mine = block.between(start, start + part.numel())
+        algorithm.sum_(self._column, mine)
         if self._node.size > 1:
-            self._node.all_gather_stripes_(cargo.buffer)
+            self._node.all_gather_stripes_(block.buffer)
 
-    def _send_ahead(self, cargo: Cargo, wire: Wire) -> None:
+    def _prefetch_send(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:
         if self._node.size == 1:
-            wire.prefetch_send(self._column, cargo)
+            algorithm.prefetch_send(self._column, block)
 
-    def _agree(self, is_valid: bool) -> bool:
-        """Ranks of one column have decoded the same bytes, the others of the node other ones."""
-        return all_agree(self._node, is_valid)
+    def all_valid(self, is_valid: bool) -> bool:
+        """Ranks of one column have decoded the same bytes; other columns have decoded others."""
+        return all_ranks_valid(self._node, is_valid)

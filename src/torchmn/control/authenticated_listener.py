@@ -42,8 +42,8 @@ SECRET_VARIABLE = "TORCHMN_SECRET"
 """Where agents and ranks find the job's secret. It is in no command line and in no file."""
 
 HANDSHAKE_S = 5.0
-MOST_WAITING = 64
-MOST_BYTES = 4096
+MAX_PENDING = 64
+MAX_IDENTITY_BYTES = 4096
 """Of what a visitor says about itself, before it is let in."""
 
 _GREETING = b"torchmn gate 1 "
@@ -84,7 +84,7 @@ class AuthenticatedListener:
         *,
         secret: str,
         role: str,
-        most_waiting: int = MOST_WAITING,
+        max_pending: int = MAX_PENDING,
         handshake_s: float = HANDSHAKE_S,
     ) -> None:
         if not secret:
@@ -92,7 +92,7 @@ class AuthenticatedListener:
         self._listener = listener
         self._secret = secret
         self._role = role
-        self._most_waiting = most_waiting
+        self._most_waiting = max_pending
         self._handshake_s = handshake_s
         self._waiting: dict[_Stranger, None] = {}  # the oldest first
         self._listen_again_at: float | None = None
@@ -106,7 +106,7 @@ class AuthenticatedListener:
         return number
 
     @property
-    def num_waiting(self) -> int:
+    def num_pending(self) -> int:
         """How many have connected and not proved anything yet."""
         return len(self._waiting)
 
@@ -179,13 +179,13 @@ class AuthenticatedListener:
 
     def _hear(self, stranger: _Stranger) -> tuple[socket.socket, bytes] | None:
         try:
-            chunk = stranger.connection.recv(MOST_BYTES + 1 - len(stranger.said))
+            chunk = stranger.connection.recv(MAX_IDENTITY_BYTES + 1 - len(stranger.said))
         except (BlockingIOError, InterruptedError):
             return None
         except OSError:
             chunk = b""
         stranger.said += chunk
-        if chunk and b"\n" not in chunk and len(stranger.said) <= MOST_BYTES:
+        if chunk and b"\n" not in chunk and len(stranger.said) <= MAX_IDENTITY_BYTES:
             return None  # there is more to come
         visitor = self._recognize(stranger) if chunk else None
         if visitor is None:
@@ -248,9 +248,9 @@ def connect(
     """
     deadline = time.monotonic() + limit_s
     pause_s = _FIRST_PAUSE_S
-    if len(line) + _NUMBER_CHARS + _PROOF_CHARS + 2 > MOST_BYTES:
+    if len(line) + _NUMBER_CHARS + _PROOF_CHARS + 2 > MAX_IDENTITY_BYTES:
         raise LaunchError(
-            f"What is said to the {role} before it opens must be shorter than {MOST_BYTES} "
+            f"What is said to the {role} before it opens must be shorter than {MAX_IDENTITY_BYTES} "
             f"bytes, and {line[:80]!r} has {len(line)}."
         )
     while True:

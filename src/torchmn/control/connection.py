@@ -47,7 +47,7 @@ class Channel:
         return self._socket.fileno()
 
     @property
-    def waiting_bytes(self) -> int:
+    def pending_bytes(self) -> int:
         """How much has not left yet."""
         return len(self._outbox) if self.is_open else 0
 

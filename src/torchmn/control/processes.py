@@ -28,7 +28,7 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def death_with_parent(signum: int = signal.SIGKILL) -> Callable[[], None] | None:
+def kill_on_parent_death(signum: int = signal.SIGKILL) -> Callable[[], None] | None:
     """For ``preexec_fn``: the child gets ``signum`` when the thread that started it ends.
 
     ``None`` where the system has no such thing.
@@ -117,7 +117,7 @@ def is_running(pid: int) -> bool:
     return True
 
 
-def exit_of_zombie(pid: int) -> int | None:
+def zombie_returncode(pid: int) -> int | None:
     """How a process ended whose parent has not asked yet, as `os.waitpid` says it. Linux only."""
     with suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
@@ -185,7 +185,7 @@ def signal_name(returncode: int) -> str | None:
         return f"signal {-returncode}"
 
 
-def watch_signals(*signums: signal.Signals) -> socket.socket:
+def signal_socket(*signums: signal.Signals) -> socket.socket:
     """Turn these signals into bytes, their numbers, that can be read from the returned socket."""
     reading, writing = socket.socketpair()
     reading.setblocking(False)

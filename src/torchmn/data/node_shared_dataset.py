@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from torchmn.communicators.run_on_one_rank import raise_if_any_failed, run_on_one_rank
+from torchmn.communicators.heartbeat import raise_if_any_failed, run_on_one_rank
 from torchmn.data.packed_samples import COPY, Layout, PackedSamples, pack_dataset
 from torchmn.data.sub_dataset import SizedDataset
 from torchmn.errors import TorchmnError
-from torchmn.transports.shared_segment import Address, SharedMemorySegment, explained
+from torchmn.transports.shared_segment import Address, SharedMemorySegment, memory_error_from
 from torchmn.units import MiB
 
 if TYPE_CHECKING:
@@ -46,10 +46,10 @@ def copy_to_nodes(
     own_writer = writers[comm.inter_rank]
     memory: SharedMemorySegment | None = None
 
-    def pack(keep_waiting: Callable[[], None]) -> tuple[dict[str, Any], int]:
+    def pack(heartbeat: Callable[[], None]) -> tuple[dict[str, Any], int]:
         nonlocal memory
         source = cast("SizedDataset[Any]", dataset)
-        memory, layout = pack_dataset(source, comm.trust, shared_directory, keep_waiting)
+        memory, layout = pack_dataset(source, comm.trust, shared_directory, heartbeat)
         return layout.to_plain(), memory.size
 
     plain, size = run_on_one_rank(comm, root, pack)
@@ -102,7 +102,7 @@ def _pass_along(
             try:
                 memory.reserve(begin, end)
             except OSError as full:
-                error = explained(full, size, shared_directory, COPY)
+                error = memory_error_from(full, size, shared_directory, COPY)
         raise_if_any_failed(comm, error)
         if memory is not None:
             _pass_chunk(comm, chain, memory, begin, end)

@@ -27,13 +27,13 @@ from torchmn.data.sub_dataset import SizedDataset, is_starting_process
 from torchmn.errors import DataError, TorchmnError, UnsupportedError
 from torchmn.transports.shared_segment import (
     SHARED_DIRECTORY,
-    Purpose,
+    ErrorContext,
     SharedMemorySegment,
-    explained,
+    memory_error_from,
 )
 from torchmn.units import GiB
 
-COPY = Purpose(
+COPY = ErrorContext(
     "the node's copy of the data set",
     "Make the folder larger (docker: --shm-size), or pass shared_directory= a folder on a local "
     "disk, or pass the data set on every rank: then only the index travels.",
@@ -323,7 +323,7 @@ def _pack_stacked(
             memory.reserve(begin, min(begin + _RESERVE_BYTES, end))
             progress()
     except OSError as error:
-        raise explained(error, end, directory, COPY) from error
+        raise memory_error_from(error, end, directory, COPY) from error
     mapped: Any = memory.map_shared() if end else bytearray()
     columns = [_column(mapped, field, length) for field in layout.fields]
     for index in range(length):
@@ -403,7 +403,7 @@ def _pack_encoded(
         table = -(-end // _ALIGNMENT) * _ALIGNMENT
         memory.append(bytes(table - end) + starts.tobytes())
     except OSError as error:
-        raise explained(error, end, directory, COPY) from error
+        raise memory_error_from(error, end, directory, COPY) from error
     return memory, Layout(length, "encoded", table=table)
 
 

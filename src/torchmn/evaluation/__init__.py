@@ -1,6 +1,6 @@
 """What a model is worth, measured over the shards of all ranks."""
 
-from torchmn.communicators.heartbeat_gather import HeartbeatGather
+from torchmn.communicators.heartbeat import HeartbeatGather
 from torchmn.evaluation.batches import batch_to, call_with_batch, num_samples
 from torchmn.evaluation.buffers import BufferRule, sync_buffers_
 from torchmn.evaluation.create import create_multi_node_evaluator

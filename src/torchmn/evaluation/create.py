@@ -17,7 +17,7 @@ import torch
 from pytorch_pfn_extras.training.extensions.evaluator import DistributedEvaluator, Evaluator
 from torch.utils.data import DataLoader
 
-from torchmn.communicators.heartbeat_gather import HeartbeatGather
+from torchmn.communicators.heartbeat import HeartbeatGather
 from torchmn.errors import RankMismatchError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.evaluation.buffers import BUFFER_RULES, BufferRule, sync_buffers_
 from torchmn.evaluation.one_pass import named_loaders
@@ -146,7 +146,7 @@ class _MultiNodeEvaluation:
 
     def _measure(self, loaders: Mapping[str, Any], meeting: HeartbeatGather) -> Sums:
         """Run the evaluator's own ``evaluate`` over some loaders."""
-        recorder = Recorder(meeting.beat)
+        recorder = Recorder(meeting.heartbeat)
         own_loaders = self._evaluator._iterators
         self._evaluator._iterators = {
             name: recorder.batches_of(loader) for name, loader in loaders.items()

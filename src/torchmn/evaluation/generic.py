@@ -10,7 +10,7 @@ import torch
 from pytorch_pfn_extras.training import extension
 from torch import nn
 
-from torchmn.communicators.heartbeat_gather import HeartbeatGather
+from torchmn.communicators.heartbeat import HeartbeatGather
 from torchmn.errors import UsageError
 from torchmn.evaluation.batches import batch_to, call_with_batch
 from torchmn.evaluation.one_pass import one_pass
@@ -100,7 +100,7 @@ class GenericMultiNodeEvaluator(extension.Extension):
     def _local_results(self, meeting: HeartbeatGather) -> list[Any]:
         results = []
         for number, batch in enumerate(self.iterator, start=1):
-            meeting.beat()
+            meeting.heartbeat()
             result = call_with_batch(self.calc_local, self.converter(batch, self.device))
             if result is None:
                 raise UsageError(

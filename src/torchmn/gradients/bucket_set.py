@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchmn.communicators import Communicator
-from torchmn.communicators.allreduce import Wire
+from torchmn.communicators.allreduce import AllReduceAlgorithm
 from torchmn.errors import UnsupportedError, UsageError
 from torchmn.gradients.buckets import Bucket, Slot
 from torchmn.gradients.footer import (
@@ -49,14 +49,14 @@ class BucketSet:
     def __init__(
         self,
         comm: Communicator,
-        wire: Wire,
+        algorithm: AllReduceAlgorithm,
         buckets: list[Bucket],
         *,
         what: str = "gradients",
         reduction: Reduction = "mean",
     ) -> None:
         self.comm = comm
-        self.wire = wire
+        self.algorithm = algorithm
         self.buckets = buckets
         self.slot_of: dict[nn.Parameter, Slot] = {
             slot.parameter: slot for bucket in buckets for slot in bucket.slots
@@ -91,16 +91,16 @@ class BucketSet:
     @property
     def is_narrow(self) -> bool:
         """Whether values beyond float16's range would be lost on the way."""
-        return self.wire.codec is not None or any(
+        return self.algorithm.codec is not None or any(
             bucket.buffer.dtype == torch.float16 for bucket in self.buckets
         )
 
     def warm_up(self) -> None:
         """Compile what the codec needs now, so that no step has to."""
-        codec = self.wire.codec
+        codec = self.algorithm.codec
         if codec is None or self.comm.size == 1:
             return
-        layouts = {bucket.cargo.layout.dtype: bucket.cargo.layout for bucket in self.buckets}
+        layouts = {bucket.block.layout.dtype: bucket.block.layout for bucket in self.buckets}
         for layout in layouts.values():
             if layout.numel:
                 codec.warm_up(layout, self.buckets[0].buffer.device)
@@ -135,7 +135,7 @@ class BucketSet:
         """
         self.context, self.is_begun = context, True
         self._leave_lent()
-        codec = self.wire.codec
+        codec = self.algorithm.codec
         if scale is None or (codec is not None and codec.keeps_residues):
             self._agreement = WeightAgreement(
                 self.comm,
@@ -185,8 +185,8 @@ class BucketSet:
     def _ready(self, total_weight: float, scale: float) -> None:
         """After the sum of weights, before anything is encoded; inside of the engine's job."""
         factor = self._factor_of(total_weight, scale)
-        if self.wire.codec is not None:
-            self.wire.codec.begin(1 / factor if factor else 0.0)
+        if self.algorithm.codec is not None:
+            self.algorithm.codec.begin(1 / factor if factor else 0.0)
 
     def pack(self, slot: Slot) -> None:
         """Write this rank's part of a gradient, zeros if there is none; send what is full."""
@@ -292,11 +292,11 @@ class BucketSet:
         """Do all other sums, on the calling thread if nothing else is under way."""
         for bucket in self._order[self._num_started :]:
             self.comm.sum_(
-                bucket.cargo,
-                self.wire,
+                bucket.block,
+                self.algorithm,
                 bucket=bucket.index,
                 step=self.context.step,
-                then=self._next_callback(),
+                on_complete=self._next_callback(),
             )
 
     def send_nothing(self, flag: int) -> None:
@@ -312,11 +312,11 @@ class BucketSet:
 
     def _start(self, bucket: Bucket) -> None:
         bucket.work = self.comm.start_sum_(
-            bucket.cargo,
-            self.wire,
+            bucket.block,
+            self.algorithm,
             bucket=bucket.index,
             step=self.context.step,
-            then=self._next_callback(),
+            on_complete=self._next_callback(),
         )
 
     def _next_callback(self) -> Callable[[], None] | None:
@@ -324,15 +324,15 @@ class BucketSet:
         self._holds_means = False
         self._num_started += 1
         self._num_left -= 1
-        return None if self._num_left or self.wire.codec is None else self._finish
+        return None if self._num_left or self.algorithm.codec is None else self._finish
 
     def _finish(self) -> None:
-        codec = self.wire.codec
+        codec = self.algorithm.codec
         if codec is None:
             return
         self._nonfinite_decoded = codec.nonfinite.names("decoding")
         self._nonfinite_encoded = codec.nonfinite.names("encoding")
-        is_decoded = self.comm.agree(not self._nonfinite_decoded)
+        is_decoded = self.comm.all_valid(not self._nonfinite_decoded)
         # A sum that is thrown away has lost nothing, and what was added to it is still lost.
         row = self._footer.tolist()
         self._is_valid = is_decoded and row[NONFINITE] == 0
@@ -367,7 +367,7 @@ class BucketSet:
         self._check_footer()
         if self._factor != 1.0:
             for bucket in self.buckets:
-                bucket.buffer[: bucket.buffer.numel() - bucket.cargo.num_exact].mul_(self._factor)
+                bucket.buffer[: bucket.buffer.numel() - bucket.block.num_exact].mul_(self._factor)
         self._holds_means = True
         return self._factor != 1.0
 

@@ -1,4 +1,4 @@
-"""The codec of one exchange: chosen once, with a state of its own that belongs to one rank."""
+"""The codec of one reducer: chosen once, with a state of its own on each rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchmn.errors import UnsupportedError
 
 
 def own_codec(codec: str | Codec | None, comm: Communicator) -> Codec | None:
-    """The codec of one exchange over ``comm``, with a state of its own. Local.
+    """The codec of one reducer over ``comm``, with a state of its own. Local.
 
     Raises UnsupportedError: the communicator has another one, or its route cannot carry it.
     """
@@ -20,7 +20,7 @@ def own_codec(codec: str | Codec | None, comm: Communicator) -> Codec | None:
     elif comm.codec is not None:
         raise UnsupportedError(
             f"The communicator was made with allreduce_grad_dtype={comm.codec.name!r}, and codec="
-            f"{codec!r} is asked for beside it. Give one of the two."
+            f"{codec!r} was also requested. Give one of the two."
         )
     else:
         chosen = create_codec(codec)
@@ -35,27 +35,27 @@ def own_codec(codec: str | Codec | None, comm: Communicator) -> Codec | None:
 
 
 def warn_if_it_encodes_nothing(codec: Codec | None, comm: Communicator) -> None:
-    """Warn on rank 0 of a codec that a route has no use for, where it was asked for. Local."""
-    if codec is None or comm.size == 1 or comm.rank != 0 or comm.encodes_between:
+    """Warn on rank 0 of a requested codec that the route does not use. Local."""
+    if codec is None or comm.size == 1 or comm.rank != 0 or comm.codec_scope:
         return
     warnings.warn(
         f"{comm.rank_label}: the codec {codec.name} encodes nothing here: the route {comm.name!r} "
         f"encodes what crosses between nodes, and all {comm.size} ranks are on one, where sums are "
-        "exact and faster without it. To encode between all ranks all the same, take "
+        "exact and faster without it. To encode between all ranks anyway, use "
         "torchmn.create_communicator('flat').",
         stacklevel=3,
     )
 
 
 def codec_state(codec: Codec | None, comm: Communicator) -> dict[str, Any]:
-    """What the codec of this rank remembers, and whose it is. Local."""
+    """The codec's state on this rank, with the rank that it belongs to. Local."""
     if codec is None:
         return {}
     return {"rank": comm.rank, "size": comm.size, "state": codec.state_dict()}
 
 
 def load_codec_state(codec: Codec | None, comm: Communicator, state: dict[str, Any]) -> None:
-    """Go on from `codec_state`. What another rank owes is not ours to pay: it is left out."""
+    """Continue from `codec_state`. The residuals of another rank are left out. Local."""
     if codec is None:
         if state.get("state", {}).get("residuals"):
             warnings.warn(

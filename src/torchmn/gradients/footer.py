@@ -64,10 +64,10 @@ def raise_if_flags_differ(comm: Communicator, row: Sequence[float], context: Pas
     for flag, what in _FLAGS.items():
         num_flagged = round(row[flag])
         if 0 < num_flagged < (round(row[ACTIVE]) if flag == LOADED else comm.size):
-            who = f"{num_flagged} of {comm.size} ranks each"
+            ranks = f"{num_flagged} of {comm.size} ranks each"
             if num_flagged == 1:
-                who = f"rank {round(row[FLAGGED_RANKS]) - 1}"
-            raise RankMismatchError(f"{comm.rank_label}: {who} {what}.")
+                ranks = f"rank {round(row[FLAGGED_RANKS]) - 1}"
+            raise RankMismatchError(f"{comm.rank_label}: {ranks} {what}.")
     count = context.index % _COUNT_MODULUS
     if row[NUM_EXCHANGES] != count * comm.size:
         raise CommunicationError(

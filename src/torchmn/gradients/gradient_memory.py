@@ -23,7 +23,7 @@ CAN_COUNT = hasattr(torch._C, "_storage_Use_Count")
 
 
 class GradientMemory:
-    """One tensor for each parameter, which is its ``p.grad`` or waits to be it again. Local.
+    """One tensor for each parameter, which is its ``p.grad`` or will be again. Local.
 
     A parameter may be converted (``model.half()``) while its mean is under way: it then gets new
     memory of its new dtype.
@@ -55,7 +55,7 @@ class GradientMemory:
         return kept is not None and parameter.grad is kept.tensor
 
     def clear(self) -> None:
-        """Let go of all memory; every ``p.grad`` stays."""
+        """Release all memory; every ``p.grad`` stays."""
         self._kept.clear()
 
 

@@ -1,8 +1,8 @@
 """Hooks on the modules of a model that no copy of it has, and nothing that is saved of it.
 
 `copy.deepcopy`, pickle, `torch.save`, `torch.optim.swa_utils.AveragedModel` and `torch.jit.script`
-see the modules as if there were no hooks: a copy is not what is trained, and it must load where
-torchmn is not installed. They ask a module for its state, or for something to script in its place;
+see the modules as if there were no hooks: a copy is not trained, and it must load where torchmn is
+not installed. They ask a module for its state, or for something to script in its place;
 both can be answered for one module by an attribute of its own, which the answer leaves out.
 """
 
@@ -66,7 +66,7 @@ class ModelHooks:
         self._listeners.append((module, function))
 
     def remove(self) -> None:
-        """Take these hooks off; nothing happens the second time."""
+        """Remove these hooks; calling it again does nothing."""
         for module, handle in self._handles:
             handle.remove()
             _hide(module).ids.discard(handle.id)

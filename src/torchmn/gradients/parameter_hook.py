@@ -1,7 +1,7 @@
-"""A method called when a gradient is final, whose owner lives no longer than somebody holds it.
+"""A method called when a gradient is final, which does not keep its owner alive.
 
 torch's own hook on a parameter would keep the method's owner, and through it buckets, threads and
-the parameter itself, alive for ever: the garbage collector does not see such a cycle, for it runs
+the parameter itself, alive forever: the garbage collector does not see such a cycle, for it runs
 through C++. So parameters refer weakly to the owner, and the model keeps it, which the collector
 sees. Copies and pickles of the model carry none of this and load without torchmn.
 """
@@ -23,7 +23,7 @@ class GradientHook:
 
     @property
     def owner(self) -> object | None:
-        """Whose method it calls; None once that is gone."""
+        """The object whose method it calls; None after that was freed."""
         return getattr(self._method(), "__self__", None)
 
     def __call__(self, parameter: Tensor) -> None:
@@ -36,8 +36,8 @@ class GradientHook:
 def watch_gradient(parameter: nn.Parameter, method: Callable[[Tensor], None]) -> RemovableHandle:
     """Call the bound ``method`` whenever the gradient of ``parameter`` is final. Local.
 
-    For a parameter that is frozen this begins once it is not. Somebody must keep the method's
-    owner, as a model does that has a hook of its, see `ModelHooks`.
+    For a parameter that is frozen this begins once it is not. Something must keep the method's
+    owner alive, as a model does that has a hook of it, see `ModelHooks`.
     """
     is_trainable = parameter.requires_grad
     parameter.requires_grad_(True)

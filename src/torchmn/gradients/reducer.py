@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from torchmn.communicators import Communicator
-from torchmn.communicators.allreduce import create_allreduce
 from torchmn.compression import Codec
 from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
 from torchmn.gradients.backward_pass import AtEnd, BackwardPass
@@ -55,7 +54,7 @@ class GradientReducer:
     """Watches the backward passes of some parameters and sums their gradients over ranks.
 
     Args:
-        comm: who takes part, and by which route.
+        comm: the ranks, and the route between them.
         codec: the form in which buckets are sent; None as they are.
         parameters: called for the parameters by name, in the order of registration.
         num_sets: sets of buckets that are used in turns: with two, the means of one step are in
@@ -67,6 +66,8 @@ class GradientReducer:
             pass overwrites, instead of memory of its own.
         contribution: the weight and the samples of this rank.
         find_sparse: called for the parameters whose gradients are sparse.
+        find_untrained: called at the first exchange for parameters of the model without a reducer;
+            those that require a gradient are exchanged as well.
         on_backward_end: called when the gradients of a backward pass are packed and all buckets but
             the last were handed over: a schedule's `backward_ended`.
         on_nonfinite: raises or warns about `problem`, as the user has asked. *Collective.*
@@ -94,6 +95,7 @@ class GradientReducer:
         gradient_as_bucket_view: bool = False,
         contribution: Contribution | None = None,
         find_sparse: Callable[[], Collection[nn.Parameter]] = tuple,
+        find_untrained: Callable[[], Sequence[NamedParameter]] = tuple,
         on_nonfinite: Callable[[], None] = lambda: None,
         owner: object = None,
     ) -> None:
@@ -129,6 +131,9 @@ class GradientReducer:
         """The `weight_scale` of the next exchange; None: to be agreed on."""
         self._num_sets = max(1, num_sets)
         self._find_sparse = find_sparse
+        self._find_untrained = find_untrained
+        self._untrained: list[NamedParameter] | None = None
+        """None before the first exchange: until then another optimizer may be made for them."""
         self._on_backward_end = on_backward_end
         self._watcher: PassWatcher | None = None
         self._chunk_bytes: int | None = None
@@ -190,7 +195,7 @@ class GradientReducer:
     def rebuild(self) -> None:
         """Lay out the buckets again, for the parameters that are trainable now. *Collective.*"""
         self.close()
-        known = self.parameters()
+        known = self._known_parameters()
         trainable = [
             (n, p)
             for n, p in known
@@ -204,11 +209,11 @@ class GradientReducer:
         self._addresses = [(p.requires_grad, p.data_ptr()) for p in self._known]
         self._num_exchanges = 0
         self.memory.clear()
-        wire = create_allreduce(self.codec)
+        algorithm = self.comm.allreduce_algorithm(self.codec)
         self.sets = [
             BucketSet(
                 self.comm,
-                wire,
+                algorithm,
                 plan_buckets(
                     trainable,
                     granularity=self.comm.granularity,
@@ -236,7 +241,23 @@ class GradientReducer:
         if self._watcher is not None:
             self._watcher.layout_changed()
 
-    def set_chunk_size(self, chunk_bytes: int, watcher: PassWatcher) -> None:
+    def _known_parameters(self) -> list[NamedParameter]:
+        trained = list(self.parameters())
+        held = {parameter for _, parameter in trained}
+        return trained + [(n, p) for n, p in self._untrained or () if p not in held]
+
+    @property
+    def untrained(self) -> Sequence[NamedParameter]:
+        """Parameters of the model that no optimizer trains, since the first exchange."""
+        return self._untrained or ()
+
+    def release(self, parameters: Collection[nn.Parameter]) -> None:
+        """Stop exchanging these: another optimizer trains them. *Collective.*"""
+        if any(parameter in parameters for _, parameter in self.untrained):
+            self._untrained = [(n, p) for n, p in self.untrained if p not in parameters]
+            self.rebuild()
+
+    def set_chunk_size(self, chunk_bytes: int, watcher: PassWatcher | None = None) -> None:
         """Send buckets of about this size, the footer by itself, and have passes watched.
 
         *Collective*: sums may be rounded otherwise, the means are the same.
@@ -335,8 +356,8 @@ class GradientReducer:
             if slot.is_packed:
                 raise UnsupportedError(
                     f"{self.comm.rank_label}: backward computed the gradient of '{slot.name}' "
-                    "twice in one pass, as torch.utils.checkpoint with use_reentrant=True does. Use "
-                    "use_reentrant=False."
+                    "twice in one pass, as torch.utils.checkpoint with use_reentrant=True does. "
+                    "Use use_reentrant=False."
                 )
             is_mean = self._is_mean(slot.parameter)
             filling.pack(slot)
@@ -473,6 +494,12 @@ class GradientReducer:
         `nn.Module.to`, `half`, `requires_grad_` and an assignment to ``.data`` change parameters in
         place, at any time. What has the same address as before is not looked at again.
         """
+        if self._untrained is None:
+            self._untrained = list(self._find_untrained())
+            for _, parameter in self._untrained:  # as if they had been frozen until now
+                self._known.append(parameter)
+                self._facts.append((False, *_layout_facts(parameter)[1:]))
+                self._addresses.append((False, 0))
         addresses = [(p.requires_grad, p.data_ptr()) for p in self._known]
         if addresses == self._addresses:
             return False
@@ -491,8 +518,6 @@ class GradientReducer:
         if self._pass is not None:
             self.raise_if_unfinished()
             self._give_up_pass()
-        if self._is_other_layout():
-            self._lay_out_again()
         self.finish_filling()
         filling = self.filling
         context = filling.context
@@ -523,6 +548,8 @@ class GradientReducer:
     def finish_filling(self) -> None:
         """Pack what is not packed yet and hand over what may be sent early."""
         self.raise_if_unfinished()
+        if self._is_other_layout():
+            self._lay_out_again()
         filling = self.filling
         if self._watcher is not None:
             if not any(slot.is_packed for slot in filling.slots):
@@ -712,7 +739,7 @@ class GradientReducer:
         )
 
     def _fill_missing(self) -> None:
-        """One rank alone treats a missing gradient as many do."""
+        """One rank alone treats a missing gradient as several do."""
         if self.zero_fill:
             for _, parameter in self.parameters():
                 if parameter.grad is None and parameter.requires_grad:

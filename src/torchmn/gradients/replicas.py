@@ -16,7 +16,7 @@ from torchmn.gradients.sparse_gradients import sparse_parameters
 
 
 def named_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Parameters and buffers by name; several models are told apart by their number."""
+    """Parameters and buffers by name; with several models, prefixed by the model's number."""
     return {
         prefix + name: tensor
         for prefix, model in zip(_prefixes(models), models, strict=True)
@@ -60,8 +60,8 @@ def raise_if_ranks_differ(
     """Compare what is exchanged, and how, over ranks. *Collective.*
 
     Names, shapes, dtypes and strides of the tensors, which of them are trained, the options of the
-    optimizer, and what was ``asked`` for: all of these decide what a rank sends. Raises
-    RankMismatchError on all ranks, naming the first difference and who has what.
+    optimizer, and the options ``asked`` for: all of these decide what a rank sends. Raises
+    RankMismatchError on all ranks, naming the first difference and the values on both ranks.
     """
     trained = {parameter for _, parameter in named_parameters(inner, models)}
     tensors = {n: _describe(t, trained) for n, t in named_tensors(models).items()}
@@ -70,12 +70,10 @@ def raise_if_ranks_differ(
         if tensor in sparse:
             tensors[name] += ", with sparse gradients"
     settings = {name: str(value) for name, value in asked.items()} | _options(inner)
-    everybody = comm.allgather_obj((settings, tensors))
+    gathered = comm.allgather_obj((settings, tensors))
     for rank in range(1, comm.size):
-        what = _first_difference("the models", everybody[0][1], everybody[rank][1], rank)
-        what = what or _first_difference(
-            "the optimizers", everybody[0][0], everybody[rank][0], rank
-        )
+        what = _first_difference("the models", gathered[0][1], gathered[rank][1], rank)
+        what = what or _first_difference("the optimizers", gathered[0][0], gathered[rank][0], rank)
         if what:
             raise RankMismatchError(
                 f"{comm.rank_label}: {what}. All ranks must build the same model and the same "
@@ -91,7 +89,7 @@ def _describe(tensor: Tensor, trained: set[nn.Parameter]) -> str:
     text = f"{list(tensor.shape)} {tensor.dtype}"
     if not tensor.is_contiguous():
         text += f" with strides {list(tensor.stride())}"
-    if tensor in trained and not tensor.requires_grad:
+    if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
         text += ", frozen"
     if isinstance(tensor, nn.Parameter) and tensor not in trained:
         text += ", not in the optimizer"
@@ -151,8 +149,8 @@ def broadcast_optimizer_state(comm: Communicator, inner: Optimizer) -> None:
         for index, values in state.items()
         for name, value in (values.items() if isinstance(values, Mapping) else [("", values)])
     }
-    everybody = comm.allgather_obj(mine)
-    if any(other != everybody[0] for other in everybody):
+    gathered = comm.allgather_obj(mine)
+    if any(other != gathered[0] for other in gathered):
         whole = comm.bcast_obj(inner.state_dict() if comm.rank == 0 else None)
         if comm.rank != 0:
             inner.load_state_dict(whole)
@@ -161,8 +159,8 @@ def broadcast_optimizer_state(comm: Communicator, inner: Optimizer) -> None:
 def different_tensors(comm: Communicator, models: Sequence[nn.Module]) -> list[str]:
     """Names of the tensors that are not bit-identical on all ranks. *Collective.*"""
     mine = {name: checksum([tensor]) for name, tensor in named_tensors(models).items()}
-    everybody = comm.allgather_obj(mine)
-    return [difference.name for difference in differences(everybody)]
+    gathered = comm.allgather_obj(mine)
+    return [difference.name for difference in differences(gathered)]
 
 
 def copy_state_from_rank(
@@ -173,7 +171,7 @@ def copy_state_from_rank(
     *,
     is_behind: bool | None = None,
 ) -> None:
-    """Give ranks that are behind the tensors and the optimizer's state of another. *Collective.*
+    """Copy tensors and the optimizer's state from one rank to those that lack steps. *Collective.*
 
     By default those are all but the ``source``.
     """

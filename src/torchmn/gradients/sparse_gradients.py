@@ -55,10 +55,10 @@ def mean_sparse_gradients(
         dtype=torch.float64,
         device="cpu",
     )
-    everybody = torch.cat(list(comm.allgather(facts)))
-    total = float(everybody[:, 0].sum())
+    gathered = torch.cat(list(comm.allgather(facts)))
+    total = float(gathered[:, 0].sum())
     means: dict[nn.Parameter, Tensor | None] = {}
-    for parameter, rows, counts in zip(parameters, own, everybody.T[1:], strict=True):
+    for parameter, rows, counts in zip(parameters, own, gathered.T[1:], strict=True):
         num_rows = int(counts.sum() - (counts > 0).sum())
         indices, values = rows if rows is not None else _no_rows(parameter)
         if counts.any() and total:

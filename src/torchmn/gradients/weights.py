@@ -10,7 +10,7 @@ Gradients are packed as weight / (size * scale) times themselves, so that the su
 times the mean. A codec with error feedback must know this number before it adds what earlier
 exchanges have lost (`Codec.begin`), and the footer brings the weights too late for that. So two
 numbers are summed first: an ordinary job of the engine, started when the first gradient of a
-backward pass is there and hidden behind the rest of the pass.
+backward pass is there and overlapped with the rest of the pass.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Contribution:
     def __init__(self, *, is_by_samples: bool = False) -> None:
         self.is_by_samples = is_by_samples
         self.num_samples = 0.0
-        """What was set, or else what the forward has seen."""
+        """What was set, or else what forward has seen."""
         self.is_set = False
         """Whether the weight was given, so that what forward sees is not counted."""
         self.was_ever_known = False
@@ -78,7 +78,7 @@ class Contribution:
         return (self._set_weight, self.num_samples) if self.is_set else None
 
     def set(self, weight: float, num_samples: float) -> None:
-        """Count no more until `reset`: it is known."""
+        """Stop counting until `reset`: it is known."""
         self._set_weight, self.num_samples = weight, num_samples
         self.is_set = self.was_ever_known = True
 
@@ -92,15 +92,15 @@ class Contribution:
         self.is_set, self.num_samples, self._has_counted = False, 0.0, False
 
     def resume(self, num_samples: float) -> None:
-        """Go on counting from so many."""
+        """Continue counting from ``num_samples``."""
         self.num_samples, self._has_counted = num_samples, True
 
     def end_step(self) -> None:
-        """A rank without data in the next step has no weight there."""
+        """If a rank has no data in the next step, its weight there is zero."""
         self._last_counted = 0.0
 
     def count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before a forward pass: its samples are the first size of its first tensor."""
+        """Before a forward pass: the number of samples is the first size of its first tensor."""
         if not (module.training and torch.is_grad_enabled()) or self.is_set:
             return
         # Compiled code cannot ask; compiled whole, a checkpointed part is not called again.

@@ -23,23 +23,23 @@ from typing import IO
 
 from torchmn.control.connection import Channel
 from torchmn.control.messages import (
-    End,
     EndedBy,
     Exit,
-    Note,
-    Notice,
+    ForwardSignal,
+    LogWarning,
     Output,
     Refresh,
-    Run,
-    Started,
+    ScriptStarted,
+    StartScript,
     StatusRequest,
     Stream,
+    Terminate,
 )
 from torchmn.control.processes import (
-    death_with_parent,
     descendants,
     is_stopped,
     kill_descendants,
+    kill_on_parent_death,
     reap_children,
     send,
     send_group,
@@ -76,7 +76,7 @@ class Agent:
     def __init__(
         self,
         rank: int,
-        order: Run,
+        order: StartScript,
         channel: Channel,
         wakeup: socket.socket,
         share: CpuAssignment,
@@ -125,7 +125,7 @@ class Agent:
             path.parent.mkdir(parents=True, exist_ok=True)  # another host's disk may lack it
             self._log = open(path, "wb", buffering=0)  # noqa: SIM115 - lives as long as the agent
         except OSError as error:
-            self._channel.post(Note(text=f"cannot write {path}: {error}"))
+            self._channel.post(LogWarning(text=f"cannot write {path}: {error}"))
 
     def _start(self, env: Mapping[str, str]) -> None:
         self._started_at = time.time()
@@ -139,7 +139,7 @@ class Agent:
             bufsize=0,
             close_fds=False,  # PMI_FD of MPICH: a connection that the launcher left open for us
             start_new_session=True,
-            preexec_fn=death_with_parent(),
+            preexec_fn=kill_on_parent_death(),
         )
         self._script_pid = process.pid
         self._link.begin(process.pid)
@@ -149,7 +149,7 @@ class Agent:
                 os.set_blocking(pipe.fileno(), False)
                 self._pipes.append(_Pipe("out" if stream == "out" else "err", pipe))
         self._channel.post(
-            Started(
+            ScriptStarted(
                 pid=process.pid,
                 cores=sorted(self._share.cores),
                 num_threads=self._num_threads(env),
@@ -174,10 +174,10 @@ class Agent:
                 selector.register(self._link, selectors.EVENT_READ, self._link.pass_on)
             if self._channel.is_open:
                 events = selectors.EVENT_READ
-                if self._channel.waiting_bytes:
+                if self._channel.pending_bytes:
                     events |= selectors.EVENT_WRITE
                 selector.register(self._channel, events, self._on_messages)
-            if self._channel.waiting_bytes < _FULL_BYTES:
+            if self._channel.pending_bytes < _FULL_BYTES:
                 for pipe in self._pipes:
                     selector.register(pipe.file, selectors.EVENT_READ, pipe)
             for key, _ in selector.select(self._patience_s()):
@@ -206,12 +206,12 @@ class Agent:
     def _on_messages(self) -> None:
         self._channel.flush()
         for message in self._channel.collect():
-            if isinstance(message, End):
+            if isinstance(message, Terminate):
                 self._link.post(message)
                 self._end(message.signum, "supervisor")
             elif isinstance(message, StatusRequest):
                 self._link.ask()
-            elif isinstance(message, Notice) and self._returncode is None:
+            elif isinstance(message, ForwardSignal) and self._returncode is None:
                 send(self._script_pid, message.signum)  # its children know nothing of it
         if not self._channel.is_open:
             self._end(signal.SIGTERM, "outside")  # the supervisor is dead
@@ -248,7 +248,7 @@ class Agent:
             while chunk:  # an unbuffered file may take only a part
                 chunk = chunk[self._log.write(chunk) :]
         except OSError as error:
-            self._channel.post(Note(text=f"gave up writing {self._log.name}: {error}"))
+            self._channel.post(LogWarning(text=f"gave up writing {self._log.name}: {error}"))
             self._log.close()
             self._log = None
 
@@ -314,7 +314,7 @@ class Agent:
             draft.write_text(json.dumps(record, indent=1) + "\n")
             draft.replace(path)
         except OSError as error:
-            self._channel.post(Note(text=f"cannot write {path}: {error}"))
+            self._channel.post(LogWarning(text=f"cannot write {path}: {error}"))
 
     def _say_goodbye(self) -> None:
         """Stay until the supervisor has read everything and hangs up.
@@ -324,11 +324,11 @@ class Agent:
         """
         leave_at = time.monotonic() + self._order.grace_s + _GOODBYE_S
         while self._channel.is_open and time.monotonic() < leave_at:
-            if self._channel.waiting_bytes and self._kill_at is None:
+            if self._channel.pending_bytes and self._kill_at is None:
                 leave_at = time.monotonic() + self._order.grace_s + _GOODBYE_S  # a slow reader
             with selectors.DefaultSelector() as selector:
                 events = selectors.EVENT_READ
-                if self._channel.waiting_bytes:
+                if self._channel.pending_bytes:
                     events |= selectors.EVENT_WRITE
                 selector.register(self._channel, events)
                 selector.select(0.5)

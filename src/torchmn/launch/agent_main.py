@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import connect_authenticated
 from torchmn.control.connection import Channel
-from torchmn.control.messages import Hello, Refused, Run
-from torchmn.control.processes import adopt_orphans, watch_signals
+from torchmn.control.messages import AgentHello, StartRefused, StartScript
+from torchmn.control.processes import adopt_orphans, signal_socket
 from torchmn.errors import LaunchError, TorchmnError
 from torchmn.launch.agent import Agent
 from torchmn.launch.host_checks import find_problem, versions
@@ -37,7 +37,7 @@ _OTHERS_S = 600.0
 def main() -> int:
     """Run one rank and return its exit code as a shell would report it."""
     adopt_orphans()
-    wakeup = watch_signals(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+    wakeup = signal_socket(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
     try:
         place = read_launcher_env(os.environ)
         if place is None:
@@ -45,7 +45,7 @@ def main() -> int:
         channel, order, route, keeper = report_for_work(place.rank, os.environ)
         problem = find_problem(order.cwd, order.script)
         if problem:
-            channel.post(Refused(text=problem))
+            channel.post(StartRefused(text=problem))
             channel.close()
             return 1
         share, beside = take_share(place, os.environ, available_processors())
@@ -59,7 +59,7 @@ def main() -> int:
 
 def report_for_work(
     rank: int, env: Mapping[str, str]
-) -> tuple[Channel, Run, Route | None, socket.socket]:
+) -> tuple[Channel, StartScript, Route | None, socket.socket]:
     """Prove to the supervisor who we are and receive the command, from it and nobody else.
 
     Also returns the way to it, and the socket that keeps the port on which rank 0 may meet all.
@@ -76,7 +76,7 @@ def report_for_work(
     if own_address is None:
         raise LaunchError(f"No way leads from {socket.gethostname()} to the supervisor, {address}.")
     keeper, port = reserve_port(own_address)
-    identity = Hello(
+    identity = AgentHello(
         rank=rank,
         host=socket.gethostname(),
         pid=os.getpid(),
@@ -87,7 +87,7 @@ def report_for_work(
     channel = connect_authenticated(
         address, secret=secret, role=channels.SUPERVISOR, identity=identity
     )
-    return channel, channel.wait_for(Run, limit_s=_OTHERS_S), route_of(own_address), keeper
+    return channel, channel.wait_for(StartScript, limit_s=_OTHERS_S), route_of(own_address), keeper
 
 
 if __name__ == "__main__":

@@ -12,14 +12,14 @@ from torchmn.control.messages import Stream
 class RankOutput:
     """Writes whole lines, each with its rank in front; standard output and error stay apart.
 
-    On a terminal the progress bar that moved last is shown below the lines. Raises
-    BrokenPipeError from every method: nobody reads any more.
+    On a terminal the progress bar that moved last is shown below the lines. When the reader of the
+    output has left (as ``| head`` does), `is_closed` becomes true and nothing more is written.
     """
 
     def __init__(self, out: TextIO, err: TextIO) -> None:
         self._files: dict[Stream, TextIO] = {"out": out, "err": err}
         self._shows_bar = False
-        self._is_closed = False
+        self.is_closed = False
 
     @property
     def shows_bars(self) -> bool:
@@ -44,9 +44,24 @@ class RankOutput:
             self._write("err", f"[{rank}] {text}")
             self._shows_bar = True
 
-    def close(self) -> None:
-        """Show nothing any more. Python must not stumble over the broken pipe at its exit."""
-        self._is_closed = True
+    def _write(self, stream: Stream, text: str) -> None:
+        if self.is_closed:
+            return
+        try:
+            if self._shows_bar:
+                self._files["err"].write("\r\x1b[K")
+                self._files["err"].flush()
+                self._shows_bar = False
+            file = self._files[stream]
+            encoding = file.encoding or "utf-8"
+            file.write(text.encode(encoding, "replace").decode(encoding))
+            file.flush()
+        except BrokenPipeError:
+            self._close()
+
+    def _close(self) -> None:
+        """Discard what is left, so that Python does not fail on the broken pipe when it exits."""
+        self.is_closed = True
         void = os.open(os.devnull, os.O_WRONLY)
         for file in self._files.values():
             with suppress(OSError, ValueError):
@@ -55,15 +70,3 @@ class RankOutput:
             with suppress(OSError, ValueError):
                 os.dup2(void, file.fileno())
         os.close(void)
-
-    def _write(self, stream: Stream, text: str) -> None:
-        if self._is_closed:
-            return
-        if self._shows_bar:
-            self._files["err"].write("\r\x1b[K")
-            self._files["err"].flush()
-            self._shows_bar = False
-        file = self._files[stream]
-        encoding = file.encoding or "utf-8"
-        file.write(text.encode(encoding, "replace").decode(encoding))
-        file.flush()

@@ -172,6 +172,7 @@ def plan_elastic(wish: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJob, 
         launcher="ssh" if is_remote else "local",
         exported=tuple(word.partition("=")[0] for word in wish.exported),
         backend=backend,
+        shows_binding=wish.shows_binding,
         log_dir=wish.log_dir or default_log_dir(),
         grace_s=wish.grace_s,
     )

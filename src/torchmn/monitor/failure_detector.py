@@ -50,7 +50,7 @@ class FailureDetector:
         elif isinstance(message, StatusReply):
             record.told = message
 
-    def must_ask(self, now: float) -> bool:
+    def must_query(self, now: float) -> bool:
         """Whether all ranks are to be asked now. True once."""
         if self._asker is None:
             self._asker = next((r for r in self._records if _is_late(r, now)), None)

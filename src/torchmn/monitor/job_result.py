@@ -76,12 +76,12 @@ class RankRecord:
         return self.leaving_status or shell_code(self.lost_returncode or 0)
 
     @property
-    def is_victim(self) -> bool:
+    def was_terminated_externally(self) -> bool:
         """Whether somebody other than us told it to end, such as an mpirun that gave up."""
         return self.exit is not None and self.exit.ended_by == "outside"
 
     @property
-    def last_words(self) -> list[str]:
+    def error_lines(self) -> list[str]:
         """Its last error lines, from the last traceback on."""
         if self.failed is not None:
             return self.failed.words.splitlines()
@@ -97,10 +97,10 @@ class JobResult:
     exit_code: int
     sentence: str = ""
     first_failure: RankRecord | None = None
-    blames_launcher: bool = False
+    is_launcher_failure: bool = False
 
 
-def judge(
+def summarize(
     ranks: Sequence[RankRecord],
     *,
     log_dir: Path,
@@ -127,7 +127,7 @@ def judge(
             exit_code=1, sentence=f"{hang.sentence}. All that is known is in {log_dir / HANG_FILE}."
         )
     by_itself = sorted((r.failed_at, r.rank) for r in ranks if r.failed_at is not None)
-    causes = [ranks[rank] for _, rank in by_itself if not ranks[rank].is_victim]
+    causes = [ranks[rank] for _, rank in by_itself if not ranks[rank].was_terminated_externally]
     causes += [r for r in ranks if r.leaving_status and r not in causes]
     if causes:
         return _blame(causes[0], log_dir if keeps_output else None)
@@ -143,7 +143,7 @@ def judge(
         return JobResult(
             exit_code=shell_code(launcher_returncode) or own_code,
             sentence=_with_early(sentence, ranks) if victims else sentence,
-            blames_launcher=True,
+            is_launcher_failure=True,
         )
     return JobResult(exit_code=0)
 

@@ -22,16 +22,16 @@ from dataclasses import dataclass
 from torchmn.control.authenticated_listener import connect_authenticated
 from torchmn.control.connection import Channel
 from torchmn.control.messages import (
-    End,
     EndedBy,
     Exit,
     Failed,
     Leaving,
     Message,
-    Present,
+    MonitorHello,
     StatusRequest,
+    Terminate,
 )
-from torchmn.control.processes import exit_of_zombie, is_running, is_stopped, send
+from torchmn.control.processes import is_running, is_stopped, send, zombie_returncode
 from torchmn.errors import LaunchError
 from torchmn.monitor.script_link import ScriptLink
 from torchmn.monitor.server import ROLE
@@ -105,7 +105,7 @@ class RankMonitor:
         for message in self._hub.collect():
             if isinstance(message, StatusRequest):
                 self._link.ask()
-            elif isinstance(message, End):
+            elif isinstance(message, Terminate):
                 self._end(message)
         if was_open and not self._hub.is_open and self._kill_at is None and not self._has_left:
             print(
@@ -115,9 +115,9 @@ class RankMonitor:
                 file=sys.stderr,
                 flush=True,
             )
-            self._end(End(signum=signal.SIGTERM))
+            self._end(Terminate(signum=signal.SIGTERM))
 
-    def _end(self, order: End) -> None:
+    def _end(self, order: Terminate) -> None:
         if self._kill_at is not None:
             return
         self._own_fault = False
@@ -139,7 +139,7 @@ class RankMonitor:
             self._hub.collect()
 
     def _how_it_ended(self) -> tuple[int, str]:
-        code = exit_of_zombie(self._order.pid)
+        code = zombie_returncode(self._order.pid)
         if code is not None:
             return code, ""
         if self._failed is not None:
@@ -171,7 +171,7 @@ def main() -> int:
     told = json.loads(sys.stdin.readline())
     connection = socket.socket(fileno=int(told.pop("descriptor")))
     order = Order(**told)
-    identity = Present(rank=order.rank, host=socket.gethostname(), pid=order.pid)
+    identity = MonitorHello(rank=order.rank, host=socket.gethostname(), pid=order.pid)
     try:
         hub = connect_authenticated(order.hub, secret=order.secret, role=ROLE, identity=identity)
     except LaunchError as error:

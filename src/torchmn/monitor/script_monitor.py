@@ -28,7 +28,6 @@ from typing import Any, NoReturn, Protocol
 from torchmn import errors
 from torchmn.control.connection import Channel
 from torchmn.control.messages import (
-    End,
     Failed,
     Joined,
     Joining,
@@ -37,6 +36,7 @@ from torchmn.control.messages import (
     Overdue,
     StatusReply,
     StatusRequest,
+    Terminate,
 )
 from torchmn.errors import CommunicationError
 from torchmn.script import before_exit
@@ -158,7 +158,7 @@ class ScriptMonitor:
                 if isinstance(message, StatusRequest):
                     stacks = _words_of(self._fatal) if self._fatal else _stacks()
                     self._post(StatusReply(collectives=self._collectives(), stacks=stacks))
-                elif isinstance(message, End):
+                elif isinstance(message, Terminate):
                     self._must_end.set()
             self.look_for_hang()
             if self._must_end.is_set():

@@ -1,7 +1,7 @@
-"""CNTK's names: its two distributed learners, as multi-node optimizers (ancestors 2.1 to 2.3).
+"""CNTK's names: its two distributed learners, as multi-node optimizers.
 
-Gradients are means over samples, where CNTK's were sums; ``docs/coming-from-cntk.md`` says how to
-convert learning rates.
+Gradients are means over samples, where CNTK's were sums; ``docs/coming-from-cntk.md`` explains how
+to convert learning rates.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def data_parallel_distributed_learner(
 
     Args:
         optimizer: any `torch.optim.Optimizer`.
-        distributed_after: samples over all workers until which gradients travel in float32.
+        distributed_after: samples over all ranks until which gradients are sent in float32.
         num_quantization_bits: 32, 16, 8, 4, 2 or 1; below 16 with error feedback.
-        comm: who takes part, and by which route.
+        comm: the ranks, and the route between them.
         model: the module, or modules, that own the optimizer's parameters.
 
     Raises UsageError: another number of bits.
@@ -68,10 +68,10 @@ def block_momentum_distributed_learner(
     comm: Communicator,
     model: nn.Module | Sequence[nn.Module],
 ) -> MultiNodeOptimizer:
-    """Workers train alone for a block; the blocks' movements are smoothed. *Collective.*
+    """Ranks train alone for a block; the blocks' changes are smoothed. *Collective.*
 
     The same as ``schedule=BlockMomentum(...)``; see there for the arguments. ``block_size``,
-    the time constant and ``distributed_after`` are in samples over all workers.
+    the time constant and ``distributed_after`` are in samples over all ranks.
     """
     return create_multi_node_optimizer(
         optimizer,

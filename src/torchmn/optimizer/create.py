@@ -34,7 +34,7 @@ SCHEDULES: dict[str, Callable[[], Schedule]] = {
     "diloco": DiLoCo,
     "parameter_server": ParameterServer,
 }
-"""By name they have their defaults: blocks are of 512 samples per worker, without overlap."""
+"""Those by name have their defaults: blocks of 512 samples per rank, without overlap."""
 
 SINGLE_STEPS = ["every_step", "every_step_next_forward", "double_buffering"]
 """The schedules that ``auto`` knows, the plainest first."""
@@ -67,33 +67,34 @@ def create_multi_node_optimizer(
 
     Args:
         optimizer: any `torch.optim.Optimizer`.
-        comm: who takes part, and by which route.
+        comm: the ranks, and the route between them.
         model: the module, or modules, that own the optimizer's parameters: names, buffers.
         double_buffering: the same as ``schedule="double_buffering"``.
         zero_fill: give a parameter that has no gradient on any rank one of zeros, as ChainerMN did
             by default. Otherwise it keeps ``grad = None``, as in one process, and the optimizer
             leaves it alone. One that has a gradient on some ranks counts as zeros on the others.
-        codec: the form on the wire: ``float32``, ``float16``, ``bfloat16``, ``int8``, ``int4``,
-            ``int2``, ``1bit``, ``power_sgd`` or an object of `torchmn.compression`; default: the
-            communicator's ``allreduce_grad_dtype``. ``auto`` chooses by measurement.
+        codec: the form in which gradients are sent: ``float32``, ``float16``, ``bfloat16``,
+            ``int8``, ``int4``, ``int2``, ``1bit``, ``power_sgd`` or an object of
+            `torchmn.compression`; default: the communicator's ``allreduce_grad_dtype``. ``auto``
+            chooses by measurement.
         schedule: ``every_step``, ``every_step_next_forward``, ``double_buffering``,
             ``periodic_average``, ``block_momentum``, ``diloco``, ``parameter_server`` or an object
-            of `torchmn.exchange`. ``auto`` chooses by measurement.
+            of `torchmn.schedules`. ``auto`` chooses by measurement.
         allow_lossy: ``codec="auto"`` may choose codecs that lose bits.
         allow_stale: ``schedule="auto"`` may choose ``double_buffering``, whose gradients are a step
             late.
         allow_deferred: ``schedule="auto"`` may choose ``every_step_next_forward``, which changes a
-            parameter after `step` has returned. Without these three, and whatever ``auto`` takes,
+            parameter after `step` has returned. Without these three, and whatever ``auto`` selects,
             every ``p.grad`` is the mean when ``backward()`` returns and every parameter is new when
             `step` returns.
         retune: whether they choose again when steps have become slower.
         weight: ``rank`` is the mean of the ranks' means; ``samples`` weights them by the number of
             samples that the model's forward has seen; `MultiNodeOptimizer.set_weight` by anything.
         reduction: ``mean`` over ranks, for a loss that is a mean over the batch; ``sum``, for one
-            that is a sum over it, as torch's losses with ``reduction="sum"``. N workers then give
-            the parameters of one. Where ranks train alone for a while, and with ``weight``, a sum
-            makes no sense and is refused.
-        on_nonfinite: what `step` does about a mean that is not finite, on all ranks alike:
+            that is a sum over it, as torch's losses with ``reduction="sum"``. N ranks then give
+            the parameters of one. Under local updates, and with ``weight``, a sum makes no sense
+            and is refused.
+        on_nonfinite: what `step` does about a mean that is not finite, on all ranks:
             ``raise``, ``warn`` or ``ignore``. A GradScaler leaves such a step out by itself.
         max_grad_norm: clip the mean by its global norm before each step.
         gradient_as_bucket_view: every ``p.grad`` is the memory of the exchange, as under the option
@@ -202,7 +203,7 @@ def _choices(
     if comm.codec is not None:
         raise UnsupportedError(
             f"The communicator was made with allreduce_grad_dtype={comm.codec.name!r}, so there is "
-            "nothing to choose. Leave it away, or leave 'auto' away."
+            "nothing to choose. Remove allreduce_grad_dtype or 'auto'."
         )
     schedules, codecs = [schedule], [codec or "float32"]
     if schedule == "auto":
@@ -210,7 +211,7 @@ def _choices(
     elif schedule not in SINGLE_STEPS:
         raise UnsupportedError(
             f"codec='auto' compares single steps, and schedule={schedule!r} has none that are "
-            "alike. Give the codec."
+            "comparable. Give the codec."
         )
     if codec == "auto":
         codecs = ["float32", *(LOSSY_CODECS if allow_lossy else [])]

@@ -2,10 +2,11 @@
 
 For each bucket, as soon as DDP has filled it, on W ranks:
 
-    g_i <- g_i / W;     g <- sum over ranks of the encoded g_i      (`communicators.wire`)
+    g_i <- g_i / W;     g <- sum over ranks of the encoded g_i      (`communicators.allreduce`)
 
-and at the end of backward `Codec.finish`, once. The sums run on the communicator's engine, behind
-backward, over connections of their own: nothing of ours comes between DDP's own collectives.
+and at the end of backward `Codec.finish`, once. The sums run on the communicator's engine,
+overlapped with backward, over connections of their own: nothing of ours comes between DDP's own
+collectives.
 
 Differences from the hooks of torch.distributed.algorithms: residuals are kept by the parameter's
 name, so that they outlive DDP's new buckets after the first step (its PowerSGD hook lost them
@@ -27,7 +28,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 from torch.nn.parallel import DistributedDataParallel
 
 from torchmn.communicators import Communicator
-from torchmn.communicators.allreduce import Cargo, create_allreduce
+from torchmn.communicators.allreduce import ReduceBlock
 from torchmn.communicators.engine import Work
 from torchmn.communicators.flat import FlatCommunicator
 from torchmn.communicators.object_codec import Trust
@@ -70,7 +71,7 @@ class DdpHook:
         self._num_passes = 0
         self._was_finite = True
         self._seen: dict[Literal["encoding", "decoding"], list[str]] = {}
-        self._forget_buckets()
+        self._layouts: dict[tuple[str, ...], Layout] = {}
 
     # ---- before training, and after ----
 
@@ -111,7 +112,7 @@ class DdpHook:
         return self._codec
 
     def state_dict(self) -> dict[str, Any]:
-        """What the codec of this rank remembers: save it on every rank. Local.
+        """The codec's state on this rank: save it on every rank. Local.
 
         It has the form of ``optimizer.state_dict()["torchmn"]["codec"]``.
         """
@@ -119,7 +120,7 @@ class DdpHook:
         return codec_state(self._codec, self.communicator)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from the `state_dict` of the same rank of as many; an empty dict starts anew."""
+        """Continue from the `state_dict` of the same rank; an empty dict starts from scratch."""
         self._raise_if_nameless()
         load_codec_state(self._codec, self.communicator, state)
 
@@ -158,12 +159,14 @@ class DdpHook:
                 + "."
             )
         self._is_open = True
+        self._forget_buckets()
 
     def _raise_if_nameless(self) -> None:
         if not self._is_named:
             raise UsageError(
-                "Residues are saved by the names of parameters, which this hook was not told. Call "
-                "ddp_hook(codec).register(model) instead of model.register_comm_hook(None, hook)."
+                "Residuals are saved by the names of parameters, which this hook does not know. "
+                "Call ddp_hook(codec).register(model) instead of "
+                "model.register_comm_hook(None, hook)."
             )
 
     def _warm_up(self) -> None:
@@ -180,9 +183,9 @@ class DdpHook:
             self._codec.warm_up(layout, parameter.device)
 
     def _forget_buckets(self) -> None:
-        """DDP builds its buckets anew after the first step: drop the memory of messages."""
-        self._wire = create_allreduce(self._codec)
-        self._layouts: dict[tuple[str, ...], Layout] = {}
+        """DDP rebuilds its buckets after the first step: drop the memory of messages."""
+        self._algorithm = self.communicator.allreduce_algorithm(self._codec)
+        self._layouts = {}
 
     # ---- during backward ----
 
@@ -199,14 +202,14 @@ class DdpHook:
         if comm.size == 1:
             future.set_result(buffer)
             return future
-        cargo = self._cargo(bucket, buffer)
-        cargo.buffer.mul_(1 / comm.size)
+        block = self._block(bucket, buffer)
+        block.buffer.mul_(1 / comm.size)
         self._futures.append((future, buffer))
         index, step = bucket.index(), self._num_passes
         if not bucket.is_last():
-            self._works.append(comm.start_sum_(cargo, self._wire, bucket=index, step=step))
+            self._works.append(comm.start_sum_(block, self._algorithm, bucket=index, step=step))
             return future
-        comm.sum_(cargo, self._wire, bucket=index, step=step, then=self._finish)
+        comm.sum_(block, self._algorithm, bucket=index, step=step, on_complete=self._finish)
         for work in self._works:
             work.wait()
         self._note_nonfinite()
@@ -220,7 +223,7 @@ class DdpHook:
     # DDP compares with the objects, and annotations in this file are texts.
     __call__.__annotations__ = {"bucket": GradBucket, "return": torch.futures.Future[Tensor]}
 
-    def _cargo(self, bucket: GradBucket, buffer: Tensor) -> Cargo:
+    def _block(self, bucket: GradBucket, buffer: Tensor) -> ReduceBlock:
         parameters = bucket.parameters()
         names = tuple(self._name(parameter) for parameter in parameters)
         if buffer.layout != torch.strided:
@@ -241,7 +244,7 @@ class DdpHook:
             layout = self._layouts[names] = Layout.of(
                 zip(names, starts, map(shape_in_memory, parameters), strict=True), real.dtype
             )
-        return Cargo(real, layout)
+        return ReduceBlock(real, layout)
 
     def _name(self, parameter: Tensor) -> str:
         name = self._names.get(parameter)
@@ -251,13 +254,13 @@ class DdpHook:
         if name is None:
             raise UsageError(
                 f"{self.communicator.rank_label}: a parameter of shape {list(parameter.shape)} was "
-                "added to the model after this hook was registered, or the hook was given to two models. Build the "
-                "model first, and make a hook for each."
+                "added to the model after this hook was registered, or the hook was given to two "
+                "models. Build the model first, and make a hook for each."
             )
         return name
 
     def _finish(self) -> None:
-        """Behind the last sum of a backward pass, inside of the engine's job."""
+        """After the last sum of a backward pass, inside of the engine's job."""
         codec = self._codec
         if codec is None:
             return
@@ -265,9 +268,9 @@ class DdpHook:
             "encoding": codec.nonfinite.names("encoding"),
             "decoding": codec.nonfinite.names("decoding"),
         }
-        # What one rank encodes others decode, so that ranks in one group are of one opinion; a
-        # group of one leader decodes nothing and has only seen what it encoded.
-        self._was_finite = self.communicator.agree(not any(self._seen.values()))
+        # What one rank encodes others decode, so that ranks in one group agree; a group of one
+        # leader decodes nothing and has only seen what it encoded.
+        self._was_finite = self.communicator.all_valid(not any(self._seen.values()))
         codec.finish(is_valid=self._was_finite)
 
     def _note_nonfinite(self) -> None:
@@ -275,12 +278,12 @@ class DdpHook:
             return
         self._was_finite = True
         seen = [self._seen["encoding"], self._seen["decoding"]]
-        everybody = self.communicator.allgather_obj(seen)
+        gathered = self.communicator.allgather_obj(seen)
         self.nonfinite.append(
             NonfiniteGradients(
                 self._num_passes,
-                {rank: names for rank, (names, _) in enumerate(everybody) if names},
-                sorted({name for _, names in everybody for name in names}),
+                {rank: names for rank, (names, _) in enumerate(gathered) if names},
+                sorted({name for _, names in gathered for name in names}),
             )
         )
 
@@ -288,12 +291,12 @@ class DdpHook:
 def ddp_hook(
     codec: str | Codec | None, *, comm: Communicator | None = None, timeout_s: float = 60
 ) -> DdpHook:
-    """A communication hook for people who stay with DistributedDataParallel. Local.
+    """A communication hook for DistributedDataParallel, with any codec. Local.
 
     ``torchmn.optimizer.ddp_hook("1bit").register(model)`` after ``model`` was wrapped; nothing else
     of the script changes. ``no_sync()``, ``join()``, unused parameters and GradScaler work as DDP
     has them. ``model.register_comm_hook(None, ddp_hook("1bit"))`` does the same among all ranks of
-    the default process group; the residuals then cannot be saved.
+    the default process group; the residuals cannot be saved then.
 
     Args:
         codec: a name of `torchmn.compression.CODECS` or an object; None is float32.
@@ -302,7 +305,9 @@ def ddp_hook(
             over gloo for CPU tensors and NCCL for CUDA tensors.
         timeout_s: the limit of every single collective in seconds, if ``comm`` is not given.
 
-    CUDA tensors take the same way; that has not been tested on GPUs yet.
+    CUDA tensors are exchanged the same way, which has not been tested on GPUs yet.
+
+    Raises UsageError: ``timeout_s`` is not positive.
     """
     if not timeout_s > 0:
         raise UsageError(f"timeout_s={timeout_s} must be a positive number of seconds.")

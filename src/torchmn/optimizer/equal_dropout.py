@@ -18,16 +18,15 @@ from torchmn.communicators import Communicator
 def warn_of_equal_dropout(comm: Communicator, models: Sequence[nn.Module]) -> None:
     """Warn on rank 0 if a model draws masks and all ranks would draw the same. *Collective.*
 
-    Ranks that are threads of one process take their numbers from one generator: they are asked
-    about as one.
+    Ranks that are threads of one process share one generator and count as one.
     """
     if comm.size == 1 or not any(_draws_masks(m) for model in models for m in model.modules()):
         return
     is_cuda = comm.device.type == "cuda"
     state = torch.cuda.get_rng_state(comm.device) if is_cuda else torch.get_rng_state()
     digest = hashlib.sha256(state.numpy().tobytes()).hexdigest()
-    everybody = comm.allgather_obj((socket.gethostname(), os.getpid(), digest))
-    processes = {(host, pid): theirs for host, pid, theirs in everybody}
+    gathered = comm.allgather_obj((socket.gethostname(), os.getpid(), digest))
+    processes = {(host, pid): theirs for host, pid, theirs in gathered}
     if comm.rank == 0 and len(processes) > len(set(processes.values())):
         warnings.warn(
             f"{comm.rank_label}: the model has dropout, and ranks will draw the same masks, as "

@@ -31,7 +31,10 @@ from torchmn.gradients.weights import Contribution
 from torchmn.optimizer import resume
 from torchmn.optimizer.closure import over_ranks
 from torchmn.optimizer.join import joined
-from torchmn.optimizer.unmanaged_parameters import warn_of_gradients_of_others
+from torchmn.optimizer.untrained_parameters import (
+    untrained_parameters,
+    warn_of_untrained_parameters,
+)
 from torchmn.resharding import warnings_of
 from torchmn.schedules.base import USED_BY_SCALER, DefersUpdates, Schedule
 
@@ -48,7 +51,7 @@ class MultiNodeOptimizer(Optimizer):
 
     Attributes:
         inner: the optimizer that was wrapped.
-        communicator: who takes part, and by which route.
+        communicator: the ranks, and the route between them.
         schedule: when ranks exchange gradients or parameters.
         reducer: sums the gradients.
     """
@@ -93,8 +96,7 @@ class MultiNodeOptimizer(Optimizer):
             "reduction": reduction,
             "max_grad_norm": max_grad_norm,
         }
-        self._has_looked_at_others = False
-        """Whether gradients that are not exchanged have been looked for."""
+        self._has_checked_untrained = False
         self._taken_over_by = ""
         self._take_parameters_over()  # an older one may have to complete what `_unify` broadcasts
         self._unify()
@@ -109,6 +111,7 @@ class MultiNodeOptimizer(Optimizer):
             gradient_as_bucket_view=gradient_as_bucket_view,
             contribution=Contribution(is_by_samples=weight == "samples"),
             find_sparse=lambda: sparse_parameters(self._models),
+            find_untrained=lambda: untrained_parameters(inner, self._models),
             on_nonfinite=self._act_on_problem,
             owner=self,
         )
@@ -187,8 +190,8 @@ class MultiNodeOptimizer(Optimizer):
         if self.schedule.staleness_steps:
             raise UnsupportedError(
                 f"GradScaler and {self.schedule.name} cannot be combined: the gradient in p.grad "
-                "is of an earlier step and carries that step's scale. Use schedule='every_step', or "
-                "bfloat16, which needs no scaling."
+                "is of an earlier step and carries that step's scale. Use schedule='every_step', "
+                "or bfloat16, which needs no scaling."
             )
         self._await_gradients(USED_BY_SCALER)
         return False
@@ -196,7 +199,7 @@ class MultiNodeOptimizer(Optimizer):
     def __repr__(self) -> str:
         parts = [self.schedule.name]
         if self._asked["codec"] is not None:
-            between = self.communicator.encodes_between or "nobody"
+            between = self.communicator.codec_scope or "no ranks"
             parts.append(f"{self._asked['codec']} between {between}")
         return f"MultiNodeOptimizer({', '.join(parts)}, {self.communicator!r}, {self.inner!r})"
 
@@ -240,9 +243,9 @@ class MultiNodeOptimizer(Optimizer):
         else:
             closure = over_ranks(closure, reducer, self._make_ready_for_step)
         result = self.schedule.step(closure)
-        if reducer.is_needed and not self._has_looked_at_others:
-            self._has_looked_at_others = True
-            warn_of_gradients_of_others(self.communicator, self._models)
+        if reducer.is_needed and not self._has_checked_untrained:
+            self._has_checked_untrained = True
+            warn_of_untrained_parameters(self.communicator, reducer.untrained)
         reducer.end_step()
         self.communicator.num_steps = (self.communicator.num_steps or 0) + 1
         self._has_local_passes = False
@@ -276,7 +279,7 @@ class MultiNodeOptimizer(Optimizer):
         self.schedule.rebuild()
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner state, which a plain optimizer loads too; under ``torchmn`` what is ours.
+        """The inner state, which a plain optimizer loads too; under ``torchmn`` our own.
 
         Each rank has its own: save it on every rank, between two steps or, with `no_sync`, between
         two of the passes of one. On the same number of ranks every rank loads its own and continues
@@ -329,7 +332,7 @@ class MultiNodeOptimizer(Optimizer):
             )
         return warnings_
 
-    # ---- what is ours ----
+    # ---- what a plain optimizer has not ----
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -401,7 +404,7 @@ class MultiNodeOptimizer(Optimizer):
     def serve(self) -> None:
         """Serve the workers until they leave their loops in `join`, on a rank that `is_server`.
 
-        *Collective*, with `join` on the workers. Raises UsageError: this rank is no server.
+        *Collective*, with `join` on the workers. Raises UsageError: this rank is not a server.
         """
         if not self.is_server:
             raise UsageError(
@@ -439,11 +442,21 @@ class MultiNodeOptimizer(Optimizer):
         return f"the multi-node optimizer of {type(self.inner).__name__} ({self.schedule.name})"
 
     def _take_parameters_over(self) -> None:
-        """Close the multi-node optimizers that exchange gradients of our parameters. Local."""
-        for owner in owners_of(p for _, p in named_parameters(self.inner, self._models)):
-            if isinstance(owner, GradientReducer) and isinstance(owner.owner, MultiNodeOptimizer):
-                owner.owner._taken_over_by = self._label
-                owner.owner.close()
+        """Close the multi-node optimizers that train our parameters. *Collective.*
+
+        Those that only exchange them, because nothing trained them, stop exchanging them.
+        """
+        ours = [parameter for _, parameter in named_parameters(self.inner, self._models)]
+        for reducer in owners_of(ours):
+            older = reducer.owner if isinstance(reducer, GradientReducer) else None
+            if not isinstance(older, MultiNodeOptimizer):
+                continue
+            if set(ours).isdisjoint(_parameters_of(older.inner)):
+                older._complete()
+                older.reducer.release(set(ours))
+            else:
+                older._taken_over_by = self._label
+                older.close()
 
     def _before_step(self, *_: object) -> None:
         """Called before the inner optimizer's step, which a GradScaler skips if need be."""

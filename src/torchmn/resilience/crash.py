@@ -68,7 +68,7 @@ def install_crash_handler(comm: Communicator, *, grace_s: float = 5.0) -> None:
         "torchmn.monitor.rank_monitor", order, stdout=subprocess.DEVNULL, keep=(others.fileno(),)
     )
     others.close()
-    script_monitor.watch_over(own).follow(comm.journal)
+    script_monitor.watch_over(own).follow(comm.flight_recorder)
 
 
 def _start_hub(comm: Communicator, secret: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from torchmn.communicators import Communicator
-from torchmn.communicators.checksums import Difference, checksum, differences, sentence
+from torchmn.communicators.checksums import Difference, checksum, describe_differences, differences
 from torchmn.errors import RankMismatchError, UsageError
 
 
@@ -123,7 +123,7 @@ class ReplicaCheck:
         self._last_step = step
         self._found += [(step, difference) for difference in found]
         if found:
-            text = f"{self._comm.rank_label}: {sentence(found, step)}"
+            text = f"{self._comm.rank_label}: {describe_differences(found, step)}"
             if self._nonfinite():
                 text += f" Gradients were not finite before: {'; '.join(self._nonfinite())}."
             if self._on_difference == "raise":

@@ -84,7 +84,7 @@ class DoubleBuffering(Schedule):
         return filling.num_active
 
     def on_zero_grad(self) -> None:
-        """See `Schedule.on_zero_grad`. The mean in ``p.grad`` is gone: no step applies it."""
+        """See `Schedule.on_zero_grad`. The mean in ``p.grad`` is dropped: no step applies it."""
         self._num_backwards = 0
         self._has_mean = False
 

@@ -134,11 +134,16 @@ def _worker(address: str) -> None:
     import torch
 
     from torchmn.communicators import create_communicator
+    from torchmn.transports import base, mpi
     from torchmn.transports.base import TimeLimit
     from torchmn.transports.mpi import MpiTransport, load_mpi
 
     torch.set_num_threads(1)
     comm = load_mpi().COMM_WORLD
+    if comm.Get_size() > len(os.sched_getaffinity(0)):
+        # A rank that spins takes the core of the rank that it waits for.
+        mpi._POLLS_BEFORE_YIELD = 20
+        base._EAGER_S = 0.0
     connection = Client(address, family="AF_UNIX") if comm.Get_rank() == 0 else None
     world = MpiTransport.world(_START_S)
     num_tasks = 0
@@ -166,15 +171,17 @@ def _worker(address: str) -> None:
 
 
 def _hear(comm: Any, connection: Connection | None) -> Any:
-    """The next task on every rank. Ranks wait asleep, not spinning in MPI."""
+    """The next task on every rank. Ranks sleep, the longer the longer they wait, up to 20 ms."""
     if connection is not None:
         task = pickle.dumps(connection.recv())
         requests = [comm.isend(task, peer, 7) for peer in range(1, comm.Get_size())]
         for request in requests:
             request.wait()
         return pickle.loads(task)
+    pause_s = 0.0005
     while not comm.Iprobe(0, 7):
-        time.sleep(0.002)
+        time.sleep(pause_s)
+        pause_s = min(1.05 * pause_s, 0.02)
     return pickle.loads(comm.recv(source=0, tag=7))
 
 

@@ -5,10 +5,7 @@ from torchmn.training.batch_source import BatchSource, EpochLoader
 from torchmn.training.classifier import Classifier
 from torchmn.training.early_stopping import MultiNodeEarlyStoppingTrigger
 from torchmn.training.log_report import LogReport
-from torchmn.training.multiprocess_updater import MultiprocessParallelUpdater
 from torchmn.training.observation_aggregator import ObservationAggregator
-from torchmn.training.plot import PlotAtEnd
-from torchmn.training.progress import ProgressBar
 from torchmn.training.reports import extend_with_reports
 from torchmn.training.standard_updater import StandardUpdater
 from torchmn.training.trainer import Trainer
@@ -21,10 +18,7 @@ __all__ = [
     "EpochLoader",
     "LogReport",
     "MultiNodeEarlyStoppingTrigger",
-    "MultiprocessParallelUpdater",
     "ObservationAggregator",
-    "PlotAtEnd",
-    "ProgressBar",
     "StandardUpdater",
     "Trainer",
     "Updater",

@@ -1,17 +1,16 @@
-"""The reports of the examples: log, table, progress, plot and snapshot, in one call."""
+"""The reports of the examples: log, table, progress bar, plots and snapshots, in one call."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from pytorch_pfn_extras.training import extensions
+from pytorch_pfn_extras.training.extensions.plot_report import PlotReport
 
 from torchmn.training.allreduce_persistent import AllreducePersistent
 from torchmn.training.log_report import LogReport, Observations
-from torchmn.training.plot import PlotAtEnd
-from torchmn.training.progress import ProgressBar
 from torchmn.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -23,12 +22,9 @@ COLUMNS = (
     "validation/main/loss",
     "main/accuracy",
     "validation/main/accuracy",
+    "images/s",
     "elapsed_time",
 )
-_PANELS = {
-    "loss": ("main/loss", "validation/main/loss"),
-    "accuracy": ("main/accuracy", "validation/main/accuracy"),
-}
 
 
 def extend_with_reports(
@@ -40,47 +36,56 @@ def extend_with_reports(
     observations: Observations = "mean",
     has_snapshot: bool = True,
 ) -> None:
-    """Add log, table, progress bar, plot and snapshot to a trainer. Called on all ranks.
+    """Add log, table, progress bar, plots and snapshots to a trainer. Called on all ranks.
 
-    Rank 0 alone prints and writes: ``log``, ``plot.png`` and at each epoch
-    ``snapshot_iter_{iteration}``, in which buffers are the mean over ranks; the last two are kept.
+    Rank 0 alone prints and writes: ``log``, with matplotlib ``loss.png`` and ``accuracy.png``, and
+    at each epoch ``snapshot_iter_{iteration}``, in which buffers are the mean over ranks; the last
+    two are kept. The progress bar is shown on terminals only.
 
     Args:
         trainer: has its evaluators already.
         comm: the ranks that train together.
-        images_per_epoch: images of all ranks together in an epoch.
+        images_per_epoch: images of all ranks together in an epoch; for the column ``images/s``,
+            which includes the time of evaluations.
         columns: of the table.
         observations: ``mean`` over all ranks or ``rank0``.
         has_snapshot: whether to write snapshots.
-
-    Raises UsageError: matplotlib is not installed.
     """
     trainer.extend(AllreducePersistent(trainer.updater.model, comm))
-    trainer.extend(LogReport(comm, observations=observations))
+    speed = _images_per_s(images_per_epoch)
+    trainer.extend(LogReport(comm, observations=observations, postprocess=speed))
     if comm.rank != 0:
         return
-    trainer.extend(extensions.PrintReport(list(columns), out=_table_output(sys.stdout)))
-    trainer.extend(ProgressBar(images_per_epoch))
-    trainer.extend(PlotAtEnd(_PANELS))
+    is_terminal = sys.stdout.isatty()
+    out = sys.stdout if is_terminal else cast("IO[str]", _WithoutEscapes())
+    trainer.extend(extensions.PrintReport(list(columns), out=out))
+    if is_terminal:
+        trainer.extend(extensions.ProgressBar(update_interval=10))
+    if PlotReport.available():
+        for what in ("loss", "accuracy"):
+            keys = [f"main/{what}", f"validation/main/{what}"]
+            plot = PlotReport(keys, "epoch", filename=f"{what}.png")
+            trainer.extend(plot, name=f"plot of {what}")
     if has_snapshot:
         trainer.extend(extensions.snapshot(n_retains=2))  # type: ignore[attr-defined]
 
 
-def _table_output(out: IO[str]) -> IO[str]:
-    return out if out.isatty() else cast("IO[str]", _WithoutEscapes(out))
+def _images_per_s(images_per_epoch: int) -> Callable[[Any], None]:
+    last = {"epoch": 0, "elapsed_time": 0.0}
+
+    def add(row: Any) -> None:
+        num_epochs, elapsed_s = (row[name] - last[name] for name in last)
+        row["images/s"] = num_epochs * images_per_epoch / max(elapsed_s, 1e-9)
+        last.update((name, row[name]) for name in last)
+
+    return add
 
 
 class _WithoutEscapes:
-    """An output that is no terminal: PrintReport writes its order to erase to it all the same."""
-
-    def __init__(self, out: IO[str]) -> None:
-        self._out = out
+    """Standard output that is not a terminal, without PrintReport's order to erase the screen."""
 
     def write(self, text: str) -> int:
-        return self._out.write(text.replace("\033[J", ""))
+        return sys.stdout.write(text.replace("\033[J", ""))
 
     def flush(self) -> None:
-        self._out.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._out, name)
+        sys.stdout.flush()

@@ -92,13 +92,7 @@ class StandardUpdater:
     def update_core(self, batch: Any) -> None:
         """What is done with a batch. Override it for another computation."""
         self.optimizer.zero_grad()
-        loss = call_with_batch(self.loss_func, batch)
-        if not isinstance(loss, Tensor):
-            raise UsageError(
-                f"The model returned a {type(loss).__name__} where the loss is needed. Let it "
-                "return the loss, or pass loss_func=."
-            )
-        loss.backward()
+        compute_gradients(self.loss_func, batch)
         self.optimizer.step()
 
     def finalize(self) -> None:
@@ -131,3 +125,17 @@ class StandardUpdater:
         self.optimizer.zero_grad()
         set_weight(0.0)
         self.optimizer.step()
+
+
+def compute_gradients(loss_func: Callable[..., Tensor], batch: Any) -> None:
+    """Compute the loss of a batch and its gradients. Local.
+
+    Raises UsageError: what ``loss_func`` returned is not a tensor.
+    """
+    loss = call_with_batch(loss_func, batch)
+    if not isinstance(loss, Tensor):
+        raise UsageError(
+            f"The model returned a {type(loss).__name__} where the loss is needed. Let it return "
+            "the loss, or pass loss_func=."
+        )
+    loss.backward()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pytorch_pfn_extras.training.manager import ExtensionsManager
@@ -16,7 +16,7 @@ from pytorch_pfn_extras.writing import SimpleWriter, Writer  # type: ignore[attr
 
 from torchmn.errors import DataError, RankMismatchError, UsageError
 from torchmn.resharding import reshard_object, warnings_of
-from torchmn.training.epoch_length import EpochLength
+from torchmn.training.epoch_triggers import follow_epochs
 from torchmn.training.updater import Updater
 
 if TYPE_CHECKING:
@@ -55,7 +55,6 @@ class Trainer(ExtensionsManager):
         self._comm = comm
         is_writer = comm is None or comm.rank == 0
         writer = SimpleWriter(out_dir=str(out)) if is_writer else _NoWriter(str(out))
-        self._length = EpochLength(updater)
         self._has_run = False
         self._elapsed_before_s = 0.0
         self._elapsed_at_end_s: float | None = None
@@ -70,7 +69,7 @@ class Trainer(ExtensionsManager):
             state_objects={"updater": updater},
         )
         # After super().__init__, which copies its stop trigger, and with it a communicator.
-        self._stop_trigger = get_trigger(stop_trigger)
+        self._stop_trigger = follow_epochs(get_trigger(stop_trigger))
         self._internal_stop_trigger = get_trigger(None)
 
     # ---- where training is ----
@@ -101,10 +100,6 @@ class Trainer(ExtensionsManager):
         return self._updater.epoch_detail
 
     @property
-    def _iters_per_epoch(self) -> int:
-        return cast(int, self._length)
-
-    @property
     def elapsed_time(self) -> float:
         """Seconds of training, those before a resumed snapshot included.
 
@@ -115,6 +110,14 @@ class Trainer(ExtensionsManager):
         return self._elapsed_before_s + super().elapsed_time
 
     # ---- what is done ----
+
+    def start_extensions(self) -> None:
+        """Initialize the extensions, whose triggers follow the updater's epochs from now on."""
+        if not self._start_extensions_called:
+            for entry in self._extensions.values():
+                entry.trigger = follow_epochs(entry.trigger)
+                follow_epochs(entry.extension)
+        super().start_extensions()
 
     def run(self) -> None:
         """Train until the stop trigger fires. *Collective.*

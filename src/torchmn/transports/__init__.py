@@ -1,4 +1,4 @@
-"""What carries the bytes."""
+"""Transports: gloo, NCCL, MPI, TCP and shared memory behind one interface."""
 
 from torchmn.transports.base import TimeLimit, Transport
 

@@ -1,9 +1,10 @@
-"""What carries the bytes: the seam between collectives and a communication library.
+"""Transports: the interface between collectives and a communication library.
 
-A transport is three methods (`exchange`, `split`, `close`). Every collective has an algorithm over
-`exchange` here; a transport overrides those which its library does better. All of them block the
-calling thread until done and take a `TimeLimit`; asynchrony is the engine's business, so that the
-MPI calls of a process come from one thread. Tensors are one-dimensional and contiguous.
+A transport has three methods (`exchange`, `split`, `close`). Every collective has an algorithm over
+`exchange` here; a transport overrides those for which its library has a better one. All of them
+block the calling thread until they are complete and take a `TimeLimit`; the engine makes them
+asynchronous, so that the MPI calls of a process come from one thread. Tensors are one-dimensional
+and contiguous.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Message = tuple[int, Tensor]  # (peer rank, one-dimensional contiguous tensor)
 _SMALL_BYTES = 64 * KiB
 _EAGER_S = 0.01
 _POLL_S = 0.00003
-_NEVER_TAG = 3  # no message of ours has it
+_UNUSED_TAG = 3  # no message has it
 
 COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -37,10 +38,10 @@ COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
 
 
 class TimeLimit:
-    """The moment by which a collective must be done, and how politely to wait for it.
+    """The deadline of a collective and its wait policy.
 
-    ``is_eager()`` says whether the waiting thread may spin: yes on a thread that has nothing else
-    to do, no on a thread that shares its core with the computation.
+    ``is_eager()`` is whether the waiting thread may spin: yes on a thread that has nothing else to
+    do, no on a thread that shares its core with the computation.
     """
 
     __slots__ = ("deadline", "is_eager", "seconds")
@@ -56,14 +57,14 @@ class TimeLimit:
         return max(0.0, self.deadline - time.monotonic())
 
     def pause_s(self) -> float:
-        """How long a waiter that may not spin sleeps between two polls."""
+        """Seconds to sleep between two polls where spinning is not allowed."""
         return _POLL_S
 
 
 class BackoffTimeLimit(TimeLimit):
-    """A wait that may be long and costs little: the longer it lasts, the longer the pauses.
+    """A wait that may be long at little cost: the longer it lasts, the longer the pauses.
 
-    `end` makes it end now, from another thread, with the error of a limit that has passed.
+    `end` ends it now, from another thread, with the error of an exceeded limit.
     """
 
     __slots__ = ("_began_s", "_longest_pause_s")
@@ -74,19 +75,19 @@ class BackoffTimeLimit(TimeLimit):
         self._longest_pause_s = longest_pause_s
 
     def pause_s(self) -> float:
-        """See `TimeLimit.pause_s`. What comes is noticed an eighth of the waiting time late."""
+        """See `TimeLimit.pause_s`: an eighth of the time waited so far, up to a limit."""
         waited_s = time.monotonic() - self._began_s
         return max(_POLL_S, min(waited_s / 8, self._longest_pause_s))
 
     def end(self) -> None:
-        """The limit has passed."""
+        """Move the deadline to now."""
         self.deadline = 0.0
 
 
 def poll_until(is_done: Callable[[], bool], limit: TimeLimit, polls_before_yield: int) -> bool:
-    """Ask ``is_done`` until it says yes, or until the limit has passed: then False.
+    """Call ``is_done`` until it returns True; False if the deadline passes first.
 
-    An eager waiter spins, then yields its core, then sleeps between polls; any other sleeps from
+    An eager thread spins, then yields its core, then sleeps between polls; any other sleeps from
     the beginning.
     """
     polls = 0
@@ -113,16 +114,21 @@ class Scratch:
     of a rank run one at a time, so one buffer is enough.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, pin_memory: bool = False) -> None:
         self._buffers: dict[torch.device, Tensor] = {}
+        self._pin_memory = pin_memory
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """An uninitialised tensor of ``numel`` elements, valid until the next call."""
         nbytes = numel * dtype.itemsize
         buffer = self._buffers.get(device)
         if buffer is None or buffer.numel() < nbytes:
-            buffer = torch.empty(max(nbytes, 4 * KiB), dtype=torch.uint8, device=device)
-            self._buffers[device] = buffer
+            buffer = self._buffers[device] = torch.empty(
+                max(nbytes, 4 * KiB),
+                dtype=torch.uint8,
+                device=device,
+                pin_memory=self._pin_memory,
+            )
         return buffer[:nbytes].view(dtype)
 
 
@@ -137,6 +143,17 @@ class Transport(ABC):
     size: int
     is_trusted = False
     """Whether peers may send pickles: true where only the ranks of the job can connect."""
+    is_threaded = True
+    """Whether a thread other than the one that joined the world may call it."""
+    is_concurrent = True
+    """Whether two communicators of a rank may exchange at the same time."""
+    is_close_collective = False
+    """Whether `close` waits for the other ranks."""
+    is_shared_memory = False
+    """Whether collectives pass through memory that all ranks have mapped."""
+    has_fast_small_sums = False
+    """Whether sums of some KiB are faster than through shared memory."""
+    supports_nccl = False
 
     def __init__(self, rank: int, size: int, scratch: Scratch | None = None) -> None:
         self.rank = rank
@@ -145,9 +162,9 @@ class Transport(ABC):
 
     @property
     def thread_safe_transport(self) -> Transport:
-        """The same ranks, where threads may exchange at once: each with a peer or tag of its own.
+        """The same ranks, where threads may exchange at once if each has a peer or tag of its own.
 
-        That is what gloo and MPI allow; a transport that does not names the one under it.
+        gloo and MPI allow that; a transport that does not returns the one it wraps.
         """
         return self
 
@@ -174,18 +191,18 @@ class Transport(ABC):
         """Release connections. Call it on every rank; nothing may be in flight."""
 
     def prefetch_send(self, buffer: Tensor) -> None:  # noqa: B027 - most transports need no hint
-        """Announce the sum of a buffer, by `all_reduce_` or `reduce_scatter_stripes_`. Local.
+        """Announce a sum by `all_reduce_` or `striped_all_reduce_`. Local.
 
-        What the sum sends first may then leave behind the sums that were announced before it. All
-        ranks announce the same in the same order and sum in that order; the buffer stays as it is
-        until then.
+        Its first messages may then be sent right after those of the sums announced before it. All
+        ranks announce the same sums in the same order and make them in that order; the buffer must
+        not change in between.
         """
 
     def receive_any(self, buffer: Tensor, limit: TimeLimit, tag: int = 0) -> int:
         """Receive a CPU tensor of known size from whichever rank sends first; returns its rank.
 
         Called by the receiver; the sender uses `exchange`. Raises UnsupportedError: this transport
-        knows no such thing.
+        does not support it.
         """
         raise UnsupportedError(
             f"The transport {self.name} cannot receive from any source. Name the source, or use "
@@ -195,17 +212,20 @@ class Transport(ABC):
     # ---- collectives over `exchange`, overridden where the library is better ----
 
     def barrier(self, limit: TimeLimit) -> None:
-        """Return when every rank has arrived (dissemination: log2 W rounds)."""
-        token = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        heard = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        distance = 1
-        while distance < self.size:
-            ahead, behind = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-            self.exchange([(ahead, token)], [(behind, heard)], limit)
+        """Return when every rank has arrived."""
+        self.barrier_of(range(self.size), limit)
+
+    def barrier_of(self, ranks: Sequence[int], limit: TimeLimit) -> None:
+        """Return when all of ``ranks`` have arrived (dissemination: log2 W rounds)."""
+        token, received = torch.zeros(2, 1, dtype=torch.uint8, device="cpu")
+        index, distance, size = ranks.index(self.rank), 1, len(ranks)
+        while distance < size:
+            target, source = ranks[(index + distance) % size], ranks[(index - distance) % size]
+            self.exchange([(target, token)], [(source, received)], limit)
             distance *= 2
 
     def broadcast_(self, buffer: Tensor, root: int, limit: TimeLimit) -> None:
-        """Give every rank the root's buffer: a tree when small, scatter and all-gather else."""
+        """Give every rank the root's buffer: by a tree if small, else by scatter and all-gather."""
         if self.size == 1 or buffer.numel() == 0:
             return
         if self.size > 2 and buffer.nbytes > _SMALL_BYTES:
@@ -227,7 +247,11 @@ class Transport(ABC):
             reach *= 2
 
     def all_reduce_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
-        """Reduce over the ranks, in place, the same bits on every rank.
+        """Reduce over the ranks, in place, with the same bits on every rank."""
+        self.striped_all_reduce_(buffer, op, limit)
+
+    def striped_all_reduce_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
+        """Reduce as `all_reduce_`, by the algorithm that is the same over all transports.
 
         Direct reduce-scatter to stripe owners, who fold in rank order, then all-gather: the same
         bytes as a ring in two rounds instead of 2(W-1) (Thakur, Rabenseifner, Gropp 2005, "long
@@ -281,22 +305,58 @@ class Transport(ABC):
 
     @property
     def _others(self) -> list[int]:
-        """All other ranks, starting behind this one, so that no rank is everybody's first."""
+        """All other ranks, starting after this one: first messages have different targets."""
         return [(self.rank + i) % self.size for i in range(1, self.size)]
 
 
-def abort_pending_receives(transport: Transport) -> None:
-    """End what waits on this transport in other threads, where it does not poll. Local.
+class WrappingTransport(Transport):
+    """A transport that leaves to ``inner`` what it does not do itself."""
 
-    A gloo group closes its connections when a receive has passed its time limit, and nothing else
-    ends a thread that waits in it. Those to peers that are gone are closed already.
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner.rank, inner.size, inner.scratch)
+        self.inner = inner
+        self.is_trusted = inner.is_trusted
+        self.is_threaded = inner.is_threaded
+        self.is_concurrent = inner.is_concurrent
+        self.is_close_collective = inner.is_close_collective
+        self.supports_nccl = inner.supports_nccl
+
+    @property
+    def thread_safe_transport(self) -> Transport:
+        """See `Transport.thread_safe_transport`."""
+        return self.inner.thread_safe_transport
+
+    def exchange(
+        self, sends: Sequence[Message], recvs: Sequence[Message], limit: TimeLimit, tag: int = 0
+    ) -> None:
+        """See `Transport.exchange`."""
+        self.inner.exchange(sends, recvs, limit, tag)
+
+    def receive_any(self, buffer: Tensor, limit: TimeLimit, tag: int = 0) -> int:
+        """See `Transport.receive_any`."""
+        return self.inner.receive_any(buffer, limit, tag)
+
+    def barrier(self, limit: TimeLimit) -> None:
+        """See `Transport.barrier`."""
+        self.inner.barrier(limit)
+
+    def broadcast_(self, buffer: Tensor, root: int, limit: TimeLimit) -> None:
+        """See `Transport.broadcast_`."""
+        self.inner.broadcast_(buffer, root, limit)
+
+
+def abort_pending_receives(transport: Transport) -> None:
+    """End receives that wait in other threads, where the transport does not poll. Local.
+
+    A gloo group closes its connections when a receive exceeds its time limit; nothing else ends a
+    thread that waits in it. Connections to lost peers are closed already.
     """
     nothing = torch.zeros(1, dtype=torch.uint8, device="cpu")
     for peer in range(transport.size):
         if peer != transport.rank:
             try:
                 limit = TimeLimit(0.001, lambda: False)
-                transport.exchange([], [(peer, nothing)], limit, _NEVER_TAG)
+                transport.exchange([], [(peer, nothing)], limit, _UNUSED_TAG)
             except CommunicationError:
                 continue
 

@@ -44,12 +44,13 @@ _LOST = ("connection closed", "connection reset", "broken pipe", "connection ref
 class TorchDistributedTransport(Transport):
     """gloo and, where there is a GPU, NCCL, over one store.
 
-    ``store`` must be reachable by all ranks and used by nobody else under the same prefix.
-    ``cuda_device`` is this rank's GPU or None, ``own_address`` the one of this host that the other
-    ranks reach. *Collective.*
+    ``store`` must be reachable by all ranks and not be used by anything else under the same prefix.
+    ``cuda_device`` is this rank's GPU or None, ``own_address`` the address at which the other ranks
+    reach this host. *Collective.*
     """
 
     name = "torch.distributed"
+    supports_nccl = True
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class TorchDistributedTransport(Transport):
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             self._nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options)
-        _see_to_the_end().add(self)
+        _register_exit_cleanup().add(self)
 
     def _group(self, tensor: Tensor) -> Any:
         if not tensor.is_cuda:
@@ -94,7 +95,6 @@ class TorchDistributedTransport(Transport):
     def exchange(
         self, sends: Sequence[Message], recvs: Sequence[Message], limit: TimeLimit, tag: int = 0
     ) -> None:
-        """See `Transport.exchange`."""
         tensors = [tensor for _, tensor in (*sends, *recvs) if tensor.numel()]
         if not tensors:
             return
@@ -121,7 +121,6 @@ class TorchDistributedTransport(Transport):
             raise _translate(error, "an exchange", limit.seconds) from error
 
     def receive_any(self, buffer: Tensor, limit: TimeLimit, tag: int = 0) -> int:
-        """See `Transport.receive_any`."""
         try:
             work = self._gloo.recv_anysource([_bytes(buffer)], _sized_tag(tag, buffer))
             work.wait(_left(limit))
@@ -130,7 +129,6 @@ class TorchDistributedTransport(Transport):
         return int(work._source_rank())
 
     def all_reduce_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
-        """See `Transport.all_reduce_`."""
         native = _NCCL_REDUCES if buffer.is_cuda else _GLOO_REDUCES
         if buffer.dtype not in native:
             super().all_reduce_(buffer, op, limit)
@@ -141,7 +139,6 @@ class TorchDistributedTransport(Transport):
         self._wait(lambda group: group.allreduce([buffer], options), buffer, "all_reduce", limit)
 
     def broadcast_(self, buffer: Tensor, root: int, limit: TimeLimit) -> None:
-        """See `Transport.broadcast_`."""
         if buffer.numel() == 0:
             return
         options = dist.BroadcastOptions()
@@ -159,7 +156,6 @@ class TorchDistributedTransport(Transport):
             raise _translate(error, what, limit.seconds) from error
 
     def split(self, ranks: Sequence[int], key: str, limit: TimeLimit) -> Transport:
-        """See `Transport.split`."""
         part = TorchDistributedTransport(
             PrefixStore(key, self._store),
             list(ranks).index(self.rank),
@@ -170,23 +166,22 @@ class TorchDistributedTransport(Transport):
             scratch=self.scratch,
             own_address=self.own_address,
         )
-        if part.size > 1:  # who leaves at once would break the connections of who still makes them
+        if part.size > 1:  # a rank that exits now would break connections that others still make
             part.barrier(limit)
         return part
 
     def close(self) -> None:
-        """See `Transport.close`."""
         if self._nccl is not None:
             self._nccl.shutdown()
         self._nccl = self._gloo = None  # a gloo group closes its sockets when it is gone
 
 
 @cache
-def _see_to_the_end() -> weakref.WeakSet[TorchDistributedTransport]:
-    """What is open, closed when the interpreter ends. Once.
+def _register_exit_cleanup() -> weakref.WeakSet[TorchDistributedTransport]:
+    """The open transports, closed when the interpreter exits. Registered once.
 
-    gloo's threads end the process with SIGABRT if its groups are still there when Python takes
-    itself apart: one exit in ten with 4 ranks.
+    gloo's threads end the process with SIGABRT if its groups still exist when Python finalizes:
+    one exit in ten with 4 ranks.
     """
     transports: weakref.WeakSet[TorchDistributedTransport] = weakref.WeakSet()
 
@@ -209,9 +204,9 @@ def _gloo(store: Any, rank: int, size: int, timeout: timedelta, own_address: str
 
 
 def _sized_tag(tag: int, tensor: Tensor) -> int:
-    """A tag that holds the size as well: gloo ends the process when sizes do not match.
+    """A tag that includes the size: gloo ends the process when sizes do not match.
 
-    Ranks in different collectives then wait for messages that do not come, until their time limit.
+    Ranks in different collectives then wait until their time limit.
     """
     return (tag << 16 | zlib.crc32(str(tensor.nbytes).encode()) & 0xFFFF) & 0x7FFFFFFF
 
@@ -221,12 +216,12 @@ def _left(limit: TimeLimit) -> timedelta:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory as bytes, so that every dtype travels."""
+    """The same memory as bytes, so that every dtype can be sent."""
     return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
 
 
 def _translate(error: Exception, what: str, seconds: float) -> TorchmnError:
-    """Say in our words what gloo or NCCL said."""
+    """The torchmn error for an error of gloo or NCCL."""
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     lowered = text.lower()
     if any(word in lowered for word in _LOST):

@@ -1,7 +1,7 @@
-"""The transport that joins all ranks of this job, made once per process.
+"""Joining the world: the transport of all ranks of this job, made once per process.
 
-MPI has one world per process, and a torchrun store one server: so the first communicator joins,
-and later ones are split off.
+MPI has one world per process, and a torchrun store one server, so the first communicator joins and
+later ones are split from it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def choose_transport(
 ) -> str:
     """``auto`` to ``mpi`` or ``torch``. Raises UnknownNameError.
 
-    What ``torchmn run`` asked for, else NCCL for GPUs, else MPI under an MPI launcher if mpi4py is
-    there.
+    The choice of ``torchmn run``, else NCCL for GPUs, else MPI under an MPI launcher if mpi4py is
+    installed.
     """
     if name not in TRANSPORTS:
         raise UnknownNameError("transport", name, TRANSPORTS)
@@ -59,7 +59,7 @@ def join_world(kind: str, timeout_s: float) -> Transport:
     """The transport of all ranks of the job. *Collective* the first time, then cached.
 
     Raises TopologyError: MPI and the launcher's variables contradict each other; LaunchError: there
-    is no meeting point; TimeLimitError: not all ranks came.
+    is no rendezvous address; TimeLimitError: not all ranks joined.
     """
     if kind in _joined:
         return _joined[kind]
@@ -83,7 +83,7 @@ def _join_torch(launched: LauncherInfo | None, timeout_s: float) -> Transport:
         return TorchDistributedTransport(
             HashStore(), 0, 1, timeout_s=timeout_s, is_trusted=has_secret
         )
-    address, server = _meet(launched, timeout_s)
+    address, server = _connect_store(launched, timeout_s)
     store = PrefixStore("torchmn", server)
     transport = TorchDistributedTransport(
         store,
@@ -102,29 +102,28 @@ def _join_torch(launched: LauncherInfo | None, timeout_s: float) -> Transport:
     return transport
 
 
-def _meet(launched: LauncherInfo, timeout_s: float) -> tuple[str, TCPStore]:
-    """Rank 0's address as we reach it, and its store.
+def _connect_store(launched: LauncherInfo, timeout_s: float) -> tuple[str, TCPStore]:
+    """Rank 0's address as this rank reaches it, and its store.
 
-    It is at MASTER_ADDR and MASTER_PORT, or at a free port that MPI, or rank 0 itself, makes known.
+    It is at MASTER_ADDR and MASTER_PORT, or at a free port published by MPI or by rank 0 itself.
     """
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if address and port:
         if not port.isdigit() or not 0 < int(port) < 65536:
             raise LaunchError(f"MASTER_PORT should be a port number but is {port!r}.")
-        _raise_if_everybody_is_the_leader(launched, address)
+        _raise_if_address_is_local(launched, address)
         return address, _store(launched, address, int(port), timeout_s)
     if launched.kind == "mpi" and _has_mpi4py():
         address, number = _announce_port(join_world("mpi", timeout_s), timeout_s)
         return address, _store(launched, address, number, timeout_s)
-    host, job = (
-        port_discovery.leader_host(launched, os.environ),
-        port_discovery.job_name(os.environ),
-    )
+    host = port_discovery.leader_host(launched, os.environ)
+    job = port_discovery.job_name(os.environ)
     if host is None or not job:
         raise LaunchError(
             f"Started by {launched.launcher} as rank {launched.rank} of {launched.size}, but there "
-            "is no meeting point for torch.distributed. Export MASTER_ADDR (the host of rank 0) "
-            "and MASTER_PORT (a free port) on all ranks, or install mpi4py."
+            "is no rendezvous address (MASTER_ADDR, MASTER_PORT) for torch.distributed. Export "
+            "MASTER_ADDR (the host of rank 0) and MASTER_PORT (a free port) on all ranks, or "
+            "install mpi4py."
         )
     if launched.rank == 0:
         store = _store(launched, host, 0, timeout_s)
@@ -134,8 +133,8 @@ def _meet(launched: LauncherInfo, timeout_s: float) -> tuple[str, TCPStore]:
     if found is None:
         raise TimeLimitError(
             f"Rank {launched.rank} of {launched.size} on {socket.gethostname()} found no rank 0 of "
-            f"this job ({job}) on {host} within {timeout_s:g} s. See whether rank 0 runs there; if "
-            "not, export MASTER_ADDR and MASTER_PORT on all ranks."
+            f"this job ({job}) on {host} within {timeout_s:g} s. Check that rank 0 runs there; "
+            "otherwise export MASTER_ADDR and MASTER_PORT on all ranks."
         )
     return host, _store(launched, host, found, timeout_s)
 
@@ -170,17 +169,17 @@ def _store(launched: LauncherInfo, address: str, port: int, timeout_s: float) ->
             ) from error
         raise TimeLimitError(
             f"Rank {launched.rank} of {launched.size} on {socket.gethostname()} did not reach rank "
-            f"0 at {address}:{port} within {timeout_s:g} s ({reason}). See whether rank 0 runs and "
-            "whether MASTER_ADDR names its host for this one."
+            f"0 at {address}:{port} within {timeout_s:g} s ({reason}). Check that rank 0 runs and "
+            "that this host can resolve and reach MASTER_ADDR."
         ) from error
 
 
 def _store_listener(launched: LauncherInfo, address: str, port: int) -> socket.socket | None:
-    """Where rank 0 serves its store: on the interface of this address alone.
+    """The listener of rank 0's store, on the interface of this address only.
 
-    torch would listen on all of them. That is left to it (``None``) where a host's own name leads
-    to a loopback address there, which is not how others reach it, and where something listens
-    already: torch knows the server that the user has made in this process, or says what is wrong.
+    torch would listen on all interfaces. It does so (``None``) where a host's own name resolves to
+    a loopback address, at which other hosts do not reach it, and where the port is in use: torch
+    finds a server that the user has made in this process, or raises.
     """
     is_alone = launched.intra_size == launched.size
     if port_discovery.is_loopback(address) and _names_own_host(address) and not is_alone:
@@ -190,21 +189,21 @@ def _store_listener(launched: LauncherInfo, address: str, port: int) -> socket.s
     return None
 
 
-def _raise_if_everybody_is_the_leader(launched: LauncherInfo, address: str) -> None:
-    """Refuse an address that leads each of several hosts to itself."""
+def _raise_if_address_is_local(launched: LauncherInfo, address: str) -> None:
+    """Raise TopologyError: the address is that of each host itself, and there are several."""
     if (
         _spans_nodes(launched)
         and port_discovery.is_loopback(address)
         and not _names_own_host(address)
     ):
         raise TopologyError(
-            f"MASTER_ADDR={address} leads every host to itself, but {launched}, on several hosts. "
+            f"MASTER_ADDR={address} is a loopback address, but {launched}, on several hosts. "
             "Export the name or address of rank 0's host as MASTER_ADDR on all ranks."
         )
 
 
 def _names_own_host(address: str) -> bool:
-    """Whether it is this host's name, which may well lead to a loopback address here alone."""
+    """Whether it is a host name, which may resolve to a loopback address on that host only."""
     return address not in ("localhost", "localhost.localdomain") and not address[0].isdigit()
 
 
@@ -215,10 +214,11 @@ def _spans_nodes(launched: LauncherInfo) -> bool:
 
 
 def _own_address(launched: LauncherInfo, leader: str, store: PrefixStore) -> str | None:
-    """The address of ours that others reach us at, or ``None``: let gloo look for one itself.
+    """The address at which other ranks reach this one, or ``None``: gloo looks for one.
 
-    It is the one from which we reach rank 0. On rank 0's own host that may be a loopback address:
-    there the ranks of other hosts say which address they reach. The user's own choice stays.
+    It is the one from which this rank reaches rank 0. On rank 0's own host that may be a loopback
+    address: ranks of other hosts then publish the address that they reach. GLOO_SOCKET_IFNAME
+    overrides it.
     """
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return None
@@ -232,7 +232,7 @@ def _own_address(launched: LauncherInfo, leader: str, store: PrefixStore) -> str
 
 
 def _announce_port(mpi_world: Transport, timeout_s: float) -> tuple[str, int]:
-    """Rank 0 finds a free port and tells all ranks over MPI."""
+    """Rank 0 finds a free port and broadcasts it over MPI."""
     import torch
 
     row = torch.zeros(256, dtype=torch.uint8, device="cpu")

@@ -1,4 +1,4 @@
-"""MPI by mpi4py.
+"""MPI, through mpi4py.
 
 `mpi4py.MPI` is imported, and MPI thereby initialised, only when this transport is made. Every
 call is a non-blocking one that is polled until its deadline, because a blocking MPI call cannot be
@@ -33,28 +33,31 @@ from torchmn.units import GiB, KiB
 
 _NATIVE_BYTES = 16 * KiB
 _POLLS_BEFORE_YIELD = 2000
-_FAREWELL_S = 60.0
+_EXIT_TIMEOUT_S = 60.0
 _TURN = threading.Lock()
 """Held for each call of MPI, none of which blocks: THREAD_SERIALIZED allows one thread at a time,
-and a parameter server has several."""
+and a parameter server has several threads."""
 
 
 class MpiTransport(Transport):
-    """MPI over ``mpi_comm``, which becomes this transport's own (see `world`). *Collective.*
+    """MPI over ``mpi_comm``, which this transport then owns (see `world`). *Collective.*
 
-    CUDA tensors are staged through pinned host memory. ``is_threaded`` tells whether MPI allows
-    calls from another thread, one at a time (THREAD_SERIALIZED or better).
+    CUDA tensors are staged through pinned host memory. ``is_threaded`` is whether MPI allows calls
+    from other threads, one at a time (THREAD_SERIALIZED or better).
     """
 
     name = "mpi"
     is_trusted = True
+    is_concurrent = False
+    is_close_collective = True
+    has_fast_small_sums = True
 
     def __init__(self, mpi_comm: Any, *, scratch: Scratch | None = None) -> None:
         self._mpi = load_mpi()
         self._comm = mpi_comm
         super().__init__(mpi_comm.Get_rank(), mpi_comm.Get_size(), scratch)
         self.is_threaded = self._mpi.Query_thread() >= self._mpi.THREAD_SERIALIZED
-        self._pinned = Scratch() if not torch.cuda.is_available() else _PinnedScratch()
+        self._pinned = Scratch(pin_memory=torch.cuda.is_available())
         self._native = _native_types(self._mpi)
         self._ops = {
             "sum": self._mpi.SUM,
@@ -68,15 +71,16 @@ class MpiTransport(Transport):
         """The transport of all ranks of MPI.COMM_WORLD. *Collective.*"""
         mpi = load_mpi()
         if mpi.Is_finalized():
-            raise LaunchError("MPI was finalised already; a process can join it only once.")
+            raise LaunchError("MPI is already finalized; a process can join it only once.")
         comm, request = mpi.COMM_WORLD.Idup()
         transport = cls(comm)
         transport._wait([request], TimeLimit(timeout_s), "joining MPI.COMM_WORLD")
         if not transport.is_threaded and transport.rank == 0:
             warnings.warn(
-                "MPI was initialised below THREAD_SERIALIZED, so no second thread may call it: "
-                "gradients are exchanged after backward instead of behind it. Import torchmn's "
-                "communicator before mpi4py.MPI, or set mpi4py.rc.thread_level = 'serialized'.",
+                "MPI was initialized below THREAD_SERIALIZED, so no second thread may call it: "
+                "gradients are exchanged after backward instead of during it. Create the "
+                "communicator before importing mpi4py.MPI, or set mpi4py.rc.thread_level = "
+                "'serialized'.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -85,7 +89,6 @@ class MpiTransport(Transport):
     def exchange(
         self, sends: Sequence[Message], recvs: Sequence[Message], limit: TimeLimit, tag: int = 0
     ) -> None:
-        """See `Transport.exchange`."""
         if any(tensor.is_cuda for _, tensor in (*sends, *recvs)):
             self._exchange_staged(sends, recvs, limit, tag)
             return
@@ -106,11 +109,10 @@ class MpiTransport(Transport):
         except TimeLimitError:
             with _TURN:
                 for request in requests[:num_recvs]:
-                    request.Cancel()  # whoever gives up may give up the memory as well
+                    request.Cancel()  # the caller may free the memory now
             raise
 
     def receive_any(self, buffer: Tensor, limit: TimeLimit, tag: int = 0) -> int:
-        """See `Transport.receive_any`."""
         status = self._mpi.Status()
         memory = self._mpi.buffer.fromaddress(buffer.data_ptr(), buffer.nbytes)
         with _TURN:
@@ -125,7 +127,7 @@ class MpiTransport(Transport):
         if not poll_until(is_done, limit, _POLLS_BEFORE_YIELD):
             with _TURN:
                 request.Cancel()
-            raise TimeLimitError(f"no rank sent anything within {limit.seconds:g} s.")
+            raise TimeLimitError(f"no rank sent a message within {limit.seconds:g} s.")
         return int(status.Get_source())
 
     def _exchange_staged(
@@ -147,7 +149,6 @@ class MpiTransport(Transport):
         torch.cuda.current_stream().synchronize()  # the pinned buffer is used again
 
     def all_reduce_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
-        """See `Transport.all_reduce_`."""
         datatype = self._native.get(buffer.dtype)
         nbytes = buffer.numel() * buffer.element_size()
         if self.size == 1 or nbytes == 0:
@@ -163,7 +164,6 @@ class MpiTransport(Transport):
         self._wait([request], limit, "all_reduce")
 
     def barrier(self, limit: TimeLimit) -> None:
-        """See `Transport.barrier`."""
         with _TURN:
             request = self._comm.Ibarrier()
         self._wait([request], limit, "barrier")
@@ -179,8 +179,7 @@ class MpiTransport(Transport):
             raise TimeLimitError(f"{what} did not complete within {limit.seconds:g} s.")
 
     def split(self, ranks: Sequence[int], key: str, limit: TimeLimit) -> Transport:
-        """See `Transport.split`."""
-        self._meet(list(ranks), limit)
+        self.barrier_of(ranks, limit)  # with a limit, which Create_group lacks
         with _TURN:
             group = self._comm.Get_group().Incl(list(ranks))
             try:
@@ -190,39 +189,14 @@ class MpiTransport(Transport):
                 group.Free()
         return MpiTransport(comm, scratch=self.scratch)
 
-    def _meet(self, ranks: list[int], limit: TimeLimit) -> None:
-        """Wait, with a limit, until all of ``ranks`` are here: `Create_group` has no limit."""
-        token, heard = torch.zeros(2, 1, dtype=torch.uint8, device="cpu")
-        me, distance = ranks.index(self.rank), 1
-        while distance < len(ranks):
-            ahead, behind = ranks[(me + distance) % len(ranks)], ranks[(me - distance) % len(ranks)]
-            self.exchange([(ahead, token)], [(behind, heard)], limit)
-            distance *= 2
-
     def close(self) -> None:
-        """See `Transport.close`."""
         with _TURN:
             if self._comm != self._mpi.COMM_NULL and not self._mpi.Is_finalized():
                 self._comm.Free()
 
 
-class _PinnedScratch(Scratch):
-    """Host scratch in page-locked memory, for fast copies from and to the GPU."""
-
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """See `Scratch.take`."""
-        nbytes = numel * dtype.itemsize
-        buffer = self._buffers.get(device)
-        if buffer is None or buffer.numel() < nbytes:
-            buffer = torch.empty(
-                max(nbytes, 4 * KiB), dtype=torch.uint8, pin_memory=True, device="cpu"
-            )
-            self._buffers[device] = buffer
-        return buffer[:nbytes].view(dtype)
-
-
 def _portions(tensor: Tensor) -> list[tuple[int, int]]:
-    """(address, bytes) of the pieces in which a tensor is sent: an MPI count is a 32-bit int."""
+    """(address, bytes) of the parts in which a tensor is sent: an MPI count is a 32-bit int."""
     nbytes = tensor.numel() * tensor.element_size()
     address = tensor.data_ptr()
     if nbytes <= GiB:
@@ -244,14 +218,14 @@ def _native_types(mpi: Any) -> dict[torch.dtype, Any]:
 
 
 def load_mpi() -> Any:
-    """Import `mpi4py.MPI`, which initialises MPI, and see to an orderly end of the process.
+    """Import `mpi4py.MPI`, which initializes MPI, and register its clean-up at exit.
 
-    Raises UnsupportedError: mpi4py or the MPI library is not there.
+    Raises UnsupportedError: mpi4py or the MPI library is not installed.
     """
     try:
         import mpi4py
 
-        if "mpi4py.MPI" not in sys.modules:  # else the user has initialised MPI as he wants it
+        if "mpi4py.MPI" not in sys.modules:  # else the user has initialized MPI
             mpi4py.rc.thread_level = "serialized"
             mpi4py.rc.finalize = False
         from mpi4py import MPI
@@ -260,18 +234,18 @@ def load_mpi() -> Any:
             f"transport='mpi' needs mpi4py and an MPI library ({error}). "
             "Install them with: pip install 'torchmn[mpi]', or use transport='torch'."
         ) from error
-    _see_to_the_end(MPI)
+    _register_exit_cleanup(MPI)
     return MPI
 
 
 @cache
-def _see_to_the_end(mpi: Any) -> None:
-    """An exception ends the job, and leaving does not wait for ranks that do not come. Once."""
+def _register_exit_cleanup(mpi: Any) -> None:
+    """An exception ends the job, and an exit does not wait forever for other ranks. Once."""
     hook = sys.excepthook
 
     def abort_after_report(kind: Any, value: Any, trace: Any) -> None:
         hook(kind, value, trace)
-        if script_monitor.of_this_process() is None:  # else the agent ends all
+        if script_monitor.of_this_process() is None:  # else the agent ends all ranks
             _abort(mpi, 1)
 
     sys.excepthook = abort_after_report
@@ -286,16 +260,16 @@ def _abort(mpi: Any, status: int) -> None:
 
 
 def _leave(mpi: Any) -> None:
-    """Finalize MPI at exit, but never wait for ranks that do not come.
+    """Finalize MPI at exit, or abort if the other ranks do not exit in time.
 
-    `MPI_Finalize` blocks until all ranks call it: a rank that has left early would hang there,
-    and with it the job.
+    `MPI_Finalize` blocks until all ranks call it: a rank that exits early would hang there, and
+    with it the job.
     """
     if mpi.Is_finalized():
         return
     with _TURN:
         request = mpi.COMM_WORLD.Ibarrier()
-    limit_s = float(os.environ.get("TORCHMN_EXIT_TIMEOUT_S", _FAREWELL_S))
+    limit_s = float(os.environ.get("TORCHMN_EXIT_TIMEOUT_S", _EXIT_TIMEOUT_S))
     deadline = time.monotonic() + limit_s
 
     def is_done() -> bool:
@@ -305,9 +279,9 @@ def _leave(mpi: Any) -> None:
     while not is_done():
         if time.monotonic() > deadline:
             print(
-                f"torchmn: rank {mpi.COMM_WORLD.Get_rank()} has ended, but other ranks did not "
-                f"within {limit_s:g} s; ending the job. End all ranks together, or call "
-                "comm.finalize() on all of them.",
+                f"torchmn: rank {mpi.COMM_WORLD.Get_rank()} has exited, but other ranks did not "
+                f"within {limit_s:g} s (TORCHMN_EXIT_TIMEOUT_S); aborting the job. Exit all ranks "
+                "together, or call comm.finalize() on all of them.",
                 file=sys.stderr,
                 flush=True,
             )

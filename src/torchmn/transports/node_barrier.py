@@ -1,6 +1,6 @@
-"""Counters in shared memory by which the ranks of a node wait for each other.
+"""Counters in shared memory, by which the ranks of a node wait for each other.
 
-A rank writes only its own counters, each on a cache line of its own, and reads the others'.
+A rank writes only its own counters, each in a cache line of its own, and reads those of the others.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _fence_lock = threading.Lock()
 
 
 def counters_nbytes(num_ranks: int) -> int:
-    """Bytes that the counters of so many ranks take."""
+    """Bytes of the counters of ``num_ranks`` ranks."""
     return LINE_BYTES * NUM_COUNTERS * num_ranks
 
 
 class NodeCounters:
-    """How far every rank has come. ``cells`` is shared memory of `counters_nbytes`, as int64."""
+    """The progress of every rank. ``cells`` is shared memory of `counters_nbytes`, as int64."""
 
     def __init__(self, cells: memoryview, rank: int, size: int) -> None:
         self._cells = cells
@@ -32,25 +32,25 @@ class NodeCounters:
         self._peers = [peer for peer in range(size) if peer != rank]
 
     def count(self, counter: int, value: int) -> None:
-        """Tell the others that this rank has come so far; what it wrote before is visible then."""
+        """Set a counter of this rank; what the rank wrote before is visible to the others then."""
         _fence()
         self._cells[_index(self._rank, counter)] = value
 
     def wait(self, counter: int, value: int, limit: TimeLimit) -> None:
-        """Wait until all ranks have come so far. Raises TimeLimitError, naming who has not."""
+        """Wait until all ranks have counted to ``value``. Raises TimeLimitError."""
         for peer in self._peers:
-            has_come = partial(self._has_come, _index(peer, counter), value)
-            if not poll_until(has_come, limit, _POLLS_BEFORE_YIELD):
+            has_arrived = partial(self._has_arrived, _index(peer, counter), value)
+            if not poll_until(has_arrived, limit, _POLLS_BEFORE_YIELD):
                 raise TimeLimitError(
-                    f"rank {peer} of this node did not come within {limit.seconds:g} s."
+                    f"rank {peer} of this node did not arrive within {limit.seconds:g} s."
                 )
         _fence()
 
-    def _has_come(self, index: int, value: int) -> bool:
+    def _has_arrived(self, index: int, value: int) -> bool:
         return self._cells[index] >= value
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._cells.release()
 
 

@@ -1,16 +1,16 @@
 """Shared memory between the ranks of one node, for CPU tensors.
 
-A wrapper around another transport: messages still travel by that one, collectives through memory
-that all ranks of the node have mapped. The memory has no name (see `node_memory`), so nothing is
-left after a kill -9.
+A wrapper around another transport: messages use that one, collectives use memory that all ranks of
+the node have mapped. The memory has no name (see `shared_segment`), so nothing is left after a
+kill -9.
 
-Buffers from `allocate` are *resident*: every rank sees every rank's. A sum is then formed in place.
-When all ranks have arrived, each folds its own stripe over all ranks' buffers and writes the result
-into all of them; when all have folded, it is done. Two waits, whatever the size, and each element
-is read and written once per rank.
+Buffers from `allocate` are *resident*: every rank can access those of all ranks. A sum is then
+formed in place. When all ranks have arrived, each folds its own stripe over all ranks' buffers and
+writes the result into all of them; when all have folded, it is complete. That takes two waits for
+any size, and each element is read and written once per rank.
 
-Other tensors pass in chunks that stay in the cache. Each rank has two slots of one chunk, used in
-turn:
+Other tensors are copied in chunks that stay in the cache. Each rank has two slots of one chunk,
+used in turn:
 
     1. copy the stripes that others own into the own slot       arrived[r] = k
     2. when all arrived: fold the own stripe over all slots,
@@ -34,9 +34,9 @@ import torch
 from torch import Tensor
 
 from torchmn.errors import TorchmnError, UnsupportedError
-from torchmn.transports.base import Message, ReduceOp, TimeLimit, Transport, fold
+from torchmn.transports.base import ReduceOp, TimeLimit, Transport, WrappingTransport, fold
 from torchmn.transports.node_barrier import ARRIVED, FOLDED, NodeCounters, counters_nbytes
-from torchmn.transports.shared_segment import Address, Purpose, SharedMemorySegment
+from torchmn.transports.shared_segment import Address, ErrorContext, SharedMemorySegment
 from torchmn.units import KiB, MiB
 
 CHUNK_BYTES = 2 * MiB
@@ -44,27 +44,25 @@ _SEGMENT_BYTES = 128 * MiB  # on nodes with many ranks chunks get smaller
 _SMALL_BYTES = 32 * KiB
 _CACHED_BYTES = 256 * KiB  # what is folded at a time, so that copies of it come from the cache
 _PAGE_BYTES = 4 * KiB
-_PURPOSE = Purpose(
+_PURPOSE = ErrorContext(
     "the exchange between this node's ranks",
     "Make the folder larger (docker: --shm-size).",
 )
 
 
-class SharedMemoryTransport(Transport):
+class SharedMemoryTransport(WrappingTransport):
     """Collectives of one node through shared memory, everything else by ``inner``. *Collective.*
 
-    Raises UnsupportedError on all ranks alike: the ranks cannot share memory.
+    Raises UnsupportedError on all ranks: the ranks cannot share memory.
     """
 
     name = "shared_memory"
+    is_shared_memory = True
 
     def __init__(
         self, inner: Transport, limit: TimeLimit, *, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
-        super().__init__(inner.rank, inner.size, inner.scratch)
-        self.inner = inner
-        self.is_trusted = inner.is_trusted
-        self.is_threaded = getattr(inner, "is_threaded", True)
+        super().__init__(inner)
         self._chunk_bytes = min(
             chunk_bytes, _SEGMENT_BYTES // (2 * self.size) // _PAGE_BYTES * _PAGE_BYTES
         )
@@ -78,26 +76,26 @@ class SharedMemoryTransport(Transport):
         self._sequence = 0
 
     def allocate(self, numel: int, dtype: torch.dtype, limit: TimeLimit) -> Tensor:
-        """Zeros that all ranks of the node see, resident until nobody here uses them. *Collective.*
+        """Zeros that all ranks of the node share, resident while this rank uses them. *Collective.*
 
-        Raises UnsupportedError on all ranks alike: too little memory.
+        Raises UnsupportedError on all ranks: too little memory.
         """
         nbytes = -(-max(1, numel * dtype.itemsize) // _PAGE_BYTES) * _PAGE_BYTES
         shared = torch.frombuffer(
             self._map_together(self.size * nbytes, limit), dtype=torch.uint8
         ).view(self.size, nbytes)
-        everybody = [
+        all_ranks = [
             shared[rank, : numel * dtype.itemsize].view(dtype) for rank in range(self.size)
         ]
-        mine = everybody[self.rank]
-        self._residents[mine.data_ptr()] = everybody
+        mine = all_ranks[self.rank]
+        self._residents[mine.data_ptr()] = all_ranks
         # The entry holds aliases, so it cannot keep the tensor that is handed out alive.
-        everybody[self.rank] = mine.detach()
+        all_ranks[self.rank] = mine.detach()
         weakref.finalize(mine, self._residents.pop, mine.data_ptr(), None)
         return mine
 
     def _map_together(self, nbytes: int, limit: TimeLimit) -> mmap.mmap:
-        """Memory of so many zero bytes, mapped by all ranks. Rank 0 makes it, the others attach.
+        """``nbytes`` zero bytes mapped by all ranks. Rank 0 makes the memory, the others attach.
 
         A failure of any rank is raised on all. Once all have mapped it no rank needs its file.
         """
@@ -134,14 +132,13 @@ class SharedMemoryTransport(Transport):
     # ---- collectives in shared memory ----
 
     def all_reduce_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
-        """See `Transport.all_reduce_`."""
-        is_better_inside = buffer.nbytes <= _SMALL_BYTES and self.inner.name == "mpi"
+        is_better_inside = buffer.nbytes <= _SMALL_BYTES and self.inner.has_fast_small_sums
         if buffer.is_cuda or is_better_inside:
             self.inner.all_reduce_(buffer, op, limit)
         elif buffer.nbytes <= _SMALL_BYTES:
             self._all_reduce_small_(buffer, op, limit)
-        elif everybody := self._residents.get(buffer.data_ptr()):
-            self._fold_resident(everybody, buffer, range(self.size), op, limit)
+        elif all_ranks := self._residents.get(buffer.data_ptr()):
+            self._fold_resident(all_ranks, buffer, range(self.size), op, limit)
         else:
             for chunk in self._chunks(buffer):
                 pieces, slots = self._fold_chunk(chunk, op, limit)
@@ -150,19 +147,17 @@ class SharedMemoryTransport(Transport):
                     pieces[peer].copy_(slots[peer][peer])
 
     def _all_reduce_small_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
-        """Everybody folds everything, in rank order: one wait instead of two."""
+        """Every rank folds everything, in rank order: one wait instead of two."""
         slots = [slot[: buffer.nbytes].view(buffer.dtype) for slot in self._open()]
         slots[self.rank].copy_(buffer)
-        self._count(ARRIVED)
-        self._wait(ARRIVED, limit)
+        self._reach(ARRIVED, limit)
         fold(buffer, slots, op)
 
     def reduce_(self, buffer: Tensor, root: int, limit: TimeLimit) -> None:
-        """See `Transport.reduce_`."""
         if buffer.is_cuda:
             self.inner.reduce_(buffer, root, limit)
-        elif everybody := self._residents.get(buffer.data_ptr()):
-            self._fold_resident(everybody, buffer, (root,), "sum", limit)
+        elif all_ranks := self._residents.get(buffer.data_ptr()):
+            self._fold_resident(all_ranks, buffer, (root,), "sum", limit)
         else:
             for chunk in self._chunks(buffer):
                 pieces, slots = self._fold_chunk(chunk, "sum", limit)
@@ -172,41 +167,34 @@ class SharedMemoryTransport(Transport):
                         pieces[peer].copy_(slots[peer][peer])
 
     def broadcast_(self, buffer: Tensor, root: int, limit: TimeLimit) -> None:
-        """See `Transport.broadcast_`."""
         if buffer.is_cuda:
             self.inner.broadcast_(buffer, root, limit)
-        elif everybody := self._residents.get(buffer.data_ptr()):
+        elif all_ranks := self._residents.get(buffer.data_ptr()):
             self._open()
-            self._count(ARRIVED)
-            self._wait(ARRIVED, limit)
+            self._reach(ARRIVED, limit)
             if self.rank != root:
-                buffer.copy_(everybody[root][: buffer.numel()])
-            self._count(FOLDED)
-            self._wait(FOLDED, limit)
+                buffer.copy_(all_ranks[root][: buffer.numel()])
+            self._reach(FOLDED, limit)
         else:
             for chunk in self._chunks(buffer):
                 slot = self._open()[root][: chunk.nbytes].view(chunk.dtype)
                 if self.rank == root:
                     slot.copy_(chunk)
-                self._count(ARRIVED)
-                self._wait(ARRIVED, limit)
+                self._reach(ARRIVED, limit)
                 if self.rank != root:
                     chunk.copy_(slot)
 
     def all_gather_stripes_(self, buffer: Tensor, limit: TimeLimit) -> None:
-        """See `Transport.all_gather_stripes_`."""
         if buffer.is_cuda:
             self.inner.all_gather_stripes_(buffer, limit)
             return
         stripes = self.stripes(buffer)
-        if everybody := self._residents.get(buffer.data_ptr()):
+        if all_ranks := self._residents.get(buffer.data_ptr()):
             self._open()
-            self._count(ARRIVED)
-            self._wait(ARRIVED, limit)
+            self._reach(ARRIVED, limit)
             for peer in self._others:
-                stripes[peer].copy_(self.stripes(everybody[peer][: buffer.numel()])[peer])
-            self._count(FOLDED)
-            self._wait(FOLDED, limit)
+                stripes[peer].copy_(self.stripes(all_ranks[peer][: buffer.numel()])[peer])
+            self._reach(FOLDED, limit)
             return
         step = max(1, self._chunk_bytes // buffer.element_size())
         for start in range(0, stripes[0].numel(), step):  # stripe 0 is the longest
@@ -216,18 +204,16 @@ class SharedMemoryTransport(Transport):
                 for slot, part in zip(self._open(), parts, strict=True)
             ]
             slots[self.rank].copy_(parts[self.rank])
-            self._count(ARRIVED)
-            self._wait(ARRIVED, limit)
+            self._reach(ARRIVED, limit)
             for peer in self._others:
                 parts[peer].copy_(slots[peer])
 
     def reduce_scatter_stripes_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
-        """See `Transport.reduce_scatter_stripes_`."""
         if buffer.is_cuda:
             self.inner.reduce_scatter_stripes_(buffer, op, limit)
             return
-        if everybody := self._residents.get(buffer.data_ptr()):
-            self._fold_resident(everybody, buffer, (self.rank,), op, limit)
+        if all_ranks := self._residents.get(buffer.data_ptr()):
+            self._fold_resident(all_ranks, buffer, (self.rank,), op, limit)
             return
         stripes = self.stripes(buffer)
         step = max(1, self._chunk_bytes // buffer.element_size() // self.size)
@@ -239,16 +225,14 @@ class SharedMemoryTransport(Transport):
             self._fold(parts, slots, op)
 
     def barrier(self, limit: TimeLimit) -> None:
-        """See `Transport.barrier`."""
         self._open()
-        self._count(ARRIVED)
-        self._wait(ARRIVED, limit)
+        self._reach(ARRIVED, limit)
 
     # ---- resident buffers ----
 
     def _fold_resident(
         self,
-        everybody: Sequence[Tensor],
+        all_ranks: Sequence[Tensor],
         buffer: Tensor,
         receivers: Sequence[int],
         op: ReduceOp,
@@ -256,17 +240,15 @@ class SharedMemoryTransport(Transport):
     ) -> None:
         """Fold the own stripe over all ranks' buffers into those of ``receivers``."""
         self._open()
-        self._count(ARRIVED)
-        self._wait(ARRIVED, limit)
-        stripes = [self.stripes(one[: buffer.numel()])[self.rank] for one in everybody]
+        self._reach(ARRIVED, limit)
+        stripes = [self.stripes(one[: buffer.numel()])[self.rank] for one in all_ranks]
         step = _CACHED_BYTES // buffer.element_size()
         for start in range(0, stripes[0].numel(), step):
             parts = [stripe[start : start + step] for stripe in stripes]
             fold(parts[receivers[0]], parts, op)
             for receiver in receivers[1:]:
                 parts[receiver].copy_(parts[receivers[0]])
-        self._count(FOLDED)
-        self._wait(FOLDED, limit)
+        self._reach(FOLDED, limit)
 
     # ---- one chunk ----
 
@@ -315,32 +297,25 @@ class SharedMemoryTransport(Transport):
         self._sequence += 1
         return self._slots[self._sequence % 2]
 
+    def _reach(self, counter: int, limit: TimeLimit) -> None:
+        """Count this rank and wait for the others."""
+        self._count(counter)
+        self._wait(counter, limit)
+
     def _count(self, counter: int) -> None:
         self._counters.count(counter, self._sequence)
 
     def _wait(self, counter: int, limit: TimeLimit) -> None:
         self._counters.wait(counter, self._sequence, limit)
 
-    # ---- everything else ----
-
-    def exchange(
-        self, sends: Sequence[Message], recvs: Sequence[Message], limit: TimeLimit, tag: int = 0
-    ) -> None:
-        """See `Transport.exchange`."""
-        self.inner.exchange(sends, recvs, limit, tag)
-
-    def receive_any(self, buffer: Tensor, limit: TimeLimit, tag: int = 0) -> int:
-        """See `Transport.receive_any`."""
-        return self.inner.receive_any(buffer, limit, tag)
-
     def split(self, ranks: Sequence[int], key: str, limit: TimeLimit) -> Transport:
-        """See `Transport.split`: the part shares memory as well."""
+        """See `Transport.split`: the new group shares memory as well."""
         return SharedMemoryTransport(
             self.inner.split(ranks, key, limit), limit, chunk_bytes=self._chunk_bytes
         )
 
     def close(self) -> None:
-        """Let go of the memory; ``inner`` is its maker's to close."""
+        """Release the memory; the caller closes ``inner``."""
         self._slots.clear()
         self._residents.clear()
         self._counters.close()

@@ -1,6 +1,6 @@
-"""Memory that all processes of a node share and that no crash can leave behind.
+"""Memory that processes of a node share and that no crash can leave behind.
 
-It is a file without a name (``O_TMPFILE``) in a folder that lies in memory. Other processes reach
+It is a file without a name (``O_TMPFILE``) in a folder in memory. Other processes reach
 it through ``/proc/<pid>/fd/<number>`` of the process that made it. The kernel frees it when the
 last process that has it open or mapped is gone, however that process ended.
 """
@@ -22,8 +22,8 @@ SHARED_DIRECTORY = "/dev/shm"
 
 
 @dataclass(frozen=True)
-class Purpose:
-    """How errors name what the memory is for, and what else a user can do."""
+class ErrorContext:
+    """What the memory is for, and the cure, for errors."""
 
     what: str
     cure: str
@@ -31,7 +31,7 @@ class Purpose:
 
 @dataclass(frozen=True)
 class Address:
-    """Where another process of the same node finds a `SharedMemorySegment`."""
+    """How another process of the same node finds a `SharedMemorySegment`."""
 
     pid: int
     number: int
@@ -49,9 +49,9 @@ class SharedMemorySegment:
 
     @classmethod
     def create(
-        cls, size: int, purpose: Purpose, directory: str = SHARED_DIRECTORY
+        cls, size: int, context: ErrorContext, directory: str = SHARED_DIRECTORY
     ) -> SharedMemorySegment:
-        """Memory that will hold ``size`` bytes once they are reserved; ``directory`` has room now.
+        """Memory for ``size`` bytes, to be reserved; ``directory`` has room for them now.
 
         Raises:
             SharedMemoryError: the folder is missing or has too little room.
@@ -59,16 +59,16 @@ class SharedMemorySegment:
         """
         if not hasattr(os, "O_TMPFILE"):
             raise UnsupportedError(
-                f"Memory shared between processes for {purpose.what} needs Linux and this is "
-                f"{sys.platform}. {purpose.cure}"
+                f"Memory shared between processes for {context.what} needs Linux and this is "
+                f"{sys.platform}. {context.cure}"
             )
         try:
             memory = cls(os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
         except OSError as error:
-            raise explained(error, size, directory, purpose) from error
+            raise memory_error_from(error, size, directory, context) from error
         facts = os.statvfs(directory)
         if facts.f_bavail * facts.f_frsize < size:
-            raise explained(OSError(errno.ENOSPC, ""), size, directory, purpose)
+            raise memory_error_from(OSError(errno.ENOSPC, ""), size, directory, context)
         return memory
 
     @classmethod
@@ -92,7 +92,7 @@ class SharedMemorySegment:
         return os.fstat(self._number).st_size
 
     def address(self, pid: int | None = None, number: int | None = None) -> Address:
-        """Where others find it, as long as this process keeps it."""
+        """Its address for other processes, as long as this process keeps it."""
         facts = os.fstat(self._number)
         return Address(
             pid=os.getpid() if pid is None else pid,
@@ -103,7 +103,7 @@ class SharedMemorySegment:
         )
 
     def reserve(self, begin: int, end: int) -> None:
-        """Get room for bytes ``begin`` .. ``end - 1``; writing to one without is a SIGBUS.
+        """Allocate bytes ``begin`` .. ``end - 1``; writing to others is a SIGBUS.
 
         Raises OSError: no room.
         """
@@ -111,7 +111,7 @@ class SharedMemorySegment:
             os.posix_fallocate(self._number, begin, end - begin)
 
     def append(self, payload: bytes) -> None:
-        """Write behind the end. Raises OSError: no room."""
+        """Write after the end. Raises OSError: no room."""
         view = memoryview(payload)
         end = self.size
         while view:
@@ -119,7 +119,7 @@ class SharedMemorySegment:
             view, end = view[written:], end + written
 
     def map_shared(self) -> mmap.mmap:
-        """A mapping whose changes all processes see: for whoever fills it. Not for size 0."""
+        """A mapping whose changes all processes see, for the writer. Not for size 0."""
         return mmap.mmap(self._number, self.size, access=mmap.ACCESS_WRITE)
 
     def map_private(self) -> mmap.mmap:
@@ -134,28 +134,28 @@ class SharedMemorySegment:
         return SharedMemorySegment.attach, (self.address(),)
 
 
-def explained(
-    error: OSError, size: int, directory: str, purpose: Purpose
+def memory_error_from(
+    error: OSError, size: int, directory: str, context: ErrorContext
 ) -> SharedMemoryError | UnsupportedError:
-    """The sentence for an OSError while ``size`` bytes were being put into ``directory``."""
+    """The error for an OSError while ``size`` bytes were written to ``directory``."""
     if error.errno in (errno.EOPNOTSUPP, errno.EISDIR):
         return UnsupportedError(
-            f"The file system of {directory} cannot hold files without a name, as {purpose.what} "
-            f"needs them; tmpfs, ext4 and xfs can. {purpose.cure}"
+            f"The file system of {directory} cannot hold files without a name, as {context.what} "
+            f"needs them; tmpfs, ext4 and xfs can. {context.cure}"
         )
     if error.errno == errno.ENOSPC:
         facts = os.statvfs(directory)
         free = facts.f_bavail * facts.f_frsize
         return SharedMemoryError(
-            f"{directory} has {free / MiB:.1f} MiB free and {purpose.what} needs "
-            f"{size / MiB:.1f} MiB. {purpose.cure}"
+            f"{directory} has {free / MiB:.1f} MiB free and {context.what} needs "
+            f"{size / MiB:.1f} MiB. {context.cure}"
         )
     if not Path(directory).is_dir():
         return SharedMemoryError(
-            f"There is no folder {directory} for {purpose.what}. {purpose.cure}"
+            f"There is no folder {directory} for {context.what}. {context.cure}"
         )
     return SharedMemoryError(
-        f"{directory} could not be used for {purpose.what}: {error}. {purpose.cure}"
+        f"{directory} could not be used for {context.what}: {error}. {context.cure}"
     )
 
 

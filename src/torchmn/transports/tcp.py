@@ -1,20 +1,22 @@
-"""TCP connections of our own for large messages between hosts, with few cycles spent on each.
+"""TCP connections for large messages between hosts, with few cycles per byte.
 
-A wrapper around another transport: small messages, GPUs, barriers and broadcasts go by that one.
+A wrapper around another transport, which carries small messages, GPU tensors, barriers and
+broadcasts.
 
-Where a worker computes on the only core that it has, an exchange hidden behind the computation
-costs what its threads take from it: not the time on the wire, but the wake-ups. A packet of 64 KB
-comes every half millisecond over 1 Gb/s, and with it a change of threads. Here the kernel is told
-not to wake anybody before half a megabyte is there (``SO_RCVLOWAT``), which can be said because
-the length of every message is known. Measured beside a training step on one core, a sum of 60 MB
-over 2 hosts: 110 ms of processor time by gloo's all-reduce, 60 ms so.
+Where a rank computes on the only core that it has, an exchange that overlaps the computation costs
+what its threads take from it: not the time on the network, but the wake-ups. Over 1 Gb/s a packet
+of 64 KB arrives every half millisecond, and with it a change of threads. Here the kernel is told
+not to wake the thread before half a megabyte has arrived (``SO_RCVLOWAT``), which is possible
+because the length of every message is known.
 
-Sums are formed at the owners of stripes, see `Transport.all_reduce_`; between two ranks each sends
-all it has and adds, which is as many bytes in one round instead of two.
+Sums are formed at the owners of stripes as in `Transport.striped_all_reduce_`, but in one pass: as
+soon as a piece of the own stripe has arrived from all ranks, it is summed and sent to all ranks,
+while the next piece arrives. The second half of the all-reduce overlaps the first, with the bits of
+the two steps one after the other. Two ranks send each other all they have and both add it.
 
-Between the end of one sum and the beginning of the next nothing would be on the wire: 3 to 5 ms for
-a bucket of 4 MB on a core that computes. What is announced by `prefetch_send` follows at once behind
-the sums before it, over a second connection with an order of its own.
+Between the end of one sum and the beginning of the next the link would be idle: 3 to 5 ms for a
+bucket of 4 MB on a core that computes. What `prefetch_send` announces is sent right after the sums
+before it, over a second connection with an order of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -36,52 +39,75 @@ from torch import Tensor
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect
 from torchmn.errors import CommunicationError, LaunchError, PeerLostError, TimeLimitError
 from torchmn.topology.network import address_of
-from torchmn.transports.base import COMBINE, Message, ReduceOp, TimeLimit, Transport
+from torchmn.transports.base import (
+    COMBINE,
+    Message,
+    ReduceOp,
+    TimeLimit,
+    Transport,
+    WrappingTransport,
+    fold,
+)
 from torchmn.transports.gloo_nccl import TorchDistributedTransport
-from torchmn.units import KiB
+from torchmn.units import KiB, MiB
 
 MAX_PEERS = 15
-"""With more the many connections of an all-to-all cost more than they save."""
+"""With more peers the many connections of an all-to-all cost more than they save."""
 
 _LARGE_BYTES = 64 * KiB
 _WAKE_BYTES = 512 * KiB
+_PIECE_BYTES = MiB  # summed and sent on at a time; smaller pieces cost more than they hide
 _CONNECT_S = 5.0
-_HEAD = struct.Struct("<QQ")  # tag, bytes: what comes next on a connection
+_HEAD = struct.Struct("<QQ")  # tag, bytes: the next message on a connection
 _TOKEN_BYTES = 16
 _ROW_BYTES = 128
-_ROLE = "streams"
+_ROLE = "tcp"
 
 
-class TcpTransport(Transport):
-    """Large messages over sockets of our own, everything else by ``inner``. *Collective.*
+@dataclass(frozen=True)
+class _Announcement:
+    """A sum that `TcpTransport.prefetch_send` has announced."""
 
-    `over` makes one. Where the ranks could not be connected ``missing`` says why, all goes by
-    ``inner``, and its parts may still have connections.
+    number: int
+    address: int
+    nbytes: int
+    ends: Mapping[int, int]
+    """By peer: the position in its stream at which its message ends."""
+
+
+class TcpTransport(WrappingTransport):
+    """Large messages over TCP connections, everything else by ``inner``. *Collective.*
+
+    `connect` makes one. Where the ranks could not be connected, ``fallback_reason`` says why,
+    everything is carried by ``inner``, and groups split from it may still have connections.
     """
 
-    name = "streams"
+    name = "tcp"
 
     def __init__(
         self,
         inner: Transport,
-        connections: dict[int, socket.socket],
-        connections_ahead: dict[int, socket.socket],
-        missing: str = "",
+        connections: Mapping[int, socket.socket],
+        early_connections: Mapping[int, socket.socket],
+        fallback_reason: str = "",
     ) -> None:
-        super().__init__(inner.rank, inner.size, inner.scratch)
-        self.inner = inner
-        self.missing = missing
-        if missing:
+        super().__init__(inner)
+        self.fallback_reason = fallback_reason
+        if fallback_reason:
             self.name = inner.name
-        self.is_trusted = inner.is_trusted
-        self.is_threaded = getattr(inner, "is_threaded", True)
         self._streams = {peer: _Stream(peer, each) for peer, each in connections.items()}
-        self._ahead = {peer: _Stream(peer, each) for peer, each in connections_ahead.items()}
-        self._announced: deque[tuple[int, Sequence[Message]]] = deque()
+        self._early = {peer: _Stream(peer, each) for peer, each in early_connections.items()}
+        self._by_descriptor = {
+            stream.socket.fileno(): stream
+            for stream in (*self._streams.values(), *self._early.values())
+        }
+        self._poll = select.poll()
+        self._polled: dict[int, int] = {}  # events by descriptor
+        self._announced: deque[_Announcement] = deque()
         self._num_announced = 0
 
     @classmethod
-    def over(cls, inner: Transport, limit: TimeLimit) -> Transport:
+    def connect(cls, inner: Transport, limit: TimeLimit) -> Transport:
         """Connect all ranks with each other, or none of them. *Collective.*"""
         if inner.size == 1:
             return inner
@@ -101,16 +127,10 @@ class TcpTransport(Transport):
             return cls(inner, {}, {}, f"{ranks} could not be connected in {_CONNECT_S:g} s")
         return cls(inner, both[0], both[1])
 
-    @property
-    def thread_safe_transport(self) -> Transport:
-        """See `Transport.thread_safe_transport`: a stream has one order for all tags."""
-        return self.inner.thread_safe_transport
-
     def exchange(
         self, sends: Sequence[Message], recvs: Sequence[Message], limit: TimeLimit, tag: int = 0
     ) -> None:
-        """See `Transport.exchange`."""
-        if self.missing:
+        if self.fallback_reason:
             self.inner.exchange(sends, recvs, limit, tag)
             return
         small_sends = [message for message in sends if not _is_large(message)]
@@ -119,65 +139,135 @@ class TcpTransport(Transport):
             self.inner.exchange(small_sends, small_recvs, limit, tag)
         if len(small_sends) == len(sends) and len(small_recvs) == len(recvs):
             return
-        number = self._announced_number(sends)
-        is_announced = number is not None
-        streams = self._ahead if is_announced else self._streams
-        tag = tag if number is None else number
         for peer, tensor in sends:
             if _is_large((peer, tensor)):
-                streams[peer].expect_sent(tensor, tag, is_posted=is_announced)
+                stream = self._streams[peer]
+                stream.num_needed = stream.post_send(tensor, tag)
         for peer, tensor in recvs:
             if _is_large((peer, tensor)):
-                streams[peer].post_recv(tensor, tag)
-        self._pump(limit)
+                self._streams[peer].post_recv(tensor, tag)
+        self._run(limit)
+
+    # ---- sums ----
+
+    def all_reduce_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
+        if self._is_small(buffer):
+            self.inner.all_reduce_(buffer, op, limit)
+        else:
+            self._all_reduce_large_(buffer, op, limit)
+
+    def striped_all_reduce_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
+        if self._is_small(buffer):
+            super().striped_all_reduce_(buffer, op, limit)
+        else:
+            self._all_reduce_large_(buffer, op, limit)
 
     def prefetch_send(self, buffer: Tensor) -> None:
-        """See `Transport.prefetch_send`."""
-        if self.missing or buffer.is_cuda or buffer.nbytes < _LARGE_BYTES * self.size:
+        if self._is_small(buffer):
             return
-        if self._swaps(buffer):
-            sends: list[Message] = [(1 - self.rank, buffer)]
-        else:
-            pieces = self.stripes(buffer)
-            sends = [(peer, pieces[peer]) for peer in self._others]
-        if all(map(_is_large, sends)):
-            self._num_announced += 1
-            self._announced.append((self._num_announced, sends))
-            for peer, tensor in sends:
-                self._ahead[peer].post_send(tensor, self._num_announced)
+        self._num_announced += 1
+        ends = {
+            peer: self._early[peer].post_send(tensor, 2 * self._num_announced)
+            for peer, tensor in self._outgoing(buffer).items()
+        }
+        self._announced.append(
+            _Announcement(self._num_announced, buffer.data_ptr(), buffer.nbytes, ends)
+        )
 
-    def _announced_number(self, sends: Sequence[Message]) -> int | None:
-        """Of the next announced sum if it begins with these messages; None if none does."""
-        if not self._announced:
-            return None
-        number, messages = self._announced[0]
-        if _are_same(messages, sends):
-            self._announced.popleft()
-            return number
-        for later, messages in list(self._announced)[1:]:
-            if _are_same(messages, sends):
-                raise CommunicationError(
-                    f"sum {later} is made before sum {number}, which was announced before."
-                )
+    def _is_small(self, buffer: Tensor) -> bool:
+        """Whether ``inner`` sums it."""
+        is_large = buffer.nbytes >= _LARGE_BYTES * self.size and not buffer.is_cuda
+        return not is_large or bool(self.fallback_reason)
+
+    def _next_announcement(self, buffer: Tensor) -> _Announcement | None:
+        """The next announced sum if it is that of this buffer; None if the sum was not announced.
+
+        Raises CommunicationError: it was announced after another one.
+        """
+        announced = list(self._announced)
+        for index, each in enumerate(announced):
+            if (each.address, each.nbytes) == (buffer.data_ptr(), buffer.nbytes):
+                if index > 0:
+                    raise CommunicationError(
+                        f"sum {each.number} is made before sum {announced[0].number}, which was "
+                        "announced before it."
+                    )
+                return self._announced.popleft()
         return None
 
-    def _pump(self, limit: TimeLimit) -> None:
-        """Move bytes until all that is expected is done, and what was announced meanwhile."""
-        poll = select.poll()
-        streams = {
-            stream.socket.fileno(): stream
-            for stream in (*self._streams.values(), *self._ahead.values())
-        }
-        watched: dict[int, int] = {}
+    def _swaps(self, buffer: Tensor) -> bool:
+        """Whether two ranks send each other the whole buffer and both sum it.
+
+        These are the bytes of a sum by stripes, and no rank has to wait for the sums of the other.
+        16 bits are folded in float32, by stripes.
+        """
+        return self.size == 2 and buffer.dtype not in (torch.float16, torch.bfloat16)
+
+    def _outgoing(self, buffer: Tensor) -> dict[int, Tensor]:
+        """What this rank sends to each peer first: the whole buffer, or the peer's stripe."""
+        if self._swaps(buffer):
+            return {1 - self.rank: buffer}
+        stripes = self.stripes(buffer)
+        return {peer: stripes[peer] for peer in self._others}
+
+    def _all_reduce_large_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
+        outgoing = self._outgoing(buffer)
+        own = buffer if self._swaps(buffer) else self.stripes(buffer)[self.rank]
+        scratch = self.scratch.take(own.numel() * (self.size - 1), buffer.dtype, buffer.device)
+        parts = dict(zip(outgoing, scratch.split(own.numel()), strict=True))
+        announced = self._next_announcement(buffer)
+        tag = 0 if announced is None else 2 * announced.number
+        arriving = []
+        for peer, part in parts.items():
+            stream = self._streams[peer] if announced is None else self._early[peer]
+            stream.num_needed = (
+                stream.post_send(outgoing[peer], 0) if announced is None else announced.ends[peer]
+            )
+            arriving.append(stream.post_recv(part, tag))
+        if own is buffer:
+            self._run(limit)
+            COMBINE[op](buffer, scratch, out=buffer)
+            return
+        for peer, stripe in outgoing.items():
+            stream = self._streams[peer]
+            stream.post_recv(stripe, tag + 1)
+            stream.num_needed = stream.post_head(own.nbytes, tag + 1) + own.nbytes
+        parts[self.rank] = own
+        in_rank_order = [parts[peer] for peer in range(self.size)]
+        memory, itemsize = _memory(own), own.element_size()
+        num_summed = 0
+
+        def sum_arrived() -> None:
+            nonlocal num_summed
+            end = min(message.num_body_bytes for message in arriving) // itemsize
+            is_last = end == own.numel()
+            if end == num_summed or (not is_last and (end - num_summed) * itemsize < _PIECE_BYTES):
+                return
+            pieces = [part[num_summed:end] for part in in_rank_order]
+            fold(pieces[self.rank], pieces, op)
+            piece = memory[num_summed * itemsize : end * itemsize]
+            for peer in outgoing:
+                self._streams[peer].post_body(piece)
+            num_summed = end
+
+        self._run(limit, sum_arrived)
+
+    def _run(self, limit: TimeLimit, on_progress: Callable[[], None] = lambda: None) -> None:
+        """Send and receive until all expected messages are complete, and announced ones meanwhile.
+
+        ``on_progress`` is called whenever something may have arrived.
+        """
+        streams, poll, polled = self._by_descriptor, self._poll, self._polled
         ready = [(descriptor, select.POLLIN | select.POLLOUT) for descriptor in streams]
         while True:
             for descriptor, events in ready:
                 streams[descriptor].advance(events)
+            on_progress()
             if all(stream.is_done for stream in streams.values()):
                 return
             for descriptor, stream in streams.items():
-                if stream.events != watched.get(descriptor, 0):
-                    watched[descriptor] = stream.events
+                if stream.events != polled.get(descriptor, 0):
+                    polled[descriptor] = stream.events
                     if stream.events:
                         poll.register(descriptor, stream.events)
                     else:
@@ -190,53 +280,34 @@ class TcpTransport(Transport):
                     f"{limit.seconds:g} s."
                 )
 
-    # ---- sums ----
-
-    def all_reduce_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
-        """See `Transport.all_reduce_`."""
-        if self.missing or buffer.is_cuda or buffer.nbytes < _LARGE_BYTES * self.size:
-            self.inner.all_reduce_(buffer, op, limit)
-        elif self._swaps(buffer):
-            peer = 1 - self.rank
-            theirs = self.scratch.take(buffer.numel(), buffer.dtype, buffer.device)
-            self.exchange([(peer, buffer)], [(peer, theirs)], limit)
-            COMBINE[op](buffer, theirs, out=buffer)
-        else:
-            super().all_reduce_(buffer, op, limit)
-
-    def _swaps(self, buffer: Tensor) -> bool:
-        """Whether the sum is of two whole buffers: 16 bits are folded in float32, by stripes."""
-        return self.size == 2 and buffer.dtype not in (torch.float16, torch.bfloat16)
-
-    def broadcast_(self, buffer: Tensor, root: int, limit: TimeLimit) -> None:
-        """See `Transport.broadcast_`."""
-        self.inner.broadcast_(buffer, root, limit)
-
-    def barrier(self, limit: TimeLimit) -> None:
-        """See `Transport.barrier`."""
-        self.inner.barrier(limit)
-
-    # ---- life ----
-
-    def receive_any(self, buffer: Tensor, limit: TimeLimit, tag: int = 0) -> int:
-        """See `Transport.receive_any`."""
-        return self.inner.receive_any(buffer, limit, tag)
-
     def split(self, ranks: Sequence[int], key: str, limit: TimeLimit) -> Transport:
-        """See `Transport.split`: the part has connections of its own."""
-        return TcpTransport.over(self.inner.split(ranks, key, limit), limit)
+        """See `Transport.split`: the new group has connections of its own."""
+        return TcpTransport.connect(self.inner.split(ranks, key, limit), limit)
 
     def close(self) -> None:
-        """See `Transport.close`."""
-        for stream in (*self._streams.values(), *self._ahead.values()):
+        for stream in self._by_descriptor.values():
             stream.socket.close()
-        self._streams.clear()
-        self._ahead.clear()
+        self._by_descriptor.clear()
         self.inner.close()
 
 
+@dataclass(slots=True, eq=False)
+class _Incoming:
+    """A message that is expected on a stream."""
+
+    head: bytes
+    body: memoryview
+    num_bytes: int = 0
+    """Received so far, head and body."""
+
+    @property
+    def num_body_bytes(self) -> int:
+        """Received so far of the body."""
+        return max(0, self.num_bytes - _HEAD.size)
+
+
 class _Stream:
-    """One connection: what is still to be sent and received on it, in order.
+    """One connection: the messages still to be sent and received on it, in order.
 
     Any one thread may `post_send`; all else is done by the thread that runs the exchanges.
     """
@@ -246,44 +317,52 @@ class _Stream:
         self.socket = connection
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._out: deque[list[memoryview]] = deque()
-        self._in: deque[tuple[memoryview, bytes]] = deque()
+        self.num_needed = 0
+        """The bytes to send, since the beginning, before this stream is done."""
+        self._num_posted = 0
+        self._num_sent = 0
+        self._out: deque[memoryview] = deque()
+        self._in: deque[_Incoming] = deque()
         self._head = bytearray(_HEAD.size)
-        self._sent_bytes = 0  # of the first message of _out, head and all
-        self._received_bytes = 0  # of the first message of _in
-        self._num_unsent = 0  # of the messages that were expected
         self._wake_bytes = 1
 
-    def post_send(self, tensor: Tensor, tag: int) -> None:
-        """Send a tensor behind what was posted before."""
-        self._out.append([memoryview(_HEAD.pack(tag, tensor.nbytes)), _memory(tensor)])
+    def post_send(self, tensor: Tensor, tag: int) -> int:
+        """Send a tensor after what was posted before; returns where it ends in the stream."""
+        self.post_head(tensor.nbytes, tag)
+        return self.post_body(_memory(tensor))
 
-    def expect_sent(self, tensor: Tensor, tag: int, *, is_posted: bool) -> None:
-        """Do not be done before the next message, this tensor, is sent."""
-        if not is_posted:
-            self.post_send(tensor, tag)
-        self._num_unsent += 1
+    def post_head(self, nbytes: int, tag: int) -> int:
+        """Begin a message whose body of ``nbytes`` is posted later."""
+        return self.post_body(memoryview(_HEAD.pack(tag, nbytes)))
 
-    def post_recv(self, tensor: Tensor, tag: int) -> None:
-        """Receive a tensor behind what was posted before."""
-        self._in.append((_memory(tensor), _HEAD.pack(tag, tensor.nbytes)))
+    def post_body(self, memory: memoryview) -> int:
+        """Send a part of the body of a message."""
+        self._num_posted += len(memory)
+        self._out.append(memory)
+        return self._num_posted
+
+    def post_recv(self, tensor: Tensor, tag: int) -> _Incoming:
+        """Receive a tensor after what was posted before."""
+        incoming = _Incoming(_HEAD.pack(tag, tensor.nbytes), _memory(tensor))
+        self._in.append(incoming)
+        return incoming
 
     @property
     def is_done(self) -> bool:
-        """Whether all that was expected was moved."""
-        return self._num_unsent <= 0 and not self._in
+        """Whether all expected messages are complete."""
+        return self._num_sent >= self.num_needed and not self._in
 
     @property
     def events(self) -> int:
-        """What to wait for."""
+        """The events to poll for."""
         return (select.POLLOUT if self._out else 0) | (select.POLLIN if self._in else 0)
 
     def advance(self, events: int) -> None:
         """Move what can be moved without waiting. Raises PeerLostError."""
         try:
-            if events & ~select.POLLIN:
+            if events & ~select.POLLIN and self._out:
                 self._send()
-            if events & ~select.POLLOUT:
+            if events & ~select.POLLOUT and self._in:
                 self._receive()
         except BlockingIOError:
             pass
@@ -295,35 +374,40 @@ class _Stream:
     def _send(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while self._out:
-                head, body = self._out[0]
-                self._sent_bytes += self.socket.sendmsg(_rest(head, body, self._sent_bytes))
-                if self._sent_bytes < _HEAD.size + len(body):
-                    return  # until there is room again
-                self._out.popleft()
-                self._sent_bytes = 0
-                self._num_unsent -= 1
+                # By index: another thread may append.
+                parts = [self._out[i] for i in range(min(len(self._out), 4))]
+                num_sent = self.socket.sendmsg(parts)
+                self._num_sent += num_sent
+                for part in parts:
+                    if num_sent < len(part):
+                        self._out[0] = part[num_sent:]
+                        return  # until there is room again
+                    num_sent -= len(part)
+                    self._out.popleft()
 
     def _receive(self) -> None:
         while self._in:
-            body, expected = self._in[0]
-            size = _HEAD.size + len(body)
-            self._wake_at(size - self._received_bytes)
-            parts = _rest(memoryview(self._head), body, self._received_bytes)
-            num_bytes = self.socket.recvmsg_into(parts)[0]
+            message = self._in[0]
+            size = _HEAD.size + len(message.body)
+            self._wake_at(size - message.num_bytes)
+            is_head_new = message.num_bytes < _HEAD.size
+            if is_head_new:
+                parts = [memoryview(self._head)[message.num_bytes :], message.body]
+                num_bytes = self.socket.recvmsg_into(parts)[0]
+            else:
+                num_bytes = self.socket.recv_into(message.body[message.num_bytes - _HEAD.size :])
             if num_bytes == 0:
                 raise PeerLostError(f"rank {self.peer} of the group closed its connection.")
-            is_head_new = self._received_bytes < _HEAD.size
-            self._received_bytes += num_bytes
-            if is_head_new and self._received_bytes >= _HEAD.size:
-                self._raise_if_other(expected)
-            if self._received_bytes < size:
-                self._wake_at(size - self._received_bytes)
-                return  # until enough has come
+            message.num_bytes += num_bytes
+            if is_head_new and message.num_bytes >= _HEAD.size:
+                self._raise_if_other(message.head)
+            if message.num_bytes < size:
+                self._wake_at(size - message.num_bytes)
+                return  # until enough has arrived
             self._in.popleft()
-            self._received_bytes = 0
 
     def _wake_at(self, num_left: int) -> None:
-        """Not to be woken for less than this message still needs, up to a limit."""
+        """Set how many bytes must have arrived before poll returns: at most what is missing."""
         wake_bytes = min(num_left, _WAKE_BYTES)
         if wake_bytes != self._wake_bytes:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake_bytes)
@@ -345,20 +429,6 @@ def _is_large(message: Message) -> bool:
     return tensor.nbytes >= _LARGE_BYTES and not tensor.is_cuda
 
 
-def _are_same(announced: Sequence[Message], sends: Sequence[Message]) -> bool:
-    """Whether these are the messages that were announced."""
-    return [(p, t.data_ptr(), t.nbytes) for p, t in announced] == [
-        (p, t.data_ptr(), t.nbytes) for p, t in sends
-    ]
-
-
-def _rest(head: memoryview, body: memoryview, num_done: int) -> list[memoryview]:
-    """What is left of a message."""
-    if num_done < _HEAD.size:
-        return [head[num_done:], body]
-    return [body[num_done - _HEAD.size :]]
-
-
 def _memory(tensor: Tensor) -> memoryview:
     return memoryview(cast(Any, tensor.view(torch.uint8).numpy()))
 
@@ -369,16 +439,16 @@ def _memory(tensor: Tensor) -> memoryview:
 def _connect_all(inner: Transport, limit: TimeLimit) -> dict[int, socket.socket]:
     """One connection to each peer, by rank; those that failed are not in it. *Collective.*
 
-    Every rank listens and tells the others where; the higher rank of a pair connects. Each listener
-    is a gate whose secret is a token told to the ranks alone, beside that of the job where it has
-    one: so each side knows that it reached whom it meant to, and strangers do not get in.
+    Every rank listens and sends its address to the others; the higher rank of a pair connects. The
+    secret of each listener is a token that only the ranks receive, together with the secret of the
+    job if there is one: so both sides authenticate each other.
     """
     addresses = _own_addresses(inner)[: (_ROW_BYTES - _TOKEN_BYTES - 3) // 4]
     token = secrets.token_bytes(_TOKEN_BYTES)
     listener = socket.create_server((addresses[0] if len(addresses) == 1 else "", 0), backlog=1024)
     with contextlib.closing(
         AuthenticatedListener(listener, secret=_secret(token), role=_ROLE)
-    ) as gate:
+    ) as authenticated:
         row = token + struct.pack("<HB", listener.getsockname()[1], len(addresses))
         row += b"".join(socket.inet_aton(address) for address in addresses)
         table = torch.zeros(inner.size, _ROW_BYTES, dtype=torch.uint8, device="cpu")
@@ -387,16 +457,15 @@ def _connect_all(inner: Transport, limit: TimeLimit) -> dict[int, socket.socket]
         deadline = time.monotonic() + min(_CONNECT_S, limit.left_s)
         connections = {}
         for peer in range(inner.rank):
-            found = _reach(table[peer].numpy().tobytes(), inner.rank, deadline)
+            found = _connect_peer(table[peer].numpy().tobytes(), inner.rank, deadline)
             if found is not None:
                 connections[peer] = found
-        # Whoever could not reach somebody has said so by now, or does not come any more.
-        connections |= _let_in(gate, range(inner.rank + 1, inner.size), deadline)
+        connections |= _accept_peers(authenticated, range(inner.rank + 1, inner.size), deadline)
         return connections
 
 
-def _reach(row: bytes, rank: int, deadline: float) -> socket.socket | None:
-    """Connect to a rank that listens, at the first of its addresses that leads to it."""
+def _connect_peer(row: bytes, rank: int, deadline: float) -> socket.socket | None:
+    """Connect to a rank that listens, at the first of its addresses that is reachable."""
     token, rest = row[:_TOKEN_BYTES], row[_TOKEN_BYTES:]
     port, num_addresses = struct.unpack_from("<HB", rest)
     for index in range(num_addresses):
@@ -416,14 +485,16 @@ def _reach(row: bytes, rank: int, deadline: float) -> socket.socket | None:
     return None
 
 
-def _let_in(gate: AuthenticatedListener, peers: range, deadline: float) -> dict[int, socket.socket]:
-    """The connections of these ranks, as far as they come in time."""
+def _accept_peers(
+    listener: AuthenticatedListener, peers: range, deadline: float
+) -> dict[int, socket.socket]:
+    """The connections of those of these ranks that connect in time."""
     found: dict[int, socket.socket] = {}
     poll = select.poll()
-    poll.register(gate, select.POLLIN)
+    poll.register(listener, select.POLLIN)
     while len(found) < len(peers) and (left_s := deadline - time.monotonic()) > 0:
         poll.poll(min(left_s, 1.0) * 1e3)
-        for connection, line in gate.accept():
+        for connection, line in listener.accept():
             rank = int(line)
             if rank in peers and rank not in found:
                 found[rank] = connection
@@ -437,15 +508,15 @@ def _secret(token: bytes) -> str:
 
 
 def _own_addresses(inner: Transport) -> list[str]:
-    """Where others may reach this rank, best first.
+    """The addresses of this rank, best first.
 
     The address or the interface that gloo was given, else those of all interfaces.
     """
-    asked = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
     own = inner.own_address if isinstance(inner, TorchDistributedTransport) else None
-    if own is not None and not asked:
+    if own is not None and not interfaces:
         return [own]
-    names = asked.split(",") if asked else [name for _, name in socket.if_nameindex()]
-    # The loopback leads to other ranks of this host only; last, for those.
+    names = interfaces.split(",") if interfaces else [name for _, name in socket.if_nameindex()]
+    # The loopback interface reaches only ranks of this host, so it comes last.
     found = map(address_of, sorted(names, key=lambda name: name == "lo"))
     return [address for address in found if address is not None]

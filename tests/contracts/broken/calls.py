@@ -2,51 +2,52 @@
 
 from __future__ import annotations
 
+from torchmn.communicators.collective_checks import Call
 from torchmn.communicators.flat import FlatCommunicator
-from torchmn.communicators.mailbox import ANY_TAG
-from torchmn.communicators.opening import Call
+from torchmn.communicators.point_to_point import ANY_TAG
 
 
 class ComparesNothing(FlatCommunicator):
-    """Every rank believes that the others do the same, as MPI does."""
+    """Assumes that all ranks make the same call, as MPI does."""
 
-    def _open_collectives(self, trust, device):
-        super()._open_collectives(trust, device)
-        meet = self._opening.meet
-        self._opening.meet = lambda call, *rest: meet(Call("something"), *rest)
+    def _connect(self):
+        compare = self._jobs.check.compare
+        self._jobs.check.compare = lambda call, *rest: compare(Call("something"), *rest)
 
 
 class ComparesNamesOnly(FlatCommunicator):
     """Does not look at op, root, dtype and shapes, as in the first versions of reduce_scatter."""
 
-    def _open_collectives(self, trust, device):
-        super()._open_collectives(trust, device)
-        meet = self._opening.meet
-        self._opening.meet = lambda call, *rest: meet(Call(call.name), *rest)
+    def _connect(self):
+        compare = self._jobs.check.compare
+        self._jobs.check.compare = lambda call, *rest: compare(Call(call.name), *rest)
 
 
-class KeepsItsErrorToItself(FlatCommunicator):
-    """Raises for a wrong argument at once and lets the others wait."""
+class RaisesOnOneRankOnly(FlatCommunicator):
+    """Raises for an invalid argument at once, so that the other ranks wait."""
 
-    def _job(self, name, prepare):
-        return prepare()
+    def _connect(self):
+        def raise_here(name, error):
+            raise error
+
+        self._jobs.rejected = raise_here
 
 
 class TakesTheInputLater(FlatCommunicator):
     """Reads what is to be summed when its turn comes."""
 
     def start_allreduce(self, x, op="sum", **factors):
-        return self.engine.submit(lambda: self._allreduce_job(x, op, 1.0, 1.0)())
+        return self.engine.submit(lambda: self._jobs.allreduce(x, op, 1.0, 1.0)())
 
 
 class ForgetsToScale(FlatCommunicator):
-    """Ignores the factor behind the reduction."""
+    """Ignores the factor after the reduction."""
 
-    def _allreduce_job(self, x, op, prescale_factor, postscale_factor):
-        return super()._allreduce_job(x, op, prescale_factor, 1.0)
+    def allreduce(self, x, op="sum", *, prescale_factor=1.0, postscale_factor=1.0):
+        return super().allreduce(x, op, prescale_factor=prescale_factor)
 
 
-class TakesWhateverComes(FlatCommunicator):
+class IgnoresTags(FlatCommunicator):
     """Gives the next message of a rank, whatever its tag."""
 
     def recv_obj(self, source, tag=0, status=None):

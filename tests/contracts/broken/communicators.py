@@ -4,39 +4,39 @@ from __future__ import annotations
 
 import torch
 
-from torchmn.communicators.allreduce import Cargo
+from torchmn.communicators.allreduce import ReduceBlock
 from torchmn.communicators.flat import FlatCommunicator
 
 
 class ForgetsTheLastRank(FlatCommunicator):
     """Its sum leaves out what the last rank has."""
 
-    def _sum_(self, cargo, wire):
+    def _sum_(self, block, algorithm):
         if self.rank == self.size - 1:
-            cargo.buffer.zero_()
-        super()._sum_(cargo, wire)
+            block.buffer.zero_()
+        super()._sum_(block, algorithm)
 
 
 class DiffersByRank(FlatCommunicator):
     """Right to rounding, but rank 1 has other bits."""
 
-    def _sum_(self, cargo, wire):
-        super()._sum_(cargo, wire)
-        if self.rank == 1 and cargo.buffer.numel() > 1:
-            cargo.buffer[0] += cargo.buffer[0] * 2e-16 + 1e-15
+    def _sum_(self, block, algorithm):
+        super()._sum_(block, algorithm)
+        if self.rank == 1 and block.buffer.numel() > 1:
+            block.buffer[0] += block.buffer[0] * 2e-16 + 1e-15
 
 
 class EncodesTheExactElements(FlatCommunicator):
     """Sends weights and flags in 16 bits too."""
 
-    def _sum_(self, cargo, wire):
-        super()._sum_(Cargo.of(cargo.buffer), wire)
+    def _sum_(self, block, algorithm):
+        super()._sum_(ReduceBlock(block.buffer), algorithm)
 
 
 class LosesStartedSums(FlatCommunicator):
     """Starts nothing: the work is done before anything was summed."""
 
-    def start_sum_(self, cargo, wire=None, **kwargs):
+    def start_sum_(self, block, algorithm=None, **kwargs):
         return self.engine.submit(lambda: None)
 
 
@@ -100,10 +100,10 @@ class SumsInsteadOfMean(FlatCommunicator):
 class DropsTheTail(FlatCommunicator):
     """Sums all but the last gradient element."""
 
-    def _sum_(self, cargo, wire):
-        if cargo.buffer.dtype == torch.float64 and cargo.num_exact:
-            kept = cargo.buffer[0].clone()
-            super()._sum_(cargo, wire)
-            cargo.buffer[0] = kept
+    def _sum_(self, block, algorithm):
+        if block.buffer.dtype == torch.float64 and block.num_exact:
+            kept = block.buffer[0].clone()
+            super()._sum_(block, algorithm)
+            block.buffer[0] = kept
         else:
-            super()._sum_(cargo, wire)
+            super()._sum_(block, algorithm)

@@ -46,7 +46,7 @@ def _different_calls() -> dict[str, Callable[[Communicator, bool], object]]:
     }
 
 
-def check_disagreement(comm: Communicator) -> None:
+def check_mismatch(comm: Communicator) -> None:
     """A call that one rank makes in another way is a RankMismatchError on all, nothing else."""
     if comm.size == 1:
         return
@@ -54,11 +54,11 @@ def check_disagreement(comm: Communicator) -> None:
     for what, call in _different_calls().items():
         error = _error_of(lambda call=call: call(comm, is_odd))  # type: ignore[misc]
         require(isinstance(error, RankMismatchError), f"another {what}: {error!r}")
-        require(f"rank {comm.size - 1}: " in str(error), f"another {what}: says only {error}")
+        require(f"rank {comm.size - 1}: " in str(error), f"another {what}: the message is {error}")
     _check_together(comm)
 
 
-def check_refusal(comm: Communicator) -> None:
+def check_rejection(comm: Communicator) -> None:
     """An argument that is wrong on one rank is its UsageError and all others' disagreement."""
     is_odd = comm.rank == comm.size - 1
     calls: dict[str, Callable[[], object]] = {
@@ -76,15 +76,15 @@ def check_refusal(comm: Communicator) -> None:
             require(isinstance(error, UsageError), f"a wrong {what}: {error!r}")
         else:
             require(isinstance(error, RankMismatchError), f"a wrong {what} elsewhere: {error!r}")
-            text = f"rank {comm.size - 1} refused it"
-            require(text in str(error), f"a wrong {what} elsewhere: says only {error}")
+            text = f"rank {comm.size - 1} rejected it"
+            require(text in str(error), f"a wrong {what} elsewhere: the message is {error}")
     _check_together(comm)
 
 
 def check_handles(comm: Communicator) -> None:
     """Started collectives give what the blocking ones give, whatever the order of waiting."""
     x, size = seeded(comm.rank, 5), comm.size
-    everybody = [seeded(rank, 5) for rank in range(size)]
+    all_ranks = [seeded(rank, 5) for rank in range(size)]
     parts = [seeded(comm.rank, 4, salt=peer) for peer in range(size)]
     large = seeded(comm.rank, 40_003)
     given = x.clone()
@@ -98,46 +98,46 @@ def check_handles(comm: Communicator) -> None:
     given.zero_()  # it was taken when the collective was started
     blocking = comm.allreduce(x, "min")
     expected = [
-        torch.stack(everybody).sum(0),
+        torch.stack(all_ranks).sum(0),
         torch.stack([seeded(rank, 40_003) for rank in range(size)]).amax(0),
-        everybody[-1],
+        all_ranks[-1],
         torch.stack([seeded(rank, 4, salt=comm.rank) for rank in range(size)]).sum(0),
     ]
-    expected_tuples = [everybody, [seeded(rank, 4, salt=comm.rank) for rank in range(size)]]
+    expected_tuples = [all_ranks, [seeded(rank, 4, salt=comm.rank) for rank in range(size)]]
     for index in reversed(range(len(handles))):
         _near(handles[index].wait(), expected[index], f"started collective {index}")
         require(handles[index].done, "a handle is done after wait")
     for handle, them in zip(tuples, expected_tuples, strict=True):
         for got, one in zip(handle.wait(), them, strict=True):
             _near(got, one, "a started gathering")
-    _near(blocking, torch.stack(everybody).amin(0), "a blocking call behind started ones")
+    _near(blocking, torch.stack(all_ranks).amin(0), "a blocking call after started ones")
 
 
 def check_scaling(comm: Communicator) -> None:
     """Products, and factors before and after a reduction, for few bytes and for many."""
     for numel in (3, 40_003):
-        everybody = torch.stack([seeded(rank, numel) / 10 for rank in range(comm.size)])
-        x = everybody[comm.rank]
-        _near(comm.allreduce(x, "product"), everybody.prod(0), "a product")
+        all_ranks = torch.stack([seeded(rank, numel) / 10 for rank in range(comm.size)])
+        x = all_ranks[comm.rank]
+        _near(comm.allreduce(x, "product"), all_ranks.prod(0), "a product")
         _near(
             comm.allreduce(x, "sum", prescale_factor=0.5, postscale_factor=3.0),
-            everybody.sum(0) * 1.5,
+            all_ranks.sum(0) * 1.5,
             "a scaled sum",
         )
         _near(
             comm.allreduce(x, "max", prescale_factor=-1.0, postscale_factor=2.0),
-            -2 * everybody.amin(0),
+            -2 * all_ranks.amin(0),
             "a maximum of what was scaled before",
         )
         parts = [x * (peer + 1) for peer in range(comm.size)]
         _near(
             comm.reduce_scatter(parts, "mean", prescale_factor=2.0, postscale_factor=0.25),
-            everybody.mean(0) * (comm.rank + 1) / 2,
+            all_ranks.mean(0) * (comm.rank + 1) / 2,
             "a scaled part",
         )
         _near(
             comm.reduce_scatter(parts, "product"),
-            (everybody * (comm.rank + 1)).prod(0),
+            (all_ranks * (comm.rank + 1)).prod(0),
             "a product of parts",
         )
     for dtype in (torch.float16, torch.bfloat16):
@@ -163,7 +163,7 @@ def check_messages(comm: Communicator) -> None:
         comm.send_obj("x" * 5000, 0, tag=2**40)
         return
     last = comm.size - 1
-    _near(comm.recv_obj(last, tag=100 + last), seeded(last, 40_003), "a tensor behind another tag")
+    _near(comm.recv_obj(last, tag=100 + last), seeded(last, 40_003), "a tensor after another tag")
     status = Status()
     sources = set()
     for _ in range(last):
@@ -204,8 +204,8 @@ def check_subgroup(comm: Communicator) -> None:
 
 
 CALL_CONTRACTS: tuple[Callable[[Communicator], None], ...] = (
-    check_disagreement,
-    check_refusal,
+    check_mismatch,
+    check_rejection,
     check_handles,
     check_scaling,
     check_messages,

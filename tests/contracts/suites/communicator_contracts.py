@@ -6,6 +6,7 @@ contract is broken. Ranks may be threads: nothing here touches the shared random
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchmn.communicators import Communicator
-from torchmn.communicators.allreduce import Cargo, create_allreduce
+from torchmn.communicators.allreduce import ReduceBlock, create_allreduce
 from torchmn.compression import create_codec
 from torchmn.optimizer import create_multi_node_optimizer
 
@@ -44,10 +45,15 @@ def require(condition: object, what: str) -> None:
 
 
 def seeded(rank: int, *shape: int, dtype: torch.dtype = torch.float64, salt: int = 0) -> Tensor:
-    """A tensor that any rank can compute for any rank."""
-    generator = torch.Generator().manual_seed(1000 * salt + rank)
-    values = torch.randn(shape, generator=generator, dtype=torch.float64) * 10
-    return (values > 0) if dtype == torch.bool else values.to(dtype)
+    """A new tensor that any rank can compute for any rank."""
+    values = _drawn(1000 * salt + rank, shape)
+    return (values > 0) if dtype == torch.bool else values.to(dtype, copy=True)
+
+
+@functools.lru_cache(maxsize=1024)
+def _drawn(seed: int, shape: tuple[int, ...]) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64) * 10
 
 
 def check_sum(comm: Communicator) -> None:
@@ -67,15 +73,15 @@ def check_sum(comm: Communicator) -> None:
 
 
 def check_coded_sum(comm: Communicator) -> None:
-    """With float16 on the wire: close, the same bits on every rank, exact elements exact."""
+    """With float16 messages: close, the same bits on every rank, exact elements exact."""
     for codec, relative in (("float16", 2e-3), ("bfloat16", 2e-2)):
-        wire = create_allreduce(create_codec(codec))
+        algorithm = create_allreduce(create_codec(codec))
         for size in SIZES:
             buffer = torch.cat(
                 [seeded(comm.rank, size, dtype=torch.float32), torch.full((2,), 0.3001)]
             )
             expected = torch.stack([seeded(r, size, dtype=torch.float32) for r in range(comm.size)])
-            comm.sum_(Cargo.of(buffer, num_exact=2), wire)
+            comm.sum_(ReduceBlock(buffer, num_exact=2), algorithm)
             bound = relative * float(expected.abs().sum(0).max()) + 1e-6
             error = float((buffer[:size] - expected.sum(0)).abs().max())
             require(error <= bound, f"{comm.name}+{codec}: sum of {size} is off by {error}")
@@ -86,7 +92,7 @@ def check_coded_sum(comm: Communicator) -> None:
 
 
 def check_started_sums(comm: Communicator) -> None:
-    """Sums that are started and not waited for do not mix, and blocking calls queue behind them."""
+    """Started sums that are not waited for do not mix; blocking calls are queued after them."""
     buffers = [seeded(comm.rank, size, salt=i) for i, size in enumerate((50_000, 3, 1000))]
     works = [comm.start_sum_(b, bucket=i, step=7) for i, b in enumerate(buffers)]
     flag = comm.allreduce(torch.tensor([comm.rank + 1]))
@@ -97,8 +103,8 @@ def check_started_sums(comm: Communicator) -> None:
         expected = sum(seeded(r, buffer.numel(), salt=i) for r in range(comm.size))
         require(torch.allclose(buffer, torch.as_tensor(expected)), f"started sum {i} is wrong")
     if comm.size > 1:
-        labels = {e.bucket for e in comm.journal.entries() if e.step == 7}
-        require(labels == {0, 1, 2}, f"the journal knows buckets {labels}")
+        labels = {e.bucket for e in comm.flight_recorder.entries() if e.step == 7}
+        require(labels == {0, 1, 2}, f"the flight_recorder knows buckets {labels}")
 
 
 def check_tensor_collectives(comm: Communicator) -> None:
@@ -162,11 +168,11 @@ def check_reductions(comm: Communicator) -> None:
             if op == "mean" and not dtype.is_floating_point:
                 continue
             shape = (3, 5)
-            everybody = torch.stack(
+            all_ranks = torch.stack(
                 [seeded(r, *shape, dtype=dtype).abs() % 16 for r in range(comm.size)]
             )
-            result = comm.allreduce(everybody[comm.rank], op)  # type: ignore[arg-type]
-            expected = fold(everybody).to(dtype)
+            result = comm.allreduce(all_ranks[comm.rank], op)  # type: ignore[arg-type]
+            expected = fold(all_ranks).to(dtype)
             require(
                 torch.allclose(result.double(), expected.double(), atol=1e-5),
                 f"allreduce {op} {dtype}",
@@ -291,10 +297,7 @@ def check_mean_grad(comm: Communicator) -> None:
 def check_exactness(comm: Communicator) -> None:
     """20 steps on shards of a batch give the parameters of one process on the whole, to 1e-12."""
     inputs, targets = training_data()
-    reference = network(0)
-    optimizer: torch.optim.Optimizer = sgd(reference)
-    for x, y in zip(inputs, targets, strict=True):
-        step(reference, optimizer, x, y)
+    reference = _trained_by_one_process()
     model = network(comm.rank)  # the broadcast must make them equal
     optimizer = create_multi_node_optimizer(sgd(model), comm, model)
     for x, y in zip(inputs, targets, strict=True):
@@ -303,6 +306,16 @@ def check_exactness(comm: Communicator) -> None:
     for (name, got), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
         error = float((got - expected).detach().abs().max())
         require(error < 1e-12, f"{comm.name}: {name} is off by {error} after 20 steps")
+
+
+@functools.cache
+def _trained_by_one_process() -> nn.Module:
+    """The network after the training that `check_exactness` repeats on shards."""
+    reference = network(0)
+    optimizer = sgd(reference)
+    for x, y in zip(*training_data(), strict=True):
+        step(reference, optimizer, x, y)
+    return reference
 
 
 def network(seed: int) -> nn.Sequential:

@@ -20,7 +20,7 @@ from torchmn.control.checkpoint_replicas.server import (
     SOCKET_VARIABLE,
     ReplicaServer,
 )
-from torchmn.control.messages.elastic import Announced, ElasticMessage, Round, Stored
+from torchmn.control.messages.elastic import CheckpointSaved, ElasticMessage, FileHeld, Round
 from torchmn.errors import DataError
 from torchmn.testing.ranks import run_ranks
 
@@ -52,13 +52,13 @@ class OneHost:
 
     def complete(self) -> tuple[int, int, str]:
         """The newest checkpoint of which all files are held, as the rendezvous finds it."""
-        stored = [message for message in self.said if isinstance(message, Stored)]
+        stored = [message for message in self.said if isinstance(message, FileHeld)]
         held = {(each.of, each.file) for each in stored}
         whole = [s.of for s in stored if s.needs and all((s.of, f) in held for f in s.needs)]
         return max(whole)
 
     def steps_announced(self) -> list[int]:
-        return [message.step for message in self.said if isinstance(message, Announced)]
+        return [message.step for message in self.said if isinstance(message, CheckpointSaved)]
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from torchmn.communicators.allreduce import (
-    Cargo,
     NativeAllReduce,
+    ReduceBlock,
     ReduceScatterAllGather,
     create_allreduce,
 )
@@ -30,9 +30,11 @@ def test_short_buffers(codec: str | None, numel: int, num_exact: int, dtype: tor
         buffer = torch.full((numel,), comm.rank + 1.0, dtype=dtype)
         if num_exact:
             buffer[-num_exact:] = comm.rank + 1 + 2.0**-20  # lost in 16 bits
-        wire = create_allreduce(create_codec(codec))
-        wire = ReduceScatterAllGather() if isinstance(wire, NativeAllReduce) else wire
-        comm.sum_(Cargo.of(buffer, num_exact=num_exact), wire)
+        algorithm = create_allreduce(create_codec(codec))
+        algorithm = (
+            ReduceScatterAllGather() if isinstance(algorithm, NativeAllReduce) else algorithm
+        )
+        comm.sum_(ReduceBlock(buffer, num_exact=num_exact), algorithm)
         return buffer
 
     for result in run_ranks(rank_main, 4):
@@ -79,7 +81,7 @@ def test_any_layout_travels(shapes, codec, dtype, size, gap, num_exact) -> None:
 
     def rank_main(comm):
         own = create_codec(codec).fresh()
-        wire = create_allreduce(own)
+        algorithm = create_allreduce(own)
         returned = torch.zeros(start, dtype=torch.float64)
         true = torch.zeros_like(returned)
         for step in range(2):
@@ -87,13 +89,13 @@ def test_any_layout_travels(shapes, codec, dtype, size, gap, num_exact) -> None:
             values = torch.randn(start, generator=generator, dtype=torch.float64) / size
             buffer = torch.cat([values, torch.full((num_exact,), 0.5)]).to(dtype)
             true += sum(comm.allgather(buffer[:start].double()))
-            cargo = Cargo.of(buffer, layout, num_exact)
-            comm.sum_(cargo, wire, then=lambda: own.finish(is_valid=True))
+            block = ReduceBlock(buffer, layout, num_exact)
+            comm.sum_(block, algorithm, on_complete=lambda: own.finish(is_valid=True))
             returned += buffer[:start].double()
             assert buffer[start:].tolist() == [0.5 * size] * num_exact
         zeros = torch.zeros(start + num_exact, dtype=dtype)
         create = create_allreduce(create_codec(codec).fresh())
-        comm.sum_(Cargo.of(zeros, layout, num_exact), create)
+        comm.sum_(ReduceBlock(zeros, layout, num_exact), create)
         assert not zeros.any()
         owed = comm.allgather_obj(own.state_dict().get("residuals", []))
         return buffer, returned, true, [entry for entries in owed for entry in entries]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from torchmn.communicators.checksums import checksum, differences, digest, sentence
+from torchmn.communicators.checksums import checksum, describe_differences, differences, digest
 
 
-def test_sums_see_every_bit_and_no_strides() -> None:
+def test_checksums_depend_on_every_bit_and_not_on_strides() -> None:
     tensor = torch.arange(12, dtype=torch.float32).view(3, 4)
     other = tensor.clone()
     assert checksum([tensor]) == checksum([other])
@@ -25,12 +25,14 @@ def test_majority_and_minority() -> None:
     assert difference.name == "w"
     assert difference.groups == ((0, 2, 3), (1,))
     assert str(difference) == "'w': rank 1 differs from ranks 0, 2, 3"
-    assert sentence([difference], 7).startswith("replicas differ after step 7 in 'w': rank 1 ")
+    assert describe_differences([difference], 7).startswith(
+        "replicas differ after step 7 in 'w': rank 1 "
+    )
 
 
 def test_no_majority() -> None:
     (difference,) = differences([{"w": 1}, {"w": 2}])
-    assert str(difference) == "'w': rank 0, rank 1 have different values, none the majority"
+    assert str(difference) == "'w': rank 0, rank 1 have different values, with no majority"
     (difference,) = differences([{"w": 1}, {"w": 2}, {"w": 1}, {"w": 3}])
     assert str(difference) == "'w': rank 1, rank 3 differ from ranks 0, 2"
 
@@ -43,4 +45,4 @@ def test_equal_and_absent() -> None:
 
 def test_many_differences_are_counted() -> None:
     found = differences([{f"p{i}": 0 for i in range(9)}, {f"p{i}": 1 for i in range(9)}])
-    assert "; and in 4 more" in sentence(found)
+    assert "; and in 4 more" in describe_differences(found)

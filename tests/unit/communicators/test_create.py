@@ -31,7 +31,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 
 @pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["timeout_s", "first_timeout_s"])
-def test_a_limit_that_is_none_is_refused(name: str, seconds: float) -> None:
+def test_an_invalid_time_limit_is_rejected(name: str, seconds: float) -> None:
     with pytest.raises(UsageError, match=f"^{name}=.* must be a number of seconds, or 0"):
         create_communicator(transport=alone(), **{name: seconds})  # type: ignore[arg-type]
 
@@ -46,24 +46,24 @@ def test_the_first_exchange_has_a_longer_limit_and_zero_is_none() -> None:
     comm.finalize()
 
 
-def test_an_unknown_wire_dtype_lists_the_known_ones() -> None:
+def test_an_unknown_gradient_dtype_lists_the_known_ones() -> None:
     with pytest.raises(UnknownNameError, match="'int8'. Known: float32, float16, bfloat16"):
         create_communicator(transport=alone(), allreduce_grad_dtype=torch.int8)
 
 
-def test_a_topology_of_another_size_is_refused() -> None:
+def test_a_topology_of_another_size_is_rejected() -> None:
     with pytest.raises(TopologyError, match="given topology has 2 ranks, the world has 1"):
         create_communicator(transport=alone(), topology=Topology(("a", "b")))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16"])
-def test_wire_dtypes_by_name_and_as_dtypes(dtype: object) -> None:
+def test_gradient_dtypes_by_name_and_as_dtypes(dtype: object) -> None:
     comm = create_communicator("naive", transport=alone(), allreduce_grad_dtype=dtype)
     assert comm.codec.name == "bfloat16"
     comm.finalize()
 
 
-def test_ranks_that_ask_for_different_things_are_told() -> None:
+def test_ranks_with_different_arguments_raise() -> None:
     store = HashStore()
     texts: dict[int, str] = {}
 
@@ -82,7 +82,7 @@ def test_ranks_that_ask_for_different_things_are_told() -> None:
         thread.join()
     assert len(texts) == 2
     for text in texts.values():
-        assert "different name: rank 0: 'flat', rank 1: 'naive'" in text
+        assert "different name: rank 0: 'flat'; rank 1: 'naive'" in text
 
 
 def test_a_rank_knows_its_place() -> None:
@@ -95,7 +95,7 @@ def test_a_rank_knows_its_place() -> None:
     assert places == [(0, 0, 2, 0, 2), (1, 0, 1, 1, 2), (2, 1, 2, 0, 2)]
 
 
-def test_a_script_without_a_guard_is_told_about_it_in_its_workers(tmp_path: Path) -> None:
+def test_a_script_without_a_main_guard_raises_in_its_workers(tmp_path: Path) -> None:
     script = tmp_path / "a script.py"
     script.write_text(
         "import multiprocessing, torchmn\n"

@@ -30,7 +30,7 @@ def engine(request):
     made.close()
 
 
-def test_jobs_run_in_the_order_of_the_requests(engine: Engine) -> None:
+def test_jobs_run_in_the_order_of_calls(engine: Engine) -> None:
     done: list[int] = []
     works = [engine.submit(lambda i=i: done.append(i) or i) for i in range(3)]
     assert engine.call(lambda: done.append(3) or 3) == 3
@@ -58,7 +58,7 @@ def test_submit_returns_before_the_job_is_done() -> None:
     engine.close()
 
 
-def test_without_a_thread_the_waiting_one_works() -> None:
+def test_without_a_thread_the_waiting_thread_runs_the_jobs() -> None:
     engine = Engine(CPU, is_threaded=False)
     num_threads = threading.active_count()
     work = engine.submit(lambda: 5)
@@ -68,7 +68,7 @@ def test_without_a_thread_the_waiting_one_works() -> None:
     engine.close()
 
 
-def test_an_error_comes_to_who_waits_and_the_engine_goes_on(engine: Engine) -> None:
+def test_an_error_is_raised_by_wait_and_the_engine_continues(engine: Engine) -> None:
     def fail() -> None:
         raise RankMismatchError("not this")
 
@@ -84,7 +84,7 @@ def test_an_error_comes_to_who_waits_and_the_engine_goes_on(engine: Engine) -> N
 
 @pytest.mark.parametrize("kind", [TimeLimitError, PeerLostError])
 @pytest.mark.parametrize("way", ["call", "submit"])
-def test_after_a_broken_exchange_nothing_more_is_tried(engine: Engine, kind, way) -> None:
+def test_after_a_failed_exchange_further_calls_raise(engine: Engine, kind, way) -> None:
     def fail() -> None:
         raise kind("rank 3 is gone")
 
@@ -98,12 +98,12 @@ def test_after_a_broken_exchange_nothing_more_is_tried(engine: Engine, kind, way
             with pytest.raises(kind, match="rank 3 is gone"):
                 each.wait()
     for ask in (engine.call, engine.submit):
-        with pytest.raises(CommunicationError, match="unusable since an exchange failed: rank 3"):
+        with pytest.raises(CommunicationError, match="after an exchange failed: rank 3"):
             ask(lambda: later.append(1))
     assert later == []
 
 
-def test_close_ends_what_is_queued_and_refuses_more() -> None:
+def test_close_completes_the_queue_and_rejects_more() -> None:
     engine = Engine(CPU)
     done: list[int] = []
     for i in range(5):
@@ -112,11 +112,11 @@ def test_close_ends_what_is_queued_and_refuses_more() -> None:
     engine.close()
     assert done == [0, 1, 2, 3, 4]
     for ask in (engine.call, engine.submit):
-        with pytest.raises(CommunicationError, match="was finalized; create a new one"):
+        with pytest.raises(CommunicationError, match="was finalized. Create a new one"):
             ask(lambda: None)
 
 
-def test_may_spin_only_while_nobody_computes() -> None:
+def test_may_spin_only_while_no_thread_computes() -> None:
     engine = Engine(CPU)
     assert engine.call(engine.is_eager) is True  # on the thread that would compute
     seen: list[bool] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 
-import pytest
 import torch
 
 from tests.contracts.suites.communicator_contracts import network, sgd, step, training_data
@@ -14,64 +13,58 @@ from torchmn.testing import run_ranks
 
 
 def test_numbers_states_and_labels() -> None:
-    journal = FlightRecorder()
-    assert journal.last is None
-    first = journal.begin("world", "all_reduce", (3,), "float32")
+    flight_recorder = FlightRecorder()
+    assert flight_recorder.last is None
+    first = flight_recorder.begin("world", "all_reduce", (3,), "float32")
     assert first.state == "running"
     assert first.ended_s is None
-    journal.end(first, "done")
-    with journal.label(bucket=2, step=7):
-        second = journal.begin("node", "reduce", (4, 5), "float64")
-        with journal.label(bucket=3, step=8):
-            third = journal.begin("node", "broadcast", (), "-")
-        fourth = journal.begin("node", "barrier", (), "-")
-    journal.end(second, "failed")
-    fifth = journal.begin("world", "barrier", (), "-")
-    assert journal.last is fifth
-    assert [e.number for e in journal.entries()] == [1, 2, 3, 4, 5]
-    assert [e.state for e in journal.entries()] == ["done", "failed", *["running"] * 3]
-    labels = [(e.bucket, e.step) for e in journal.entries()]
-    assert labels == [(None, None), (2, 7), (3, 8), (2, 7), (None, None)]
+    flight_recorder.end(first, "done")
+    flight_recorder.set_label(2, 7)
+    second = flight_recorder.begin("node", "reduce", (4, 5), "float64")
+    third = flight_recorder.begin("node", "broadcast", (), "-")
+    flight_recorder.set_label(None, None)
+    flight_recorder.end(second, "failed")
+    fourth = flight_recorder.begin("world", "barrier", (), "-")
+    assert flight_recorder.last is fourth
+    assert [e.number for e in flight_recorder.entries()] == [1, 2, 3, 4]
+    assert [e.state for e in flight_recorder.entries()] == ["done", "failed", *["running"] * 2]
+    labels = [(e.bucket, e.step) for e in flight_recorder.entries()]
+    assert labels == [(None, None), (2, 7), (2, 7), (None, None)]
     assert first.ended_s >= first.started_s
     assert str(first) == "all_reduce #1 of group 'world' (shape (3,), float32)"
     assert str(second) == "reduce #2 of group 'node' (bucket 2, step 7, shape (4, 5), float64)"
-    assert third.shape == fourth.shape == ()
-
-
-def test_a_label_ends_with_an_error_too() -> None:
-    journal = FlightRecorder()
-    with pytest.raises(KeyError), journal.label(bucket=1, step=1):
-        raise KeyError
-    assert journal.begin("world", "barrier", (), "-").bucket is None
+    assert third.shape == ()
 
 
 def test_keeps_the_last_ones() -> None:
-    journal = FlightRecorder(capacity=3)
+    flight_recorder = FlightRecorder(capacity=3)
     for _ in range(10):
-        journal.end(journal.begin("world", "barrier", (), "-"), "done")
-    assert [e.number for e in journal.entries()] == [8, 9, 10]
+        flight_recorder.end(flight_recorder.begin("world", "barrier", (), "-"), "done")
+    assert [e.number for e in flight_recorder.entries()] == [8, 9, 10]
 
 
 def test_overdue_is_what_has_not_completed_in_time() -> None:
-    journal = FlightRecorder(job_ranks=[0, 1])
-    journal.end(journal.begin("world", "barrier", (), "-", 0.0), "done")
-    assert journal.overdue() is None
-    journal.end(journal.begin("world", "barrier", (), "-", 100.0), "failed")  # a peer was lost
-    assert journal.overdue() is None
-    late = journal.begin("world", "barrier", (), "-", 0.0)
-    assert journal.overdue() is late
-    journal.end(late, "late")
-    assert journal.overdue() is late
+    flight_recorder = FlightRecorder(job_ranks=[0, 1])
+    flight_recorder.end(flight_recorder.begin("world", "barrier", (), "-", 0.0), "done")
+    assert flight_recorder.overdue() is None
+    flight_recorder.end(
+        flight_recorder.begin("world", "barrier", (), "-", 100.0), "failed"
+    )  # a peer was lost
+    assert flight_recorder.overdue() is None
+    late = flight_recorder.begin("world", "barrier", (), "-", 0.0)
+    assert flight_recorder.overdue() is late
+    flight_recorder.end(late, "late")
+    assert flight_recorder.overdue() is late
 
 
-def test_a_description_has_the_ranks_as_the_job_calls_them() -> None:
-    journal = FlightRecorder(job_ranks=[4, 6, 7])
-    journal.know("leaders", [0, 2])
+def test_a_description_has_the_ranks_of_the_job() -> None:
+    flight_recorder = FlightRecorder(job_ranks=[4, 6, 7])
+    flight_recorder.register_group("leaders", [0, 2])
     for _ in range(2):
-        journal.end(journal.begin("leaders", "all_reduce", (3,), "float32"), "done")
-    with journal.label(bucket=1, step=9):
-        journal.begin("world", "gather", (5,), "uint8")
-    leaders, world = journal.describe()
+        flight_recorder.end(flight_recorder.begin("leaders", "all_reduce", (3,), "float32"), "done")
+    flight_recorder.set_label(1, 9)
+    flight_recorder.begin("world", "gather", (5,), "uint8")
+    leaders, world = flight_recorder.describe()
     assert leaders["ranks"] == [4, 7]
     assert leaders["number"] == 2
     assert leaders["what"] == "all_reduce of float32[3]"
@@ -106,11 +99,11 @@ def test_every_collective_of_every_group_is_recorded_in_order() -> None:
         comm.bucket_bytes = 100
         model = network(0)
         optimizer = create_multi_node_optimizer(sgd(model), comm, model)
-        num_before = comm.journal.last.number
+        num_before = comm.flight_recorder.last.number
         for x, y in zip(inputs, targets, strict=True):
             step(model, optimizer, x, y)
         comm.barrier()
-        entries = [e for e in comm.journal.entries() if e.number > num_before]
+        entries = [e for e in comm.flight_recorder.entries() if e.number > num_before]
         assert [e.number for e in entries] == list(range(num_before + 1, entries[-1].number + 1))
         assert all(e.state == "done" for e in entries)
         assert entries[-1].name == "barrier"
@@ -137,7 +130,7 @@ def test_another_thread_reads_while_collectives_run() -> None:
         def watch() -> None:
             last = 0
             while not is_over.is_set():
-                entries = comm.journal.entries()
+                entries = comm.flight_recorder.entries()
                 numbers = [e.number for e in entries]
                 if numbers != sorted(numbers) or (numbers and numbers[-1] < last):
                     problems.append(f"out of order: {numbers[-5:]}")
@@ -170,11 +163,11 @@ def test_a_collective_that_waits_for_others_shows_as_running() -> None:
             comm.sum_(torch.ones(5), bucket=4, step=9)
             return None
         work = comm.start_sum_(torch.ones(5), bucket=4, step=9)
-        while (seen := comm.journal.last) is None or seen.bucket != 4:
+        while (seen := comm.flight_recorder.last) is None or seen.bucket != 4:
             pass
         state = seen.state
         may_come.set()
         work.wait()
-        return state, comm.journal.last.state
+        return state, comm.flight_recorder.last.state
 
     assert run_ranks(rank_main, 2)[0] == ("running", "done")

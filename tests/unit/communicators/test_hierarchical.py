@@ -26,7 +26,7 @@ def test_large_sums_between_nodes_of_different_sizes(ranks_per_node) -> None:
         inner = TorchDistributedTransport(store, rank, size, timeout_s=10)
         comm = torchmn.create_communicator(
             "hierarchical",
-            transport=TcpTransport.over(inner, TimeLimit(10)),
+            transport=TcpTransport.connect(inner, TimeLimit(10)),
             topology=Topology.blocks(ranks_per_node),
             timeout_s=5,
         )

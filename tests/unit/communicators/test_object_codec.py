@@ -36,7 +36,7 @@ class Own:
 
 
 def carry(obj: object, sender: Trust = NOBODY, receiver: Trust = NOBODY) -> object:
-    """Through a message, as over a wire."""
+    """Through a message, as between ranks."""
     message = object_codec.pack(obj, sender, note="n")
     note, body, tensors = object_codec.unpack_head(message.head, torch.device("cpu"))
     assert note == "n"
@@ -155,25 +155,25 @@ def test_pickles_need_trust_or_the_secret() -> None:
     assert "of this job" not in repr(SECRET)
 
 
-def test_what_pickle_cannot_carry_is_a_sentence() -> None:
+def test_objects_that_cannot_be_pickled_raise() -> None:
     with pytest.raises(UnsupportedError, match="type function cannot be pickled"):
         carry(lambda: 1, SECRET, SECRET)
 
 
 @pytest.mark.parametrize("receiver", [Trust(), Trust(secret=b"of another job")])
-def test_a_pickle_with_the_wrong_seal_is_not_opened(receiver: Trust) -> None:
-    with pytest.raises(CommunicationError, match="did not carry the seal of this job"):
+def test_a_pickle_with_the_wrong_seal_is_not_unpickled(receiver: Trust) -> None:
+    with pytest.raises(CommunicationError, match="does not carry the seal of this job"):
         carry(Own(1), SECRET, receiver)
 
 
-def test_a_pickle_that_was_changed_is_not_opened() -> None:
+def test_a_modified_pickle_is_not_unpickled() -> None:
     message = object_codec.pack(Own(1), SECRET)
     note, (kind, payload, seal) = json.loads(message.head)
     assert kind == "pickle"
     forged = "A" if payload[10] != "A" else "B"
-    with pytest.raises(CommunicationError, match="was not opened"):
+    with pytest.raises(CommunicationError, match="was not unpickled"):
         object_codec.unpack([kind, payload[:10] + forged + payload[11:], seal], [], SECRET)
-    with pytest.raises(CommunicationError, match="was not opened"):
+    with pytest.raises(CommunicationError, match="was not unpickled"):
         object_codec.unpack([kind, payload, ""], [], SECRET)
     assert object_codec.unpack([kind, payload, seal], [], SECRET) == Own(1)
 
@@ -203,12 +203,12 @@ def test_nothing_without_the_seal_is_unpickled(tmp_path: Path, trust: Trust, sea
     assert (tmp_path / "sprung").exists()
 
 
-def test_a_rank_without_the_secret_makes_nobody_unpickle(tmp_path: Path) -> None:
-    """As a stranger who has got into gloo would: it sends a pickle, without the seal."""
+def test_ranks_do_not_unpickle_from_a_rank_without_the_secret(tmp_path: Path) -> None:
+    """Like a client that has joined gloo: it sends a pickle without the seal."""
 
     def rank_main(comm):
         if comm.rank == 1:
-            comm._delivery._trust = Trust(secret=b"a guess")
+            comm._jobs.objects._trust = Trust(secret=b"a guess")
         try:
             comm.gather_obj(Boobytrap(tmp_path / "sprung") if comm.rank else 1)
         except CommunicationError as error:
@@ -216,26 +216,26 @@ def test_a_rank_without_the_secret_makes_nobody_unpickle(tmp_path: Path) -> None
         return ""
 
     first, _ = run_ranks(rank_main, 2, is_trusted=False)
-    assert "did not carry the seal of this job" in first
+    assert "does not carry the seal of this job" in first
     assert not (tmp_path / "sprung").exists()
 
 
 @pytest.mark.parametrize("name", ["load", "__name__", "nn", "no such"])
 def test_names_of_dtypes_lead_to_dtypes_only(name: str) -> None:
     for body in (["dtype", name], ["list", [["dtype", name]]]):
-        with pytest.raises(CommunicationError, match="is no dtype"):
+        with pytest.raises(CommunicationError, match="is not a dtype"):
             object_codec.unpack(body, [], Trust())
-    with pytest.raises(CommunicationError, match="is no dtype"):
+    with pytest.raises(CommunicationError, match="is not a dtype"):
         object_codec.unpack_head(json.dumps(["", ["tensor", name, [1], False]]).encode(), CPU)
 
 
-def test_arrays_of_pointers_are_refused() -> None:
+def test_arrays_of_pointers_are_rejected() -> None:
     for dtype in ("|O", "O", "|O8", "f4,f4"):
         with pytest.raises(CommunicationError, match="cannot be read"):
             object_codec.unpack_head(json.dumps(["", ["array", dtype, [1]]]).encode(), CPU)
 
 
-def test_what_a_trusted_class_raises_is_seen_as_it_is() -> None:
+def test_errors_of_a_trusted_class_are_raised_unchanged() -> None:
     with pytest.raises(ZeroDivisionError):
         carry([Grumpy()], SECRET, SECRET)
 
@@ -264,7 +264,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_refused_object_is_told_to_all(way: str) -> None:
+def test_a_rejected_object_raises_on_all_ranks(way: str) -> None:
     """Rank 1 alone has an object that may not travel; the others do not wait for the limit."""
 
     def rank_main(comm):
@@ -282,10 +282,10 @@ def test_a_refused_object_is_told_to_all(way: str) -> None:
     assert "needs pickle" in str(second)
     for error in (first, third):
         assert isinstance(error, RankMismatchError)
-        assert "rank 1 refused it: An object of type Own needs pickle" in str(error)
+        assert "rank 1 rejected it: An object of type Own needs pickle" in str(error)
 
 
-def test_one_rank_alone_keeps_its_objects() -> None:
+def test_a_single_rank_keeps_its_objects() -> None:
     """Nothing travels, so nothing must be able to."""
 
     def rank_main(comm):

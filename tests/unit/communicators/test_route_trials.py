@@ -29,7 +29,7 @@ def test_choice_and_reason(nodes: list[int], device: str, name: str, why: str) -
     assert why in chosen[1]
 
 
-def test_ranks_of_a_node_may_share_the_way_out() -> None:
+def test_two_dimensional_is_a_candidate_for_balanced_nodes() -> None:
     both = ["hierarchical", "two_dimensional"]
     assert list(candidate_routes(Topology.blocks([2, 2]), torch.device("cpu"))) == both
     for nodes in ([2, 1], [1, 1]):
@@ -54,7 +54,7 @@ class Candidate:
 
 
 @pytest.mark.parametrize(("slow", "expected"), [("first", "second"), ("second", "first")])
-def test_the_fastest_stays_and_the_others_are_closed(slow: str, expected: str) -> None:
+def test_the_fastest_is_kept_and_the_others_are_closed(slow: str, expected: str) -> None:
     def rank_main(comm):
         made = {
             # slow on one rank is slow for all
@@ -71,7 +71,7 @@ def test_the_fastest_stays_and_the_others_are_closed(slow: str, expected: str) -
     assert run_ranks(rank_main, 3) == [expected] * 3
 
 
-def test_links_are_measured_alike_on_all_ranks() -> None:
+def test_links_have_the_same_speed_on_all_ranks() -> None:
     def rank_main(comm):
         return comm.engine.call(lambda: measure_links(comm.world))
 
@@ -82,7 +82,7 @@ def test_links_are_measured_alike_on_all_ranks() -> None:
 
 
 @pytest.mark.parametrize(("nodes", "name"), [([2], "single_node"), ([2, 1], "hierarchical")])
-def test_a_communicator_says_what_it_became(nodes: list[int], name: str) -> None:
+def test_the_reason_names_the_choice(nodes: list[int], name: str) -> None:
     topology = Topology.blocks(nodes)
 
     def rank_main(comm):

@@ -1,4 +1,4 @@
-"""No call waits without a limit, and the error says who, where and in what."""
+"""Every call has a time limit, and the error names collective, rank and host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CALLS: dict[str, Callable[[Communicator], object]] = {
 
 
 def one_stays_away(call: Callable[[Communicator], object], **options) -> None:
-    """Rank 1 does not come. It stays until rank 0 knows: else a connection would be closed."""
+    """Rank 1 does not arrive. It waits until rank 0 has raised: else a connection would close."""
     knows = threading.Event()
 
     def rank_main(comm):
@@ -53,10 +53,10 @@ def test_the_error_names_collective_rank_and_host(what: str) -> None:
         assert text.startswith("rank 0 of 2 on here (")
         assert "within 0.5 s" in text
         assert "raise timeout_s=" in text
-        assert f"#{comm.journal.last.number} of group 'world'" in text
-        assert comm.journal.last.state == "late"
+        assert f"#{comm.flight_recorder.last.number} of group 'world'" in text
+        assert comm.flight_recorder.last.state == "late"
         for other in CALLS.values():
-            with pytest.raises(CommunicationError, match="unusable since an exchange failed: rank"):
+            with pytest.raises(CommunicationError, match="after an exchange failed: rank"):
                 other(comm)
 
     one_stays_away(call, topology=Topology(("here", "there")))

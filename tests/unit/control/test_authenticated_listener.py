@@ -16,16 +16,16 @@ import pytest
 from torchmn.control import authenticated_listener as gates
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import (
-    MOST_BYTES,
+    MAX_IDENTITY_BYTES,
     AuthenticatedListener,
     connect_authenticated,
 )
 from torchmn.control.connection import Channel
-from torchmn.control.messages import End, Message, Note, encode
+from torchmn.control.messages import LogWarning, Message, Terminate, encode
 from torchmn.errors import LaunchError, UsageError
 
 SECRET = "of this job"
-WHO = Note(text="rank 0")
+WHO = LogWarning(text="rank 0")
 Visitors = list[tuple[Channel, Message]]
 
 
@@ -36,7 +36,7 @@ class Doorkeeper:
         self.gate = gate
         self.address = address
         self.visitors: Visitors = []
-        self.most_waiting = 0
+        self.max_pending = 0
         self.cpu_s = 0.0
         self._is_done = False
         self._thread = threading.Thread(target=self._serve)
@@ -71,7 +71,7 @@ class Doorkeeper:
                 before = time.thread_time()
                 self.visitors += self.gate.admit()
                 self.cpu_s += time.thread_time() - before
-                self.most_waiting = max(self.most_waiting, self.gate.num_waiting)
+                self.max_pending = max(self.max_pending, self.gate.num_pending)
 
 
 Open = Callable[..., Doorkeeper]
@@ -81,13 +81,13 @@ Open = Callable[..., Doorkeeper]
 def open_gate() -> Iterator[Open]:
     with ExitStack() as stack:
 
-        def make(most_waiting: int = 64, handshake_s: float = 20.0) -> Doorkeeper:
+        def make(max_pending: int = 64, handshake_s: float = 20.0) -> Doorkeeper:
             listener = channels.listen()
             gate = AuthenticatedListener(
                 listener,
                 secret=SECRET,
                 role="tests",
-                most_waiting=most_waiting,
+                max_pending=max_pending,
                 handshake_s=handshake_s,
             )
             keeper = Doorkeeper(gate, listener.getsockname())
@@ -161,11 +161,11 @@ def test_who_knows_the_secret_comes_in_and_talks(open_gate: Open) -> None:
         until(lambda: bool(keeper.visitors))
         ((channel, who),) = keeper.visitors
         assert who == WHO
-        channel.post(End(signum=3))
-        assert own.wait_for(End, 10).signum == 3
-        own.post(End(signum=4))
-        assert channel.wait_for(End, 10).signum == 4
-    assert keeper.gate.num_waiting == 0
+        channel.post(Terminate(signum=3))
+        assert own.wait_for(Terminate, 10).signum == 3
+        own.post(Terminate(signum=4))
+        assert channel.wait_for(Terminate, 10).signum == 4
+    assert keeper.gate.num_pending == 0
 
 
 def test_what_the_gatekeeper_says_at_once_is_not_lost(open_gate: Open) -> None:
@@ -177,14 +177,14 @@ def test_what_the_gatekeeper_says_at_once_is_not_lost(open_gate: Open) -> None:
         def serve() -> None:
             while not (visitors := gate.admit()):
                 time.sleep(0.001)
-            visitors[0][0].post(End(signum=9))
+            visitors[0][0].post(Terminate(signum=9))
             visitors[0][0].close()
 
         thread = threading.Thread(target=serve)
         thread.start()
         address = channels.address_of(listener)
         with closing(connect_authenticated(address, secret=SECRET, role="t", identity=WHO)) as own:
-            assert own.wait_for(End, 10).signum == 9
+            assert own.wait_for(Terminate, 10).signum == 9
         thread.join()
 
 
@@ -205,7 +205,7 @@ def test_wrong_secret_and_other_gates_visitors_stay_outside(
         b"\n",
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         os.urandom(1000).replace(b"\n", b"x") + b"\n",
-        b"\xff" * (MOST_BYTES + 1),
+        b"\xff" * (MAX_IDENTITY_BYTES + 1),
         b"0" * 32 + b" " + b"0" * 64 + b' ["End", {"signum": 9}]\n',
         b"0" * 32 + b" " + b"0" * 64 + b" " + b"[" * 3000 + b"\n",
         b" \n \n",
@@ -261,7 +261,7 @@ def test_visitor_is_not_answered_with_its_own_words(open_gate: Open) -> None:
             connection = fake.accept()[0]
             with connection:
                 connection.sendall(b"torchmn gate 1 " + b"a" * 32 + b"\n")
-                said = connection.recv(MOST_BYTES)
+                said = connection.recv(MAX_IDENTITY_BYTES)
                 connection.sendall(said.split()[1] + b"\n")
 
         thread = threading.Thread(target=reflect)
@@ -278,7 +278,7 @@ def test_changed_identity_does_not_pass(open_gate: Open) -> None:
     with keeper.connect() as stranger:
         number = stranger.recv(100).split()[-1]
         proof = gates._proof(SECRET, b"visitor", "tests", number, b"0" * 32, encode(WHO))
-        other = encode(Note(text="rank 1"))
+        other = encode(LogWarning(text="rank 1"))
         stranger.sendall(b" ".join((b"0" * 32, proof, other)))
         assert read_all(stranger) == b""
     assert keeper.visitors == []
@@ -290,7 +290,7 @@ def test_words_behind_the_proof_do_not_pass(open_gate: Open) -> None:
     with keeper.connect() as stranger:
         number = stranger.recv(100).split()[-1]
         proof = gates._proof(SECRET, b"visitor", "tests", number, b"0" * 32, encode(WHO))
-        stranger.sendall(b" ".join((b"0" * 32, proof, encode(WHO))) + encode(End(signum=9)))
+        stranger.sendall(b" ".join((b"0" * 32, proof, encode(WHO))) + encode(Terminate(signum=9)))
         assert read_all(stranger) == b""
     assert keeper.visitors == []
 
@@ -315,7 +315,7 @@ def test_silent_and_slow_strangers_are_sent_away(open_gate: Open) -> None:
         finally:
             is_shut.set()
             thread.join()
-    until(lambda: keeper.gate.num_waiting == 0)
+    until(lambda: keeper.gate.num_pending == 0)
     keeper.connect_authenticated().close()
 
 
@@ -331,7 +331,7 @@ def test_gate_that_was_kept_from_its_work_hears_who_came_in_time() -> None:
             )
         )
         thread.start()
-        until(lambda: gate.admit() == [] and gate.num_waiting == 1)
+        until(lambda: gate.admit() == [] and gate.num_pending == 1)
         time.sleep(0.2)  # the visitor has answered long ago
         ((channel, _),) = gate.admit()
         thread.join()
@@ -341,7 +341,7 @@ def test_gate_that_was_kept_from_its_work_hears_who_came_in_time() -> None:
 
 def test_crowd_of_strangers_keeps_nobody_out(open_gate: Open) -> None:
     """Ten thousand connections at once and for a second, held and renewed, beside true visitors."""
-    keeper = open_gate(most_waiting=16)
+    keeper = open_gate(max_pending=16)
     is_over = threading.Event()
     num_connected = [0]
 
@@ -371,14 +371,14 @@ def test_crowd_of_strangers_keeps_nobody_out(open_gate: Open) -> None:
             thread.join()
     until(lambda: len(keeper.visitors) == 5)
     assert num_connected[0] >= 3000
-    assert keeper.most_waiting <= 16
+    assert keeper.max_pending <= 16
 
 
 def test_host_with_most_strangers_makes_room(open_gate: Open) -> None:
     listener = channels.listen("0.0.0.0")  # reached from 127.0.0.2 and .3, as from two hosts
     port = listener.getsockname()[1]
     with (
-        closing(AuthenticatedListener(listener, secret=SECRET, role="t", most_waiting=3)) as gate,
+        closing(AuthenticatedListener(listener, secret=SECRET, role="t", max_pending=3)) as gate,
         ExitStack() as s,
     ):
 
@@ -387,8 +387,8 @@ def test_host_with_most_strangers_makes_room(open_gate: Open) -> None:
                 ("127.0.0.1", port), timeout=20, source_address=(host, 0)
             )
             s.enter_context(connection)
-            num_before = gate.num_waiting
-            until(lambda: gate.admit() == [] and gate.num_waiting >= min(num_before + 1, 3))
+            num_before = gate.num_pending
+            until(lambda: gate.admit() == [] and gate.num_pending >= min(num_before + 1, 3))
             return connection
 
         quiet, *loud = [come(f"127.0.0.{number}") for number in (2, 3, 3, 3, 3)]
@@ -454,7 +454,7 @@ def test_closed_gate_closes_who_waits(open_gate: Open) -> None:
     listener = channels.listen()
     gate = AuthenticatedListener(listener, secret=SECRET, role="t")
     with socket.create_connection(listener.getsockname(), timeout=20) as stranger:
-        until(lambda: gate.admit() == [] and gate.num_waiting == 1)
+        until(lambda: gate.admit() == [] and gate.num_pending == 1)
         gate.close()
         assert read_all(stranger).count(b"\n") <= 1
 
@@ -481,5 +481,8 @@ def test_visitor_asks_somebody_else_and_gives_up(open_gate: Open) -> None:
 def test_visitor_that_says_too_much_is_told_so() -> None:
     with pytest.raises(LaunchError, match="must be shorter than 4096"):
         connect_authenticated(
-            "127.0.0.1:1", secret=SECRET, role="t", identity=Note(text="x" * MOST_BYTES)
+            "127.0.0.1:1",
+            secret=SECRET,
+            role="t",
+            identity=LogWarning(text="x" * MAX_IDENTITY_BYTES),
         )

@@ -11,7 +11,16 @@ import pytest
 
 from torchmn.control import connection as channels
 from torchmn.control.connection import Channel
-from torchmn.control.messages import End, Exit, Message, Note, Output, Started, decode, encode
+from torchmn.control.messages import (
+    Exit,
+    LogWarning,
+    Message,
+    Output,
+    ScriptStarted,
+    Terminate,
+    decode,
+    encode,
+)
 from torchmn.errors import LaunchError
 
 
@@ -37,7 +46,7 @@ def collect(channel: Channel, count: int) -> list[Message]:
 
 def test_messages_arrive_whole_and_in_order(pair: tuple[Channel, Channel]) -> None:
     one, other = pair
-    sent = [Output(stream="out", lines=["a\nb", "ü", "\x1b[0m", "\x00"]), End(signum=15)] * 50
+    sent = [Output(stream="out", lines=["a\nb", "ü", "\x1b[0m", "\x00"]), Terminate(signum=15)] * 50
     for message in sent:
         one.post(message)
     assert collect(other, len(sent)) == sent
@@ -45,21 +54,21 @@ def test_messages_arrive_whole_and_in_order(pair: tuple[Channel, Channel]) -> No
 
 def test_full_connection_does_not_block(pair: tuple[Channel, Channel]) -> None:
     one, other = pair
-    sent = [Note(text=f"{i}" * 100_000) for i in range(9)] * 20
+    sent = [LogWarning(text=f"{i}" * 100_000) for i in range(9)] * 20
     for message in sent:
         one.post(message)
-    assert one.waiting_bytes > 0
+    assert one.pending_bytes > 0
     received: list[Message] = []
     while len(received) < len(sent):
         received += other.collect()
         one.flush()
     assert received == sent
-    assert one.waiting_bytes == 0
+    assert one.pending_bytes == 0
 
 
 def test_peer_that_never_stops_does_not_keep_us(pair: tuple[Channel, Channel]) -> None:
     one, other = pair
-    line = Note(text="x" * 1000)
+    line = LogWarning(text="x" * 1000)
     for _ in range(20_000):
         one.post(line)
     first = other.collect()
@@ -76,7 +85,7 @@ def test_end_of_the_connection_is_seen_behind_the_last_message(
     while other.is_open:
         messages += other.collect()
     assert messages == [Exit(returncode=3, ended_at=1.5, ended_by="itself")]
-    other.post(End(signum=15))  # nobody is there: no error
+    other.post(Terminate(signum=15))  # nobody is there: no error
 
 
 def test_a_connection_that_the_other_side_ends_is_not_silent(pair: tuple[Channel, Channel]) -> None:
@@ -89,19 +98,19 @@ def test_a_connection_that_the_other_side_ends_is_not_silent(pair: tuple[Channel
 
 def test_wait_for_keeps_what_follows(pair: tuple[Channel, Channel]) -> None:
     one, other = pair
-    one.post(Started(pid=7, cores=[], num_threads=1))
-    one.post(End(signum=2))
-    assert other.wait_for(Started, 5).pid == 7
-    assert collect(other, 1) == [End(signum=2)]
+    one.post(ScriptStarted(pid=7, cores=[], num_threads=1))
+    one.post(Terminate(signum=2))
+    assert other.wait_for(ScriptStarted, 5).pid == 7
+    assert collect(other, 1) == [Terminate(signum=2)]
 
 
 def test_wait_for_refuses_silence_and_other_messages(pair: tuple[Channel, Channel]) -> None:
     one, other = pair
-    with pytest.raises(LaunchError, match=r"no Started within 0\.05 s"):
-        other.wait_for(Started, 0.05)
-    one.post(End(signum=2))
-    with pytest.raises(LaunchError, match="instead of sending Started"):
-        other.wait_for(Started, 5)
+    with pytest.raises(LaunchError, match=r"no ScriptStarted within 0\.05 s"):
+        other.wait_for(ScriptStarted, 0.05)
+    one.post(Terminate(signum=2))
+    with pytest.raises(LaunchError, match="instead of sending ScriptStarted"):
+        other.wait_for(ScriptStarted, 5)
 
 
 def test_wait_for_works_where_many_files_are_open(pair: tuple[Channel, Channel]) -> None:
@@ -112,10 +121,10 @@ def test_wait_for_works_where_many_files_are_open(pair: tuple[Channel, Channel])
     number = fcntl.fcntl(other.fileno(), fcntl.F_DUPFD, many)
     copy = Channel(socket.socket(fileno=number))
     try:
-        with pytest.raises(LaunchError, match=r"no Started within 0\.05 s"):
-            copy.wait_for(Started, 0.05)
-        one.post(Started(pid=7, cores=[], num_threads=1))
-        assert copy.wait_for(Started, 5).pid == 7
+        with pytest.raises(LaunchError, match=r"no ScriptStarted within 0\.05 s"):
+            copy.wait_for(ScriptStarted, 0.05)
+        one.post(ScriptStarted(pid=7, cores=[], num_threads=1))
+        assert copy.wait_for(ScriptStarted, 5).pid == 7
     finally:
         copy.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -17,7 +17,6 @@ from torchmn.data import scatter_dataset, scatter_index, shard_bounds
 from torchmn.data.packed_samples import PackedSamples
 from torchmn.errors import DataError, RankMismatchError, TorchmnError, UnsupportedError, UsageError
 from torchmn.testing import MpiPool, run_ranks
-from torchmn.testing.mpi_pool import find_mpirun
 from torchmn.topology import Topology
 
 SIZES = range(1, 9)
@@ -274,13 +273,11 @@ def test_the_copy_has_no_name(memory_folder: str, topology: Topology) -> None:
 
 @pytest.mark.processes
 @pytest.mark.mpi
-@pytest.mark.skipif(find_mpirun(os.environ) is None, reason="there is no mpirun")
-def test_ranks_that_are_processes() -> None:
-    with MpiPool(2, search_path=str(Path(__file__).parent)) as pool:
-        for topology in (Topology.blocks([2]), Topology.blocks([1, 1])):
-            results = pool.run(process_main, 2, topology=topology)
-            assert [labels for labels, _ in results] == [[0, 1, 2], [2, 3, 4]]
-            assert len({inode for _, inode in results}) == len(topology.nodes)
+def test_ranks_that_are_processes(mpi_pool: MpiPool) -> None:
+    for topology in (Topology.blocks([2]), Topology.blocks([1, 1])):
+        results = mpi_pool.run(process_main, 2, topology=topology)
+        assert [labels for labels, _ in results] == [[0, 1, 2], [2, 3, 4]]
+        assert len({inode for _, inode in results}) == len(topology.nodes)
 
 
 # ---- errors reach all ranks

@@ -7,7 +7,12 @@ import torch
 from torch import nn
 
 from tests.contracts.suites.communicator_contracts import seeded
+from torchmn.communicators.allreduce import create_allreduce
+from torchmn.compression import create_codec
+from torchmn.gradients.bucket_set import BucketSet
 from torchmn.gradients.buckets import plan_buckets
+from torchmn.gradients.weights import PassContext
+from torchmn.units import KiB
 
 
 def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list:
@@ -20,25 +25,27 @@ def plan(named, granularity="bucket", bucket_bytes=100, num_footer=2):
     )
 
 
+def names(buckets: list) -> list[list[str]]:
+    return [[slot.name for slot in bucket.slots] for bucket in buckets]
+
+
 def test_buckets_are_filled_from_the_last_parameter() -> None:
     buckets = plan(parameters((10,), (20,), (30,), (5,)))
-    assert [b.names for b in buckets] == [["p3", "p2"], ["p1", "p0"]]
+    assert names(buckets) == [["p3", "p2"], ["p1", "p0"]]
     assert [b.index for b in buckets] == [0, 1]
     assert [b.footer.numel() for b in buckets] == [0, 2]
 
 
 def test_one_bucket_per_parameter_sorted_by_name() -> None:
     named = [("b", nn.Parameter(torch.zeros(2))), ("a", nn.Parameter(torch.zeros(3)))]
-    assert [b.names for b in plan(named, "parameter")] == [["a"], ["b"]]
+    assert names(plan(named, "parameter")) == [["a"], ["b"]]
 
 
 def test_one_bucket_per_dtype() -> None:
     named = parameters((3,), (4,)) + [("d", nn.Parameter(torch.zeros(2, dtype=torch.float64)))]
     buckets = plan(named, "everything")
-    assert [(b.names, b.buffer.dtype) for b in buckets] == [
-        (["p0", "p1"], torch.float32),
-        (["d"], torch.float64),
-    ]
+    assert names(buckets) == [["p0", "p1"], ["d"]]
+    assert [b.buffer.dtype for b in buckets] == [torch.float32, torch.float64]
 
 
 def test_nothing_to_lay_out() -> None:
@@ -54,7 +61,7 @@ def test_a_footer_counts_exactly_beside_16_bits(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.float16])
-def test_slots_lie_in_the_buffer_without_overlap(dtype: torch.dtype) -> None:
+def test_slots_are_in_the_buffer_without_overlap(dtype: torch.dtype) -> None:
     tensors = [
         torch.zeros(3, 4, dtype=dtype),
         torch.zeros((), dtype=dtype),
@@ -67,45 +74,66 @@ def test_slots_lie_in_the_buffer_without_overlap(dtype: torch.dtype) -> None:
     ]
     named = [(f"p{i}", nn.Parameter(t)) for i, t in enumerate(tensors)]
     bucket = plan(named, "everything")[0]
-    for number, slot in enumerate(bucket.slots):
+    slots = [slot.tensor for slot in bucket.slots]
+    for number, slot in enumerate(slots):
         slot.fill_(number + 1)
-    for number, (slot, tensor) in enumerate(zip(bucket.slots, tensors, strict=True)):
+    for number, (slot, tensor) in enumerate(zip(slots, tensors, strict=True)):
         assert slot.shape == tensor.shape
         assert slot.dtype == tensor.dtype
         assert (slot == number + 1).all()
         assert slot.untyped_storage().data_ptr() == bucket.buffer.untyped_storage().data_ptr()
-    for index in (0, 3, 4):  # dense: as the parameter lies
-        assert bucket.slots[index].stride() == tensors[index].stride()
-    assert bucket.slots[5].is_contiguous()
+    for index in (0, 3, 4):  # dense: as the parameter is stored
+        assert slots[index].stride() == tensors[index].stride()
+    assert slots[5].is_contiguous()
     assert not bucket.footer.any()
 
 
-def test_pack_writes_scaled_gradients_and_says_what_was_there() -> None:
+class OneRank:
+    """What a `BucketSet` needs of a communicator to be filled."""
+
+    rank, size, overlaps_backward, rank_label = 0, 1, False, "rank 0"
+
+
+def bucket_set(named, weight: float) -> BucketSet:
+    made = BucketSet(OneRank(), create_allreduce(None), plan(named, "everything", num_footer=9))
+    made.begin(PassContext(step=0, weight=weight, num_samples=0, is_active=True), 1.0)
+    return made
+
+
+def test_pack_writes_scaled_gradients_and_notices_accumulation() -> None:
     named = parameters((3,), (2,), (2,))
-    bucket = plan(named, "everything")[0]
     first, second, third = (p for _, p in named)
     first.grad = torch.tensor([1.0, 2.0, 3.0])
-    assert bucket.pack(0, 0.5) is False
-    assert bucket.slots[0].tolist() == [0.5, 1.0, 1.5]
-    bucket.slots[1].fill_(7.0)
-    assert bucket.pack(1, 0.5) is False
-    assert bucket.slots[1].tolist() == [0.0, 0.0]
-    third.grad = torch.tensor([float("nan"), 1.0])
-    bucket.pack(2, 0.0)
-    assert bucket.slots[2].tolist() == [0.0, 0.0]
-    bucket.expose()
-    assert first.grad is bucket.slots[0]
-    first.grad += 1
-    assert bucket.pack(0, 2.0) is True
-    assert first.grad.tolist() == [3.0, 4.0, 5.0]
+    packed = bucket_set(named, 0.5)
+    slots = [packed.slot_of[p] for p in (first, second, third)]
+    slots[1].tensor.fill_(7.0)
+    packed.pack(slots[0])
+    packed.pack(slots[1])
+    assert slots[0].tensor.tolist() == [0.5, 1.0, 1.5]
+    assert slots[1].tensor.tolist() == [0.0, 0.0]
+    assert [slot.has_gradient for slot in slots[:2]] == [True, False]
+    assert not packed.is_accumulating
+    first.grad = slots[0].tensor
+    packed.begin(PassContext(step=0, weight=2.0, num_samples=0, is_active=True), 1.0)
+    packed.pack(slots[0])
+    assert first.grad.tolist() == [1.0, 2.0, 3.0]
+    assert packed.is_accumulating
+
+
+def test_a_gradient_of_weight_zero_is_zeros_even_if_it_is_nan() -> None:
+    named = parameters((2,))
+    named[0][1].grad = torch.tensor([float("nan"), 1.0])
+    packed = bucket_set(named, 0.0)
+    packed.pack(packed.slots[0])
+    assert packed.slots[0].tensor.tolist() == [0.0, 0.0]
 
 
 def test_gradients_of_other_strides_are_packed_by_index() -> None:
     parameter = nn.Parameter(torch.zeros(3, 4).t())
-    bucket = plan([("w", parameter)], "everything")[0]
     parameter.grad = seeded(0, 4, 3, dtype=torch.float32).contiguous()
-    bucket.pack(0, 1.0)
-    assert torch.equal(bucket.slots[0], seeded(0, 4, 3, dtype=torch.float32))
+    packed = bucket_set([("w", parameter)], 1.0)
+    packed.pack(packed.slots[0])
+    assert torch.equal(packed.slots[0].tensor, seeded(0, 4, 3, dtype=torch.float32))
 
 
 def test_slots_behave_as_gradients() -> None:
@@ -113,13 +141,69 @@ def test_slots_behave_as_gradients() -> None:
     for dtype in (torch.float32, torch.complex64):
         parameter = nn.Parameter(torch.ones(3, dtype=dtype))
         optimizer = torch.optim.SGD([parameter], 0.1)
-        bucket = plan([("w", parameter)], "everything")[0]
-        bucket.expose()
+        slot = plan([("w", parameter)], "everything")[0].slots[0].tensor
+        parameter.grad = slot
         optimizer.zero_grad(set_to_none=False)
         parameter.grad.detach_()
         parameter.grad.mul_(2)
         torch.nn.utils.clip_grad_norm_([parameter], 1.0)
         (parameter * parameter).real.sum().backward()
-        assert parameter.grad is bucket.slots[0]
+        assert parameter.grad is slot
         optimizer.step()
         assert parameter.detach().real.tolist() == pytest.approx([0.8] * 3)
+
+
+# ---- cut into chunks ----
+
+
+def chunks_of(*numels: int, kib: int = 64, codec=None, bucket_bytes=1 << 20, dtype=torch.float32):
+    named = [(f"p{i}", nn.Parameter(torch.zeros(n, 1, dtype=dtype))) for i, n in enumerate(numels)]
+    return plan_buckets(
+        named,
+        granularity="bucket",
+        bucket_bytes=bucket_bytes,
+        num_footer=3,
+        chunk_bytes=kib * KiB,
+        codec=codec,
+    )
+
+
+def test_chunks_are_smaller_towards_the_first_parameters() -> None:
+    chunks = chunks_of(1_000_000, kib=1024)
+    sizes = [chunk.block.buffer.nbytes // KiB for chunk in chunks[:-1]]
+    assert sizes[-3:] == pytest.approx([512, 256, 128], abs=8)
+    assert all(size <= 1024 + 8 for size in sizes)
+
+
+@pytest.mark.parametrize("codec", [None, "float16", "int8", "1bit", "power_sgd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_every_element_travels_once(codec: str | None, dtype: torch.dtype) -> None:
+    made = create_codec(codec) if codec else None
+    numels = (0, 70_001, 3, 0, 150_000, 7, 0)
+    chunks = chunks_of(*numels, codec=made, bucket_bytes=400_000, dtype=dtype)
+    assert len(chunks) > 3 or codec == "power_sgd"
+    for chunk in chunks:
+        chunk.buffer.add_(1)
+        assert chunk.block.layout.end <= chunk.buffer.numel()
+    slots = {id(slot): slot for chunk in chunks for slot in chunk.slots}.values()
+    assert all((slot.buffer == 1).all() for slot in slots)
+    assert sum(chunk.block.layout.numel for chunk in chunks) == sum(numels)
+    assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
+    assert chunks[-1].block.num_exact == 3
+    assert not any(chunk.block.num_exact for chunk in chunks[:-1])
+    assert len(slots) == len(numels)
+    assert all(slot.buckets for slot in slots)
+
+
+@pytest.mark.parametrize("codec", ["int8", "1bit"])
+def test_cuts_are_where_blocks_begin(codec: str) -> None:
+    made = create_codec(codec)
+    for chunk in chunks_of(500_001, codec=made)[:-1]:
+        for segment in chunk.block.layout.segments:
+            assert segment.offset % made.block_length == 0
+
+
+def test_power_sgd_gets_whole_parameters() -> None:
+    chunks = chunks_of(100_000, 200_000, 50, codec=create_codec("power_sgd"))
+    assert all(segment.is_whole for chunk in chunks for segment in chunk.block.layout.segments)
+    assert len(chunks) == 3  # the tiny one goes with its neighbour, then the footer

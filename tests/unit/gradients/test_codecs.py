@@ -32,7 +32,7 @@ def test_replicas_are_bit_identical_and_means_near(
             schedule=schedule,
             codec=codec if given_to == "optimizer" else None,
         )
-        names = {e.name for e in comm.journal.entries()}
+        names = {e.name for e in comm.flight_recorder.entries()}
         for step in range(4):
             optimizer.zero_grad()
             parts = [local_grads(model, batch(r, step, dtype=torch.float32)) for r in range(4)]
@@ -46,7 +46,7 @@ def test_replicas_are_bit_identical_and_means_near(
             optimizer.step()
         optimizer.flush()
         if comm.intra_rank == 0:
-            assert f"scatter_{codec}" in {e.name for e in comm.journal.entries()} - names
+            assert f"scatter_{codec}" in {e.name for e in comm.flight_recorder.entries()} - names
         return values(model)
 
     results = run_ranks(

@@ -86,9 +86,9 @@ def test_a_copy_computes_the_same_and_counts_nothing(kind: str) -> None:
         ]
         if comm.rank == 0:  # two threads cannot
             copies.append(torch.jit.script(model))
-        before = optimizer.reducer.num_samples
+        before = optimizer.reducer.contribution.num_samples
         results = [twin(x) for twin in copies]
-        assert optimizer.reducer.num_samples == before
+        assert optimizer.reducer.contribution.num_samples == before
         for result in results:
             assert torch.equal(result, model(x))
         train(comm, model, optimizer)
@@ -101,7 +101,7 @@ def test_what_is_hidden_is_only_ours() -> None:
     model = nn.Sequential(nn.Linear(5, 3))
     model[0].register_forward_pre_hook(_double)
     hooks = ModelHooks()
-    hooks.eager_parameters(model, lambda module, args, kwargs: calls.append("before"))
+    hooks.before_forward(model, lambda module, args, kwargs: calls.append("before"))
     hooks.after_forward(model[0], lambda module: calls.append("after"))
     hooks.before_copy(model, lambda: calls.append("copy"))
     x = torch.ones(1, 5)
@@ -195,7 +195,7 @@ def test_samples_are_counted_once(kind: str, network, make) -> None:
         for step in range(3):
             optimizer.zero_grad()
             call(batch(0, step, 4 + step)).sum().backward()
-            assert optimizer.reducer.num_samples == 4 + step
+            assert optimizer.reducer.contribution.num_samples == 4 + step
             optimizer.step()
 
     run_ranks(rank_main, 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torchmn.gradients.weight_scale import weight_scale
 
 from tests.contracts.suites.communicator_contracts import seeded
 from tests.unit.models import (
@@ -22,6 +21,7 @@ from tests.unit.models import (
 )
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import UsageError
+from torchmn.gradients.weights import weight_scale
 from torchmn.testing import run_ranks
 
 SCHEDULES = ["every_step", "double_buffering"]
@@ -222,7 +222,7 @@ def test_a_forward_pass_for_evaluation_is_not_counted() -> None:
         model(batch(comm.rank, 0, 50))
         model.train()
         loss_of(model, batch(comm.rank, 1, 1 + 2 * comm.rank)).backward()
-        assert optimizer.reducer.num_samples == 0.0
+        assert optimizer.reducer.contribution.num_samples == 0.0
         together = torch.cat([batch(0, 1, 1), batch(1, 1, 3)])
         assert near(grads(model), local_grads(model, together))
 

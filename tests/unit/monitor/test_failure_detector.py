@@ -48,8 +48,8 @@ def test_all_are_asked_once_and_the_job_ends_when_all_have_told() -> None:
     watch, records = watch_over(3)
     watch.hear(records[0], OVERDUE, 20.0)
     watch.hear(records[1], OVERDUE, 20.1)
-    assert watch.must_ask(20.2)
-    assert not watch.must_ask(20.3)
+    assert watch.must_query(20.2)
+    assert not watch.must_query(20.3)
     watch.hear(records[0], failed(follows=True), 20.3)
     watch.hear(records[0], StatusReply(), 20.4)
     watch.hear(records[1], StatusReply(), 20.4)
@@ -63,7 +63,7 @@ def test_all_are_asked_once_and_the_job_ends_when_all_have_told() -> None:
 def test_who_does_not_tell_is_not_waited_for_for_long() -> None:
     watch, records = watch_over(2)
     watch.hear(records[0], OVERDUE, 20.0)
-    assert watch.must_ask(20.0)
+    assert watch.must_query(20.0)
     watch.hear(records[0], StatusReply(), 20.1)
     assert not watch.must_end(22.9)
     assert watch.must_end(23.1)
@@ -75,7 +75,7 @@ def test_a_rank_that_has_ended_before_is_named_for_it() -> None:
     watch, records = watch_over(2)
     records[1].exit = Exit(returncode=0, ended_at=1.0, ended_by="itself")
     watch.hear(records[0], OVERDUE, 20.0)
-    assert watch.must_ask(20.0)
+    assert watch.must_query(20.0)
     watch.hear(records[0], StatusReply(), 20.1)
     assert watch.must_end(20.1)
     assert watch.hang is not None
@@ -85,7 +85,7 @@ def test_a_rank_that_has_ended_before_is_named_for_it() -> None:
 def test_a_cause_that_comes_while_ranks_are_asked_ends_the_asking() -> None:
     watch, records = watch_over(2)
     watch.hear(records[0], OVERDUE, 20.0)
-    assert watch.must_ask(20.0)
+    assert watch.must_query(20.0)
     watch.hear(records[1], failed(follows=False), 20.1)
     assert watch.must_end(20.1)
     assert watch.hang is None
@@ -96,8 +96,8 @@ def test_a_rank_that_does_not_join_is_named_with_its_state() -> None:
     watch, records = watch_over(3)
     watch.hear(records[0], Joining(limit_s=20), 5.0)
     watch.hear(records[2], Joining(limit_s=20), 6.0)
-    assert not watch.must_ask(24.9)
-    assert watch.must_ask(25.0)
+    assert not watch.must_query(24.9)
+    assert watch.must_query(25.0)
     watch.hear(records[0], StatusReply(state="does not answer: its process sleeps"), 25.1)
     watch.hear(
         records[1], StatusReply(state="does not answer: its process is stopped by a signal"), 25.2
@@ -118,7 +118,7 @@ def test_who_gives_up_joining_has_the_others_asked() -> None:
     watch, records = watch_over(2)
     watch.hear(records[0], Joining(limit_s=20), 5.0)
     watch.hear(records[0], failed(follows=True), 24.0)
-    assert watch.must_ask(24.0)
+    assert watch.must_query(24.0)
     watch.hear(
         records[1], StatusReply(stacks='MainThread:\n  File "a.py", line 3, in load\n    x()'), 24.1
     )
@@ -133,14 +133,14 @@ def test_ranks_that_have_joined_are_not_late() -> None:
     for record in records:
         watch.hear(record, Joining(limit_s=20), 5.0)
         watch.hear(record, Joined(), 6.0)
-    assert not watch.must_ask(100.0)
+    assert not watch.must_query(100.0)
 
 
 def test_when_all_are_joining_the_network_is_named() -> None:
     watch, records = watch_over(2)
     for record in records:
         watch.hear(record, Joining(limit_s=20), 5.0)
-    assert watch.must_ask(25.0)
+    assert watch.must_query(25.0)
     for record in records:
         watch.hear(record, StatusReply(), 25.1)
     assert watch.must_end(25.2)

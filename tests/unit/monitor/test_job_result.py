@@ -9,7 +9,7 @@ import pytest
 
 from torchmn.control.messages import EndedBy, Exit, Failed
 from torchmn.monitor.hang_report import HangReport
-from torchmn.monitor.job_result import JobResult, RankRecord, judge
+from torchmn.monitor.job_result import JobResult, RankRecord, summarize
 
 
 def ended(rank: int, code: int, at: float = 0.0, by: EndedBy = "itself") -> RankRecord:
@@ -19,7 +19,7 @@ def ended(rank: int, code: int, at: float = 0.0, by: EndedBy = "itself") -> Rank
 
 
 def verdict(*records: RankRecord, **facts: object) -> JobResult:
-    return judge(records, log_dir=Path("logs"), **facts)  # type: ignore[arg-type]
+    return summarize(records, log_dir=Path("logs"), **facts)  # type: ignore[arg-type]
 
 
 def test_all_is_well() -> None:
@@ -60,7 +60,7 @@ def test_victims_of_the_launcher_are_not_the_culprit() -> None:
 def test_only_victims_blame_the_launcher() -> None:
     found = verdict(ended(0, -15, at=1.0, by="outside"), ended(1, 0), launcher_returncode=9)
     assert found.exit_code == 9
-    assert found.blames_launcher
+    assert found.is_launcher_failure
     assert str(Path("logs/launcher.log")) in found.sentence
     assert verdict(ended(0, -15, at=1.0, by="outside")).exit_code == 143
 
@@ -98,10 +98,10 @@ def test_last_words_begin_with_the_last_traceback() -> None:
     record = RankRecord(0)
     start = "Traceback (most recent call last):"
     record.last_errors.extend(["warning", start, "a", "During ...", start, "b", "Error: c"])
-    assert record.last_words == [start, "b", "Error: c"]
+    assert record.error_lines == [start, "b", "Error: c"]
     plain = RankRecord(0)
     plain.last_errors.extend(str(i) for i in range(30))
-    assert plain.last_words == [str(i) for i in range(20, 30)]
+    assert plain.error_lines == [str(i) for i in range(20, 30)]
 
 
 def test_ranks_that_saved_in_time_did_not_fail() -> None:
@@ -122,7 +122,7 @@ def test_who_only_lost_a_peer_is_not_blamed_though_it_ended_first() -> None:
     found = verdict(failed(0, 1.0, follows=True), failed(1, 2.0, follows=False))
     assert found.first_failure is not None
     assert found.first_failure.rank == 1
-    assert found.first_failure.last_words == ["Traceback", "Error: of 1"]
+    assert found.first_failure.error_lines == ["Traceback", "Error: of 1"]
     assert "failed with exit code 1 (Error: of 1)" in found.sentence
 
 

@@ -54,7 +54,7 @@ def test_quantized_after_a_number_of_samples() -> None:
         for step in range(3):
             assert (learner.reducer.codec is None) is (step < 2)
             train(model, learner, comm.rank, step)
-            names = {entry.name for entry in comm.journal.entries()}
+            names = {entry.name for entry in comm.flight_recorder.entries()}
         assert "scatter_1bit+residual" in names
         return values(model)
 

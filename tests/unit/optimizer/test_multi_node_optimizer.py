@@ -506,7 +506,7 @@ def test_use_after_finalize_is_a_sentence() -> None:
         model = mlp()
         create_multi_node_optimizer(momentum(model), comm, model)
         comm.finalize()
-        with pytest.raises(CommunicationError, match="was finalized; create a new one"):
+        with pytest.raises(CommunicationError, match="was finalized. Create a new one"):
             loss_of(model, batch(comm.rank, 0)).backward()
 
     run_ranks(rank_main, 2)

@@ -43,9 +43,9 @@ def test_nobody_leaves_without_a_reason() -> None:
 
 def test_ranks_come_together_seldom() -> None:
     def rank_main(comm):
-        before = len(comm.journal.entries())
+        before = len(comm.flight_recorder.entries())
         steps_until_due(comm, period_s=1.0)
-        return len(comm.journal.entries()) - before
+        return len(comm.flight_recorder.entries()) - before
 
     assert max(run_ranks(rank_main, 2)) < 50  # of 200 steps
 

@@ -73,7 +73,7 @@ def test_one_flipped_bit_is_named(num_ranks: int) -> None:
 
     for words in run_ranks(rank_main, num_ranks):
         assert "after step 6 in '2.bias'" in words
-        assert ("rank 1 differs from" if num_ranks > 2 else "none the majority") in words
+        assert ("rank 1 differs from" if num_ranks > 2 else "with no majority") in words
 
 
 def test_warning_goes_on_and_the_report_has_gradients_that_were_not_finite() -> None:

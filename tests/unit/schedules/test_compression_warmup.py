@@ -24,7 +24,7 @@ def wrap(comm, schedule, codec="float16"):
 
 
 def num_encoded(comm) -> int:
-    return sum(entry.name == "scatter_float16" for entry in comm.journal.entries())
+    return sum(entry.name == "scatter_float16" for entry in comm.flight_recorder.entries())
 
 
 def test_exact_until_then_and_encoded_afterwards() -> None:

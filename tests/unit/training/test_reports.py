@@ -1,10 +1,8 @@
-"""What rank 0 prints and leaves: log, table, progress, plot, snapshots."""
+"""What rank 0 prints and writes: log, table, plots, snapshots."""
 
 from __future__ import annotations
 
-import io
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torchmn import create_multi_node_evaluator, create_multi_node_optimizer
 from torchmn.communicators import Communicator
-from torchmn.errors import UsageError
 from torchmn.testing import run_ranks
 from torchmn.training import (
     AllreducePersistent,
     Classifier,
-    PlotAtEnd,
-    ProgressBar,
     StandardUpdater,
     Trainer,
     extend_with_reports,
@@ -29,11 +24,6 @@ from torchmn.training import (
 
 from .setups import sgd
 from .test_trainer import Counter
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def classifier() -> Classifier:
@@ -69,8 +59,9 @@ def test_everything_by_rank_0_alone(tmp_path: Path, capsys: pytest.CaptureFixtur
     models = run_ranks(lambda comm: train(comm, tmp_path), 2)
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
     assert sorted(path.name for path in (tmp_path / "0").iterdir()) == [
+        "accuracy.png",
         "log",
-        "plot.png",
+        "loss.png",
         "snapshot_iter_3",
         "snapshot_iter_6",
     ]
@@ -80,6 +71,8 @@ def test_everything_by_rank_0_alone(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "\033" not in "".join(lines)
     log = json.loads((tmp_path / "0" / "log").read_text())
     assert f"{log[1]['main/loss']:g}" == lines[2].split()[1]
+    speed = 24 / (log[1]["elapsed_time"] - log[0]["elapsed_time"])
+    assert log[1]["images/s"] == pytest.approx(speed)
     saved = torch.load(tmp_path / "0" / "snapshot_iter_6", weights_only=True)["models"]["main"]
     for model in models:
         for name, tensor in model.state_dict().items():
@@ -88,7 +81,11 @@ def test_everything_by_rank_0_alone(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_without_snapshots(tmp_path: Path) -> None:
     run_ranks(lambda comm: train(comm, tmp_path, has_snapshot=False), 1)
-    assert sorted(path.name for path in (tmp_path / "0").iterdir()) == ["log", "plot.png"]
+    assert sorted(path.name for path in (tmp_path / "0").iterdir()) == [
+        "accuracy.png",
+        "log",
+        "loss.png",
+    ]
 
 
 def test_persistents_are_averaged_at_the_end_of_epochs(tmp_path: Path) -> None:
@@ -110,44 +107,3 @@ def test_persistents_are_averaged_at_the_end_of_epochs(tmp_path: Path) -> None:
     first, second = run_ranks(body, 2)
     assert first == [1.0, 2.0, 4.5, 5.5, 7.5]
     assert second == [2.0, 4.0, 4.5, 6.5, 7.5]
-
-
-def progress(out: io.StringIO, tmp_path: Path, stop: Any = (2, "epoch"), **options: Any) -> str:
-    trainer = Trainer(Counter(10, 5), stop, tmp_path)
-    trainer.extend(
-        ProgressBar(10, out=out, terminal_interval_s=0, plain_interval_s=0, **options),
-    )
-    trainer.run()
-    return out.getvalue()
-
-
-def test_progress_as_plain_lines(tmp_path: Path) -> None:
-    lines = progress(io.StringIO(), tmp_path).splitlines()
-    assert len(lines) == 4
-    pattern = r" *\d+\.\d%  epoch (\d\.\d\d) of 2  \d+\.\d images/s  \d+:\d\d:\d\d left"
-    matches = [re.fullmatch(pattern, line) for line in lines]
-    assert [match and match[1] for match in matches] == ["0.50", "1.00", "1.50", "2.00"]
-
-
-def test_progress_on_a_terminal_leaves_nothing(tmp_path: Path) -> None:
-    text = progress(Terminal(), tmp_path)
-    assert "\n" not in text
-    assert text.endswith("\r\033[K")
-    assert "[##############################] 100.0%" in text
-
-
-@pytest.mark.parametrize(
-    ("stop", "words"),
-    [
-        ((3, "iteration"), "iteration 3 of 3"),
-        (lambda manager: manager.iteration == 3, "epoch 1.50, 3 iterations"),
-    ],
-)
-def test_progress_of_other_lengths(tmp_path: Path, stop: Any, words: str) -> None:
-    assert words in progress(io.StringIO(), tmp_path, stop).splitlines()[-1]
-
-
-def test_the_plot_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchmn.training.plot.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="pip install"):
-        PlotAtEnd({"loss": ["main/loss"]})

@@ -1,4 +1,4 @@
-"""Where ranks meet, as their launcher's variables say."""
+"""The rendezvous of ranks, from their launcher's variables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import torchmn
+from tests.processes.runner import PYTHON_PATH
 from torchmn.errors import TopologyError
 from torchmn.topology import read_launcher_env
 from torchmn.transports import join
@@ -32,24 +32,24 @@ print(json.dumps([comm.rank, comm.size, float(comm.allreduce(torch.ones(1)))]))
 
 
 @pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "127.0.1.1"])
-def test_an_address_that_leads_every_host_to_itself_is_refused(address: str) -> None:
+def test_a_loopback_address_is_rejected_on_several_hosts(address: str) -> None:
     place = read_launcher_env(TORCHRUN)
     assert place is not None
-    with pytest.raises(TopologyError, match=f"MASTER_ADDR={address} leads every host to itself"):
-        join._raise_if_everybody_is_the_leader(place, address)
+    with pytest.raises(TopologyError, match=f"MASTER_ADDR={address} is a loopback address"):
+        join._raise_if_address_is_local(place, address)
 
 
-def test_on_one_host_it_is_right() -> None:
+def test_a_loopback_address_is_accepted_on_one_host() -> None:
     place = read_launcher_env({**TORCHRUN, "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"})
     assert place is not None
-    join._raise_if_everybody_is_the_leader(place, "127.0.0.1")
+    join._raise_if_address_is_local(place, "127.0.0.1")
 
 
 def start_ranks(tmp_path: Path, size: int, env: dict[str, str]) -> list[subprocess.Popen[str]]:
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     base = {name: text for name, text in os.environ.items() if not name.startswith("MASTER_")}
-    base |= {"PYTHONPATH": str(Path(torchmn.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    base |= {"PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"}
     return [
         subprocess.Popen(
             [sys.executable, str(script)],
@@ -77,7 +77,7 @@ def slurm_step(step: str, size: int) -> dict[str, str]:
 
 
 @pytest.mark.processes
-def test_two_steps_of_one_job_find_their_own_ranks_without_any_port(tmp_path: Path) -> None:
+def test_two_steps_of_one_job_find_their_own_ranks_without_a_port(tmp_path: Path) -> None:
     """srun's variables without srun: the meeting needs nothing else of it."""
     worlds = [start_ranks(tmp_path, 2, slurm_step(step, 2)) for step in ("0", "1")]
     for processes in worlds:
@@ -90,7 +90,7 @@ def test_two_steps_of_one_job_find_their_own_ranks_without_any_port(tmp_path: Pa
 
 
 @pytest.mark.processes
-def test_a_port_that_another_program_has(tmp_path: Path) -> None:
+def test_a_port_in_use(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(
         "import torchmn\n"
@@ -100,7 +100,7 @@ def test_a_port_that_another_program_has(tmp_path: Path) -> None:
         port = str(taken.getsockname()[1])
         env = {
             **os.environ,
-            "PYTHONPATH": str(Path(torchmn.__file__).parents[1]),
+            "PYTHONPATH": PYTHON_PATH,
             "RANK": "0",
             "WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1",

@@ -1,4 +1,4 @@
-"""Shared memory without a name: who can reach it, what a full folder says, what is left."""
+"""Shared memory without a name: access, errors of a full folder, clean-up."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from torchmn.errors import SharedMemoryError, UnsupportedError
-from torchmn.transports.shared_segment import Purpose, SharedMemorySegment, explained
+from torchmn.transports.shared_segment import ErrorContext, SharedMemorySegment, memory_error_from
 
-TEST = Purpose("a test", "Ask for less.")
+TEST = ErrorContext("a test", "Ask for less.")
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_private_changes_stay_private() -> None:
 
 
 @pytest.mark.parametrize("change", [{"number": 9999}, {"pid": 2**22 + 1}, {"inode": 1}])
-def test_an_address_that_leads_elsewhere(change: dict[str, int]) -> None:
+def test_an_address_of_another_file(change: dict[str, int]) -> None:
     memory = filled(b"abc")
     address = dataclasses.replace(memory.address(), **change)
     with pytest.raises(SharedMemoryError, match=r"cannot be opened at /proc/\d+/fd/\d+"):
@@ -77,10 +77,12 @@ def test_missing_folder() -> None:
 def test_file_system_without_nameless_files() -> None:
     with pytest.raises(UnsupportedError, match="/proc cannot hold files without a name"):
         SharedMemorySegment.create(1, TEST, "/proc")
-    assert isinstance(explained(OSError(errno.EOPNOTSUPP, ""), 1, "/dev", TEST), UnsupportedError)
+    assert isinstance(
+        memory_error_from(OSError(errno.EOPNOTSUPP, ""), 1, "/dev", TEST), UnsupportedError
+    )
 
 
-def test_other_systems(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_operating_systems(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "O_TMPFILE")
     with pytest.raises(UnsupportedError, match="needs Linux"):
         SharedMemorySegment.create(1, TEST)
@@ -110,8 +112,8 @@ def test_a_full_folder_is_an_error_and_no_crash(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-from torchmn.transports.shared_segment import SharedMemorySegment, Purpose
-memory = SharedMemorySegment.create(64, Purpose("a test", ""), sys.argv[1])
+from torchmn.transports.shared_segment import SharedMemorySegment, ErrorContext
+memory = SharedMemorySegment.create(64, ErrorContext("a test", ""), sys.argv[1])
 memory.append(bytes(64))
 os.kill(os.getpid(), signal.SIGKILL)
 """

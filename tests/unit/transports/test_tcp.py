@@ -1,4 +1,4 @@
-"""Large messages over sockets of our own."""
+"""Large messages over TCP connections."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError
 from torchmn.testing.ranks import run_threads
 from torchmn.topology import Topology
 from torchmn.transports import tcp
-from torchmn.transports.base import TimeLimit
+from torchmn.transports.base import TimeLimit, Transport
 from torchmn.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.transports.tcp import TcpTransport
 
@@ -32,7 +32,7 @@ def run(function, size, timeout_s=20.0):
 
     def rank_main(rank):
         inner = TorchDistributedTransport(store, rank, size, timeout_s=timeout_s)
-        with contextlib.closing(TcpTransport.over(inner, TimeLimit(timeout_s))) as transport:
+        with contextlib.closing(TcpTransport.connect(inner, TimeLimit(timeout_s))) as transport:
             return function(transport)
 
     return run_threads(rank_main, size)
@@ -46,7 +46,7 @@ def part(rank, dtype=torch.float64, numel=LARGE):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
 def test_sums_are_right_and_the_same_bits_everywhere(size, dtype) -> None:
     def rank_main(transport):
-        assert transport.name == "streams"
+        assert transport.name == "tcp"
         buffer = part(transport.rank, dtype, size * LARGE)
         transport.all_reduce_(buffer, "sum", TimeLimit(20))
         return buffer
@@ -56,6 +56,23 @@ def test_sums_are_right_and_the_same_bits_everywhere(size, dtype) -> None:
     for result in results:
         assert torch.equal(result, results[0])
         torch.testing.assert_close(result.double(), total, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_sums_by_pieces_are_those_by_two_steps(monkeypatch, size, dtype) -> None:
+    monkeypatch.setattr(tcp, "_PIECE_BYTES", 10_001)
+    monkeypatch.setattr(tcp, "_WAKE_BYTES", 5_000)
+    monkeypatch.setattr(tcp, "_LARGE_BYTES", 10_000)
+
+    def rank_main(transport):
+        by_pieces = part(transport.rank, dtype, size * LARGE + 1)
+        by_steps = by_pieces.clone()
+        transport.striped_all_reduce_(by_pieces, "sum", TimeLimit(20))
+        Transport.striped_all_reduce_(transport, by_steps, "sum", TimeLimit(20))
+        return torch.equal(by_pieces, by_steps)
+
+    assert run(rank_main, size) == [True] * size
 
 
 @pytest.mark.parametrize("op", ["max", "min"])
@@ -88,7 +105,7 @@ def test_small_and_large_messages_to_all_in_one_exchange() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_announced_sums_are_those_that_are_not(size, dtype) -> None:
+def test_announced_sums_have_the_same_bits(size, dtype) -> None:
     numels = [size * LARGE, size * LARGE + 1, 5, 2 * size * LARGE]
 
     def rank_main(transport):
@@ -120,7 +137,7 @@ def test_announced_sums_are_made_in_their_order() -> None:
     run(rank_main, 2)
 
 
-def test_ranks_that_announce_something_else_are_told() -> None:
+def test_ranks_that_announce_different_sums_raise() -> None:
     def rank_main(transport):
         buffer = torch.ones(2 * LARGE)
         if transport.rank == 1:
@@ -131,13 +148,13 @@ def test_ranks_that_announce_something_else_are_told() -> None:
             with contextlib.suppress(PeerLostError):
                 transport.all_reduce_(buffer, "sum", TimeLimit(20))
         else:
-            with pytest.raises(PeerLostError, match="with tag 1 where .* different collective"):
+            with pytest.raises(PeerLostError, match="with tag 2 where .* different collective"):
                 transport.all_reduce_(buffer, "sum", TimeLimit(20))
 
     run(rank_main, 2)
 
 
-def test_a_part_has_connections_of_its_own() -> None:
+def test_a_split_group_has_connections_of_its_own() -> None:
     def rank_main(transport):
         if transport.rank == 1:
             return
@@ -150,7 +167,7 @@ def test_a_part_has_connections_of_its_own() -> None:
     run(rank_main, 3)
 
 
-def test_who_does_not_come_is_named_when_the_time_is_over() -> None:
+def test_a_late_rank_is_named_when_the_time_limit_passes() -> None:
     is_over = threading.Event()
 
     def rank_main(transport):
@@ -175,7 +192,7 @@ def test_a_closed_connection_is_noticed_at_once() -> None:
     run(rank_main, 2)
 
 
-def test_a_message_of_another_collective_is_not_taken() -> None:
+def test_a_message_of_another_collective_is_rejected() -> None:
     def rank_main(transport):
         if transport.rank == 1:
             # The other rank gives up, and closes, perhaps before all was sent.
@@ -188,13 +205,13 @@ def test_a_message_of_another_collective_is_not_taken() -> None:
     run(rank_main, 2)
 
 
-def test_where_ranks_cannot_reach_each_other_all_go_on_without(monkeypatch) -> None:
+def test_where_ranks_cannot_connect_all_continue_without(monkeypatch) -> None:
     monkeypatch.setattr(tcp, "_CONNECT_S", 0.3)
     monkeypatch.setattr(tcp, "_own_addresses", lambda inner: [])
 
     def rank_main(transport):
         assert transport.name == "torch.distributed"
-        assert transport.missing == "ranks 0, 1, 2 could not be connected in 0.3 s"
+        assert transport.fallback_reason == "ranks 0, 1, 2 could not be connected in 0.3 s"
         buffer = torch.ones(LARGE)
         transport.all_reduce_(buffer, "sum", TimeLimit(20))
         assert (buffer == 3).all()
@@ -202,8 +219,8 @@ def test_where_ranks_cannot_reach_each_other_all_go_on_without(monkeypatch) -> N
     run(rank_main, 3)
 
 
-class Meddler(TorchDistributedTransport):
-    """A transport beside which a stranger is busy at the listener of rank 0 from the beginning."""
+class DisturbedTransport(TorchDistributedTransport):
+    """A transport beside which clients without the secret connect to the listener of rank 0."""
 
     def all_gather_stripes_(self, buffer, limit) -> None:
         super().all_gather_stripes_(buffer, limit)
@@ -213,31 +230,31 @@ class Meddler(TorchDistributedTransport):
         token, rest = row[: tcp._TOKEN_BYTES], row[tcp._TOKEN_BYTES :]
         port, _ = struct.unpack_from("<HB", rest)
         for number in range(100):
-            stranger = socket.create_connection((socket.inet_ntoa(rest[3:7]), port), timeout=10)
-            self.strangers.append(stranger)
+            client = socket.create_connection((socket.inet_ntoa(rest[3:7]), port), timeout=10)
+            self.clients.append(client)
             if number % 3 == 1:
-                stranger.sendall(os.urandom(100))
-            elif number % 3 == 2:  # the token was told over an open network, and not the secret
-                stranger.sendall(token + struct.pack("<I", 1))
+                client.sendall(os.urandom(100))
+            elif number % 3 == 2:  # the token was sent over an open network, the secret was not
+                client.sendall(token + struct.pack("<I", 1))
 
 
-def test_strangers_neither_get_in_nor_keep_ranks_out(monkeypatch) -> None:
+def test_unauthenticated_clients_are_rejected_and_do_not_block_ranks(monkeypatch) -> None:
     monkeypatch.setenv("TORCHMN_SECRET", "of this job")
-    store, strangers = HashStore(), []
+    store, clients = HashStore(), []
 
     def rank_main(rank):
-        inner = Meddler(store, rank, 2, timeout_s=20, own_address="127.0.0.1")
-        inner.strangers = strangers
-        with contextlib.closing(TcpTransport.over(inner, TimeLimit(20))) as transport:
-            assert transport.name == "streams"
+        inner = DisturbedTransport(store, rank, 2, timeout_s=20, own_address="127.0.0.1")
+        inner.clients = clients
+        with contextlib.closing(TcpTransport.connect(inner, TimeLimit(20))) as transport:
+            assert transport.name == "tcp"
             buffer = part(rank, numel=2 * LARGE)
             transport.all_reduce_(buffer, "sum", TimeLimit(20))
             return buffer
 
     results = run_threads(rank_main, 2)
     assert torch.equal(results[0], part(0, numel=2 * LARGE) + part(1, numel=2 * LARGE))
-    for stranger in strangers:
-        stranger.close()
+    for client in clients:
+        client.close()
 
 
 def test_ranks_without_the_secret_do_not_connect(monkeypatch) -> None:
@@ -250,19 +267,19 @@ def test_ranks_without_the_secret_do_not_connect(monkeypatch) -> None:
     def rank_main(rank):
         known.secret = f"of job {rank}"
         inner = TorchDistributedTransport(store, rank, 2, timeout_s=20)
-        with contextlib.closing(TcpTransport.over(inner, TimeLimit(20))) as transport:
-            return transport.name, transport.missing
+        with contextlib.closing(TcpTransport.connect(inner, TimeLimit(20))) as transport:
+            return transport.name, transport.fallback_reason
 
     for name, missing in run_threads(rank_main, 2):
         assert name == "torch.distributed"
         assert missing == "ranks 0, 1 could not be connected in 0.3 s"
 
 
-def test_more_ranks_than_are_connected_may_have_parts_that_are(monkeypatch) -> None:
+def test_groups_of_too_many_ranks_may_have_connections(monkeypatch) -> None:
     monkeypatch.setattr(tcp, "MAX_PEERS", 1)
 
     def rank_main(transport):
-        assert (transport.name, transport.missing) == (
+        assert (transport.name, transport.fallback_reason) == (
             "torch.distributed",
             "3 ranks are more than 2",
         )
@@ -273,7 +290,7 @@ def test_more_ranks_than_are_connected_may_have_parts_that_are(monkeypatch) -> N
         if transport.rank == 2:
             return
         leaders = transport.split([0, 1], "leaders", TimeLimit(20))
-        assert (leaders.name, leaders.missing) == ("streams", "")
+        assert (leaders.name, leaders.fallback_reason) == ("tcp", "")
         buffer = torch.ones(2 * LARGE)
         leaders.all_reduce_(buffer, "sum", TimeLimit(20))
         assert (buffer == 2).all()
@@ -285,7 +302,9 @@ def test_more_ranks_than_are_connected_may_have_parts_that_are(monkeypatch) -> N
 @pytest.mark.parametrize(
     ("name", "ranks_per_node", "is_said"), [("flat", [2, 1], True), ("hierarchical", [2, 1], False)]
 )
-def test_what_goes_by_gloo_is_said_on_all_ranks(monkeypatch, name, ranks_per_node, is_said) -> None:
+def test_the_fallback_to_gloo_is_a_reason_on_all_ranks(
+    monkeypatch, name, ranks_per_node, is_said
+) -> None:
     monkeypatch.setattr(tcp, "MAX_PEERS", 1)
 
     def rank_main(transport):
@@ -298,13 +317,13 @@ def test_what_goes_by_gloo_is_said_on_all_ranks(monkeypatch, name, ranks_per_nod
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         reasons = run(rank_main, 3)
-    said = [str(w.message) for w in caught if "TCP streams" in str(w.message)]
+    said = [str(w.message) for w in caught if "TCP connections" in str(w.message)]
     assert len(said) == is_said  # of rank 0 alone
     for reason in reasons:
-        assert ("no TCP streams between hosts: 3 ranks are more than 2" in reason) is is_said
+        assert ("no TCP connections between hosts: 3 ranks are more than 2" in reason) is is_said
     for text in said:
         assert text.startswith("rank 0 of 3")
-        assert "large messages go by gloo, slower" in text
+        assert "large messages use gloo, which is slower" in text
 
 
 def test_listens_at_the_address_that_gloo_was_given(monkeypatch) -> None:
@@ -321,8 +340,8 @@ def test_listens_at_the_address_that_gloo_was_given(monkeypatch) -> None:
 
     def rank_main(rank):
         inner = TorchDistributedTransport(store, rank, 2, timeout_s=20, own_address="127.0.0.1")
-        with contextlib.closing(TcpTransport.over(inner, TimeLimit(20))) as transport:
+        with contextlib.closing(TcpTransport.connect(inner, TimeLimit(20))) as transport:
             return transport.name
 
-    assert run_threads(rank_main, 2) == ["streams"] * 2
+    assert run_threads(rank_main, 2) == ["tcp"] * 2
     assert set(hosts) == {"127.0.0.1"}

@@ -7,7 +7,7 @@ from torchmn.testing import run_ranks
 from torchmn.transports.base import BackoffTimeLimit, TimeLimit, poll_until
 
 
-def test_a_patient_wait_polls_less_and_less() -> None:
+def test_a_long_wait_polls_less_and_less() -> None:
     def num_polls(limit: TimeLimit) -> int:
         polls = 0
 
@@ -32,11 +32,11 @@ def test_it_can_be_ended_from_another_thread() -> None:
     assert time.monotonic() - began < 100
 
 
-def test_what_has_threads_of_its_own_ends_before_the_communicator() -> None:
+def test_on_finalize_runs_before_the_communicator_ends() -> None:
     def job(comm) -> list[str]:
         order: list[str] = []
         comm.on_finalize(lambda: order.append(comm.allreduce_obj("a")))
-        channels = comm.channels("own")
+        channels = comm.new_transport("own")
         assert (channels.rank, channels.size) == (comm.rank, comm.size)
         comm.finalize()
         comm.finalize()

@@ -14,7 +14,7 @@ from torchmn.control.checkpoint_replicas.frames import (
     send_frame,
 )
 from torchmn.control.checkpoint_replicas.server import ROUND_VARIABLE, SOCKET_VARIABLE
-from torchmn.control.messages.elastic import Draft
+from torchmn.control.messages.elastic import StagedCheckpoint
 from torchmn.errors import LaunchError
 
 
@@ -42,7 +42,7 @@ class ReplicaClient:
         name, number = env.get(SOCKET_VARIABLE), env.get(ROUND_VARIABLE)
         return cls(name, int(number)) if name and number else None
 
-    def restored(self) -> Draft | None:
+    def restored(self) -> StagedCheckpoint | None:
         """What this round goes on from if it is held in memory; the same on all ranks."""
         answer, _ = self._ask({"wish": "restored"})
         found = answer["restored"]
@@ -50,7 +50,7 @@ class ReplicaClient:
             return None
         return int(found[0]), int(found[1]), str(found[2])
 
-    def get(self, draft: Draft, file: str) -> Payload:
+    def get(self, draft: StagedCheckpoint, file: str) -> Payload:
         """A file that a rank has put, from this host or another one."""
         _, payload = self._ask({"wish": "get", "draft": list(draft), "file": file})
         return payload

@@ -25,12 +25,12 @@ from torchmn.control.authenticated_listener import AuthenticatedListener, connec
 from torchmn.control.checkpoint_replicas.frames import Header, Payload, receive_frame, send_frame
 from torchmn.control.connection import Channel
 from torchmn.control.messages.elastic import (
-    Announced,
-    Draft,
+    CheckpointSaved,
     ElasticMessage,
-    Neighbour,
+    FileHeld,
+    PeerHello,
     Round,
-    Stored,
+    StagedCheckpoint,
 )
 from torchmn.errors import LaunchError
 
@@ -60,8 +60,8 @@ class ReplicaServer:
         self._host = host
         self._secret = secret
         self._post = post
-        self._held: dict[tuple[Draft, str], tuple[Stored, Payload]] = {}
-        self._kept: Draft = (0, -1, "")
+        self._held: dict[tuple[StagedCheckpoint, str], tuple[FileHeld, Payload]] = {}
+        self._kept: StagedCheckpoint = (0, -1, "")
         self._lock = threading.Lock()
         self._round: Round | None = None
         self._next: socket.socket | None = None  # to the next host of the round
@@ -89,7 +89,7 @@ class ReplicaServer:
         for thread in self._threads:
             thread.join()
 
-    def held(self) -> list[Stored]:
+    def held(self) -> list[FileHeld]:
         """What is held now."""
         with self._lock:
             return [stored for stored, _ in self._held.values()]
@@ -105,7 +105,7 @@ class ReplicaServer:
             kept = _draft_of(found)
             self._held = {key: each for key, each in self._held.items() if key[0] == kept}
 
-    def keep(self, draft: Draft) -> None:
+    def keep(self, draft: StagedCheckpoint) -> None:
         """This checkpoint is complete: drop what is older."""
         with self._lock:
             self._kept = draft
@@ -133,7 +133,7 @@ class ReplicaServer:
             while not self._is_closed:
                 selector.select(0.5)
                 for channel, identity in self._gate.admit():
-                    if isinstance(identity, Neighbour):
+                    if isinstance(identity, PeerHello):
                         self._attend(_bare(channel), is_worker=False)
                     else:
                         channel.close()
@@ -173,14 +173,14 @@ class ReplicaServer:
             found = self._round
             return {"restored": [] if found is None else found.restored}, None
         if wish == "announce":
-            self._post(Announced(step=int(str(header["step"]))))
+            self._post(CheckpointSaved(step=int(str(header["step"]))))
             return {}, None
         raise LaunchError(f"Nobody here knows the wish {wish!r}.")
 
     def _put(self, header: Header, payload: Payload, is_worker: bool) -> Header:
         draft, file = _named(header)
         needs = header["needs"]
-        stored = Stored(
+        stored = FileHeld(
             round=draft[0],
             step=draft[1],
             draft=draft[2],
@@ -223,7 +223,7 @@ class ReplicaServer:
         index = (names.index(self._host) + 1) % len(names)
         return self._connect(found, index)
 
-    def _get(self, draft: Draft, file: str) -> Payload:
+    def _get(self, draft: StagedCheckpoint, file: str) -> Payload:
         """A file for a worker, from here or from a host that holds it. Raises LaunchError."""
         with self._lock:
             own, found = self._held.get((draft, file)), self._round
@@ -241,7 +241,7 @@ class ReplicaServer:
                     return answer[1]
         raise LaunchError(f"Nobody holds {file} of step {draft[1]} in memory any more.")
 
-    def _own(self, draft: Draft, file: str) -> Payload:
+    def _own(self, draft: StagedCheckpoint, file: str) -> Payload:
         with self._lock:
             if (draft, file) not in self._held:
                 raise LaunchError(f"{self._host} does not hold {file} of {draft}.")
@@ -254,20 +254,20 @@ class ReplicaServer:
                 f"{member['address']}:{member['copies_port']}",
                 secret=self._secret,
                 role=ROLE,
-                identity=Neighbour(host=self._host),
+                identity=PeerHello(host=self._host),
                 limit_s=_CONNECT_S,
             )
         )
 
 
-def _named(header: Header) -> tuple[Draft, str]:
+def _named(header: Header) -> tuple[StagedCheckpoint, str]:
     words, file = header["draft"], header["file"]
     if not isinstance(words, list) or len(words) != 3 or not isinstance(file, str):
         raise LaunchError(f"A file is named by round, step, draft and file, got {words!r}.")
     return (int(words[0]), int(words[1]), str(words[2])), file
 
 
-def _draft_of(found: Round) -> Draft | None:
+def _draft_of(found: Round) -> StagedCheckpoint | None:
     """What a round goes on from, if it is held in memory."""
     if len(found.restored) != 3:
         return None

@@ -8,51 +8,51 @@ from typing import get_args
 
 from torchmn.control.messages.elastic import ElasticMessage
 from torchmn.control.messages.job import (
-    End,
+    AgentHello,
     EndedBy,
     Exit,
-    Hello,
+    ForwardSignal,
     JobMessage,
-    Note,
-    Notice,
+    LogWarning,
     Output,
     Refresh,
-    Refused,
-    Run,
-    Started,
+    ScriptStarted,
+    StartRefused,
+    StartScript,
     Stream,
+    Terminate,
 )
 from torchmn.control.messages.monitor import (
     Failed,
     Joined,
     Joining,
     Leaving,
+    MonitorHello,
+    MonitorMessage,
     Overdue,
-    Present,
     StatusReply,
     StatusRequest,
-    WatchMessage,
 )
 
 __all__ = [
-    "End",
+    "Terminate",
     "EndedBy",
     "Exit",
     "Failed",
-    "Hello",
+    "AgentHello",
     "Joined",
     "Joining",
     "Leaving",
     "Message",
-    "Note",
-    "Notice",
+    "LogWarning",
+    "ForwardSignal",
     "Output",
     "Overdue",
-    "Present",
+    "MonitorHello",
     "Refresh",
-    "Refused",
-    "Run",
-    "Started",
+    "StartRefused",
+    "StartScript",
+    "ScriptStarted",
     "Stream",
     "StatusRequest",
     "StatusReply",
@@ -60,7 +60,7 @@ __all__ = [
     "encode",
 ]
 
-Message = JobMessage | WatchMessage | ElasticMessage
+Message = JobMessage | MonitorMessage | ElasticMessage
 
 _KINDS = {kind.__name__: kind for kind in get_args(Message)}
 

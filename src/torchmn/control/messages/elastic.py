@@ -1,6 +1,6 @@
 """What the launcher, the rendezvous and the hosts of an elastic job tell each other.
 
-A host says who it is at the gate (`Member`), the launcher too (`Watcher`); the rest follows.
+A host says who it is at the gate (`HostHello`), the launcher too (`LauncherHello`); the rest follows.
 """
 
 from __future__ import annotations
@@ -8,19 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-Draft = tuple[int, int, str]
+StagedCheckpoint = tuple[int, int, str]
 """(round, step, name) of a checkpoint in memory, complete or not."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watcher:
+class LauncherHello:
     """Launcher, at the gate: I show what happens, and the job ends with me."""
 
     pid: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
+class HostHello:
     """Host, at the gate: who I am, and at which port of ``address`` my copies can be had."""
 
     host: str
@@ -31,14 +31,14 @@ class Member:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Neighbour:
+class PeerHello:
     """Host, at another host's gate: I bring copies, or fetch some."""
 
     host: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stored:
+class FileHeld:
     """Host: now I hold this file of a checkpoint, too.
 
     ``needs`` are all files of a checkpoint, known with the last one of them, its manifest.
@@ -51,27 +51,27 @@ class Stored:
     needs: list[str]
 
     @property
-    def of(self) -> Draft:
+    def of(self) -> StagedCheckpoint:
         """The checkpoint that it is a part of."""
         return self.round, self.step, self.draft
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arrived:
-    """Host: none of my workers runs, I wait for the next round, and hold these (`Stored`)."""
+class HostReady:
+    """Host: none of my workers runs, I wait for the next round, and hold these (`FileHeld`)."""
 
     held: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Announced:
+class CheckpointSaved:
     """Host of rank 0: the checkpoint of this step is finished, all ranks' parts of it."""
 
     step: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finished:
+class HostFinished:
     """Host: all my workers have ended well."""
 
 
@@ -98,7 +98,7 @@ class Round:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Keep:
+class PruneOlder:
     """Rendezvous: this checkpoint is complete in memory, forget those that are older."""
 
     round: int
@@ -107,7 +107,7 @@ class Keep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leave:
+class Shutdown:
     """Rendezvous: the job is over, or goes on without you. End your workers by this signal."""
 
     signum: int
@@ -115,14 +115,14 @@ class Leave:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sentence:
+class UserMessage:
     """Rendezvous, to the launcher: a sentence for the user."""
 
     text: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gathering:
+class RoundEnding:
     """Rendezvous, to the launcher: this round is at its end, its workers stop."""
 
     why: str
@@ -137,14 +137,14 @@ class HostLost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Over:
+class JobEnded:
     """Rendezvous, to the launcher: the job is over; ``text`` says why if it failed."""
 
     text: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Absent:
+class HostUnreachable:
     """Launcher: this host could not be reached, do not wait for it."""
 
     host: str
@@ -159,21 +159,21 @@ class Stop:
 
 
 ElasticMessage = (
-    Watcher
-    | Member
-    | Neighbour
-    | Arrived
-    | Stored
-    | Announced
-    | Finished
+    LauncherHello
+    | HostHello
+    | PeerHello
+    | HostReady
+    | FileHeld
+    | CheckpointSaved
+    | HostFinished
     | Restart
     | Round
-    | Keep
-    | Leave
-    | Sentence
-    | Gathering
+    | PruneOlder
+    | Shutdown
+    | UserMessage
+    | RoundEnding
     | HostLost
-    | Over
-    | Absent
+    | JobEnded
+    | HostUnreachable
     | Stop
 )

@@ -10,7 +10,7 @@ EndedBy = Literal["itself", "supervisor", "outside"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hello:
+class AgentHello:
     """Agent, at the gate: who I am.
 
     ``address`` is the one of its host that the supervisor is reached from, ``port`` a free port
@@ -26,7 +26,7 @@ class Hello:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class StartScript:
     """Supervisor: the command to run; ``env`` holds what the launcher has not set itself."""
 
     argv: list[str]
@@ -39,14 +39,14 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refused:
+class StartRefused:
     """Agent: the command cannot run here, and why."""
 
     text: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Started:
+class ScriptStarted:
     """Agent: the script runs as this process, on these cores, ``beside`` a GPU or memory node."""
 
     pid: int
@@ -71,7 +71,7 @@ class Refresh:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Note:
+class LogWarning:
     """Agent: something went wrong beside the script, which goes on."""
 
     text: str
@@ -93,17 +93,28 @@ class Exit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class End:
+class Terminate:
     """Supervisor: pass this signal on to the script, and kill it if it goes on for too long."""
 
     signum: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Notice:
+class ForwardSignal:
     """Supervisor: pass this signal on to the script, which goes on."""
 
     signum: int
 
 
-JobMessage = Hello | Run | Refused | Started | Output | Refresh | Note | Exit | End | Notice
+JobMessage = (
+    AgentHello
+    | StartScript
+    | StartRefused
+    | ScriptStarted
+    | Output
+    | Refresh
+    | LogWarning
+    | Exit
+    | Terminate
+    | ForwardSignal
+)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
-class Present:
+class MonitorHello:
     """RankMonitor: I watch the script of this rank, this process on this host."""
 
     rank: int
@@ -74,4 +74,6 @@ class StatusReply:
     state: str = ""
 
 
-WatchMessage = Present | Failed | Leaving | Joining | Joined | Overdue | StatusRequest | StatusReply
+MonitorMessage = (
+    MonitorHello | Failed | Leaving | Joining | Joined | Overdue | StatusRequest | StatusReply
+)

@@ -14,15 +14,15 @@ from dataclasses import asdict
 from torchmn.control.connection import Channel
 from torchmn.control.messages import Message
 from torchmn.control.messages.elastic import (
-    Arrived,
-    Draft,
     ElasticMessage,
-    Finished,
-    Keep,
-    Leave,
+    FileHeld,
+    HostFinished,
+    HostReady,
+    PruneOlder,
     Restart,
     Round,
-    Stored,
+    Shutdown,
+    StagedCheckpoint,
 )
 from torchmn.errors import LaunchError
 
@@ -46,8 +46,8 @@ class Host:
         self,
         channel: Channel,
         *,
-        held: Callable[[], Sequence[Stored]],
-        on_keep: Callable[[Draft], None],
+        held: Callable[[], Sequence[FileHeld]],
+        on_keep: Callable[[StagedCheckpoint], None],
         stdin: int,
     ) -> None:
         self._channel = channel
@@ -58,7 +58,7 @@ class Host:
         self._changed = threading.Condition()
         self._round: Round | None = None
         self._must_restart = False
-        self._leave: Leave | None = None
+        self._leave: Shutdown | None = None
         self._thread = threading.Thread(target=self._listen, name="rendezvous", daemon=True)
 
     @property
@@ -67,7 +67,7 @@ class Host:
         return self._must_restart
 
     @property
-    def leave(self) -> Leave | None:
+    def leave(self) -> Shutdown | None:
         """What ended this host's part in the job, if anything."""
         return self._leave
 
@@ -82,7 +82,7 @@ class Host:
 
     def next_round(self) -> Round | None:
         """Wait for the next round; ``None``: there is none. No worker runs here now."""
-        self.post(Arrived(held=[asdict(stored) for stored in self._held()]))
+        self.post(HostReady(held=[asdict(stored) for stored in self._held()]))
         with self._changed:
             while self._round is None and self._leave is None:
                 self._changed.wait(_POLL_S)
@@ -91,7 +91,7 @@ class Host:
 
     def finish(self) -> bool:
         """All workers of this host have ended well. Whether they must start once more after all."""
-        self.post(Finished())
+        self.post(HostFinished())
         with self._changed:
             while not self._must_restart and self._leave is None:
                 self._changed.wait(_POLL_S)
@@ -105,7 +105,7 @@ class Host:
             self._follow()
         except Exception as error:
             text = f"what the rendezvous said was not understood ({type(error).__name__}: {error})"
-            self._go(Leave(signum=signal.SIGTERM, text=text))
+            self._go(Shutdown(signum=signal.SIGTERM, text=text))
 
     def _follow(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -116,7 +116,7 @@ class Host:
                 if any(key.fd == self._stdin for key, _ in events) and not os.read(
                     self._stdin, 1 << 12
                 ):
-                    self._go(Leave(signum=signal.SIGTERM, text="the launcher died"))
+                    self._go(Shutdown(signum=signal.SIGTERM, text="the launcher died"))
                     return
                 with self._lock:
                     self._channel.flush()
@@ -126,12 +126,12 @@ class Host:
                     self._on_message(message)
                 if not is_open and self._leave is None:
                     text = "the rendezvous was lost: its process ended, or no way leads there"
-                    self._go(Leave(signum=signal.SIGTERM, text=text))
+                    self._go(Shutdown(signum=signal.SIGTERM, text=text))
 
     def _on_message(self, message: Message) -> None:
-        if isinstance(message, Keep):
+        if isinstance(message, PruneOlder):
             self._on_keep((message.round, message.step, message.draft))
-        elif isinstance(message, Leave):
+        elif isinstance(message, Shutdown):
             self._go(message)
         elif isinstance(message, Restart):
             with self._changed:
@@ -144,7 +144,7 @@ class Host:
         else:
             raise LaunchError(f"The rendezvous sent {type(message).__name__} to a host.")
 
-    def _go(self, leave: Leave) -> None:
+    def _go(self, leave: Shutdown) -> None:
         with self._changed:
             self._leave = leave
             self._changed.notify_all()

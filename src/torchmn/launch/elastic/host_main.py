@@ -23,7 +23,7 @@ from torchmn.control.checkpoint_replicas.server import (
     ReplicaServer,
 )
 from torchmn.control.connection import ADDRESS_VARIABLE
-from torchmn.control.messages.elastic import ElasticMessage, Member, Round
+from torchmn.control.messages.elastic import ElasticMessage, HostHello, Round
 from torchmn.control.processes import adopt_orphans, kill_descendants
 from torchmn.errors import LaunchError, TorchmnError
 from torchmn.launch.elastic.host import Host, round_secret
@@ -77,7 +77,7 @@ def _take_part(order: dict[str, Any], hosts: list[Host]) -> None:
         hosts[0].post(message)
 
     copies = ReplicaServer(order["host"], secret, listener, post)
-    identity = Member(
+    identity = HostHello(
         host=order["host"],
         slots=order["slots"],
         address=address,

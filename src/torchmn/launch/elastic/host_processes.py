@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torchmn.control.processes import kill_descendants, send_group, signal_name
 from torchmn.launch.job import Command
+from torchmn.launch.process_owner import start_process
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 
@@ -48,7 +49,7 @@ class HostProcesses:
         now = time.monotonic()
         for host in self._hosts.values():
             if host.process is None and now >= host.start_at:
-                host.process = start_process(self._command(host.name), host.log)
+                host.process = start_process(self._command(host.name), host.log, keeps_stdin=True)
                 host.kill_at = None
             elif host.process and host.kill_at is not None and now > host.kill_at:
                 kill_descendants(host.process.pid, limit_s=1.0)
@@ -77,27 +78,6 @@ class HostProcesses:
         if host.process is not None:
             _close(host.process)
             host.kill_at = time.monotonic() + kill_after_s
-
-
-def start_process(
-    command: Command, log: Path, stdout: int | None = None
-) -> subprocess.Popen[bytes]:
-    """Start a process whose standard input stays open: its end tells it that we are gone."""
-    with open(log, "ab") as file:
-        process = subprocess.Popen(
-            command.argv,
-            env=command.env,
-            stdin=subprocess.PIPE,
-            stdout=file if stdout is None else stdout,
-            stderr=file,
-            bufsize=0,
-            start_new_session=True,
-        )
-    process.returncode = 0  # the launcher reaps; without it Popen would warn
-    if process.stdin is not None:
-        with suppress(BrokenPipeError):
-            process.stdin.write(command.stdin)
-    return process
 
 
 def _close(process: subprocess.Popen[bytes]) -> None:

@@ -8,45 +8,37 @@ from __future__ import annotations
 
 import os
 import selectors
-import signal
 import subprocess
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import partial
-from types import FrameType
 
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect_authenticated
 from torchmn.control.connection import Channel
 from torchmn.control.messages.elastic import (
-    Absent,
-    Gathering,
     HostLost,
-    Over,
+    HostUnreachable,
+    JobEnded,
+    LauncherHello,
     Round,
-    Sentence,
+    RoundEnding,
     Stop,
-    Watcher,
+    UserMessage,
 )
-from torchmn.control.processes import (
-    adopt_orphans,
-    descendants,
-    kill_descendants,
-    reap_children,
-    signal_name,
-    watch_signals,
-)
+from torchmn.control.processes import signal_name
 from torchmn.errors import LaunchError
 from torchmn.exit_status import SAVED_STATUS, shell_code
 from torchmn.launch.console import RankOutput
 from torchmn.launch.elastic.host import round_secret
-from torchmn.launch.elastic.host_processes import HostProcesses, start_process
+from torchmn.launch.elastic.host_processes import HostProcesses
 from torchmn.launch.elastic.job import ElasticJob, node_process, store_process
 from torchmn.launch.elastic.rendezvous import ROLE
-from torchmn.launch.elastic.round_session import RoundSupervisor, num_ranks_of
+from torchmn.launch.elastic.round_session import RoundSession, num_ranks_of
 from torchmn.launch.job import Command
-from torchmn.monitor.job_result import FAILURE_FILE
+from torchmn.launch.process_owner import ProcessOwner, start_process
+from torchmn.monitor.job_result import JobResult
+from torchmn.monitor.rank_session import write_failure_report
 
 _STORE_START_S = 20.0
 _MARGIN_S = 10.0
@@ -67,20 +59,12 @@ class ElasticLauncher:
         self._screen = screen
         self._address = address
         self._env = env
-        self._bystanders = descendants(os.getpid())
-        self._wakeup = watch_signals(signal.SIGCHLD)
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(signum) is not signal.SIG_IGN:  # as under nohup
-                signal.signal(signum, self._on_signal)
-        for signum in (signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(signum, self._on_notice)
-        self._notices: list[int] = []
-        self._interrupted_by: int | None = None
+        self._owner = ProcessOwner(screen)
         self._has_told_stop = False
         self._listener = channels.listen(address)
         names = [host.name for host in self._job.hosts]
         self._hosts = HostProcesses(names, self._part_of, self._job.log_dir)
-        self._ranks: RoundSupervisor | None = None
+        self._ranks: RoundSession | None = None
         self._store: subprocess.Popen[bytes] | None = None
         self._store_end: int | None = None
         self._rendezvous = ""
@@ -92,7 +76,6 @@ class ElasticLauncher:
 
     def run(self) -> int:
         """Run to the common end, and return the job's exit code. Raises LaunchError."""
-        adopt_orphans()
         try:
             channel = self._channel = self._start_store()
             while not self._is_over():
@@ -101,8 +84,8 @@ class ElasticLauncher:
                 self._wait(channel)
                 self._act(channel)
         finally:
-            kill_descendants(os.getpid(), spare=self._bystanders)
-            reap_children()
+            self._owner.kill_all()
+            self._owner.reap()
             if self._ranks is not None:
                 self._ranks.close()
             self._listener.close()
@@ -114,12 +97,12 @@ class ElasticLauncher:
         """Start the rendezvous and connect to it."""
         command = store_process(self._elastic, self._env, self._address)
         log = self._job.log_dir / "launcher.log"
-        self._store = start_process(command, log, stdout=subprocess.PIPE)
+        self._store = start_process(command, log, stdout=subprocess.PIPE, keeps_stdin=True)
         if self._store.stdout is None:  # cannot be: it was asked for
             raise LaunchError("The rendezvous has no standard output.")
         said = _first_line(self._store.stdout.fileno(), _STORE_START_S)
         self._rendezvous = self._elastic.read_store_answer(said)
-        identity = Watcher(pid=os.getpid())
+        identity = LauncherHello(pid=os.getpid())
         return connect_authenticated(
             self._rendezvous, secret=self._job.secret, role=ROLE, identity=identity
         )
@@ -142,7 +125,7 @@ class ElasticLauncher:
 
     def _wait(self, channel: Channel) -> None:
         with selectors.DefaultSelector() as selector:
-            selector.register(self._wakeup, selectors.EVENT_READ, self._on_wakeup)
+            selector.register(self._owner, selectors.EVENT_READ, self._on_wakeup)
             if channel.is_open:
                 hear = partial(self._on_rendezvous, channel)
                 selector.register(channel, selectors.EVENT_READ, hear)
@@ -151,44 +134,31 @@ class ElasticLauncher:
             for key, _ in selector.select(0.2):
                 key.data()
 
-    def _on_signal(self, signum: int, _: FrameType | None) -> None:
-        """Noted here, acted upon in the loop; a second Ctrl-C does not wait for anything."""
-        if self._interrupted_by == signum == signal.SIGINT:
-            kill_descendants(os.getpid(), spare=self._bystanders)
-            os._exit(shell_code(-signum))
-        self._interrupted_by = self._interrupted_by or signum
-
-    def _on_notice(self, signum: int, _: FrameType | None) -> None:
-        """The scheduler says that the end is near: the ranks are told, and go on."""
-        self._notices.append(signum)
-
     def _on_wakeup(self) -> None:
-        with suppress(BlockingIOError):
-            self._wakeup.recv(64)
-        for pid, returncode in reap_children():
+        for pid, returncode in self._owner.reap():
             if self._store is not None and pid == self._store.pid:
                 self._store, self._store_end = None, returncode
             ended = self._hosts.ended(pid, returncode)
             is_going_on = self._end is None and not self._has_told_stop
             if ended is not None and is_going_on and self._channel is not None:
                 host, how = ended
-                self._channel.post(Absent(host=host, text=how))
+                self._channel.post(HostUnreachable(host=host, text=how))
                 self._say_once(f"{host} is not there ({how}); it is tried again and again.")
 
     def _on_rendezvous(self, channel: Channel) -> None:
         for message in channel.collect():
             if isinstance(message, Round) and not self._has_told_stop:
                 self._begin(message)
-            elif isinstance(message, Gathering) and self._ranks is not None:
-                self._ranks.call_off()
+            elif isinstance(message, RoundEnding) and self._ranks is not None:
+                self._ranks.disconnect_pending()
             elif isinstance(message, HostLost):
                 self._say(f"{message.host} was lost: {message.text}")
                 self._hosts.give_up(message.host, self._job.grace_s + _MARGIN_S)
                 if self._ranks is not None:
-                    self._ranks.lose(message.host)
-            elif isinstance(message, Sentence):
+                    self._ranks.drop_host(message.host)
+            elif isinstance(message, UserMessage):
                 self._say_once(message.text)
-            elif isinstance(message, Over):
+            elif isinstance(message, JobEnded):
                 self._finish(message.text)
         if not channel.is_open and self._end is None:
             self._has_lost_store = True
@@ -204,13 +174,13 @@ class ElasticLauncher:
         self._said.clear()
         secret = round_secret(self._job.secret, found.number)
         gate = AuthenticatedListener(self._listener.dup(), secret=secret, role=channels.SUPERVISOR)
-        self._ranks = RoundSupervisor(found, self._job, gate, self._screen, self._show)
+        self._ranks = RoundSession(found, self._job, gate, self._screen)
 
-    def _why_again(self, before: RoundSupervisor, found: Round) -> str:
+    def _why_again(self, before: RoundSession, found: Round) -> str:
         """What ended the round before, and with whom and from where all go on."""
         why = found.why
         if found.num_restarts > before.round.num_restarts:
-            why = before.verdict().sentence.rstrip(".") or why
+            why = before.result().sentence.rstrip(".") or why
             why += f"; restart {found.num_restarts} of {self._elastic.limits.max_restarts}"
         names = ", ".join(str(member["host"]) for member in found.members)
         memory = f", in memory: step {found.restored[1]}" if found.restored else ""
@@ -223,17 +193,17 @@ class ElasticLauncher:
 
     def _act(self, channel: Channel) -> None:
         ranks = self._ranks
-        while self._notices:
-            signum = self._notices.pop(0)
+        for signum in self._owner.take_signals_to_forward():
             if ranks is not None:
-                ranks.pass_on(signum)
+                ranks.forward_signal(signum)
         if ranks is not None:
             ranks.act()
-        must_stop = self._interrupted_by is not None or (ranks is not None and ranks.have_saved)
+        must_stop = self._owner.interrupted_by is not None or (
+            ranks is not None and ranks.has_saved
+        )
         if must_stop and not self._has_told_stop:
             self._has_told_stop = True
-            is_ctrl_c = self._interrupted_by == signal.SIGINT
-            channel.post(Stop(signum=signal.SIGINT if is_ctrl_c else signal.SIGTERM))
+            channel.post(Stop(signum=self._owner.end_signal))
             self._kill_at = time.monotonic() + self._job.grace_s + 2 * _MARGIN_S
         channel.flush()
 
@@ -243,10 +213,10 @@ class ElasticLauncher:
             self._end = text
             self._kill_at = time.monotonic() + self._job.grace_s + _MARGIN_S
             if self._ranks is not None:
-                self._ranks.call_off()
+                self._ranks.disconnect_pending()
 
     def _say(self, text: str) -> None:
-        self._show(partial(self._screen.say, text))
+        self._screen.say(text)
 
     def _say_once(self, text: str) -> None:
         """Until the next round."""
@@ -254,41 +224,30 @@ class ElasticLauncher:
             self._said.add(text)
             self._say(text)
 
-    def _show(self, write: partial[None]) -> None:
-        """Write to the screen; a reader who left (``| head``) ends the job like a signal."""
-        try:
-            write()
-        except BrokenPipeError:
-            self._interrupted_by = self._interrupted_by or signal.SIGPIPE
-            self._screen.close()
-
     def _report(self) -> int:
         """Say how the job ended, and whose fault it was; its exit code."""
-        verdict = self._ranks.verdict(self._interrupted_by) if self._ranks is not None else None
-        if self._interrupted_by is not None and verdict is None:
-            self._say(f"interrupted by {signal_name(-self._interrupted_by)} before a worker ran.")
-            return shell_code(-self._interrupted_by)
-        if verdict and (self._interrupted_by is not None or verdict.exit_code == SAVED_STATUS):
-            self._say(verdict.sentence)
-            return verdict.exit_code
+        ranks, signum = self._ranks, self._owner.interrupted_by
+        result = (
+            ranks.result(interrupted_by=signum) if ranks is not None else JobResult(exit_code=0)
+        )
+        if signum is not None and ranks is None:
+            self._say(f"interrupted by {signal_name(-signum)} before a rank ran.")
+            return shell_code(-signum)
+        if signum is not None or result.exit_code == SAVED_STATUS:
+            self._say(result.sentence)
+            return result.exit_code
         reason = self._loss_of_store() if self._has_lost_store else self._end or ""
         if not reason:
             return 0
-        sentences, words, code = [f"{reason[:1].upper()}{reason[1:]}."], [], 1
-        # ranks that only did as they were told are not to blame
-        if verdict and not (verdict.blames_launcher or self._has_lost_store):
-            code = verdict.exit_code or 1
-            sentences += [verdict.sentence] if verdict.sentence else []
-            if verdict.first_failure is not None and verdict.first_failure.last_errors:
-                words = verdict.first_failure.last_words
-                quoted = [f"The last words of rank {verdict.first_failure.rank}:", *words]
-                self._show(partial(self._screen.quote, "\n".join(quoted)))
-        text = " ".join(sentences)
-        with suppress(OSError):  # a full disk costs the file only
-            path = self._job.log_dir / FAILURE_FILE
-            path.write_text("\n".join([*words, text]) + "\n")
-        self._say(text)
-        return code
+        if self._has_lost_store or result.is_launcher_failure:  # ranks that we ended did not fail
+            result = JobResult(exit_code=1)
+        summary = " ".join([f"{reason[:1].upper()}{reason[1:]}.", result.sentence]).rstrip()
+        if ranks is not None:
+            ranks.report_failure(self._job.log_dir, result, summary)
+        else:
+            write_failure_report(self._job.log_dir, result, summary)
+        self._say(summary)
+        return result.exit_code or 1
 
     def _loss_of_store(self) -> str:
         how = signal_name(self._store_end or 0)

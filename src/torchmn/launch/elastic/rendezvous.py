@@ -20,14 +20,14 @@ from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.connection import Channel
 from torchmn.control.messages import Message
 from torchmn.control.messages.elastic import (
-    Absent,
-    Announced,
-    Arrived,
-    Finished,
-    Member,
+    CheckpointSaved,
+    FileHeld,
+    HostFinished,
+    HostHello,
+    HostReady,
+    HostUnreachable,
+    LauncherHello,
     Stop,
-    Stored,
-    Watcher,
 )
 from torchmn.launch.elastic.rendezvous_state import LAUNCHER, RendezvousState
 
@@ -56,7 +56,7 @@ class Rendezvous:
                 selector.register(self._gate, selectors.EVENT_READ, lambda: None)
                 for name, channel in self._channels.items():
                     events = selectors.EVENT_READ
-                    if channel.waiting_bytes:
+                    if channel.pending_bytes:
                         events |= selectors.EVENT_WRITE
                     selector.register(channel, events, partial(self._on_channel, name, channel))
                 for key, _ in selector.select(0.5):
@@ -80,14 +80,14 @@ class Rendezvous:
 
     def _on_gate(self) -> None:
         for channel, identity in self._gate.admit():
-            if isinstance(identity, Watcher) and LAUNCHER not in self._channels:
+            if isinstance(identity, LauncherHello) and LAUNCHER not in self._channels:
                 self._channels[LAUNCHER] = channel
-            elif isinstance(identity, Member):
+            elif isinstance(identity, HostHello):
                 self._admit(channel, identity)
             else:
                 channel.close()
 
-    def _admit(self, channel: Channel, member: Member) -> None:
+    def _admit(self, channel: Channel, member: HostHello) -> None:
         """A host that was not seen to leave, and is here again, has left before."""
         if member.host in self._channels:
             self._hang_up(member.host)
@@ -110,25 +110,27 @@ class Rendezvous:
             if name == LAUNCHER:
                 self._rounds.stop(signal.SIGTERM)
             else:
-                why = "its connection ended, or nothing came for 8 s"
+                why = "its connection was closed"
+                if channel.is_silent:
+                    why = "nothing has come from it for 8 s (the network, or the host itself)"
                 self._rounds.lost(name, why, time.monotonic())
         self._deliver()
 
     def _on_message(self, name: str, message: Message) -> None:
         now = time.monotonic()
-        if isinstance(message, Absent) and name == LAUNCHER:
+        if isinstance(message, HostUnreachable) and name == LAUNCHER:
             self._rounds.absent(message.host, now)
         elif isinstance(message, Stop) and name == LAUNCHER:
             self._rounds.stop(message.signum)
         elif name == LAUNCHER:
             return
-        elif isinstance(message, Arrived):
+        elif isinstance(message, HostReady):
             self._rounds.arrived(name, message.held, now)
-        elif isinstance(message, Stored):
+        elif isinstance(message, FileHeld):
             self._rounds.stored(name, message, now)
-        elif isinstance(message, Announced):
+        elif isinstance(message, CheckpointSaved):
             self._rounds.announced(message.step, now)
-        elif isinstance(message, Finished):
+        elif isinstance(message, HostFinished):
             self._rounds.finished(name)
 
     def _deliver(self) -> None:

@@ -14,18 +14,18 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torchmn.control.messages.elastic import (
-    Draft,
     ElasticMessage,
-    Gathering,
+    FileHeld,
+    HostHello,
     HostLost,
-    Keep,
-    Leave,
-    Member,
-    Over,
+    JobEnded,
+    PruneOlder,
     Restart,
     Round,
-    Sentence,
-    Stored,
+    RoundEnding,
+    Shutdown,
+    StagedCheckpoint,
+    UserMessage,
 )
 from torchmn.errors import UsageError
 from torchmn.launch.host_checks import differences
@@ -70,9 +70,9 @@ class Limits:
 class _Seat:
     """A host that is connected."""
 
-    member: Member
+    member: HostHello
     state: State = "starting"
-    held: dict[tuple[Draft, str], Stored] = field(default_factory=dict)
+    held: dict[tuple[StagedCheckpoint, str], FileHeld] = field(default_factory=dict)
 
 
 class RendezvousState:
@@ -91,7 +91,7 @@ class RendezvousState:
         self._whys: list[str] = []
         self._has_failure = False
         self._has_loss = False
-        self._complete: Draft = (0, -1, "")
+        self._complete: StagedCheckpoint = (0, -1, "")
         self._posts: list[tuple[str, ElasticMessage]] = []
 
     @property
@@ -106,19 +106,21 @@ class RendezvousState:
 
     # ---- events -------------------------------------------------------------------------------
 
-    def came(self, member: Member) -> bool:
+    def came(self, member: HostHello) -> bool:
         """A host has passed the gate. Whether it may stay."""
         problem = self._why_not(member)
         if problem:
-            self._post(member.host, Leave(signum=signal.SIGTERM, text=problem))
-            self._post(LAUNCHER, Sentence(text=f"{member.host} cannot take part: {problem}."))
+            self._post(member.host, Shutdown(signum=signal.SIGTERM, text=problem))
+            self._post(LAUNCHER, UserMessage(text=f"{member.host} cannot take part: {problem}."))
             return False
         self._seats[member.host] = _Seat(member)
         self._absent.discard(member.host)
         if self._phase == "running":
             self._post(
                 LAUNCHER,
-                Sentence(text=f"{member.host} is here and waits for the next finished checkpoint."),
+                UserMessage(
+                    text=f"{member.host} is here and waits for the next finished checkpoint."
+                ),
             )
         return True
 
@@ -127,14 +129,14 @@ class RendezvousState:
         seat = self._seats[host]
         was_running = seat.state == "running"
         seat.state = "ready"
-        files = [Stored(**words) for words in held]
+        files = [FileHeld(**words) for words in held]
         seat.held = {(stored.of, stored.file): stored for stored in files}
         if was_running:
             self._has_failure = True
             self._gather(f"a worker on {host} failed", now)
         self._start_if_complete(now)
 
-    def stored(self, host: str, stored: Stored, now: float) -> None:
+    def stored(self, host: str, stored: FileHeld, now: float) -> None:
         """A host holds one more file in memory; all files of one are a finished checkpoint."""
         self._seats[host].held[stored.of, stored.file] = stored
         # held twice, so that the older ones are still there if a host is lost right now
@@ -143,7 +145,7 @@ class RendezvousState:
             self._complete = found
             for name, seat in self._seats.items():
                 seat.held = {key: held for key, held in seat.held.items() if key[0] >= found}
-                self._post(name, Keep(round=found[0], step=found[1], draft=found[2]))
+                self._post(name, PruneOlder(round=found[0], step=found[1], draft=found[2]))
             self.announced(found[1], now)
 
     def announced(self, step: int, now: float) -> None:
@@ -207,7 +209,7 @@ class RendezvousState:
 
     # ---- decisions ----------------------------------------------------------------------------
 
-    def _why_not(self, member: Member) -> str:
+    def _why_not(self, member: HostHello) -> str:
         """Why a host cannot take part, in words; empty if it can."""
         if self._phase == "over":
             return "the job is over"
@@ -229,7 +231,7 @@ class RendezvousState:
         if self._phase == "over":
             return
         self._whys.append(why)
-        self._post(LAUNCHER, Gathering(why=why))
+        self._post(LAUNCHER, RoundEnding(why=why))
         if self._phase == "running":
             self._phase, self._since = "gathering", now
         for name, seat in self._seats.items():
@@ -294,7 +296,7 @@ class RendezvousState:
             "copies_port": member.copies_port,
         }
 
-    def _newest_copies(self, names: Sequence[str], num_holders: int = 1) -> Draft | None:
+    def _newest_copies(self, names: Sequence[str], num_holders: int = 1) -> StagedCheckpoint | None:
         """The newest checkpoint that these hosts hold whole, each file by ``num_holders`` of them.
 
         A later round is newer even at a lower step: it may have gone on from an older checkpoint.
@@ -312,7 +314,7 @@ class RendezvousState:
                 return draft
         return None
 
-    def _held(self, name: str) -> list[tuple[Draft, str]]:
+    def _held(self, name: str) -> list[tuple[StagedCheckpoint, str]]:
         return list(self._seats[name].held)
 
     def _give_up(self) -> None:
@@ -329,8 +331,8 @@ class RendezvousState:
             return
         self._phase = "over"
         for name in self._seats:
-            self._post(name, Leave(signum=signum, text=text))
-        self._post(LAUNCHER, Over(text=text))
+            self._post(name, Shutdown(signum=signum, text=text))
+        self._post(LAUNCHER, JobEnded(text=text))
 
     def _post(self, host: str, message: ElasticMessage) -> None:
         self._posts.append((host, message))

@@ -639,7 +639,7 @@ class BlockSchedule(Schedule):
 
 def _is_concurrent(comm: Communicator) -> bool:
     """Whether two communicators of a rank may exchange at the same time."""
-    return comm.world.transport.name != "mpi"
+    return comm.world.transport.is_concurrent
 
 
 def _merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from torchmn.communicators import Communicator
-from torchmn.communicators.allreduce import create_allreduce
 from torchmn.compression import Codec
 from torchmn.errors import UsageError
 from torchmn.gradients.bucket_set import BucketSet
@@ -53,7 +52,7 @@ class Fragment:
         """What this rank (or its node) has seen since the last exchange of this fragment."""
         self.movements = BucketSet(
             comm,
-            create_allreduce(codec),
+            comm.allreduce_algorithm(codec),
             plan_buckets(
                 parameters,
                 granularity=comm.granularity,

@@ -1,4 +1,4 @@
-"""Every step, hidden behind the next forward pass as well."""
+"""Every step, overlapped with the next forward pass as well."""
 
 from torchmn.schedules.next_forward.schedule import EveryStepNextForward
 

@@ -140,7 +140,7 @@ class OrderTuner:
     def _record_link_times(self, *, is_warm: bool) -> None:
         """How long each bucket took; the minimum of all steps, for some wait for other ranks."""
         spans: dict[int, tuple[float, float]] = {}
-        for entry in self._reducer.comm.journal.entries():
+        for entry in self._reducer.comm.flight_recorder.entries():
             if entry.number <= self._last_entry:
                 continue
             self._last_entry = entry.number

@@ -34,7 +34,7 @@ class DeferredUpdates:
     """Updates that `begin` has noted and `apply` has not made yet. Local; waits for sums."""
 
     def __init__(self, rank_label: str) -> None:
-        self._speaker = rank_label
+        self._rank_label = rank_label
         self._pending: dict[nn.Parameter, _Update] = {}
         self._means: MeansUnderWay | None = None
         self._step: PartialStep | None = None
@@ -54,7 +54,7 @@ class DeferredUpdates:
     def begin(
         self, inner: Optimizer, means: MeansUnderWay, is_present: Mapping[nn.Parameter, bool]
     ) -> None:
-        """Note what one step does, with the options of now, and do what can be done at once.
+        """Note what one step does, with the current options, and do what can be done at once.
 
         The footer has arrived; ``is_present`` says which parameters have a mean.
         """
@@ -74,7 +74,7 @@ class DeferredUpdates:
         ]
         if not_exchanged:
             if any(type(parameter.grad) is GradientUnderWay for parameter in not_exchanged):
-                means.settle()  # of one that was frozen since
+                means.resolve()  # of one that was frozen since
             self._step.update(not_exchanged)
         self.apply([parameter for parameter in self._pending if self._has_arrived(parameter)])
         self._pending = {
@@ -129,8 +129,8 @@ class DeferredUpdates:
             changed = [p for p, same in zip(known, (then == now).tolist(), strict=True) if not same]
         if changed:
             raise UsageError(
-                f"{self._speaker}: '{self.name_of(changed[0])}' was changed between step() and its "
-                "update, which comes just before its layer runs again, by code that holds the "
+                f"{self._rank_label}: '{self.name_of(changed[0])}' was changed between step() and "
+                "its update, which comes just before its layer runs again, by code that holds the "
                 "parameter itself. Get it from the model there (model.parameters()), or call "
                 "optimizer.flush() before you change parameters."
             )
@@ -146,13 +146,13 @@ class DeferredUpdates:
     ) -> None:
         """Apply updates before the modules of ``sites`` run, some of them before any module does.
 
-        Whoever gets parameters from a module, copies it, saves or loads its state, finds them
+        Code that gets parameters from a module, copies it, saves or loads its state finds them
         complete. ``before_graph`` is called before anything that a backward pass may follow.
         """
 
         def apply_due(module: nn.Module, args: object, kwargs: object) -> None:
             if torch.compiler.is_compiling():
-                return  # done before the code was called, or `raise_if_used` tells
+                return  # done before the code was called, or `raise_if_used` raises
             if torch.is_grad_enabled():
                 before_graph()
             if not self._pending:
@@ -181,8 +181,8 @@ class DeferredUpdates:
         update = self._pending.get(parameter)  # type: ignore[call-overload]
         if update is not None:
             raise UnsupportedError(
-                f"{self._speaker}: '{update.name}' was used before the update of the last step was "
-                "applied to it: its values were read by a module that did not read them in the "
+                f"{self._rank_label}: '{update.name}' was used before the update of the last step "
+                "was applied to it: its values were read by a module that did not read them in the "
                 "first steps, or without the hooks of modules. Name it in "
                 f"EveryStepNextForward(eager_parameters=[{update.name!r}]), or call "
                 "optimizer.flush() before such a forward pass."

@@ -1,4 +1,4 @@
-"""The table of a module's parameters, which brings them up to date before anybody gets them.
+"""The table of a module's parameters, which brings them up to date before they are read.
 
 `nn.Module` looks up ``module.weight`` and everything that `parameters` and `state_dict` go through
 in one dict per module. Code that gets its parameters there finds them updated, and may change them.
@@ -35,12 +35,12 @@ class ParameterTable(dict[str, _Held]):
         return parameter
 
     def items(self) -> ItemsView[str, _Held]:  # type: ignore[override]
-        """All are gone through."""
+        """All are iterated over."""
         self._before_all()
         return super().items()
 
     def values(self) -> ValuesView[_Held]:  # type: ignore[override]
-        """All are gone through."""
+        """All are iterated over."""
         self._before_all()
         return super().values()
 
@@ -52,7 +52,7 @@ class ParameterTable(dict[str, _Held]):
 def listen(
     module: nn.Module, owner: object, before_one: _BeforeOne, before_all: Callable[[], None]
 ) -> None:
-    """Call these before anybody gets one, or all, of the module's parameters."""
+    """Call these before one, or all, of the module's parameters are read."""
     table = module.__dict__[_NAME]
     if not isinstance(table, ParameterTable):
         table = ParameterTable(module)

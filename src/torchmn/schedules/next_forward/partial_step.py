@@ -30,8 +30,8 @@ SEPARABLE: tuple[type[Optimizer], ...] = (
 def is_separable(optimizer: Optimizer) -> bool:
     """Whether a step may be taken for some parameters at a time.
 
-    A class of one's own says so by an attribute ``is_separable = True``; of one that does not say
-    it is not assumed: its `step` may look at all gradients (LBFGS, estimates of a learning rate).
+    Other classes declare it by an attribute ``is_separable = True``. Without it they are taken to
+    use all gradients at once (LBFGS, estimates of a learning rate).
     """
     return type(optimizer) in SEPARABLE or bool(getattr(optimizer, "is_separable", False))
 

@@ -48,7 +48,7 @@ class PassMeter:
         return bool(self.needed_s) and self.backward_s > 0
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._hooks.remove()
 
     def gradient_arrived(self, parameter: Tensor) -> None:
@@ -60,7 +60,7 @@ class PassMeter:
         self.ready_s[parameter] = now_s - self._backward_began_s
 
     def backward_ended(self) -> None:
-        """All gradients are there, and nobody has waited for an exchange yet."""
+        """All gradients are there, and nothing has waited for an exchange yet."""
         if self._backward_began_s is not None:
             self.backward_s = time.perf_counter() - self._backward_began_s
         self._backward_began_s = self._forward_began_s = None

@@ -1,11 +1,11 @@
-"""What ``p.grad`` is while its mean is under way: a tensor that waits for it as soon as it is used.
+"""What ``p.grad`` is while its mean is under way: a tensor that waits for it when it is used.
 
 Between ``backward()`` and the mean's arrival there is nothing to see. Whatever a script does with
 such a gradient (a norm, clipping, ``+``, ``.data``, `torch.save`, NumPy) is done with the mean, for
-which it waits. A gradient that nobody looks at costs neither memory nor time.
+which it waits. A gradient that is not used costs neither memory nor time.
 
-Only Python can be made to wait. Code in C++ that adds to ``p.grad`` is autograd's: `settle_before`
-lets it find the mean.
+Only Python can be made to wait. Code in C++ that adds to ``p.grad`` is autograd's:
+`await_before_add` lets it find the mean.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FACTS: set[Any] = {
 
 
 class GradientUnderWay(Tensor):
-    """Made by `MeansUnderWay`; holds NaN in the memory of one number, which nobody gets to see.
+    """Made by `MeansUnderWay`; holds NaN in the memory of one number, which is never seen.
 
     Its attribute ``under_way`` is the `MeansUnderWay`, ``mean`` the mean once that has arrived.
     """
@@ -85,7 +85,7 @@ class MeansUnderWay:
         """What to use in place of one of the gradients."""
         if "mean" not in vars(gradient):
             self._before_use()
-            self.settle()
+            self.resolve()
         return vars(gradient)["mean"]  # type: ignore[no-any-return]
 
     @property
@@ -106,8 +106,8 @@ class MeansUnderWay:
             self._taken.add(parameter)
         return slot.tensor
 
-    def settle(self) -> None:
-        """Wait for all, and let every gradient that somebody has be its mean."""
+    def resolve(self) -> None:
+        """Wait for all, and let every gradient that is still held be its mean."""
         self.means.await_footer()
         self._reducer.adopt_scale(self.means)
         for parameter in self.means.slot_of:
@@ -121,21 +121,21 @@ class MeansUnderWay:
             else:
                 vars(gradient)["mean"] = mean.clone()
 
-    def settle_held(self) -> None:
-        """`settle`, if anybody has one of the gradients: their memory is about to be used again."""
+    def resolve_held(self) -> None:
+        """`resolve`, if anything holds one of the gradients: their memory is about to be reused."""
         if any(reference() is not None for reference in self._gradients.values()):
-            self.settle()
+            self.resolve()
 
     def _assign(self, parameter: nn.Parameter, mean: Tensor) -> None:
         if self._reducer.gradient_as_bucket_view:
             parameter.grad = mean
         elif mean.dtype is not parameter.dtype or mean.device != parameter.device:
-            parameter.grad = mean.to(parameter)  # in the middle of model.half(), say
+            parameter.grad = mean.to(parameter)  # as in the middle of model.half()
         else:
             self._reducer.memory.set_all([parameter], [mean])
 
 
-def settle_before(parameter: nn.Parameter) -> RemovableHandle:
+def await_before_add(parameter: nn.Parameter) -> RemovableHandle:
     """Let autograd find the mean when it adds to ``parameter.grad``."""
 
     def hook(new: Tensor) -> None:

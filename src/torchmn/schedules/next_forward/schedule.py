@@ -1,18 +1,19 @@
-"""Every step, hidden behind backward and the next forward: each layer is updated before it runs.
+"""Every step, overlapped with backward and the next forward: layers are updated before they run.
 
-    backward k:      chunks of late layers leave while gradients of earlier ones are computed
+    backward k:      buckets of late layers are sent while gradients of earlier ones are computed
     step k:          the options (lr, ...) are noted; what has arrived is applied
     forward k+1:     before layer l runs:  w_l <- update(w_l, mean(g_l), options), both of step k
 
-The mathematics are those of `every_step`, and so are the bits if that one cuts its buckets alike:
-no layer runs with parameters of the step before. What pays is the order in which chunks leave, see
-`chunk_plan`; the first exchanges are as in `every_step` and are measured, then rank 0 makes the
-plan, and all ranks follow it from one exchange on.
+The mathematics are those of `every_step`, and so are the bits if its buckets are the same:
+no layer runs with parameters of the step before. What matters is the order in which buckets are
+sent, see `bucket_order`; the first exchanges are as in `every_step` and are measured, then rank 0
+chooses the order, and all ranks follow it from one exchange on.
 
-Papers: see `chunk_plan`. Differences: the order is static, since collectives need the same on all
+Papers: see `bucket_order`. Differences: the order is static, since collectives need the same on all
 ranks; nothing is sent to a server and nothing pulled; the weights of the ranks and the flag of
-gradients that are not finite leave before what is deferred, so that `step` decides on all ranks
-alike whether there is an update at all. docs/explain/next-forward.md says what waits for what.
+gradients that are not finite leave before what is deferred, so that `step` decides
+the same on all ranks whether there is an update at all. docs/explain/next-forward.md explains what
+waits for what.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from torchmn.schedules.base import Schedule
 from torchmn.schedules.next_forward.bucket_order import NUM_MEASURED, BucketOrder, OrderTuner
 from torchmn.schedules.next_forward.deferred_updates import DeferredUpdates, update_sites
 from torchmn.schedules.next_forward.partial_step import is_separable, sees_steps
-from torchmn.schedules.next_forward.pending_gradient import MeansUnderWay, settle_before
+from torchmn.schedules.next_forward.pending_gradient import MeansUnderWay, await_before_add
 from torchmn.units import MiB
 
 _USED = "gradients were used between backward() and step()"
 
 
 class EveryStepNextForward(Schedule):
-    """Synchronous SGD whose exchange hides behind backward and the next forward.
+    """Synchronous SGD whose exchange overlaps with backward and the next forward.
 
     Args:
-        chunk_bytes: what leaves at once, at most.
+        chunk_bytes: the size of a bucket, at most.
         eager_parameters: names of parameters, or of modules for all of theirs, that are updated
             before the model runs at all. What several modules share is among them anyway.
     """
@@ -64,19 +65,19 @@ class EveryStepNextForward(Schedule):
         self.reasons: dict[str, None] = {}
         """Why something had to wait for all of an exchange, each once."""
         self._models: list[nn.Module] = []
-        self._why_wait: str | None = None
+        self._sync_reason: str | None = None
         self._tuner: OrderTuner | None = None
         self._readers: dict[nn.Parameter, set[nn.Module]] = {}
         # From backward to step: the sums under way, and the gradients that are in them.
-        self._flying: BucketSet | None = None
+        self._sums: BucketSet | None = None
         self._gradients: MeansUnderWay | None = None
         """Those of the last exchange, until the next one takes their memory."""
         self._is_exposed = False
         self._is_exchanged = False
         self._is_in_closure = False
         # From step to the next backward.
-        self._uninspected: BucketSet | None = None
-        """Sums that nobody has looked at for values that are not finite."""
+        self._unchecked: BucketSet | None = None
+        """Sums that have not been checked for values that are not finite."""
         self._is_applied = False
         self._late_problem: NonfiniteGradients | None = None
         self._handles: list[RemovableHandle] = []
@@ -88,9 +89,9 @@ class EveryStepNextForward(Schedule):
         super().attach(reducer, inner)
         self._updates = DeferredUpdates(reducer.comm.rank_label)
         if not is_separable(inner):
-            self._why_wait = (
+            self._sync_reason = (
                 f"{type(inner).__name__} may look at all gradients at once (a class that updates "
-                "each parameter from its own gradient alone says so by is_separable = True)"
+                "each parameter from its own gradient alone declares is_separable = True)"
             )
         reducer.set_chunk_size(self.chunk_bytes, watcher=self)
 
@@ -105,10 +106,10 @@ class EveryStepNextForward(Schedule):
         else:
             reducer.start_remaining()
             has_all = all(slot.has_gradient for slot in reducer.filling.slots)
-            self._flying, self._is_exposed = reducer.swap_buffers(), False
-            present = set(self._flying.slot_of) if has_all else self._present_anywhere(self._flying)
-            reducer.assign_sparse(self._flying)
-            self._gradients = MeansUnderWay(reducer, self._flying, present, self._before_use)
+            self._sums, self._is_exposed = reducer.swap_buffers(), False
+            present = set(self._sums.slot_of) if has_all else self._present_anywhere(self._sums)
+            reducer.assign_sparse(self._sums)
+            self._gradients = MeansUnderWay(reducer, self._sums, present, self._before_use)
         self._is_exchanged = True
         self._exchange_ended()
 
@@ -119,22 +120,22 @@ class EveryStepNextForward(Schedule):
         reducer = self._reducer
         if not self._is_exchanged or reducer.has_unexchanged:
             reducer.exchange_now()
-        flying, self._flying, self._is_exchanged = self._flying, None, False
-        if flying is not None:
+        sums, self._sums, self._is_exchanged = self._sums, None, False
+        if sums is not None:
             if not self._is_exposed and self._gradients is not None:
-                self._leave_uninspected(flying, is_applied=False)  # should this raise
+                self._check_later(sums, is_applied=False)  # should this raise
                 is_untouched = self._gradients.is_untouched
                 why = sees_steps(self._inner, num_own_hooks=1) if is_untouched else _USED
-                if why is None and self._defer(flying):
+                if why is None and self._defer(sums):
                     return None
                 self._expose(why)
-                self._uninspected = None
-            if flying.has_finite_gradients and flying.wire.codec is not None:
+                self._unchecked = None
+            if sums.has_finite_gradients and sums.algorithm.codec is not None:
                 # Whether the wire was too narrow is looked at together: on other ranks the script
                 # may not have used a gradient.
-                self._leave_uninspected(flying, is_applied=True)
+                self._check_later(sums, is_applied=True)
             else:
-                reducer.record_nonfinite(flying)
+                reducer.record_nonfinite(sums)
         if self._late_problem is not None:
             reducer.record_problem(self._late_problem, is_known=True)
             self._late_problem = None
@@ -150,13 +151,13 @@ class EveryStepNextForward(Schedule):
     def on_zero_grad(self) -> None:
         """See `Schedule.on_zero_grad`. What is under way is not applied."""
         if self._is_exchanged:
-            self._leave_uninspected(self._flying, is_applied=False)
-        self._flying, self._is_exchanged = None, False
+            self._check_later(self._sums, is_applied=False)
+        self._sums, self._is_exchanged = None, False
 
     def flush(self) -> None:
         """See `Schedule.flush`."""
         self.complete()
-        self._inspect_last()
+        self._check_last()
 
     def state_dict(self) -> dict[str, Any]:
         """See `Schedule.state_dict`: all is applied first. The plan, which needs three exchanges.
@@ -214,9 +215,9 @@ class EveryStepNextForward(Schedule):
     def install_hooks(self, models: Sequence[nn.Module], sync_reason: str | None) -> None:
         """See `DefersUpdates.install_hooks`."""
         self._models = list(models)
-        self._why_wait = self._why_wait or sync_reason
-        if self._why_wait:
-            self._note(self._why_wait)
+        self._sync_reason = self._sync_reason or sync_reason
+        if self._sync_reason:
+            self._warn_once(self._sync_reason)
         self.layout_changed()
 
     @property
@@ -226,13 +227,13 @@ class EveryStepNextForward(Schedule):
 
     def await_gradients(self, reason: str | None = None) -> None:
         """See `DefersUpdates.await_gradients`."""
-        if self._flying is not None and not self._is_exposed:
+        if self._sums is not None and not self._is_exposed:
             self._expose(reason)
 
     def complete(self) -> None:
         """See `DefersUpdates.complete`."""
         self._updates.apply_all()
-        for sums in (self._flying, self._uninspected):
+        for sums in (self._sums, self._unchecked):
             if sums is not None:
                 sums.drain()  # for what codecs remember
 
@@ -253,12 +254,12 @@ class EveryStepNextForward(Schedule):
 
     def filling_begins(self) -> None:
         """See `PassWatcher.filling_begins`: nothing of the last exchange may be in flight."""
-        if self._flying is not None:  # a second pass before step(), or a step was left out
-            self._leave_uninspected(self._flying, is_applied=False)
-            self._flying = None
+        if self._sums is not None:  # a second pass before step(), or a step was left out
+            self._check_later(self._sums, is_applied=False)
+            self._sums = None
         if self._gradients is not None:
-            self._gradients.settle_held()
-        self._inspect_last()
+            self._gradients.resolve_held()
+        self._check_last()
 
     def filling_ends(self) -> None:
         """See `PassWatcher.filling_ends`. What is pending still was not used in this pass."""
@@ -267,12 +268,12 @@ class EveryStepNextForward(Schedule):
         self._updates.apply_all()
 
     def layout_changed(self) -> None:
-        """See `PassWatcher.layout_changed`: measure and plan anew."""
+        """See `PassWatcher.layout_changed`: measure again."""
         self.plan = None
         self._unhook()
         reducer = self._reducer
-        if reducer.is_needed and reducer.sets[0].buckets and self._models and not self._why_wait:
-            self._tuner = OrderTuner(reducer, self._models, self._note)
+        if reducer.is_needed and reducer.sets[0].buckets and self._models and not self._sync_reason:
+            self._tuner = OrderTuner(reducer, self._models, self._warn_once)
 
     # ---- inside ----
 
@@ -291,7 +292,7 @@ class EveryStepNextForward(Schedule):
         reducer = self._reducer
         reducer.adopt_scale(means)
         flags = [True] * len(means.slots) if reducer.zero_fill else means.presence
-        self._leave_uninspected(means, is_applied=True)
+        self._check_later(means, is_applied=True)
         is_present = dict(zip(means.slot_of, flags, strict=True))
         if self._gradients is not None:
             self._updates.begin(self._inner, self._gradients, is_present)
@@ -300,19 +301,19 @@ class EveryStepNextForward(Schedule):
     def _expose(self, why: str | None) -> None:
         """Make every ``p.grad`` the mean, but for those that the script has replaced or cleared."""
         if why is not None:
-            self._note(why)
+            self._warn_once(why)
         self._is_exposed = True
         if self._gradients is not None:
-            self._gradients.settle()
+            self._gradients.resolve()
 
     def _before_use(self) -> None:
         """Before the script uses a gradient whose mean is under way."""
-        if self._flying is not None and not self._is_exposed:
+        if self._sums is not None and not self._is_exposed:
             self._is_exposed = True
-            self._note(_USED)
+            self._warn_once(_USED)
 
     def _step_with(self, closure: Callable[[], float]) -> float | None:
-        self._note("step() has a closure, which needs its gradients at once")
+        self._warn_once("step() has a closure, which needs its gradients at once")
         self.complete()
         self._is_in_closure = True
         try:
@@ -321,27 +322,27 @@ class EveryStepNextForward(Schedule):
             self._is_in_closure = False
             self.on_zero_grad()
 
-    def _leave_uninspected(self, means: BucketSet | None, *, is_applied: bool) -> None:
-        self._uninspected, self._is_applied = means, is_applied
+    def _check_later(self, means: BucketSet | None, *, is_applied: bool) -> None:
+        self._unchecked, self._is_applied = means, is_applied
 
-    def _inspect_last(self) -> None:
-        """Look whether the last exchange had a finite end. *Collective*, if it had not."""
-        means, self._uninspected = self._uninspected, None
+    def _check_last(self) -> None:
+        """Check whether the last sums were finite. *Collective*, if they were not."""
+        means, self._unchecked = self._unchecked, None
         if means is None:
             return
         means.drain()
         self._reducer.record_nonfinite(means)
         problem = self._reducer.take_problem()
-        if self._is_applied:  # only its sum was not finite: the next step says so
+        if self._is_applied:  # only its sum was not finite: the next step reports it
             self._late_problem = problem
 
     def _before_graph(self) -> None:
         """A second pass before step() adds to the mean of the first, which must be there then."""
-        if self._flying is not None:
+        if self._sums is not None:
             self.await_gradients()
 
     def _exchange_ended(self) -> None:
-        """Called at the end of every exchange, on all ranks alike."""
+        """Called at the end of every exchange, on all ranks."""
         if self._tuner is None:
             return
         plan = self._tuner.exchange_ended()
@@ -350,7 +351,7 @@ class EveryStepNextForward(Schedule):
         self._follow(plan, self._tuner.meter.readers)
 
     def _follow(self, plan: BucketOrder, readers: Mapping[nn.Parameter, set[nn.Module]]) -> None:
-        """From now on, on all ranks alike; ``readers``: in which modules a parameter was read."""
+        """From now on, on all ranks; ``readers``: in which modules a parameter was read."""
         if self._tuner is not None:
             self._tuner.meter.close()
             self._tuner = None
@@ -362,7 +363,7 @@ class EveryStepNextForward(Schedule):
             *update_sites(self._models, self._names(), readers, self.eager_parameters),
             self._before_graph,
         )
-        self._handles = [settle_before(parameter) for parameter in self._reducer.sets[0].slot_of]
+        self._handles = [await_before_add(parameter) for parameter in self._reducer.sets[0].slot_of]
 
     def _names(self) -> dict[nn.Parameter, str]:
         return {slot.parameter: slot.name for slot in self._reducer.sets[0].slots}
@@ -384,14 +385,14 @@ class EveryStepNextForward(Schedule):
             self._tuner.meter.close()
             self._tuner = None
 
-    def _note(self, why: str) -> None:
-        """Say once for each reason that nothing hides behind the next forward."""
+    def _warn_once(self, why: str) -> None:
+        """Warn once for each reason that nothing overlaps with the next forward."""
         if why in self.reasons or self._reducer.comm.size == 1:
             return
         self.reasons[why] = None
         warnings.warn(
-            f"{self.name}: {why}, so this waits for the whole exchange and nothing of it is hidden "
-            "behind the next forward pass.",
+            f"{self.name}: {why}, so this waits for the whole exchange and nothing of it overlaps "
+            "with the next forward pass.",
             RuntimeWarning,
             stacklevel=4,
         )

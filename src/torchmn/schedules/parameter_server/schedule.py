@@ -168,7 +168,7 @@ class ParameterServer(Schedule):
                 ly.dtype: ly for m in self._memory.values() for ly in m.layouts
             }.values():
                 self._codec.warm_up(layout, torch.device("cpu"))
-        self._transport = comm.channels("servers") if comm.size > 1 else None
+        self._transport = comm.new_transport("servers") if comm.size > 1 else None
         local = self._start_server(stripes) if comm.rank in servers else None
         self._links = ServerLinks(
             self._transport,
@@ -221,7 +221,7 @@ class ParameterServer(Schedule):
             return
         self._is_closed = True
         atexit.unregister(self.close)
-        self._comm.forget_before_end(self.close)
+        self._comm.cancel_on_finalize(self.close)
         is_stuck = self._work is not None and not self._work.done
         if is_stuck:  # an error has ended the loop: the worker's thread still waits for an answer
             for channel in self._channels:
@@ -244,7 +244,7 @@ class ParameterServer(Schedule):
                 thread.join(5 * _GRACE_S)
         self._engine.close()
         if self._transport is not None and not any(t.is_alive() for t in self._threads):
-            self._comm.end_channels(self._transport)
+            self._comm.close_transport(self._transport)
 
     # ---- a step ----
 

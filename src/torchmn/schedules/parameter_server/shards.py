@@ -47,7 +47,7 @@ class StripeMemory:
         )
         self._buckets = [bucket for bucket in planned if bucket.slots]
         self.buffers = [bucket.buffer for bucket in self._buckets]
-        self.layouts = [bucket.cargo.layout for bucket in self._buckets]
+        self.layouts = [bucket.block.layout for bucket in self._buckets]
         self.slots = {slot.name: slot.tensor for bucket in self._buckets for slot in bucket.slots}
 
     def copy_(self, other: StripeMemory) -> None:

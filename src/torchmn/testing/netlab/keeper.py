@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from torchmn.control.processes import watch_signals
+from torchmn.control.processes import signal_socket
 from torchmn.errors import TorchmnError
 from torchmn.testing.netlab.construction import build
 from torchmn.testing.netlab.leftovers import claim_folder, sweep, take_down
@@ -28,7 +28,7 @@ def main(text: str) -> None:
     """Keep the lab that ``text``, the owner's order in JSON, describes."""
     order = json.loads(text)
     owner = os.pidfd_open(order["owner"])
-    wake = watch_signals(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    wake = signal_socket(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     if os.getppid() != order["owner"]:
         return  # it died before we looked
     folder = None

@@ -13,7 +13,13 @@ from torchmn.control.checkpoint_replicas.server import (
     SOCKET_VARIABLE,
     ReplicaServer,
 )
-from torchmn.control.messages.elastic import Announced, ElasticMessage, Neighbour, Round, Stored
+from torchmn.control.messages.elastic import (
+    CheckpointSaved,
+    ElasticMessage,
+    FileHeld,
+    PeerHello,
+    Round,
+)
 from torchmn.errors import LaunchError
 
 SECRET = "the secret of the job"
@@ -80,7 +86,7 @@ def test_a_file_is_held_here_and_by_the_next_host_and_both_say_so(hosts: list[On
     rank = hosts[1].rank()
     assert rank.put(10, "d", "rank1", [b"ab", b"c"])
     rank.close()
-    stored = Stored(round=1, step=10, draft="d", file="rank1", needs=[])
+    stored = FileHeld(round=1, step=10, draft="d", file="rank1", needs=[])
     assert hosts[0].said == [stored] == hosts[1].said  # the next one of the last is the first
     assert [host.files() for host in hosts] == [{(10, "rank1")}] * 2
 
@@ -157,7 +163,7 @@ def test_the_leader_announces(hosts: list[OneHost]) -> None:
     rank = hosts[0].rank()
     rank.announce(40)
     rank.close()
-    assert hosts[0].said == [Announced(step=40)]
+    assert hosts[0].said == [CheckpointSaved(step=40)]
 
 
 def test_a_stranger_gets_nothing(hosts: list[OneHost]) -> None:
@@ -166,7 +172,7 @@ def test_a_stranger_gets_nothing(hosts: list[OneHost]) -> None:
             f"127.0.0.1:{hosts[0].port}",
             secret="another",
             role="copies",
-            identity=Neighbour(host="z"),
+            identity=PeerHello(host="z"),
             limit_s=0.3,
         )
 

@@ -7,15 +7,15 @@ import pytest
 
 from torchmn.control.messages.elastic import (
     ElasticMessage,
+    FileHeld,
+    HostHello,
     HostLost,
-    Keep,
-    Leave,
-    Member,
-    Over,
+    JobEnded,
+    PruneOlder,
     Restart,
     Round,
-    Sentence,
-    Stored,
+    Shutdown,
+    UserMessage,
 )
 from torchmn.errors import UsageError
 from torchmn.launch.elastic.rendezvous_state import LAUNCHER, Limits, RendezvousState
@@ -38,11 +38,11 @@ class Play:
 
     def come(self, *hosts: str, versions: dict[str, str] = VERSIONS) -> None:
         for host in hosts:
-            member = Member(host=host, slots=2, address="a", copies_port=1, versions=versions)
+            member = HostHello(host=host, slots=2, address="a", copies_port=1, versions=versions)
             if self.rounds.came(member):
                 self.arrive(host)
 
-    def arrive(self, host: str, *held: Stored) -> None:
+    def arrive(self, host: str, *held: FileHeld) -> None:
         self.rounds.arrived(host, [asdict(each) for each in held], self.now)
 
     def lose(self, host: str) -> None:
@@ -59,12 +59,12 @@ class Play:
         return found[-1] if found and isinstance(found[-1], Round) else None
 
     def over(self) -> str | None:
-        found = self.said(LAUNCHER, Over)
-        return found[-1].text if found and isinstance(found[-1], Over) else None
+        found = self.said(LAUNCHER, JobEnded)
+        return found[-1].text if found and isinstance(found[-1], JobEnded) else None
 
 
-def part(number: int, step: int, file: str, *needs: str) -> Stored:
-    return Stored(round=number, step=step, draft="d", file=file, needs=list(needs))
+def part(number: int, step: int, file: str, *needs: str) -> FileHeld:
+    return FileHeld(round=number, step=step, draft="d", file=file, needs=list(needs))
 
 
 def names(found: Round | None) -> list[object]:
@@ -109,7 +109,7 @@ def test_too_few_hosts_end_the_job_with_their_names_and_the_limit() -> None:
 def test_a_connected_host_whose_agent_still_starts_is_waited_for() -> None:
     play = Play("a", "b", least=2)
     play.come("a")
-    member = Member(host="b", slots=2, address="a", copies_port=1, versions=VERSIONS)
+    member = HostHello(host="b", slots=2, address="a", copies_port=1, versions=VERSIONS)
     play.rounds.came(member)
     play.now = 61.0
     play.rounds.tick(play.now)
@@ -177,7 +177,7 @@ def test_a_host_that_comes_back_waits_for_an_announcement() -> None:
     assert names(play.round()) == ["a"]
     play.come("b")
     posts = play.rounds.take_posts()
-    assert [type(message) for _, message in posts] == [Sentence]  # nobody is disturbed
+    assert [type(message) for _, message in posts] == [UserMessage]  # nobody is disturbed
     play.rounds.announced(40, play.now)
     assert play.said("a", Restart)
     play.arrive("a")
@@ -209,9 +209,9 @@ def test_a_copy_counts_when_all_its_files_are_held_twice() -> None:
     play.store("b", 1, 10, "rank1")
     play.store("a", 1, 10, "manifest", "rank0", "rank1", "manifest")
     play.store("b", 1, 10, "manifest", "rank0", "rank1", "manifest")
-    assert not play.said("a", Keep)  # rank1's is held once
+    assert not play.said("a", PruneOlder)  # rank1's is held once
     play.store("a", 1, 10, "rank1")
-    assert play.said("a", Keep) == [Keep(round=1, step=10, draft="d")]
+    assert play.said("a", PruneOlder) == [PruneOlder(round=1, step=10, draft="d")]
 
 
 def test_goes_on_from_the_newest_whole_copy_that_survivors_hold() -> None:
@@ -275,11 +275,11 @@ def test_a_host_lost_after_it_has_finished_is_not_missed() -> None:
 def test_strangers_and_other_versions_are_sent_away() -> None:
     play = Play("a", "b")
     play.come("z")
-    assert play.said("z", Leave)
+    assert play.said("z", Shutdown)
     play.come("a")
     play.come("b", versions={"torch": "2.12"})
-    (leave,) = play.said("b", Leave)
-    assert isinstance(leave, Leave)
+    (leave,) = play.said("b", Shutdown)
+    assert isinstance(leave, Shutdown)
     assert "torch is 2.13 on a and 2.12 on b" in leave.text
 
 
@@ -288,8 +288,8 @@ def test_a_signal_reaches_all_hosts() -> None:
     play.come("a", "b")
     play.rounds.stop(signal.SIGINT)
     posts = play.rounds.take_posts()
-    assert ("a", Leave(signum=signal.SIGINT, text="")) in posts
-    assert ("b", Leave(signum=signal.SIGINT, text="")) in posts
+    assert ("a", Shutdown(signum=signal.SIGINT, text="")) in posts
+    assert ("b", Shutdown(signum=signal.SIGINT, text="")) in posts
     play.lose("a")
     assert not play.said(LAUNCHER, HostLost)  # that is what was asked for
 

@@ -124,7 +124,7 @@ def test_movements_travel_in_the_codec(codec: str) -> None:
         exact, start = run(comm, None), torch.linspace(-1, 1, 64 * 40).view(40, 64)
         error = float((run(comm, codec) - exact).norm() / (exact - start).norm())
         assert 0 < error < {"float16": 1e-3, "int8": 0.05, "1bit": 0.6, "power_sgd": 0.9}[codec]
-        names = {entry.name for entry in comm.journal.entries()}
+        names = {entry.name for entry in comm.flight_recorder.entries()}
         assert any(name.startswith("scatter_") for name in names)
 
     run_ranks(rank_main, 2)
@@ -136,7 +136,7 @@ def test_a_codec_travels_between_nodes_only() -> None:
         for step in range(4):
             train(model, optimizer, comm.rank, step)
         assert different_tensors(comm, [model]) == []
-        names = [entry.name for entry in comm.journal.entries()]
+        names = [entry.name for entry in comm.flight_recorder.entries()]
         return names.count("scatter_float16")
 
     counts = run_ranks(rank_main, 4, name="hierarchical", topology=Topology.blocks([2, 2]))
@@ -835,12 +835,12 @@ def test_gradients_are_the_ranks_own() -> None:
     def rank_main(comm):
         model, optimizer = wrap(comm, PeriodicAverage(1000))
         expected = local_grads(model, batch(comm.rank, 0))
-        num = len(comm.journal.entries())
+        num = len(comm.flight_recorder.entries())
         optimizer.zero_grad()
         loss_of(model, batch(comm.rank, 0)).backward()
         assert equal(grads(model), expected)
         optimizer.step()
-        assert len(comm.journal.entries()) == num
+        assert len(comm.flight_recorder.entries()) == num
 
     run_ranks(rank_main, 2)
 

@@ -541,7 +541,7 @@ def test_over_a_transport_for_one_thread_at_a_time() -> None:
     def job(comm: Communicator) -> list[torch.Tensor]:
         limit = TimeLimit(20)
         inner = comm.world.transport.split(range(comm.size), "for-streams", limit)
-        streams = TcpTransport.over(inner, limit)
+        streams = TcpTransport.connect(inner, limit)
         assert isinstance(streams, TcpTransport)
         own = create_communicator(
             "flat", transport=streams, topology=Topology.blocks([1] * comm.size), timeout_s=20

@@ -1,0 +1,81 @@
+"""Expected results of a fault: pure functions of the output and the exit status of a job."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from chaos.faults import Fault
+from chaos.injection import NO_SPACE
+from chaos.job import Line
+from chaos.settings import Setting
+
+_OURS = "torchmn: "
+HANG_MARGIN_S = 5.0
+
+
+def names_cause(text: str, fault: Fault, setting: Setting) -> bool:
+    """Whether a line of the output names the cause, given the fault."""
+    rank = fault.rank
+    if fault.kind.startswith("network"):
+        return re.search(r"\bn1\b|network", text) is not None and "hosts n" not in text
+    if fault.kind == "SIGSTOP":
+        return re.search(rf"\brank {rank}\b( on \S+)?[^;]*stopped", text) is not None
+    if fault.kind == "exit" and fault.status == 0:
+        return re.search(rf"\brank {rank}\b.*(ended|end of its script)", text) is not None
+    return re.search(rf"\brank {rank}\b", text) is not None
+
+
+def last_message(lines: Sequence[Line]) -> str:
+    """The last line that torchmn itself has printed."""
+    ours = [line.text for line in lines if line.text.startswith(_OURS)]
+    return ours[-1] if len(ours) > 1 or (ours and "worker(s) with" not in ours[0]) else ""
+
+
+def is_named(lines: Sequence[Line], fault: Fault, setting: Setting) -> bool | None:
+    """Whether the last message names the cause; None where that is not guaranteed.
+
+    A job of another launcher is observed from `install_crash_handler` on, and a killed process
+    reports nothing.
+    """
+    if fault.kind == "launcher killed":
+        return None
+    is_right = names_cause(last_message(lines), fault, setting)
+    if not is_right and setting.launcher != "torchmn run" and fault.when == "start":
+        return None
+    return is_right
+
+
+def detection_s(
+    lines: Sequence[Line], injected_at: float, fault: Fault, setting: Setting
+) -> float | None:
+    """Seconds from the fault to the first line that names it; None if there is none."""
+    for line in lines:
+        if line.at < injected_at:
+            continue
+        if fault.kind == "disk full":
+            is_it = NO_SPACE in line.text
+        else:
+            is_ours = line.text.startswith((_OURS, "A hang:", "Rank"))
+            is_it = is_ours and names_cause(line.text, fault, setting)
+        if is_it:
+            return round(line.at - injected_at, 3)
+    return None
+
+
+def has_right_status(status: int, fault: Fault, setting: Setting) -> bool:
+    """Whether the job has the expected exit status."""
+    if fault.kind == "launcher killed":
+        return status in (-9, 137)
+    if setting.launcher != "torchmn run" or fault.kind.startswith("network"):
+        return status != 0
+    expected = {"kill": 137, "flipped byte": 137, "disk full": 137, "SIGTERM": 143}
+    if fault.kind == "exit":
+        return status == abs(fault.status) if fault.status else status != 0
+    return status == expected.get(fault.kind, 1)
+
+
+def hang_limit_s(fault: Fault, setting: Setting) -> float:
+    """The limit for reporting a hang: the time-out, which is doubled for the first exchange."""
+    is_first = fault.when == "start" or fault.step < setting.num_first_steps
+    return setting.timeout_s * (2 if is_first else 1) + HANG_MARGIN_S

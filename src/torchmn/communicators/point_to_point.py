@@ -1,0 +1,151 @@
+"""Point-to-point messages: send and receive by source and tag.
+
+A message begins with an envelope of `ENVELOPE_BYTES`: its tag, the size of its description, and
+the description itself where it is short. Envelopes of all tags arrive in one order per sender;
+messages that were not requested yet are queued, as in MPI's queue of unexpected messages. So the
+receiver can request a message of any tag and of any source.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from torchmn.communicators import object_codec
+from torchmn.communicators.group import Group
+from torchmn.communicators.object_exchange import exchange_tensors
+from torchmn.errors import CommunicationError, RankMismatchError, UsageError
+
+ANY_SOURCE = -1
+"""As ``source`` of `recv` and `recv_obj`: the rank whose message arrives first."""
+ANY_TAG = -1
+"""As ``tag`` of `recv` and `recv_obj`: any tag."""
+
+ENVELOPE_BYTES = 256
+_HEAD = struct.Struct("<qBq")  # tag, state, bytes of the description
+_INLINE_BYTES = ENVELOPE_BYTES - _HEAD.size
+_PLAIN, _INLINE = range(2)
+_REJECTED = "rejected"
+_ENVELOPE_TAG = 64  # of the transport; collectives use 0
+_BODY_TAG = 65
+
+
+class HasStatus(Protocol):
+    """Receives the source and tag of a message: `Status`, or ``mpi4py.MPI.Status``."""
+
+    source: Any
+    tag: Any
+
+
+@dataclass
+class Status:
+    """The source and tag of a message, filled in by ``recv(..., status=status)``. Local.
+
+    ``source`` and ``tag`` are `ANY_SOURCE` and `ANY_TAG` before that.
+    """
+
+    source: int = ANY_SOURCE
+    tag: int = ANY_TAG
+
+
+@dataclass(frozen=True)
+class _Received:
+    """A message that has arrived."""
+
+    source: int
+    tag: int
+    note: str
+    body: Any
+    tensors: list[Tensor]
+
+
+class PointToPoint:
+    """Point-to-point messages of one rank. Its methods run inside engine jobs."""
+
+    def __init__(self, group: Group, trust: object_codec.Trust, device: torch.device) -> None:
+        self._group = group
+        self._trust = trust
+        self._device = device
+        self._unexpected: list[_Received] = []
+
+    def send(self, obj: object, dest: int, tag: int) -> None:
+        """Send an object. Called by the sender.
+
+        Where it cannot be sent, the receiver gets the reason instead, and both raise.
+        """
+        rejection = None
+        try:
+            message = object_codec.pack(obj, self._trust)
+        except Exception as error:
+            rejection = error
+            message = object_codec.pack(str(error), self._trust, note=_REJECTED)
+        is_inline = len(message.head) <= _INLINE_BYTES
+        envelope = bytearray(ENVELOPE_BYTES)
+        _HEAD.pack_into(envelope, 0, tag, _INLINE if is_inline else _PLAIN, len(message.head))
+        if is_inline:
+            envelope[_HEAD.size : _HEAD.size + len(message.head)] = message.head
+        row = torch.frombuffer(envelope, dtype=torch.uint8)
+        exchange_tensors(self._group, "send", {dest: [row]}, {}, _ENVELOPE_TAG)
+        head = [] if is_inline else [torch.frombuffer(bytearray(message.head), dtype=torch.uint8)]
+        exchange_tensors(self._group, "send", {dest: [*head, *message.buffers]}, {}, _BODY_TAG)
+        if rejection is not None:
+            raise rejection
+
+    def receive(self, source: int, tag: int) -> tuple[Any, Status]:
+        """The first matching message, with its source and tag. Called by the receiver.
+
+        Raises RankMismatchError: its sender could not send the object.
+        """
+        while True:
+            for message in self._unexpected:
+                if source in (message.source, ANY_SOURCE) and tag in (message.tag, ANY_TAG):
+                    self._unexpected.remove(message)
+                    return self._opened(message), Status(message.source, message.tag)
+            try:
+                self._accept(source)
+            except CommunicationError as error:
+                if not self._unexpected:
+                    raise
+                unread = ", ".join(f"rank {it.source} tag {it.tag}" for it in self._unexpected[:8])
+                raise type(error)(f"{error} Messages that were not requested: {unread}.") from error
+
+    def _accept(self, source: int) -> None:
+        """Receive the next message of ``source``, of any tag."""
+        row = torch.empty(ENVELOPE_BYTES, dtype=torch.uint8, device="cpu")
+        if source == ANY_SOURCE:
+            source = self._group.receive_any(row, name="recv", tag=_ENVELOPE_TAG)
+        else:
+            exchange_tensors(self._group, "recv", {}, {source: [row]}, _ENVELOPE_TAG)
+        envelope = row.numpy().tobytes()
+        tag, state, nbytes = _HEAD.unpack_from(envelope)
+        if state == _INLINE:
+            head = envelope[_HEAD.size : _HEAD.size + nbytes]
+        else:
+            described = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            exchange_tensors(self._group, "recv", {}, {source: [described]}, _BODY_TAG)
+            head = described.numpy().tobytes()
+        note, body, tensors = object_codec.unpack_head(head, self._device)
+        buffers = [object_codec.as_bytes(tensor) for tensor in tensors]
+        exchange_tensors(self._group, "recv", {}, {source: buffers}, _BODY_TAG)
+        self._unexpected.append(_Received(source, tag, note, body, tensors))
+
+    def _opened(self, message: _Received) -> Any:
+        if message.note == _REJECTED:
+            raise RankMismatchError(
+                f"{self._group.rank_label} is in recv, but rank {message.source} could not send: "
+                f"{message.body}"
+            )
+        return object_codec.unpack(message.body, message.tensors, self._trust)
+
+
+def checked_tag(tag: int, *, may_be_any: bool = False) -> int:
+    """The tag. Raises UsageError: it is not valid."""
+    is_known = isinstance(tag, int) and 0 <= tag < 2**63
+    if not is_known and not (may_be_any and tag == ANY_TAG):
+        also = " or ANY_TAG" if may_be_any else ""
+        raise UsageError(f"tag={tag!r} must be an integer from 0 to 2**63 - 1{also}.")
+    return tag

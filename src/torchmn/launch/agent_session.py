@@ -1,0 +1,164 @@
+"""The agents of the ranks of one job: start their scripts, show their output, end them together.
+
+Used by the supervisor of a job, and for every round of an elastic job.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+from pathlib import Path
+
+from torchmn.control.authenticated_listener import AuthenticatedListener
+from torchmn.control.connection import Channel
+from torchmn.control.messages import (
+    AgentHello,
+    ForwardSignal,
+    LogWarning,
+    Message,
+    Output,
+    Refresh,
+    ScriptStarted,
+    StartRefused,
+    StartScript,
+)
+from torchmn.control.processes import send_group
+from torchmn.launch.console import RankOutput
+from torchmn.launch.host_checks import differences
+from torchmn.launch.job import Job
+from torchmn.monitor.job_result import JobResult, RankRecord
+from torchmn.monitor.rank_session import (
+    RankConnection,
+    RankSession,
+    stderr_tail,
+    write_failure_report,
+    write_hang_report,
+)
+
+_MAX_HANG_LINES = 200
+
+
+class AgentSession(RankSession):
+    """Starts the scripts once the agents of all ranks have connected, and shows their output."""
+
+    def __init__(
+        self,
+        listener: AuthenticatedListener,
+        num_ranks: int,
+        job: Job,
+        log_dir: Path,
+        output: RankOutput,
+    ) -> None:
+        super().__init__(listener, num_ranks, log_dir)
+        self._job = job
+        self._output = output
+        self._problems: list[str] = []
+        self.has_started = False
+        """Whether the agents were told to start their scripts."""
+
+    def take_problems(self) -> list[str]:
+        """Why scripts could not be started, each problem once."""
+        problems, self._problems = self._problems, []
+        return problems
+
+    def admit(self, channel: Channel, identity: Message) -> bool:
+        """As in `RankSession`. With the last agent all scripts start, wherever rank 0 is."""
+        if self.is_ending or not isinstance(identity, AgentHello):
+            channel.close()
+            return False
+        is_admitted = super().admit(channel, identity)
+        if is_admitted and self.is_complete:
+            self._start_scripts()
+        return is_admitted
+
+    def _start_scripts(self) -> None:
+        agents = [self.connections[rank].identity for rank in range(len(self.records))]
+        hellos = [agent for agent in agents if isinstance(agent, AgentHello)]
+        differing = differences({hello.host: hello.versions for hello in hellos})
+        if differing:
+            self._problems.append(
+                f"hosts differ: {differing}; install the same versions on all of them"
+            )
+            return
+        self.has_started = True
+        job = self._job
+        self.post(
+            StartScript(
+                argv=list(job.argv),
+                cwd=str(job.cwd),
+                log_dir=str(self.log_dir.absolute()),
+                grace_s=job.grace_s,
+                wants_refreshes=self._output.shows_bars,
+                script=job.script,
+                env={"MASTER_ADDR": hellos[0].address, "MASTER_PORT": str(hellos[0].port)},
+            )
+        )
+
+    def on_message(self, connection: RankConnection, message: Message) -> None:
+        """Show output and warnings; everything else as in `RankSession`."""
+        record = connection.record
+        if isinstance(message, Output):
+            self._on_output(record, message)
+        elif isinstance(message, ScriptStarted):
+            connection.script_pid = message.pid
+            if self._job.shows_binding:
+                self._output.say(_binding(record, message))
+        elif isinstance(message, StartRefused):
+            self._problems.append(f"rank {record.rank} on {record.host}: {message.text}")
+        elif isinstance(message, Refresh):
+            self._output.refresh(record.rank, message.text)
+        elif isinstance(message, LogWarning):
+            self._output.say(f"rank {record.rank}: {message.text}")
+        else:
+            super().on_message(connection, message)
+
+    def _on_output(self, record: RankRecord, message: Output) -> None:
+        record.num_lines += len(message.lines)
+        if message.stream == "err":
+            record.last_errors.extend(message.lines)
+            record.num_lines_of_others_since = 0
+        for other in self.records:
+            if other is not record:
+                other.num_lines_of_others_since += len(message.lines)
+        self._output.lines(record.rank, message.stream, message.lines)
+
+    def on_lost(self, connection: RankConnection) -> None:
+        """An agent that was killed leaves its script behind: kill it if it runs on this host."""
+        if connection.script_pid and connection.record.host == socket.gethostname():
+            send_group(connection.script_pid, signal.SIGKILL)
+
+    def forward_signal(self, signum: int) -> None:
+        """Send a scheduler's signal to all scripts, which continue."""
+        for connection in self.connections.values():
+            if connection.script_pid:
+                connection.channel.post(ForwardSignal(signum=signum))
+
+    def end(self, signum: int = signal.SIGTERM) -> str:
+        """As in `RankSession`; a hang report is shown and written to ``hang.txt``."""
+        text = super().end(signum)
+        if text:
+            lines = text.rstrip("\n").split("\n")
+            num_left = len(lines) - _MAX_HANG_LINES
+            more = [f"... and {num_left} more lines"] if num_left > 0 else []
+            self._output.quote("\n".join([*lines[:_MAX_HANG_LINES], *more]))
+            self._say(write_hang_report(self.log_dir, text))
+        return text
+
+    def report_failure(self, folder: Path, result: JobResult, summary: str) -> None:
+        """Show the failed rank's last error output again if other ranks wrote after it; keep it."""
+        first = result.first_failure
+        if first is not None and first.num_lines_of_others_since and first.last_errors:
+            self._output.quote("\n".join(stderr_tail(result)))
+        self._say(write_failure_report(folder, result, summary))
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._output.say(text)
+
+
+def _binding(record: RankRecord, started: ScriptStarted) -> str:
+    cores = ",".join(map(str, started.cores))
+    return (
+        f"rank {record.rank} on {record.host}: core(s) {cores}, {started.num_threads} thread(s)"
+        + (f", {started.beside}" if started.beside else "")
+    )

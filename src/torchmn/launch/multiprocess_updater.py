@@ -1,0 +1,517 @@
+"""Several devices of one machine from one plain script, without a launcher.
+
+    on every rank:   g_i <- gradient of the mean loss of its own batch of n_i samples
+                     g   <- sum of n_i g_i / sum of n_i
+    on rank 0 only:  the optimizer's step, and with it weight decay and momentum
+    from rank 0:     parameters
+
+This process is rank 0 and holds the *main* device; `launch_local` starts the other ranks, the
+workers. Chainer's MultiprocessParallelUpdater computes the same, but sums the gradients and divides
+the learning rate by the number of devices instead, which makes weight decay weaker.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import copy
+import pickle
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from pytorch_pfn_extras import reporting
+from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.optim import Optimizer
+
+from torchmn.checkpoint import rng_state
+from torchmn.communicators import ROUTES, Communicator
+from torchmn.communicators.object_codec import Trust
+from torchmn.errors import (
+    CommunicationError,
+    LaunchError,
+    PeerLostError,
+    UnknownNameError,
+    UnsupportedError,
+    UsageError,
+)
+from torchmn.evaluation import (
+    Ratio,
+    Sums,
+    WeightedSums,
+    batch_to,
+    merge_sums,
+    num_samples,
+    scalars_of,
+)
+from torchmn.gradients.replicas import named_parameters
+from torchmn.launch.launch_local import LocalRanks, launch_local, raise_if_imported_by_rank
+from torchmn.optimizer import MultiNodeOptimizer
+from torchmn.topology import Topology
+from torchmn.topology.cpus import assign_cpus, available_processors
+from torchmn.training.batch_source import BatchSource, batch_source
+from torchmn.training.log_report import OBSERVATIONS, Observations
+from torchmn.training.standard_updater import StandardUpdater, compute_gradients
+from torchmn.transports.gloo_nccl import TorchDistributedTransport
+
+Device = int | str | torch.device
+
+_MAIN = 0
+_START_LIMIT_S = 300.0
+_REPORT_LIMIT_S = 5.0
+_END_LIMIT_S = 10.0
+_NO_LIMIT_S = 30 * 24 * 3600.0
+"""Workers wait this long for a command: main may evaluate or write between two updates."""
+
+
+class MultiprocessParallelUpdater(StandardUpdater):
+    """One rank per device: mean gradients, a step on main, parameters from main to the others.
+
+    It starts the other ranks itself, at the first update, so it is used in an ordinary script
+    whose work is under ``if __name__ == "__main__":``. Model, loss function and iterators are sent
+    to them and must be picklable. Gradients are means over the samples of all ranks; learning
+    rate, eps and weight decay are never rewritten. Epochs are those of main's iterator.
+
+    Each rank has its own running statistics; those of main are evaluated and saved.
+
+    Args:
+        iterators: one per device, main's first, over parts of equal length
+            (`torchmn.split_dataset_n_random`).
+        optimizer: any ordinary one, over parameters of ``model``. It steps on main only.
+        model: is moved to main's device; called with a batch it returns the loss.
+        devices: ``{"main": 0, "gpu1": 1}`` or a list, main first; GPU numbers, ``"cuda:1"`` or
+            ``"cpu"``, all of one kind.
+        loss_func: is called in place of the model.
+        observations: what ``main/...`` is: the ``mean`` over all ranks, or main's only with
+            ``rank0``, as in Chainer.
+        timeout_s: the limit of one exchange in seconds.
+
+    Raises UsageError, UnsupportedError: the arguments do not fit together.
+
+    `update` also raises LaunchError: a rank did not start; PeerLostError: a rank ended or raised
+    an exception, with the launcher's report.
+    """
+
+    def __init__(
+        self,
+        iterators: Sequence[Any],
+        optimizer: Optimizer,
+        model: nn.Module,
+        *,
+        devices: Mapping[str, Device] | Sequence[Device],
+        loss_func: Callable[..., Tensor] | None = None,
+        observations: Observations = "mean",
+        timeout_s: float = 60.0,
+    ) -> None:
+        raise_if_imported_by_rank()
+        self.devices = _named_devices(devices)
+        _raise_if_parts_differ(iterators, self.devices)
+        if isinstance(optimizer, MultiNodeOptimizer):
+            raise UsageError(
+                "MultiprocessParallelUpdater exchanges gradients itself. Give it the plain "
+                "optimizer, not that of create_multi_node_optimizer."
+            )
+        if observations not in OBSERVATIONS:
+            raise UnknownNameError("choice of observations", observations, OBSERVATIONS)
+        named_parameters(optimizer, [model])  # rejects parameters that are not in the model
+        main = self.devices["main"]
+        super().__init__(iterators[0], optimizer, model.to(main), loss_func=loss_func, device=main)
+        self.observations = observations
+        self.timeout_s = timeout_s
+        self._sources = [self.source, *map(batch_source, iterators[1:])]
+        self._workers: LocalRanks | None = None
+        self._replica: _Replica | None = None
+        self._has_ended = self._has_failed = False
+        self._random_states: dict[int, Any] = {}
+        """Of the workers, by rank, as they were saved."""
+        self._num_threads_before = 0
+
+    def update(self) -> None:
+        """Do one iteration on all devices."""
+        self.setup_workers()
+        if self._replica is None:
+            raise UsageError("This updater has ended. Make a new one to train again.")
+        with self._report_of_failure():
+            self._replica.control.bcast_obj("update", _MAIN)
+            sums = self._replica.update(self.optimizer)
+        num_ranks = len(self.devices) if self.observations == "mean" else 1
+        means: dict[str, Any] = {  # what each rank reported once is a number
+            name: total / weight if weight == num_ranks else Ratio(total, weight)
+            for name, (total, weight) in sums.items()
+        }
+        reporting.report(means)
+        self.iteration += 1
+
+    def setup_workers(self) -> None:
+        """Start the other ranks if they are not running yet.
+
+        Raises UsageError: something cannot be pickled; LaunchError: a rank did not start.
+        """
+        if self._replica is not None or self._has_ended:
+            return
+        store, secret = _serve_store(self.timeout_s), secrets.token_bytes(32)
+        orders = [self._order(rank, store.port, secret) for rank in range(len(self.devices))]
+        is_cpu = self.devices["main"].type == "cpu"
+        processors = available_processors()
+        own = assign_cpus(processors, intra_rank=_MAIN, intra_size=len(orders))
+        self._has_ended = self._has_failed = True  # until all ranks have joined
+        atexit.register(self.finalize)
+        if is_cpu:
+            self._num_threads_before = torch.get_num_threads()
+            torch.set_num_threads(own.num_threads)
+        if orders[1:]:
+            self._workers = launch_local(
+                _run_worker,
+                [(order,) for order in orders[1:]],
+                backend="gloo" if is_cpu else "nccl",
+                cores=set(processors.logical) - set(own.cores),
+            )
+            self._wait_for_start(self._workers, store)
+        with self._report_of_failure():
+            self._replica = _Replica(orders[_MAIN], store, self.model, self.loss_func, self.source)
+            self._load_into_workers(self._replica)
+        self._has_ended = self._has_failed = False
+
+    def finalize(self) -> None:
+        """End the other ranks, at once if something has failed."""
+        atexit.unregister(self.finalize)
+        replica, self._replica = self._replica, None
+        workers, self._workers = self._workers, None
+        if replica is not None:
+            with contextlib.suppress(CommunicationError):
+                if not self._has_failed:
+                    replica.control.bcast_obj("end", _MAIN)
+            replica.finalize()
+        if workers is not None:
+            workers.end(0.0 if self._has_failed else _END_LIMIT_S)
+        self._has_ended = True
+        if self._num_threads_before:
+            torch.set_num_threads(self._num_threads_before)
+            self._num_threads_before = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The iteration, the positions of all iterators, also in the middle of an epoch, and the
+        random generators of the workers; those of main belong to the script.
+        """
+        states = [dict(source.state_dict()) for source in self._sources]
+        random_states = dict(self._random_states)
+        if self._replica is not None:
+            self._replica.control.bcast_obj("state", _MAIN)
+            gathered = self._replica.control.gather_obj(None, _MAIN) or []
+            for rank in range(1, len(gathered)):
+                states[rank], random_states[rank] = gathered[rank]
+        return {"iteration": self.iteration, "sources": states, "random_states": random_states}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the very next batches.
+
+        On another number of devices the same number of samples of the epoch are done; which ones
+        is not kept. Raises UsageError: an iterator cannot do that.
+        """
+        states = state["sources"]
+        is_same = len(states) == len(self._sources)
+        if not is_same:
+            states = self._resharded(states)
+        self.iteration = int(state["iteration"])
+        self._random_states = dict(state.get("random_states", {})) if is_same else {}
+        for source, saved in zip(self._sources, states, strict=True):
+            source.load_state_dict(saved)
+        if self._replica is not None:
+            self._load_into_workers(self._replica)
+
+    # ---- inside ----
+
+    def _order(self, rank: int, port: int, secret: bytes) -> _Order:
+        return _Order(
+            rank=rank,
+            size=len(self.devices),
+            device=list(self.devices.values())[rank],
+            port=port,
+            secret=secret,
+            timeout_s=self.timeout_s,
+            seed=(torch.initial_seed() + rank) % 2**63,
+            observes=rank == _MAIN or self.observations == "mean",
+            payload=b"" if rank == _MAIN else self._pickled(rank),
+        )
+
+    def _pickled(self, rank: int) -> bytes:
+        """Model, loss function and iterator, with all tensors on the CPU."""
+        parts = {"model": self.model, "loss_func": self.loss_func, "iterator": self._sources[rank]}
+        try:
+            model, loss_func = copy.deepcopy((self.model, self.loss_func))
+            return pickle.dumps((model.cpu(), loss_func, parts["iterator"]))
+        except Exception as error:
+            raise UsageError(_pickle_problem(parts, error)) from error
+
+    def _wait_for_start(self, workers: LocalRanks, store: TCPStore) -> None:
+        """Raises LaunchError: the workers ended, or took too long to load their model and data."""
+        begin_s = time.monotonic()
+        while not store.check([f"started{rank}" for rank in range(1, len(self.devices))]):
+            is_late = time.monotonic() > begin_s + _START_LIMIT_S
+            if is_late or workers.have_ended:
+                raise LaunchError(
+                    f"The workers did not start within {_START_LIMIT_S:g} s. See what the script "
+                    "does when it is imported."
+                    if is_late
+                    else f"The workers did not start. {workers.failure(0.0)}"
+                )
+            time.sleep(0.02)
+
+    @contextlib.contextmanager
+    def _report_of_failure(self) -> Iterator[None]:
+        """Turn the loss of a worker into the launcher's report of why it ended."""
+        try:
+            yield
+        except CommunicationError:
+            self._has_failed = True
+            report = self._workers.failure(_REPORT_LIMIT_S) if self._workers else ""
+            if not report:
+                raise
+            ranks = [
+                f"rank {rank} is '{name}' on {device}"
+                for rank, (name, device) in enumerate(list(self.devices.items())[1:])
+            ]
+            raise PeerLostError(f"A worker failed ({', '.join(ranks)}). {report}") from None
+        except BaseException:
+            self._has_failed = True
+            raise
+
+    def _load_into_workers(self, replica: _Replica) -> None:
+        states = [dict(source.state_dict()) for source in self._sources]
+        replica.control.bcast_obj("load", _MAIN)
+        replica.control.bcast_obj((states, self._random_states), _MAIN)
+
+    def _resharded(self, states: Sequence[Any]) -> list[Any]:
+        """One state for each iterator, from those of another number of devices."""
+        size = len(self._sources)
+        topology = Topology(("localhost",) * size)
+        reshards = [getattr(source, "reshard_state_dict", None) for source in self._sources]
+        if None in reshards:
+            raise UsageError(
+                f"The state was saved with {len(states)} devices, here are {size}. Use the same "
+                "number, or iterators whose state can be resharded: SerialIterator or a DataLoader."
+            )
+        return [
+            reshard(states, topology.place(rank))
+            for rank, reshard in enumerate(reshards)
+            if reshard is not None
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Order:
+    """What a rank needs to know to begin."""
+
+    rank: int
+    size: int
+    device: torch.device
+    port: int
+    """Of the store at which the ranks join."""
+    secret: bytes
+    timeout_s: float
+    seed: int
+    """Of the default random generator: dropout differs between ranks."""
+    observes: bool
+    payload: bytes
+    """Pickled (model, loss function, source of batches)."""
+
+
+class _Replica:
+    """What all ranks do in an iteration. Every method is *collective*, and so is making one."""
+
+    def __init__(
+        self,
+        order: _Order,
+        store: Store,
+        model: nn.Module,
+        loss_func: Callable[..., Tensor],
+        source: BatchSource,
+    ) -> None:
+        self._order = order
+        self._model = model
+        self._loss_func = loss_func
+        self._source = source
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._reporter = reporting.Reporter()
+        self._reporter.add_observer("main", model)
+        self._reporter.add_observers("main", list(model.named_modules()))
+        self._comm = self._join(PrefixStore("gradients", store), order.timeout_s)
+        self.control = self._join(PrefixStore("control", store), _NO_LIMIT_S)
+        self._comm.bcast_data(model)
+
+    def _join(self, store: Store, timeout_s: float) -> Communicator:
+        order = self._order
+        transport = TorchDistributedTransport(
+            store,
+            order.rank,
+            order.size,
+            timeout_s=order.timeout_s,
+            cuda_device=order.device if order.device.type == "cuda" else None,
+        )
+        return ROUTES["flat"](
+            transport,
+            Topology(("localhost",) * order.size),
+            device=order.device,
+            timeout_s=timeout_s,
+            trust=Trust(secret=order.secret),
+        )
+
+    def update(self, optimizer: Optimizer | None) -> Sums:
+        """Do one iteration; main passes its optimizer.
+
+        Returns the sums of what the ranks reported, the same on all. Raises UsageError: the model
+        did not return a loss.
+        """
+        for parameter in self._parameters:
+            parameter.grad = None
+        batch = next(self._source)
+        num = num_samples(batch)
+        observation: dict[str, Any] = {}
+        if num != 0:
+            with self._reporter.scope(observation):
+                compute_gradients(self._loss_func, batch_to(batch, self._order.device))
+        own = WeightedSums()
+        for name, value in scalars_of(observation).items() if self._order.observes else ():
+            own.add(name, value)
+        weight = float(1 if num is None else num)
+        everyone = self._comm.allgather_obj((weight, own.sums()))
+        share = weight / (sum(weight for weight, _ in everyone) or 1.0)
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(share * self._order.size)
+        self._comm.multi_node_mean_grad(self._model, zero_fill=True)
+        if optimizer is not None:
+            optimizer.step()
+        self._broadcast_parameters()
+        return merge_sums([sums for _, sums in everyone])
+
+    @torch.no_grad()
+    def _broadcast_parameters(self) -> None:
+        """Give all ranks the parameters of main, one message per dtype."""
+        for dtype in dict.fromkeys(p.dtype for p in self._parameters):
+            group = [p for p in self._parameters if p.dtype == dtype]
+            flat = self._comm.bcast(torch.cat([p.reshape(-1) for p in group]), _MAIN)
+            if self._order.rank != _MAIN:
+                for parameter, part in zip(
+                    group, flat.split([p.numel() for p in group]), strict=True
+                ):
+                    parameter.copy_(part.view_as(parameter))
+
+    def work(self) -> None:
+        """Follow main's commands until it ends; of the workers."""
+        while (command := self.control.bcast_obj(None, _MAIN)) != "end":
+            if command == "update":
+                self.update(None)
+            elif command == "state":
+                random_state = rng_state.capture(self._order.device)
+                self.control.gather_obj((dict(self._source.state_dict()), random_state), _MAIN)
+            elif command == "load":
+                states, random_states = self.control.bcast_obj(None, _MAIN)
+                self._source.load_state_dict(states[self._order.rank])
+                if self._order.rank in random_states:
+                    rng_state.restore(random_states[self._order.rank], self._order.device)
+
+    def finalize(self) -> None:
+        """Close the connections."""
+        self._comm.finalize()
+        self.control.finalize()
+
+
+def _run_worker(order: _Order) -> None:
+    if order.device.type == "cuda":
+        torch.cuda.set_device(
+            order.device
+        )  # before any tensor, so that no context is made elsewhere
+    torch.manual_seed(order.seed)
+    model, loss_func, source = pickle.loads(order.payload)
+    store = TCPStore("127.0.0.1", order.port, is_master=False, wait_for_workers=False)
+    store.set(f"started{order.rank}", "")
+    replica = _Replica(order, store, model.to(order.device), loss_func, source)
+    replica.work()
+    replica.finalize()
+
+
+def _serve_store(timeout_s: float) -> TCPStore:
+    """Where the ranks join: a free port of this machine on which main listens."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        master_listen_fd=listener.detach(),  # else torch listens on all interfaces
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def _pickle_problem(parts: Mapping[str, object], error: Exception) -> str:
+    for name, part in parts.items():
+        try:
+            pickle.dumps(part)
+        except Exception as reason:
+            return (
+                f"The {name} (a {type(part).__name__}) cannot be sent to the worker ranks: "
+                f"{type(reason).__name__}: {reason}. It must be picklable: use classes and "
+                "functions of a module in place of lambdas, local functions, open files and "
+                "threads."
+            )
+    return f"The model cannot be copied for the worker ranks: {type(error).__name__}: {error}"
+
+
+def _named_devices(devices: Mapping[str, Device] | Sequence[Device]) -> dict[str, torch.device]:
+    if isinstance(devices, Mapping):
+        if "main" not in devices:
+            raise UsageError(
+                f"devices has the keys {', '.join(map(repr, devices))}. One must be 'main': the "
+                "device that steps the optimizer."
+            )
+        named = {"main": devices["main"], **devices}
+    elif isinstance(devices, (list, tuple)) and devices:
+        named = {("main" if i == 0 else f"gpu{i}"): device for i, device in enumerate(devices)}
+    else:
+        raise UsageError(
+            f"devices={devices!r} should be a dict with 'main', or a list with main first."
+        )
+    found = {name: _device(device) for name, device in named.items()}
+    kinds = {device.type for device in found.values()}
+    if len(kinds) > 1 or not kinds <= {"cpu", "cuda"}:
+        raise UnsupportedError(
+            f"devices are {', '.join(map(str, found.values()))}. All must be GPUs or all CPUs."
+        )
+    gpus = [device.index for device in found.values() if device.type == "cuda"]
+    if len(set(gpus)) < len(gpus):
+        raise UnsupportedError(f"GPUs {gpus}: NCCL needs one rank per GPU. Name each GPU once.")
+    num_gpus = torch.cuda.device_count() if gpus else 0
+    if gpus and max(gpus) >= num_gpus:
+        raise UsageError(f"There is no GPU {max(gpus)}: this machine shows {num_gpus}.")
+    return found
+
+
+def _device(device: Device) -> torch.device:
+    if isinstance(device, int):
+        return torch.device("cpu") if device < 0 else torch.device("cuda", device)
+    found = torch.device(device)
+    return torch.device("cuda", 0) if found.type == "cuda" and found.index is None else found
+
+
+def _raise_if_parts_differ(iterators: Sequence[Any], devices: Mapping[str, torch.device]) -> None:
+    if len(iterators) != len(devices):
+        raise UsageError(
+            f"There are {len(iterators)} iterators for {len(devices)} devices. Give one for each, "
+            "main's first."
+        )
+    datasets = [getattr(iterator, "dataset", ()) for iterator in iterators]
+    lengths = [len(dataset) for dataset in datasets if hasattr(dataset, "__len__")]
+    if len(set(lengths)) > 1:
+        raise UsageError(
+            f"The iterators' data sets have {lengths} samples. They must be equal, so "
+            "that all devices end their epochs together: split them with "
+            "torchmn.split_dataset_n_random."
+        )

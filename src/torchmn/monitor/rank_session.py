@@ -1,0 +1,204 @@
+"""The control connections to all ranks of a job: which rank is connected, failed, hangs or ended.
+
+The one control loop of a job. `torchmn run` runs it over its agents
+(`torchmn.launch.agent_session`), and the monitor server over the monitors beside ranks that another
+launcher started. Nothing here starts, signals or reaps a process.
+"""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from torchmn.control.authenticated_listener import AuthenticatedListener
+from torchmn.control.connection import Channel
+from torchmn.control.messages import (
+    AgentHello,
+    Exit,
+    Message,
+    MonitorHello,
+    StatusRequest,
+    Terminate,
+)
+from torchmn.monitor.failure_detector import FailureDetector
+from torchmn.monitor.job_result import FAILURE_FILE, HANG_FILE, JobResult, RankRecord, summarize
+
+
+@dataclass
+class RankConnection:
+    """The control connection of one rank; ``script_pid`` is 0 until its script has started."""
+
+    channel: Channel
+    record: RankRecord
+    identity: AgentHello | MonitorHello
+    script_pid: int = 0
+
+
+class RankSession:
+    """Accepts the connections of ``num_ranks`` ranks and follows them to their end. One thread.
+
+    A subclass handles further messages in `on_message`. Reports are written to ``log_dir``.
+    """
+
+    def __init__(self, listener: AuthenticatedListener, num_ranks: int, log_dir: Path) -> None:
+        self.log_dir = log_dir
+        self.records = [RankRecord(rank) for rank in range(num_ranks)]
+        self.detector = FailureDetector(self.records)
+        self.connections: dict[int, RankConnection] = {}
+        self.is_ending = False
+        self._listener = listener
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all ranks have connected."""
+        return len(self.connections) == len(self.records)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether any connection is open."""
+        return any(each.channel.is_open for each in self.connections.values())
+
+    # ---- incoming -----------------------------------------------------------------------------
+
+    def register(self, selector: selectors.BaseSelector) -> None:
+        """Register the listener and all connections, each with its callback as data."""
+        selector.register(self._listener, selectors.EVENT_READ, self.accept)
+        for connection in self.connections.values():
+            if connection.channel.is_open:
+                receive = partial(self.receive, connection)
+                selector.register(connection.channel, selectors.EVENT_READ, receive)
+
+    def accept(self) -> None:
+        """Accept the clients that have authenticated, and send what is pending. Call it often."""
+        for channel, identity in self._listener.admit():
+            self.admit(channel, identity)
+        for connection in self.connections.values():
+            connection.channel.flush()
+
+    def admit(self, channel: Channel, identity: Message) -> bool:
+        """Add a rank's connection, or close it: unknown rank, or one that is connected already."""
+        if (
+            not isinstance(identity, AgentHello | MonitorHello)
+            or identity.rank not in range(len(self.records))
+            or identity.rank in self.connections
+        ):
+            channel.close()
+            return False
+        record = self.records[identity.rank]
+        record.host = identity.host
+        self.connections[identity.rank] = RankConnection(channel, record, identity)
+        if self.is_ending:
+            channel.post(Terminate(signum=signal.SIGTERM))
+        return True
+
+    def receive(self, connection: RankConnection) -> None:
+        """Process what a rank has sent, and record it if the connection is lost."""
+        channel, record = connection.channel, connection.record
+        for message in channel.collect():
+            self.on_message(connection, message)
+        if channel.is_open:
+            channel.flush()
+        elif not record.has_ended:
+            record.lost_at = time.time()
+            record.is_silent = channel.is_silent
+            record.was_ending = self.is_ending
+            self.on_lost(connection)
+
+    def on_message(self, connection: RankConnection, message: Message) -> None:
+        """Process one message of a rank."""
+        if isinstance(message, Exit):
+            connection.record.exit = message
+        else:
+            self.detector.hear(connection.record, message, time.monotonic())
+
+    def on_lost(self, connection: RankConnection) -> None:
+        """Called once after the connection of a rank that has not ended was lost."""
+
+    # ---- outgoing -----------------------------------------------------------------------------
+
+    def post(self, message: Message) -> None:
+        """Send a message to all connected ranks."""
+        for connection in self.connections.values():
+            connection.channel.post(message)
+
+    def must_end(self, now: float) -> bool:
+        """Whether a rank has failed or hangs, so that all must end; ``now`` is monotonic.
+
+        If one seems to hang, the status of all ranks is requested first.
+        """
+        if self.detector.must_query(now):
+            self.post(StatusRequest())
+        return self.detector.must_end(now)
+
+    def end(self, signum: int = signal.SIGTERM) -> str:
+        """Have all scripts ended with this signal. Returns the hang report if there is one."""
+        self.is_ending = True
+        self.post(Terminate(signum=signum))
+        return self.detector.hang.text if self.detector.hang is not None else ""
+
+    def disconnect(self, connections: Iterable[RankConnection]) -> None:
+        """Close these connections, at which ranks that still run end."""
+        for connection in connections:
+            connection.channel.close()
+            if not connection.record.has_ended:
+                connection.record.lost_at, connection.record.was_ending = time.time(), True
+
+    def close(self) -> None:
+        """Close all connections and the listener."""
+        self.disconnect(self.connections.values())
+        self._listener.close()
+
+    # ---- result -------------------------------------------------------------------------------
+
+    def result(
+        self,
+        *,
+        interrupted_by: int | None = None,
+        launcher_problem: str = "",
+        launcher_returncode: int = 0,
+        keeps_output: bool = True,
+    ) -> JobResult:
+        """How the job ended, from what is known of all ranks; parameters as for `summarize`."""
+        return summarize(
+            self.records,
+            log_dir=self.log_dir,
+            interrupted_by=interrupted_by,
+            launcher_problem=launcher_problem,
+            launcher_returncode=launcher_returncode,
+            hang=self.detector.hang,
+            keeps_output=keeps_output,
+        )
+
+
+def write_hang_report(folder: Path, text: str) -> str:
+    """Write ``hang.txt``; returns why it could not be written, or an empty string."""
+    return _write(folder / HANG_FILE, text)
+
+
+def write_failure_report(folder: Path, result: JobResult, summary: str) -> str:
+    """Write ``failure.txt``: the end of the failed rank's stderr, then the summary.
+
+    Returns why it could not be written, or an empty string: a full disk costs the file only.
+    """
+    return _write(folder / FAILURE_FILE, "\n".join([*stderr_tail(result), summary]) + "\n")
+
+
+def stderr_tail(result: JobResult) -> list[str]:
+    """The end of the standard error of the rank that failed first, below a title; may be empty."""
+    first = result.first_failure
+    lines = first.error_lines if first is not None else []
+    return [f"End of stderr of rank {first.rank}:", *lines] if first and lines else []
+
+
+def _write(path: Path, text: str) -> str:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        return f"cannot write {path}: {error}"
+    return ""

@@ -1,0 +1,269 @@
+"""load_images: from a name to tensors, on one process and on several ranks."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from examples.datasets import IMAGE_SETS, default_data_root, load_images
+from examples.datasets import images as module
+
+from tests.unit.examples.datasets.makers import (
+    cifar_archive,
+    cifar_parts,
+    grey_part,
+    write_cifar_folder,
+    write_mnist_folder,
+)
+from torchmn.errors import DataError, TorchmnError, UnknownNameError, UsageError
+from torchmn.testing import run_ranks
+
+# ---- digits
+
+
+def test_digits() -> None:
+    digits = load_images("digits")
+    assert (len(digits.train), len(digits.test)) == (1437, 360)
+    assert (digits.shape, digits.num_classes, digits.path) == ((1, 8, 8), 10, None)
+    image, label = digits.train[0]
+    assert (image.shape, image.dtype) == ((1, 8, 8), torch.float32)
+    assert (label.shape, label.dtype) == ((), torch.int64)
+    images = torch.cat([digits.train.tensors[0], digits.test.tensors[0]])
+    assert (images.min(), images.max()) == (0, 1)
+    # No scan is in both parts, and all are in one.
+    assert len({tuple(image.flatten().tolist()) for image in images}) == 1797
+
+
+def test_digits_are_divided_the_same_way_every_time() -> None:
+    one, other = load_images("digits"), load_images("digits")
+    assert torch.equal(one.test.tensors[0], other.test.tensors[0])
+    assert one.test.tensors[1][:8].tolist() == FIRST_TEST_DIGITS
+
+
+FIRST_TEST_DIGITS = [2, 8, 2, 6, 6, 7, 1, 9]
+
+
+def test_digits_for_a_network_of_colour_images() -> None:
+    digits = load_images("digits")
+    large = digits.resized(32, channels=3)
+    assert large.shape == (3, 32, 32)
+    assert large.train.tensors[0].shape == (1437, 3, 32, 32)
+    red, green, _ = large.train.tensors[0].unbind(dim=1)
+    assert torch.equal(red, green)
+    assert torch.equal(large.train.tensors[1], digits.train.tensors[1])
+    grey = digits.train.tensors[0]
+    assert (red.mean() - grey.mean()).abs() < 1e-3
+
+
+def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(DataError, match=r"pip install 'torchmn\[examples\]'"):
+        load_images("digits")
+
+
+# ---- from files
+
+
+def test_cifar10(tmp_path: Path) -> None:
+    folder = write_cifar_folder(tmp_path / "cifar-10-batches-bin", "binary")
+    loaded = load_images("cifar10", tmp_path)
+    train, test = cifar_parts()
+    for part, raw in ((loaded.train, train), (loaded.test, test)):
+        images, labels = part.tensors
+        assert images.dtype == torch.float32
+        np.testing.assert_allclose(images.numpy(), raw.images / np.float32(255))
+        np.testing.assert_array_equal(labels.numpy(), raw.labels)
+    assert (loaded.path, loaded.shape, loaded.name) == (folder, (3, 32, 32), "cifar10")
+
+
+def test_mnist(tmp_path: Path) -> None:
+    write_mnist_folder(tmp_path, is_packed=True)
+    loaded = load_images("mnist", str(tmp_path))
+    assert loaded.shape == (1, 28, 28)
+    np.testing.assert_array_equal(loaded.test.tensors[1].numpy(), grey_part("t10k").labels)
+
+
+@pytest.mark.parametrize(("name", "length"), [("mnist", 60_000), ("cifar10", 10_000)])
+def test_real_files(real_data: Path, name: str, length: int) -> None:
+    loaded = load_images(name, real_data)
+    assert len(loaded.train) == length
+    assert 0.1 < loaded.train.tensors[0].mean() < 0.6
+
+
+def test_normalised(tmp_path: Path) -> None:
+    write_cifar_folder(tmp_path, "python")
+    loaded = load_images("cifar10", tmp_path).normalised()
+    images = loaded.train.tensors[0]
+    torch.testing.assert_close(images.mean(dim=(0, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0)
+    torch.testing.assert_close(images.std(dim=(0, 2, 3)), torch.ones(3))
+    assert loaded.test.tensors[0].mean().abs() > 1e-6  # by the training images' mean, not its own
+
+
+def test_colour_images_keep_their_channels(tmp_path: Path) -> None:
+    write_cifar_folder(tmp_path, "binary")
+    with pytest.raises(UsageError, match="cifar10 have 3 channels"):
+        load_images("cifar10", tmp_path).resized(16, channels=1)
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(UnknownNameError, match="'imagenet'. Known: digits, cifar10, mnist"):
+        load_images("imagenet")
+
+
+@pytest.mark.parametrize("name", ["cifar10", "mnist"])
+def test_nothing_there(tmp_path: Path, name: str) -> None:
+    with pytest.raises(DataError, match=r"not found in .*--data-root, or --download it from https"):
+        load_images(name, tmp_path)
+    with pytest.raises(DataError, match="gone, which does not exist"):
+        load_images(name, tmp_path / "gone")
+
+
+def test_the_default_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_data_root() == tmp_path / "torchmn"
+    write_mnist_folder(default_data_root() / "mnist", is_packed=False)
+    assert len(load_images("mnist").train) == 4
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert default_data_root() == Path.home() / ".cache" / "torchmn"
+
+
+# ---- downloads
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    requests: list[str]
+
+    def do_GET(self) -> None:
+        self.requests.append(self.path)
+        super().do_GET()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[str]]]:
+    """A server of small files that count as the official ones, and what it was asked for."""
+    served = write_mnist_folder(tmp_path / "served", is_packed=True)
+    (served / "cifar-10-binary.tar.gz").write_bytes(cifar_archive("binary"))
+    for name, files in module.IMAGE_FILES.items():
+        sums = {
+            file: hashlib.md5((served / file).read_bytes()).hexdigest() for file in files.md5_sums
+        }
+        monkeypatch.setitem(module.IMAGE_FILES, name, replace(files, md5_sums=sums))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    requests: list[str] = []
+    handler = type("Handler", (QuietHandler,), {"requests": requests})
+    with ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(handler, directory=str(served))
+    ) as answering:
+        thread = threading.Thread(target=answering.serve_forever, args=(0.02,))
+        thread.start()
+        yield f"http://127.0.0.1:{answering.server_port}/", requests
+        answering.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(("name", "num_files"), [("cifar10", 1), ("mnist", 4)])
+def test_download_once(
+    tmp_path: Path, mirror: tuple[str, list[str]], name: str, num_files: int
+) -> None:
+    address, requests = mirror
+    root = tmp_path / "root"
+    for _ in range(2):
+        loaded = load_images(name, root, download=True, mirror=address)
+        assert len(loaded.test) == 4
+        assert len(requests) == num_files
+    assert len(load_images(name, root).test) == 4
+    assert {path.name for path in (root / name).iterdir()} == {r.strip("/") for r in requests}
+
+
+def test_a_download_that_was_interrupted_goes_on(
+    tmp_path: Path, mirror: tuple[str, list[str]]
+) -> None:
+    address, requests = mirror
+    load_images("mnist", tmp_path, download=True, mirror=address)
+    (tmp_path / "mnist" / "t10k-labels-idx1-ubyte.gz").unlink()
+    requests.clear()
+    load_images("mnist", tmp_path, download=True, mirror=address)
+    assert requests == ["/t10k-labels-idx1-ubyte.gz"]
+
+
+def test_what_is_there_is_not_downloaded(tmp_path: Path) -> None:
+    write_cifar_folder(tmp_path, "python")
+    load_images("cifar10", tmp_path, download=True, mirror="http://127.0.0.1:9")
+
+
+def test_the_official_checksum_is_compared(
+    tmp_path: Path, mirror: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = module.IMAGE_FILES["mnist"]
+    monkeypatch.setitem(
+        module.IMAGE_FILES, "mnist", replace(files, md5_sums=dict.fromkeys(files.md5_sums, "0"))
+    )
+    with pytest.raises(DataError, match="should have 0"):
+        load_images("mnist", tmp_path / "root", download=True, mirror=mirror[0])
+
+
+def test_the_official_checksums_are_those_of_the_real_files(real_data: Path) -> None:
+    for file, md5 in module.IMAGE_FILES["mnist"].md5_sums.items():
+        assert hashlib.md5((real_data / "mnist" / file).read_bytes()).hexdigest() == md5
+
+
+# ---- several ranks
+
+
+def test_rank_0_alone_downloads(tmp_path: Path, mirror: tuple[str, list[str]]) -> None:
+    address, requests = mirror
+
+    def length(comm):
+        root = tmp_path / "root"
+        return len(load_images("mnist", root, download=True, mirror=address, comm=comm).train)
+
+    assert run_ranks(length, 3) == [4] * 3
+    assert len(requests) == 4
+
+
+def test_an_error_of_one_rank_is_everyone_s(tmp_path: Path) -> None:
+    write_mnist_folder(tmp_path / "has" / "mnist", is_packed=True)
+    os.mkdir(tmp_path / "lacks")
+
+    def attempt(comm):
+        root = tmp_path / ("lacks" if comm.rank == 1 else "has")
+        try:
+            return load_images("mnist", root, comm=comm)
+        except TorchmnError as error:
+            return type(error), str(error)
+
+    (first, *others) = run_ranks(attempt, 3)
+    assert first[0] is DataError
+    assert first[1].startswith("Rank 1 on localhost: MNIST was not found")
+    assert others == [first] * 2
+
+
+def test_a_failed_download_is_everyone_s(tmp_path: Path) -> None:
+    def attempt(comm):
+        try:
+            return load_images(
+                "cifar10", tmp_path, download=True, mirror="http://127.0.0.1:9", comm=comm
+            )
+        except TorchmnError as error:
+            return type(error), str(error)
+
+    (first, other) = run_ranks(attempt, 2)
+    assert first == other
+    assert "could not be fetched" in first[1]
+
+
+def test_names() -> None:
+    assert IMAGE_SETS == ("digits", "cifar10", "mnist")
