@@ -3,7 +3,7 @@
 
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: help setup train test test-slurm bench chaos lint clean
+.PHONY: help setup train test test-slurm bench chaos pages lint clean
 
 help:
 	@echo 'make train       train a network on real images with one worker, then two'
@@ -11,6 +11,7 @@ help:
 	@echo 'make test-slurm  install Slurm (Debian, root) and run the tests under it'
 	@echo 'make bench       run all benchmarks; make bench-NAME runs benchmarks/bench_NAME.py'
 	@echo 'make chaos       strike a training RUNS=50 times by random faults of SEED=... and resume it'
+	@echo 'make pages      write the pages of docs/reference that are made from the source'
 	@echo 'make lint        check style and types'
 	@echo 'make setup       make .venv with everything the others need (they do it themselves)'
 	@echo 'make clean       remove .venv'
@@ -40,6 +41,11 @@ bench-%: setup
 RUNS := 50
 chaos: setup
 	@$(VENV_PYTHON) benchmarks/bench_chaos.py --runs $(RUNS) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+pages: setup
+	@$(VENV_PYTHON) -m tests.project.messages
+	@$(VENV_PYTHON) -m tests.project.names
+	@$(VENV_PYTHON) -m tests.scripts.page
 
 lint: setup
 	@$(VENV_PYTHON) -m ruff check .

@@ -20,7 +20,7 @@ from record import Bar, median_bar, ratio_bar, report
 
 from torchmn.compression import BFloat16, ErrorFeedback, Float16, Layout, Quantized
 from torchmn.compression.base import StripeCodec
-from torchmn.compression.kernels.select import reference as reference
+from torchmn.compression.kernels import reference
 from torchmn.units import MiB
 
 SHAPES = [(512, 512, 3, 3)] * 2 + [(512, 256, 3, 3), (256, 256, 3, 3), (256, 128, 3, 3)]
@@ -40,12 +40,12 @@ def encoding_loop(values, residual, rest, encoded) -> None:  # type: ignore[no-u
 
 @njit(nogil=True)
 def decoding_loop(encoded, total) -> None:  # type: ignore[no-untyped-def]
-    words = 0
+    bits = 0
     for i in range(encoded.size):
-        words ^= encoded[i]
-    word = np.float32(words)
+        bits ^= encoded[i]
+    value = np.float32(bits)
     for i in range(total.size):
-        total[i] += word
+        total[i] += value
 
 
 def layout() -> Layout:
@@ -79,7 +79,7 @@ def measure(codec: StripeCodec, bucket: Layout, *, has_limit: bool) -> list[Bar]
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(bucket.end, generator=generator) * 1e-3
     encoded = torch.zeros(codec.stripe_nbytes(bucket), dtype=torch.uint8)
-    words = encoded.numpy()[: encoded.numel() // 4 * 4].view(np.int32)
+    as_int32 = encoded.numpy()[: encoded.numel() // 4 * 4].view(np.int32)
     total = torch.zeros(bucket.end)
     residual, rest = torch.zeros(2, bucket.end).numpy()
     codec.warm_up(bucket, CPU)
@@ -92,9 +92,9 @@ def measure(codec: StripeCodec, bucket: Layout, *, has_limit: bool) -> list[Bar]
     times = take_turns(
         {
             "encode": encode,
-            "encoding loop": lambda: encoding_loop(values.numpy(), residual, rest, words),
+            "encoding loop": lambda: encoding_loop(values.numpy(), residual, rest, as_int32),
             "decode": lambda: codec.decode_stripe(encoded, bucket, total, add=True),
-            "decoding loop": lambda: decoding_loop(words, total.numpy()),
+            "decoding loop": lambda: decoding_loop(as_int32, total.numpy()),
         }
     )
     name = codec.name

@@ -54,7 +54,7 @@ with open(f"steps-{{number}}-{{comm.rank}}", "a", buffering=1) as log:
         log.write(json.dumps([step, time.time(), os.getpid()]) + "\\n")
         time.sleep(0.05)
         if step % {COPY_PERIOD} == 0:
-            checkpointer.copy(step, state)
+            checkpointer.save_in_memory(step, state)
 """
 COPYING = f"""
 import json, os, time, torchmn

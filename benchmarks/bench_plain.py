@@ -1,16 +1,18 @@
-"""A plain script (`plain_script.py`) timed from outside, on two test hosts, a fresh process a rank.
+"""A plain script (`plain_script.py`) on two test hosts, each side in fresh processes of its own.
 
     bench_plain.py [--rates 1gbit,10gbit] [--sides SIDE,...] [--units N] [--steps N] [--keep-heap]
 
-`bench_exchange.py` measures sides that live in the same processes and run warm. A user's script
-starts cold, has its own heap, and is not started by `torchmn run`. The sides take turns, each turn
-is a new job, and a ratio compares jobs of the same unit. It also reports the processor seconds and
-the page faults of a step, which other programs on the machine disturb less than the time. Every
-job, with the counters of each step, is appended to `out/plain.jsonl`. Needs Linux and root.
+The sides of `bench_exchange.py` share their processes. A user's script has its own heap and is
+started without `torchmn run`. Here all sides are started with torchrun's variables, one core and
+one thread for each rank, warm up for some steps and then take turns; a ratio compares turns of the
+same unit. The processor seconds and page faults of a step are reported too: other programs on the
+machine disturb them less than the time. Every turn, with the counters of each of its steps, is
+appended to `out/plain.jsonl`. Needs Linux and root.
 
-glibc returns the free memory at the end of the heap to the kernel when it exceeds 64 MB. The
-activations of one step do, so every step faults their pages in again; whether that happens depends
-on what else was allocated, and therefore differs between sides. ``--keep-heap`` turns it off.
+glibc returns free memory at the end of the heap to the kernel when it exceeds 64 MB. The
+activations of a step do, so each step faults their pages in again, unless something that was
+allocated later holds the end of the heap. ``--keep-heap`` adds a twin of every side for which that
+is turned off.
 """
 
 from __future__ import annotations
@@ -25,122 +27,116 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from exchange.deployment import KEEP_HEAP
 from plain_script import SIDES
 from record import OUT, Bar, median_bar, median_interval, report
 
 SCRIPT = Path(__file__).parent / "plain_script.py"
-JOB_TIMEOUT_S = 300
-KEEP_HEAP = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
-"""The second one is the default after some steps, but setting the first one disables that."""
+KEPT = ", kept heap"
 BASELINES = {"ddp": "no-exchange", "float32": "ddp", "int8": "no-exchange"}
 """What the speed of a side is compared with."""
+COUNTERS = {"main_thread_s": "ms", "all_threads_s": "ms", "system_s": "ms", "page_faults": ""}
+"""Counters of a step and their units in the report."""
+Turns = dict[str, list[list[dict[str, Any]]]]
+"""For each side its turns, each a list of what its ranks printed."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rates", default="1gbit,10gbit", help="rates of the links, with ,")
     parser.add_argument("--sides", default=",".join(SIDES), help="sides, with ,")
-    parser.add_argument("--units", type=int, default=5, help="jobs of every side")
-    parser.add_argument("--steps", type=int, default=12, help="timed steps of a job")
+    parser.add_argument("--warm-up", type=int, default=4, help="steps before the first turn")
+    parser.add_argument("--steps", type=int, default=12, help="steps of a turn")
+    parser.add_argument("--units", type=int, default=5, help="turns of every side")
     parser.add_argument(
-        "--keep-heap", action="store_true", help="have malloc return no memory to the kernel"
+        "--keep-heap", action="store_true", help="also with malloc returning no memory"
     )
-    parser.add_argument("--batch", type=int, default=32, help="images of a rank in a step")
     arguments = parser.parse_args()
     from torchmn.testing.netlab import missing_requirement
 
     if reason := missing_requirement():
-        print(f"Test hosts cannot be made here: {reason}.", file=sys.stderr)
+        print(f"Test hosts are not available: {reason}.", file=sys.stderr)
         return 2
+    sides = arguments.sides.split(",")
+    if arguments.keep_heap:
+        sides += [side + KEPT for side in sides]
     bars: list[Bar] = []
     for rate in arguments.rates.split(","):
-        jobs = _measure(rate, arguments)
-        bars += _bars(rate, jobs)
+        bars += _bars(rate, _measure(rate, sides, arguments))
     return report("plain", bars)
 
 
-def _measure(rate: str, arguments: argparse.Namespace) -> dict[str, list[list[dict[str, Any]]]]:
-    """For each side its jobs, each a list of what its ranks printed."""
+def _measure(rate: str, sides: list[str], arguments: argparse.Namespace) -> Turns:
+    """Start all sides and let them take turns."""
     from torchmn.testing.netlab import netlab
 
     own = sorted(os.sched_getaffinity(0))
     cores = [{own[index % len(own)]} for index in range(2)]
-    jobs: dict[str, list[list[dict[str, Any]]]] = defaultdict(list)
-    options = ["--steps", str(arguments.steps), "--batch", str(arguments.batch)]
+    turns: Turns = defaultdict(list)
     OUT.mkdir(exist_ok=True)
     with netlab(2, rate, cores=cores) as lab, (OUT / "plain.jsonl").open("a") as file:
+        jobs = {side: _start(lab, side, 29500 + index) for index, side in enumerate(sides)}
+        for job in jobs.values():
+            _request(job, arguments.warm_up)
         for unit in range(arguments.units):
-            for side in arguments.sides.split(","):
-                ranks = _run_job(lab, [side, *options], KEEP_HEAP if arguments.keep_heap else {})
-                jobs[side].append(ranks)
-                file.write(
-                    json.dumps(
-                        {
-                            "rate": rate,
-                            "keep_heap": arguments.keep_heap,
-                            "side": side,
-                            "ranks": ranks,
-                        }
-                    )
-                    + "\n"
-                )
+            for side, job in jobs.items():
+                ranks = _request(job, arguments.steps)
+                turns[side].append(ranks)
+                file.write(json.dumps({"rate": rate, "side": side, "ranks": ranks}) + "\n")
                 file.flush()
                 seconds = ", ".join(f"{rank['seconds']:.3f}" for rank in ranks)
                 print(f"{rate}: unit {unit + 1}: {side}: {seconds} s per step", flush=True)
-    return jobs
+    return turns
 
 
-def _run_job(lab: Any, args: list[str], malloc: dict[str, str]) -> list[dict[str, Any]]:
-    """Start the script once on every host; what its ranks printed."""
-    processes = []
+def _start(lab: Any, side: str, port: int) -> list[subprocess.Popen[str]]:
+    """One process on every host, as torchrun would start them; they are killed with the lab."""
+    job = []
     for rank, host in enumerate(lab.hosts):
         env = {
             **os.environ,
-            **malloc,
+            **(KEEP_HEAP if side.endswith(KEPT) else {}),
             "OMP_NUM_THREADS": "1",
             "MASTER_ADDR": lab.hosts[0].name,
-            "MASTER_PORT": "29500",
+            "MASTER_PORT": str(port),
             "GLOO_SOCKET_IFNAME": host.interface,
             "RANK": str(rank),
             "WORLD_SIZE": str(len(lab.hosts)),
             "LOCAL_RANK": "0",
             "LOCAL_WORLD_SIZE": "1",
         }
-        command = [sys.executable, SCRIPT, *args]
-        processes.append(host.popen(command, env=env, stdout=subprocess.PIPE))
-    try:
-        texts = [process.communicate(timeout=JOB_TIMEOUT_S)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [json.loads(text.splitlines()[-1]) for text in texts]
+        command = [sys.executable, SCRIPT, side.removesuffix(KEPT)]
+        job.append(host.popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+    for process in job:
+        if process.stdout is None or process.stdout.readline() != '"ready"\n':
+            raise RuntimeError(f"a rank of '{side}' has ended with status {process.wait()}")
+    return job
 
 
-def _bars(rate: str, jobs: dict[str, list[list[dict[str, Any]]]]) -> list[Bar]:
+def _request(job: list[subprocess.Popen[str]], num_steps: int) -> list[dict[str, Any]]:
+    """Have all ranks train some steps; what they printed."""
+    for process in job:
+        print(num_steps, file=process.stdin, flush=True)
+    return [json.loads(process.stdout.readline()) for process in job if process.stdout]
+
+
+def _bars(rate: str, turns: Turns) -> list[Bar]:
     bars = []
-    seconds = {side: [max(r["seconds"] for r in ranks) for ranks in own]
-               for side, own in jobs.items()}  # fmt: skip
-    for side, baseline in BASELINES.items():
-        if side in jobs and baseline in jobs:
+    seconds = {side: [max(rank["seconds"] for rank in ranks) for ranks in own]
+               for side, own in turns.items()}  # fmt: skip
+    for side in turns:
+        kind, _, kept = side.partition(KEPT[0])
+        baseline = BASELINES.get(kind, "") + (KEPT if kept else "")
+        if baseline in turns:
             ratios = [b / a for a, b in zip(seconds[side], seconds[baseline], strict=True)]
-            bars.append(
-                Bar(f"{rate}: {side} / {baseline}", statistics.median(ratios), "x",
-                    samples=ratios, interval=median_interval(ratios))
-            )  # fmt: skip
-    for side, own in jobs.items():
+            name = f"{rate}: {side} / {baseline}"
+            bars.append(Bar(name, statistics.median(ratios), "x", samples=ratios,
+                            interval=median_interval(ratios)))  # fmt: skip
+    for side, own in turns.items():
         bars.append(median_bar(f"{rate}: {side}", [1e3 * s for s in seconds[side]], "ms"))
-        for counter, unit, factor in (
-            ("main_thread_s", "ms", 1e3),
-            ("all_threads_s", "ms", 1e3),
-            ("system_s", "ms", 1e3),
-            ("page_faults", "", 1.0),
-        ):
-            samples = [
-                factor * step[counter]
-                for ranks in own
-                for rank in ranks
-                for step in rank["steps"][4:]
-            ]
+        steps = [step for ranks in own for rank in ranks for step in rank["steps"]]
+        for counter, unit in COUNTERS.items():
+            samples = [step[counter] * (1e3 if unit else 1) for step in steps]
             bars.append(median_bar(f"{rate}: {side}, {counter} per step", samples, unit))
     return bars
 

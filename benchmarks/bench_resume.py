@@ -25,7 +25,7 @@ from torch import nn
 
 from torchmn import GlobalSampler, create_multi_node_optimizer
 from torchmn.communicators import Communicator
-from torchmn.schedules import BlockMomentum, CompressionWarmup, DiLoCo, PeriodicAverage
+from torchmn.schedules import BlockMomentum, DiLoCo, EveryStep, PeriodicAverage, Warmup
 from torchmn.testing import run_ranks
 
 _ROOT = Path(__file__).parents[1]
@@ -55,7 +55,7 @@ WAYS = {
     "every step, int8": Way(lambda: "every_step", "int8"),
     "every step, 1bit": Way(lambda: "every_step", "1bit"),
     "every step, power_sgd": Way(lambda: "every_step", "power_sgd"),
-    "float32, then 1bit": Way(lambda: CompressionWarmup(20 * GLOBAL_BATCH), "1bit"),
+    "float32, then 1bit": Way(lambda: Warmup(20 * GLOBAL_BATCH, EveryStep()), "1bit"),
     "double buffering, int8": Way(lambda: "double_buffering", "int8"),
     "periodic average": Way(lambda: PeriodicAverage(6 * GLOBAL_BATCH)),
     "block momentum, 1bit": Way(lambda: BlockMomentum(6 * GLOBAL_BATCH), "1bit"),

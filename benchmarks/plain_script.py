@@ -1,11 +1,11 @@
-"""A training script as a user writes one, timed from outside: what `bench_plain.py` starts.
+"""A training script as a user writes one, in a process of its own: what `bench_plain.py` starts.
 
-    RANK=... WORLD_SIZE=... MASTER_ADDR=... plain_script.py SIDE [--warm-up N] [--steps N]
+    RANK=... WORLD_SIZE=... MASTER_ADDR=... plain_script.py SIDE
 
-It knows nothing of the other sides and runs in a fresh process, started by torchrun's variables.
-Some steps warm up, the others are timed together, up to a barrier at the end. The last line of its
-output is JSON: seconds per step up to the barrier, and for each step, those of the warm-up too,
-its wall-clock seconds, processor seconds of the main thread and of all threads, and page faults.
+It is started by torchrun's variables and knows nothing of the other sides. Every line that it reads
+is a number of steps to train, ended by a barrier. For each it prints a line of JSON: seconds per
+step including the barrier, and counters of every step (wall-clock and processor seconds, page
+faults, involuntary context switches).
 """
 
 from __future__ import annotations
@@ -26,15 +26,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from models.vgg import VGG
 
 SIDES = ("no-exchange", "ddp", "float32", "int8")
+BATCH = 32
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("side", choices=SIDES)
-    parser.add_argument("--warm-up", type=int, default=4, help="steps before the clock starts")
-    parser.add_argument("--steps", type=int, default=12, help="steps that are timed")
-    parser.add_argument("--batch", type=int, default=32, help="images of a rank in a step")
-    arguments = parser.parse_args()
+    side = parser.parse_args().side
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -42,53 +40,47 @@ def main() -> None:
     torch.manual_seed(0)
     model: nn.Module = VGG(10)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
-    if arguments.side == "ddp":
+    if side == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
-    elif arguments.side != "no-exchange":
+    elif side != "no-exchange":
         import torchmn
 
         comm = torchmn.create_communicator()
-        torchmn.seed_ranks(0, comm)  # different dropout masks, as DDP's users seed by rank
-        codec = None if arguments.side == "float32" else arguments.side
+        torchmn.seed_ranks(0, comm)  # each rank has its own dropout masks
+        codec = None if side == "float32" else side
         optimizer = torchmn.create_multi_node_optimizer(optimizer, comm, model, codec=codec)
 
     generator = torch.Generator().manual_seed(rank)
-    images = torch.randn((arguments.batch, 3, 32, 32), generator=generator)
-    labels = torch.randint(10, (arguments.batch,), generator=generator)
-    steps: list[dict[str, float]] = []
+    images = torch.randn((BATCH, 3, 32, 32), generator=generator)
+    labels = torch.randint(10, (BATCH,), generator=generator)
 
-    def train(num_steps: int) -> None:
-        for _ in range(num_steps):
-            before = _usage()
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        steps = []
+        dist.barrier()
+        started = time.perf_counter()
+        for _ in range(int(line)):
+            before = _counters()
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(images), labels).backward()
             optimizer.step()
-            after = _usage()
+            after = _counters()
             steps.append({name: after[name] - before[name] for name in after})
-
-    train(arguments.warm_up)
-    dist.barrier()
-    begin = time.perf_counter()
-    train(arguments.steps)
-    dist.barrier()
-    seconds = (time.perf_counter() - begin) / arguments.steps
-    print(json.dumps({"rank": rank, "seconds": seconds, "steps": steps}), flush=True)
-    if arguments.side not in ("no-exchange", "ddp"):
-        comm.finalize()
-    dist.destroy_process_group()
+        dist.barrier()
+        seconds = (time.perf_counter() - started) / len(steps)
+        print(json.dumps({"rank": rank, "seconds": seconds, "steps": steps}), flush=True)
+    os._exit(0)  # the other ranks may have ended
 
 
-def _usage() -> dict[str, float]:
+def _counters() -> dict[str, float]:
     """Counters of this process so far."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    main_thread = resource.getrusage(resource.RUSAGE_THREAD)
     return {
         "wall_s": time.perf_counter(),
         "main_thread_s": time.thread_time(),
         "all_threads_s": time.process_time(),
-        "page_faults": usage.ru_minflt,
-        "main_thread_page_faults": main_thread.ru_minflt,
         "system_s": usage.ru_stime,
+        "page_faults": usage.ru_minflt,
         "involuntary_switches": usage.ru_nivcsw,
     }
 

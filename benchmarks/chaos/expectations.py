@@ -56,7 +56,7 @@ def detection_s(
         if fault.kind == "disk full":
             is_it = NO_SPACE in line.text
         else:
-            is_ours = line.text.startswith((_OURS, "A hang:", "Rank"))
+            is_ours = line.text.startswith((_OURS, "Hang:", "Rank"))
             is_it = is_ours and names_cause(line.text, fault, setting)
         if is_it:
             return round(line.at - injected_at, 3)

@@ -73,7 +73,7 @@ def _wait_for_moment(fault: Fault, job: Job, setting: Setting, folder: Path) -> 
     if fault.moment == "write":
         last = setting.num_steps - 3  # drafts exist for milliseconds and may be missed
         drafts = (folder / "checkpoints").glob
-        _wait_for(lambda: any(drafts(".draft-*")) or _num_steps(folder) >= last, job)
+        _wait_for(lambda: any(drafts(".tmp-*")) or _num_steps(folder) >= last, job)
     if fault.kind == "flipped byte":
         _wait_for(lambda: len(complete(folder)) > 1, job)
     time.sleep(fault.delay_s)
@@ -97,10 +97,10 @@ def _num_steps(folder: Path) -> int:
 def _cut(fault: Fault, job: Job, setting: Setting, testbed: Testbed) -> None:
     """Set the link of a host down, and up again if the fault is temporary."""
     host = testbed.lab.hosts[host_of(fault.rank, setting)]
-    testbed.lab.cut(host)
+    testbed.lab.cut_link(host)
     if fault.lasts_s is not None:
         time.sleep(fault.lasts_s)
-        testbed.lab.mend(host)
+        testbed.lab.restore_link(host)
 
 
 def host_of(rank: int, setting: Setting) -> int:

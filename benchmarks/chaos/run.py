@@ -187,7 +187,7 @@ class _Run:
     def _repair(self) -> None:
         if self._fault.kind == "network cut":
             for host in self._testbed.lab.hosts:
-                self._testbed.lab.mend(host)
+                self._testbed.lab.restore_link(host)
         if self._fault.kind == "disk full":
             free(self._folder)
         if self._fault.kind == "flipped byte" and len(complete(self._folder)) > 1:
@@ -213,7 +213,7 @@ class _Run:
             seen["resumed_at"] = int((self._folder / "resumed").read_text())
         if seen.get("resumed_at") != max(good, default=0):
             self._problems.append(f"resumed at {seen.get('resumed_at')} and not at {good[-1:]}")
-        if "flipped" in seen and "not every checkpoint is good" not in job.text:
+        if "flipped" in seen and "not every checkpoint is valid" not in job.text:
             self._problems.append("no message about the flipped byte")
         seen["accuracy"] = float((self._folder / "accuracy").read_text())
         self._compare("resumed to other bits")

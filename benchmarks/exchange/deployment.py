@@ -26,6 +26,9 @@ CNTK = Path(__file__).parents[2] / ".peers" / "cntk"
 PORT = 29500
 START_TIMEOUT_S = 120.0
 REPLY_TIMEOUT_S = 400.0
+KEEP_HEAP = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+"""Have malloc return no memory to the kernel. The second value is what glibc arrives at by itself
+after some steps, but setting the first one turns that off."""
 
 
 class WorkersLostError(Exception):
@@ -81,6 +84,13 @@ class Deployment:
             *(self._lab.bytes_sent(host) for host in hosts),
             *(self._lab.bytes_received(host) for host in hosts),
         ]
+
+
+def why_missing(runtime: Runtime) -> str:
+    """Why the workers of a runtime cannot be started here, empty if they can."""
+    if runtime == "cntk" and not (CNTK / "run").exists():
+        return "CNTK 2.7 was not found in .peers: run scripts/setup_peers.sh"
+    return ""
 
 
 def log_tails(folder: Path) -> str:
@@ -144,6 +154,7 @@ def _environment(line: Line) -> dict[str, str]:
     cores = sorted(os.sched_getaffinity(0)) if line.num_hosts == 1 else []
     return {
         **os.environ,
+        **KEEP_HEAP,
         "OMP_NUM_THREADS": "1",
         "NUMBA_NUM_THREADS": "1",
         "MASTER_ADDR": "n0",
@@ -187,8 +198,6 @@ def _start_by_mpirun(line: Line, lab: Lab, folder: Path) -> None:
 
 def _start_cntk(line: Line, lab: Lab, folder: Path) -> None:
     """By CNTK's own mpirun on the first host, with the remote shell agent of the lab."""
-    if not (CNTK / "run").exists():
-        raise WorkersLostError("CNTK 2.7 was not found in .peers: run scripts/setup_peers.sh")
     command: list[str | Path] = [
         *(CNTK / "run", "mpirun.openmpi", "--allow-run-as-root", "--bind-to", "none"),
         *("-n", str(line.num_workers), "--hostfile", lab.hostfile(line.workers_per_host)),

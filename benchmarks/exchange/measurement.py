@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from exchange.deployment import Deployment, WorkersLostError, deployed
+from exchange.deployment import Deployment, WorkersLostError, deployed, why_missing
 from exchange.table import SIDES, Line
 
 QUIET_SHARE = 0.04
@@ -36,6 +36,10 @@ def measure(
     """
     status: dict[str, str] = {}
     plans: dict[str, dict[str, str]] = {}
+    for side in wanted:
+        if reason := why_missing(SIDES[side].runtime):
+            status[side] = f"not built: {reason}"
+            log(f"{line.name}: {side}: {status[side]}")
     while True:
         ready = [side for side in wanted if status.get(side, "measured") == "measured"]
         turns: list[dict[str, Any]] = []

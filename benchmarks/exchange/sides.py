@@ -314,17 +314,14 @@ def _torchmn(options: Mapping[str, object], schedule: object = None) -> Runner:
     return Runner(
         step,
         lambda: optimizer.reducer.comm.barrier(),
-        notes=lambda: getattr(optimizer.schedule, "reason", ""),
-        plan=lambda: _plan_of(optimizer.schedule),
+        notes=lambda: optimizer.tuner.reason if optimizer.tuner is not None else "",
+        plan=lambda: _plan_of(optimizer),
     )
 
 
-def _plan_of(schedule: object) -> Mapping[str, str] | None:
-    from torchmn.autotune.tuner import Auto
-
-    if not isinstance(schedule, Auto) or schedule.plan is None:
-        return None
-    return {"schedule": schedule.plan.schedule, "codec": schedule.plan.codec}
+def _plan_of(optimizer: Any) -> Mapping[str, str] | None:
+    plan = optimizer.tuner.plan if optimizer.tuner is not None else None
+    return None if plan is None else {"schedule": plan.schedule, "codec": plan.codec}
 
 
 def _mlp() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -39,7 +39,7 @@ def parse_options(description: str, *, communicator: str | None = None) -> argpa
     add("--seed", type=int, default=0, help="of parameters, dropout and the order of images")
     if communicator is not None:
         add("--communicator", default=communicator, help="route of the mean")
-        add("--checkpoint", help="folder to go on from and to save in after every epoch")
+        add("--checkpoint", help="folder of checkpoints: resume from it and save after every epoch")
     options = parser.parse_args()
     for name in ("epoch", "batchsize"):
         if getattr(options, name) < 1:

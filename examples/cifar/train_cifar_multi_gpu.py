@@ -2,9 +2,8 @@
 
     python examples/cifar/train_cifar_multi_gpu.py --gpus 2
 
-No launcher: the updater starts a process per device. Gradients go to the main device, which steps
-the optimizer and sends the parameters back. Without GPUs it uses as many CPU devices (two unless
---gpus says otherwise).
+No launcher is needed: the updater starts a rank for each further device. The optimizer steps on the
+main device, which broadcasts the parameters. Without GPUs it uses CPU devices (two by default).
 """
 
 from __future__ import annotations

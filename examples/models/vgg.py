@@ -42,7 +42,7 @@ class VGG(nn.Module):
                 nn.init.normal_(layer.weight, std=fan_in**-0.5)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits; images of another size are refused by the first linear layer."""
+        """Logits; the first linear layer rejects images of another size."""
         return self.classifier(torch.flatten(self.features(images), 1))
 
 

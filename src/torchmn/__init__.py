@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torchmn import testing as testing
     from torchmn import topology as topology
     from torchmn import training as training
+    from torchmn import transports as transports
     from torchmn import units as units
     from torchmn.checkpoint import create_multi_node_checkpointer, seed_ranks
     from torchmn.communicators import Communicator, create_communicator
@@ -91,8 +92,8 @@ __all__ = [
     "MultiNodeOptimizer",
     "MultiprocessParallelUpdater",
     "ObservationAggregator",
-    "RankPlacement",
     "Preemption",
+    "RankPlacement",
     "Ratio",
     "ReplicaCheck",
     "SerialIterator",
@@ -121,13 +122,14 @@ _SUBMODULES = frozenset(
         "data",
         "errors",
         "evaluation",
-        "optimizer",
-        "schedules",
         "launch",
+        "optimizer",
         "resilience",
+        "schedules",
         "testing",
         "topology",
         "training",
+        "transports",
         "units",
     }
 )

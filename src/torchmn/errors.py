@@ -25,11 +25,11 @@ from collections.abc import Iterable
 __all__ = [
     "CommunicationError",
     "DataError",
-    "RankMismatchError",
     "LaunchError",
-    "SharedMemoryError",
     "NonFiniteGradientError",
     "PeerLostError",
+    "RankMismatchError",
+    "SharedMemoryError",
     "TimeLimitError",
     "TopologyError",
     "TorchmnError",

@@ -1,4 +1,4 @@
-"""How a script ends: errors of torchmn as one sentence, callbacks before the process exits."""
+"""How a script ends: one line for an error of torchmn, and callbacks before the process exits."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from collections.abc import Callable
 
 from torchmn.errors import TorchmnError
 
-_before_exit: list[Callable[[BaseException], None]] = []
+_on_error: list[Callable[[BaseException], None]] = []
 
 
-def before_exit(callback: Callable[[BaseException], None]) -> None:
-    """Have it called with the error for which `run_main` is about to end this process. Local."""
-    _before_exit.append(callback)
+def on_error(callback: Callable[[BaseException], None]) -> None:
+    """Call ``callback`` with the error for which `run_main` is about to end this process. Local."""
+    _on_error.append(callback)
 
 
 def run_main(main: Callable[[], object]) -> None:
-    """Run a script's ``main`` and turn a `TorchmnError` into one sentence and exit status 1.
+    """Run a script's ``main`` and turn a `TorchmnError` into one line and exit status 1. Local.
 
-    Local. Any other exception keeps its traceback. ``TORCHMN_TRACEBACK=1`` keeps ours as well.
-    Where MPI is in use the whole job is ended: at exit `MPI_Finalize` would wait for the others.
+    Any other exception keeps its traceback, and ``TORCHMN_TRACEBACK=1`` keeps that of a
+    `TorchmnError` as well. Where MPI is in use the whole job is aborted, since `MPI_Finalize` at
+    exit would wait for the other ranks. Raises SystemExit: ``main`` raised a `TorchmnError`.
     """
     try:
         main()
@@ -28,7 +29,7 @@ def run_main(main: Callable[[], object]) -> None:
         if os.environ.get("TORCHMN_TRACEBACK"):
             raise
         print(f"torchmn: {error}", file=sys.stderr, flush=True)
-        for callback in _before_exit:
+        for callback in _on_error:
             callback(error)
         if mpi := sys.modules.get("mpi4py.MPI"):
             mpi.COMM_WORLD.Abort(1)

@@ -36,11 +36,11 @@ class Plainest(StripeCodec):
     def encode_stripe(self, values, stripe, out, side="worker"):
         Float16().encode_stripe(values, stripe, out)
         if side == "worker":
-            self.nonfinite.look("encoding", stripe, values[stripe.begin : stripe.end])
+            self.nonfinite.scan("encoding", stripe, values[stripe.begin : stripe.end])
 
     def decode_stripe(self, encoded, stripe, out, *, add=False):
         Float16().decode_stripe(encoded, stripe, out, add=add)
-        self.nonfinite.look("decoding", stripe, encoded.view(torch.float16))
+        self.nonfinite.scan("decoding", stripe, encoded.view(torch.float16))
 
 
 NAMED = [name for name in CODECS if isinstance(create_codec(name), StripeCodec)]

@@ -60,7 +60,7 @@ def test_two_dimensional_rejects_unequal_nodes_on_all_ranks(label: str) -> None:
 
 
 def test_single_node_rejects_two_nodes() -> None:
-    with pytest.raises(UnsupportedError, match="serves one node"):
+    with pytest.raises(UnsupportedError, match="supports one node only"):
         run_ranks(lambda comm: None, 2, name="single_node", topology=PLACEMENTS["1+1"])
 
 

@@ -22,10 +22,11 @@ from torchmn.compression import CODECS, Quantized
 from torchmn.optimizer import SCHEDULES
 from torchmn.schedules import (
     BlockMomentum,
-    CompressionWarmup,
     DiLoCo,
+    EveryStep,
     EveryStepNextForward,
     PeriodicAverage,
+    Warmup,
 )
 from torchmn.testing import run_ranks
 from torchmn.topology import Topology
@@ -54,12 +55,12 @@ BLOCKS = {
     "diloco": blocks(schedule=lambda _: DiLoCo(36), inner=adamw),
     "overlap": blocks(schedule=lambda _: PeriodicAverage(36, overlap_steps=2)),
     "fragments": blocks(schedule=lambda _: DiLoCo(36, num_fragments=3, overlap_steps=1)),
-    "warm": blocks(schedule=lambda _: BlockMomentum(36, distributed_after=40, overlap_steps=1)),
+    "warm": blocks(schedule=lambda _: Warmup(40, BlockMomentum(36, overlap_steps=1))),
 }
-IN_NODES = blocks(schedule=lambda _: DiLoCo(24, inside_node="every_step", num_fragments=2))
+IN_NODES = blocks(schedule=lambda _: DiLoCo(24, intra_node="every_step", num_fragments=2))
 EVERY = {**by_name, **BLOCKS}
 OTHERS = {
-    "compression_warmup": Recipe(codec="1bit", schedule=lambda _: CompressionWarmup(40)),
+    "codec_warmup": Recipe(codec="1bit", schedule=lambda _: Warmup(40, EveryStep())),
     "stochastic": Recipe(codec=Quantized(bits=2, stochastic=True)),
     "accumulation": Recipe(codec="int4", num_passes=3),
     "accumulation_in_blocks": replace(BLOCKS["overlap"], num_passes=2),

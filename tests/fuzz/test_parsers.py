@@ -162,13 +162,14 @@ JSON = st.recursive(
 @given(
     st.binary(max_size=80)
     | JSON.map(lambda value: json.dumps(value).encode())
-    | st.tuples(st.sampled_from(["Terminate", "AgentHello", "StartScript", "Output"]), JSON).map(
-        lambda pair: json.dumps(pair).encode()
-    )
+    | st.tuples(
+        st.sampled_from(["Terminate", "AgentHello", "StartScript", "Output", "Round", "no such"]),
+        st.dictionaries(st.sampled_from(["signum", "rank", "env", "lines", "holders"]), JSON),
+    ).map(lambda pair: json.dumps({"type": pair[0], **pair[1]}).encode())
 )
 @example(b"[" * 100_000)
-@example(b'["End", ' + b"[" * 100_000)
-@example(b'["End", {"signum": ' + b"9" * 5000 + b"}]")
+@example(b'{"type": "Terminate", "signum": ' + b"[" * 100_000)
+@example(b'{"type": "Terminate", "signum": ' + b"9" * 5000 + b"}")
 def test_messages(line: bytes) -> None:
     with suppress(ValueError):
         assert encode(decode(line))
@@ -176,7 +177,7 @@ def test_messages(line: bytes) -> None:
 
 @fuzzed
 @given(st.lists(st.binary(max_size=300), max_size=4))
-def test_channels_end_with_who_does_not_speak_in_messages(chunks: list[bytes]) -> None:
+def test_channels_end_after_bytes_that_are_no_messages(chunks: list[bytes]) -> None:
     one, other = socket.socketpair()
     channel = Channel(one)
     with other:
@@ -272,20 +273,20 @@ def test_descriptions_of_objects(head: bytes) -> None:
                 object_codec.unpack(body, [tensor.zero_() for tensor in tensors], trust)
 
 
-@pytest.mark.parametrize("is_gate", [True, False])
-def test_handshakes(is_gate: bool) -> None:
-    if is_gate:
-        _fuzz_gate()
+@pytest.mark.parametrize("is_listener", [True, False])
+def test_handshakes(is_listener: bool) -> None:
+    if is_listener:
+        _fuzz_listener()
     else:
-        _fuzz_visitor()
+        _fuzz_client()
 
 
-def _fuzz_gate() -> None:
-    """Random words, and words that look like an answer, at one gate that goes on to serve."""
+def _fuzz_listener() -> None:
+    """Random bytes, and bytes that look like a response, to one listener."""
     hexadecimal = st.text("0123456789abcdef", min_size=30, max_size=66).map(str.encode)
     answers = st.tuples(hexadecimal, hexadecimal, st.binary(max_size=40)).map(b" ".join)
     listener = channels.listen()
-    gate = AuthenticatedListener(listener, secret="of this job", role="tests")
+    authenticated = AuthenticatedListener(listener, secret="of this job", role="tests")
 
     @fuzzed
     @given(
@@ -294,40 +295,42 @@ def _fuzz_gate() -> None:
         | answers.map(lambda words: words + b"\n")
     )
     def say(words: bytes) -> None:
-        with socket.create_connection(listener.getsockname(), timeout=10) as stranger:
-            stranger.sendall(words)
+        with socket.create_connection(listener.getsockname(), timeout=10) as client:
+            client.sendall(words)
             for _ in range(5):
-                assert gate.accept() == []
-        assert gate.num_pending <= 64
+                assert authenticated.accept() == []
+        assert authenticated.num_pending <= 64
 
     say()
-    gate.close()
+    authenticated.close()
 
 
-def _fuzz_visitor() -> None:
-    """A gate that says anything to who knocks."""
+def _fuzz_client() -> None:
+    """A listener that sends anything to the client."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        greetings = st.sampled_from([b"torchmn gate 1 ", b"torchmn gate 1 " + b"0" * 32 + b"\n"])
+        greetings = st.sampled_from(
+            [b"torchmn listener 1 ", b"torchmn listener 1 " + b"0" * 32 + b"\n"]
+        )
         address = channels.address_of(listener)
 
         @settings(fuzzed, max_examples=60)
         @given(
             st.binary(max_size=120) | st.tuples(greetings, st.binary(max_size=120)).map(b"".join)
         )
-        def hear(words: bytes) -> None:
+        def connect_to(words: bytes) -> None:
             def connect_authenticated() -> None:
                 connect(
                     *(address,),
                     secret="of this job",
                     role="tests",
-                    line=b"a visitor\n",
+                    line=b"a client\n",
                     limit_s=10,
-                    insists=False,
+                    retries=False,
                 )
 
             _while_saying(listener, words, connect_authenticated)
 
-        hear()
+        connect_to()
 
 
 def _while_saying(

@@ -50,7 +50,7 @@ def main() -> None:
                 log.flush()
                 time.sleep(pause_s)
                 if copy_period and step % copy_period == 0:
-                    checkpointer.copy(step, state)
+                    checkpointer.save_in_memory(step, state)
                 if save_period and step % save_period == 0:
                     checkpointer.save(step, state)
                 if comm.rank == 0:

@@ -1,4 +1,4 @@
-"""Six runs of `make chaos`, one for each class of fault: a real training, struck and resumed."""
+"""Six runs of `make chaos`, one for each class of fault: trainings interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(180)]
 
-Strike = Callable[..., dict[str, Any]]
+Inject = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def strike(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Strike]:
-    """Does one run with a fault of this kind; its record. All runs have one reference."""
+def inject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inject]:
+    """Executes a run with a fault of this kind and returns its record. All share one reference."""
     folder = tmp_path_factory.mktemp("chaos")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(BENCHMARKS)
@@ -32,7 +32,7 @@ def strike(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Strike]:
             if testbed.has_hosts():
                 assert len(place.lab.hosts) == 2  # made here, for it stays to the end
 
-            def strike_(kind: str, seed: int, **setting: Any) -> dict[str, Any]:
+            def inject_(kind: str, seed: int, **setting: Any) -> dict[str, Any]:
                 if kind == "network cut" and not testbed.has_hosts():
                     pytest.skip(reason="test hosts cannot be made here: they need root")
                 if kind == "disk full" and not testbed.has_disks():
@@ -45,37 +45,37 @@ def strike(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Strike]:
                 assert record["bit_equal"]
                 return record
 
-            yield strike_
+            yield inject_
 
 
-def test_kill(strike: Strike) -> None:
-    record = strike("kill", 11)
+def test_kill(inject: Inject) -> None:
+    record = inject("kill", 11)
     assert record["status"] == 137
     assert record["named"]
 
 
-def test_stop(strike: Strike) -> None:
-    record = strike("SIGSTOP", 9)
+def test_stop(inject: Inject) -> None:
+    record = inject("SIGSTOP", 9)
     assert record["named"]
     assert "is stopped" in record["message"]
 
 
-def test_exception(strike: Strike) -> None:
-    record = strike("exception", 5)
+def test_exception(inject: Inject) -> None:
+    record = inject("exception", 5)
     assert record["status"] == 1
     assert "a fault injected by the benchmark" in record["message"]
 
 
-def test_disk_full(strike: Strike) -> None:
-    assert strike("disk full", 4)["detection_s"] is not None
+def test_disk_full(inject: Inject) -> None:
+    assert inject("disk full", 4)["detection_s"] is not None
 
 
-def test_network_cut(strike: Strike) -> None:
-    record = strike("network cut", 6, workers=(1, 1))
+def test_network_cut(inject: Inject) -> None:
+    record = inject("network cut", 6, workers=(1, 1))
     assert record["named"]
 
 
-def test_flipped_byte(strike: Strike) -> None:
-    record = strike("flipped byte", 5)
+def test_flipped_byte(inject: Inject) -> None:
+    record = inject("flipped byte", 5)
     assert record["flipped"].startswith("step-")
     assert record["resumed_at"] > 0

@@ -1,4 +1,4 @@
-"""A rank that fails or hangs: all end in seconds, and the guilty one is named last."""
+"""When a rank fails or hangs, all ranks end in seconds, and the cause is reported last."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     indirect=["backend"],
 )
-def test_the_guilty_rank_is_named_last(
+def test_the_rank_that_failed_first_is_reported_last(
     runner: Runner, backend: str, fault: str, code: int, words: str
 ) -> None:
     done = runner.run("-n", "3", "--backend", backend, runner.script(TRAINING), fault, limit_s=50)
@@ -87,7 +87,7 @@ def test_the_guilty_rank_is_named_last(
     runner.wait_until_nothing_is_left()
 
 
-def test_a_crash_shows_the_line_of_python(runner: Runner) -> None:
+def test_a_segmentation_fault_shows_the_python_line(runner: Runner) -> None:
     done = runner.run(
         "-n", "2", "--backend", "gloo", runner.script(TRAINING), "segmentation", limit_s=50
     )
@@ -103,11 +103,11 @@ def test_a_crash_shows_the_line_of_python(runner: Runner) -> None:
         ("gloo", "stop", "rank 1 on {host} does not answer: its process is stopped by a signal"),
         ("mpi", "sleep", "rank 1 on {host} runs at {folder}/script.py:"),
         ("gloo", "other", "rank 1 in allgather"),
-        ("mpi", "leave", "rank 1 on {host} has come to the end of its script"),
+        ("mpi", "leave", "rank 1 on {host} has reached the end of its script"),
     ],
     indirect=["backend"],
 )
-def test_a_hang_is_named(runner: Runner, backend: str, fault: str, words: str) -> None:
+def test_a_hang_is_reported(runner: Runner, backend: str, fault: str, words: str) -> None:
     done = runner.run("-n", "3", "--backend", backend, runner.script(TRAINING), fault, limit_s=50)
     assert done.returncode == 1, done.stderr
     sentence = done.stderr.splitlines()[-1]
@@ -116,7 +116,7 @@ def test_a_hang_is_named(runner: Runner, backend: str, fault: str, words: str) -
     assert words.format(host=host, folder=runner.folder) in sentence
     report = (runner.folder / "logs" / "hang.txt").read_text()
     assert f"rank 0 on {host}:" in report
-    assert "optimizer" in report  # the stacks of those that wait
+    assert "optimizer" in report  # the stacks of the ranks that wait
     runner.wait_until_nothing_is_left()
 
 
@@ -139,8 +139,8 @@ os._exit(0)
 """
 
 
-def test_a_time_limit_that_the_script_catches_fails_the_job_all_the_same(runner: Runner) -> None:
-    """However fast the ranks then end: the launcher has heard of it before the script."""
+def test_a_job_ends_though_its_script_catches_the_time_limit_error(runner: Runner) -> None:
+    """However fast the ranks exit: the launcher gets the report before the script continues."""
     done = runner.run("-n", "2", "--backend", "gloo", runner.script(CAUGHT), limit_s=50)
     assert done.returncode == 1, done.stderr
     assert "has not completed within 1 s" in done.stderr.splitlines()[-1]
@@ -148,19 +148,19 @@ def test_a_time_limit_that_the_script_catches_fails_the_job_all_the_same(runner:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"], indirect=True)
-def test_a_rank_that_does_not_join_is_named(runner: Runner, backend: str) -> None:
+def test_a_rank_that_does_not_join_is_reported(runner: Runner, backend: str) -> None:
     script = runner.script(TRAINING)
     done = runner.run("-n", "2", "--backend", backend, script, "stop at the start", limit_s=50)
     assert done.returncode == 1, done.stderr
     sentence = done.stderr.splitlines()[-1]
     assert "joining all ranks (create_communicator) has not completed within 3 s" in sentence
-    assert "rank 1 did not come to it" in sentence
+    assert "rank 1 did not reach it" in sentence
     assert "is stopped by a signal" in sentence
     runner.wait_until_nothing_is_left()
 
 
-def foreign(runner: Runner, *command: str) -> subprocess.CompletedProcess[str]:
-    """Under a launcher that knows nothing of us."""
+def run_without_torchmn(runner: Runner, *command: str) -> subprocess.CompletedProcess[str]:
+    """Under a launcher other than `torchmn run`."""
     environment = {
         **os.environ,
         "PYTHONPATH": PYTHON_PATH,
@@ -187,29 +187,29 @@ def mpirun() -> list[str]:
     return [path, "--oversubscribe", "-n", "3", sys.executable]
 
 
-def kept_by_hub(folder: Path, name: str) -> str:
+def report_file(folder: Path, name: str) -> str:
     (path,) = (folder / "torchmn-logs").glob(f"*/{name}")
     return path.read_text()
 
 
 def test_an_exception_under_mpirun(runner: Runner) -> None:
-    done = foreign(runner, *mpirun(), runner.script(TRAINING), "exception")
+    done = run_without_torchmn(runner, *mpirun(), runner.script(TRAINING), "exception")
     assert done.returncode != 0
     ours = [line for line in done.stderr.splitlines() if line.startswith("torchmn:")]
     assert ours[-1].endswith("failed with exit code 1 (ValueError: the cause).")
-    assert "ValueError: the cause" in kept_by_hub(runner.folder, "failure.txt")
+    assert "ValueError: the cause" in report_file(runner.folder, "failure.txt")
     runner.wait_until_nothing_is_left()
 
 
 def test_a_stopped_rank_under_mpirun(runner: Runner) -> None:
-    done = foreign(runner, *mpirun(), runner.script(TRAINING), "stop")
+    done = run_without_torchmn(runner, *mpirun(), runner.script(TRAINING), "stop")
     assert done.returncode != 0
-    assert "rank 1 did not come to it" in kept_by_hub(runner.folder, "failure.txt")
+    assert "rank 1 did not reach it" in report_file(runner.folder, "failure.txt")
     assert "is stopped by a signal" in done.stderr
     runner.wait_until_nothing_is_left()
 
 
-def test_a_killed_rank_where_the_launcher_does_nothing(runner: Runner) -> None:
+def test_a_killed_rank_under_a_launcher_that_does_nothing(runner: Runner) -> None:
     """Ranks started by hand, as by srun without --kill-on-bad-exit."""
     environment = {**os.environ, "PYTHONPATH": PYTHON_PATH, MARK: runner.mark}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
@@ -225,11 +225,11 @@ def test_a_killed_rank_where_the_launcher_does_nothing(runner: Runner) -> None:
         )
         for rank in range(3)
     ]
-    said = [rank.communicate(timeout=50)[1] for rank in ranks]
+    errors = [rank.communicate(timeout=50)[1] for rank in ranks]
     assert [rank.returncode != 0 for rank in ranks] == [True] * 3
     assert ranks[1].returncode == -9
-    assert "torchmn: rank 1 on " in said[0]
-    assert "SIGKILL" in said[0].splitlines()[-1]
+    assert "torchmn: rank 1 on " in errors[0]
+    assert "SIGKILL" in errors[0].splitlines()[-1]
     runner.wait_until_nothing_is_left()
 
 
@@ -239,11 +239,34 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_nothing_stays_after_a_good_end(runner: Runner) -> None:
+SHELL_SCRIPT = """#!/bin/sh
+exec {python} script.py exception
+"""
+
+
+def test_a_python_script_that_a_shell_script_starts(runner: Runner) -> None:
+    """The agent's connection is used from `install_crash_handler` on; no monitor server runs."""
+    runner.script(TRAINING)
+    (runner.folder / "run.sh").write_text(SHELL_SCRIPT.format(python=sys.executable))
+    starter = """
+import os
+from pathlib import Path
+from torchmn.launch import Job, run_job
+job = Job(argv=("sh", "run.sh"), num_ranks=2, backend="gloo", log_dir=Path("logs"))
+raise SystemExit(run_job(job, os.environ))
+"""
+    done = run_without_torchmn(runner, sys.executable, "-c", starter)
+    assert done.returncode == 1, done.stderr
+    assert "failed with exit code 1 (ValueError: the cause)" in done.stderr.splitlines()[-1]
+    assert not (runner.folder / "torchmn-logs").exists()
+    runner.wait_until_nothing_is_left()
+
+
+def test_no_process_is_left_after_a_successful_run(runner: Runner) -> None:
     script = runner.script(
         TRAINING.replace("range(10_000)", "range(4)") + "print('done', flush=True)\n"
     )
-    done = foreign(runner, *mpirun(), script, "kill")
+    done = run_without_torchmn(runner, *mpirun(), script, "kill")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("done") == 3
     assert "torchmn:" not in done.stderr

@@ -292,7 +292,7 @@ class TestHosts:
             lab.hosts[1].run([*link, "up"])
         run.process.send_signal(signal.SIGTERM)
         assert run.end() == 128 + signal.SIGTERM, run.text
-        assert "n1 was lost: nothing has come from it for 8 s" in run.text
+        assert "n1 was lost: it has not answered for 8 s" in run.text
         assert run.steps_of(1)[-1] - 6 <= run.steps_of(2)[0] - 1
         assert left_of(run) == []
 

@@ -20,7 +20,7 @@ from tests.processes.runner import PYTHON_PATH
 from torchmn.errors import LaunchError, UsageError
 from torchmn.launch.backend import find_mpirun
 from torchmn.testing.netlab import Host, Lab, missing_requirement, netlab
-from torchmn.testing.netlab.leftovers import OPEN, living_labs, processes_inside, sweep
+from torchmn.testing.netlab.cleanup import OPEN, processes_inside, running_labs, sweep
 from torchmn.testing.netlab.namespaces import call, tool
 
 pytestmark = [pytest.mark.processes, pytest.mark.root]
@@ -63,8 +63,13 @@ with netlab(2) as lab:
     child = os.fork()  # holds every pipe of the owner open
     if child == 0:
         time.sleep(1000)
-    told = {"folder": str(lab.folder), "keeper": lab.keeper.pid, "inside": inside, "child": child}
-    print(json.dumps(told), flush=True)
+    report = {
+        "folder": str(lab.folder),
+        "supervisor": lab.supervisor.pid,
+        "inside": inside,
+        "child": child,
+    }
+    print(json.dumps(report), flush=True)
     time.sleep(1000)
 """
 
@@ -186,8 +191,8 @@ def test_run_tells_what_failed(lab: Lab) -> None:
 
 def test_wrong_orders_are_refused() -> None:
     for arguments, words in [
-        ({"num_hosts": 0}, "num_hosts=0 must lie in 1..250"),
-        ({"rate": "fast"}, "'fast' is no positive number"),
+        ({"num_hosts": 0}, "num_hosts=0 must be in 1..250"),
+        ({"rate": "fast"}, "'fast' is not a positive number"),
         ({"cores": [{0}]}, "1 entries for 2 hosts"),
     ]:
         with pytest.raises(UsageError, match=words), netlab(**arguments):  # type: ignore[arg-type]
@@ -259,18 +264,18 @@ def test_a_link_is_cut_and_mended(lab: Lab) -> None:
         assert output.readline() == "ready\n"
     sender = source.popen(python(SEND, target.name, 10**10))
     wait_until(lambda: lab.bytes_received(target) > 500_000)
-    lab.cut(target)
+    lab.cut_link(target)
     time.sleep(0.1)
     before = lab.bytes_received(target)
     time.sleep(0.5)
     assert lab.bytes_received(target) == before
     assert sender.poll() is None
-    lab.mend(target)
+    lab.restore_link(target)
     wait_until(lambda: lab.bytes_received(target) > before + 500_000)
 
 
 def test_a_wrong_rate_changes_nothing(lab: Lab) -> None:
-    with pytest.raises(UsageError, match="no positive number"):
+    with pytest.raises(UsageError, match="not a positive number"):
         lab.set_rate("100 MB")
     assert lab.rates == ("100mbit", "100mbit")
 
@@ -298,7 +303,7 @@ def test_gone_after_the_block() -> None:
         process.stdout.close()
         assert {process.pid, orphan} <= set(processes_inside(lab.folder))
     assert process.returncode == -signal.SIGKILL
-    assert lab.keeper.returncode == 0
+    assert lab.supervisor.returncode == 0
     assert is_gone(orphan)
     assert not lab.folder.exists()
     with pytest.raises(LaunchError):
@@ -318,7 +323,7 @@ def test_gone_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError):
         fail()
     (lab,) = labs
-    assert lab.keeper.returncode == 0
+    assert lab.supervisor.returncode == 0
     assert not lab.folder.exists()
 
 
@@ -330,8 +335,8 @@ def test_nobody_enters_a_lab_that_is_being_taken_down(lab: Lab, tmp_path: Path) 
     assert not (tmp_path / "came").exists()
 
 
-def test_nothing_is_left_of_a_lab_that_could_not_be_made(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="could not be made: nsenter failed"), netlab(2, "0.1bit"):
+def test_failed_lab_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="created: nsenter failed"), netlab(2, "0.1bit"):
         pass
     assert list(tmp_path.iterdir()) == []
 
@@ -345,16 +350,17 @@ class Owned:
         )
         assert self.owner.stdout is not None
         with self.owner.stdout as output:
-            told = json.loads(output.readline())
-        self.folder = Path(told["folder"])
-        self.keeper, self.inside, self.child = told["keeper"], told["inside"], told["child"]
+            report = json.loads(output.readline())
+        self.folder = Path(report["folder"])
+        self.supervisor, self.inside = report["supervisor"], report["inside"]
+        self.child = report["child"]
 
     def kill(self) -> None:
         self.owner.kill()
         self.owner.wait()
 
     def is_gone(self) -> bool:
-        return not self.folder.exists() and all(map(is_gone, [self.keeper, *self.inside]))
+        return not self.folder.exists() and all(map(is_gone, [self.supervisor, *self.inside]))
 
 
 @pytest.fixture
@@ -362,7 +368,7 @@ def owned() -> Iterator[Owned]:
     made = Owned()
     yield made
     made.kill()
-    for pid in (made.keeper, made.child, *made.inside):
+    for pid in (made.supervisor, made.child, *made.inside):
         if not is_gone(pid):
             os.kill(pid, signal.SIGKILL)
             wait_until(lambda pid=pid: is_gone(pid))  # type: ignore[misc]
@@ -374,11 +380,11 @@ def test_gone_after_kill_9_of_the_owner(owned: Owned) -> None:
     wait_until(owned.is_gone)
 
 
-def test_swept_up_after_kill_9_of_owner_and_keeper(owned: Owned, lab: Lab) -> None:
+def test_swept_up_after_kill_9_of_owner_and_supervisor(owned: Owned, lab: Lab) -> None:
     assert sweep() == []  # both live
-    os.kill(owned.keeper, signal.SIGKILL)
+    os.kill(owned.supervisor, signal.SIGKILL)
     owned.kill()
-    wait_until(lambda: is_gone(owned.keeper))
+    wait_until(lambda: is_gone(owned.supervisor))
     wait_until(lambda: sorted(processes_inside(owned.folder)) == sorted(owned.inside))
     with netlab(1):
         assert owned.is_gone()
@@ -386,10 +392,10 @@ def test_swept_up_after_kill_9_of_owner_and_keeper(owned: Owned, lab: Lab) -> No
         transfer(*lab.hosts, 1000)  # the living one is untouched
 
 
-def test_a_keeper_that_was_killed_is_reported() -> None:
+def test_killed_supervisor_is_reported() -> None:
     with netlab(1) as lab:
-        lab.keeper.kill()
-        with pytest.raises(LaunchError, match="ended with -9 and left"):
+        lab.supervisor.kill()
+        with pytest.raises(LaunchError, match="exited with -9 and left"):
             lab.close()
         assert sweep() == [lab.folder]
     assert not lab.folder.exists()
@@ -411,7 +417,7 @@ def netlab_command(*words: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("end", ["SIGINT", "SIGTERM", "down"])
-def test_up_stands_until_it_is_told_to_go(end: str, lab: Lab) -> None:
+def test_up_runs_until_it_is_ended(end: str, lab: Lab) -> None:
     with netlab_command("up", "3", "--rate", "none", "--cores", "0") as up:
         assert up.stdout is not None
         first = [up.stdout.readline() for _ in range(5)]
@@ -419,20 +425,20 @@ def test_up_stands_until_it_is_told_to_go(end: str, lab: Lab) -> None:
             [f"n{i}", f"10.78.0.{i + 1}", "no", "limit"] for i in range(3)
         ]
         assert first[3] == "\n"
-        (standing,) = (each for each in living_labs() if each.is_standing)
+        (running,) = (each for each in running_labs() if each.persistent)
         agent = first[4].split()[-3]
-        assert agent == str(standing.folder / "enter")
+        assert agent == str(running.folder / "enter")
         entered = subprocess.run([agent, "n2", "hostname"], capture_output=True, text=True)
         assert entered.stdout == "n2\n"
         if end == "down":
             with netlab_command("down") as down:
                 output, _ = down.communicate(timeout=PATIENCE_S)
-            assert output == "Ended 1 standing, removed 0 left behind.\n"
+            assert output == "Ended 1 labs, removed 0 of dead owners.\n"
         else:
             up.send_signal(signal.Signals[end])
         _, errors = up.communicate(timeout=PATIENCE_S)
     assert (up.returncode, errors) == (0, "")
-    assert not standing.folder.exists()
+    assert not running.folder.exists()
     assert lab.folder.exists()
 
 
@@ -441,7 +447,7 @@ def test_the_command_refuses_in_a_sentence() -> None:
         output, errors = up.communicate(timeout=PATIENCE_S)
     assert up.returncode == 1
     assert output == ""
-    assert errors.startswith("torchmn: The rate 'fast' is no positive number")
+    assert errors.startswith("torchmn: The rate 'fast' is not a positive number")
     assert len(errors.splitlines()) == 1
 
 
@@ -459,7 +465,7 @@ def test_the_agent_is_like_ssh(lab: Lab) -> None:
     assert "SECRET" not in ask("n1", "env").stdout
     unknown = ask("n9", "hostname")
     assert unknown.returncode == 255
-    assert "there is no host 'n9' in this lab" in unknown.stderr
+    assert "no host 'n9' in this lab" in unknown.stderr
 
 
 def test_hostfile(lab: Lab) -> None:

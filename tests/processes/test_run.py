@@ -395,6 +395,6 @@ def test_full_disk_costs_the_log_and_not_the_job(runner: Runner) -> None:
     out, err = process.communicate(timeout=20)
     assert process.returncode == 0, err
     assert len(lines_of(out, 0)) == 2000
-    assert err.count("gave up writing") == 1
+    assert err.count("stopped writing") == 1
     assert runner.log(0).startswith("0\n1\n2\n")
     assert (runner.folder / "logs" / "rank0.log").stat().st_size == 2048

@@ -125,7 +125,7 @@ def test_the_rates_of_the_table_are_those_that_the_record_has_chosen(load) -> No
 
 @pytest.fixture
 def table_runs(load, run_of):  # type: ignore[no-untyped-def]
-    """Runs of all seeds for the baseline and one side, so many points apart on each task."""
+    """Runs of all seeds for the baseline and one side, which differ by some points on each task."""
     tasks = load("accuracy.tasks").TASKS
 
     def table_runs_(side: str, **points: float) -> dict[object, object]:

@@ -1,4 +1,4 @@
-"""What `make chaos` draws, and how it judges: the parts that start nothing."""
+"""The faults that `make chaos` draws and its checks: the parts that start no process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def load(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
     return load_
 
 
-def test_a_seed_and_a_number_give_the_run_again(load) -> None:
+def test_a_seed_and_a_number_repeat_a_run(load) -> None:
     faults = load("chaos.faults")
     everything = {"has_hosts": True, "has_disks": True}
     first = [faults.draw(7, number, **everything) for number in range(50)]
@@ -31,7 +31,7 @@ def test_a_seed_and_a_number_give_the_run_again(load) -> None:
     assert first != [faults.draw(8, number, **everything) for number in range(50)]
 
 
-def test_every_fault_and_setting_is_drawn_and_fits(load) -> None:
+def test_every_fault_and_setting_is_drawn_in_a_valid_combination(load) -> None:
     faults, settings = load("chaos.faults"), load("chaos.settings")
     drawn = [faults.draw(1, number, has_hosts=True, has_disks=True) for number in range(600)]
     assert {fault.kind for _, fault in drawn} == set(faults.KINDS)
@@ -45,14 +45,14 @@ def test_every_fault_and_setting_is_drawn_and_fits(load) -> None:
         assert (fault.step == 0) == (fault.when == "start")
 
 
-def test_without_root_there_are_neither_hosts_nor_disks(load) -> None:
+def test_without_root_no_test_hosts_or_disks_are_drawn(load) -> None:
     faults = load("chaos.faults")
     drawn = [faults.draw(1, number, has_hosts=False, has_disks=False) for number in range(300)]
     assert not any(setting.has_hosts for setting, _ in drawn)
     assert not {fault.kind for _, fault in drawn} & {"disk full", "network cut", "network pause"}
 
 
-def test_who_is_named(load) -> None:
+def test_the_last_message_must_name_the_cause(load) -> None:
     faults, expectations = load("chaos.faults"), load("chaos.expectations")
     one = load("chaos.settings").Setting()
 
@@ -66,14 +66,14 @@ def test_who_is_named(load) -> None:
     assert not is_named("kill", 0, begin, killed)
     assert not is_named("kill", 1, begin)
     assert not is_named("kill", 1, begin, killed, "torchmn: rank 0 on vm failed.")
-    hang = "torchmn: no sum; rank 1 did not come to it: rank 1 on vm: its process is stopped."
+    hang = "torchmn: no sum; rank 1 did not reach it: rank 1 on vm: its process is stopped."
     assert is_named("SIGSTOP", 1, begin, hang)
     assert not is_named("SIGSTOP", 0, begin, hang)
     assert not is_named("SIGSTOP", 1, begin, killed)
     assert is_named("launcher killed", 1, begin) is None
 
 
-def test_bars_fail_for_a_hang_an_orphan_and_wrong_bits(load, tmp_path: Path) -> None:
+def test_limits_fail_for_hangs_orphans_and_wrong_bits(load, tmp_path: Path) -> None:
     table = load("chaos.table")
     good = {
         "seed": 1,
@@ -107,11 +107,11 @@ def test_bars_fail_for_a_hang_an_orphan_and_wrong_bits(load, tmp_path: Path) -> 
     assert not table.bars([good] * 199)[0].holds
 
 
-def test_records_name_no_folder(load, tmp_path: Path) -> None:
+def test_records_contain_no_folders(load, tmp_path: Path) -> None:
     table = load("chaos.table")
     path = tmp_path / "runs.jsonl"
-    words = "rank 1 of group 'a/b' failed; its output is in /some/where/logs/rank1.log (7/8)."
-    table.append(path, {"message": words})
+    message = "rank 1 of group 'a/b' failed; its output is in /some/where/logs/rank1.log (7/8)."
+    table.append(path, {"message": message})
     assert json.loads(path.read_text()) == {
         "message": "rank 1 of group 'a/b' failed; its output is in rank1.log (7/8)."
     }

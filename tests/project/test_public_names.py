@@ -1,22 +1,41 @@
-"""The public surface is what __all__ says, and every name is documented."""
+"""The public surface is what each package's __all__ says, and every name is documented."""
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import torchmn
 
+from .names import PAGE, packages, page
+
 DOCS = Path(__file__).parents[2] / "docs"
+SOURCE = Path(torchmn.__file__).parent
+INTERNAL = {
+    "autotune",
+    "cli",
+    "control",
+    "exit_status",
+    "gradients",
+    "monitor",
+    "resharding",
+    "script",
+    "version",
+}
+"""Units that users have no reason to import: they have no ``__all__``."""
+PACKAGES = sorted(
+    path.parent.name for path in SOURCE.glob("*/__init__.py") if path.parent.name not in INTERNAL
+)
 
 
-def test_all_is_sorted_and_small() -> None:
-    assert torchmn.__all__ == sorted(torchmn.__all__)
+def test_the_root_is_small() -> None:
     assert len(torchmn.__all__) <= 30
 
 
@@ -31,17 +50,54 @@ def test_name_loads_and_has_a_docstring(name: str) -> None:
     assert inspect.getdoc(value)
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+def test_names_of_a_package_exist_and_have_docstrings(package: str) -> None:
+    module = import_module(f"torchmn.{package}")
+    assert module.__doc__
+    assert len(module.__all__) == len(set(module.__all__))
+    values = {name: getattr(module, name) for name in module.__all__}
+    code = {n: v for n, v in values.items() if inspect.isclass(v) or inspect.isroutine(v)}
+    assert [name for name, value in code.items() if not inspect.getdoc(value)] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_a_package_imports_is_in_all(package: str) -> None:
+    """From its own modules: nothing public is missing."""
+    tree = ast.parse((SOURCE / package / "__init__.py").read_text())
+    imported = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchmn.")
+        for alias in node.names
+        if (alias.asname or "") != alias.name  # a submodule, for type checkers
+    }
+    names = set(import_module(f"torchmn.{package}").__all__)
+    assert {name for name in imported if not name.startswith("_")} == names
+
+
 @pytest.mark.parametrize("name", torchmn.__all__)
-def test_name_is_in_the_reference(name: str) -> None:
-    pages = "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
-    assert re.search(rf"`(torchmn\.)?{name}\b", pages), f"docs/reference says nothing of {name}"
+def test_root_names_are_described(name: str) -> None:
+    """On a page that is written by hand."""
+    pages = "\n".join(p.read_text() for p in (DOCS / "reference").glob("*.md") if p != PAGE)
+    assert re.search(rf"`(torchmn\.)?{name}\b", pages), f"docs/reference does not describe {name}"
 
 
-def test_submodules_are_all_there_is_beside_the_command_line() -> None:
-    folder = Path(torchmn.__file__).parent
-    found = {path.stem for path in folder.iterdir() if path.is_dir() or path.suffix == ".py"}
+def test_every_package_is_in_the_reference() -> None:
+    assert {"", *PACKAGES} == set(packages())
+    assert PAGE.read_text() == page(), "write it again: python -m tests.project.names"
+
+
+@pytest.mark.parametrize("unit", sorted(INTERNAL))
+def test_internal_units_have_no_public_names(unit: str) -> None:
+    assert (SOURCE / f"{unit}.py").exists() or (SOURCE / unit / "__init__.py").exists()
+    if (SOURCE / unit).is_dir():
+        assert "__all__" not in (SOURCE / unit / "__init__.py").read_text()
+
+
+def test_submodules_are_all_that_is_not_internal() -> None:
+    found = {path.stem for path in SOURCE.iterdir() if path.is_dir() or path.suffix == ".py"}
     found = {name for name in found if not name.startswith("__")}
-    assert found - {"cli"} == set(torchmn._SUBMODULES)
+    assert found - INTERNAL == set(torchmn._SUBMODULES)
     assert set(torchmn._SUBMODULES) <= set(dir(torchmn))
 
 

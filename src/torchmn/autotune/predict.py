@@ -1,19 +1,19 @@
-"""Which codec, schedule and bucket size to take: predictions from measured numbers.
+"""Predict the time of a step with a codec, schedule and bucket size from measured times.
 
-The exchange of one step is simulated. Backward makes gradients ready one after another; a bucket
-leaves when its last gradient is ready and the one before it has gone:
+The exchange of one step is simulated. The backward pass makes gradients ready one after another; a
+bucket is sent when its last gradient is ready and the previous bucket was sent:
 
     end_i  = max(ready_i, end_{i-1}) + transfer_i
     transfer = num_rounds latency + 2 (W - 1) / W bytes / bandwidth,   bytes = elements bits / 8
 
-and what encoding and decoding cost is added to the computation, whose core it uses:
+and encoding and decoding are added to the computation, which uses the same core:
 
     every_step                step = compute + coding + max(0, end_last - backward)
     every_step_next_forward   step = max(compute + coding, sum of transfers) + transfer of one chunk
     double_buffering          step = max(compute + coding, sum of transfers)
 
-What a prediction is worth is seen in a trial, see `auto`. Everything here is a pure function of
-numbers that are the same on all ranks.
+Predictions are tested by trials, see `tuner`. Everything here is a pure function of numbers that
+are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHUNK_BYTES = MiB
 
 @dataclass(frozen=True, kw_only=True)
 class ReadyGradient:
-    """A parameter in backward: ``ready_s`` after its beginning the gradient is there."""
+    """A parameter whose gradient is ready ``ready_s`` after the start of the backward pass."""
 
     ready_s: float
     numel: int
@@ -40,7 +40,7 @@ class ReadyGradient:
 
 @dataclass(frozen=True, kw_only=True)
 class StepFacts:
-    """One training step of the slowest rank, in seconds, without any waiting for the exchange."""
+    """One training step of the slowest rank, in seconds, without waits for the exchange."""
 
     compute_s: float
     backward_s: float
@@ -55,12 +55,11 @@ class CodecFacts:
     name: str
     bits: float = 32.0
     coding_s: float = 0.0
-    is_lossy: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to do from now on."""
+    """A schedule, codec and bucket size."""
 
     schedule: str
     codec: str
@@ -73,7 +72,7 @@ class Plan:
 def predict_step_s(
     plan: Plan, step: StepFacts, codec: CodecFacts, link: LinkSpeed | None, num_parts: int
 ) -> float:
-    """Seconds of one step. ``num_parts`` is how many ranks, or leaders, exchange over the link."""
+    """Seconds of one step. ``num_parts`` ranks, or leaders, exchange over the link."""
     if link is None or num_parts < 2:
         return step.compute_s
     buckets = list(_buckets(step.gradients, plan.bucket_bytes))
@@ -106,7 +105,7 @@ def ranked(
     link: LinkSpeed | None,
     num_parts: int,
 ) -> list[tuple[float, Plan]]:
-    """All plans by their predicted step, the fastest first; among equals the first given."""
+    """All plans with their predicted steps, the fastest first; the order of equals is kept."""
     by_name = {codec.name: codec for codec in codecs}
     predicted = [
         (predict_step_s(plan, step, by_name[plan.codec], link, num_parts), plan) for plan in plans
@@ -114,20 +113,22 @@ def ranked(
     return sorted(predicted, key=lambda item: item[0])
 
 
-def shortlist(predictions: Sequence[tuple[float, Plan]], *, within: float, most: int) -> list[Plan]:
-    """What is worth a trial: of each schedule and codec the best bucket size, the best few."""
+def shortlist(
+    predictions: Sequence[tuple[float, Plan]], *, within: float, max_plans: int
+) -> list[Plan]:
+    """The plans to try: the best few, with the best bucket size of each schedule and codec."""
     best_s = predictions[0][0]
     chosen: dict[tuple[str, str], Plan] = {}
     for seconds, plan in predictions:
         if seconds <= within * best_s:
             chosen.setdefault((plan.schedule, plan.codec), plan)
-    return list(chosen.values())[:most]
+    return list(chosen.values())[:max_plans]
 
 
 def _buckets(
     gradients: Sequence[ReadyGradient], bucket_bytes: int
 ) -> Iterable[list[ReadyGradient]]:
-    """Consecutive gradients of at least so many bytes, but for the last; see `plan_buckets`."""
+    """Consecutive gradients of at least ``bucket_bytes``, but for the last; see `plan_buckets`."""
     bucket: list[ReadyGradient] = []
     nbytes = 0
     for gradient in gradients:

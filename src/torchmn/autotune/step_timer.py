@@ -1,4 +1,4 @@
-"""A stopwatch for training steps: how long they take, and when gradients are ready."""
+"""A timer for training steps: how long they take, and when gradients are ready."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torchmn.gradients.buckets import NamedParameter
 from torchmn.gradients.parameter_hook import watch_gradient
 
 
-class StepClock:
+class StepTimer:
     """Counts and times the steps of one rank. Local.
 
-    Between `watch` and `facts` hooks note the moment of every gradient; else it costs two readings
-    of the time per step.
+    Between `record_gradients` and `facts` hooks record when each gradient is ready; otherwise it
+    reads the clock twice per step.
     """
 
     def __init__(self) -> None:
@@ -32,42 +32,42 @@ class StepClock:
         self._backward_s: list[float] = []
 
     def backward_ended(self, waited_s: float) -> None:
-        """Backward is over, the exchange of what was left took so long."""
+        """The backward pass is over, and the exchange of its remaining gradients took this long."""
         self._waited_s += waited_s
         if self._began is not None:
             self._backward_s.append(time.perf_counter() - waited_s - self._began)
             self._began = None
 
     def step_ended(self) -> None:
-        """One step is over, the next begins."""
+        """A step is over, and the next one begins."""
         now = time.perf_counter()
         self.steps_s.append(now - self._since)
         self._waits_s.append(self._waited_s)
         self._since, self._waited_s = now, 0.0
 
     def restart(self) -> None:
-        """Forget the steps so far. What was done since the last one is nobody's."""
+        """Discard the steps so far. The time since the last one is not counted."""
         self.steps_s, self._waits_s, self._waited_s = [], [], 0.0
         self._since = time.perf_counter()
 
-    def median_s(self, last: int) -> float:
-        """The median of so many steps, the last ones."""
-        return statistics.median(self.steps_s[-last:])
+    def median_s(self, num_steps: int) -> float:
+        """The median of the last ``num_steps`` steps."""
+        return statistics.median(self.steps_s[-num_steps:])
 
-    def watch(self, parameters: list[NamedParameter]) -> None:
-        """Note from now on when gradients are ready."""
+    def record_gradients(self, parameters: list[NamedParameter]) -> None:
+        """Record from now on when gradients are ready."""
         self._hooks = [
-            watch_gradient(parameter, self._note)
+            watch_gradient(parameter, self._record)
             for _, parameter in parameters
             if parameter.requires_grad
         ]
 
-    def facts(self, last: int) -> StepFacts:
-        """What was noted, of so many steps; the hooks go."""
+    def facts(self, num_steps: int) -> StepFacts:
+        """The medians of the last ``num_steps`` steps. Removes the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        waited_s = statistics.median(self._waits_s[-last:])
+        waited_s = statistics.median(self._waits_s[-num_steps:])
         gradients = [
             ReadyGradient(
                 ready_s=ready_s,
@@ -79,13 +79,13 @@ class StepClock:
         ]
         self._ready = {}
         return StepFacts(
-            compute_s=max(1e-9, self.median_s(last) - waited_s),
+            compute_s=max(1e-9, self.median_s(num_steps) - waited_s),
             backward_s=statistics.median(self._backward_s) if self._backward_s else 0.0,
             gradients=tuple(sorted(gradients, key=lambda gradient: gradient.ready_s)),
         )
 
-    def _note(self, parameter: Tensor) -> None:
-        """The first gradient is taken for the beginning of backward: none leaves before it."""
+    def _record(self, parameter: Tensor) -> None:
+        """The first gradient counts as the start of the backward pass: none is sent before it."""
         now = time.perf_counter()
         if self._began is None:
             self._began = now

@@ -13,9 +13,9 @@ from torchmn.resharding import Resharding
 __all__ = [
     "Best",
     "FolderStorage",
-    "MultiNodeCheckpointer",
-    "HasResumeWarnings",
     "HasReplicatedTensors",
+    "HasResumeWarnings",
+    "MultiNodeCheckpointer",
     "RandomStreams",
     "Resharding",
     "SaveRecord",

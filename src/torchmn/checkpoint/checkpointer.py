@@ -41,13 +41,13 @@ _GRACE_S = 5.0
 
 @dataclass(kw_only=True)
 class SaveRecord:
-    """What one save has cost this rank: seconds, bytes."""
+    """The cost of one save on this rank, in seconds and bytes."""
 
     step: int
     waited_s: float
-    """for the checkpoint before, which was still being written"""
+    """For the previous checkpoint, which was still being written."""
     stopped_s: float
-    """in `save`, waiting left out: what training has lost"""
+    """In `save`, without waiting: the time lost for training."""
     copied_nbytes: int
     written_s: float = math.nan
     written_nbytes: int = 0
@@ -61,7 +61,7 @@ class MultiNodeCheckpointer(Extension):
     """
 
     trigger = (1, "epoch")
-    priority = -100  # behind whatever changes what is saved, as snapshots
+    priority = -100  # after extensions that change what is saved, as snapshots
     default_name = "checkpointer"
     needs_model_state = True
 
@@ -69,7 +69,7 @@ class MultiNodeCheckpointer(Extension):
         self,
         comm: Communicator,
         storage: Storage,
-        agreement: ControlChannel,
+        channel: ControlChannel,
         *,
         where: str,
         keep: int,
@@ -81,13 +81,13 @@ class MultiNodeCheckpointer(Extension):
         announce: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._comm = comm
-        self._hosts_memory = memory
+        self._in_memory = memory
         self._storage = storage
-        self._agreement = agreement
+        self._channel = channel
         self._where = where
         self._best = best
         self.is_async = is_async
-        """Whether training goes on while a checkpoint is written."""
+        """Whether training continues while a checkpoint is written."""
         self._checks_replicas = bool(check_replicas)
         self._on_failure = on_failure
         self._memory = CopyMemory()
@@ -97,10 +97,10 @@ class MultiNodeCheckpointer(Extension):
             route=comm.name,
             storage=storage,
             where=where,
-            agreement=agreement,
+            channel=channel,
             keep=keep,
             best=best,
-            gives_up_on_difference=check_replicas is True,
+            rejects_difference=check_replicas is True,
             announce=announce,
         )
         self._thread: threading.Thread | None = None
@@ -113,7 +113,7 @@ class MultiNodeCheckpointer(Extension):
         self.resumed_from: str | None = None
         """The checkpoint that `resume` has loaded; None if there was none."""
         comm.on_finalize(self.close)
-        # Before the interpreter takes down its threads and connections.
+        # Before the interpreter ends its threads and connections.
         atexit.register(self.close)
 
     def __repr__(self) -> str:
@@ -126,35 +126,36 @@ class MultiNodeCheckpointer(Extension):
     ) -> None:
         """Save the state after ``step`` steps. *Collective.*
 
-        ``metric`` is what ``best=`` compares; that of rank 0 counts. It returns when a copy is made
-        in memory, or when all is written if not ``is_async``. If the save before is still being
-        written, it waits for that one first.
+        ``metric`` is what ``best=`` compares; rank 0's value counts. The call returns once a copy
+        has been made in memory, or after everything is written if not ``is_async``. If the previous
+        save is still being written, it waits for that one first.
 
-        A checkpoint that some rank cannot write is given up on all, and those before it stay. The
-        next `save` or `finish` says so, by a warning, or DataError with ``on_failure="raise"``.
+        If a rank cannot write its part, the checkpoint is aborted on all ranks and earlier ones are
+        kept. The next `save` or `finish` reports it, by a warning or, with ``on_failure="raise"``,
+        by DataError.
 
         Raises:
             UsageError: an object has no ``state_dict``, or the step is negative.
             UnsupportedError: a state holds something that would have to be pickled.
-            RankMismatchError: replicas that must be equal were not when the checkpoint before was
-                taken, which is given up; with ``check_replicas="warn"`` a warning.
+            RankMismatchError: replicas that must be equal differed when the previous checkpoint was
+                taken, which is aborted; with ``check_replicas="warn"`` this is a warning.
         """
         self._raise_if_unusable()
         if type(step) is not int or step < 0:
-            raise UsageError(f"step={step!r} must be a number of steps from 0 on.")
+            raise UsageError(f"step={step!r} must be a number of steps, at least 0.")
         began_s = time.monotonic()
         self._wait()
         waited_s = time.monotonic() - began_s
-        self._settle()
+        self._handle_outcome()
         try:
             copy = self._memory.copy(
                 state,
                 rng_state.capture(self._comm.device),
-                asks_promises=self._checks_replicas,
+                with_replicated=self._checks_replicas,
             )
-        except Exception as error:  # the other ranks must not wait for this one
-            words = f"{self._comm.rank_label}: {type(error).__name__}: {error}"
-            self._start(Request(step=step, copy=None, problem=words))
+        except Exception as error:  # the other ranks must not wait for this rank
+            problem = f"{self._comm.rank_label}: {type(error).__name__}: {error}"
+            self._start(Request(step=step, copy=None, problem=problem))
             raise
         self.records.append(
             SaveRecord(step=step, waited_s=waited_s, stopped_s=0.0, copied_nbytes=copy.nbytes)
@@ -162,41 +163,41 @@ class MultiNodeCheckpointer(Extension):
         self._start(Request(step=step, copy=copy, metric=_finite(metric)))
         self.records[-1].stopped_s = time.monotonic() - began_s - waited_s
         if not self.is_async:
-            self._settle()
+            self._handle_outcome()
 
-    def copy(self, step: int, state: Mapping[str, Stateful]) -> None:
-        """Keep the state in the memory of the hosts, where a lost worker or host leaves it.
+    def save_in_memory(self, step: int, state: Mapping[str, Stateful]) -> None:
+        """Save the state in the memory of the hosts, where it survives a lost rank or host.
 
         *Collective*, like `save`, with the same objects under the same names. Only `torchmn run
         --elastic` has such a memory; without it nothing is done. It is cheap enough for every few
-        steps: going on after a loss costs the steps since the last copy. `resume` takes the newest
-        copy if no checkpoint is newer. A copy that cannot be kept is a warning. Raises as `save`.
+        steps: after a failure, the steps since the last such save are repeated. `resume` loads it
+        unless a checkpoint on disk is newer. A failure to keep it is a warning. Raises as `save`.
         """
-        if self._hosts_memory is not None:
-            self._hosts_memory.save(step, state)
+        if self._in_memory is not None:
+            self._in_memory.save(step, state)
 
     def finish(self) -> None:
         """Wait until everything is written. *Collective.*
 
-        Raises DataError: the last checkpoint could not be written; RankMismatchError as `save`.
+        Raises DataError: the last checkpoint could not be written; RankMismatchError: as `save`.
         """
         self._wait()
-        self._settle(is_last=True)
+        self._handle_outcome(is_last=True)
         problem, self._last_problem = self._last_problem, None
         if problem is not None:
             raise problem
 
     def close(self) -> None:
-        """Finish what is being written and let the connections go. Local; no error, no hang.
+        """Finish what is being written and close the connections. Local; never raises or hangs.
 
-        `Communicator.finalize` and the end of the interpreter call it. It waits for other ranks no
-        longer than the communicator's time limit, and five seconds if this one ends by an error.
+        Called by `Communicator.finalize` and at the end of the interpreter. It waits for other
+        ranks no longer than the communicator's time limit, or 5 s if this rank ends by an error.
         """
         if self._is_closed:
             return
         self._is_closed = True
-        if self._hosts_memory is not None:
-            self._hosts_memory.close()
+        if self._in_memory is not None:
+            self._in_memory.close()
         atexit.unregister(self.close)
         self._comm.cancel_on_finalize(self.close)
         has_failed = hasattr(sys, "last_type") or sys.exc_info()[0] is not None
@@ -204,12 +205,12 @@ class MultiNodeCheckpointer(Extension):
         thread = self._thread
         while thread is not None and thread.is_alive():
             thread.join(_PAUSE_S)
-            if self._agreement.waited_s() > grace_s:
-                self._agreement.give_up()
+            if self._channel.waited_s() > grace_s:
+                self._channel.abort()
                 thread.join(_GRACE_S)
                 break
         if thread is None or not thread.is_alive():
-            self._agreement.close(self._comm)
+            self._channel.close(self._comm)
             self._memory = CopyMemory()
         outcome = self._outcome
         if isinstance(outcome, Exception):
@@ -219,7 +220,7 @@ class MultiNodeCheckpointer(Extension):
                 self._warn(text)
 
     def get_stats(self) -> str:
-        """How long saving has stopped the training, in ChainerMN's words. Local."""
+        """How long saving has interrupted training, in ChainerMN's format. Local."""
         seconds = [record.stopped_s + record.waited_s for record in self.records]
         if not seconds:
             return "No stats available"
@@ -232,7 +233,7 @@ class MultiNodeCheckpointer(Extension):
     # ---- as an extension of a trainer ----
 
     def __call__(self, trainer: Any) -> None:
-        """Save the trainer. *Collective.* ``best`` looks into its observation."""
+        """Save the trainer. *Collective.* ``best`` refers to its observation."""
         metric = None
         if self._best is not None:
             metric = trainer.observation.get(self._best.key)
@@ -248,58 +249,59 @@ class MultiNodeCheckpointer(Extension):
         return self.resume({"trainer": trainer})
 
     def finalize(self, trainer: object = None) -> None:
-        """Called by a trainer at its end, also by an exception: waits, and deletes nothing."""
+        """Wait for the last save; called by a trainer when it ends, also by an exception."""
         if sys.exc_info()[0] is None:
             self.finish()
             return
         self._wait(self._comm.timeout_s)
 
-    # ---- going on ----
+    # ---- resuming ----
 
     def resume(self, state: Mapping[str, Stateful]) -> int:
-        """Load the newest good checkpoint in place; returns its step, 0 if there is none.
+        """Load the newest valid checkpoint in place and return its step; 0 if there is none.
 
-        *Collective.* Nothing is loaded before all ranks have read and checked everything. What is
-        damaged is named in a warning, and the one before it is tried.
+        *Collective.* Nothing is loaded before all ranks have read and checked everything. A damaged
+        checkpoint is named in a warning, and the one before it is tried.
 
-        Of a run with as many workers each rank loads what it has saved. Otherwise an object with
+        With the same number of ranks, each rank loads what it has saved. Otherwise, an object with
         ``reshard_state_dict(states, comm)`` gets the states of all old ranks and returns what this
-        rank loads; any other loads that of old rank 0. Random generators: see `random_state`.
+        rank loads; any other object loads the state of old rank 0. Random generators: see
+        `rng_state`.
 
         Raises:
-            DataError: there are checkpoints and none is good; the sentence has all reasons.
+            DataError: there are checkpoints, but none is valid; the message has all reasons.
             UsageError: it was saved with other names of objects.
         """
         self._raise_if_unusable()
         self._wait()
-        self._settle()
+        self._handle_outcome()
         found = self._candidates()
         newest_step = next((saved.step for _, saved, _ in found if saved is not None), -1)
-        if self._hosts_memory is not None:
-            step = self._hosts_memory.resume_newer(newest_step, state)
+        if self._in_memory is not None:
+            step = self._in_memory.resume_newer(newest_step, state)
             if step is not None:
-                self.resumed_from = self._hosts_memory.resumed_from
+                self.resumed_from = self._in_memory.resumed_from
                 return step
         problems: list[str] = []
         for name, manifest, problem in found:
             if manifest is not None:
                 problem = self._load(name, manifest, state)
                 if problem is None:
-                    self._tell_what_was_passed_over(problems, name)
+                    self._warn_of_skipped(problems, name)
                     return manifest.step
             problems.append(f"{name}: {problem}")
             self._writer.bad.add(name)
         if problems:
             raise DataError(
-                f"{self._comm.rank_label}: no checkpoint in {self._where} is good. "
-                f"{'; '.join(problems)}. Move the folder away to begin anew."
+                f"{self._comm.rank_label}: no checkpoint in {self._where} is valid. "
+                f"{'; '.join(problems)}. Move the folder away to start from scratch."
             )
         return 0
 
     def resume_newer(self, step: int, state: Mapping[str, Stateful]) -> int | None:
-        """Load the newest checkpoint if it is of a later step. Its step, or None. *Collective.*
+        """Load the newest checkpoint if it is of a later step; return its step or None.
 
-        One that is not good is a warning on rank 0, and nothing is loaded.
+        *Collective.* If it is not valid, rank 0 warns and nothing is loaded.
         """
         found = [each for each in self._candidates() if each[1] is None or each[1].step > step]
         for name, manifest, problem in found[:1]:
@@ -307,11 +309,11 @@ class MultiNodeCheckpointer(Extension):
                 problem = self._load(name, manifest, state)
                 if problem is None:
                     return manifest.step
-            self._warn_once_per_job(f"{name} in {self._where} is not good: {problem}.")
+            self._warn_once_per_job(f"{name} in {self._where} is not valid: {problem}.")
         return None
 
     def _candidates(self) -> list[tuple[str, Manifest | None, str | None]]:
-        """(name, manifest or None, why none), the newest first, as rank 0 sees them."""
+        """(name, manifest or None, problem), the newest first, as rank 0 sees them."""
         if self._comm.rank == 0:
             mine: dict[str, Any] = {"problem": None, "found": []}
             try:
@@ -328,68 +330,68 @@ class MultiNodeCheckpointer(Extension):
                 mine["problem"] = error.strerror or str(error)
         else:
             mine = {}
-        said = self._agreement.all_gather(mine, "checkpoints were looked for")[0]
-        if said["problem"]:
+        gathered = self._channel.all_gather(mine, "checkpoints were looked for")[0]
+        if gathered["problem"]:
             raise DataError(
-                f"{self._comm.rank_label}: {self._where} cannot be read: {said['problem']}."
+                f"{self._comm.rank_label}: {self._where} cannot be read: {gathered['problem']}."
             )
         return [
             (name, None if text is None else parse(text.encode()), problem)
-            for name, text, problem in said["found"]
+            for name, text, problem in gathered["found"]
         ]
 
     def _load(self, name: str, manifest: Manifest, state: Mapping[str, Stateful]) -> str | None:
-        """Load one checkpoint; returns why not, the same on all ranks."""
-        resumption = RestoreOperation(self._comm, manifest)
+        """Load one checkpoint; return the problem if it is not valid, the same on all ranks."""
+        restore = RestoreOperation(self._comm, manifest)
         problem: str | None = None
-        refusal: UsageError | None = None
+        rejection: UsageError | None = None
         try:
             with SavedCheckpoint(self._storage, name, manifest) as saved:
-                resumption.read(saved, state)
+                restore.read(saved, state)
         except DataError as caught:
             problem = str(caught)
         except UsageError as caught:
-            refusal = caught
-        mine = [problem, None if refusal is None else str(refusal)]
+            rejection = caught
+        mine = [problem, None if rejection is None else str(rejection)]
         nbytes = sum(entry.nbytes for entry in manifest.files.values())
-        said = self._agreement.all_gather(mine, f"{name} was read", nbytes=nbytes)
-        if refusals := [theirs for _, theirs in said if theirs]:
-            raise refusal or UsageError(refusals[0])
-        if any(theirs for theirs, _ in said):
-            return "; ".join(dict.fromkeys(theirs for theirs, _ in said if theirs))
-        error = resumption.load(state)
-        told = self._agreement.all_gather(
+        gathered = self._channel.all_gather(mine, f"{name} was read", nbytes=nbytes)
+        if rejections := [theirs for _, theirs in gathered if theirs]:
+            raise rejection or UsageError(rejections[0])
+        if any(theirs for theirs, _ in gathered):
+            return "; ".join(dict.fromkeys(theirs for theirs, _ in gathered if theirs))
+        error = restore.load(state)
+        reports = self._channel.all_gather(
             None if error is None else f"{type(error).__name__}: {error}",
             f"{name} was loaded",
             nbytes=nbytes,
         )
         if error is not None:
             raise error
-        if any(told):
-            rank = next(rank for rank, text in enumerate(told) if text)
+        if any(reports):
+            rank = next(rank for rank, text in enumerate(reports) if text)
             raise CommunicationError(
-                f"{self._comm.rank_label}: rank {rank} could not load {name}: {told[rank]}"
+                f"{self._comm.rank_label}: rank {rank} could not load {name}: {reports[rank]}"
             )
         self.resumed_from = name
-        for note in resumption.notes(state) if self._comm.rank == 0 else ():
+        for note in restore.notes(state) if self._comm.rank == 0 else ():
             self._warn(note)
         return None
 
-    def _tell_what_was_passed_over(self, problems: Sequence[str], name: str) -> None:
+    def _warn_of_skipped(self, problems: Sequence[str], name: str) -> None:
         if self._comm.rank == 0 and problems:
             self._warn(
-                f"{self._where}: not every checkpoint is good. {'; '.join(problems)}. "
-                f"Training goes on from {name}."
+                f"{self._where}: not every checkpoint is valid. {'; '.join(problems)}. "
+                f"Training resumes from {name}."
             )
 
     def export_dcp(self, folder: str | Path) -> None:
         """Write the newest checkpoint for `torch.distributed.checkpoint`. *Collective.*
 
         Rank 0 writes its state, the others wait; see `torchmn.checkpoint.export_dcp`. Raises
-        DataError on all ranks: there is no good checkpoint, or it cannot be written.
+        DataError on all ranks: there is no valid checkpoint, or it cannot be written.
         """
         self._wait()
-        self._settle()
+        self._handle_outcome()
         found = [name for name, manifest, _ in self._candidates() if manifest is not None]
         problem = None if found else "there is no checkpoint"
         if self._comm.rank == 0 and found:
@@ -397,7 +399,7 @@ class MultiNodeCheckpointer(Extension):
                 export_dcp(Path(self._where) / found[0], folder)
             except DataError as error:
                 problem = str(error)
-        problem = self._agreement.all_gather(problem, "a checkpoint was exported")[0]
+        problem = self._channel.all_gather(problem, "a checkpoint was exported")[0]
         if problem is not None:
             raise DataError(f"{self._comm.rank_label}: no export of {self._where}: {problem}.")
 
@@ -416,7 +418,7 @@ class MultiNodeCheckpointer(Extension):
         outcome: Outcome | Exception
         try:
             outcome = self._writer.write(request)
-        except Exception as error:  # raised by whoever comes next
+        except Exception as error:  # raised by the next call
             outcome = error
         if request.copy is not None:  # else this rank has raised it already
             self._outcome = outcome
@@ -425,8 +427,8 @@ class MultiNodeCheckpointer(Extension):
         if self._thread is not None:
             self._thread.join(timeout_s)
 
-    def _settle(self, *, is_last: bool = False) -> None:
-        """Say what has become of the save before; of the last one `finish` raises it."""
+    def _handle_outcome(self, *, is_last: bool = False) -> None:
+        """Report the outcome of the previous save; `finish` raises that of the last one."""
         outcome, self._outcome, self._thread = self._outcome, None, None
         if outcome is None:
             return
@@ -466,7 +468,7 @@ class MultiNodeCheckpointer(Extension):
             raise UsageError(f"{self._comm.rank_label}: this checkpointer was closed.")
         if self._broken is not None:
             raise CommunicationError(
-                f"No checkpoint can be made since a rank was lost: {self._broken}"
+                f"No checkpoint can be written after a rank was lost: {self._broken}"
             ) from self._broken
 
 

@@ -1,7 +1,7 @@
-"""Rounds in which ranks tell each other how far they are, beside the exchange of gradients.
+"""Messages between ranks about checkpoints, independent of the exchange of gradients.
 
-Disks differ, so a round may wait longer than a collective: the communicator's time limit, and a
-second for every 10 MB that are written or read before it.
+Disks differ, so a round may wait longer than a collective: the communicator's time limit, and one
+second for every 10 MB written or read before it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LONGEST_PAUSE_S = 0.01
 
 
 class ControlChannel:
-    """Values of all ranks for all, over a transport of its own. One thread of a rank at a time."""
+    """All-gather of small values over its own transport. One thread of a rank at a time."""
 
     def __init__(
         self,
@@ -36,18 +36,18 @@ class ControlChannel:
         job_ranks: Sequence[int] = (),
     ) -> None:
         self._journal = FlightRecorder(job_ranks=job_ranks)
-        script_monitor.follow(self._journal)  # so that who does not come is named
+        script_monitor.follow(self._journal)  # so that a missing rank is named
         self._transport = transport
         self._timeout_s = timeout_s
-        self._speaker = rank_label
-        self._patience: BackoffTimeLimit | None = None
+        self._rank_label = rank_label
+        self._time_limit: BackoffTimeLimit | None = None
         self._waiting_since_s: float | None = None
 
     def all_gather(self, value: Any, what: str, *, nbytes: int = 0) -> list[Any]:
         """The values of all ranks, plain JSON, in rank order. *Collective.*
 
-        ``nbytes`` is what any rank may have read or written since the last round. Raises
-        PeerLostError, TimeLimitError: a rank is gone, or does not come in time.
+        ``nbytes`` is what a rank may have read or written since the last round. Raises
+        PeerLostError, TimeLimitError: a rank was lost, or is late.
         """
         transport = self._transport
         if transport is None:
@@ -70,7 +70,7 @@ class ControlChannel:
         except (PeerLostError, TimeLimitError) as error:
             self._journal.end(entry, "late" if isinstance(error, TimeLimitError) else "failed")
             raise type(error)(
-                f"{self._speaker}: another rank was lost while {what}: {error}"
+                f"{self._rank_label}: another rank was lost while {what}: {error}"
             ) from error
         finally:
             self._waiting_since_s = None
@@ -79,24 +79,24 @@ class ControlChannel:
         return [json.loads(received[rank].numpy().tobytes()) for rank in range(transport.size)]
 
     def waited_s(self) -> float:
-        """For how long this rank has been waiting for others in a round; 0 when in none."""
+        """How long this rank has been waiting in a round, in seconds; 0 outside of one."""
         since_s = self._waiting_since_s
         return 0.0 if since_s is None else time.monotonic() - since_s
 
     def close(self, comm: Communicator) -> None:
-        """Let the connections go that ``comm`` made for it; no round may be under way. Local."""
+        """Close the connections that ``comm`` made for it; no round may be in progress. Local."""
         transport, self._transport = self._transport, None
         if transport is not None:
             comm.close_transport(transport)
 
-    def give_up(self) -> None:
-        """Let a round that waits end with an error. From another thread; nothing comes after."""
-        if self._patience is not None:
-            self._patience.end()
+    def abort(self) -> None:
+        """Make a waiting round fail. Called from another thread; the channel is unusable after."""
+        if self._time_limit is not None:
+            self._time_limit.end()
         if self._transport is not None:
             abort_pending_receives(self._transport)
 
     def _exchange(self, sends: dict[int, Tensor], recvs: dict[int, Tensor], limit_s: float) -> None:
         if self._transport is not None:
-            self._patience = BackoffTimeLimit(limit_s, _LONGEST_PAUSE_S)
-            self._transport.exchange(list(sends.items()), list(recvs.items()), self._patience)
+            self._time_limit = BackoffTimeLimit(limit_s, _LONGEST_PAUSE_S)
+            self._transport.exchange(list(sends.items()), list(recvs.items()), self._time_limit)

@@ -1,4 +1,4 @@
-"""Making a checkpointer, once on all ranks."""
+"""`create_multi_node_checkpointer`: from arguments to a checkpointer on every rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchmn.control.checkpoint_replicas.client import ReplicaClient
 from torchmn.errors import DataError, LaunchError, RankMismatchError, UnsupportedError, UsageError
 
 _TOKEN = ".token-"
-_PATIENCE_S = 5.0  # a file system over a network remembers for some seconds that there was no file
+_VISIBILITY_LIMIT_S = 5.0  # network file systems cache absence for seconds
 
 
 def create_multi_node_checkpointer(
@@ -51,28 +51,29 @@ def create_multi_node_checkpointer(
 
     Args:
         comm: the ranks that train together.
-        path: a folder on a file system that all ranks see; it is made if it is not there.
+        path: a folder on a file system that all ranks see; it is created if it does not exist.
         name: the folder of this training in it. One job at a time.
-        keep: how many of the last checkpoints stay.
-        best: which one stays beside them.
-        is_async: write while training goes on.
+        keep: how many of the last checkpoints are kept.
+        best: a further checkpoint to keep: the best one.
+        is_async: write while training continues.
         check_replicas: compare what must be the same on all ranks, by the checksums that a
-            checkpoint needs anyway. A difference gives the checkpoint up and raises; ``"warn"``
-            keeps it and warns.
+            checkpoint needs anyway. A difference aborts the checkpoint and raises; with ``"warn"``
+            the checkpoint is kept and rank 0 warns.
         on_failure: whether the next save raises or warns if a checkpoint could not be written.
 
     Raises:
         UsageError: an argument is out of range.
         RankMismatchError: ranks gave different arguments.
-        DataError: the folder cannot be made or read.
+        DataError: the folder cannot be created or read.
         UnsupportedError: the ranks do not share the file system.
     """
     _check(name, keep, best, check_replicas, on_failure)
-    asked = repr((str(path), name, keep, best, is_async, check_replicas, on_failure))
-    everybody = comm.allgather_obj(asked)
-    if len(set(everybody)) > 1:
+    options = repr((str(path), name, keep, best, is_async, check_replicas, on_failure))
+    gathered = comm.allgather_obj(options)
+    if len(set(gathered)) > 1:
         raise RankMismatchError(
-            f"{comm.rank_label}: ranks ask for different checkpointers: {sorted(set(everybody))}. "
+            f"{comm.rank_label}: ranks called create_multi_node_checkpointer() with different "
+            f"arguments: {sorted(set(gathered))}. "
             "All ranks must give the same arguments."
         )
     where = Path(path).absolute() / name  # the working directory may change
@@ -80,8 +81,8 @@ def create_multi_node_checkpointer(
         is_async = False
         if comm.rank == 0:
             warnings.warn(
-                f"{comm.rank_label}: MPI allows no calls from a second thread here, so training waits "
-                "while a checkpoint is written.",
+                f"{comm.rank_label}: this MPI allows no calls from a second thread, so training "
+                "waits while a checkpoint is written.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -108,9 +109,9 @@ def create_multi_node_checkpointer(
 def _memory_of_hosts(
     comm: Communicator, is_async: bool, check_replicas: bool | Literal["warn"]
 ) -> tuple[MultiNodeCheckpointer | None, Callable[[int], None]]:
-    """The checkpointer of `MultiNodeCheckpointer.copy`, and what hears of finished checkpoints.
+    """The checkpointer of `MultiNodeCheckpointer.save_in_memory`, and a callback for finished ones.
 
-    Nothing outside of `torchmn run --elastic`. *Collective*, since all ranks are inside or outside.
+    None without `torchmn run --elastic`. *Collective.*
     """
     copies = ReplicaClient.of(os.environ)
     if copies is None:
@@ -132,7 +133,7 @@ def _memory_of_hosts(
     )
 
     def announce(step: int) -> None:
-        with suppress(LaunchError):  # the round is over, and nobody waits for the answer
+        with suppress(LaunchError):  # the round is over, and no reply is expected
             copies.announce(step)
 
     return memory, announce
@@ -145,7 +146,7 @@ def _check(name: str, keep: int, best: object, check_replicas: object, on_failur
             "into path."
         )
     if type(keep) is not int or keep < 1:
-        raise UsageError(f"keep={keep!r} must be a number of checkpoints from 1 on.")
+        raise UsageError(f"keep={keep!r} must be a number of checkpoints, at least 1.")
     if best is not None and not isinstance(best, Best):
         raise UsageError(f"best={best!r} must be a torchmn.checkpoint.Best, or None.")
     if check_replicas not in (True, False, "warn"):
@@ -155,9 +156,9 @@ def _check(name: str, keep: int, best: object, check_replicas: object, on_failur
 
 
 def _raise_if_not_shared(comm: Communicator, where: Path) -> None:
-    """Rank 0 makes the folder and a file in it, which all must see.
+    """Rank 0 creates the folder and a file in it, which all ranks must see.
 
-    Where rank 0 may not write, checkpoints can still be read: a warning says that no more come.
+    Where rank 0 may not write, checkpoints can still be read: it warns that none can be written.
     """
     token, problem, is_readable = f"{_TOKEN}{secrets.token_hex(8)}", None, True
     if comm.rank == 0:
@@ -169,14 +170,16 @@ def _raise_if_not_shared(comm: Communicator, where: Path) -> None:
         except OSError as error:
             problem = f"{error.filename or where}: {error.strerror} (errno {error.errno})"
             is_readable = where.is_dir()
-    said: Any = comm.bcast_obj((token, problem, is_readable))
-    token, problem, is_readable = said
+    from_root: Any = comm.bcast_obj((token, problem, is_readable))
+    token, problem, is_readable = from_root
     if problem is not None and not is_readable:
-        raise DataError(f"{comm.rank_label}: no folder for checkpoints can be made: {problem}.")
+        raise DataError(
+            f"{comm.rank_label}: the folder for checkpoints cannot be created: {problem}."
+        )
     if problem is not None:
         if comm.rank == 0:
             warnings.warn(
-                f"{comm.rank_label}: no checkpoint can be written: {problem}. Those that are there "
+                f"{comm.rank_label}: no checkpoint can be written: {problem}. Existing checkpoints "
                 "can be read.",
                 RuntimeWarning,
                 stacklevel=3,
@@ -189,14 +192,14 @@ def _raise_if_not_shared(comm: Communicator, where: Path) -> None:
     if blind:
         hosts = sorted({comm.topology.hosts[rank] for rank in blind})
         raise UnsupportedError(
-            f"{comm.rank_label}: ranks {blind} on {', '.join(hosts)} do not see {where}, which rank 0 "
-            "has made. Checkpoints need a folder on a file system that all hosts share: each rank "
-            "writes a part, and on another number of workers reads the parts of others."
+            f"{comm.rank_label}: ranks {blind} on {', '.join(hosts)} do not see {where}, which "
+            "rank 0 has created. Checkpoints need a folder on a file system that all hosts share: "
+            "each rank writes a part, and on another number of ranks reads the parts of others."
         )
 
 
 def _sees(token: Path, comm: Communicator) -> bool:
-    deadline_s = time.monotonic() + min(_PATIENCE_S, comm.timeout_s / 2)
+    deadline_s = time.monotonic() + min(_VISIBILITY_LIMIT_S, comm.timeout_s / 2)
     while not token.exists():
         if time.monotonic() > deadline_s:
             return False

@@ -1,7 +1,7 @@
 """To and from `torch.distributed.checkpoint`, for tools that read nothing else.
 
-Its metadata is a pickle: whoever can write into its folder runs code in whoever loads it. So export
-is offered freely, import only for folders that the caller says it trusts.
+Its metadata is a pickle: anybody with write access to the folder can make a loader run code. Export
+is always possible; import requires that the caller declares the folder trusted.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torchmn.errors import DataError, UnsupportedError
 def export_dcp(checkpoint: str | Path, folder: str | Path) -> None:
     """Write a checkpoint's state of rank 0 in the format of DCP. Local: call it on one rank.
 
-    ``checkpoint`` is one folder such as ``checkpoints/cifar/step-00000100``. DCP pickles what is
-    no tensor. Raises DataError: the checkpoint is damaged, or the folder cannot be written.
+    ``checkpoint`` is one folder such as ``checkpoints/cifar/step-00000100``. DCP pickles everything
+    but tensors. Raises DataError: the checkpoint is damaged, or the folder cannot be written.
     """
     from torch.distributed.checkpoint import state_dict_saver as dcp
     from torch.distributed.checkpoint.api import CheckpointException
@@ -32,19 +32,19 @@ def export_dcp(checkpoint: str | Path, folder: str | Path) -> None:
         state = {label: saved.state_of(0, label) for label in saved.labels(0) if label != RANDOM}
     try:
         dcp.save(state, checkpoint_id=Path(folder), no_dist=True)
-    except (Exception, CheckpointException) as error:  # which is no Exception
-        raise DataError(f"{folder} cannot be written by DCP: {_words(error)}") from error
+    except (Exception, CheckpointException) as error:  # not a subclass of Exception
+        raise DataError(f"{folder} cannot be written by DCP: {_describe(error)}") from error
 
 
 def import_dcp(folder: str | Path, state: Mapping[str, Stateful], *, trust: bool = False) -> None:
     """Load objects from a folder of DCP, in place. Local: every rank reads all of it.
 
-    Raises UnsupportedError without ``trust=True``; DataError: the folder is not what it should be.
+    Raises UnsupportedError without ``trust=True``; DataError: the folder cannot be loaded.
     """
     if not trust:
         raise UnsupportedError(
-            f"Loading {folder} unpickles its metadata, which runs whatever code was put there. "
-            "If you know who wrote it, pass trust=True."
+            f"Loading {folder} unpickles its metadata, which can run any code. If you trust "
+            "the source of the folder, pass trust=True."
         )
     from torch.distributed.checkpoint import state_dict_loader as dcp
     from torch.distributed.checkpoint.api import CheckpointException
@@ -53,11 +53,11 @@ def import_dcp(folder: str | Path, state: Mapping[str, Stateful], *, trust: bool
     try:
         dcp.load(states, checkpoint_id=Path(folder), no_dist=True)
     except (Exception, CheckpointException) as error:
-        raise DataError(f"{folder} cannot be loaded by DCP: {_words(error)}") from error
+        raise DataError(f"{folder} cannot be loaded by DCP: {_describe(error)}") from error
     for label, obj in state.items():
         obj.load_state_dict(states[label])
 
 
-def _words(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     """The last line: DCP puts whole tracebacks into its messages."""
     return next(reversed(str(error).strip().splitlines()), type(error).__name__).strip()

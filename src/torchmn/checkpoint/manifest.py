@@ -1,7 +1,7 @@
-"""The manifest: what makes a folder a checkpoint, with a checksum of every byte beside it.
+"""The manifest, which makes a folder a checkpoint, with checksums of all its files.
 
 The file is one line of JSON, ``{"checksum":"<sha256 of the rest>","manifest":{...}}``. Its own
-checksum is over the bytes of the object behind it, so that no byte can change unnoticed.
+checksum covers the bytes of the object that follows, so that no byte can change undetected.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _FILE = re.compile(r"rank\d{4,}\.(json|safetensors)")
 class FileEntry:
     """One file: its size, and the checksum of its bytes.
 
-    Of a file of tensors ``checksum`` is of the header, behind it those of the ``tensors`` by name:
-    a rank that reads some of the tensors checks these alone.
+    In a file of tensors ``checksum`` covers the header, and ``tensors`` has the checksum of each
+    tensor by name: a rank that reads some of the tensors checks these alone.
     """
 
     nbytes: int
@@ -36,7 +36,7 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint is. ``metric`` is what `Best` looks at, None where there was none."""
+    """The content of a checkpoint. ``metric`` is the value that `Best` compares, or None."""
 
     step: int
     world_size: int
@@ -47,7 +47,7 @@ class Manifest:
     files: dict[str, FileEntry]
 
     def to_bytes(self) -> bytes:
-        """The file."""
+        """The file's content."""
         body = json.dumps({"format": FORMAT, **asdict(self)}, separators=(",", ":")).encode()
         return b'{"checksum":"%s","manifest":%s}\n' % (digest(body).encode(), body)
 
@@ -82,7 +82,9 @@ def parse(raw: bytes) -> Manifest:
         OverflowError,
         RecursionError,
     ) as error:
-        raise DataError(f"manifest.json is no manifest: {type(error).__name__}: {error}") from error
+        raise DataError(
+            f"manifest.json is not a valid manifest: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _file(entry: Mapping[str, Any]) -> FileEntry:
@@ -93,25 +95,25 @@ def _file(entry: Mapping[str, Any]) -> FileEntry:
     )
 
 
-def _number(value: object, least: int) -> int:
-    if type(value) is not int or value < least:
-        raise ValueError(f"{value!r} is no number from {least} on")
+def _number(value: object, minimum: int) -> int:
+    if type(value) is not int or value < minimum:
+        raise ValueError(f"{value!r} is not an integer of at least {minimum}")
     return value
 
 
 def _text(value: object) -> str:
     if type(value) is not str:
-        raise ValueError(f"{value!r} is no text")
+        raise ValueError(f"{value!r} is not a string")
     return value
 
 
 def _checksum(value: object) -> str:
     if not _CHECKSUM.fullmatch(_text(value)):
-        raise ValueError(f"{value!r} is no checksum")
+        raise ValueError(f"{value!r} is not a checksum")
     return _text(value)
 
 
 def _file_name(value: str) -> str:
     if not _FILE.fullmatch(value):
-        raise ValueError(f"{value!r} is no name of a shard")
+        raise ValueError(f"{value!r} is not the name of a shard")
     return value

@@ -1,8 +1,8 @@
 """Checkpoints in the memory of the hosts, for `torchmn run --elastic`.
 
-The files are those of a checkpoint in a folder. Each lies with the process that runs this host's
-part of the job, which outlives the ranks, and with that of the next host. So a lost host takes no
-checkpoint with it, and going on costs the steps since the last copy and nothing from a disk.
+The files are those of a checkpoint in a folder. Each is held by the process that runs this host's
+part of the job, which outlives the ranks, and by that of the next host. So no checkpoint is lost
+with a host, and resuming repeats the steps since the last save and reads nothing from a disk.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import re
 from collections.abc import Iterable
 
 from torchmn.checkpoint.manifest import parse
-from torchmn.checkpoint.retention import DRAFT, name_of
+from torchmn.checkpoint.retention import TEMPORARY, name_of
 from torchmn.checkpoint.storage import MANIFEST, Reader
 from torchmn.control.checkpoint_replicas.client import ReplicaClient
 from torchmn.control.checkpoint_replicas.frames import Payload
 from torchmn.control.messages.elastic import StagedCheckpoint
 from torchmn.errors import DataError, LaunchError
 
-_STEP = re.compile(re.escape(DRAFT) + r"(\d+)-")
+_STEP = re.compile(re.escape(TEMPORARY) + r"(\d+)-")
 
 
 class MemoryStorage:
@@ -30,9 +30,9 @@ class MemoryStorage:
         self._copies = copies
         self._is_outdated = False
 
-    def write(self, draft: str, file: str, pieces: Iterable[bytes | memoryview]) -> None:
-        """See `Storage.write`: durable is what the next host holds, too."""
-        self._put(draft, file, pieces)
+    def write(self, staged: str, file: str, pieces: Iterable[bytes | memoryview]) -> None:
+        """See `Storage.write`: durable means that the next host holds it, too."""
+        self._put(staged, file, pieces)
 
     def open(self, checkpoint: str, file: str) -> Reader:
         """See `Storage.open`."""
@@ -44,18 +44,18 @@ class MemoryStorage:
         except LaunchError as error:
             raise DataError(str(error)) from None
 
-    def commit(self, draft: str, checkpoint: str, manifest: bytes) -> None:
-        """See `Storage.commit`: it counts once the hosts hold all that the manifest names."""
-        self._put(draft, MANIFEST, [manifest], needs=(*parse(manifest).files, MANIFEST))
+    def commit(self, staged: str, checkpoint: str, manifest: bytes) -> None:
+        """See `Storage.commit`: it is valid once the hosts hold all files of the manifest."""
+        self._put(staged, MANIFEST, [manifest], needs=(*parse(manifest).files, MANIFEST))
         self._is_outdated = True
 
     def names(self) -> list[str]:
         """See `Storage.names`."""
         found = self._found()
-        return [] if found is None else [name_of(found[1], [])]
+        return [] if found is None else [name_of(found.step, [])]
 
     def remove(self, name: str) -> None:
-        """See `Storage.remove`: the hosts forget by themselves what is older than a whole one."""
+        """See `Storage.remove`: the hosts themselves discard what a complete one supersedes."""
 
     def _found(self) -> StagedCheckpoint | None:
         if self._is_outdated:
@@ -67,15 +67,15 @@ class MemoryStorage:
 
     def _put(
         self,
-        draft: str,
+        staged: str,
         file: str,
         pieces: Iterable[bytes | memoryview],
         needs: tuple[str, ...] = (),
     ) -> None:
-        found = _STEP.match(draft)
+        found = _STEP.match(staged)
         step = int(found[1]) if found else 0
         try:
-            self._copies.put(step, draft, file, list(pieces), needs=needs)
+            self._copies.put(step, staged, file, list(pieces), needs=needs)
         except LaunchError as error:
             raise OSError(str(error)) from None
 
@@ -93,7 +93,7 @@ class _MemoryReader:
         target = memory.cast("B")
         piece = self._held[offset : offset + target.nbytes]
         if piece.nbytes < target.nbytes:
-            raise DataError(f"{self._name} ends {target.nbytes - piece.nbytes} bytes too early")
+            raise DataError(f"{self._name} is {target.nbytes - piece.nbytes} bytes too short")
         target[:] = piece
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Random numbers that differ from rank to rank, begin from one seed, and can be resumed.
+"""Random numbers that differ between ranks, are derived from one seed, and can be resumed.
 
-With one `torch.manual_seed` on all ranks the dropout masks and augmentations of all ranks are the
-same, which W workers on parts of a batch do not have in common with one worker on the whole batch.
+With the same `torch.manual_seed` on all ranks, all draw the same dropout masks and augmentations,
+unlike a single rank on the whole batch.
 """
 
 from __future__ import annotations
@@ -74,20 +74,20 @@ class RandomStreams:
 
 
 def seed_ranks(seed: int, comm: Communicator) -> RandomStreams:
-    """Seed Python's, numpy's and torch's generators, other on each rank. *Collective.*
+    """Seed Python's, numpy's and torch's generators, differently on each rank. *Collective.*
 
-    In place of ``torch.manual_seed(seed)``. Rank 0 has the numbers of ``torch.manual_seed(seed)``,
-    so that a model begins with the same parameters on any number of ranks (rank 0's count); the
-    dropout masks and augmentations of the other ranks are their own. So are those of DataLoader
-    workers, which torch seeds from the generator of their rank. A generator that you make yourself
-    needs a seed of its rank: ``torch.Generator().manual_seed(streams.seed)``.
+    Use it in place of ``torch.manual_seed(seed)``. Rank 0 draws the numbers of
+    ``torch.manual_seed(seed)``, so that a model starts with the same parameters on any number of
+    ranks (rank 0's are used); dropout masks and augmentations differ between ranks, also in the
+    workers of a DataLoader, which torch seeds from the generator of their rank. Seed your own
+    generators with the rank's seed: ``torch.Generator().manual_seed(streams.seed)``.
 
     Args:
         seed: 0 .. 2**32 - 1, the same on all ranks.
         comm: gives rank and device.
 
     Raises:
-        UsageError: it is no seed.
+        UsageError: ``seed`` is out of range.
         RankMismatchError: ranks passed different seeds; all ranks raise.
 
     >>> streams = seed_ranks(0, comm)

@@ -1,4 +1,4 @@
-"""Reading a checkpoint back: nothing is handed out that does not match its checksum."""
+"""Reading a checkpoint; everything is compared with its checksum."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torchmn.communicators import object_codec
 from torchmn.communicators.checksums import digest
 from torchmn.errors import DataError
 
-_MOST_READERS = 64
+_MAX_READERS = 64
 
 
 class SavedCheckpoint:
-    """One checkpoint, of which any rank reads what it needs. Local; a context manager.
+    """One checkpoint, from which any rank reads what it needs. Local; a context manager.
 
-    Every method raises DataError: a file is missing, cut short or damaged; the sentence names it.
+    Every method raises DataError: a file is missing, truncated or damaged; the message names it.
     """
 
     def __init__(self, storage: Storage, name: str, manifest: Manifest) -> None:
@@ -51,8 +51,8 @@ class SavedCheckpoint:
     def state_of(self, rank: int, label: str, shared: dict[str, Tensor] | None = None) -> Any:
         """What ``state_dict()`` of an object was on a rank, all of it on the CPU.
 
-        ``shared`` keeps tensors that several ranks have in common: they are read once, and whoever
-        gets the states must not change them.
+        ``shared`` holds tensors that several ranks have in common: they are read once, and the
+        caller must not change them.
         """
         saved = self._rank(rank)
         if label not in saved["objects"]:
@@ -63,7 +63,7 @@ class SavedCheckpoint:
             places = [(name, f"rank{saved['where'][name]:04d}.safetensors") for name in names]
             kinds = list(object_codec.kinds_of(body))
         except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
-            raise DataError(f"rank{rank:04d}.json is no description of a state: {error}") from error
+            raise DataError(f"rank{rank:04d}.json does not describe a state: {error}") from error
         if len(kinds) != len(places):
             raise DataError(f"rank{rank:04d}.json describes {len(kinds)} tensors of {len(places)}")
         tensors = []
@@ -99,7 +99,7 @@ class SavedCheckpoint:
         if entry is None or name not in entry.tensors:
             raise DataError(f"manifest.json lists no '{name}' in {file}")
         if file not in self._readers:
-            if len(self._readers) >= _MOST_READERS:
+            if len(self._readers) >= _MAX_READERS:
                 self._readers.pop(next(iter(self._readers))).close()
             reader = self._open(file)
             try:
@@ -124,7 +124,7 @@ def _described(name: str, raw: bytes) -> dict[str, Any]:
         if not isinstance(described["objects"], dict) or not isinstance(described["where"], dict):
             raise TypeError("objects and where must be objects")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"{name} is no description of a state: {error}") from error
+        raise DataError(f"{name} does not describe a state: {error}") from error
     return dict(described)
 
 

@@ -1,4 +1,4 @@
-"""What a rank loads: its own state, or its part of the states of another number of workers."""
+"""What a rank loads: its own state, or its part of the states of another number of ranks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class HasResumeWarnings(Protocol):
     """An object that does not resume exactly on another number of ranks."""
 
     def resume_warnings(self) -> list[str]:
-        """Sentences that say what does not hold. Local; those of rank 0 are shown."""
+        """Return warnings, one each for what is not restored. Local; those of rank 0 are shown."""
 
 
 class RestoreOperation:
-    """Going on from one checkpoint: first everything is read and checked, then loaded. Local."""
+    """Resuming from one checkpoint: everything is read and checked, and then loaded. Local."""
 
     def __init__(self, comm: Communicator, manifest: Manifest) -> None:
         self._comm = comm
@@ -59,10 +59,10 @@ class RestoreOperation:
         rng_state.check(self._random)
 
     def load(self, state: Mapping[str, Stateful]) -> Exception | None:
-        """Load it, the random generators last; returns the error of an object that refused.
+        """Load it, the random generators last; return the error of an object that failed.
 
-        With another number of workers those that reshard come behind the others: an optimizer in
-        the middle of a block puts its parameters in the place of what the model has loaded.
+        On another number of ranks, objects that reshard are loaded after the others: an optimizer
+        in the middle of a block replaces the parameters that the model has loaded.
         """
         comm = self._comm
         try:
@@ -76,15 +76,15 @@ class RestoreOperation:
                 rng_state.restore(self._random, comm.device)
             else:
                 rng_state.start(self._random["seed"], self._manifest.step, comm.rank, comm.device)
-        except Exception as error:  # the other ranks learn of it before it is raised
+        except Exception as error:  # reported to the other ranks before it is raised
             return error
         return None
 
     def notes(self, state: Mapping[str, Stateful]) -> list[str]:
-        """What the user should know of this resumption, once."""
+        """Warnings about this restore."""
         notes = []
         if self._unread:
-            notes.append(f"the checkpoint also has {', '.join(self._unread)}, not asked for.")
+            notes.append(f"the checkpoint also has {', '.join(self._unread)}, not options for.")
         if not self._is_same_size:
             for obj in state.values():
                 if isinstance(obj, HasResumeWarnings):

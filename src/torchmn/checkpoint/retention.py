@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the last good ones and the best."""
+"""Which checkpoints are kept: the last valid ones and the best."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Literal
 from torchmn.checkpoint.manifest import Manifest
 from torchmn.errors import UsageError
 
-DRAFT = ".draft-"
+TEMPORARY = ".tmp-"
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
 
 @dataclass(frozen=True)
 class Best:
-    """Keep the checkpoint with the best value, beside the last ones.
+    """Keep the checkpoint with the best value, in addition to the last ones.
 
     ``key`` is the name in the trainer's observation, such as ``validation/main/accuracy``; in a
     plain loop the value is given to `save`. Raises UsageError: ``mode`` is neither max nor min.
@@ -31,7 +31,7 @@ class Best:
 
 
 def name_of(step: int, taken: Sequence[str]) -> str:
-    """The name of the next checkpoint of a step: a repeated one does not touch the first."""
+    """The name of the next checkpoint of a step; a repeated one does not replace the first."""
     name = f"step-{step:08d}"
     revisions = [order_of(other)[1] for other in taken if _is_of(other, step)]
     return f"{name}-{max(revisions) + 1}" if revisions else name
@@ -56,21 +56,21 @@ def checkpoints_to_delete(
     keep: int,
     best: Best | None,
 ) -> list[str]:
-    """What may go now that ``newest`` is complete.
+    """The checkpoints to delete once ``newest`` is complete.
 
-    ``newest`` stays, the last ``keep`` good ones, the best good one. What is ``bad`` (torn, found
-    damaged) counts for nothing and goes when it is older than all that stays: somebody may want to
-    look at it. Drafts go at once: nobody writes one now.
+    Kept are ``newest``, the last ``keep`` valid ones and the best valid one. A ``bad`` one
+    (incomplete or damaged) does not count, and is deleted when it is older than all that are kept,
+    so that it can be examined. Temporary ones are deleted at once: none is being written now.
     """
     ordered = sorted(good, key=order_of)
-    stays = {newest, *ordered[-keep:]}
+    kept = {newest, *ordered[-keep:]}
     if best is not None:
         sign = 1 if best.mode == "max" else -1
         rated = [(sign * m.metric, order_of(n), n) for n, m in good.items() if m.metric is not None]
-        stays.update(name for _, _, name in sorted(rated)[-1:])
-    oldest = min(order_of(name) for name in stays)
-    gone = [name for name in ordered if name not in stays]
-    return gone + [name for name in bad if name.startswith(DRAFT) or order_of(name) < oldest]
+        kept.update(name for _, _, name in sorted(rated)[-1:])
+    oldest = min(order_of(name) for name in kept)
+    delete = [name for name in ordered if name not in kept]
+    return delete + [name for name in bad if name.startswith(TEMPORARY) or order_of(name) < oldest]
 
 
 def _is_of(name: str, step: int) -> bool:

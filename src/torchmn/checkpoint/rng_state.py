@@ -1,8 +1,8 @@
 """The random generators of a rank: Python's, numpy's, torch's on the CPU and on its GPU.
 
-With another number of workers a rank that was there before goes on with its own streams. A new one
-gets streams from the seed of the saved run's rank 0, the step and its rank, so that no two ranks
-draw the same numbers and the same resume draws the same again.
+On another number of ranks, a rank that existed before continues its own streams. A new rank gets
+streams derived from the seed of the saved run's rank 0, the step and its rank, so that no two ranks
+draw the same numbers and resuming is reproducible.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def check(state: Mapping[str, Any]) -> None:
 
 
 def restore(state: Mapping[str, Any], device: torch.device) -> None:
-    """Go on with the numbers that would have come next. Local.
+    """Restore the generators. Local.
 
-    A GPU whose state was not saved (a run that moved to GPUs) keeps its stream.
+    A GPU whose state was not saved (the run has moved to GPUs) keeps its stream.
     """
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
@@ -57,7 +57,7 @@ def restore(state: Mapping[str, Any], device: torch.device) -> None:
 
 
 def start(seed: int, step: int, rank: int, device: torch.device) -> None:
-    """Begin streams for a rank that was not there when the state was saved. Local."""
+    """Seed the generators of a rank that did not exist when the state was saved. Local."""
     text = f"torchmn {seed} {step} {rank}".encode()
     number = int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
     random.seed(number)

@@ -1,4 +1,4 @@
-"""Who writes what: what ranks have in common is written once, spread over them by bytes."""
+"""Which rank writes which tensors: shared ones are written once, balanced over ranks by bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torchmn.checkpoint.shard_file import TensorEntry
 
 
 def owners(catalogues: Sequence[Sequence[TensorEntry]]) -> list[dict[str, int]]:
-    """For every rank: which rank writes each of its tensors, by name. The same on all ranks.
+    """For every rank, the rank that writes each of its tensors, by name. The same on all ranks.
 
     Tensors are the same if name, dtype, shape and checksum are. One of the ranks that have it
     writes it: the one with the fewest bytes so far, large tensors first.
@@ -19,7 +19,7 @@ def owners(catalogues: Sequence[Sequence[TensorEntry]]) -> list[dict[str, int]]:
             holders.setdefault(entry, []).append(rank)
     result: list[dict[str, int]] = [{} for _ in catalogues]
     written_nbytes = [0] * len(catalogues)
-    # Who must write its own comes first: the shared ones then fill up.
+    # First tensors that only one rank has; the shared ones then balance the load.
     for entry in sorted(holders, key=lambda e: (len(holders[e]) > 1, -e.nbytes)):
         ranks = holders[entry]
         owner = min(ranks, key=lambda rank: written_nbytes[rank])

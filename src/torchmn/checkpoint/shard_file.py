@@ -1,12 +1,12 @@
-"""A file of tensors in the safetensors format, written from and read into memory of ours.
+"""A file of tensors in the safetensors format, written from and read into given memory.
 
     8 bytes   n, the size of the header, little-endian
     n bytes   JSON: {name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, ...}
     the rest  the tensors' bytes, without gaps
 
-https://huggingface.co/docs/safetensors. Its package reads these files. It is not used here: it
-wants every tensor as one more copy, does not sync, and checks no sums. A dtype that the format
-lacks is written as bytes; the description of the state knows better.
+https://huggingface.co/docs/safetensors. Its package reads these files but is not used here: it
+makes another copy of every tensor, does not sync, and does not verify checksums. A dtype that the
+format lacks is written as bytes; the description of the state has the dtype.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _DTYPES = {
     "float64": "F64",
 }
 _LENGTH_NBYTES = 8
-_MOST_HEADER_NBYTES = 100_000_000  # as in the format's own reader
+_MAX_HEADER_NBYTES = 100_000_000  # as in the format's own reader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ def in_file_order(entries: Sequence[TensorEntry]) -> list[TensorEntry]:
 
 
 def header_of(entries: Sequence[TensorEntry]) -> bytes:
-    """The beginning of a file with these tensors in this order."""
+    """The header of a file with these tensors in this order."""
     table, begin = {}, 0
     for entry in entries:
         known = entry.dtype in _DTYPES
@@ -82,7 +82,7 @@ class ShardReader:
         length = memoryview(bytearray(_LENGTH_NBYTES))
         file.read_into(0, length)
         nbytes = int.from_bytes(length, "little")
-        if nbytes > min(_MOST_HEADER_NBYTES, file.nbytes - _LENGTH_NBYTES):
+        if nbytes > min(_MAX_HEADER_NBYTES, file.nbytes - _LENGTH_NBYTES):
             raise DataError(f"{name} is damaged: its header claims {nbytes} bytes")
         header = memoryview(bytearray(nbytes))
         file.read_into(_LENGTH_NBYTES, header)
@@ -125,7 +125,7 @@ def _places(name: str, header: bytes) -> dict[str, tuple[int, int]]:
         ArithmeticError,  # JSON has Infinity, and int() has not
         RecursionError,
     ) as error:
-        raise DataError(f"{name} has no header of safetensors: {error}") from error
+        raise DataError(f"{name} does not have a safetensors header: {error}") from error
 
 
 def _itemsize(dtype: str) -> int:

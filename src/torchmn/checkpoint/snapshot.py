@@ -1,8 +1,7 @@
-"""A copy of a state in memory, so that training may go on while it is written.
+"""A copy of a state in memory, so that training can continue while it is written.
 
-Tensors are copied into one block that lives as long as the checkpointer: a fresh block of that size
-costs more in page faults than the copy itself. Tensors of a GPU go there through the bus in one
-go, into memory that is pinned for it.
+Tensors are copied into one block that lives as long as the checkpointer: page faults of a new block
+would cost more than the copy itself. Tensors of a GPU are copied into pinned memory.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ RANDOM = "random state"
 
 
 class Stateful(Protocol):
-    """What can be saved."""
+    """An object that can be saved."""
 
     def state_dict(self) -> Any:
         """Plain values and tensors."""
 
     def load_state_dict(self, state_dict: Any) -> object:
-        """Go on from a state, in place."""
+        """Restore a state in place."""
 
 
 @runtime_checkable
 class HasReplicatedTensors(Protocol):
-    """An object that says which tensors hold the same bits on all ranks."""
+    """An object that knows which tensors are bit-identical on all ranks."""
 
     def replicated_tensors(self) -> Sequence[Tensor]:
-        """These tensors, as of now. Local."""
+        """Return these tensors. Local."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +50,15 @@ class SavedObject:
 
 @dataclass(frozen=True, kw_only=True)
 class Copy:
-    """A rank's state: descriptions, tensors by name, and which of them are promised to be equal."""
+    """A rank's state: descriptions, tensors by name, names of replicated tensors."""
 
     objects: dict[str, SavedObject]
     tensors: dict[str, Tensor]
-    promised: list[str]
+    replicated: list[str]
 
     @property
     def nbytes(self) -> int:
-        """Of the tensors."""
+        """The size of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
@@ -70,11 +69,11 @@ class CopyMemory:
         self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def copy(
-        self, state: Mapping[str, Stateful], random_state: object, *, asks_promises: bool = False
+        self, state: Mapping[str, Stateful], random_state: object, *, with_replicated: bool = False
     ) -> Copy:
-        """Copy what these objects hold now. It is valid until the next call.
+        """Copy the state of these objects. It is valid until the next call.
 
-        ``asks_promises``: note what objects say is the same on all ranks.
+        ``with_replicated``: record which tensors objects report as replicated.
 
         Raises UsageError: one has no ``state_dict``; UnsupportedError: see `object_codec.describe`.
         """
@@ -88,16 +87,18 @@ class CopyMemory:
             label: SavedObject(body=body, parts=[names.of(label, part) for part in parts])
             for label, (body, parts) in described.items()
         }
-        promised = {
+        replicated = {
             tensor.data_ptr()
             for obj in state.values()
-            if asks_promises and isinstance(obj, HasReplicatedTensors)
+            if with_replicated and isinstance(obj, HasReplicatedTensors)
             for tensor in obj.replicated_tensors()
             if tensor.numel()
         }
         return Copy(
             objects=listed,
-            promised=[n for n, tensor in names.tensors.items() if tensor.data_ptr() in promised],
+            replicated=[
+                n for n, tensor in names.tensors.items() if tensor.data_ptr() in replicated
+            ],
             tensors=self._copy(names.tensors),
         )
 
@@ -121,7 +122,7 @@ class CopyMemory:
 
 
 class _Names:
-    """Gives each tensor a name in files, as ``model/conv1.weight``; one memory has one name."""
+    """Gives each tensor a name in files, as ``model/conv1.weight``; shared memory gets one name."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -135,8 +136,8 @@ class _Names:
             else (len(self.tensors),)
         )
         if memory not in self._by_memory:
-            words = [label, *(_plain(key) for key in part.path[1:])]
-            name = base = "/".join(word.replace("~", "~0").replace("/", "~1") for word in words)
+            keys = [label, *(_plain(key) for key in part.path[1:])]
+            name = base = "/".join(word.replace("~", "~0").replace("/", "~1") for word in keys)
             number = 2
             while name in self.tensors or name == "__metadata__":
                 name, number = f"{base}~{number}", number + 1

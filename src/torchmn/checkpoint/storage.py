@@ -1,7 +1,7 @@
-"""Where checkpoints lie: the seam between the format and a folder, or memory elsewhere.
+"""Storage of checkpoints: the interface between the format and a folder, or the memory of hosts.
 
-A checkpoint is a set of named files. It is written under the name of a draft; `commit` makes it
-a checkpoint at once. Whatever has no manifest is none.
+A checkpoint is a set of named files. It is written under a temporary name; `commit` turns it into a
+checkpoint atomically. What has no manifest is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ class Reader(Protocol):
     nbytes: int
 
     def read_into(self, offset: int, memory: memoryview) -> None:
-        """Fill the memory. Raises DataError: the file cannot be read, or ends before."""
+        """Fill ``memory``. Raises DataError: the file cannot be read, or is too short."""
 
     def close(self) -> None:
-        """Done."""
+        """Close the file."""
 
 
 class Storage(Protocol):
-    """Keeps checkpoints. Every method is local; who calls it stands at each.
+    """Stores checkpoints. Every method is local; each says which ranks call it.
 
-    OSError from any method means that this storage failed at it. ``sees_all_ranks`` says whether
-    rank 0 can open what others have written to a draft, and so look whether all of it is there.
+    OSError from any method means that this storage failed. ``sees_all_ranks`` says whether rank 0
+    can open the files that other ranks have staged, and so check that all are complete.
     """
 
     sees_all_ranks: bool
 
-    def write(self, draft: str, file: str, pieces: Iterable[bytes | memoryview]) -> None:
-        """Write one file of a draft; when it returns the file is durable. Any rank."""
+    def write(self, staged: str, file: str, pieces: Iterable[bytes | memoryview]) -> None:
+        """Write one file of a staged checkpoint; it is durable on return. Any rank."""
 
     def open(self, checkpoint: str, file: str) -> Reader:
-        """Open one file. Any rank. Raises DataError: it is not there or cannot be read."""
+        """Open one file. Any rank. Raises DataError: it is missing or cannot be read."""
 
-    def commit(self, draft: str, checkpoint: str, manifest: bytes) -> None:
-        """Make a draft a checkpoint: all of it, or nothing. Rank 0, when all have written."""
+    def commit(self, staged: str, checkpoint: str, manifest: bytes) -> None:
+        """Make a staged checkpoint a checkpoint, atomically. Rank 0, after all have written."""
 
     def names(self) -> list[str]:
-        """The names of all checkpoints and drafts, also torn ones. Rank 0."""
+        """The names of all checkpoints, also staged and incomplete ones. Rank 0."""
 
     def remove(self, name: str) -> None:
-        """Remove a checkpoint or a draft; after a crash in the middle it is none. Rank 0."""
+        """Remove a checkpoint or a staged one; if interrupted, it is no checkpoint. Rank 0."""
 
 
 class FolderStorage:
@@ -63,26 +63,26 @@ class FolderStorage:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def write(self, draft: str, file: str, pieces: Iterable[bytes | memoryview]) -> None:
+    def write(self, staged: str, file: str, pieces: Iterable[bytes | memoryview]) -> None:
         """See `Storage.write`."""
-        path = self.folder / draft / file
+        path = self.folder / staged / file
         path.parent.mkdir(exist_ok=True)
         with path.open("wb", buffering=0) as out:
             for piece in pieces:
-                rest = memoryview(piece).cast("B")
-                while rest:  # a large write may be cut short
-                    rest = rest[out.write(rest) :]
+                remaining = memoryview(piece).cast("B")
+                while remaining:  # a large write may be cut short
+                    remaining = remaining[out.write(remaining) :]
             os.fsync(out.fileno())
 
     def open(self, checkpoint: str, file: str) -> Reader:
         """See `Storage.open`."""
         return FileReader(self.folder / checkpoint / file)
 
-    def commit(self, draft: str, checkpoint: str, manifest: bytes) -> None:
-        """See `Storage.commit`: the rename is the moment from which on it counts."""
-        self.write(draft, MANIFEST, [manifest])
-        _sync_folder(self.folder / draft)
-        (self.folder / draft).rename(self.folder / checkpoint)
+    def commit(self, staged: str, checkpoint: str, manifest: bytes) -> None:
+        """See `Storage.commit`: the checkpoint exists from the rename on."""
+        self.write(staged, MANIFEST, [manifest])
+        _sync_folder(self.folder / staged)
+        (self.folder / staged).rename(self.folder / checkpoint)
         _sync_folder(self.folder)
 
     def names(self) -> list[str]:
@@ -95,7 +95,7 @@ class FolderStorage:
     def remove(self, name: str) -> None:
         """See `Storage.remove`."""
         path = self.folder / name
-        with suppress(FileNotFoundError):  # no checkpoint any more, from here on
+        with suppress(FileNotFoundError):  # from here on it is not a checkpoint
             (path / MANIFEST).unlink()
         shutil.rmtree(path)
 
@@ -115,14 +115,14 @@ class FileReader:
 
     def read_into(self, offset: int, memory: memoryview) -> None:
         """See `Reader.read_into`."""
-        rest = memory.cast("B")
+        remaining = memory.cast("B")
         try:
             self._file.seek(offset)
-            while rest:
-                num = self._file.readinto(rest)
+            while remaining:
+                num = self._file.readinto(remaining)
                 if not num:
-                    raise DataError(f"{self._name} ends {len(rest)} bytes too early")
-                rest = rest[num:]
+                    raise DataError(f"{self._name} is {len(remaining)} bytes too short")
+                remaining = remaining[num:]
         except OSError as error:
             raise DataError(f"{self._name} cannot be read: {error.strerror}") from error
 

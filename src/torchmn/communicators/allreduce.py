@@ -201,7 +201,7 @@ class _StripeMessages:
     """The stripes of a block and the memory for their messages, kept between steps."""
 
     def __init__(self, codec: StripeCodec, group: Group, block: ReduceBlock) -> None:
-        self.layouts = codec.cut(block.layout, group.size)
+        self.layouts = codec.split(block.layout, group.size)
         self.nbytes = [codec.stripe_nbytes(layout) for layout in self.layouts]
         # Starting after this rank, so that the first messages of all ranks have different targets.
         self.others = [(group.rank + i) % group.size for i in range(1, group.size)]

@@ -263,7 +263,7 @@ class CollectiveJobs:
 
     def _check_root(self, root: int) -> None:
         if not 0 <= operator.index(root) < self.size:
-            raise UsageError(f"root={root} is outside 0..{self.size - 1}.")
+            raise UsageError(f"root={root} must be a rank from 0 to {self.size - 1}.")
 
 
 def _own(x: Tensor) -> Tensor:

@@ -293,5 +293,6 @@ class Collectives:
     def _check_peer(self, role: str, peer: int) -> None:
         if not 0 <= peer < self.size or peer == self.rank:
             raise UsageError(
-                f"{role}={peer}: a rank of {self.size} other than this one ({self.rank}) is needed."
+                f"{role}={peer} must be a rank from 0 to {self.size - 1} other than this one "
+                f"({self.rank})."
             )

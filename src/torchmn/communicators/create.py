@@ -197,7 +197,9 @@ def _limits(timeout_s: float, first_timeout_s: float | None) -> tuple[float, flo
     first_s = _FIRST_FACTOR * timeout_s if first_timeout_s is None else first_timeout_s
     for name, seconds in (("timeout_s", timeout_s), ("first_timeout_s", first_s)):
         if not 0 <= seconds < float("inf"):
-            raise UsageError(f"{name}={seconds} must be a number of seconds, or 0 for no limit.")
+            raise UsageError(
+                f"{name}={seconds} must be a finite number of seconds, or 0 for no limit."
+            )
     return timeout_s or _NO_LIMIT_S, first_s or _NO_LIMIT_S
 
 
@@ -264,7 +266,10 @@ def _exchange_hosts(world: Transport, greeting: dict[str, Any], timeout_s: float
     """Every rank's host name. Raises RankMismatchError: the greetings differ."""
     own = json.dumps({"host": socket.gethostname(), **greeting}).encode()
     if len(own) > _GREETING_BYTES:
-        raise UsageError(f"Host name {socket.gethostname()!r} is too long.")
+        raise UsageError(
+            f"The host name {socket.gethostname()!r} is too long: a greeting has "
+            f"{_GREETING_BYTES} bytes. Give the host a shorter name."
+        )
     table = torch.zeros(world.size, _GREETING_BYTES, dtype=torch.uint8, device="cpu")
     table[world.rank, : len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     world.all_gather_stripes_(table.view(-1), TimeLimit(timeout_s))
@@ -283,7 +288,7 @@ def _checked_topology(given: Topology | None, found_hosts: list[str], world: Tra
         if given.size != world.size:
             raise TopologyError(
                 f"The given topology has {given.size} ranks, the world has {world.size}. "
-                "Give one host name per rank."
+                "Pass a topology with one host name per rank."
             )
         return given
     topology = Topology(tuple(found_hosts))

@@ -146,7 +146,7 @@ class Engine:
         try:
             while not work._done.wait(timeout=1.0):
                 if self._thread is None or not self._thread.is_alive():
-                    raise CommunicationError("The exchange thread has ended before its work.")
+                    raise CommunicationError("The exchange thread ended before its work.")
         finally:
             self._num_waiting -= 1
 

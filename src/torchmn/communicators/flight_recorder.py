@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from torchmn.control.messages.monitor import CollectiveStatus
 from torchmn.monitor import script_monitor
 
 State = Literal["running", "done", "failed", "late"]
@@ -140,22 +141,22 @@ class FlightRecorder:
                 return entry
         return None
 
-    def describe(self) -> list[dict[str, object]]:
+    def describe(self) -> list[CollectiveStatus]:
         """The newest collective of each group, for a report. From any thread."""
         now = time.monotonic()
-        newest: list[dict[str, object]] = []
+        newest = []
         for entry in self._last_of.copy().values():
             members = self._members.get(entry.group, range(len(self.job_ranks)))
             newest.append(
-                {
-                    "group": entry.group,
-                    "ranks": [self.job_ranks[rank] for rank in members],
-                    "number": entry.in_group,
-                    "what": entry.signature,
-                    "where": entry.label,
-                    "state": entry.state,
-                    "age_s": round(now - entry.started_s, 1),
-                }
+                CollectiveStatus(
+                    group=entry.group,
+                    ranks=tuple(self.job_ranks[rank] for rank in members),
+                    number=entry.in_group,
+                    what=entry.signature,
+                    where=entry.label,
+                    state=entry.state,
+                    age_s=round(now - entry.started_s, 1),
+                )
             )
         return newest
 

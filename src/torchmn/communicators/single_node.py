@@ -25,7 +25,7 @@ class SingleNodeCommunicator(Communicator):
     def check_placement(self) -> None:
         if self.inter_size != 1:
             raise UnsupportedError(
-                f"single_node serves one node, but there are {self.topology}. "
+                f"single_node supports one node only, but there are {self.topology}. "
                 "Use 'hierarchical', 'two_dimensional' or 'auto'."
             )
 

@@ -1,4 +1,4 @@
-"""In which form gradients travel."""
+"""Gradient compression codecs."""
 
 from torchmn.compression.base import Codec, StripeCodec
 from torchmn.compression.create import CODECS, create_codec

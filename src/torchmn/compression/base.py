@@ -1,10 +1,10 @@
-"""The seam of the codecs that a compressed mean carries.
+"""The interface of codecs.
 
-What the wire does with them, for a bucket on W ranks (CNTK's quantized all-reduce, Seide et al.
-2014):
+How a compressed all-reduce calls them, for a bucket on W ranks (CNTK's quantized all-reduce, Seide
+et al. 2014):
 
-    stripes = codec.cut(layout, W)
-    for each j but the own rank:     codec.encode_stripe(buffer, stripes[j], bytes_j)   -> rank j
+    stripes = codec.split(layout, W)
+    for each j but the own rank:      codec.encode_stripe(buffer, stripes[j], bytes_j)   -> rank j
     once, the own part unencoded:    codec.flush_residual_into(buffer, stripes[rank])
     for what came from each rank:    codec.decode_stripe(bytes, stripes[rank], buffer, add=True)
     once, the sum:                   codec.encode_stripe(buffer, stripes[rank], bytes, "owner")
@@ -13,9 +13,10 @@ What the wire does with them, for a bucket on W ranks (CNTK's quantized all-redu
     after the last bucket of an exchange, before the next exchange encodes anything:
                                      codec.finish(is_valid=not codec.nonfinite.names("decoding"))
 
-and before the first bucket of an exchange, if the codec `keeps_residues`, codec.begin(total_scale).
+and before the first bucket of an exchange, codec.begin(total_scale) if the
+codec `keeps_residuals`.
 
-16-bit buffers are summed in a float32 buffer beside them, see `Layout.moved`. Each rank multiplies
+16-bit buffers are summed in a separate float32 buffer, see `Layout.moved`. Each rank multiplies
 its gradient by a scale before it is encoded, so that the owner's sum is ``total_scale`` times the
 mean, with the sum of the scales for ``total_scale``: 1 where each rank's scale is one over the
 number of ranks, and another number in each exchange where ranks have weights.
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor
 
 from torchmn.compression.layout import Layout, Segment
-from torchmn.compression.nonfinite import Nonfinite
+from torchmn.compression.nonfinite import NonfiniteTracker
 from torchmn.errors import UsageError
 
 Side = Literal["worker", "owner"]
@@ -40,16 +41,16 @@ ALIGNMENT = 8  # bytes; encoded stripes must begin at a multiple of it
 
 
 class Codec(ABC):
-    """In which form gradients travel, and what is remembered about it. See the two kinds of it."""
+    """A compressed form of gradients, and its state. See `StripeCodec` and `PowerSGD`."""
 
     name: str
     needs_whole_parameters = False
-    """Whether a route that cuts parameters between ranks of a node cannot serve it."""
-    keeps_residues = False
-    """Whether it adds to an exchange what earlier ones have lost, and so asks for `begin`."""
+    """Whether it does not work on routes that shard parameters between the ranks of a node."""
+    keeps_residuals = False
+    """Whether it adds the residuals of earlier exchanges, and so needs `begin`."""
 
     def __init__(self) -> None:
-        self.nonfinite = Nonfinite()
+        self.nonfinite = NonfiniteTracker()
         """Which parameters had values that are not finite, since the last `finish`."""
         self.total_scale = 1.0
         """How many times its mean the sum of the current exchange is, see `begin`."""
@@ -59,7 +60,7 @@ class Codec(ABC):
 
         A residual that was kept in an exchange with another ``total_scale`` is multiplied by the
         ratio of the two before it is added, so that it adds to the mean exactly what was lost of
-        an earlier mean. 0 is a sum of nothing, after which `finish` is told ``is_valid=False``.
+        an earlier mean. 0 is a sum of nothing; `finish` is then called with ``is_valid=False``.
         """
         if total_scale > 0:
             self.total_scale = total_scale
@@ -67,13 +68,13 @@ class Codec(ABC):
     def finish(self, *, is_valid: bool) -> None:
         """End an exchange: all its buckets are decoded, none of the next is encoded.
 
-        ``is_valid=False`` (a gradient somewhere was not finite; the same on all ranks) takes back
-        what this exchange did to residuals, as if it had not been.
+        ``is_valid=False`` (a gradient on some rank was not finite; the same on all ranks) undoes
+        what this exchange did to residuals.
         """
         self.nonfinite.clear()
 
-    def fresh(self) -> Codec:
-        """One like it with a state of its own: no two exchanges may share residuals."""
+    def new_instance(self) -> Codec:
+        """A codec with the same options and its own state: exchanges must not share residuals."""
         return self
 
     def state_dict(self) -> dict[str, Any]:
@@ -81,12 +82,12 @@ class Codec(ABC):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`; an empty dict starts anew. Raises UsageError: not for us."""
+        """Resume from `state_dict`; an empty dict resets. Raises UsageError: another codec's."""
         if state:
             raise UsageError(f"The codec {self.name} has no state, but was given {sorted(state)}.")
 
     def warm_up(self, layout: Layout, device: torch.device) -> None:  # noqa: B027 - most have no kernels
-        """Compile and allocate what buckets of this kind need, so that no step has to."""
+        """Compile and allocate what buckets of this layout need, before the first step."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -97,14 +98,14 @@ class StripeCodec(Codec):
 
     ``values``, ``out`` of `decode_stripe`: the buffer, (n,), in whose elements a layout's segments
     count. ``encoded``, ``out`` of `encode_stripe`: (stripe_nbytes,) uint8, contiguous, at a
-    multiple of 8 bytes. An own codec writes the three abstract methods; whatever it does not say
-    of blocks, state and residuals has a default.
+    multiple of 8 bytes. A subclass defines the three abstract methods; everything about blocks,
+    state and residuals has a default.
     """
 
     block_length: int = 1
-    """Stripes are cut at multiples of this many elements of a parameter."""
+    """Stripes begin at multiples of this many elements of a parameter."""
     bits: float = 32
-    """On the wire, per element of a parameter that is not small."""
+    """Sent per element of a parameter that is not small."""
 
     @abstractmethod
     def stripe_nbytes(self, stripe: Layout) -> int:
@@ -114,9 +115,10 @@ class StripeCodec(Codec):
     def encode_stripe(
         self, values: Tensor, stripe: Layout, out: Tensor, side: Side = "worker"
     ) -> None:
-        """Encode the stripe's elements of ``values`` into ``out``. ``values`` stays as it is.
+        """Encode the stripe's elements of ``values`` into ``out``. ``values`` is not changed.
 
-        Values that are not finite must decode to some that are not, and be told to `nonfinite`.
+        Values that are not finite must decode to some that are not, and be recorded in
+        `nonfinite`.
         """
 
     @abstractmethod
@@ -125,52 +127,59 @@ class StripeCodec(Codec):
     ) -> None:
         """Write the decoded elements into ``out``, or add them to it.
 
-        Nothing before or behind the stripe is touched; what lies between its segments is nobody's.
+        Elements before and after the stripe are not changed; those between its segments are
+        unspecified.
         """
 
-    def cut(self, layout: Layout, num_stripes: int) -> tuple[Layout, ...]:
-        """The stripes of a bucket: of about equally many bytes, cut where this codec allows."""
-        return layout.cut(num_stripes, self.block_length, small_cost=max(1.0, 32 / self.bits))
+    def split(self, layout: Layout, num_stripes: int) -> tuple[Layout, ...]:
+        """The stripes of a bucket: about the same number of bytes, split at block boundaries."""
+        return layout.split(num_stripes, self.block_length, small_cost=max(1.0, 32 / self.bits))
 
-    def encode_rest(
+    def encode_with_feedback(
         self,
         values: Tensor,
         residual: Tensor,
-        rest: Tensor,
+        new_residual: Tensor,
         stripe: Layout,
         out: Tensor,
         side: Side = "worker",
     ) -> None:
-        """Encode v = values + residual and write what is lost, v minus its decoded value, to rest.
+        """Encode v = values + residual, and write v minus its decoded value to ``new_residual``.
 
-        ``residual`` and ``rest``: (stripe.span,) of the wide dtype, element 0 for element
-        ``stripe.begin`` of ``values``. Where v is not finite, ``rest`` is ``residual``. Called by
-        `ErrorFeedback`; a codec with a faster way than this one, in four passes, overrides it.
+        ``residual`` and ``new_residual``: (stripe.span,) of the wide dtype, element 0 for element
+        ``stripe.begin`` of ``values``. Where v is not finite, ``new_residual`` is ``residual``.
+        Called by `ErrorFeedback`. This implementation makes four passes over memory; override it
+        where fewer are possible.
         """
         local = stripe.moved(-stripe.begin, stripe.wide_dtype)
-        torch.add(residual, span_of(values, stripe), out=rest)
-        self.encode_stripe(rest, local, out, side)
-        decoded = torch.zeros_like(rest)
+        torch.add(residual, span_of(values, stripe), out=new_residual)
+        self.encode_stripe(new_residual, local, out, side)
+        decoded = torch.zeros_like(new_residual)
         self.decode_stripe(out, local, decoded)
-        rest.sub_(decoded)
-        if not torch.isfinite(rest).all():
-            torch.where(torch.isfinite(rest), rest, residual, out=rest)
+        new_residual.sub_(decoded)
+        keep_finite_(new_residual, residual)
 
     def flush_residual_into(self, values: Tensor, stripe: Layout, side: Side = "worker") -> None:
-        """Add what is owed to ``values``, which go on unencoded: nothing of them is lost.
+        """Add the residual to ``values``, which continue unencoded: nothing of them is lost.
 
-        ``values`` has at least 32 bits. One rank alone settles its whole bucket, on both sides.
+        ``values`` has at least 32 bits. One rank alone flushes its whole bucket, on both sides.
         """
-        self.nonfinite.look("encoding", stripe, span_of(values, stripe))
+        self.nonfinite.scan("encoding", stripe, span_of(values, stripe))
 
-    def fresh(self) -> StripeCodec:
-        """See `Codec.fresh`."""
+    def new_instance(self) -> StripeCodec:
         return self
 
 
 def anonymous_layout(numel: int, dtype: torch.dtype) -> Layout:
-    """The layout of a buffer that is one run of elements."""
+    """The layout of a buffer without parameter names."""
     return Layout((Segment("", 0, numel),) if numel else (), dtype)
+
+
+def keep_finite_(new_residual: Tensor, residual: Tensor) -> None:
+    """Where ``new_residual`` is not finite, keep the old residual."""
+    is_finite = torch.isfinite(new_residual)
+    if not is_finite.all():
+        torch.where(is_finite, new_residual, residual, out=new_residual)
 
 
 def span_of(values: Tensor, stripe: Layout) -> Tensor:

@@ -1,4 +1,4 @@
-"""How fast a codec is on this machine, measured."""
+"""Measure the speed of a codec on this machine."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _NUMEL = MiB // 2
 _NUM_ROUNDS = 3
 
 
-def coding_s_per_element(codec: Codec | None, device: torch.device) -> float:
-    """Seconds to encode one element and to decode it twice, as every rank does in a mean. Local.
+def codec_seconds_per_element(codec: Codec | None, device: torch.device) -> float:
+    """Seconds to encode one element and decode it twice, as every rank does in a mean. Local.
 
-    Codecs that are not `StripeCodec` are not timed: infinity.
+    Infinity for codecs other than `StripeCodec`, which are not timed.
     """
     if codec is None:
         return 0.0
     if not isinstance(codec, StripeCodec):
         return float("inf")
-    own = codec.fresh()
+    own = codec.new_instance()
     layout = Layout.of([("sample", 0, (_NUMEL // 1024, 1024))], torch.float32)
     values = torch.linspace(-1, 1, _NUMEL, device=device)
     encoded = torch.zeros(aligned(own.stripe_nbytes(layout)), dtype=torch.uint8, device=device)

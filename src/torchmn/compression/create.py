@@ -1,4 +1,4 @@
-"""The list of codec names."""
+"""Codecs by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchmn.compression.quantized import Quantized
 from torchmn.errors import UnknownNameError
 
 CODECS: dict[str, Callable[[], Codec] | None] = {
-    "float32": None,  # as they are
+    "float32": None,  # uncompressed
     "float16": Float16,
     "bfloat16": BFloat16,
     "int8": lambda: ErrorFeedback(Quantized(bits=8)),
@@ -24,9 +24,9 @@ CODECS: dict[str, Callable[[], Codec] | None] = {
 
 
 def create_codec(codec: str | Codec | None) -> Codec | None:
-    """A codec by name, or the object itself; None sends tensors as they are.
+    """A codec by name, or the object itself; None sends tensors uncompressed.
 
-    Local. Raises UnknownNameError.
+    Local. Raises UnknownNameError: not in `CODECS`.
     """
     if codec is None or not isinstance(codec, str):
         return codec

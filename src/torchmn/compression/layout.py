@@ -1,8 +1,8 @@
-"""Which parameters lie where in a bucket, and where a bucket may be cut into stripes.
+"""The positions of parameters in a bucket, and where a bucket may be split into stripes.
 
-Codecs work in blocks that start anew at each parameter, and stripes are cut at block boundaries:
-the value that an element is given does not depend on how parameters were put into buckets, nor on
-how many ranks own stripes of them.
+A stripe is the part of a bucket that one rank reduces. Codecs work in blocks that begin at the
+start of each parameter, and buckets are split at block boundaries: the decoded value of an element
+does not depend on how parameters were put into buckets, nor on how many ranks own stripes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ VECTOR_NUMEL = 65_536
 
 
 def is_small(shape: Sequence[int]) -> bool:
-    """Whether a parameter is too small to gain: it then travels as it is.
+    """Whether a parameter is too small to compress: it is sent uncompressed.
 
     Biases and the scales of normalisation count (one dim, up to 65,536 elements), and whatever
     has fewer than 1024 elements.
@@ -30,7 +30,7 @@ def is_small(shape: Sequence[int]) -> bool:
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of elements of one parameter.
+    """Consecutive elements of one parameter.
 
     It begins at element ``start`` of the buffer and at element ``offset`` of the parameter, counted
     in the order of the buffer's memory.
@@ -46,7 +46,7 @@ class Segment:
 
     @property
     def end(self) -> int:
-        """The first element of the buffer behind it."""
+        """The first element of the buffer after it."""
         return self.start + self.numel
 
     @property
@@ -55,20 +55,20 @@ class Segment:
         return self.shape is not None and self.offset == 0 and math.prod(self.shape) == self.numel
 
     def part(self, first: int, last: int) -> Segment:
-        """Elements ``first`` to ``last`` (exclusive) of this run."""
+        """Elements ``first`` to ``last`` (exclusive) of this segment."""
         return replace(
             self, start=self.start + first, numel=last - first, offset=self.offset + first
         )
 
-    def nearest_cut(self, position: float, block_length: int) -> int:
-        """The allowed cut nearest to ``position`` elements into the run; 0 and numel are allowed.
+    def nearest_boundary(self, position: float, block_length: int) -> int:
+        """The allowed split nearest to ``position`` elements in; 0 and numel are allowed.
 
-        A small parameter is never cut.
+        A small parameter is never split.
         """
         step = self.numel if self.is_small else block_length
         offset = 0 if self.is_small else self.offset
-        cut = round((offset + position) / step) * step - offset if step else 0
-        return min(max(cut, 0), self.numel)
+        boundary = round((offset + position) / step) * step - offset if step else 0
+        return min(max(boundary, 0), self.numel)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Layout:
     """The segments of a bucket, or of a stripe of it, in the order of the buffer.
 
     ``dtype`` is the buffer's. Two layouts that are equal share residuals, so that sets of buckets
-    that take turns do. Elements of the buffer between segments are nobody's and do not travel.
+    that alternate do. Elements of the buffer between segments belong to no parameter.
     """
 
     segments: tuple[Segment, ...]
@@ -104,7 +104,7 @@ class Layout:
 
     @cached_property
     def end(self) -> int:
-        """The first element of the buffer behind it."""
+        """The first element of the buffer after it."""
         return self.segments[-1].end if self.segments else 0
 
     @property
@@ -129,10 +129,10 @@ class Layout:
     def __hash__(self) -> int:
         return self._hash
 
-    def cut(
+    def split(
         self, num_stripes: int, block_length: int, *, small_cost: float = 1.0
     ) -> tuple[Layout, ...]:
-        """Cut into stripes of about equal cost, at block boundaries and between parameters.
+        """Split into stripes of about equal cost, at block boundaries and between parameters.
 
         ``small_cost`` is the cost of an element of a small parameter, in elements of another; for
         1 bit it is 32. There may be empty stripes. A pure function: the same on all ranks.
@@ -142,14 +142,14 @@ class Layout:
         stripes: list[list[Segment]] = [[] for _ in range(num_stripes)]
         done = 0.0
         for segment, cost in zip(self.segments, costs, strict=True):
-            cuts = [
-                segment.nearest_cut(
+            boundaries = [
+                segment.nearest_boundary(
                     (total * k / num_stripes - done) / cost * segment.numel, block_length
                 )
                 for k in range(1, num_stripes)
             ]
             for stripe, first, last in zip(
-                stripes, [0, *cuts], [*cuts, segment.numel], strict=True
+                stripes, [0, *boundaries], [*boundaries, segment.numel], strict=True
             ):
                 if last > first:
                     stripe.append(segment.part(first, last))
@@ -157,10 +157,10 @@ class Layout:
         return tuple(Layout(tuple(stripe), self.dtype) for stripe in stripes)
 
     def between(self, start: int, stop: int) -> Layout:
-        """What lies in elements ``start`` to ``stop`` of the buffer, wherever that cuts blocks.
+        """Elements ``start`` to ``stop`` of the buffer, which may be inside of blocks.
 
-        A block is then cut in two, each quantized by itself: nothing is lost but the independence
-        of values from cuts. The segments' `start` still counts from the whole buffer's first.
+        A block is then divided, and each part quantized separately: values then depend on where
+        buckets are divided. The segments' `start` still counts from the start of the buffer.
         """
         return Layout(
             tuple(

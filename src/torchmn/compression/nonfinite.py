@@ -13,37 +13,38 @@ from torchmn.compression.layout import Layout
 When = Literal["encoding", "decoding"]
 
 
-class Nonfinite:
+class NonfiniteTracker:
     """A record of one exchange. Local.
 
-    What was met in *encoding* or settling as a worker is this rank's own gradient; what was met in
-    *decoding* is known to all ranks that decode the same bytes. Flags of a GPU stay there until
-    `names` asks.
+    What was found in *encoding* or flushing as a worker is this rank's own gradient; what was found
+    in *decoding* is known to all ranks that decode the same bytes. Flags of a GPU stay there until
+    `names` is called.
     """
 
     def __init__(self) -> None:
         self._names: dict[When, list[str]] = {"encoding": [], "decoding": []}
         self._unread: list[tuple[When, Layout, Tensor]] = []
 
-    def note(self, when: When, stripe: Layout, flags: Tensor) -> None:
+    def record_flags(self, when: When, stripe: Layout, flags: Tensor) -> None:
         """``flags`` (num_segments,): not zero where a segment has values that are not finite."""
         if flags.device.type == "cpu":
             self._read(when, stripe, flags)
         else:
             self._unread.append((when, stripe, flags))
 
-    def look(self, when: When, stripe: Layout, span: Tensor) -> None:
-        """Look into ``span`` (stripe.span,), at every parameter only if there is something."""
+    def scan(self, when: When, stripe: Layout, span: Tensor) -> None:
+        """Scan ``span`` (stripe.span,), and every parameter in it if something is not finite."""
         if not known_finite(span):
             parts = (span[s.start - stripe.begin : s.end - stripe.begin] for s in stripe.segments)
-            self.note(when, stripe, torch.stack([~torch.isfinite(part).all() for part in parts]))
+            flags = torch.stack([~torch.isfinite(part).all() for part in parts])
+            self.record_flags(when, stripe, flags)
 
-    def add(self, when: When, name: str) -> None:
-        """Note one parameter by its name."""
+    def record(self, when: When, name: str) -> None:
+        """Record one parameter by its name."""
         self._names[when].append(name)
 
     def names(self, when: When) -> list[str]:
-        """The parameters, each once, in the order in which they were met. Waits for the GPU."""
+        """The parameters, each once, in the order in which they were found. Waits for the GPU."""
         for item in self._unread:
             self._read(*item)
         self._unread.clear()
@@ -60,7 +61,7 @@ class Nonfinite:
 
 
 def known_finite(span: Tensor) -> bool:
-    """Whether the extremes are, and NaN counts as one. A GPU is not waited for: maybe not."""
+    """Whether the extremes are finite; NaN is an extreme. False on a GPU, without a wait."""
     if not span.numel():
         return True
     return span.device.type == "cpu" and all(map(math.isfinite, torch.aminmax(span)))

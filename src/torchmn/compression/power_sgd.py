@@ -4,22 +4,22 @@ Each rank i holds its share M_i (n, m) of the mean M = sum_i M_i. One step of su
 from Q (m, r) of the step before (T. Vogels, S. P. Karimireddy, M. Jaggi, "PowerSGD: Practical
 Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019):
 
-    V_i = M_i + R_i                     R_i: what this rank owes (error feedback)
+    V_i = M_i + R_i                     R_i: this rank's residual (error feedback)
     P   = orthogonalise(sum_i V_i Q)    (n, r)
     Q_i = V_i' P,   Q = sum_i Q_i       (m, r)
     M   becomes P Q',   R_i becomes V_i - P Q_i'
 
-so that what is returned and what all ranks owe add up to the gradients. r (n + m) numbers travel
-instead of n m. Where the sum is not the mean but a multiple of it, R_i is converted as in
+so that what is returned and the residuals of all ranks add up to the gradients. r (n + m) numbers
+are sent instead of n m. Where the sum is not the mean but a multiple of it, R_i is converted as in
 `error_feedback`; Q has no unit.
 
 Differences from the paper and from PyTorch's hook: the residual is what this rank's own part has
 lost, V_i - P Q_i', not V_i less the mean, which would keep the differences between ranks too. P is
 summed and orthogonalised at one rank, and all use its bytes; P Q' is added up in one order without
-fused operations: replicas stay bit-identical on unlike CPUs. A column of P that is nothing beside
-the columns before it becomes zero instead of rounding noise of length one. A column of Q that has
-become zero starts anew, as does everything after a gradient of zeros. Residues are kept by name.
-Tensors that would not gain (vectors, small matrices) are summed as they are, beside Q.
+fused operations: replicas stay bit-identical on different CPUs. A column of P that is negligible
+after projection becomes zero instead of normalized rounding noise. A column of Q that has become
+zero is initialized again, as is everything after a gradient of zeros. Residuals are stored by name.
+Tensors that are not worth compressing (vectors, small matrices) are summed together with Q.
 """
 
 from __future__ import annotations
@@ -35,73 +35,53 @@ from torch import Tensor
 
 from torchmn.compression.base import Codec
 from torchmn.compression.kernels.select import kernels_for
-from torchmn.compression.layout import is_small
-from torchmn.compression.residuals import State, scale_of
+from torchmn.compression.layout import Layout, Segment, is_small
+from torchmn.compression.residuals import Residuals
 from torchmn.errors import UsageError
 
-_NOTHING = 1e-6  # a column's part outside of the span of those before it, beside its length
+_NEGLIGIBLE = 1e-6  # length of a column after projection, relative to its length before
 
 
 class Ranks(Protocol):
-    """What an aggregating codec needs of a communicator; every method is collective."""
+    """What PowerSGD needs of a communicator; every method is collective."""
 
     @property
     def rank(self) -> int:
-        """The caller's."""
+        """The rank of the caller."""
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
 
     def reduce_scatter(self, xs: Sequence[Tensor]) -> Tensor:
         """The sum over ranks of their ``xs[rank]``."""
 
     def allgather(self, x: Tensor) -> Sequence[Tensor]:
-        """Everybody's ``x``, as it came from `reduce_scatter`, in rank order."""
+        """The ``x`` of all ranks, as returned by `reduce_scatter`, in rank order."""
 
     def allreduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, the same bits on all."""
 
 
 @dataclass
-class _Memory:
-    """Of one matrix: ``q`` (m, r) and ``residual`` (n, m), and what may replace them.
-
-    ``scale``: how many times its mean the sum was, of the exchange that ``residual`` is from.
-    """
-
-    q: Tensor
-    residual: Tensor
-    scale: float
-    next_q: Tensor | None = None
-    next_residue: Tensor | None = None
-
-    def work(self) -> Tensor:
-        """The memory of the next residual, kept from step to step."""
-        if self.next_residue is None:
-            self.next_residue = torch.empty_like(self.residual)
-        return self.next_residue
-
-
-@dataclass
 class _Matrix:
-    """A gradient under way: ``v`` (n, m) is what the rank has and owes, then what it will owe."""
+    """A gradient in an exchange: ``v`` (n, m) is M_i + R_i, then the new residual."""
 
     name: str
     target: Tensor
     v: Tensor
-    memory: _Memory
+    q: Tensor
     p: Tensor
 
 
 class PowerSGD(Codec):
-    """An aggregating codec: it forms the mean itself. One object belongs to one exchange.
+    """A codec that reduces whole matrices, not stripes. One object belongs to one exchange.
 
     ``rank`` is r. Memory: 8 bytes an element, and Q. ``seed`` must be the same on all ranks.
     """
 
     needs_whole_parameters = True
-    keeps_residues = True
+    keeps_residuals = True
 
     def __init__(self, rank: int = 4, *, seed: int = 0) -> None:
         if rank < 1:
@@ -111,8 +91,10 @@ class PowerSGD(Codec):
         self.seed = seed
         self.name = f"power_sgd_{rank}"
         self._step = 0
-        self._memories: dict[str, _Memory] = {}
-        self._loaded: dict[str, State] = {}
+        self._residuals = Residuals()
+        self._q: dict[str, Tensor] = {}
+        self._next_q: dict[str, Tensor] = {}
+        """Q of the current exchange; valid when it ends."""
 
     def mean_(self, named_matrices: Iterable[tuple[str, Tensor]], comm: Ranks) -> None:
         """Make every tensor the mean over ranks of itself. *Collective.*
@@ -141,111 +123,75 @@ class PowerSGD(Codec):
         matrices: list[_Matrix] = []
         others: list[tuple[str, Tensor]] = []
         for name, tensor in named_matrices:
-            if self._gains(tensor):
+            if self._is_worth_compressing(tensor):
                 matrices.append(self._begin(name, tensor))
             else:
                 others.append((name, tensor))
         if comm.size == 1:
-            self._settle(matrices)
+            self._flush_residuals(matrices)
             return
         for dtype in (torch.float32, torch.float64):
             own = [x for x in matrices if x.v.dtype == dtype]
-            rest = [(n, t) for n, t in others if _wide(t) == dtype and t.numel()]
+            uncompressed = [(n, t) for n, t in others if _wide(t) == dtype and t.numel()]
             if own:
-                self._agree_on_p(own, comm)
-            if own or rest:
-                self._agree_on_q(own, rest, comm, dtype)
+                self._reduce_p(own, comm)
+            if own or uncompressed:
+                self._reduce_q(own, uncompressed, comm, dtype)
 
     def finish(self, *, is_valid: bool) -> None:
-        """End an exchange: make its residuals and Q valid, or forget them. See `Codec.finish`."""
+        """End an exchange: make its residuals and Q valid, or discard them. See `Codec.finish`."""
         super().finish(is_valid=is_valid)
-        for memory in self._memories.values():
-            if is_valid and memory.next_q is not None and memory.next_residue is not None:
-                memory.q = memory.next_q
-                memory.residual, memory.next_residue = memory.next_residue, memory.residual
-            memory.next_q = None
+        self._residuals.finish(is_valid=is_valid)
+        if is_valid:
+            self._q.update(self._next_q)
+        self._next_q.clear()
         self._step += is_valid
-        self._loaded.clear()
 
-    def fresh(self) -> PowerSGD:
-        """One like it with a state of its own."""
+    def new_instance(self) -> PowerSGD:
         return PowerSGD(self.rank, seed=self.seed)
 
     def state_dict(self) -> dict[str, Any]:
         """Q and residuals by name, as copies; `residuals.reshard` serves these states as well."""
-        memories = {
-            **{n: (e["q"], e["values"], e["scale"]) for n, e in self._loaded.items()},
-            **{n: (m.q, m.residual.flatten(), m.scale) for n, m in self._memories.items()},
-        }
-        memories = dict(sorted(memories.items()))  # as other codecs: see `Residues.state_dict`
+        residuals = self._residuals.state_dict()
+        names = [entry["name"] for entry in residuals]
         return {
             "step": self._step,
-            "q": {name: q.clone() for name, (q, _, _) in memories.items()},
-            "residuals": [
-                {
-                    "side": "worker",
-                    "name": name,
-                    "offset": 0,
-                    "values": residual.clone(),
-                    "scale": scale,
-                }
-                for name, (_, residual, scale) in memories.items()
-            ],
+            "q": {name: self._q[name].clone() for name in names if name in self._q},
+            "residuals": residuals,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`; an empty dict starts anew."""
-        self._memories.clear()
+        """Resume from `state_dict`; an empty dict resets."""
         self._step = int(state.get("step", 0))
-        self._loaded = {
-            entry["name"]: {
-                "q": state["q"][entry["name"]].clone(),
-                "values": entry["values"],
-                "scale": scale_of(entry),
-            }
-            for entry in state.get("residuals", [])
-        }
+        self._q = {name: q.clone() for name, q in state.get("q", {}).items()}
+        self._next_q.clear()
+        self._residuals.load_state_dict(state.get("residuals", []))
 
     # ---- one exchange ----
 
-    def _gains(self, tensor: Tensor) -> bool:
+    def _is_worth_compressing(self, tensor: Tensor) -> bool:
         if tensor.dim() < 2 or is_small(tensor.shape):
             return False
         n = tensor.shape[0]
         return 2 * self.rank * (n + tensor.numel() // n) <= tensor.numel()
 
     def _begin(self, name: str, tensor: Tensor) -> _Matrix:
-        """Add what is owed, and multiply by Q."""
+        """Add the residual and multiply by Q."""
         wide = tensor.reshape(tensor.shape[0], -1).to(_wide(tensor))
-        memory = self._memory(name, wide)
-        v = torch.add(wide, memory.residual, out=memory.work())
-        q = self._without_zero_columns(
-            name, memory.q
-        ).double()  # squares of 1e-25 vanish in 32 bits
-        return _Matrix(name, tensor, v, memory, v @ (q / q.norm(dim=0)).to(v))
-
-    def _memory(self, name: str, matrix: Tensor) -> _Memory:
-        memory = self._memories.get(name)
-        if memory is None or memory.residual.shape != matrix.shape:
-            memory = _Memory(
-                matrix.new_zeros(matrix.shape[1], self.rank),
-                matrix.new_zeros(matrix.shape),
-                self.total_scale,
-            )
-            loaded = self._loaded.pop(name, None)
-            if loaded is not None and loaded["values"].numel() == matrix.numel():
-                memory.residual.copy_(loaded["values"].view(matrix.shape))
-                memory.scale = loaded["scale"]
-                if loaded["q"].shape == memory.q.shape:  # another rank starts from new columns
-                    memory.q.copy_(loaded["q"])
-            self._memories[name] = memory
-        if memory.scale != self.total_scale:
-            memory.residual.mul_(self.total_scale / memory.scale)
-            memory.scale = self.total_scale
-        return memory
+        layout = Layout((Segment(name, 0, wide.numel()),), wide.dtype)
+        self._residuals.scale = self.total_scale
+        block = self._residuals.block("worker", layout, wide.device)
+        v = torch.add(wide, block.current.view_as(wide), out=block.pending.view_as(wide))
+        block.is_written = True
+        q = self._q.get(name)
+        if q is None or q.shape != (wide.shape[1], self.rank):  # none yet, or of another rank
+            q = wide.new_zeros(wide.shape[1], self.rank)
+        q = self._q[name] = q.to(wide)
+        start = self._without_zero_columns(name, q).double()  # squares of 1e-25 vanish in 32 bits
+        return _Matrix(name, tensor, v, q, v @ (start / start.norm(dim=0)).to(v))
 
     def _without_zero_columns(self, name: str, q: Tensor) -> Tensor:
-        """Random numbers, the same on all ranks, where there is nothing to start from."""
+        """Zero columns are replaced by random numbers, the same on all ranks."""
         is_empty = ~q.any(dim=0)
         if not is_empty.any():
             return q
@@ -254,53 +200,53 @@ class PowerSGD(Codec):
         new = torch.randn(q.shape, generator=generator, dtype=torch.float64, device="cpu")
         return torch.where(is_empty, new.to(q), q)
 
-    def _settle(self, matrices: list[_Matrix]) -> None:
-        """One rank alone has nothing to send: it pays what it owes."""
+    def _flush_residuals(self, matrices: list[_Matrix]) -> None:
+        """One rank alone sends nothing: it adds its residuals."""
         for x in matrices:
             x.target.copy_(x.v.view(x.target.shape))
-            x.memory.next_q = x.memory.q
+            self._next_q[x.name] = x.q
             x.v.zero_()
 
-    def _agree_on_p(self, matrices: list[_Matrix], comm: Ranks) -> None:
-        """Sum each P at its owner, orthogonalise there, and take the owners' bytes."""
+    def _reduce_p(self, matrices: list[_Matrix], comm: Ranks) -> None:
+        """Sum each P at its owner, orthogonalise it there, and gather the results."""
         for x in matrices:
             if not torch.isfinite(x.p).all():
-                self.nonfinite.add("encoding", x.name)
+                self.nonfinite.record("encoding", x.name)
         owners = _owners([x.p.numel() for x in matrices], comm.size)
-        parcels = [
+        chunks = [
             _joined([x.p for x, owner in zip(matrices, owners, strict=True) if owner == rank], like)
             for rank in range(comm.size)
             for like in [matrices[0].p]
         ]
-        own = comm.reduce_scatter(parcels)
+        own = comm.reduce_scatter(chunks)
         shapes = [x.p.shape for x, o in zip(matrices, owners, strict=True) if o == comm.rank]
         for part in _parts(own, shapes):
             orthogonalise_(part)
         by_rank = comm.allgather(own)
-        for rank, parcel in enumerate(by_rank):
+        for rank, chunk in enumerate(by_rank):
             theirs = [x for x, owner in zip(matrices, owners, strict=True) if owner == rank]
-            for x, part in zip(theirs, _parts(parcel, [x.p.shape for x in theirs]), strict=True):
+            for x, part in zip(theirs, _parts(chunk, [x.p.shape for x in theirs]), strict=True):
                 x.p = part
 
-    def _agree_on_q(
+    def _reduce_q(
         self,
         matrices: list[_Matrix],
         others: list[tuple[str, Tensor]],
         comm: Ranks,
         dtype: torch.dtype,
     ) -> None:
-        """Sum each Q, and what does not gain beside it; write the results."""
+        """Sum each Q together with the uncompressed tensors; write the results."""
         own_qs = [x.v.T @ x.p for x in matrices]
         plain = [tensor.to(dtype) for _, tensor in others]
         pieces = [*own_qs, *plain]
         for (name, _), tensor in zip(others, plain, strict=True):
             if not torch.isfinite(tensor).all():
-                self.nonfinite.add("encoding", name)
+                self.nonfinite.record("encoding", name)
         total = comm.allreduce(_joined(pieces, pieces[0]))
         sums = _parts(total, [piece.shape for piece in pieces])
         for x, own_q, q in zip(matrices, own_qs, sums, strict=False):
             kernels = kernels_for(q.device.type)
-            x.memory.next_q = q.clone()
+            self._next_q[x.name] = q.clone()
             kernels.subtract_outer_(x.v, x.p, own_q)
             is_direct = x.target.dtype == dtype and x.target.is_contiguous()
             result = x.target.view(x.v.shape) if is_direct else torch.empty_like(x.v)
@@ -308,11 +254,11 @@ class PowerSGD(Codec):
             if not is_direct:
                 x.target.copy_(result.view(x.target.shape))
             if not (torch.isfinite(x.p).all() and torch.isfinite(q).all()):
-                self.nonfinite.add("decoding", x.name)
+                self.nonfinite.record("decoding", x.name)
         for (name, tensor), summed in zip(others, sums[len(matrices) :], strict=True):
             tensor.copy_(summed)
             if not torch.isfinite(summed).all():
-                self.nonfinite.add("decoding", name)
+                self.nonfinite.record("decoding", name)
 
     def __repr__(self) -> str:
         return f"PowerSGD(rank={self.rank})"
@@ -321,7 +267,7 @@ class PowerSGD(Codec):
 def orthogonalise_(matrix: Tensor) -> None:
     """Make the columns of (n, r) orthonormal, in place: modified Gram-Schmidt, twice each.
 
-    A column that is nothing beside those before it becomes zero; what is not finite becomes NaN.
+    A column that is negligible after projection becomes zero; if not finite, NaN.
     """
     columns = matrix.double()
     for k in range(matrix.shape[1]):
@@ -329,9 +275,9 @@ def orthogonalise_(matrix: Tensor) -> None:
         length = column.norm()
         for _ in range(2):
             column -= before @ (before.T @ column)
-        rest = column.norm()
-        nothing = torch.zeros_like(column)
-        column.copy_(torch.where(rest <= _NOTHING * length, nothing, column / rest))
+        remaining = column.norm()
+        is_negligible = remaining <= _NEGLIGIBLE * length
+        column.copy_(torch.where(is_negligible, torch.zeros_like(column), column / remaining))
     matrix.copy_(columns)
 
 

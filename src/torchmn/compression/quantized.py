@@ -17,13 +17,13 @@ With 1 bit it is two values (Seide et al., "1-Bit Stochastic Gradient Descent", 
     v becomes   mean of the block's elements >= 0   where v >= 0
                 mean of the block's elements <  0   elsewhere
 
-so that a zero among other values does not stay zero, but a block of zeros does.
+so that a zero among other values is changed, but a block of zeros is not.
 
-Differences from CNTK, where they came from: blocks of a fixed length instead of columns of a matrix
-(the columns of a 3x3 convolution have 3 elements and gained nothing); grids over the range above
-instead of 4 standard deviations; small parameters travel as they are.
+Differences from CNTK: blocks of a fixed length instead of columns of a matrix
+(the columns of a 3x3 convolution have 3 elements and gain nothing); levels over the range above
+instead of 4 standard deviations; small parameters are sent uncompressed.
 
-``stochastic=True`` rounds up or down by chance so that the expectation is v (TernGrad, QSGD), over
+``stochastic=True`` rounds up or down at random so that the expectation is v (TernGrad, QSGD), over
 max|v|; with 1 bit between the block's extremes. It is for use without `ErrorFeedback`.
 """
 
@@ -37,7 +37,7 @@ from torch import Tensor
 from torchmn.compression.base import Side, StripeCodec, check_encoded, span_of
 from torchmn.compression.kernels.noise import Noise
 from torchmn.compression.kernels.select import kernels_for
-from torchmn.compression.kernels.wire_format import Grid, StripePlan, plan_stripe
+from torchmn.compression.kernels.wire_format import QuantizationSpec, StripePlan, plan_stripe
 from torchmn.compression.layout import Layout
 from torchmn.errors import UsageError
 
@@ -47,9 +47,10 @@ BLOCK_LENGTHS = {8: 512, 4: 512, 2: 512, 1: 1024}
 class Quantized(StripeCodec):
     """A stripe codec of few bits; lossy, so wrap it in `ErrorFeedback`.
 
-    ``block_length`` is a multiple of 32. ``seed`` is for stochastic rounding; give each rank its
-    own, such as ``comm.rank``, or their errors are alike and do not average out. Values beyond the
-    range of float32 count as not finite. float64 buffers have float32 scales and float64 residuals.
+    ``block_length`` is a multiple of 32. ``seed`` is for stochastic rounding; use a different one
+    on each rank, such as ``comm.rank``, or errors are the same and do not average out. Values
+    outside the range of float32 count as not finite. float64 buffers have float32 scales and
+    float64 residuals.
     """
 
     def __init__(
@@ -65,115 +66,109 @@ class Quantized(StripeCodec):
             raise UsageError(f"bits={bits} must be 8, 4, 2 or 1.")
         if block_length is not None and (block_length < 32 or block_length % 32):
             raise UsageError(f"block_length={block_length} must be a positive multiple of 32.")
-        self.grid = Grid(bits, block_length or BLOCK_LENGTHS[bits], stochastic)
-        self.block_length = self.grid.block_length
-        self.bits = bits + 32 * self.grid.num_floats / self.block_length
+        self.spec = QuantizationSpec(bits, block_length or BLOCK_LENGTHS[bits], stochastic)
+        self.block_length = self.spec.block_length
+        self.bits = bits + 32 * self.spec.num_floats / self.block_length
         self.seed = seed
         self.name = ("1bit" if bits == 1 else f"int{bits}") + ("_stochastic" if stochastic else "")
         self._step = 0
         self._plans: dict[Layout, StripePlan] = {}
 
     def stripe_nbytes(self, stripe: Layout) -> int:
-        """See `StripeCodec.stripe_nbytes`."""
         return self.plan(stripe).nbytes
 
     def encode_stripe(
         self, values: Tensor, stripe: Layout, out: Tensor, side: Side = "worker"
     ) -> None:
-        """See `StripeCodec.encode_stripe`."""
         self._encode(values, None, None, stripe, out, side)
 
-    def encode_rest(
+    def encode_with_feedback(
         self,
         values: Tensor,
         residual: Tensor,
-        rest: Tensor,
+        new_residual: Tensor,
         stripe: Layout,
         out: Tensor,
         side: Side = "worker",
     ) -> None:
-        """See `StripeCodec.encode_rest`; here in one pass."""
-        self._encode(values, residual, rest, stripe, out, side)
+        """See `StripeCodec.encode_with_feedback`; here in one pass."""
+        self._encode(values, residual, new_residual, stripe, out, side)
 
     def decode_stripe(
         self, encoded: Tensor, stripe: Layout, out: Tensor, *, add: bool = False
     ) -> None:
-        """See `StripeCodec.decode_stripe`."""
         plan = self.plan(stripe)
         check_encoded(encoded, plan.nbytes)
         span = span_of(out, stripe)
         is_direct = span.dtype == stripe.wide_dtype and span.is_contiguous()
-        # 16-bit and strided buffers by way of a copy, which keeps what lies between segments.
+        # 16-bit and strided buffers by way of a copy, which keeps the elements between segments.
         wide = span if is_direct else span.to(stripe.wide_dtype).contiguous()
         flags = kernels_for(out.device.type).decode(encoded, wide, plan, add=add)
         if not is_direct:
             span.copy_(wide)
-        self.nonfinite.note("decoding", stripe, flags)
+        self.nonfinite.record_flags("decoding", stripe, flags)
 
     def finish(self, *, is_valid: bool) -> None:
-        """See `StripeCodec.finish`."""
         super().finish(is_valid=is_valid)
-        self._step += self.grid.is_stochastic and is_valid
+        self._step += self.spec.is_stochastic and is_valid
 
     def warm_up(self, stripe: Layout, device: torch.device) -> None:
         """Compile the kernels for stripes of this kind: about ten seconds once per machine."""
         self.plan(stripe)
         sample = Layout.of([("", 0, (self.block_length,)), ("w", 2048, (2, 1024))], stripe.dtype)
         probe = Quantized(
-            self.grid.bits, block_length=self.block_length, stochastic=self.grid.is_stochastic
+            self.spec.bits, block_length=self.block_length, stochastic=self.spec.is_stochastic
         )
         values = torch.zeros(sample.end, dtype=sample.wide_dtype, device=device)
         encoded = torch.empty(probe.stripe_nbytes(sample), dtype=torch.uint8, device=device)
         probe.encode_stripe(values, sample, encoded)
-        probe.encode_rest(values, values, torch.empty_like(values), sample, encoded)
+        probe.encode_with_feedback(values, values, torch.empty_like(values), sample, encoded)
         for add in (False, True):
             probe.decode_stripe(encoded, sample, values, add=add)
 
-    def fresh(self) -> StripeCodec:
-        """See `StripeCodec.fresh`."""
-        grid = self.grid
+    def new_instance(self) -> StripeCodec:
+        spec = self.spec
         return Quantized(
-            grid.bits,
-            block_length=grid.block_length,
-            stochastic=grid.is_stochastic,
+            spec.bits,
+            block_length=spec.block_length,
+            stochastic=spec.is_stochastic,
             seed=self.seed,
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """See `StripeCodec.state_dict`: where in the random numbers it is."""
-        return {"step": self._step} if self.grid.is_stochastic else {}
+        """See `StripeCodec.state_dict`: the position in the sequence of random numbers."""
+        return {"step": self._step} if self.spec.is_stochastic else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `StripeCodec.load_state_dict`."""
-        if not self.grid.is_stochastic:
+        if not self.spec.is_stochastic:
             super().load_state_dict(state)
         self._step = int(state.get("step", 0))
 
     def plan(self, stripe: Layout) -> StripePlan:
-        """Where everything lies in the bytes of a stripe; made once."""
+        """The byte layout of a stripe; computed once."""
         plan = self._plans.get(stripe)
         if plan is None:
-            plan = self._plans[stripe] = plan_stripe(stripe, self.grid)
+            plan = self._plans[stripe] = plan_stripe(stripe, self.spec)
         return plan
 
     def _encode(
         self,
         values: Tensor,
         residual: Tensor | None,
-        rest: Tensor | None,
+        new_residual: Tensor | None,
         stripe: Layout,
         out: Tensor,
         side: Side,
     ) -> None:
         plan = self.plan(stripe)
         check_encoded(out, plan.nbytes)
-        noise = Noise(self.seed, self._step, side) if self.grid.is_stochastic else None
+        noise = Noise(self.seed, self._step, side) if self.spec.is_stochastic else None
         span = span_of(values, stripe).to(stripe.wide_dtype).contiguous()
         kernels = kernels_for(values.device.type)
-        flags = kernels.encode(span, residual, rest, out, plan, noise)
+        flags = kernels.encode(span, residual, new_residual, out, plan, noise)
         if side == "worker":
-            self.nonfinite.note("encoding", stripe, flags)
+            self.nonfinite.record_flags("encoding", stripe, flags)
 
     def __repr__(self) -> str:
-        stochastic = ", stochastic=True" if self.grid.is_stochastic else ""
-        return f"Quantized(bits={self.grid.bits}, block_length={self.block_length}{stochastic})"
+        stochastic = ", stochastic=True" if self.spec.is_stochastic else ""
+        return f"Quantized(bits={self.spec.bits}, block_length={self.block_length}{stochastic})"

@@ -1,13 +1,21 @@
-"""What is owed to the model: for each parameter, what encoding has lost so far.
+"""Residuals: for each parameter, what encoding has lost so far.
 
-Kept by the parameter's name and the position in it, once for what this rank owes as a worker and
-once for what it owes as the owner of stripes. Buckets and stripes may be laid out anew at any time
-between two exchanges: residuals move along. What one exchange writes becomes valid when it ends, so
-that an exchange whose result is thrown away leaves no trace.
+They are stored by the parameter's name and the position in it, separately for what this rank lost
+as a worker and as the owner of stripes. Buckets and stripes may be laid out differently at any time
+between two exchanges: residuals follow. What an exchange writes becomes valid when it ends, so that
+an exchange whose result is discarded leaves no trace.
 
-Values are kept in the unit of the exchange that wrote them, whose sum was ``scale`` times the mean:
+Values are in the unit of the exchange that wrote them, whose sum was ``scale`` times the mean:
 ``values / scale`` is what the mean has lost, whatever the weights were. An exchange of another
 scale converts what it uses, by the ratio; with equal scales no bit changes.
+
+When the layout changes, the block of an old stripe is split into pieces, one per segment, and a new
+stripe adds up the pieces that overlap it. What it does not cover stays unassigned:
+
+    parameter w       0        100       200       300
+    old stripe        [=========|=========]            its block is detached: one piece, 0 to 200
+    new stripe                 [==========|=========]  takes 100 to 200, zeros after it
+    unassigned        [=========]                      0 to 100, until another stripe takes it
 """
 
 from __future__ import annotations
@@ -26,114 +34,110 @@ from torchmn.errors import UsageError
 State = dict[str, Any]
 
 
-class Run:
-    """The residuals of one stripe: ``now`` (span,), and ``rest`` (span,), which may replace it."""
+class ResidualBlock:
+    """The residuals of one stripe: ``current`` (span,), and ``pending`` (span,) to replace it."""
 
     def __init__(self, stripe: Layout, device: torch.device, scale: float) -> None:
         self.stripe = stripe
         self.scale = scale
-        self.now = torch.zeros(stripe.span, dtype=stripe.wide_dtype, device=device)
-        self.rest = torch.zeros_like(self.now)
+        self.current = torch.zeros(stripe.span, dtype=stripe.wide_dtype, device=device)
+        self.pending = torch.zeros_like(self.current)
         self.is_written = False
 
     def convert(self, scale: float) -> None:
-        """Keep the valid residuals in the unit of an exchange of this scale."""
+        """Convert the current residuals to the unit of an exchange of this scale."""
         if scale != self.scale:
-            self.now.mul_(scale / self.scale)
+            self.current.mul_(scale / self.scale)
             self.scale = scale
 
     def part(self, position: int) -> Tensor:
-        """The valid residuals of one segment, a view."""
+        """The current residuals of one segment, a view."""
         segment = self.stripe.segments[position]
         start = segment.start - self.stripe.begin
-        return self.now[start : start + segment.numel]
+        return self.current[start : start + segment.numel]
 
 
-class Residues:
+@dataclass(frozen=True)
+class _Piece:
+    """Residuals of consecutive elements of a parameter that belong to no stripe yet."""
+
+    offset: int
+    values: Tensor
+    scale: float
+
+
+class Residuals:
     """All residuals of one rank. Local."""
 
     def __init__(self) -> None:
         self.scale = 1.0
-        """Of the exchange under way: how many times its mean the sum is."""
-        self._runs: dict[tuple[Side, Layout], Run] = {}
-        self._loose: dict[tuple[Side, str], list[_Piece]] = {}
-        """Loaded, or of a layout that is no more, until a stripe claims them."""
+        """Of the current exchange: how many times its mean the sum is."""
+        self._blocks: dict[tuple[Side, Layout], ResidualBlock] = {}
+        self._unassigned: dict[tuple[Side, str], list[_Piece]] = {}
+        """Loaded, or of an earlier layout, until a stripe takes them."""
 
-    def run(
+    def block(
         self, side: Side, stripe: Layout, device: torch.device, *, is_owner: bool = True
-    ) -> Run:
-        """The residuals of a stripe in the unit of this exchange, zeros where there are none yet.
+    ) -> ResidualBlock:
+        """The residuals of a stripe in the unit of this exchange; zeros where there are none yet.
 
-        A worker that is not the stripe's owner takes over what it owes as its owner of before: it
-        is owed to the sum all the same.
+        A worker that does not own the stripe also takes what it lost as an earlier owner: that is
+        missing from the sum as well.
         """
-        run = self._runs.get((side, stripe))
-        if run is None:
+        block = self._blocks.get((side, stripe))
+        if block is None:
             sides: tuple[Side, ...] = (side,) if is_owner else ("worker", "owner")
-            run = Run(stripe, device, self.scale)
-            for claimed in sides:
-                self._loosen(claimed, stripe)
+            block = ResidualBlock(stripe, device, self.scale)
+            for each in sides:
+                self._detach(each, stripe)
                 for position, segment in enumerate(stripe.segments):
-                    self._claim(claimed, segment.name, segment.offset, run.part(position))
-            self._runs[side, stripe] = run
-        run.convert(self.scale)
-        return run
+                    self._take(each, segment.name, segment.offset, block.part(position))
+            self._blocks[side, stripe] = block
+        block.convert(self.scale)
+        return block
 
     def finish(self, *, is_valid: bool) -> None:
-        """Make valid what was written since the last call, or forget it.
+        """Make what was written since the last call valid, or discard it.
 
-        What no stripe has claimed by now belongs to parameters that are exchanged no more, or on
-        another rank.
+        Pieces that no stripe has taken by now belong to parameters that are no longer exchanged, or
+        are on another rank.
         """
-        for run in self._runs.values():
-            if run.is_written and is_valid:
-                run.now, run.rest = run.rest, run.now
-            run.is_written = False
-        self._loose.clear()
+        for block in self._blocks.values():
+            if block.is_written and is_valid:
+                block.current, block.pending = block.pending, block.current
+            block.is_written = False
+        self._unassigned.clear()
 
     def state_dict(self) -> list[State]:
-        """One entry for each run of elements of a parameter, as copies, in an order of their own.
+        """One entry for each piece of a parameter, as copies, sorted by side, name and offset.
 
         The order of encoding may come from measured times, and a state should not.
         """
-        entries: list[State] = [
-            {
-                "side": side,
-                "name": segment.name,
-                "offset": segment.offset,
-                "values": run.part(position).clone(),
-                "scale": run.scale,
-            }
-            for (side, stripe), run in self._runs.items()
+        pieces = [
+            (side, segment.name, _Piece(segment.offset, block.part(position), block.scale))
+            for (side, stripe), block in self._blocks.items()
             for position, segment in enumerate(stripe.segments)
         ]
-        entries += [
-            {
-                "side": side,
-                "name": name,
-                "offset": piece.offset,
-                "values": piece.values.clone(),
-                "scale": piece.scale,
-            }
-            for (side, name), pieces in self._loose.items()
-            for piece in pieces
+        pieces += [(*key, piece) for key, own in self._unassigned.items() for piece in own]
+        entries: list[State] = [
+            residual_entry(side, name, piece.values.clone(), piece.scale, piece.offset)
+            for side, name, piece in pieces
         ]
         return sorted(entries, key=lambda entry: (entry["side"], entry["name"], entry["offset"]))
 
     def load_state_dict(self, entries: Sequence[State]) -> None:
-        """Go on from `state_dict`, in whatever layout comes next."""
-        self._runs.clear()
-        self._loose.clear()
+        """Resume from `state_dict`, in whatever layout comes next."""
+        self._blocks.clear()
+        self._unassigned.clear()
         for entry in entries:
             key = (entry["side"], entry["name"])
             piece = _Piece(entry["offset"], entry["values"].clone(), scale_of(entry))
-            self._loose.setdefault(key, []).append(piece)
+            self._unassigned.setdefault(key, []).append(piece)
 
-    def _claim(self, side: Side, name: str, offset: int, into: Tensor) -> None:
-        """Add loose residuals of a run of elements to ``into``; they are loose no more."""
-        pieces = self._loose.pop((side, name), [])
+    def _take(self, side: Side, name: str, offset: int, into: Tensor) -> None:
+        """Add the unassigned pieces that overlap ``into``, at ``offset`` of a parameter, to it."""
         left = []
-        for piece in pieces:
+        for piece in self._unassigned.pop((side, name), []):
             start, values = piece.offset, piece.values
             first, last = max(start, offset), min(start + len(values), offset + len(into))
             if first >= last:
@@ -147,43 +151,39 @@ class Residues:
             after = _Piece(last, values[last - start :], piece.scale)
             left += [each for each in (before, after) if len(each.values)]
         if left:
-            self._loose[side, name] = left
+            self._unassigned[side, name] = left
 
-    def _loosen(self, side: Side, stripe: Layout) -> None:
-        """Take apart the runs of an earlier layout that hold elements of this stripe."""
+    def _detach(self, side: Side, stripe: Layout) -> None:
+        """Split the blocks of an earlier layout that overlap this stripe into pieces."""
         wanted: dict[str, list[tuple[int, int]]] = {}
         for s in stripe.segments:
             wanted.setdefault(s.name, []).append((s.offset, s.offset + s.numel))
-        for key, run in list(self._runs.items()):
+        for key, block in list(self._blocks.items()):
             if key[0] != side or not any(
                 first < s.offset + s.numel and s.offset < last
-                for s in run.stripe.segments
+                for s in block.stripe.segments
                 for first, last in wanted.get(s.name, ())
             ):
                 continue
-            if run.is_written:
+            if block.is_written:
                 raise UsageError(
                     "Elements of one parameter were encoded twice in one exchange, in different "
                     "stripes. Call finish() between exchanges, and give each exchange a codec of "
-                    "its own (codec.fresh())."
+                    "its own (codec.new_instance())."
                 )
-            del self._runs[key]
-            for position, s in enumerate(run.stripe.segments):
-                pieces = self._loose.setdefault((side, s.name), [])
-                pieces.append(_Piece(s.offset, run.part(position), run.scale))
+            del self._blocks[key]
+            for position, s in enumerate(block.stripe.segments):
+                pieces = self._unassigned.setdefault((side, s.name), [])
+                pieces.append(_Piece(s.offset, block.part(position), block.scale))
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Residues of a run of elements of a parameter that no stripe has claimed yet."""
-
-    offset: int
-    values: Tensor
-    scale: float
+def residual_entry(side: Side, name: str, values: Tensor, scale: float, offset: int = 0) -> State:
+    """An entry of saved residuals: ``values`` (n,) from element ``offset`` of ``name``."""
+    return {"side": side, "name": name, "offset": offset, "values": values, "scale": scale}
 
 
 def scale_of(entry: State) -> float:
-    """How many times its mean the sum was, of the exchange that a saved residual is from."""
+    """How many times its mean the sum was, in the exchange that a saved residual is from."""
     scale: float = entry.get("scale", 1.0)
     return scale
 
@@ -192,9 +192,11 @@ def reshard(states: Sequence[State], num_workers: int) -> State:
     """The state that each of ``num_workers`` workers loads, from those of all old ones. Local.
 
     ``states`` are `ErrorFeedback.state_dict` of every old rank, in rank order. What the means have
-    lost is the sum of all residuals over their scales, workers' and owners' alike; each new worker
-    takes an equal part of it, in the unit of the mean: with a scale of 1. Owners begin with zeros.
-    Where only some ranks encode (leaders of nodes), ``num_workers`` is their number.
+    lost is the sum of all residuals over their scales, of workers and owners; each new worker takes
+    an equal part of it, in the unit of the mean: with a scale of 1. Owners begin with zeros. Where
+    only some ranks encode (leaders of nodes), ``num_workers`` is their number.
+
+    Raises UsageError: no states, or no workers.
     """
     if not states or num_workers < 1:
         raise UsageError(
@@ -206,22 +208,12 @@ def reshard(states: Sequence[State], num_workers: int) -> State:
     for entry in entries:
         end = entry["offset"] + len(entry["values"])
         lengths[entry["name"]] = max(end, lengths.get(entry["name"], 0))
-    owed = {name: torch.zeros(n, dtype=torch.float64, device="cpu") for name, n in lengths.items()}
+    totals = {n: torch.zeros(k, dtype=torch.float64, device="cpu") for n, k in lengths.items()}
     for entry in entries:
         first, values = entry["offset"], entry["values"]
         lost = values.to("cpu", torch.float64) / scale_of(entry)
-        owed[entry["name"]][first : first + len(values)] += lost
+        totals[entry["name"]][first : first + len(values)] += lost
     dtypes = {entry["name"]: entry["values"].dtype for entry in entries}
-    return {
-        **states[0],
-        "residuals": [
-            {
-                "side": "worker",
-                "name": name,
-                "offset": 0,
-                "values": (total / num_workers).to(dtypes[name]),
-                "scale": 1.0,
-            }
-            for name, total in owed.items()
-        ],
-    }
+    shares = {name: (total / num_workers).to(dtypes[name]) for name, total in totals.items()}
+    residuals = [residual_entry("worker", name, share, 1.0) for name, share in shares.items()]
+    return {**states[0], "residuals": residuals}

@@ -1,22 +1,23 @@
-"""The door of our own listeners: who does not know the job's secret gets nothing and stops nobody.
+"""Authentication of every connection between the processes of a job, by the secret of the job.
 
-Three lines, before anything else is said on a connection:
+Three lines are exchanged before anything else on a connection:
 
-1. gate: a fresh number.
-2. visitor: a fresh number of its own, who it is, and the HMAC-SHA256 of all of this under the
-   secret. The gate hangs up if it is wrong, and says nothing.
-3. gate: the HMAC of the same, as gate. The visitor hangs up if it is wrong.
+1. listener: a random number.
+2. client: a random number of its own, its identity, and the HMAC-SHA256 of all of this under the
+   secret. The listener closes the connection without a reply if it is wrong.
+3. listener: the HMAC of the same, as the listener. The client closes the connection if it is wrong.
 
-Both sides sign both numbers, so that nothing recorded is of use a second time. They sign which of
-the two they are, so that nobody can be answered with his own words, and for which gate, since a job
-has several gates and one secret. What a stranger says is compared, never parsed.
+Both sides sign both numbers, so that a recording cannot be replayed. They sign which side they are,
+so that neither can be answered with its own bytes, and the role of the listener, since a job has
+several listeners and one secret. What an unauthenticated client sends is compared, never parsed.
 
-Strangers cannot be kept from connecting. So few of them wait at a time, for a short time, and the
-oldest of the host that has most of them waiting makes room for the next one. A true visitor answers
-within a round trip, and comes again if it was turned away in a crowd.
+Unauthenticated clients cannot be kept from connecting. So only a limited number of connections is
+pending at a time, for a limited time, and the oldest of the host that has most of them is dropped
+for a new one. A client that knows the secret replies within a round trip, and connects again if it
+was dropped.
 
-This is about who may speak. It does not encrypt: who can read or change the packets of the network
-between the hosts can also read and change what is said behind the gate, see docs/security.md.
+This authenticates; it does not encrypt. Whoever can read or change packets between the hosts can
+read and change what is sent afterwards, see docs/security.md.
 """
 
 from __future__ import annotations
@@ -44,38 +45,39 @@ SECRET_VARIABLE = "TORCHMN_SECRET"
 HANDSHAKE_S = 5.0
 MAX_PENDING = 64
 MAX_IDENTITY_BYTES = 4096
-"""Of what a visitor says about itself, before it is let in."""
+"""Of what a client sends before it is authenticated."""
 
-_GREETING = b"torchmn gate 1 "
-_NUMBER_CHARS = 32
+_GREETING = b"torchmn listener 1 "
+_NONCE_CHARS = 32
 _PROOF_CHARS = hashlib.sha256().digest_size * 2
-_ANSWER = re.compile(rb"([0-9a-f]{%d}) ([0-9a-f]{%d}) ([^\n]+\n)" % (_NUMBER_CHARS, _PROOF_CHARS))
-_MOST_AT_ONCE = 64
-"""Who lets visitors in has other things to do."""
-_OUT_OF_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-_ROOM_PAUSE_S = 0.2
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+_RESPONSE = re.compile(rb"([0-9a-f]{%d}) ([0-9a-f]{%d}) ([^\n]+\n)" % (_NONCE_CHARS, _PROOF_CHARS))
+_MAX_AT_ONCE = 64
+"""Connections accepted in one call: the process has other things to do."""
+_OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_RESOURCES_PAUSE_S = 0.2
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 1.0
 _ABORT = struct.pack("ii", 1, 0)
-"""For SO_LINGER: forget the connection at once, so that the kernel keeps nothing of it either."""
+"""For SO_LINGER: drop the connection at once, so that the kernel keeps nothing of it either."""
 
 
 @dataclass(eq=False)
-class _Stranger:
-    """A connection whose other end has not proved anything yet."""
+class _PendingConnection:
+    """A connection whose client has not authenticated yet."""
 
     connection: socket.socket
     host: str
-    number: str
-    hang_up_at: float
-    said: bytearray = field(default_factory=bytearray)
+    nonce: str
+    drop_at: float
+    received: bytearray = field(default_factory=bytearray)
 
 
 class AuthenticatedListener:
-    """A listener that lets in who knows the secret, in one thread and without ever waiting.
+    """Accepts clients that know the secret, in one thread and without blocking.
 
-    Watch it with a selector, and call `admit` or `accept` when it is ready and about every second.
-    ``role`` says whose gate it is. The listener, which stands on the address that it was bound to,
-    is closed with the gate.
+    Register it with a selector, and call `admit` or `accept` when it is ready and about every
+    second. ``role`` names this listener among those of the job. ``listener`` is closed with it.
+
+    Raises UsageError: the secret is empty.
     """
 
     def __init__(
@@ -88,13 +90,13 @@ class AuthenticatedListener:
         handshake_s: float = HANDSHAKE_S,
     ) -> None:
         if not secret:
-            raise UsageError(f"The gate of the {role} needs a secret, got an empty one.")
+            raise UsageError(f"The listener of the {role} needs a secret, got an empty one.")
         self._listener = listener
         self._secret = secret
         self._role = role
-        self._most_waiting = max_pending
+        self._max_pending = max_pending
         self._handshake_s = handshake_s
-        self._waiting: dict[_Stranger, None] = {}  # the oldest first
+        self._pending: dict[_PendingConnection, None] = {}  # the oldest first
         self._listen_again_at: float | None = None
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
@@ -107,13 +109,13 @@ class AuthenticatedListener:
 
     @property
     def num_pending(self) -> int:
-        """How many have connected and not proved anything yet."""
-        return len(self._waiting)
+        """The number of connections that have not authenticated yet."""
+        return len(self._pending)
 
     def admit(self) -> list[tuple[Channel, Message]]:
-        """Take a step with everybody who is at the gate. Who is in now, and who they are.
+        """Process what pending clients have sent. Those that are authenticated now, with identity.
 
-        Whether such a visitor is wanted is for the caller to say: close the channel if not.
+        The caller decides whether it expects such a client, and closes the channel otherwise.
         """
         admitted = []
         for connection, identity in self.accept():
@@ -124,110 +126,110 @@ class AuthenticatedListener:
         return admitted
 
     def accept(self) -> list[tuple[socket.socket, bytes]]:
-        """As `admit`, for visitors who do not speak in messages: their sockets and first lines."""
+        """As `admit`, for clients that do not send messages: their sockets and identity lines."""
         accepted = []
-        is_knocking = False
+        has_new_clients = False
         for key, _ in self._selector.select(0):
             if key.data is None:
-                is_knocking = True
-            elif (visitor := self._hear(key.data)) is not None:
-                accepted.append(visitor)
+                has_new_clients = True
+            elif (client := self._receive(key.data)) is not None:
+                accepted.append(client)
         now = time.monotonic()
-        for stranger in [each for each in self._waiting if now > each.hang_up_at]:
-            self._turn_away(stranger)  # heard first: it may be us who were late
+        for pending in [each for each in self._pending if now > each.drop_at]:
+            self._drop(pending)  # received first: it may be this process that was late
         if self._listen_again_at is not None and now > self._listen_again_at:
             self._listen_again_at = None
             self._selector.register(self._listener, selectors.EVENT_READ)
-        if is_knocking:
-            self._greet()
+        if has_new_clients:
+            self._accept_new()
         return accepted
 
     def close(self) -> None:
-        """Turn everybody away who waits, and stop listening."""
-        for stranger in list(self._waiting):
-            self._turn_away(stranger)
+        """Drop all pending connections and stop listening."""
+        for pending in list(self._pending):
+            self._drop(pending)
         self._selector.close()
         self._listener.close()
 
-    def _greet(self) -> None:
-        for _ in range(_MOST_AT_ONCE):
+    def _accept_new(self) -> None:
+        for _ in range(_MAX_AT_ONCE):
             try:
                 connection, (host, *_) = self._listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:
-                if error.errno in _OUT_OF_ROOM:  # the listener would stay ready, and we spin
-                    self._make_room()
+                if error.errno in _OUT_OF_RESOURCES:  # else the listener would stay ready
+                    self._drop_oldest()
                     self._selector.unregister(self._listener)
-                    self._listen_again_at = time.monotonic() + _ROOM_PAUSE_S
+                    self._listen_again_at = time.monotonic() + _RESOURCES_PAUSE_S
                     return
-                continue  # it left before we came
-            if len(self._waiting) >= self._most_waiting:
-                self._make_room()
-            hang_up_at = time.monotonic() + self._handshake_s
-            stranger = _Stranger(connection, host, _new_number(), hang_up_at)
-            self._waiting[stranger] = None
+                continue  # the client has closed it already
+            if len(self._pending) >= self._max_pending:
+                self._drop_oldest()
+            drop_at = time.monotonic() + self._handshake_s
+            pending = _PendingConnection(connection, host, _new_nonce(), drop_at)
+            self._pending[pending] = None
             connection.setblocking(False)
-            self._selector.register(connection, selectors.EVENT_READ, stranger)
-            self._say(stranger, _GREETING + stranger.number.encode() + b"\n")
+            self._selector.register(connection, selectors.EVENT_READ, pending)
+            self._send(pending, _GREETING + pending.nonce.encode() + b"\n")
 
-    def _make_room(self) -> None:
-        """Turn away the oldest of the host that has most of them here."""
-        if self._waiting:
-            ((host, _),) = Counter(each.host for each in self._waiting).most_common(1)
-            self._turn_away(next(each for each in self._waiting if each.host == host))
+    def _drop_oldest(self) -> None:
+        """Drop the oldest pending connection of the host that has most of them."""
+        if self._pending:
+            ((host, _),) = Counter(each.host for each in self._pending).most_common(1)
+            self._drop(next(each for each in self._pending if each.host == host))
 
-    def _hear(self, stranger: _Stranger) -> tuple[socket.socket, bytes] | None:
+    def _receive(self, pending: _PendingConnection) -> tuple[socket.socket, bytes] | None:
         try:
-            chunk = stranger.connection.recv(MAX_IDENTITY_BYTES + 1 - len(stranger.said))
+            chunk = pending.connection.recv(MAX_IDENTITY_BYTES + 1 - len(pending.received))
         except (BlockingIOError, InterruptedError):
             return None
         except OSError:
             chunk = b""
-        stranger.said += chunk
-        if chunk and b"\n" not in chunk and len(stranger.said) <= MAX_IDENTITY_BYTES:
-            return None  # there is more to come
-        visitor = self._recognize(stranger) if chunk else None
-        if visitor is None:
-            self._turn_away(stranger)
-        return visitor
+        pending.received += chunk
+        if chunk and b"\n" not in chunk and len(pending.received) <= MAX_IDENTITY_BYTES:
+            return None  # incomplete
+        client = self._authenticate(pending) if chunk else None
+        if client is None:
+            self._drop(pending)
+        return client
 
-    def _recognize(self, stranger: _Stranger) -> tuple[socket.socket, bytes] | None:
-        """Let a visitor in whose line is whole and signed, and which says nothing more yet."""
-        words = _ANSWER.fullmatch(bytes(stranger.said))
-        if words is None:
+    def _authenticate(self, pending: _PendingConnection) -> tuple[socket.socket, bytes] | None:
+        """Accept a client that has sent one complete, signed line, and nothing after it."""
+        response = _RESPONSE.fullmatch(bytes(pending.received))
+        if response is None:
             return None
-        number, proof, identity = words.groups()
-        signed = (self._role, stranger.number.encode(), number, identity)
-        if not hmac.compare_digest(proof, _proof(self._secret, b"visitor", *signed)):
+        nonce, proof, identity = response.groups()
+        signed = (self._role, pending.nonce.encode(), nonce, identity)
+        if not hmac.compare_digest(proof, _proof(self._secret, b"client", *signed)):
             return None
-        if not self._say(stranger, _proof(self._secret, b"gate", *signed) + b"\n"):
+        if not self._send(pending, _proof(self._secret, b"listener", *signed) + b"\n"):
             return None
-        self._selector.unregister(stranger.connection)
-        del self._waiting[stranger]
-        return stranger.connection, identity
+        self._selector.unregister(pending.connection)
+        del self._pending[pending]
+        return pending.connection, identity
 
-    def _say(self, stranger: _Stranger, line: bytes) -> bool:
-        """Whether the line has left; there is room for so few words, or nobody to hear them."""
+    def _send(self, pending: _PendingConnection, line: bytes) -> bool:
+        """Whether the line was sent: a new connection has room for it, unless it is closed."""
         with suppress(OSError):
-            return stranger.connection.send(line) == len(line)
+            return pending.connection.send(line) == len(line)
         return False
 
-    def _turn_away(self, stranger: _Stranger) -> None:
-        del self._waiting[stranger]
-        self._selector.unregister(stranger.connection)
+    def _drop(self, pending: _PendingConnection) -> None:
+        del self._pending[pending]
+        self._selector.unregister(pending.connection)
         with suppress(OSError):
-            stranger.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _ABORT)
-        stranger.connection.close()
+            pending.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _ABORT)
+        pending.connection.close()
 
 
 def connect_authenticated(
     address: str, *, secret: str, role: str, identity: Message, limit_s: float = 30.0
 ) -> Channel:
-    """The way in for a visitor: prove who we are to the gate of ``role`` at ``host:port``. Blocks.
+    """Connect to the listener of ``role`` at ``host:port`` and authenticate. Blocks.
 
-    It comes again if it was turned away, until the limit. Raises LaunchError: nobody listens there,
-    or not the one who knows the secret, or nobody let us in.
+    Connects again if the connection was dropped, until the limit. Raises LaunchError: no process
+    listens there, or one that does not know the secret, or it did not accept the connection.
     """
     line = encode(identity)
     return Channel(connect(address, secret=secret, role=role, line=line, limit_s=limit_s))
@@ -240,17 +242,17 @@ def connect(
     role: str,
     line: bytes,
     limit_s: float = 30.0,
-    insists: bool = True,
+    retries: bool = True,
 ) -> socket.socket:
-    """As `connect_authenticated`, for a visitor who does not speak in messages. ``line`` says who it is.
+    """As `connect_authenticated`, for a client that does not send messages.
 
-    One that does not insist takes being turned away for an answer.
+    ``line`` is its identity. With ``retries=False`` a dropped connection is an error at once.
     """
     deadline = time.monotonic() + limit_s
     pause_s = _FIRST_PAUSE_S
-    if len(line) + _NUMBER_CHARS + _PROOF_CHARS + 2 > MAX_IDENTITY_BYTES:
+    if len(line) + _NONCE_CHARS + _PROOF_CHARS + 2 > MAX_IDENTITY_BYTES:
         raise LaunchError(
-            f"What is said to the {role} before it opens must be shorter than {MAX_IDENTITY_BYTES} "
+            f"The identity that is sent to the {role} must be shorter than {MAX_IDENTITY_BYTES} "
             f"bytes, and {line[:80]!r} has {len(line)}."
         )
     while True:
@@ -264,65 +266,71 @@ def connect(
             problem = str(error)
         else:
             try:
-                return _introduce(connection, secret, role, line, deadline)
+                return _authenticate(connection, secret, role, line, deadline)
             except OSError as error:
                 connection.close()
                 problem = str(error)
             except BaseException:
                 connection.close()
                 raise
-        if not insists or time.monotonic() + pause_s > deadline:
+        if not retries or time.monotonic() + pause_s > deadline:
             raise LaunchError(
-                f"The {role} at {address!r} does not answer: {problem}. See whether it runs, and "
-                f"whether TORCHMN_SECRET is the same here, on {socket.gethostname()}, as there."
+                f"The {role} at {address!r} does not answer: {problem}. Check that it runs, and "
+                f"that {SECRET_VARIABLE} is the same here, on {socket.gethostname()}, as there."
             )
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
 
-def _introduce(
+def _authenticate(
     connection: socket.socket, secret: str, role: str, identity: bytes, deadline: float
 ) -> socket.socket:
-    """The visitor's part of the handshake. Raises OSError: turned away; LaunchError: not a gate."""
-    greeting = _read(connection, len(_GREETING) + _NUMBER_CHARS + 1, deadline)
-    found = re.fullmatch(_GREETING + rb"([0-9a-f]{%d})\n" % _NUMBER_CHARS, greeting)
+    """The client's part of the handshake.
+
+    Raises OSError: the connection was dropped. Raises LaunchError: this is another listener.
+    """
+    greeting = _read(connection, len(_GREETING) + _NONCE_CHARS + 1, deadline)
+    found = re.fullmatch(_GREETING + rb"([0-9a-f]{%d})\n" % _NONCE_CHARS, greeting)
     if found is None:
-        raise LaunchError(f"Who answers instead of the {role} says {greeting!r}.")
-    number = _new_number().encode()
-    signed = (role, found[1], number, identity)
-    connection.sendall(b" ".join((number, _proof(secret, b"visitor", *signed), identity)))
+        raise LaunchError(
+            f"The process at this address is not the {role} of a torchmn job: it sent {greeting!r}."
+        )
+    nonce = _new_nonce().encode()
+    signed = (role, found[1], nonce, identity)
+    connection.sendall(b" ".join((nonce, _proof(secret, b"client", *signed), identity)))
     answer = _read(connection, _PROOF_CHARS + 1, deadline)
-    if not hmac.compare_digest(answer, _proof(secret, b"gate", *signed) + b"\n"):
-        raise LaunchError(f"Who answers instead of the {role} does not know the secret of the job.")
+    if not hmac.compare_digest(answer, _proof(secret, b"listener", *signed) + b"\n"):
+        raise LaunchError(
+            f"The process at this address is not the {role} of this job: it does not know the "
+            "secret."
+        )
     return connection
 
 
 def _read(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:
-    """So many bytes and none of what follows them. Raises OSError: they do not come."""
-    said = b""
-    while len(said) < num_bytes:
+    """Exactly this number of bytes. Raises OSError: they did not arrive in time."""
+    received = b""
+    while len(received) < num_bytes:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
-        chunk = connection.recv(num_bytes - len(said))
+        chunk = connection.recv(num_bytes - len(received))
         if not chunk:
-            raise ConnectionAbortedError("it hung up")
-        said += chunk
-    return said
+            raise ConnectionAbortedError("it closed the connection")
+        received += chunk
+    return received
 
 
-def _new_number() -> str:
-    return secrets.token_hex(_NUMBER_CHARS // 2)
+def _new_nonce() -> str:
+    return secrets.token_hex(_NONCE_CHARS // 2)
 
 
 def _proof(
     secret: str,
     side: bytes,
     role: str,
-    number_of_gate: bytes,
-    number_of_visitor: bytes,
+    listener_nonce: bytes,
+    client_nonce: bytes,
     identity: bytes,
 ) -> bytes:
-    """That ``side`` knows the secret. Only the identity, at the end, may hold any character."""
-    signed = b"\n".join(
-        (_GREETING, side, role.encode(), number_of_gate, number_of_visitor, identity)
-    )
+    """Proves that ``side`` knows the secret. Only the identity, at the end, may hold any byte."""
+    signed = b"\n".join((_GREETING, side, role.encode(), listener_nonce, client_nonce, identity))
     return hmac.new(secret.encode(), signed, hashlib.sha256).hexdigest().encode()

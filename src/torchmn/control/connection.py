@@ -1,8 +1,8 @@
-"""One TCP connection between the supervisor and the agent of each rank.
+"""A TCP connection that carries messages between two processes of a job, without blocking.
 
-mpirun and srun mix the output of ranks in chunks, so the lines travel here instead. The end of
-the connection tells either side that the other one is dead, on any host and operating system.
-Both sides have proved that they know the job's secret, at the gate, before there is a channel.
+The output of ranks travels here too, since mpirun and srun interleave it in the middle of lines.
+The end of a connection tells either side that the other one is dead, on any host. Both sides have
+authenticated (`torchmn.control.authenticated_listener`) before there is a `Channel`.
 """
 
 from __future__ import annotations
@@ -18,29 +18,34 @@ from torchmn.errors import LaunchError
 
 ADDRESS_VARIABLE = "TORCHMN_SUPERVISOR"
 SUPERVISOR = "supervisor"
-"""Whose gate it is, see `torchmn.control.authenticated_listener`."""
-_SILENT = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH})
+"""The role of the listener, see `torchmn.control.authenticated_listener`."""
+HOST_TIMEOUT_S = 8.0
+"""A host whose kernel does not answer for this long is taken for lost."""
+UNREACHABLE = f"has not answered for {HOST_TIMEOUT_S:g} s (network or host failure)"
+"""Describes a host whose `Channel` is silent."""
+_KEEPALIVE_S = 2
+_UNREACHABLE_ERRORS = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH})
 _CHUNK_BYTES = 1 << 16
-_NUM_CHUNKS_AT_ONCE = 16
-"""A peer that never stops talking must not keep us from everything else."""
+_MAX_CHUNKS_AT_ONCE = 16
+"""So that a peer that sends without pause cannot keep the process from everything else."""
 
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
 class Channel:
-    """A connection that never blocks: what cannot leave yet waits in a buffer."""
+    """A connection that never blocks: what cannot be sent yet waits in a buffer."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         if connection.family != socket.AF_UNIX:
-            _watch_host(connection)
+            _set_timeouts(connection)
         self._socket = connection
         self._inbox = bytearray()
         self._outbox = bytearray()
-        self._arrived: list[Message] = []
+        self._received: list[Message] = []
         self.is_open = True
         self.is_silent = False
-        """Whether it has ended because nothing comes through any more, not by the other side."""
+        """Whether it has ended because the peer's host does not answer, not by the peer."""
 
     def fileno(self) -> int:
         """For selectors."""
@@ -48,36 +53,36 @@ class Channel:
 
     @property
     def pending_bytes(self) -> int:
-        """How much has not left yet."""
+        """How many bytes have not been sent yet."""
         return len(self._outbox) if self.is_open else 0
 
     def post(self, message: Message) -> None:
-        """Send a message now or as soon as there is room; nothing once the peer is gone."""
+        """Send a message now or as soon as there is room; does nothing once the peer is gone."""
         if self.is_open:
             self._outbox += encode(message)
             self.flush()
 
     def flush(self) -> None:
-        """Send what fits."""
+        """Send as much as fits."""
         while self._outbox and self.is_open:
             try:
                 sent = self._socket.send(self._outbox)
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
-                self._end(error)
+                self._fail(error)
                 return
             del self._outbox[:sent]
 
     def collect(self) -> list[Message]:
-        """Some of the messages that have arrived; ``is_open`` turns false behind the last one."""
-        for _ in range(_NUM_CHUNKS_AT_ONCE if self.is_open else 0):
+        """Some of the messages that have arrived; ``is_open`` is false after the last one."""
+        for _ in range(_MAX_CHUNKS_AT_ONCE if self.is_open else 0):
             try:
                 chunk = self._socket.recv(_CHUNK_BYTES)
             except (BlockingIOError, InterruptedError):
                 break
             except OSError as error:
-                self._end(error)
+                self._fail(error)
                 break
             if not chunk:
                 self.is_open = False
@@ -85,60 +90,63 @@ class Channel:
             self._inbox += chunk
         *lines, rest = bytes(self._inbox).split(b"\n")
         self._inbox = bytearray(rest)
-        arrived, self._arrived = self._arrived, []
+        received, self._received = self._received, []
         try:
-            return arrived + [decode(line) for line in lines]
+            return received + [decode(line) for line in lines]
         except ValueError:
-            self.is_open = False  # not one of ours
-            return arrived
+            self.is_open = False  # the peer is not a process of torchmn
+            return received
 
     def wait_for(self, kind: type[AnyMessage], limit_s: float) -> AnyMessage:
-        """The next message, which must be of this kind. Blocks. Raises LaunchError."""
+        """The next message, which must be of this type. Blocks. Raises LaunchError."""
         deadline = time.monotonic() + limit_s
         while True:
             messages = self.collect()
             if messages and isinstance(messages[0], kind):
-                self._arrived = messages[1:]
+                self._received = messages[1:]
                 return messages[0]
             if messages or not self.is_open:
-                raise LaunchError(f"The supervisor hung up instead of sending {kind.__name__}.")
+                raise LaunchError(
+                    f"The supervisor closed the connection instead of sending {kind.__name__}."
+                )
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise LaunchError(f"The supervisor sent no {kind.__name__} within {limit_s:g} s.")
-            poll = select.poll()  # select() knows only the first 1024 descriptors
+            poll = select.poll()  # select() supports only the first 1024 descriptors
             poll.register(self._socket, select.POLLIN)
             poll.poll(1000 * left_s)
 
-    def _end(self, error: OSError) -> None:
+    def _fail(self, error: OSError) -> None:
         self.is_open = False
-        self.is_silent = error.errno in _SILENT
+        self.is_silent = error.errno in _UNREACHABLE_ERRORS
 
     def close(self) -> None:
-        """Send what fits and close."""
+        """Send as much as fits, and close."""
         self.flush()
         self.is_open = False
         self._socket.close()
 
 
-def _watch_host(connection: socket.socket) -> None:
-    """Send at once, and notice a host that is lost: its kernel answers as long as it lives.
+def _set_timeouts(connection: socket.socket) -> None:
+    """Send without delay, and end the connection with an error once the peer's host is lost.
 
-    So a process that is stopped is not taken for lost. The connection then ends with an error.
+    The kernel of the host answers for as long as the host is up, so a process that is stopped is
+    not taken for lost.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
-        ("TCP_KEEPIDLE", 2),
-        ("TCP_KEEPINTVL", 2),
-        ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", 8000),  # milliseconds, for what was sent and not acknowledged
+        ("TCP_KEEPIDLE", _KEEPALIVE_S),
+        ("TCP_KEEPINTVL", _KEEPALIVE_S),
+        ("TCP_KEEPCNT", round(HOST_TIMEOUT_S / _KEEPALIVE_S) - 1),
+        ("TCP_USER_TIMEOUT", round(1000 * HOST_TIMEOUT_S)),  # for data that is not acknowledged
     ):
         if hasattr(socket, name):  # as on Linux
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def listen(host: str = "127.0.0.1") -> socket.socket:
-    """A listening socket for the supervisor."""
+    """A listening socket on a free port of ``host``."""
     listener = socket.create_server((host, 0), backlog=1024)
     listener.setblocking(False)
     return listener

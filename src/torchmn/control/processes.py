@@ -1,8 +1,8 @@
-"""What Linux offers so that no process outlives its job; elsewhere groups of processes must do.
+"""Linux process control, so that no process outlives its job; process groups elsewhere.
 
-A parent's death reaches only its children, and only with a signal that they asked for. A process
+The death of a parent reaches only its children, and only as a signal that they asked for. A process
 that adopts orphans (a *subreaper*) stays the ancestor of everything that was started below it,
-whatever sessions and groups the processes made for themselves, and so can end all of it.
+whatever sessions and groups those processes make, and so can end all of them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,26 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
+from torchmn.control.messages.monitor import ProcessState
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 IS_LINUX = sys.platform.startswith("linux")
+_STATES = {
+    "R": ProcessState.RUNNING,
+    "S": ProcessState.SLEEPING,
+    "D": ProcessState.DEVICE_WAIT,
+    "T": ProcessState.STOPPED,
+    "t": ProcessState.TRACED,
+    "Z": ProcessState.EXITED,
+    "X": ProcessState.EXITED,
+    "": ProcessState.GONE,
+}
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent dies. Linux only, else nothing."""
+    """Become the parent of every descendant whose own parent dies. Linux only."""
     if IS_LINUX:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -38,12 +50,12 @@ def kill_on_parent_death(signum: int = signal.SIGKILL) -> Callable[[], None] | N
     prctl = ctypes.CDLL(None, use_errno=True).prctl  # loaded before the fork
     parent = os.getpid()
 
-    def ask_for_signal() -> None:
+    def request_signal() -> None:
         prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
-        if os.getppid() != parent:  # it died before we asked
+        if os.getppid() != parent:  # it died before the request
             os._exit(128 + signum)
 
-    return ask_for_signal
+    return request_signal
 
 
 def descendants(pid: int) -> list[int]:
@@ -52,13 +64,8 @@ def descendants(pid: int) -> list[int]:
     if not IS_LINUX:
         return []
     for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        with suppress(OSError), open(f"/proc/{entry}/stat", "rb") as file:
-            # the name in brackets may hold anything, so read behind the last bracket
-            state, parent = file.read().rpartition(b")")[2].split()[:2]
-            if state not in (b"Z", b"X"):
-                children.setdefault(int(parent), []).append(int(entry))
+        if entry.isdigit() and (fields := _stat(int(entry))) and fields[0] not in ("Z", "X"):
+            children.setdefault(int(fields[1]), []).append(int(entry))
     found: list[int] = []
     level = [pid]
     while level:
@@ -67,47 +74,23 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-_STATES = {
-    "R": "runs",
-    "S": "sleeps",
-    "D": "waits for a disk or another device",
-    "T": "is stopped by a signal",
-    "t": "is stopped by a debugger",
-    "Z": "has ended",
-    "X": "has ended",
-}
-
-HALTED = (
-    "waits for a disk",
-    "is stopped",
-    "has ended",
-    "is gone",
-    "is lost",
-    "has come to the end",
-)
-"""In the words for a process that will not go on by itself."""
-
-
-def state_of(pid: int) -> str:
-    """What a process does, in words; empty where the system does not tell. Linux only."""
+def process_state(pid: int) -> tuple[ProcessState, str]:
+    """The state of a process, and the kernel's function it waits in if known. Linux only."""
     if not IS_LINUX:
-        return ""
-    letter = _state_letter(pid)
-    if not letter:
-        return "is gone"
-    place = ""
+        return ProcessState.UNKNOWN, ""
+    kernel_function = ""
     with suppress(OSError), open(f"/proc/{pid}/wchan") as wchan:
-        place = wchan.read().strip().strip("0")
-    return _STATES.get(letter, f"is in state {letter}") + (f" (in {place})" if place else "")
+        kernel_function = wchan.read().strip().strip("0")
+    return _STATES.get(_state_letter(pid), ProcessState.UNKNOWN), kernel_function
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal or a debugger has stopped the process. Linux only, else no."""
+    """Whether a signal or a debugger has stopped the process. Linux only, else false."""
     return IS_LINUX and _state_letter(pid) in ("T", "t")
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process is there and has not ended; one of our user, or we may not ask."""
+    """Whether the process exists and has not exited."""
     if IS_LINUX:
         return _state_letter(pid) not in ("", "Z", "X")
     try:
@@ -118,24 +101,27 @@ def is_running(pid: int) -> bool:
 
 
 def zombie_returncode(pid: int) -> int | None:
-    """How a process ended whose parent has not asked yet, as `os.waitpid` says it. Linux only."""
-    with suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
-        fields = file.read().rpartition(b")")[2].split()
-        if fields[0] == b"Z":
-            return os.waitstatus_to_exitcode(int(fields[49]))
-    return None
+    """The return code of a process that has exited and was not reaped yet. Linux only."""
+    fields = _stat(pid)
+    return os.waitstatus_to_exitcode(int(fields[49])) if fields[:1] == ["Z"] else None
 
 
 def _state_letter(pid: int) -> str:
+    return "".join(_stat(pid)[:1])
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of ``/proc/PID/stat`` from the state on; empty if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0].decode()
+            # the name in brackets before them may hold anything, brackets too
+            return file.read().rpartition(b")")[2].decode().split()
     except OSError:
-        return ""
+        return []
 
 
 def send(pid: int, signum: int) -> None:
-    """Send a signal to a process that may have ended."""
+    """Send a signal to a process that may have exited."""
     with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signum)
 
@@ -147,9 +133,9 @@ def send_group(pid: int, signum: int) -> None:
 
 
 def kill_descendants(pid: int, *, spare: Collection[int] = (), limit_s: float = 5.0) -> None:
-    """SIGKILL everything below ``pid`` but ``spare`` and what is below it, until nothing is left.
+    """SIGKILL all processes below ``pid``, except ``spare`` and those below them.
 
-    Repeats, since a process may fork between the look and the blow. Reaps nothing.
+    Repeats until none is left, since a process may fork in between. Reaps nothing.
     """
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
@@ -163,7 +149,7 @@ def kill_descendants(pid: int, *, spare: Collection[int] = (), limit_s: float = 
 
 
 def reap_children() -> list[tuple[int, int]]:
-    """Collect the children that have ended: (process, exit code or minus the signal)."""
+    """The children that have exited: (process, exit code or minus the signal)."""
     ended: list[tuple[int, int]] = []
     while True:
         try:
@@ -176,7 +162,7 @@ def reap_children() -> list[tuple[int, int]]:
 
 
 def signal_name(returncode: int) -> str | None:
-    """``SIGKILL`` for -9, ``None`` for a process that ended by itself."""
+    """``SIGKILL`` for -9, ``None`` for a process that no signal ended."""
     if returncode >= 0:
         return None
     try:
@@ -186,7 +172,7 @@ def signal_name(returncode: int) -> str | None:
 
 
 def signal_socket(*signums: signal.Signals) -> socket.socket:
-    """Turn these signals into bytes, their numbers, that can be read from the returned socket."""
+    """A socket from which these signals can be read, one byte each: their numbers."""
     reading, writing = socket.socketpair()
     reading.setblocking(False)
     writing.setblocking(False)
@@ -197,9 +183,9 @@ def signal_socket(*signums: signal.Signals) -> socket.socket:
 
 
 def python_module(module: str) -> tuple[str, ...]:
-    """The command of one of our own modules.
+    """The command that runs one of torchmn's own modules.
 
-    ``-P`` where Python has it: the user's folder must not shadow modules that ours import.
+    With ``-P`` from Python 3.11 on: the user's folder must not shadow modules that it imports.
     """
     safe_path = ("-P",) if sys.version_info >= (3, 11) else ()
     return (sys.executable, *safe_path, "-m", module)

@@ -27,8 +27,8 @@ class EmptyDataset(Dataset[tuple[()]]):
 def create_empty_dataset(dataset: SizedDataset[Any]) -> EmptyDataset:
     """A data set as long as ``dataset`` whose samples are ``()``. Local.
 
-    For ranks of a model-parallel group that take no input of their own: their iterators make as
-    many iterations as those of the ranks that do.
+    For ranks of a model-parallel group that take no input: their iterators make the same number of
+    iterations as those of the other ranks.
 
     >>> empty = create_empty_dataset(["a", "b"])
     >>> len(empty), empty[0]

@@ -1,9 +1,9 @@
-"""The order of samples as a function of the seed and the epoch, not of the number of workers.
+"""The order of samples as a function of the seed and the epoch, not of the number of ranks.
 
-Epoch e is one permutation of (seed, e). The k-th global batch is its k-th slice. The ranks divide
-each global batch among them, contiguous and as evenly as possible, so the samples of a step are
-the same set in the same order for any number of ranks, and a run may stop on one number of ranks
-and go on with another without losing or repeating a sample.
+Epoch e is one permutation of (seed, e), and the k-th global batch is its k-th slice. Each global
+batch is divided among the ranks, contiguously and as evenly as possible. So the samples of a step
+are the same in the same order for any number of ranks, and a run can stop on one number of ranks
+and resume on another without losing or repeating a sample.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.data import Sampler, default_collate
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from torchmn.data.permutations import Order, epoch_permutation
-from torchmn.data.sampler_pass import SamplerPass, asking_loader
+from torchmn.data.sampler_pass import SamplerPass, iterating_loader
 from torchmn.data.scatter import shard_bounds
 from torchmn.data.sub_dataset import SizedDataset
 from torchmn.errors import RankMismatchError, UsageError
@@ -37,24 +37,24 @@ class SamplerState(TypedDict):
 class GlobalSampler(Sampler[list[int]]):
     """This rank's parts of the global batches, for ``DataLoader(batch_sampler=...)``.
 
-    Making one is *collective* (the arguments are compared); everything else is *local*.
+    The constructor is *collective* (the arguments are compared); everything else is *local*.
 
     One pass over the sampler (one ``for`` over its DataLoader) goes from the current position to
-    the end of the epoch; the next pass is the next epoch. All ranks make the same number of
-    passes' steps, ``len(sampler)`` in a full epoch.
+    the end of the epoch; the next pass is the next epoch. All ranks make the same number of steps,
+    ``len(sampler)`` in a full epoch.
 
-    The position counts the batches that the loop has got, however many a DataLoader with workers
-    has drawn ahead, so ``state_dict()`` after a step is the state after that step. A pass that was
-    left early, and during which no optimizer was stepped, was a look at the data and moves
-    nothing: ``next(iter(loader))``. (As long as there is no multi-node optimizer over ``comm``,
-    a look is a pass that was left with its first batch.) Other loaders than torch's DataLoader
-    count as far as they have drawn: save ``state_after(n)`` where they draw ahead.
+    The position counts the batches that the loop has received, not those that a DataLoader with
+    workers has prefetched, so ``state_dict()`` after a step is the state after that step. A pass
+    that is left early without an optimizer step, as ``next(iter(loader))``, is a peek at the data
+    and does not change the position. (As long as there is no multi-node optimizer over ``comm``, a
+    peek is a pass that was left with its first batch.) Loaders other than torch's DataLoader are
+    counted by what they have drawn: save ``state_after(n)`` if they prefetch.
 
-    When the last global batch of an epoch holds fewer samples than there are ranks, the last ranks'
-    part of it is empty. Choose ``drop_last`` or ``pad_last``, or give the DataLoader
-    ``collate_fn=EmptyBatchCollate(dataset)``, which makes a batch of 0 rows of it, and let such a
-    rank take part in the step with weight 0. A DataLoader that could not make a batch of it is
-    refused when the pass begins, on all ranks.
+    If the last global batch of an epoch has fewer samples than there are ranks, the part of the
+    last ranks is empty. Choose ``drop_last`` or ``pad_last``, or give the DataLoader
+    ``collate_fn=EmptyBatchCollate(dataset)``, which makes a batch of 0 rows, and let such a rank
+    participate in the step with weight 0. A DataLoader that cannot make an empty batch is rejected
+    on all ranks when the pass begins.
 
     Args:
         dataset_length: samples in the whole data set.
@@ -62,13 +62,13 @@ class GlobalSampler(Sampler[list[int]]):
         global_batch: samples per step over all ranks together.
         seed: 0 or more; same on all ranks.
         shuffle: False keeps the order 0, 1, 2, ... in every epoch.
-        drop_last: leave out a last global batch that is not full. The samples left out are others
-            in every epoch, if shuffled.
-        pad_last: where a last global batch has fewer samples than there are ranks, give one of its
+        drop_last: drop the last global batch if it is not full. With shuffling, the samples that
+            are dropped differ between epochs.
+        pad_last: if the last global batch has fewer samples than there are ranks, give one of its
             samples to each rank that would have none.
 
     Raises:
-        UsageError: an argument is out of range, or nothing is left of an epoch.
+        UsageError: an argument is out of range, or an epoch would be empty.
         RankMismatchError: ranks passed different arguments; all ranks raise.
     """
 
@@ -95,23 +95,23 @@ class GlobalSampler(Sampler[list[int]]):
             },
         )
         if dataset_length < 0:
-            raise UsageError(f"dataset_length is {dataset_length}. It must be 0 or more.")
+            raise UsageError(f"dataset_length={dataset_length} must be 0 or more.")
         if global_batch < 1:
             raise UsageError(
-                f"global_batch is {global_batch}. It is the number of samples per step over all "
-                "ranks together and must be at least 1."
+                f"global_batch={global_batch} must be at least 1: the number of samples per step "
+                "over all ranks."
             )
         if seed < 0:
-            raise UsageError(f"seed is {seed}. It must be 0 or more.")
+            raise UsageError(f"seed={seed} must be 0 or more.")
         if drop_last and pad_last:
             raise UsageError(
-                "drop_last=True leaves the last global batch out and pad_last=True fills it up. "
-                "Give one of the two."
+                "drop_last=True drops the last global batch and pad_last=True fills it. Give only "
+                "one of them."
             )
         if drop_last and 0 < dataset_length < global_batch:
             raise UsageError(
-                f"drop_last=True leaves nothing of {dataset_length} samples in global batches of "
-                f"{global_batch}. Take a smaller global_batch, or drop_last=False."
+                f"drop_last=True drops all {dataset_length} samples with global batches of "
+                f"{global_batch}. Use a smaller global_batch, or drop_last=False."
             )
         self.dataset_length = dataset_length
         self.global_batch = global_batch
@@ -122,7 +122,7 @@ class GlobalSampler(Sampler[list[int]]):
         self.rank = comm.rank
         self.size = comm.size
         self._comm = comm
-        self._began = SamplerState(epoch=0, position=0)
+        self._start = SamplerState(epoch=0, position=0)
         self._pass: SamplerPass | None = None
 
     @property
@@ -132,7 +132,7 @@ class GlobalSampler(Sampler[list[int]]):
 
     @property
     def position(self) -> int:
-        """Samples of this epoch in the batches that loops have got so far, over all ranks."""
+        """Samples of this epoch that loops have received so far, over all ranks."""
         return self.state_dict()["position"]
 
     @property
@@ -146,12 +146,12 @@ class GlobalSampler(Sampler[list[int]]):
         return self._num_batches(0)
 
     def __iter__(self) -> Iterator[list[int]]:
-        loader = asking_loader(self, sys._getframe(1))
-        began = self._reached(is_left=True)
-        self._raise_if_no_batch_can_be_made(began, loader)
-        self._began = began
+        loader = iterating_loader(self, sys._getframe(1))
+        start = self._reached(is_left=True)
+        self._raise_if_no_batch_can_be_made(start, loader)
+        self._start = start
         self._pass = SamplerPass(self._comm, loader)
-        return self._pass.batches(self._parts(began))
+        return self._pass.batches(self._parts(start))
 
     def _parts(self, state: SamplerState) -> Iterator[list[int]]:
         """This rank's parts from a state to the end of its epoch."""
@@ -160,11 +160,11 @@ class GlobalSampler(Sampler[list[int]]):
             batch = order[position : position + self.global_batch]
             position += len(batch)
             if self.pad_last and len(batch) < self.size:
-                batch = np.resize(batch, self.size)  # begins again with its first sample
+                batch = np.resize(batch, self.size)  # repeats from its first sample
             begin, end = self._share(len(batch))
             yield [int(index) for index in batch[begin:end]]
         if self.dataset_length == 0:
-            self._began, self._pass = SamplerState(epoch=state["epoch"] + 1, position=0), None
+            self._start, self._pass = SamplerState(epoch=state["epoch"] + 1, position=0), None
 
     def order(self, epoch: int) -> Order:
         """The permutation of an epoch, shape ``(dataset_length,)``."""
@@ -173,66 +173,66 @@ class GlobalSampler(Sampler[list[int]]):
         return epoch_permutation(self.dataset_length, self.seed, epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch; nothing happens if it is already under way.
+        """Go to the beginning of an epoch; does nothing if it is already in progress.
 
         So ``for epoch in range(sampler.epoch, n): sampler.set_epoch(epoch)`` resumes in the middle.
         """
         if epoch < 0:
-            raise UsageError(f"The epoch is {epoch}. It must be 0 or more.")
+            raise UsageError(f"epoch={epoch} must be 0 or more.")
         if epoch != self.epoch:
-            self._began, self._pass = SamplerState(epoch=epoch, position=0), None
+            self._start, self._pass = SamplerState(epoch=epoch, position=0), None
 
     def state_dict(self) -> SamplerState:
-        """The state after the batches that the loop has got so far. The same on all ranks."""
+        """The state after the batches that the loop has received. The same on all ranks."""
         return self._reached(is_left=self._pass is not None and self._pass.was_left)
 
     def state_after(self, num_batches: int) -> SamplerState:
-        """The state after the first ``num_batches`` of the pass that began last.
+        """The state after the first ``num_batches`` of the current or last pass.
 
-        This is what to save where something other than a DataLoader draws ahead of the loop.
+        Save it where something other than a DataLoader prefetches batches.
 
-        Raises UsageError: the pass does not have so many batches.
+        Raises UsageError: the pass has fewer batches.
         """
-        most = self._num_batches(self._began["position"])
-        if not 0 <= num_batches <= most:
+        num_all = self._num_batches(self._start["position"])
+        if not 0 <= num_batches <= num_all:
             raise UsageError(
                 f"state_after({num_batches}): the pass that began at sample "
-                f"{self._began['position']} of epoch {self._began['epoch']} has {most} batches. "
+                f"{self._start['position']} of epoch {self._start['epoch']} has {num_all} batches. "
                 "Count the batches since the loop over the DataLoader began."
             )
         samples = min(
-            num_batches * self.global_batch, self.dataset_length - self._began["position"]
+            num_batches * self.global_batch, self.dataset_length - self._start["position"]
         )
         return self._normalised(
-            SamplerState(epoch=self._began["epoch"], position=self._began["position"] + samples)
+            SamplerState(epoch=self._start["epoch"], position=self._start["position"] + samples)
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, which may come from another number of ranks or global batch.
+        """Resume from a state, also of another number of ranks or another global batch.
 
-        Raises UsageError: it is no state of this sampler.
+        Raises UsageError: it is not a state of this sampler.
         """
         try:
             epoch, position = int(state["epoch"]), int(state["position"])
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(
-                f"{state!r} is no state of a GlobalSampler. It needs the integers 'epoch' and "
+                f"{state!r} is not a state of a GlobalSampler, which has the integers 'epoch' and "
                 "'position'."
             ) from error
         if epoch < 0 or not 0 <= position <= self.dataset_length:
             raise UsageError(
-                f"Epoch {epoch}, position {position} is no place in a data set of "
+                f"Epoch {epoch}, position {position} is outside of a data set of "
                 f"{self.dataset_length} samples. Was the state saved with another data set?"
             )
-        self._began, self._pass = SamplerState(epoch=epoch, position=position), None
+        self._start, self._pass = SamplerState(epoch=epoch, position=position), None
 
     def _reached(self, *, is_left: bool) -> SamplerState:
-        """The state now; ``is_left``: nobody will ask for more batches of the pass."""
+        """The state now; ``is_left``: the loop has left the pass."""
         if self._pass is None:
-            return self._normalised(self._began)
+            return self._normalised(self._start)
         num = self._pass.num_handed_out
-        has_ended = self._pass.is_exhausted and num == self._num_batches(self._began["position"])
-        if is_left and not has_ended and self._pass.was_a_look:
+        has_ended = self._pass.is_exhausted and num == self._num_batches(self._start["position"])
+        if is_left and not has_ended and self._pass.was_peek:
             num = 0
         return self.state_after(num)
 
@@ -244,7 +244,7 @@ class GlobalSampler(Sampler[list[int]]):
     def _raise_if_no_batch_can_be_made(
         self, state: SamplerState, loader: _BaseDataLoaderIter | None
     ) -> None:
-        """On all ranks alike, before the first batch: some of them will have no samples."""
+        """Raise on all ranks, before the first batch, if a rank would get a batch of no samples."""
         last = (self.dataset_length - state["position"]) % self.global_batch
         is_short = 0 < last < self.size and not (self.drop_last or self.pad_last)
         if is_short and loader is not None and loader._collate_fn is default_collate:
@@ -252,7 +252,7 @@ class GlobalSampler(Sampler[list[int]]):
                 f"The last global batch of the epoch has {last} samples for {self.size} ranks, and "
                 "the DataLoader cannot make a batch of no samples. Give GlobalSampler "
                 "drop_last=True or pad_last=True, or the DataLoader collate_fn="
-                "EmptyBatchCollate(dataset), which makes one of 0 rows."
+                "EmptyBatchCollate(dataset), which makes a batch of 0 rows."
             )
 
     def _share(self, batch_size: int) -> tuple[int, int]:
@@ -266,13 +266,13 @@ class GlobalSampler(Sampler[list[int]]):
 
 
 class EmptyBatchCollate:
-    """A collate function that also makes a batch of no samples: every tensor with 0 rows.
+    """A collate function that also accepts no samples: every tensor then has 0 rows.
 
     It has the structure, dtypes and trailing shapes of a batch of sample 0.
 
     Args:
-        dataset: where sample 0 is read, once, when the first empty batch comes.
-        collate_fn: what makes a batch of a list of samples.
+        dataset: sample 0 is read from it for the first empty batch.
+        collate_fn: makes a batch of a list of samples.
     """
 
     def __init__(
@@ -284,7 +284,7 @@ class EmptyBatchCollate:
         self.collate_fn = collate_fn
 
     def __call__(self, samples: list[Any]) -> Any:
-        """The batch of a list of samples, which may be empty."""
+        """Return the batch of a list of samples, which may be empty."""
         if samples:
             return self.collate_fn(samples)
         return _without_rows(self.collate_fn([self.dataset[0]]))
@@ -302,17 +302,17 @@ def _without_rows(batch: Any) -> Any:
             return type(batch)()
         return type(batch)(_without_rows(value) for value in batch)  # type: ignore[call-arg]
     raise UsageError(
-        f"A batch of no samples cannot be made of a {type(batch).__name__}. Let collate_fn return "
-        "tensors, or tuples, lists and dicts of them."
+        f"EmptyBatchCollate cannot make a batch of no samples from a {type(batch).__name__}. Let "
+        "collate_fn return tensors, or tuples, lists and dicts of them."
     )
 
 
 def _raise_if_ranks_disagree(comm: Communicator, arguments: dict[str, int]) -> None:
-    everyone = comm.allgather_obj(arguments)
-    for rank, theirs in enumerate(everyone):
+    gathered = comm.allgather_obj(arguments)
+    for rank, theirs in enumerate(gathered):
         for name, value in theirs.items():
-            if value != everyone[0][name]:
+            if value != gathered[0][name]:
                 raise RankMismatchError(
-                    f"GlobalSampler: rank 0 has {name}={everyone[0][name]} and rank {rank} "
-                    f"{name}={value}. All ranks must pass the same."
+                    f"GlobalSampler: rank 0 has {name}={gathered[0][name]} and rank {rank} "
+                    f"{name}={value}. All ranks must pass the same value."
                 )

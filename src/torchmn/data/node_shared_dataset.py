@@ -19,8 +19,8 @@ from torchmn.units import MiB
 if TYPE_CHECKING:
     from torchmn.communicators import Communicator
 
-# Nodes pass the copy on from one to the next; small pieces let all of them work at once.
-_PIECE_BYTES = 4 * MiB
+# Nodes forward the copy along a chain; small chunks let all of them work at the same time.
+_CHUNK_BYTES = 4 * MiB
 
 
 def copy_to_nodes(
@@ -33,14 +33,15 @@ def copy_to_nodes(
 ) -> PackedSamples:
     """Give every node one copy of the root's data set, and every rank a view of it. *Collective*.
 
-    The root reads every sample once and writes it to its node's memory. From there the bytes go
-    from node to node along a chain of one writer each; all ranks meet after every ``max_buf_len``
-    bytes, so the whole may take longer than the communicator's time limit. Then the other ranks of
-    a node attach. The memory has no name (see `node_memory`), so a crash leaves nothing.
+    The root reads every sample once and writes it to its node's memory. From there the bytes are
+    forwarded along a chain with one rank of each node; all ranks synchronize after every
+    ``max_buf_len`` bytes, so the whole copy may take longer than the communicator's time limit.
+    Then the other ranks of a node attach. The memory has no name (see `shared_segment`), so nothing
+    is left after a crash.
 
     Raises:
-        DataError, SharedMemoryError: the data set raised, or a node's memory is too small; the same
-            sentence on all ranks.
+        DataError, SharedMemoryError: the data set raised, or a node's memory is too small; with the
+            same message on all ranks.
     """
     writers = [root if root in ranks else ranks[0] for ranks in comm.topology.nodes]
     own_writer = writers[comm.inter_rank]
@@ -72,7 +73,7 @@ def copy_to_nodes(
         )
     else:
         error = None
-    # After this every rank has its node's memory open, so no writer can leave too early.
+    # After this every rank has its node's memory open, and writers may exit.
     raise_if_any_failed(comm, error)
     return PackedSamples(cast(SharedMemorySegment, memory), Layout.from_plain(plain), comm.trust)
 
@@ -113,8 +114,8 @@ def _pass_chunk(
 ) -> None:
     place = chain.index(comm.rank)
     mapped = memory.map_shared()
-    for offset in range(begin, end, _PIECE_BYTES):
-        count = min(_PIECE_BYTES, end - offset)
+    for offset in range(begin, end, _CHUNK_BYTES):
+        count = min(_CHUNK_BYTES, end - offset)
         piece = torch.frombuffer(mapped, dtype=torch.uint8, count=count, offset=offset)
         if place > 0:
             piece.copy_(cast(Tensor, comm.recv(chain[place - 1])))

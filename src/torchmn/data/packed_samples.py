@@ -1,12 +1,12 @@
-"""A map-style data set as bytes in one block of memory, and the data set that reads them there.
+"""A map-style data set as bytes in one block of memory, and a data set that reads it.
 
 Two layouts:
 
-- *stacked*: all samples are alike: a tensor, an array or a number, or a tuple, list or dict of
-  them, each with the same dtype and shape in every sample. Field f of all samples is one array
-  ``(num_samples, *shape_f)``, so a sample is a view and nothing is copied or decoded.
-- *encoded*: anything else, such as texts or sequences of different lengths. Each sample is a
-  message as the communicators send it, behind the last; a table says where each one begins.
+- *stacked*: all samples have the same structure: a tensor, an array or a number, or a tuple, list
+  or dict of them, each with the same dtype and shape in every sample. Field f of all samples is one
+  array ``(num_samples, *shape_f)``, so a sample is a view and nothing is copied or decoded.
+- *encoded*: anything else, such as texts or sequences of different lengths. Samples are stored one
+  after another, encoded as messages of the communicators; a table has their offsets.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from torchmn.units import GiB
 COPY = ErrorContext(
     "the node's copy of the data set",
     "Make the folder larger (docker: --shm-size), or pass shared_directory= a folder on a local "
-    "disk, or pass the data set on every rank: then only the index travels.",
+    "disk, or pass the data set on every rank, so that only the index is sent.",
 )
 
 Kind = Literal["tensor", "array", "scalar", "bool", "int", "float"]
 
 _ALIGNMENT = 64
-_RESERVE_BYTES = GiB  # about a second of zeroing pages between two signs of life
+_RESERVE_BYTES = GiB  # about one second of zeroing pages between two heartbeats
 _NUMBERS: dict[type, tuple[Kind, str]] = {
     bool: ("bool", "|b1"),
     int: ("int", "<i8"),
@@ -71,7 +71,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Layout:
-    """What lies where. ``container`` is how the fields of a stacked sample are held together.
+    """The memory layout. ``container`` is the structure of a stacked sample.
 
     ``encoded`` samples have no fields; their table of ``num_samples + 1`` int64 is at ``table``.
     """
@@ -83,7 +83,7 @@ class Layout:
     table: int = 0
 
     def to_plain(self) -> dict[str, Any]:
-        """Dicts, tuples, strings and numbers, to travel without pickle."""
+        """Dicts, tuples, strings and numbers, which can be sent without pickle."""
         return asdict(self)
 
     @classmethod
@@ -94,36 +94,36 @@ class Layout:
 
 
 class OwnMemory:
-    """Bytes of this process, where a `SharedMemorySegment` is what the node shares. Local."""
+    """Memory of this process alone, in place of a `SharedMemorySegment`. Local."""
 
     def __init__(self, content: bytearray) -> None:
         self._content = content
 
     @property
     def size(self) -> int:
-        """Bytes in it."""
+        """Its number of bytes."""
         return len(self._content)
 
     def map_private(self) -> bytearray:
-        """The bytes."""
+        """Return the bytes."""
         return self._content
 
 
 class PackedSamples(Dataset[Any]):
-    """The samples that lie in a node's shared memory. Local.
+    """The samples in a node's shared memory. Local.
 
     Tensors and arrays are views of a private, copy-on-write mapping: all processes read the same
-    pages, and one that changes a sample in place changes it for itself only.
+    pages, and changing a sample in place affects only the process that does.
 
-    Processes that are started here, such as those of a DataLoader, get the same memory. Every other
-    pickle holds the samples themselves and can be opened anywhere, later too.
+    Processes started by this one, such as those of a DataLoader, use the same memory. Any other
+    pickle contains the samples themselves and can be opened anywhere.
 
     Args:
         memory: where the samples are.
-        layout: what lies where in it.
+        layout: of the memory.
         trust: for samples that were pickled.
-        held: the indices of the samples in ``memory``, ascending, if those are not all.
-        length: the number of all samples, if those are not all.
+        held: the ascending indices of the samples in ``memory``; None for all.
+        length: the number of all samples if ``memory`` has only a part.
     """
 
     def __init__(
@@ -170,26 +170,26 @@ class PackedSamples(Dataset[Any]):
         return tuple(values) if self.layout.container == "tuple" else values
 
     def only(self, indices: Sequence[int]) -> PackedSamples:
-        """A copy in own memory that has these samples and no others, under their indices."""
+        """A copy in its own memory with these samples only, under the same indices."""
         held = np.unique(np.asarray(indices, np.int64))
         rows = np.array([self._row(int(index)) for index in held], np.int64)
         if self.layout.container == "encoded":
             content, layout = _joined([self._message(int(row)) for row in rows])
         else:
             content, layout = _selected(self.layout, self._columns, rows)
-        # Whoever opens the pickle in which this travels trusts it already; no secret goes with it.
+        # The receiver of the pickle trusts it already, so it does not contain the secret.
         trust = object_codec.Trust(is_private=True)
         return PackedSamples(OwnMemory(content), layout, trust, held, len(self))
 
     def _row(self, index: int) -> int:
-        """Where the sample is among those that are here."""
+        """The position of a sample in this memory."""
         if self._held is None:
             return index
         row = int(np.searchsorted(self._held, index))
         if row == len(self._held) or self._held[row] != index:
             raise IndexError(
-                f"Sample {index} is not in this copy, which was made of a part of the data set: "
-                f"{len(self._held)} of {len(self)} samples."
+                f"Sample {index} is not in this copy, which has only {len(self._held)} of "
+                f"{len(self)} samples."
             )
         return row
 
@@ -217,14 +217,14 @@ def pack_dataset(
     directory: str = SHARED_DIRECTORY,
     progress: Callable[[], None] = lambda: None,
 ) -> tuple[SharedMemorySegment, Layout]:
-    """Read every sample of a data set once and put it into new shared memory. Local.
+    """Read every sample of a data set once and write it to new shared memory. Local.
 
     ``progress`` is called after every sample.
 
     Raises:
-        DataError: the data set raised, named with the sample.
+        DataError: the data set raised an exception; the message names the sample.
         SharedMemoryError: the memory is too small.
-        UnsupportedError: a sample holds a CUDA tensor, or needs pickle and there is no trust.
+        UnsupportedError: a sample has a CUDA tensor, or needs pickle without a secret.
     """
     length = len(dataset)
     read = _Reader(dataset)
@@ -243,7 +243,7 @@ def pack_dataset(
 
 
 class _Reader:
-    """Reads sample after sample, the same one twice in a row from memory."""
+    """Reads samples in order; keeps the last one."""
 
     def __init__(self, dataset: SizedDataset[Any]) -> None:
         self._dataset = dataset
@@ -266,14 +266,14 @@ class _Reader:
 
 def _shape_of(sample: Any) -> Layout | None:
     """The layout of one stacked sample, without offsets; None if it has to be encoded."""
-    container, keys, values = _taken_apart(sample)
+    container, keys, values = _fields_of(sample)
     fields = tuple(_field_of(value) for value in values)
     if any(field is None for field in fields):
         return None
     return Layout(0, container, keys, fields)  # type: ignore[arg-type]
 
 
-def _taken_apart(sample: Any) -> tuple[Any, tuple[str, ...], Sequence[Any]]:
+def _fields_of(sample: Any) -> tuple[Any, tuple[str, ...], Sequence[Any]]:
     if type(sample) in (tuple, list):
         return type(sample).__name__, (), sample
     if type(sample) is dict and all(type(key) is str for key in sample):
@@ -285,7 +285,7 @@ def _field_of(value: Any) -> Field | None:
     if isinstance(value, torch.Tensor):
         if value.device.type != "cpu":
             raise UnsupportedError(
-                f"A sample holds a tensor on {value.device}. A scattered data set lies in the "
+                f"A sample has a tensor on {value.device}. A scattered data set is stored in the "
                 "node's memory: move its tensors to the CPU and each batch to the device."
             )
         if value.layout != torch.strided or value.is_quantized:
@@ -295,7 +295,7 @@ def _field_of(value: Any) -> Field | None:
         kind: Kind = "array" if isinstance(value, np.ndarray) else "scalar"
         if value.dtype.names is not None:
             raise UnsupportedError(
-                f"A sample holds a structured array ({value.dtype}). Give its fields as a dict of "
+                f"A sample has a structured array ({value.dtype}). Pass its fields as a dict of "
                 "arrays."
             )
         if value.dtype.hasobject or value.dtype.itemsize == 0:
@@ -315,8 +315,8 @@ def _pack_stacked(
     directory: str,
     progress: Callable[[], None],
 ) -> tuple[SharedMemorySegment, Layout, int]:
-    """Also the number of samples that are in it: up to the first that is not like sample 0."""
-    layout, end = _laid_out(shape, length)
+    """Returns also the number of packed samples: up to the first that differs from sample 0."""
+    layout, end = _layout_of(shape, length)
     memory = SharedMemorySegment.create(end, COPY, directory)
     try:
         for begin in range(0, end, _RESERVE_BYTES):
@@ -330,14 +330,14 @@ def _pack_stacked(
         sample = read(index)
         if _shape_of(sample) != shape:
             return memory, layout, index
-        for column, value in zip(columns, _taken_apart(sample)[2], strict=True):
+        for column, value in zip(columns, _fields_of(sample)[2], strict=True):
             column[index] = value.detach() if isinstance(value, torch.Tensor) else value
         progress()
     return memory, layout, length
 
 
-def _laid_out(shape: Layout, length: int) -> tuple[Layout, int]:
-    """The layout of so many samples of this shape, and its bytes."""
+def _layout_of(shape: Layout, length: int) -> tuple[Layout, int]:
+    """The layout of ``length`` samples of this shape, and its number of bytes."""
     fields, end = [], 0
     for field in shape.fields:
         offset = -(-end // _ALIGNMENT) * _ALIGNMENT
@@ -349,8 +349,8 @@ def _laid_out(shape: Layout, length: int) -> tuple[Layout, int]:
 def _selected(
     shape: Layout, columns: Sequence[Any], rows: np.ndarray[Any, Any]
 ) -> tuple[bytearray, Layout]:
-    """Some rows of all columns, in memory of their own."""
-    layout, nbytes = _laid_out(shape, len(rows))
+    """A copy of some rows of all columns."""
+    layout, nbytes = _layout_of(shape, len(rows))
     content = bytearray(nbytes)
     for field, column in zip(layout.fields, columns, strict=True):
         into = _column(content, field, len(rows))
@@ -408,7 +408,7 @@ def _pack_encoded(
 
 
 def _joined(messages: Sequence[memoryview]) -> tuple[bytearray, Layout]:
-    """Messages one behind the other, and the table of where each begins."""
+    """Concatenated messages, and the table of their offsets."""
     starts = np.cumsum([0, *map(len, messages)], dtype=np.int64)
     content = bytearray().join(messages)
     content += bytes(-len(content) % _ALIGNMENT)
@@ -417,11 +417,11 @@ def _joined(messages: Sequence[memoryview]) -> tuple[bytearray, Layout]:
 
 
 def _encode(sample: Any, index: int, trust: object_codec.Trust) -> bytes:
-    """``head length, head, tensors one behind the other``."""
+    """The length of the head, the head, and the tensors."""
     try:
         message = object_codec.pack(sample, trust)
     except TorchmnError as error:
-        raise type(error)(f"Sample {index} of the data set cannot travel: {error}") from error
+        raise type(error)(f"Sample {index} of the data set cannot be sent: {error}") from error
     buffers = [object_codec.as_bytes(buffer.cpu()).numpy().tobytes() for buffer in message.buffers]
     return b"".join([struct.pack("<q", len(message.head)), message.head, *buffers])
 

@@ -1,6 +1,6 @@
-"""Permutations that depend on a seed and on nothing else, the same on every machine and numpy.
+"""Permutations that depend on the seed alone, the same on every machine and numpy version.
 
-numpy freezes the streams of RandomState and SeedSequence, not those of its newer Generator.
+numpy guarantees the streams of RandomState and SeedSequence, but not those of Generator.
 """
 
 from __future__ import annotations

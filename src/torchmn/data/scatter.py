@@ -21,13 +21,13 @@ Sample = TypeVar("Sample")
 def shard_bounds(
     num_samples: int, size: int, rank: int, *, force_equal_length: bool = True
 ) -> tuple[int, int]:
-    """Which samples ``begin`` .. ``end - 1`` rank ``rank`` of ``size`` gets. Local.
+    """The samples ``begin`` .. ``end - 1`` of rank ``rank`` of ``size``. Local.
 
     With ``force_equal_length`` all shards have ``ceil(num_samples / size)`` samples and begin at
-    ``floor(num_samples * rank / size)``: neighbours share at most one sample, together they hold
-    all, and with fewer samples than ranks some are held twice so that every rank has one. Without
-    it the first ``num_samples % size`` ranks get one sample more than the others: every sample is
-    in exactly one shard, and shards may be empty.
+    ``floor(num_samples * rank / size)``: neighbours share at most one sample, together they have
+    all, and with fewer samples than ranks some are in several shards so that every rank has one.
+    Without it, the first ``num_samples % size`` ranks get one sample more than the others: every
+    sample is in exactly one shard, and shards may be empty.
 
     >>> [shard_bounds(5, 3, rank) for rank in range(3)]
     [(0, 2), (1, 3), (3, 5)]
@@ -51,24 +51,24 @@ def scatter_index(
 ) -> tuple[int, int]:
     """This rank's half-open range ``(begin, end)`` of the root's ``n_total_samples``. *Collective*.
 
-    The root's ``n_total_samples`` and ``force_equal_length`` count. See `shard_bounds`.
+    The root's ``n_total_samples`` and ``force_equal_length`` are used. See `shard_bounds`.
 
     Raises:
         UsageError: the number of samples is negative, on all ranks.
         RankMismatchError: ranks passed different roots, on all ranks.
     """
     try:
-        length, refusal = operator.index(n_total_samples), None
+        length, problem = operator.index(n_total_samples), None
         if length < 0:
-            refusal = f"n_total_samples is {length}. It must be 0 or more."
+            problem = f"n_total_samples={length} must be 0 or more."
     except TypeError:
-        length, refusal = 0, f"n_total_samples is {n_total_samples!r}. It must be an integer."
-    words = {
+        length, problem = 0, f"n_total_samples={n_total_samples!r} must be an integer."
+    arguments = {
         "length": length,
-        "refusal": refusal,
+        "problem": problem,
         "force_equal_length": bool(force_equal_length),
     }
-    chosen = _agree(comm, words, root)[root]
+    chosen = _gather(comm, arguments, root)[root]
     return shard_bounds(
         chosen["length"],
         comm.size,
@@ -90,44 +90,44 @@ def scatter_dataset(
 ) -> SubDataset[Sample]:
     """This rank's shard of the root's data set. *Collective*.
 
-    What travels depends on who has the data set:
+    What is sent depends on which ranks have the data set:
 
-    - Every rank passes one, all of the same length: only the seed travels and every rank reads its
+    - Every rank passes one, all of the same length: only the seed is sent, and every rank reads its
       samples from its own. They must be the same data set, which is not checked.
     - Only the root has it and the others pass None: the root reads every sample once, and each
-      *node* gets one copy in memory that its ranks share. Samples arrive as they were (tensors,
-      arrays, numbers, texts, tuples, lists, dicts) and are fixed then, so apply random
-      augmentation to the shard and not before. An object that is none of these is pickled over
-      MPI or with the job's secret, else refused.
+      *node* gets one copy in memory that its ranks share. Samples (tensors, arrays, numbers, texts,
+      tuples, lists, dicts) are received as they were read, so apply random augmentation to the
+      shard and not before. Other objects are pickled over MPI or with the job's secret, and
+      rejected otherwise.
 
-    The root's ``shuffle``, ``seed``, ``max_buf_len`` and ``force_equal_length`` count. Shards stay
-    the same for the whole run; for a new division every epoch see `GlobalSampler`.
+    The root's ``shuffle``, ``seed``, ``max_buf_len`` and ``force_equal_length`` are used. Shards
+    stay the same for the whole run; for a new division in every epoch see `GlobalSampler`.
 
     Args:
         dataset: a length and samples by index, or None on ranks other than the root.
         comm: the ranks that share the data set.
         root: the rank whose data set it is.
-        shuffle: take the samples in the order of one permutation (ChainerMN's for the same seed).
-        seed: 0 .. 2**32 - 1, or None for another permutation every time.
-        max_buf_len: bytes between two meetings of all ranks while the copy travels.
-        force_equal_length: which rule of `shard_bounds`. Without it shards may differ in length by
+        shuffle: order the samples by one permutation (ChainerMN's for the same seed).
+        seed: 0 .. 2**32 - 1, or None for a different permutation every time.
+        max_buf_len: bytes between two synchronizations of all ranks while copying.
+        force_equal_length: the rule of `shard_bounds`. Without it, shards may differ in length by
             one, and a loop over them needs `optimizer.join()`.
         shared_directory: the folder in memory (or on a local disk) for the node's copy.
 
     Raises:
         UsageError: an argument is out of range, or the root's data set has no length.
         RankMismatchError: ranks passed different roots, or data sets of different lengths.
-        DataError: the data set raised.
+        DataError: the data set raised an exception.
         SharedMemoryError: a node's memory is too small.
-        UnsupportedError: a sample cannot travel.
-        All ranks raise the same sentence.
+        UnsupportedError: a sample cannot be sent.
+        All ranks raise the same error.
     """
-    words = _words(dataset, seed, max_buf_len)
-    words["shuffle"] = bool(shuffle)
-    words["force_equal_length"] = bool(force_equal_length)
-    everyone = _agree(comm, words, root)
-    chosen = everyone[root]
-    lengths = [words["length"] for words in everyone]
+    arguments = _arguments(dataset, seed, max_buf_len)
+    arguments["shuffle"] = bool(shuffle)
+    arguments["force_equal_length"] = bool(force_equal_length)
+    gathered = _gather(comm, arguments, root)
+    chosen = gathered[root]
+    lengths = [theirs["length"] for theirs in gathered]
     if lengths[root] is None:
         raise UsageError(
             f"scatter_dataset: rank {root} is the root and passed None. The root must pass the "
@@ -152,44 +152,46 @@ def scatter_dataset(
     return SubDataset(samples, begin, end, order)
 
 
-def _words(dataset: SizedDataset[Any] | None, seed: int | None, max_buf_len: int) -> dict[str, Any]:
-    """What this rank tells the others first. Never raises: what is wrong is told as well."""
-    length, refusal = None, None
+def _arguments(
+    dataset: SizedDataset[Any] | None, seed: int | None, max_buf_len: int
+) -> dict[str, Any]:
+    """The arguments of this rank, with the problem if one is invalid. Never raises."""
+    length, problem = None, None
     if dataset is not None:
         try:
             length = len(dataset)
         except Exception as error:
-            refusal = (
+            problem = (
                 f"the data set, a {type(dataset).__name__}, has no length "
                 f"({type(error).__name__}: {error}). A data set to scatter needs len() and samples "
                 "by index."
             )
     if seed is not None and not is_seed(seed):
-        refusal = f"{SEED_RULE} It is {seed!r}."
+        problem = f"{SEED_RULE} It is {seed!r}."
     if not isinstance(max_buf_len, int) or max_buf_len < 1:
-        refusal = f"max_buf_len is {max_buf_len!r}. It is a number of bytes and must be at least 1."
+        problem = f"max_buf_len={max_buf_len!r} must be a number of bytes, at least 1."
     return {
         "length": length,
-        "refusal": refusal,
+        "problem": problem,
         "seed": int(seed) if seed is not None and is_seed(seed) else draw_seed(),
         "max_buf_len": max_buf_len if isinstance(max_buf_len, int) else 0,
     }
 
 
-def _agree(comm: Communicator, words: dict[str, Any], root: int) -> list[dict[str, Any]]:
-    """All ranks' words. *Collective*. Raises on all ranks alike if they cannot go together."""
-    everyone: list[dict[str, Any]] = comm.allgather_obj({**words, "root": operator.index(root)})
-    roots = [theirs["root"] for theirs in everyone]
+def _gather(comm: Communicator, arguments: dict[str, Any], root: int) -> list[dict[str, Any]]:
+    """Gather all ranks' arguments. *Collective*. Raises the same error on all ranks."""
+    gathered: list[dict[str, Any]] = comm.allgather_obj({**arguments, "root": operator.index(root)})
+    roots = [theirs["root"] for theirs in gathered]
     if len(set(roots)) > 1:
         raise RankMismatchError(
             f"Ranks 0 to {comm.size - 1} passed root={roots}. All ranks must pass the same root."
         )
     if not 0 <= roots[0] < comm.size:
-        raise UsageError(f"root is {roots[0]}. It must be a rank from 0 to {comm.size - 1}.")
-    for rank, theirs in enumerate(everyone):
-        if theirs["refusal"] is not None:
-            raise UsageError(f"Rank {rank}: {theirs['refusal']}")
-    return everyone
+        raise UsageError(f"root={roots[0]} must be a rank from 0 to {comm.size - 1}.")
+    for rank, theirs in enumerate(gathered):
+        if theirs["problem"] is not None:
+            raise UsageError(f"Rank {rank}: {theirs['problem']}")
+    return gathered
 
 
 def _raise_if_lengths_differ(lengths: list[int | None], root: int) -> None:

@@ -1,4 +1,4 @@
-"""Chainer's SerialIterator: batches that wrap over the end of the epoch and so are always full."""
+"""Chainer's SerialIterator: batches wrap around the end of the epoch and are always full."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ Batch = TypeVar("Batch")
 
 
 class Ranks(Protocol):
-    """What of a communicator the state of an iterator depends on."""
+    """The attributes of a communicator that the state of an iterator depends on."""
 
     @property
     def rank(self) -> int:
-        """Of the caller."""
+        """The rank of the caller."""
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
 
 
 class SerialIterator(Generic[Batch]):
-    """Batches of a data set, one after the other, read when they are asked for. Local.
+    """Batches of a data set in order, read on demand. Local.
 
-    With ``repeat=True`` a batch that meets the end of the epoch goes on with the next one, so all
-    batches are full; the epoch ends in the iteration whose batch reaches the end
+    With ``repeat=True`` a batch that reaches the end of the epoch continues with the next one, so
+    all batches are full; the epoch ends in the iteration whose batch reaches the end
     (``is_new_epoch``). 2,500 samples in batches of 32 make epochs of 79, 78, 78, 78 iterations,
-    where a DataLoader makes 79 each time. With ``repeat=False`` the last batch is short and then
-    comes StopIteration.
+    where a DataLoader makes 79 each time. With ``repeat=False`` the last batch is short and is
+    followed by StopIteration.
 
-    Different from Chainer: the order of epoch e is a function of (seed, e), so the state is a few
+    Unlike in Chainer, the order of epoch e is a function of (seed, e), so the state is a few
     numbers and resuming is exact; batches are collated to tensors.
 
     Args:
         dataset: anything with a length and samples by index.
         batch_size: samples per batch, of this rank.
-        repeat: go on after the end of the epoch.
+        repeat: continue after the end of the epoch.
         shuffle: draw a new order for each epoch.
         seed: 0 or more; None draws one, which ``state_dict`` keeps.
         collate_fn: makes a batch of a list of samples; ``list`` gives Chainer's batches.
 
     Raises:
-        UsageError: ``batch_size`` is below 1, or an empty data set is to repeat.
+        UsageError: ``batch_size`` is below 1, or ``repeat=True`` with an empty data set.
 
     >>> iterator = SerialIterator(range(5), 3, shuffle=False, collate_fn=list)
     >>> next(iterator), next(iterator), iterator.epoch, iterator.epoch_detail
@@ -66,13 +66,13 @@ class SerialIterator(Generic[Batch]):
         collate_fn: Callable[[list[Any]], Batch] = default_collate,
     ) -> None:
         if batch_size < 1:
-            raise UsageError(f"batch_size is {batch_size}. It must be at least 1.")
+            raise UsageError(f"batch_size={batch_size} must be at least 1.")
         if seed is not None and seed < 0:
-            raise UsageError(f"seed is {seed}. It must be 0 or more, or None.")
+            raise UsageError(f"seed={seed} must be 0 or more, or None.")
         if repeat and len(dataset) == 0:
             raise UsageError(
-                "An iterator cannot repeat a data set of 0 samples. Use fewer workers or "
-                "scatter_dataset(force_equal_length=True), which gives every worker a sample."
+                "An iterator cannot repeat a data set of 0 samples. Use fewer ranks or "
+                "scatter_dataset(force_equal_length=True), which gives every rank a sample."
             )
         self.dataset = dataset
         self.batch_size = batch_size
@@ -124,7 +124,7 @@ class SerialIterator(Generic[Batch]):
     next = __next__
 
     def state_dict(self) -> dict[str, int | float | bool]:
-        """Numbers only; what `load_state_dict` needs to go on with the very next batch."""
+        """The numbers that `load_state_dict` needs to resume with the very next batch."""
         return {
             "epoch": self.epoch,
             "current_position": self.current_position,
@@ -134,9 +134,9 @@ class SerialIterator(Generic[Batch]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state, with the seed of that run.
+        """Resume from a saved state, with its seed.
 
-        Raises UsageError: it is no state of an iterator over this data set.
+        Raises UsageError: it is not a state of an iterator over this data set.
         """
         missing = [name for name in self.state_dict() if name not in state]
         if missing:
@@ -147,8 +147,8 @@ class SerialIterator(Generic[Batch]):
         position = int(state["current_position"])
         if not 0 <= position <= len(self.dataset):
             raise UsageError(
-                f"Position {position} is no place in a data set of {len(self.dataset)} samples. "
-                "Was the state saved with another data set or number of workers?"
+                f"Position {position} is outside of a data set of {len(self.dataset)} samples. "
+                "Was the state saved with another data set or number of ranks?"
             )
         self._seed = int(state["seed"])
         self.epoch = int(state["epoch"])
@@ -162,8 +162,8 @@ class SerialIterator(Generic[Batch]):
     ) -> dict[str, int | float | bool]:
         """The state that this rank loads, from those of all old ranks, in rank order. Local.
 
-        As many samples of the epoch are done as before, over all ranks; which ones they are is not
-        kept, see `resume_warnings`. A seed that each rank has of its own stays with the rank's number.
+        The number of samples of the epoch that are done, over all ranks, is kept; which ones they
+        are is not, see `resume_warnings`. Rank r keeps the seed of old rank r.
         """
         own = states[comm.rank % len(states)]
         epoch = int(own["epoch"])
@@ -174,10 +174,10 @@ class SerialIterator(Generic[Batch]):
         return {**own, "current_position": position, "previous_epoch_detail": max(before, 0.0)}
 
     def resume_warnings(self) -> list[str]:
-        """What does not hold when a state is loaded by another number of ranks, in sentences."""
+        """Warnings for loading a state of another number of ranks."""
         return [
-            "The shards of another number of ranks hold other samples: of the epoch under way some "
-            "are seen twice and some not at all. With GlobalSampler none are lost or repeated."
+            "The shards of another number of ranks have other samples: in the current epoch, "
+            "some are seen twice and some not at all. With GlobalSampler none are lost or repeated."
         ]
 
     def _begin_epoch(self, epoch: int) -> None:

@@ -1,4 +1,4 @@
-"""A part of a data set, and the ways to cut one into parts on one process."""
+"""A part of a data set, and functions that split one on one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Sample = TypeVar("Sample", covariant=True)
 
 @runtime_checkable
 class SizedDataset(Protocol[Sample]):
-    """What scattering and iterating need: a length and samples by index 0 .. length - 1."""
+    """A data set with a length and samples by index 0 .. length - 1."""
 
     def __len__(self) -> int: ...
 
@@ -31,18 +31,18 @@ class Separable(Protocol):
     """A data set that can be copied in part."""
 
     def only(self, indices: Sequence[int]) -> SizedDataset[Any]:
-        """A copy that has these samples and no others, under their indices."""
+        """A copy with these samples only, under the same indices."""
 
 
 def is_starting_process() -> bool:
-    """Whether what is pickled now goes to a process that this one is starting. Local."""
+    """Whether an object is being pickled for a process that this one starts. Local."""
     return get_spawning_popen() is not None
 
 
 class SubDataset(Dataset[Sample]):
     """Samples ``begin`` .. ``end - 1`` of a data set, counted in ``order`` where one is given.
 
-    A view: samples are read from the data set when they are asked for. ``part[2:5]`` and
+    A view: samples are read from the data set on demand. ``part[2:5]`` and
     ``part[[0, 3]]`` are lists of samples, as in Chainer. Local.
 
     Args:
@@ -51,7 +51,7 @@ class SubDataset(Dataset[Sample]):
         order: permutation of all indices of the data set, shape ``(len(dataset),)``, or None.
 
     Raises:
-        UsageError: the bounds lie outside the data set or ``order`` has another length.
+        UsageError: the bounds are outside of the data set or ``order`` has another length.
 
     >>> part = SubDataset("abcde", 1, 4)
     >>> list(part), part[1:]
@@ -68,7 +68,7 @@ class SubDataset(Dataset[Sample]):
         length = len(dataset)
         if not 0 <= begin <= end <= length:
             raise UsageError(
-                f"A part {begin}..{end} does not lie inside a data set of {length} samples. "
+                f"A part {begin}..{end} is outside of a data set of {length} samples. "
                 "It needs 0 <= begin <= end <= length."
             )
         if order is not None and len(order) != length:
@@ -110,7 +110,7 @@ class SubDataset(Dataset[Sample]):
         return self.dataset[int(self._indices[position])]
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickles: a scattered data set leaves the samples of other parts out."""
+        """For pickling: a scattered data set omits the samples of other parts."""
         state = dict(self.__dict__)
         if isinstance(self.dataset, Separable) and not is_starting_process():
             state["dataset"] = self.dataset.only(self.indices)
@@ -139,7 +139,7 @@ def split_dataset(
 ) -> tuple[SubDataset[Sample], SubDataset[Sample]]:
     """The first ``split_at`` samples and the rest. Local.
 
-    Raises UsageError: ``split_at`` lies outside the data set.
+    Raises UsageError: ``split_at`` is outside of the data set.
 
     >>> first, rest = split_dataset("abcde", 2)
     >>> len(first), len(rest)
@@ -152,7 +152,7 @@ def split_dataset(
 def split_dataset_n_random(
     dataset: SizedDataset[Sample], n: int, seed: int | None = None
 ) -> list[SubDataset[Sample]]:
-    """Cut a data set at random into ``n`` parts of exactly ``len(dataset) // n`` samples. Local.
+    """Split a data set at random into ``n`` parts of exactly ``len(dataset) // n`` samples. Local.
 
     The permutation is that of Chainer for the same seed. Also as in Chainer, the remainder of up
     to ``n - 1`` samples is in no part: parallel updaters need parts of equal length.
@@ -160,7 +160,7 @@ def split_dataset_n_random(
     Args:
         dataset: anything with a length and samples by index.
         n: number of parts, at least 1.
-        seed: 0 .. 2**32 - 1, or None for another cut every time.
+        seed: 0 .. 2**32 - 1, or None for a different split every time.
 
     Raises:
         UsageError: ``n`` or ``seed`` is out of range.
@@ -169,7 +169,7 @@ def split_dataset_n_random(
     [3, 3, 3]
     """
     if n < 1:
-        raise UsageError(f"A data set cannot be cut into {n} parts. Ask for 1 or more.")
+        raise UsageError(f"n={n} must be at least 1: the number of parts.")
     length = len(dataset)
     order = permutation(length, draw_seed() if seed is None else seed)
     size = length // n

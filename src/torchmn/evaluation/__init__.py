@@ -1,4 +1,4 @@
-"""What a model is worth, measured over the shards of all ranks."""
+"""Distributed evaluation over the shards of all ranks."""
 
 from torchmn.communicators.heartbeat import HeartbeatGather
 from torchmn.evaluation.batches import batch_to, call_with_batch, num_samples

@@ -1,4 +1,4 @@
-"""Batches as loaders give them: how many samples, where they lie, how a function takes them."""
+"""Batches of loaders: their number of samples, their device, and calling a function with one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def num_samples(batch: Any) -> int | None:
     """The first dimension of the first tensor in a batch; None if there is none. Local.
 
     A batch is a tensor or array ``(samples, ...)``, or a tuple, named tuple, list or dict that
-    holds one at any depth. Where there is no tensor at all, a list of texts counts its texts.
+    contains one at any depth. Without any tensor, the length of a list of strings is used.
 
     >>> num_samples([np.zeros((32, 3)), np.zeros(32)])
     32
@@ -57,7 +57,7 @@ def call_with_batch(function: Callable[..., Result], batch: Any) -> Result:
 def _first_dimension(batch: Any) -> int | None:
     if isinstance(batch, (Tensor, np.ndarray)):
         return int(batch.shape[0]) if batch.ndim else None
-    if isinstance(batch, PackedSequence):  # its data holds time steps of all samples
+    if isinstance(batch, PackedSequence):  # its data has the time steps of all samples
         return int(batch.batch_sizes[0])
     for part in _parts(batch):
         found = _first_dimension(part)

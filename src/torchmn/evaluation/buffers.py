@@ -1,8 +1,7 @@
-"""One set of buffers for all ranks, so that what is evaluated or saved is one model.
+"""Synchronizing buffers, so that all ranks evaluate or save the same model.
 
-Under data parallel training each rank has its own running statistics of batch normalization. A
-sum over shards of what the ranks measure, each with its own statistics, would describe no single
-model.
+In data-parallel training each rank has its own running statistics of batch normalization. Results
+of shards that each rank evaluates with its own statistics would not belong to any single model.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ def sync_buffers_(
 
     Args:
         models: modules with the same buffers on every rank.
-        comm: who takes part.
+        comm: the ranks that participate.
         rule: ``average``: floating-point buffers become their mean over ranks, taken in float64,
-            and all others those of rank 0. ``rank0``: all become those of rank 0. ``local``:
+            and all others are copied from rank 0. ``rank0``: all are copied from rank 0. ``local``:
             nothing is done.
 
     Raises:

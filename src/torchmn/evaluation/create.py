@@ -2,9 +2,9 @@
 
     value = sum over ranks, batches of (samples x value)  /  sum over ranks, batches of samples
 
-in float64, the same bits on every rank, for shards of any sizes. ChainerMN took the unweighted mean
-over ranks of unweighted means over batches (ancestors 1.6), which is biased for uneven shards and
-short last batches and waited for ever for a rank with an empty shard.
+in float64, bit-identical on every rank, for shards of any sizes. ChainerMN computed the unweighted
+mean over ranks of unweighted means over batches, which is biased for uneven shards and short last
+batches, and hung if a rank had an empty shard.
 """
 
 from __future__ import annotations
@@ -39,42 +39,42 @@ def create_multi_node_evaluator(
     compat: Compatibility | None = None,
     verify: DataLoader[Any] | None = None,
 ) -> EvaluatorLike:
-    """Make an evaluator give the result of the whole set on every rank. *Collective.*
+    """Make an evaluator return the result of the whole set on every rank. *Collective.*
 
-    The same object is returned and stays what it is; its ``evaluate()`` becomes *collective*. Each
-    rank gives it the loader of its own shard, of any size. A value that a batch reports is weighted
-    by the batch's number of samples (the first dimension of its first tensor), `Ratio` by its
-    count, and a value that a custom ``evaluate()`` adds to its result by the samples of the rank.
-    Ranks may need different times, and when one raises all others raise as well.
+    The same object is returned; its ``evaluate()`` becomes *collective*. Each rank passes the
+    loader of its own shard, of any size. A value that a batch reports is weighted by the batch's
+    number of samples (the first dimension of its first tensor), a `Ratio` by its count, and a value
+    that a custom ``evaluate()`` adds to its result by the samples of the rank. Ranks may take
+    different times; if one raises, all others raise as well.
 
     Args:
-        evaluator: a `pytorch_pfn_extras.training.extensions.Evaluator` or of a subclass. For its
-            batches it may have Chainer's ``SerialIterator(shard, n, repeat=False)`` as well.
-        comm: who takes part.
-        buffers: whose running statistics are evaluated: ``average`` (floating-point buffers are
-            averaged over ranks, in place, others taken from rank 0), ``rank0`` or ``local``.
-        compat: ``chainermn`` takes the unweighted mean over the batches of a rank and the
-            unweighted mean over ranks that reported the value. ChainerMN left buffers alone: give
-            ``buffers="local"`` as well to have its numbers.
-        verify: a loader over the whole set, on one rank or more. These evaluate it too, and all
-            ranks raise when a value differs beyond rounding from that of the shards.
+        evaluator: a `pytorch_pfn_extras.training.extensions.Evaluator` or of a subclass. Its
+            batches may also come from a ``SerialIterator(shard, n, repeat=False)``.
+        comm: the ranks that participate.
+        buffers: which running statistics are used: ``average`` (floating-point buffers are
+            averaged over ranks, in place, others copied from rank 0), ``rank0`` or ``local``.
+        compat: ``chainermn`` computes the unweighted mean over the batches of a rank and the
+            unweighted mean over ranks that reported the value. ChainerMN did not change buffers:
+            also pass ``buffers="local"`` to reproduce its numbers.
+        verify: a loader over the whole set, on one rank or more. These ranks evaluate it too, and
+            all ranks raise if a value differs beyond rounding from that of the shards.
 
     Raises:
         UnknownNameError, UsageError: an argument is of the wrong kind.
         UnsupportedError: ``compat`` together with ``verify``.
         RankMismatchError: the ranks' arguments differ.
 
-    ``evaluate()`` then raises UsageError: a value that has no mean, or ``verify`` found a
-    difference; CommunicationError: another rank raised.
+    ``evaluate()`` then raises UsageError: a value has no mean, or ``verify`` found a difference;
+    CommunicationError: another rank raised.
     """
     _raise_if_unusable(evaluator, buffers, compat, verify)
     evaluator._iterators = named_loaders(evaluator._iterators)
-    words = {"buffers": buffers, "compat": compat}
-    for rank, theirs in enumerate(comm.allgather_obj(words)):
-        if theirs != words:
+    arguments = {"buffers": buffers, "compat": compat}
+    for rank, theirs in enumerate(comm.allgather_obj(arguments)):
+        if theirs != arguments:
             raise RankMismatchError(
-                f"{comm.rank_label}: create_multi_node_evaluator has {words} here and {theirs} on "
-                f"rank {rank}. All ranks must give the same."
+                f"{comm.rank_label}: create_multi_node_evaluator has {arguments} here and {theirs} "
+                f"on rank {rank}. All ranks must pass the same arguments."
             )
     evaluation = _MultiNodeEvaluation(evaluator, comm, buffers, compat, verify)
     evaluator.evaluate = evaluation  # type: ignore[assignment,method-assign]
@@ -88,24 +88,26 @@ def _raise_if_unusable(
 ) -> None:
     if isinstance(evaluator, DistributedEvaluator) or not isinstance(evaluator, Evaluator):
         raise UsageError(
-            f"create_multi_node_evaluator got a {type(evaluator).__name__}. It takes an Evaluator "
-            "of pytorch_pfn_extras.training.extensions which works on the shard of one rank."
+            f"create_multi_node_evaluator got a {type(evaluator).__name__}. It needs an Evaluator "
+            "of pytorch_pfn_extras.training.extensions over the shard of one rank."
         )
     if isinstance(evaluator.evaluate, _MultiNodeEvaluation):
-        raise UsageError("This evaluator is a multi-node evaluator already. Make it so once.")
+        raise UsageError(
+            "This is a multi-node evaluator already. Call create_multi_node_evaluator once."
+        )
     if buffers not in BUFFER_RULES:
         raise UnknownNameError("rule for buffers", buffers, BUFFER_RULES)
     if compat not in (None, "chainermn"):
         raise UnknownNameError("compat", compat, ("chainermn",))
     if compat is not None and verify is not None:
         raise UnsupportedError(
-            "compat='chainermn' gives unweighted means, which differ from one process on the whole "
-            "set. Leave out verify= or compat=."
+            "compat='chainermn' computes unweighted means, which differ from one process on the "
+            "whole set. Remove verify= or compat=."
         )
 
 
 class _MultiNodeEvaluation:
-    """Takes the place of an evaluator's ``evaluate``."""
+    """Replaces an evaluator's ``evaluate``."""
 
     def __init__(
         self,
@@ -125,34 +127,32 @@ class _MultiNodeEvaluation:
     def __call__(self) -> dict[str, float]:
         targets = self._evaluator.get_all_targets().values()
         sync_buffers_(targets, self._comm, self._buffers)
-        meeting = HeartbeatGather(
-            self._comm, f"evaluation '{self._evaluator.name or 'validation'}'"
-        )
+        gather = HeartbeatGather(self._comm, f"evaluation '{self._evaluator.name or 'validation'}'")
         try:
-            shard = self._measure(self._evaluator.get_all_iterators(), meeting)
+            shard = self._measure(self._evaluator.get_all_iterators(), gather)
             whole = None
             if self._whole_set is not None:
                 loaders = {**self._evaluator.get_all_iterators(), "main": self._whole_set}
-                whole = self._measure(loaders, meeting)
+                whole = self._measure(loaders, gather)
         except Exception as error:
-            meeting.fail(error)
+            gather.fail(error)
             raise
-        everybody = meeting.finish((shard, whole))
-        values = _means([shard for shard, _ in everybody])
-        for rank, (_, theirs) in enumerate(everybody):
+        gathered = gather.finish((shard, whole))
+        values = _means([shard for shard, _ in gathered])
+        for rank, (_, theirs) in enumerate(gathered):
             if theirs is not None:
                 self._raise_if_different(values, _means([theirs]), rank)
         return values
 
-    def _measure(self, loaders: Mapping[str, Any], meeting: HeartbeatGather) -> Sums:
+    def _measure(self, loaders: Mapping[str, Any], gather: HeartbeatGather) -> Sums:
         """Run the evaluator's own ``evaluate`` over some loaders."""
-        recorder = Recorder(meeting.heartbeat)
+        recorder = Recorder(gather.heartbeat)
         own_loaders = self._evaluator._iterators
         self._evaluator._iterators = {
             name: recorder.batches_of(loader) for name, loader in loaders.items()
         }
         try:
-            with recorder.listening():
+            with recorder.recording():
                 result = self._evaluate_shard()
         finally:
             self._evaluator._iterators = own_loaders
@@ -195,7 +195,7 @@ def _means(parts: list[Sums]) -> dict[str, float]:
     for name, (_, weight) in merged.items():
         if weight == 0:
             raise UsageError(
-                f"'{name}' stands for no samples on any rank, so it has no mean. Give the "
+                f"'{name}' has no samples on any rank, so it has no mean. Give the "
                 "evaluator a loader that has samples on one rank at least, or report a Ratio with "
                 "a count."
             )

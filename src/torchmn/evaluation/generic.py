@@ -1,4 +1,4 @@
-"""Evaluation that is no mean: each rank computes, one rank puts together (ancestors 1.6)."""
+"""Evaluation that is not a mean: each rank computes results, and one rank aggregates them."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class GenericMultiNodeEvaluator(extension.Extension):
     """Base class: `calc_local` for every batch of every rank, `aggregate` once at the root.
 
     For scores that need all outputs at once, such as BLEU. Shards may be uneven or empty and ranks
-    may need different times. It reports nothing by itself; calling it returns what `aggregate`
-    returns at the root and None on other ranks.
+    may take different times. It reports nothing itself; calling it returns the result of
+    `aggregate` on the root and None on other ranks.
 
     Args:
-        comm: who takes part.
-        iterator: this rank's batches, iterated anew at each call.
+        comm: the ranks that participate.
+        iterator: this rank's batches, iterated from the beginning at each call.
         target: a module, or several by name, set to evaluation mode during a call.
-        device: where batches are moved to before `calc_local`; None leaves them.
-        converter: in place of that: ``converter(batch, device)``.
+        device: batches are moved to it before `calc_local`; None does not move them.
+        converter: moves a batch: ``converter(batch, device)``.
         root: the rank that aggregates.
         progress_hook: called with (batches done on this rank,) after each batch.
     """
@@ -68,39 +68,39 @@ class GenericMultiNodeEvaluator(extension.Extension):
         raise NotImplementedError(f"{type(self).__name__} must define calc_local().")
 
     def aggregate(self, results: list[Any]) -> Any:
-        """Put all ranks' results together. Override it. Called at the root only.
+        """Aggregate the results of all ranks. Override it. Called on the root only.
 
-        ``results`` holds the first batches of rank 0, 1, ..., then the second batches and so on.
+        ``results`` has the first batches of rank 0, 1, ..., then the second batches and so on.
         """
         raise NotImplementedError(f"{type(self).__name__} must define aggregate().")
 
     def __call__(self, manager: Any = None) -> Any:
         """Evaluate. *Collective.* Raises CommunicationError: another rank raised."""
         what = f"evaluation '{self.name or self.default_name}'"
-        meeting = HeartbeatGather(self.comm, what)
+        gather = HeartbeatGather(self.comm, what)
         try:
             with torch.no_grad(), _evaluation_mode(self.targets.values()):
-                results = self._local_results(meeting)
+                results = self._local_results(gather)
         except Exception as error:
-            meeting.fail(error)
+            gather.fail(error)
             raise
-        meeting.finish(None)
+        gather.finish(None)
         gathered = self.comm.gather_obj(results, self.root)
-        meeting = HeartbeatGather(self.comm, what)
+        gather = HeartbeatGather(self.comm, what)
         result = None
         try:
             if gathered is not None:
                 result = self.aggregate(_round_robin(gathered))
         except Exception as error:
-            meeting.fail(error)
+            gather.fail(error)
             raise
-        meeting.finish(None)
+        gather.finish(None)
         return result
 
-    def _local_results(self, meeting: HeartbeatGather) -> list[Any]:
+    def _local_results(self, gather: HeartbeatGather) -> list[Any]:
         results = []
         for number, batch in enumerate(self.iterator, start=1):
-            meeting.heartbeat()
+            gather.heartbeat()
             result = call_with_batch(self.calc_local, self.converter(batch, self.device))
             if result is None:
                 raise UsageError(

@@ -1,6 +1,6 @@
-"""One pass over whatever holds the batches to be evaluated, from its beginning, at each evaluation.
+"""One pass over the batches to be evaluated, from the beginning, at each evaluation.
 
-pytorch-pfn-extras wants a DataLoader, or a dict of them. Chainer's evaluators took iterators, such
+pytorch-pfn-extras needs a DataLoader, or a dict of them. Chainer's evaluators had iterators, such
 as ``SerialIterator(test, batch_size, repeat=False)``, and reset them at each evaluation.
 """
 
@@ -13,17 +13,17 @@ from torchmn.errors import UsageError
 
 
 class OnePass:
-    """An iterator with `reset`, as a loader whose length is the number of its batches. Local.
+    """An iterator with ``reset`` as a loader whose length is its number of batches. Local.
 
-    Raises UsageError: it has no end, or cannot begin again.
+    Raises UsageError: it never ends, or cannot be reset.
     """
 
     def __init__(self, iterator: Any) -> None:
         kind = type(iterator).__name__
         if getattr(iterator, "repeat", False):
             raise UsageError(
-                f"The evaluation would never end: its {kind} repeats. Make it with repeat=False, "
-                "or give a DataLoader."
+                f"The evaluation would never end: its {kind} repeats. Create it with repeat=False, "
+                "or pass a DataLoader."
             )
         if not hasattr(iterator, "reset"):
             raise UsageError(
@@ -52,7 +52,7 @@ def one_pass(loader: Any) -> Any:
 
 
 def named_loaders(given: Any) -> dict[str, Any]:
-    """What an evaluator was given for its batches, by name.
+    """The loaders of an evaluator, by name.
 
     Raises UsageError: there is no 'main', or see `OnePass`.
     """

@@ -1,4 +1,4 @@
-"""A reported value that is a sum over something other than samples."""
+"""A reported value that is a mean over something other than samples."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torchmn.errors import UsageError
 class Ratio(tuple[Any, float]):
     """``sum / count``, reported so that its mean over batches and ranks is exact.
 
-    Report it in place of a value: the mean over batches and ranks is then the sum of the sums over
-    the sum of the counts, as for accuracy per token. ``sum`` is a number or a tensor without
-    dimensions, ``count`` a number of at least 0. A batch with count 0 counts for nothing.
+    Report it in place of a value: the mean over batches and ranks is then the sum of the sums
+    divided by the sum of the counts, for example for accuracy per token. ``sum`` is a number or a
+    tensor without dimensions, ``count`` a number of at least 0. A batch with count 0 is ignored.
 
-    It is the pair (mean, weight) that pytorch-pfn-extras takes for a weighted value, so that its
-    own Evaluator and LogReport weigh it too.
+    It is the pair (mean, weight) that pytorch-pfn-extras accepts as a weighted value, so that its
+    own Evaluator and LogReport weight it too.
 
-    Raises UsageError: a value is no scalar, or the count is negative or not finite.
+    Raises UsageError: a value is not a scalar, or the count is negative or not finite.
 
     >>> ratio = Ratio(3, 4)
     >>> ratio.sum, ratio.weight, ratio.mean
@@ -34,7 +34,7 @@ class Ratio(tuple[Any, float]):
         """See the class."""
         weight = float(count)
         if not 0 <= weight < math.inf:
-            raise UsageError(f"Ratio: the count is {weight}. It must be 0 or more, and finite.")
+            raise UsageError(f"Ratio: count={weight} must be finite and at least 0.")
         if isinstance(sum, Tensor):
             if sum.dim() != 0:
                 raise UsageError(
@@ -44,7 +44,7 @@ class Ratio(tuple[Any, float]):
             total: Any = sum.detach().to(torch.float64)
         else:
             total = float(sum)
-        # A tensor, which divides by zero in silence: a shard may hold nothing to count.
+        # A tensor, for which 0 / 0 raises no error: a shard may have nothing to count.
         mean = total / weight if weight else torch.zeros((), dtype=torch.float64, device="cpu")
         ratio = super().__new__(cls, (mean, weight))
         ratio.sum = total
@@ -55,7 +55,7 @@ class Ratio(tuple[Any, float]):
 
     @property
     def mean(self) -> Any:
-        """``sum / count``, 0 where there is nothing to count."""
+        """``sum / count``, 0 if the count is 0."""
         return self[0]
 
     @property

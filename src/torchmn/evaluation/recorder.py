@@ -1,4 +1,4 @@
-"""What an evaluation reports, batch by batch, as sums and counts in float64."""
+"""The values that an evaluation reports, batch by batch, as sums and counts in float64."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from torchmn.evaluation.sums import Sums, WeightedSums, raise_if_no_mean
 class Recorder:
     """Collects the values of each batch with the number of its samples. Local."""
 
-    def __init__(self, beat: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, heartbeat: Callable[[], None] = lambda: None) -> None:
         self.num_samples = 0
-        self._beat = beat
+        self._heartbeat = heartbeat
         self._sums = WeightedSums()
         self._batch: dict[str, Any] | None = None
         self._batch_size: int | None = None
 
     def batches_of(self, loader: Any) -> Any:
-        """The same loader, watched: each batch that it gives begins a batch here."""
-        return _Watched(loader, self)
+        """The same loader, which notifies this recorder of each batch."""
+        return _RecordedLoader(loader, self)
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Hear what is reported to the current reporter; it gets everything as before."""
+    def recording(self) -> Iterator[None]:
+        """Record what is reported to the current reporter, which still receives everything."""
         reporter = reporting.get_current_reporter()
         report = reporter.report
 
-        def heard(values: Mapping[str, Any], observer: torch.nn.Module | None = None) -> None:
+        def record(values: Mapping[str, Any], observer: torch.nn.Module | None = None) -> None:
             observation, reporter.observation = reporter.observation, {}
             try:
                 report(values, observer)
@@ -47,16 +47,16 @@ class Recorder:
                 self._batch.update(named)
             observation.update(named)
 
-        reporter.report = heard  # type: ignore[method-assign]
+        reporter.report = record  # type: ignore[method-assign]
         try:
             yield
         finally:
             del reporter.report
 
     def begin_batch(self, batch: Any) -> None:
-        """A batch begins and the one before ends."""
+        """Begin a batch, and end the one before."""
         self.end_batch()
-        self._beat()
+        self._heartbeat()
         self._batch, self._batch_size = {}, num_samples(batch)
         self.num_samples += self._batch_size or 0
 
@@ -66,15 +66,15 @@ class Recorder:
         for name, value in reported.items():
             if self._batch_size is None and not isinstance(value, tuple):
                 raise UsageError(
-                    f"'{name}' was reported for a batch in which there is no tensor, so it is not "
-                    "known how many samples it stands for. Report Ratio(sum, count)."
+                    f"'{name}' was reported for a batch without a tensor, so its number of "
+                    "samples is not known. Report Ratio(sum, count)."
                 )
             self._sums.add(name, value, self._batch_size or 0)
 
     def sums_of(self, result: Mapping[str, Any]) -> Sums:
-        """Sum and weight of every name in what ``evaluate()`` returned.
+        """Sum and weight of every name in the result of ``evaluate()``.
 
-        A value that no batch reported is one of a custom ``evaluate()``: a mean over the samples
+        A value that no batch reported comes from a custom ``evaluate()``: a mean over the samples
         of this rank, or a `Ratio`.
         """
         self.end_batch()
@@ -84,8 +84,8 @@ class Recorder:
         return {name: pair for name, pair in self._sums.sums().items() if name in result}
 
 
-class _Watched:
-    """A loader whose batches a recorder knows of."""
+class _RecordedLoader:
+    """A loader that notifies a recorder of its batches."""
 
     def __init__(self, loader: Any, recorder: Recorder) -> None:
         self._loader = loader

@@ -1,4 +1,4 @@
-"""Sums and weights of reported values in float64: what a mean over batches and ranks is made of."""
+"""Sums and weights of reported values in float64, for means over batches and ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Sums = dict[str, tuple[float, float]]
 
 
 class WeightedSums:
-    """Adds up reported values of one rank. Tensors stay on their device, so that nobody waits."""
+    """Adds up the reported values of one rank. Tensors stay on their device, without a sync."""
 
     def __init__(self) -> None:
         self._totals: dict[str, Any] = {}
@@ -26,7 +26,7 @@ class WeightedSums:
 
     @classmethod
     def of(cls, sums: Mapping[str, Sequence[float]]) -> WeightedSums:
-        """Go on from `sums`, with the same bits."""
+        """Restore from `sums`, bit-identically."""
         held = cls()
         held._totals = {name: pair[0] for name, pair in sums.items()}
         held._weights = {name: pair[1] for name, pair in sums.items()}
@@ -36,24 +36,24 @@ class WeightedSums:
         return name in self._weights
 
     def add(self, name: str, value: Any, weight: float = 1) -> None:
-        """Count a value ``weight`` times, a `Ratio` or a (value, weight) as it says itself.
+        """Add a value with ``weight``; a `Ratio` or a (value, weight) has its own.
 
-        Raises UsageError: the value is no scalar.
+        Raises UsageError: the value is not a scalar.
         """
-        total, weight = _weighed(name, value, weight)
-        if weight:  # what stands for nothing may be NaN
+        total, weight = _weighted(name, value, weight)
+        if weight:  # a value of weight 0 may be NaN
             self._totals[name] = self._totals.get(name, 0.0) + total
         self._weights[name] = self._weights.get(name, 0.0) + weight
 
     def sums(self) -> Sums:
-        """What was added up so far, as numbers."""
+        """The sums so far, as numbers."""
         return {name: (float(self._totals.get(name, 0.0)), w) for name, w in self._weights.items()}
 
 
 def merge_sums(parts: Sequence[Sums]) -> Sums:
-    """Add the sums of all ranks; names in the order in which the ranks know them.
+    """Add the sums of all ranks; names in the order of the ranks.
 
-    The same bits for the same parts in any order.
+    Bit-identical for the same parts in any order.
     """
     merged = {}
     for name in dict.fromkeys(name for part in parts for name in part):
@@ -69,12 +69,12 @@ def means_of(sums: Sums) -> dict[str, float]:
 
 
 def scalars_of(observation: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of an observation that has means: as pytorch-pfn-extras, without a complaint."""
+    """The values of an observation that have means, as in pytorch-pfn-extras but silently."""
     return {name: value for name, value in observation.items() if has_mean(value)}
 
 
 def has_mean(value: Any) -> bool:
-    """Whether a value can be averaged: a scalar, a (value, weight), a function giving one."""
+    """Whether a value can be averaged: a scalar, a (value, weight), or a function returning one."""
     if isinstance(value, (Tensor, np.ndarray)):
         return value.ndim == 0
     return isinstance(value, (tuple, int, float, np.number, np.bool_)) or callable(value)
@@ -91,13 +91,13 @@ def raise_if_no_mean(name: str, value: Any) -> None:
     )
 
 
-def _weighed(name: str, value: Any, weight: float) -> tuple[Any, float]:
+def _weighted(name: str, value: Any, weight: float) -> tuple[Any, float]:
     """(value x weight, weight) in float64."""
     if isinstance(value, Ratio):
         return value.sum, value.weight
     if isinstance(value, tuple) and len(value) == 2:  # pytorch-pfn-extras: (value, weight)
         value, weight = value[0], float(value[1])
-    if callable(value):  # pytorch-pfn-extras: a value that is computed when it is needed
+    if callable(value):  # pytorch-pfn-extras: a lazy value
         value = value()
     raise_if_no_mean(name, value)
     if isinstance(value, Tensor):

@@ -136,7 +136,7 @@ class BucketSet:
         self.context, self.is_begun = context, True
         self._leave_lent()
         codec = self.algorithm.codec
-        if scale is None or (codec is not None and codec.keeps_residues):
+        if scale is None or (codec is not None and codec.keeps_residuals):
             self._agreement = WeightAgreement(
                 self.comm,
                 context.weight,

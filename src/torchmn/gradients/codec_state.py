@@ -31,7 +31,7 @@ def own_codec(codec: str | Codec | None, comm: Communicator) -> Codec | None:
             f"{chosen.name} needs whole parameters, and the route {comm.name!r} cuts them between "
             "the ranks of a node. Use 'hierarchical' or another codec."
         )
-    return chosen.fresh()
+    return chosen.new_instance()
 
 
 def warn_if_it_encodes_nothing(codec: Codec | None, comm: Communicator) -> None:

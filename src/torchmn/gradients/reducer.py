@@ -130,6 +130,8 @@ class GradientReducer:
         self._scale: float | None = None
         """The `weight_scale` of the next exchange; None: to be agreed on."""
         self._num_sets = max(1, num_sets)
+        self._bucket_bytes: int | None = None
+        """If it is not the communicator's."""
         self._find_sparse = find_sparse
         self._find_untrained = find_untrained
         self._untrained: list[NamedParameter] | None = None
@@ -217,7 +219,7 @@ class GradientReducer:
                 plan_buckets(
                     trainable,
                     granularity=self.comm.granularity,
-                    bucket_bytes=self.comm.bucket_bytes,
+                    bucket_bytes=self._bucket_bytes or self.comm.bucket_bytes,
                     chunk_bytes=self._chunk_bytes,
                     codec=self.codec,
                     num_footer=NUM_FOOTER + (0 if self.zero_fill else len(trainable)),
@@ -275,11 +277,22 @@ class GradientReducer:
             each.set_order(order, num_early)
 
     def reconfigure(
-        self, comm: Communicator, codec: Codec | None, *, num_sets: int | None = None
+        self,
+        comm: Communicator,
+        codec: Codec | None,
+        *,
+        num_sets: int | None = None,
+        bucket_bytes: int | None = None,
+        on_backward_end: Callable[[], None] | None = None,
     ) -> None:
-        """Exchange over another communicator, in another form, from now on. *Collective.*"""
+        """Exchange over another communicator, in another form, from now on. *Collective.*
+
+        Options that are None stay as they are.
+        """
         self.comm, self.codec, self.is_suspended = comm, codec, False
         self._num_sets = self._num_sets if num_sets is None else num_sets
+        self._bucket_bytes = bucket_bytes or self._bucket_bytes
+        self._on_backward_end = on_backward_end or self._on_backward_end
         self.rebuild()
 
     def suspend(self) -> None:

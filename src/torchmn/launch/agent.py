@@ -1,8 +1,7 @@
-"""What an agent does between its orders and its report: the life of one rank's script.
+"""Runs the script of one rank: starts it, forwards its output and signals, and reports its end.
 
-It keeps the rank's output in a file and sends it to the supervisor, passes signals on, and sees to
-it that nothing the script started outlives the script, and that the script outlives neither agent
-nor supervisor.
+The output is also written to a file. No process that the script starts outlives the script, and the
+script outlives neither its agent nor the supervisor.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from torchmn.control.connection import Channel
-from torchmn.control.messages import (
+from torchmn.control.messages.job import (
     EndedBy,
     Exit,
     ForwardSignal,
@@ -31,10 +30,10 @@ from torchmn.control.messages import (
     Refresh,
     ScriptStarted,
     StartScript,
-    StatusRequest,
     Stream,
     Terminate,
 )
+from torchmn.control.messages.monitor import StatusRequest
 from torchmn.control.processes import (
     descendants,
     is_stopped,
@@ -48,16 +47,17 @@ from torchmn.control.processes import (
 from torchmn.errors import LaunchError
 from torchmn.exit_status import shell_code
 from torchmn.launch.line_splitter import LineSplitter
+from torchmn.monitor.bootstrap import with_bootstrap
 from torchmn.monitor.script_link import ScriptLink
-from torchmn.monitor.script_monitor import WATCH_VARIABLE
+from torchmn.monitor.script_monitor import MONITOR_VARIABLE
 from torchmn.topology import CpuAssignment
 
-_FULL_BYTES = 1 << 20
-"""With so much waiting to be sent the script's pipes are left alone until the supervisor reads."""
+_MAX_PENDING_BYTES = 1 << 20
+"""With more bytes to be sent, the script's output is not read until the supervisor catches up."""
 _LEFTOVER_S = 1.0
-"""How long processes that the script left behind may take to end before they are told to."""
+"""How long processes that the script left may take to exit before they get SIGTERM."""
 _REFRESH_PERIOD_S = 0.2
-_GOODBYE_S = 10.0
+_DISCONNECT_S = 10.0
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -71,7 +71,7 @@ class _Pipe:
 
 
 class Agent:
-    """Runs the script of one rank to its end and to the end of all that it started."""
+    """Runs the script of one rank until it and all processes that it started have exited."""
 
     def __init__(
         self,
@@ -95,13 +95,13 @@ class Agent:
         self._started_at = self._ended_at = 0.0
         self._ended_by: EndedBy = "itself"
         self._kill_at: float | None = None
-        self._tell_leftovers_at: float | None = None
+        self._end_leftovers_at: float | None = None
         self._kill_leftovers_at = 0.0
         self._refreshed_at = 0.0
         self._link = ScriptLink(channel.post)
 
     def run(self, env: Mapping[str, str]) -> int:
-        """Start the script, carry its output and signals, and report how it ended."""
+        """Start the script, forward its output and signals, report how it ended; its exit code."""
         self._open_log()
         self._start(env)
         while not self._is_over():
@@ -114,7 +114,7 @@ class Agent:
         self._channel.post(
             Exit(returncode=self._returncode, ended_at=self._ended_at, ended_by=self._ended_by)
         )
-        self._say_goodbye()
+        self._wait_for_disconnect()
         return shell_code(self._returncode)
 
     # ---- start --------------------------------------------------------------------------------
@@ -130,19 +130,19 @@ class Agent:
     def _start(self, env: Mapping[str, str]) -> None:
         self._started_at = time.time()
         process = subprocess.Popen(
-            self._order.argv,
+            with_bootstrap(self._order.argv),
             cwd=self._order.cwd,
-            env={**env, WATCH_VARIABLE: self._link.invitation()},
+            env={**env, MONITOR_VARIABLE: self._link.variable()},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
-            close_fds=False,  # PMI_FD of MPICH: a connection that the launcher left open for us
+            close_fds=False,  # PMI_FD of MPICH: a connection opened by the launcher
             start_new_session=True,
             preexec_fn=kill_on_parent_death(),
         )
         self._script_pid = process.pid
-        self._link.begin(process.pid)
+        self._link.script_started(process.pid)
         process.returncode = 0  # this class reaps; without it Popen would warn
         for stream, pipe in (("out", process.stdout), ("err", process.stderr)):
             if pipe is not None:
@@ -167,29 +167,29 @@ class Agent:
         return self._returncode is not None and not descendants(os.getpid())
 
     def _wait(self) -> None:
-        """Wait for output, messages or signals, and deal with them."""
+        """Wait for output, messages or signals, and process them."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._wakeup, selectors.EVENT_READ, self._on_signals)
             if self._link.is_open:
-                selector.register(self._link, selectors.EVENT_READ, self._link.pass_on)
+                selector.register(self._link, selectors.EVENT_READ, self._link.forward_messages)
             if self._channel.is_open:
                 events = selectors.EVENT_READ
                 if self._channel.pending_bytes:
                     events |= selectors.EVENT_WRITE
                 selector.register(self._channel, events, self._on_messages)
-            if self._channel.pending_bytes < _FULL_BYTES:
+            if self._channel.pending_bytes < _MAX_PENDING_BYTES:
                 for pipe in self._pipes:
                     selector.register(pipe.file, selectors.EVENT_READ, pipe)
-            for key, _ in selector.select(self._patience_s()):
+            for key, _ in selector.select(self._timeout_s()):
                 if isinstance(key.data, _Pipe):
                     self._on_output(key.data)
                 else:
                     key.data()
 
-    def _patience_s(self) -> float | None:
+    def _timeout_s(self) -> float | None:
         if self._returncode is not None:
-            return 0.02  # looking at what the script has left behind
-        deadlines = [at for at in (self._kill_at, self._link.answer_by) if at is not None]
+            return 0.02  # waiting for processes that the script has left
+        deadlines = [at for at in (self._kill_at, self._link.reply_by) if at is not None]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def _on_signals(self) -> None:
@@ -198,37 +198,37 @@ class Agent:
             if pid == self._script_pid:
                 self._returncode = returncode
                 self._ended_at = time.time()
-                self._link.pass_on()  # its last words, before it is reported to have ended
+                self._link.forward_messages()  # its last messages, before its exit is reported
         for number in numbers:
             if number in _ENDING_SIGNALS:
-                self._end(number, "outside")
+                self._terminate(number, "outside")
 
     def _on_messages(self) -> None:
         self._channel.flush()
         for message in self._channel.collect():
             if isinstance(message, Terminate):
                 self._link.post(message)
-                self._end(message.signum, "supervisor")
+                self._terminate(message.signum, "supervisor")
             elif isinstance(message, StatusRequest):
-                self._link.ask()
+                self._link.request_status()
             elif isinstance(message, ForwardSignal) and self._returncode is None:
-                send(self._script_pid, message.signum)  # its children know nothing of it
+                send(self._script_pid, message.signum)  # not to its children
         if not self._channel.is_open:
-            self._end(signal.SIGTERM, "outside")  # the supervisor is dead
+            self._terminate(signal.SIGTERM, "outside")  # the supervisor is dead
 
     def _on_output(self, pipe: _Pipe) -> None:
         with suppress(BlockingIOError):
             self._on_chunk(pipe, os.read(pipe.file.fileno(), 1 << 16))
 
     def _on_chunk(self, pipe: _Pipe, chunk: bytes) -> None:
-        """Keep and send a chunk; an empty one is the end of the stream."""
+        """Write and send a chunk; an empty one is the end of the stream."""
         if not chunk:
-            self._tell(pipe.stream, pipe.splitter.finish())
+            self._send_lines(pipe.stream, pipe.splitter.finish())
             self._pipes.remove(pipe)
             pipe.file.close()
             return
-        self._keep(chunk)
-        self._tell(pipe.stream, pipe.splitter.feed(chunk))
+        self._write_log(chunk)
+        self._send_lines(pipe.stream, pipe.splitter.feed(chunk))
         unfinished = pipe.splitter.unfinished
         if unfinished and self._order.wants_refreshes:
             now = time.monotonic()
@@ -236,58 +236,58 @@ class Agent:
                 self._refreshed_at = now
                 self._channel.post(Refresh(text=unfinished))
 
-    def _tell(self, stream: Stream, lines: list[str]) -> None:
+    def _send_lines(self, stream: Stream, lines: list[str]) -> None:
         if lines:
             self._channel.post(Output(stream=stream, lines=lines))
 
-    def _keep(self, chunk: bytes) -> None:
-        """Write to the rank's file; a full disk costs the file and not the training."""
+    def _write_log(self, chunk: bytes) -> None:
+        """Write to the rank's file. On a full disk the file ends, the training continues."""
         if self._log is None:
             return
         try:
             while chunk:  # an unbuffered file may take only a part
                 chunk = chunk[self._log.write(chunk) :]
         except OSError as error:
-            self._channel.post(LogWarning(text=f"gave up writing {self._log.name}: {error}"))
+            self._channel.post(LogWarning(text=f"stopped writing {self._log.name}: {error}"))
             self._log.close()
             self._log = None
 
     # ---- the end ------------------------------------------------------------------------------
 
-    def _end(self, signum: int, who: EndedBy) -> None:
-        """Pass a signal on to the script; the first one starts the time it has left."""
+    def _terminate(self, signum: int, by: EndedBy) -> None:
+        """Send a signal to the script; the first one starts its grace period."""
         if self._returncode is not None:
             return
         if self._kill_at is None:
-            self._ended_by = who
+            self._ended_by = by
             self._kill_at = time.monotonic() + self._order.grace_s
-            if is_stopped(self._script_pid):  # it would hear of no other signal
+            if is_stopped(self._script_pid):  # it would get no other signal
                 self._kill_at = time.monotonic()
         send_group(self._script_pid, signum)
 
     def _enforce_deadlines(self) -> None:
-        """Kill what had its time: first the script, then what the script has left behind."""
+        """Kill what has had its time: first the script, then the processes it has left."""
         now = time.monotonic()
-        self._link.answer_if_silent()
+        self._link.reply_if_overdue()
         if self._returncode is None:
             if self._kill_at is not None and now >= self._kill_at:
                 send_group(self._script_pid, signal.SIGKILL)
                 kill_descendants(os.getpid())
                 self._kill_at = now + 0.1
             return
-        if self._tell_leftovers_at is None:
-            # a script that was told to end has used up the time of its children as well
+        if self._end_leftovers_at is None:
+            # the grace period of a script that was terminated is that of its children as well
             wait_s = 0.0 if self._kill_at is not None else _LEFTOVER_S
-            self._tell_leftovers_at = now + wait_s
-            self._kill_leftovers_at = self._tell_leftovers_at + _LEFTOVER_S
+            self._end_leftovers_at = now + wait_s
+            self._kill_leftovers_at = self._end_leftovers_at + _LEFTOVER_S
         if now >= self._kill_leftovers_at:
             kill_descendants(os.getpid())
-        elif now >= self._tell_leftovers_at:
+        elif now >= self._end_leftovers_at:
             for pid in descendants(os.getpid()):
                 send(pid, signal.SIGTERM)
 
     def _drain(self) -> None:
-        """Read what is still in the pipes. Nobody writes any more."""
+        """Read what is still in the pipes. Nothing writes to them any longer."""
         while self._pipes:
             pipe = self._pipes[0]
             try:
@@ -296,7 +296,7 @@ class Agent:
                 self._on_chunk(pipe, b"")
 
     def _write_exit_file(self, returncode: int) -> None:
-        """``rank<r>.exit.json``: how the rank ended, for whoever looks later."""
+        """Write ``rank<r>.exit.json``: how the rank ended."""
         path = Path(self._order.log_dir) / f"rank{self._rank}.exit.json"
         record = {
             "rank": self._rank,
@@ -310,22 +310,22 @@ class Agent:
             "elapsed_s": round(self._ended_at - self._started_at, 3),
         }
         try:
-            draft = path.with_suffix(".draft")
-            draft.write_text(json.dumps(record, indent=1) + "\n")
-            draft.replace(path)
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text(json.dumps(record, indent=1) + "\n")
+            temporary.replace(path)
         except OSError as error:
             self._channel.post(LogWarning(text=f"cannot write {path}: {error}"))
 
-    def _say_goodbye(self) -> None:
-        """Stay until the supervisor has read everything and hangs up.
+    def _wait_for_disconnect(self) -> None:
+        """Stay until the supervisor has read everything and closes the connection.
 
-        It hangs up late on a rank that failed, so that mpirun does not see the failure before the
-        other ranks have been asked to end.
+        For a rank that failed it does so late: mpirun must not see the failure before the other
+        ranks have been asked to end.
         """
-        leave_at = time.monotonic() + self._order.grace_s + _GOODBYE_S
+        leave_at = time.monotonic() + self._order.grace_s + _DISCONNECT_S
         while self._channel.is_open and time.monotonic() < leave_at:
             if self._channel.pending_bytes and self._kill_at is None:
-                leave_at = time.monotonic() + self._order.grace_s + _GOODBYE_S  # a slow reader
+                leave_at = time.monotonic() + self._order.grace_s + _DISCONNECT_S  # a slow reader
             with selectors.DefaultSelector() as selector:
                 events = selectors.EVENT_READ
                 if self._channel.pending_bytes:

@@ -1,7 +1,8 @@
-"""The agent of one rank: ``python -m torchmn.launch.agent_main``, the parent of the user's script.
+"""``python -m torchmn.launch.agent_main``: the agent of one rank, the parent of the user's script.
 
-It finds its rank from whoever started it, takes its orders from the supervisor, binds the rank to
-its share of the cores and runs the script. It never imports torch.
+It reads its rank from the variables of the launcher that started it, gets the command from the
+supervisor, binds itself to the rank's share of the cores and runs the script. It does not import
+torch.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import sys
 from collections.abc import Mapping
 
 from torchmn.control import connection as channels
-from torchmn.control.authenticated_listener import connect_authenticated
+from torchmn.control.authenticated_listener import SECRET_VARIABLE, connect_authenticated
 from torchmn.control.connection import Channel
-from torchmn.control.messages import AgentHello, StartRefused, StartScript
+from torchmn.control.messages.job import AgentHello, StartRefused, StartScript
 from torchmn.control.processes import adopt_orphans, signal_socket
 from torchmn.errors import LaunchError, TorchmnError
 from torchmn.launch.agent import Agent
 from torchmn.launch.host_checks import find_problem, versions
-from torchmn.launch.rank_environment import script_environment, take_share
+from torchmn.launch.rank_environment import bind_cores, script_environment
 from torchmn.launch.starters.local import reserve_port
 from torchmn.topology import (
     Route,
@@ -30,8 +31,8 @@ from torchmn.topology import (
     route_of,
 )
 
-_OTHERS_S = 600.0
-"""The supervisor hangs up much earlier if the other ranks do not come."""
+_ALL_RANKS_S = 600.0
+"""The supervisor disconnects much earlier if the other ranks do not start."""
 
 
 def main() -> int:
@@ -42,13 +43,13 @@ def main() -> int:
         place = read_launcher_env(os.environ)
         if place is None:
             raise LaunchError("No launcher started this agent: run `torchmn run` instead.")
-        channel, order, route, keeper = report_for_work(place.rank, os.environ)
+        channel, order, route, keeper = connect_to_supervisor(place.rank, os.environ)
         problem = find_problem(order.cwd, order.script)
         if problem:
             channel.post(StartRefused(text=problem))
             channel.close()
             return 1
-        share, beside = take_share(place, os.environ, available_processors())
+        share, beside = bind_cores(place, os.environ, available_processors())
         env = script_environment(os.environ, share, order.env, route)
         with keeper:
             return Agent(place.rank, order, channel, wakeup, share, beside).run(env)
@@ -57,24 +58,25 @@ def main() -> int:
         return 1
 
 
-def report_for_work(
+def connect_to_supervisor(
     rank: int, env: Mapping[str, str]
 ) -> tuple[Channel, StartScript, Route | None, socket.socket]:
-    """Prove to the supervisor who we are and receive the command, from it and nobody else.
+    """Authenticate to the supervisor and receive the command.
 
-    Also returns the way to it, and the socket that keeps the port on which rank 0 may meet all.
+    Also returns the route to it, and the socket that reserves the port on which rank 0 may serve
+    the rendezvous of all ranks.
 
     Raises LaunchError: there is no supervisor, or it does not know the secret of the job, or it
-    does not want us.
+    does not expect this rank.
     """
-    address, secret = env.get(channels.ADDRESS_VARIABLE), env.get("TORCHMN_SECRET")
+    address, secret = env.get(channels.ADDRESS_VARIABLE), env.get(SECRET_VARIABLE)
     if not address or not secret:
         raise LaunchError(
-            f"{channels.ADDRESS_VARIABLE} or TORCHMN_SECRET is not set: run `torchmn run` instead."
+            f"{channels.ADDRESS_VARIABLE} or {SECRET_VARIABLE} is not set: use `torchmn run`."
         )
     own_address = local_address_for(address.rpartition(":")[0])
     if own_address is None:
-        raise LaunchError(f"No way leads from {socket.gethostname()} to the supervisor, {address}.")
+        raise LaunchError(f"No route from {socket.gethostname()} to the supervisor, {address}.")
     keeper, port = reserve_port(own_address)
     identity = AgentHello(
         rank=rank,
@@ -87,7 +89,12 @@ def report_for_work(
     channel = connect_authenticated(
         address, secret=secret, role=channels.SUPERVISOR, identity=identity
     )
-    return channel, channel.wait_for(StartScript, limit_s=_OTHERS_S), route_of(own_address), keeper
+    return (
+        channel,
+        channel.wait_for(StartScript, limit_s=_ALL_RANKS_S),
+        route_of(own_address),
+        keeper,
+    )
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.connection import Channel
-from torchmn.control.messages import (
+from torchmn.control.messages import Message
+from torchmn.control.messages.job import (
     AgentHello,
     ForwardSignal,
     LogWarning,
-    Message,
     Output,
     Refresh,
     ScriptStarted,

@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 from typing import TextIO
 
-from torchmn.control.messages import Stream
+from torchmn.control.messages.job import Stream
 
 
 class RankOutput:

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.optim import Optimizer
 
-from torchmn.checkpoint import rng_state
 from torchmn.communicators import ROUTES, Communicator
 from torchmn.communicators.object_codec import Trust
 from torchmn.errors import (
@@ -409,13 +408,13 @@ class _Replica:
             if command == "update":
                 self.update(None)
             elif command == "state":
-                random_state = rng_state.capture(self._order.device)
+                random_state = _random_state(self._order.device)
                 self.control.gather_obj((dict(self._source.state_dict()), random_state), _MAIN)
             elif command == "load":
                 states, random_states = self.control.bcast_obj(None, _MAIN)
                 self._source.load_state_dict(states[self._order.rank])
                 if self._order.rank in random_states:
-                    rng_state.restore(random_states[self._order.rank], self._order.device)
+                    _load_random_state(random_states[self._order.rank], self._order.device)
 
     def finalize(self) -> None:
         """Close the connections."""
@@ -435,6 +434,18 @@ def _run_worker(order: _Order) -> None:
     replica = _Replica(order, store, model.to(order.device), loss_func, source)
     replica.work()
     replica.finalize()
+
+
+def _random_state(device: torch.device) -> list[Tensor]:
+    """The states of torch's default generators, which dropout uses."""
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def _load_random_state(states: Sequence[Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda" and len(states) > 1:
+        torch.cuda.set_rng_state(states[1], device)
 
 
 def _serve_store(timeout_s: float) -> TCPStore:

@@ -1,28 +1,28 @@
 """``python -m torchmn.launch.probe_host``: a host tells its facts before anything is started on it.
 
-Reads what is asked from its standard input and answers on the standard output, each a line of JSON.
+Its order, `ProbeHost`, is a line on standard input; it prints its `HostFacts` as a line.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from contextlib import closing
-from dataclasses import asdict
 
+from torchmn.control.codec import decode, encode
 from torchmn.launch.host_checks import HostFacts, find_problem, versions
+from torchmn.launch.orders import ProbeHost
 from torchmn.launch.starters.local import reserve_port
 
 
 def main() -> None:
     """Answer one question."""
-    asked = json.loads(sys.stdin.readline())
+    order = decode(sys.stdin.readline(), ProbeHost)
     keeper, port = reserve_port("")
     with closing(keeper):
         facts = HostFacts(
-            versions=versions(), port=port, problem=find_problem(asked["cwd"], asked["script"])
+            versions=versions(), port=port, problem=find_problem(order.cwd, order.script)
         )
-        print(json.dumps(asdict(facts)), flush=True)
+        print(encode(facts).decode(), end="", flush=True)
 
 
 if __name__ == "__main__":

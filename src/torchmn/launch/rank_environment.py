@@ -1,4 +1,4 @@
-"""The cores and the variables of a rank, whoever started it."""
+"""The cores and environment variables of a rank, under any launcher."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def run_as_rank(argv: Sequence[str], env: Mapping[str, str], place: LauncherInfo) -> NoReturn:
-    """Become the script of a rank that another launcher has started, bound to its cores.
+    """Replace this process, a rank of another launcher, by the script, bound to its cores.
 
-    A launcher may have bound it already, by a rule of its own. What MPI launchers and torchrun have
-    themselves is divided anew, so that the binding is the same under all of them; Slurm's stays,
-    since only Slurm knows which cores of the node are the job's.
+    The launcher may have bound it already. The cores that MPI launchers and torchrun have
+    themselves are divided again, so that the binding is the same under all of them; Slurm's binding
+    is kept, since only Slurm knows which cores of the node belong to the job.
     """
     own, around = available_processors(), available_processors(pid=os.getppid())
     is_bound = set(own.logical) < set(around.logical)
     if not (is_bound and place.kind == "scheduler"):
-        take_share(place, env, around if is_bound else own)
+        bind_cores(place, env, around if is_bound else own)
     share = assign_cpus(available_processors(), intra_rank=0, intra_size=1)
     os.execvpe(argv[0], list(argv), script_environment(env, share, {}, None))
 
 
-def take_share(
+def bind_cores(
     place: LauncherInfo, env: Mapping[str, str], processors: Processors
 ) -> tuple[CpuAssignment, str]:
     """Bind this process, and so its children, to the rank's share of the node's processors.
 
-    Also says in words what the share lies beside. Memory then comes from the node of these cores:
-    that is the system's rule where nobody has set another.
+    Returns the share, and a description of the GPU or memory nodes near it. By the system's default
+    policy, memory is then allocated on the NUMA node of these cores.
     """
     share, beside = cores_near_gpu(
         processors,
@@ -62,10 +62,10 @@ def take_share(
 def script_environment(
     env: Mapping[str, str], share: CpuAssignment, ordered: Mapping[str, str], route: Route | None
 ) -> dict[str, str]:
-    """What the script sees: as many threads as it has cores unless the user chose a number.
+    """The script's environment, with one thread per core unless the user chose a number.
 
-    ``ordered`` is the supervisor's, which counts where the launcher has set nothing. gloo and NCCL
-    use the interface of ``route``: it is known to connect us with the others.
+    ``ordered`` comes from the supervisor and applies where the launcher has set nothing. gloo and
+    NCCL use the network interface of ``route``, which is known to reach the other hosts.
     """
     threads = env.get("OMP_NUM_THREADS") or str(share.num_threads)
     interfaces = {} if route is None else dict.fromkeys(_INTERFACES, route.interface)
@@ -74,9 +74,9 @@ def script_environment(
         **interfaces,
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
-        "PYTHONUNBUFFERED": "1",  # its output is a pipe: lines should arrive when they are written
+        "PYTHONUNBUFFERED": "1",  # its output is a pipe: lines are to arrive as they are written
     }
-    has_meeting_point = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    left = {channels.ADDRESS_VARIABLE, *(() if has_meeting_point else ordered)}
+    has_rendezvous = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    left = {channels.ADDRESS_VARIABLE, *(() if has_rendezvous else ordered)}
     given = {name: text for name, text in env.items() if name not in left}
     return {**chosen, **given, "OMP_NUM_THREADS": threads}

@@ -141,8 +141,8 @@ class Supervisor:
             lines = self.launcher_log.read_text(errors="replace").splitlines()
             if lines:
                 self._output.quote("\n".join(lines[-_NUM_QUOTED_LINES:]))
-        if result.sentence:
+        if result.summary:
             if result.exit_code != SAVED_STATUS:
-                self._session.report_failure(self._job.log_dir, result, result.sentence)
-            self._output.say(result.sentence)
+                self._session.report_failure(self._job.log_dir, result, result.summary)
+            self._output.say(result.summary)
         return result.exit_code

@@ -1,1 +1,1 @@
-"""Watching over a job: last words, hangs, and the verdict; under any launcher."""
+"""Failure and hang detection for all ranks of a job, under any launcher."""

@@ -1,226 +1,266 @@
-"""What a hang looks like from all ranks at once: who waits, who has not come, and what he does.
+"""The report of a hang: which ranks wait in a collective, which did not reach it, and why.
 
-Pure functions of what the ranks, or their agents, have told.
+Pure functions of the status of every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 
-from torchmn.control.messages import Joining, Overdue, StatusReply
-from torchmn.control.processes import HALTED
+from torchmn.control.messages.monitor import (
+    CollectiveStatus,
+    Joining,
+    Overdue,
+    ProcessState,
+    StatusReply,
+)
 
+DONE = "done"
+"""The state of a collective that has completed."""
 _NUM_STACK_LINES = 60
+_NUM_NAMED = 8
 _FRAME = 'File "'
+_PROCESS_TEXTS = {
+    ProcessState.RUNNING: "runs",
+    ProcessState.SLEEPING: "sleeps",
+    ProcessState.DEVICE_WAIT: "waits for a disk or another device",
+    ProcessState.STOPPED: "is stopped by a signal",
+    ProcessState.TRACED: "is stopped by a debugger",
+    ProcessState.EXITED: "has exited",
+    ProcessState.GONE: "is gone",
+    ProcessState.UNKNOWN: "cannot be inspected on this system",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStatus:
+    """What is known about a rank. ``text`` stands in for collectives and stacks it did not send.
+
+    ``is_halted``: it will not reach another collective without outside help.
+    """
+
+    collectives: tuple[CollectiveStatus, ...] = ()
+    stacks: str = ""
+    text: str = ""
+    is_halted: bool = False
+
+    @classmethod
+    def of(cls, reply: StatusReply) -> RankStatus:
+        """The status that a rank, or its agent, has replied."""
+        if reply.process is None:
+            return cls(collectives=reply.collectives, stacks=reply.stacks)
+        where = f" (in {reply.kernel_function})" if reply.kernel_function else ""
+        return cls(
+            text=f"does not answer: its process {_PROCESS_TEXTS[reply.process]}{where}",
+            is_halted=reply.process.is_halted,
+        )
+
+
+Statuses = Mapping[int, RankStatus]
+"""The status of every rank that is known, by rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HangReport:
-    """``sentence`` for the end of the output, ``text`` with all that is known, and the culprits."""
+    """``summary`` is for the end of the output, ``text`` the full report.
 
-    sentence: str
+    ``missing`` are the ranks that did not reach the collective.
+    """
+
+    summary: str
     text: str
     missing: tuple[int, ...]
 
 
 def report(
-    overdue: Overdue, asker: int, told: Mapping[int, StatusReply], hosts: Mapping[int, str]
+    overdue: Overdue, reporter: int, statuses: Statuses, hosts: Mapping[int, str]
 ) -> HangReport:
-    """The report of a collective that ``asker`` has found overdue.
-
-    ``told`` holds who has answered, ``hosts`` all ranks of the job.
-    """
-    sight, is_ring = _source(_sight(_group_of(overdue, told.get(asker)), told, hosts), told, hosts)
-    group, missing = sight.group, sight.missing
-    where = f" ({group['where']})" if group.get("where") else ""
-    what = f"{group.get('what', 'a collective')}{where} of group '{group.get('group')}'"
-    head = f"{what} has not completed within {overdue.limit_s:g} s"
-    if is_ring:
-        cause = _disagreement(_waiting(sorted(hosts), told))
+    """The report of a collective that ``reporter`` has found overdue; ``hosts`` has all ranks."""
+    first = _pending(_collective_of(overdue, statuses.get(reporter)), statuses, hosts)
+    pending, is_cycle = _source(first, statuses, hosts)
+    collective, missing = pending.collective, pending.missing
+    where = f" ({collective.where})" if collective.where else ""
+    head = (
+        f"{collective.what}{where} of group '{collective.group}' has not completed within "
+        f"{overdue.limit_s:g} s"
+    )
+    if is_cycle:
+        cause = _disagreement(_waiting(sorted(hosts), statuses))
         missing = ()
     elif missing:
-        cause = f"{_ranks(missing)} did not come to it: " + "; ".join(
-            f"{_who(rank, hosts)} {_doing(told.get(rank), group)}" for rank in missing[:8]
+        cause = _missing_text(
+            missing, hosts, lambda rank: _activity(statuses.get(rank), collective)
         )
     else:
-        cause = _disagreement(sight.waiting) or (
-            f"all of {_ranks(sight.members)} have come to it, so messages do not get through. Look "
-            "at the network between the hosts (interface, firewall, MTU), or raise timeout_s= if "
-            "it is slow"
+        cause = _disagreement(pending.waiting) or (
+            f"all of {_ranks(pending.members)} have reached it, so there is a connectivity "
+            "problem. Check the network between the hosts (interface, firewall, MTU), or raise "
+            "timeout_s= if it is slow"
         )
-    return _written(head, cause, missing, told, hosts)
+    return _hang_report(head, cause, missing, statuses, hosts)
 
 
 def report_of_joining(
-    joining: Joining,
-    on_the_way: Iterable[int],
-    told: Mapping[int, StatusReply],
-    hosts: Mapping[int, str],
+    joining: Joining, arrived: Iterable[int], statuses: Statuses, hosts: Mapping[int, str]
 ) -> HangReport:
-    """The report of ranks that wait for others at `create_communicator`.
+    """The report of ranks that wait for others in `create_communicator`.
 
-    ``on_the_way`` are those that have come there. They need not answer: MPI joins with Python's
-    lock held.
+    ``arrived`` are the ranks that have called it. They need not have sent their status: MPI joins
+    the ranks while it holds the GIL.
     """
-    here = set(on_the_way)
+    here = set(arrived)
     missing = tuple(
-        rank for rank in sorted(hosts) if rank not in here or _is_halted(told.get(rank))
+        rank
+        for rank in sorted(hosts)
+        if rank not in here or ((status := statuses.get(rank)) and status.is_halted)
     )
     head = f"joining all ranks (create_communicator) has not completed within {joining.limit_s:g} s"
     if missing:
-        cause = f"{_ranks(missing)} did not come to it: " + "; ".join(
-            f"{_who(rank, hosts)} {_elsewhere(told.get(rank))}" for rank in missing[:8]
-        )
+        cause = _missing_text(missing, hosts, lambda rank: _activity(statuses.get(rank)))
     else:
         cause = (
-            "all have come to it, so messages do not get through. Look at the network between the "
-            "hosts (MASTER_ADDR, interface, firewall), or raise first_timeout_s= if it is slow"
+            "all ranks have reached it, so there is a connectivity problem. Check the network "
+            "between the hosts (MASTER_ADDR, interface, firewall), or raise first_timeout_s= if it "
+            "is slow"
         )
-    return _written(head, cause, missing, told, hosts)
+    return _hang_report(head, cause, missing, statuses, hosts)
 
 
-def _written(
+def _missing_text(
+    missing: tuple[int, ...], hosts: Mapping[int, str], activity: Callable[[int], str]
+) -> str:
+    parts = [f"{_name(rank, hosts)} {activity(rank)}" for rank in missing[:_NUM_NAMED]]
+    return f"{_ranks(missing)} did not reach it: {'; '.join(parts)}"
+
+
+def _hang_report(
     head: str,
     cause: str,
     missing: tuple[int, ...],
-    told: Mapping[int, StatusReply],
+    statuses: Statuses,
     hosts: Mapping[int, str],
 ) -> HangReport:
-    lines = [f"A hang: {head}.", f"{cause[0].upper()}{cause[1:]}.", ""]
+    lines = [f"Hang: {head}.", f"{cause[0].upper()}{cause[1:]}.", ""]
     for rank in sorted(hosts):
-        lines += _lines_of(rank, told.get(rank), hosts)
-    return HangReport(sentence=f"{head}; {cause}", text="\n".join(lines) + "\n", missing=missing)
-
-
-def _is_halted(told: StatusReply | None) -> bool:
-    return told is not None and any(words in told.state for words in HALTED)
-
-
-def _elsewhere(told: StatusReply | None) -> str:
-    if told is None:
-        return "has not answered"
-    if told.state:
-        return told.state
-    place = _own_line(told.stacks)
-    return f"runs at {place}" if place else "runs"
+        lines += _lines_of(rank, statuses.get(rank), hosts)
+    return HangReport(summary=f"{head}; {cause}", text="\n".join(lines) + "\n", missing=missing)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Sight:
-    """One group's newest collective: its ranks, what those do that are in it, and who is not."""
+class _Pending:
+    """A collective that has not completed: its ranks, and what those do that have reached it."""
 
-    group: Mapping[str, object]
+    collective: CollectiveStatus
     members: list[int]
-    waiting: dict[int, Mapping[str, object]]
+    waiting: dict[int, CollectiveStatus]
 
     @property
     def missing(self) -> tuple[int, ...]:
         return tuple(rank for rank in self.members if rank not in self.waiting)
 
 
-def _sight(
-    group: Mapping[str, object], told: Mapping[int, StatusReply], hosts: Mapping[int, str]
-) -> _Sight:
-    members = [int(rank) for rank in _list(group.get("ranks"))] or sorted(hosts)
-    waiting = {
-        rank: mine
-        for rank in members
-        if (mine := _in_group(told.get(rank), group)) is not None and mine["state"] != "done"
-    }
-    return _Sight(group=group, members=members, waiting=waiting)
+def _pending(
+    collective: CollectiveStatus, statuses: Statuses, hosts: Mapping[int, str]
+) -> _Pending:
+    members = list(collective.ranks) or sorted(hosts)
+    newest = {rank: _newest_in_group(statuses.get(rank), collective) for rank in members}
+    waiting = {rank: own for rank, own in newest.items() if own and own.state != DONE}
+    return _Pending(collective=collective, members=members, waiting=waiting)
 
 
 def _source(
-    sight: _Sight, told: Mapping[int, StatusReply], hosts: Mapping[int, str]
-) -> tuple[_Sight, bool]:
-    """Follow who waits for whom, from group to group, to where somebody does not wait himself.
+    pending: _Pending, statuses: Statuses, hosts: Mapping[int, str]
+) -> tuple[_Pending, bool]:
+    """Follow from group to group which rank waits for which, up to one that does not wait.
 
-    And whether there is no such place: all wait for each other in a ring.
+    Also whether there is none: all ranks wait for each other in a cycle.
     """
-    seen = [sight.group]
-    while sight.missing:
-        elsewhere = _waiting(sight.missing, told)
-        if len(elsewhere) < len(sight.missing):
-            return sight, False  # one of them waits for nobody
-        ahead = [g for g in elsewhere.values() if not any(_is_same(g, other) for other in seen)]
-        if not ahead:
-            return sight, True
-        seen.append(ahead[0])
-        sight = _sight(ahead[0], told, hosts)
-    return sight, False
+    seen = [pending.collective]
+    while pending.missing:
+        elsewhere = _waiting(pending.missing, statuses)
+        if len(elsewhere) < len(pending.missing):
+            return pending, False  # one of them does not wait
+        new = [c for c in elsewhere.values() if not any(_is_same_group(c, old) for old in seen)]
+        if not new:
+            return pending, True
+        seen.append(new[0])
+        pending = _pending(new[0], statuses, hosts)
+    return pending, False
 
 
-def _waiting(
-    ranks: Iterable[int], told: Mapping[int, StatusReply]
-) -> dict[int, Mapping[str, object]]:
-    """In which collective each of the ranks waits, of those that wait in any."""
-    found: dict[int, Mapping[str, object]] = {}
+def _waiting(ranks: Iterable[int], statuses: Statuses) -> dict[int, CollectiveStatus]:
+    """The collective in which each of these ranks waits, for those that wait in one."""
+    found = {}
     for rank in ranks:
-        answer = told.get(rank)
-        for mine in answer.collectives if answer and not answer.state else ():
-            if mine.get("state") != "done":
-                found[rank] = mine
+        for own in statuses[rank].collectives if rank in statuses else ():
+            if own.state != DONE:
+                found[rank] = own
     return found
 
 
-def _is_same(group: Mapping[str, object], other: Mapping[str, object]) -> bool:
-    return group.get("group") == other.get("group") and group.get("ranks") == other.get("ranks")
+def _is_same_group(one: CollectiveStatus, other: CollectiveStatus) -> bool:
+    return one.group == other.group and one.ranks == other.ranks
 
 
-def _group_of(overdue: Overdue, told: StatusReply | None) -> Mapping[str, object]:
-    for mine in told.collectives if told else ():
-        if mine.get("group") == overdue.group and mine.get("state") != "done":
-            return mine
-    return {"group": overdue.group, "number": overdue.number}
+def _collective_of(overdue: Overdue, status: RankStatus | None) -> CollectiveStatus:
+    for own in status.collectives if status else ():
+        if own.group == overdue.group and own.state != DONE:
+            return own
+    return CollectiveStatus(group=overdue.group, number=overdue.number)
 
 
-def _in_group(told: StatusReply | None, group: Mapping[str, object]) -> Mapping[str, object] | None:
-    """What a rank did last in this group. Communicators with the same ranks may be several."""
+def _newest_in_group(
+    status: RankStatus | None, collective: CollectiveStatus
+) -> CollectiveStatus | None:
+    """A rank's newest collective in this group. Several communicators may have the same ranks."""
     found = None
-    for mine in told.collectives if told else ():
-        if _is_same(mine, group):
-            if mine.get("state") != "done":
-                return mine
-            found = mine
+    for own in status.collectives if status else ():
+        if _is_same_group(own, collective):
+            if own.state != DONE:
+                return own
+            found = own
     return found
 
 
-def _disagreement(waiting: Mapping[int, Mapping[str, object]]) -> str:
-    """A sentence if the ranks are in different collectives, or in the same of other steps."""
-    kinds: dict[tuple[object, ...], list[int]] = {}
-    for rank, mine in waiting.items():
-        kind = (mine.get("what"), mine.get("where"), mine.get("group"))
-        kinds.setdefault(kind, []).append(rank)
+def _disagreement(waiting: Mapping[int, CollectiveStatus]) -> str:
+    """Names the collectives if the ranks are in different ones, or in the same of other steps."""
+    kinds: dict[tuple[str, str, str], list[int]] = {}
+    for rank, own in waiting.items():
+        kinds.setdefault((own.what, own.where, own.group), []).append(rank)
     if len(kinds) < 2:
         return ""
     num_groups = len({group for _, _, group in kinds})
-    said = [
+    parts = [
         f"{_ranks(ranks)} in {what}"
         + (f" ({where})" if where else "")
         + (f" of group '{group}'" if num_groups > 1 else "")
         for (what, where, group), ranks in kinds.items()
     ]
     return (
-        f"the ranks are in different collectives: {'; '.join(said)}. All ranks must call the same "
+        f"the ranks are in different collectives: {'; '.join(parts)}. All ranks must call the same "
         "ones, in the same order and with the same shapes"
     )
 
 
-def _doing(told: StatusReply | None, group: Mapping[str, object]) -> str:
-    if told is None:
+def _activity(status: RankStatus | None, collective: CollectiveStatus | None = None) -> str:
+    """What a rank does that did not reach a collective, or `create_communicator`."""
+    if status is None:
         return "has not answered"
-    if told.state:
-        return told.state
-    mine = _in_group(told, group)
-    last = f"its last one was number {mine['number']}, {mine['what']}" if mine else "it had none"
-    place = _own_line(told.stacks)
-    return f"runs{f' at {place}' if place else ''} ({last} of this group)"
+    if status.text:
+        return status.text
+    place = _innermost_line(status.stacks)
+    text = f"runs at {place}" if place else "runs"
+    if collective is None:
+        return text
+    last = _newest_in_group(status, collective)
+    which = f"its last one was number {last.number}, {last.what}" if last else "it had none"
+    return f"{text} ({which} of this group)"
 
 
-def _own_line(stacks: str) -> str:
-    """Where the main thread is, whose stack comes first: ``file:line in function``."""
+def _innermost_line(stacks: str) -> str:
+    """Where the main thread is, whose stack comes first: ``file:line function``."""
     _, *lines = stacks.splitlines() or [""]
     frames = [
         line for line in takewhile(lambda line: line.startswith(" "), lines) if _FRAME in line
@@ -231,32 +271,28 @@ def _own_line(stacks: str) -> str:
     return f"{file[len(_FRAME) : -1]}:{line[len('line ') :]} {function}"
 
 
-def _lines_of(rank: int, told: StatusReply | None, hosts: Mapping[int, str]) -> list[str]:
-    who = _who(rank, hosts)
-    if told is None:
-        return [f"{who}: no answer, neither from it nor from its agent."]
-    if told.state:
-        return [f"{who} {told.state}."]
-    lines = [f"{who}:"]
-    for mine in told.collectives:
-        where = f", {mine['where']}" if mine.get("where") else ""
+def _lines_of(rank: int, status: RankStatus | None, hosts: Mapping[int, str]) -> list[str]:
+    name = _name(rank, hosts)
+    if status is None:
+        return [f"{name}: no answer, neither from the rank nor from its agent."]
+    if status.text:
+        return [f"{name} {status.text}."]
+    lines = [f"{name}:"]
+    for own in status.collectives:
+        where = f", {own.where}" if own.where else ""
         lines.append(
-            f"  group '{mine.get('group')}': number {mine.get('number')}, {mine.get('what')}"
-            f"{where}, {mine.get('state')}, began {mine.get('age_s')} s ago"
+            f"  group '{own.group}': number {own.number}, {own.what}{where}, {own.state}, "
+            f"started {own.age_s:g} s ago"
         )
-    lines += [f"  {line}" for line in told.stacks.splitlines()[:_NUM_STACK_LINES]]
+    lines += [f"  {line}" for line in status.stacks.splitlines()[:_NUM_STACK_LINES]]
     return lines
 
 
 def _ranks(ranks: Iterable[int]) -> str:
     known = sorted(ranks)
-    some = ", ".join(map(str, known[:8])) + (", ..." if len(known) > 8 else "")
+    some = ", ".join(map(str, known[:_NUM_NAMED])) + (", ..." if len(known) > _NUM_NAMED else "")
     return f"rank {some}" if len(known) == 1 else f"ranks {some}"
 
 
-def _who(rank: int, hosts: Mapping[int, str]) -> str:
+def _name(rank: int, hosts: Mapping[int, str]) -> str:
     return f"rank {rank} on {hosts[rank]}" if hosts.get(rank) else f"rank {rank}"
-
-
-def _list(value: object) -> list[int]:
-    return list(value) if isinstance(value, (list, tuple)) else []

@@ -1,15 +1,14 @@
-"""``python -m torchmn.monitor.rank_monitor``: stands beside one rank of a foreign launcher.
+"""``python -m torchmn.monitor.rank_monitor``: the agent of one rank that torchmn did not start.
 
-Under ``torchmn run`` the agent is the parent of the script and hears of its end from the system.
-Here somebody else is the parent, so the sentinel watches from beside: it carries the script's
-words to the hub, which hears all ranks, and ends the script when the hub says so, or when there is
-no hub any more. It is started by the script (`torchmn.resilience.install_crash_handler`), reads its
-order, a line of JSON, from its standard input, and ends soon after the script.
+Under ``torchmn run`` the agent is the parent of the script and learns of its end from the system.
+Where another launcher is the parent, `torchmn.resilience.install_crash_handler` starts this process
+beside the script. It forwards the script's messages to the monitor server, which is connected to
+all ranks, and ends the script when the server requests it or is lost. Its `Order` is a line on
+standard input. It exits soon after the script.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import selectors
 import signal
@@ -17,140 +16,138 @@ import socket
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 
 from torchmn.control.authenticated_listener import connect_authenticated
+from torchmn.control.codec import Record, decode
 from torchmn.control.connection import Channel
-from torchmn.control.messages import (
-    EndedBy,
-    Exit,
-    Failed,
-    Leaving,
-    Message,
-    MonitorHello,
-    StatusRequest,
-    Terminate,
-)
+from torchmn.control.messages import Message
+from torchmn.control.messages.job import EndedBy, Exit, Terminate
+from torchmn.control.messages.monitor import Failed, Leaving, MonitorHello, StatusRequest
 from torchmn.control.processes import is_running, is_stopped, send, zombie_returncode
 from torchmn.errors import LaunchError
 from torchmn.monitor.script_link import ScriptLink
 from torchmn.monitor.server import ROLE
 
 _PERIOD_S = 0.2
-_GOODBYE_S = 10.0
-_WORDLESS = (
-    "ended without a word: by SIGKILL (from outside, or because the memory was full) or by "
-    "os._exit; what started it may know more"
+_DISCONNECT_S = 10.0
+_UNKNOWN_END = (
+    "terminated without a report: by SIGKILL (sent by another process, or because memory ran out) "
+    "or by os._exit; the program that started it may report more"
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Order:
-    """What a sentinel is to do: whom to watch, and where the hub is."""
+class Order(Record, frozen=True, kw_only=True):
+    """The rank and process to monitor, and the address of the monitor server.
+
+    ``descriptor`` is the inherited end of the connection to the script.
+    """
 
     rank: int
     pid: int
-    hub: str
+    server: str
     secret: str
     grace_s: float
+    descriptor: int
 
 
 class RankMonitor:
-    """Watches one script. One thread."""
+    """Monitors one script. One thread."""
 
-    def __init__(self, order: Order, connection: socket.socket, hub: Channel) -> None:
+    def __init__(self, order: Order, connection: socket.socket, server: Channel) -> None:
         self._order = order
-        self._hub = hub
-        self._link = ScriptLink(self._pass_on, connection)
-        self._link.begin(order.pid)
+        self._server = server
+        self._link = ScriptLink(self._forward, connection)
+        self._link.script_started(order.pid)
         self._failed: Failed | None = None
-        self._has_left = False
-        self._left_with = 0
+        self._leaving: Leaving | None = None
         self._kill_at: float | None = None
-        self._own_fault = True
+        self._ended_by: EndedBy = "itself"
 
     def run(self) -> None:
-        """Until the script has ended and the hub knows."""
+        """Serve until the script has exited and the server knows how."""
         with selectors.DefaultSelector() as selector:
-            selector.register(self._hub, selectors.EVENT_READ)
+            selector.register(self._server, selectors.EVENT_READ)
             selector.register(self._link, selectors.EVENT_READ)
-            watched_pid = _register_end(selector, self._order.pid)
+            descriptor = _register_exit(selector, self._order.pid)
             while True:
                 selector.select(_PERIOD_S)
-                self._hear_hub()
-                if not self._hub.is_open:
-                    _drop(selector, self._hub)
-                self._link.pass_on()
+                self._receive()
+                if not self._server.is_open:
+                    _unregister(selector, self._server)
+                self._link.forward_messages()
                 if not self._link.is_open:
-                    _drop(selector, self._link)
-                self._link.answer_if_silent()
+                    _unregister(selector, self._link)
+                self._link.reply_if_overdue()
                 if not is_running(self._order.pid):
                     break
                 if self._kill_at is not None and time.monotonic() >= self._kill_at:
                     send(self._order.pid, signal.SIGKILL)
-            if watched_pid is not None:
-                os.close(watched_pid)
-        self._say_goodbye()
+            if descriptor is not None:
+                os.close(descriptor)
+        self._report_exit()
 
-    def _pass_on(self, message: Message) -> None:
+    def _forward(self, message: Message) -> None:
         if isinstance(message, Failed):
             self._failed = message
         elif isinstance(message, Leaving):
-            self._has_left, self._left_with = True, message.status
-        self._hub.post(message)
+            self._leaving = message
+        self._server.post(message)
 
-    def _hear_hub(self) -> None:
-        was_open = self._hub.is_open
-        self._hub.flush()
-        for message in self._hub.collect():
+    def _receive(self) -> None:
+        was_open = self._server.is_open
+        self._server.flush()
+        for message in self._server.collect():
             if isinstance(message, StatusRequest):
-                self._link.ask()
+                self._link.request_status()
             elif isinstance(message, Terminate):
-                self._end(message)
-        if was_open and not self._hub.is_open and self._kill_at is None and not self._has_left:
+                self._terminate(message)
+        is_lost = was_open and not self._server.is_open
+        if is_lost and self._kill_at is None and self._leaving is None:
             print(
-                f"torchmn: rank {self._order.rank} on {socket.gethostname()} has lost the hub of "
-                "the job, which runs on the host of rank 0: that host or the network is gone. The "
-                "rank ends.",
+                f"torchmn: rank {self._order.rank} on {socket.gethostname()} has lost the monitor "
+                "server, which runs on the host of rank 0: that host or the network has failed. "
+                "The rank is ended.",
                 file=sys.stderr,
                 flush=True,
             )
-            self._end(Terminate(signum=signal.SIGTERM))
+            self._terminate(Terminate(signum=signal.SIGTERM))
 
-    def _end(self, order: Terminate) -> None:
+    def _terminate(self, request: Terminate) -> None:
         if self._kill_at is not None:
             return
-        self._own_fault = False
-        is_deaf = is_stopped(self._order.pid)
-        self._kill_at = time.monotonic() + (0.0 if is_deaf else self._order.grace_s)
-        self._link.post(order)
-        send(self._order.pid, order.signum)
+        self._ended_by = "supervisor"
+        grace_s = 0.0 if is_stopped(self._order.pid) else self._order.grace_s
+        self._kill_at = time.monotonic() + grace_s
+        self._link.post(request)
+        send(self._order.pid, request.signum)
 
-    def _say_goodbye(self) -> None:
-        """Tell the hub how the script ended, and stay until it has heard it."""
-        self._link.pass_on()
-        code, note = self._how_it_ended()
-        by: EndedBy = "itself" if self._own_fault else "supervisor"
-        self._hub.post(Exit(returncode=code, ended_at=time.time(), ended_by=by, note=note))
-        leave_at = time.monotonic() + _GOODBYE_S
-        while self._hub.is_open and time.monotonic() < leave_at:
+    def _report_exit(self) -> None:
+        """Report how the script ended, and stay until the server has closed the connection."""
+        self._link.forward_messages()
+        code, note = self._returncode()
+        self._server.post(
+            Exit(returncode=code, ended_at=time.time(), ended_by=self._ended_by, note=note)
+        )
+        leave_at = time.monotonic() + _DISCONNECT_S
+        while self._server.is_open and time.monotonic() < leave_at:
             time.sleep(0.05)
-            self._hub.flush()
-            self._hub.collect()
+            self._server.flush()
+            self._server.collect()
 
-    def _how_it_ended(self) -> tuple[int, str]:
+    def _returncode(self) -> tuple[int, str]:
+        """The script's return code, and how it ended if that is a guess."""
         code = zombie_returncode(self._order.pid)
         if code is not None:
             return code, ""
         if self._failed is not None:
             return self._failed.status, ""
-        if self._has_left:
-            return self._left_with, ""
-        return -signal.SIGKILL, _WORDLESS
+        if self._leaving is not None:
+            return self._leaving.status, ""
+        return -signal.SIGKILL, _UNKNOWN_END
 
 
-def _register_end(selector: selectors.BaseSelector, pid: int) -> int | None:
-    """Wake up when the process ends, where the system can tell; else the period must do."""
+def _register_exit(selector: selectors.BaseSelector, pid: int) -> int | None:
+    """Wake up when the process exits, where the system supports it; else the period is enough."""
     if hasattr(os, "pidfd_open"):
         with suppress(OSError):
             descriptor = os.pidfd_open(pid)
@@ -159,25 +156,26 @@ def _register_end(selector: selectors.BaseSelector, pid: int) -> int | None:
     return None
 
 
-def _drop(selector: selectors.BaseSelector, channel: Channel | ScriptLink) -> None:
+def _unregister(selector: selectors.BaseSelector, channel: Channel | ScriptLink) -> None:
     with suppress(KeyError, ValueError):
         selector.unregister(channel)
 
 
 def main() -> int:
-    """Take the order, meet the hub, watch."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the script, which we report
+    """Read the order, connect to the server, and monitor the script."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the script, whose end is reported
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    told = json.loads(sys.stdin.readline())
-    connection = socket.socket(fileno=int(told.pop("descriptor")))
-    order = Order(**told)
+    order = decode(sys.stdin.readline(), Order)
+    connection = socket.socket(fileno=order.descriptor)
     identity = MonitorHello(rank=order.rank, host=socket.gethostname(), pid=order.pid)
     try:
-        hub = connect_authenticated(order.hub, secret=order.secret, role=ROLE, identity=identity)
+        server = connect_authenticated(
+            order.server, secret=order.secret, role=ROLE, identity=identity
+        )
     except LaunchError as error:
         print(f"torchmn: rank {order.rank}: {error}", file=sys.stderr, flush=True)
         return 1
-    RankMonitor(order, connection, hub).run()
+    RankMonitor(order, connection, server).run()
     return 0
 
 

@@ -17,14 +17,9 @@ from pathlib import Path
 
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.connection import Channel
-from torchmn.control.messages import (
-    AgentHello,
-    Exit,
-    Message,
-    MonitorHello,
-    StatusRequest,
-    Terminate,
-)
+from torchmn.control.messages import Message
+from torchmn.control.messages.job import AgentHello, Exit, Terminate
+from torchmn.control.messages.monitor import MonitorHello, StatusRequest
 from torchmn.monitor.failure_detector import FailureDetector
 from torchmn.monitor.job_result import FAILURE_FILE, HANG_FILE, JobResult, RankRecord, summarize
 
@@ -114,7 +109,7 @@ class RankSession:
         if isinstance(message, Exit):
             connection.record.exit = message
         else:
-            self.detector.hear(connection.record, message, time.monotonic())
+            self.detector.on_message(connection.record, message, time.monotonic())
 
     def on_lost(self, connection: RankConnection) -> None:
         """Called once after the connection of a rank that has not ended was lost."""

@@ -1,6 +1,7 @@
-"""The agent's end of the connection to its script: words go up, questions go down.
+"""The agent's end of the connection to its script: reports come in, requests go out.
 
-The other end is `ScriptMonitor`, in the script. A script that does not answer is looked at from outside.
+The other end is the script's `torchmn.monitor.script_monitor.ScriptMonitor`. For a script that does
+not answer, the state of its process is reported instead.
 """
 
 from __future__ import annotations
@@ -11,83 +12,83 @@ import time
 from collections.abc import Callable
 
 from torchmn.control.connection import Channel
-from torchmn.control.messages import (
+from torchmn.control.messages import Message
+from torchmn.control.messages.monitor import (
     Failed,
     Joined,
     Joining,
     Leaving,
-    Message,
     Overdue,
     StatusReply,
     StatusRequest,
 )
-from torchmn.control.processes import state_of
+from torchmn.control.processes import process_state
 
-_ANSWER_S = 2.0
-_OF_SCRIPTS = (Failed, Joined, Joining, Leaving, Overdue, StatusReply)
+_REPLY_S = 2.0
+_FROM_SCRIPTS = (Failed, Joined, Joining, Leaving, Overdue, StatusReply)
 
 
 class ScriptLink:
-    """A connection to one script. ``tell`` takes what is to be passed on to the others.
+    """The connection to one script; ``forward`` is called with each of the script's messages.
 
-    Without a ``connection`` there will be one when the script accepts the `invitation`.
+    Without a ``connection`` one is made, whose other end the script inherits (`variable`).
     """
 
     def __init__(
-        self, tell: Callable[[Message], None], connection: socket.socket | None = None
+        self, forward: Callable[[Message], None], connection: socket.socket | None = None
     ) -> None:
-        self._others: socket.socket | None = None
+        self._script_end: socket.socket | None = None
         if connection is None:
-            connection, self._others = socket.socketpair()
+            connection, self._script_end = socket.socketpair()
         self._channel = Channel(connection)
-        self._tell = tell
+        self._forward = forward
         self._pid = 0
-        self.answer_by: float | None = None
-        """When somebody has asked: by when the script must have answered."""
+        self.reply_by: float | None = None
+        """The deadline of the script's reply while a status request is pending."""
 
     @property
     def is_open(self) -> bool:
-        """Whether the script, or a process of its, may still speak."""
+        """Whether the script, or a process that it started, may still send."""
         return self._channel.is_open
 
     def fileno(self) -> int:
         """For selectors."""
         return self._channel.fileno()
 
-    def invitation(self) -> str:
-        """What the script finds in its environment."""
-        if self._others is None:
+    def variable(self) -> str:
+        """The value of `torchmn.monitor.script_monitor.MONITOR_VARIABLE` for the script."""
+        if self._script_end is None:
             return ""
-        self._others.set_inheritable(True)
-        return f"{self._others.fileno()}:{os.getpid()}"
+        self._script_end.set_inheritable(True)
+        return f"{self._script_end.fileno()}:{os.getpid()}"
 
-    def begin(self, pid: int) -> None:
-        """The script runs as this process and holds its end."""
+    def script_started(self, pid: int) -> None:
+        """The script runs as this process, and has inherited its end."""
         self._pid = pid
-        if self._others is not None:
-            self._others.close()
+        if self._script_end is not None:
+            self._script_end.close()
 
     def post(self, message: Message) -> None:
-        """Tell the script something."""
+        """Send the script a message."""
         self._channel.post(message)
 
-    def ask(self) -> None:
-        """What is the script doing? The answer is passed on."""
-        self.answer_by = time.monotonic() + _ANSWER_S
+    def request_status(self) -> None:
+        """Request the script's status. The reply is forwarded."""
+        self.reply_by = time.monotonic() + _REPLY_S
         self._channel.post(StatusRequest())
 
-    def pass_on(self) -> None:
-        """Pass on what the script has said."""
+    def forward_messages(self) -> None:
+        """Forward what the script has sent."""
         self._channel.flush()
         for message in self._channel.collect():
             if isinstance(message, StatusReply):
-                self.answer_by = None
-            if isinstance(message, _OF_SCRIPTS):
-                self._tell(message)
+                self.reply_by = None
+            if isinstance(message, _FROM_SCRIPTS):
+                self._forward(message)
 
-    def answer_if_silent(self) -> None:
-        """Answer in the place of a script that had its time."""
-        if self.answer_by is not None and time.monotonic() >= self.answer_by:
-            self.answer_by = None
-            state = state_of(self._pid) or "cannot be looked at on this system"
-            self._tell(StatusReply(state=f"does not answer: its process {state}"))
+    def reply_if_overdue(self) -> None:
+        """Reply in place of a script that has not replied in time."""
+        if self.reply_by is not None and time.monotonic() >= self.reply_by:
+            self.reply_by = None
+            process, kernel_function = process_state(self._pid)
+            self._forward(StatusReply(process=process, kernel_function=kernel_function))

@@ -1,10 +1,14 @@
-"""The script's side of the watch over a job: last words, signs of a hang, and a prompt end.
+"""The part of the monitor that runs in a rank's script: failures, hangs, and a prompt end.
 
-An agent stands beside every script: its parent under ``torchmn run``, else the sentinel that
-`torchmn.resilience.install_crash_handler` starts. A thread here answers the agent's questions when
-the main thread is stuck, tells it of a collective that takes too long, and ends the process where
-nothing else would: in a collective that others will never come to. Nothing happens without an
-agent.
+Every script of a job has an agent beside it: its parent process under ``torchmn run``, else the
+rank monitor that `torchmn.resilience.install_crash_handler` starts. `ScriptMonitor` is the script's
+end of the connection to it. Its thread answers the agent while the main thread is blocked, reports
+a collective that exceeds its time limit, and ends a process that is blocked in a collective which
+the other ranks will never reach.
+
+It is installed explicitly, by the launcher's bootstrap (`torchmn.monitor.bootstrap`) or by
+`install_crash_handler`. Where neither did so, `follow`, `joining` and `look_for_hang` do nothing:
+making a communicator changes nothing in the process.
 """
 
 from __future__ import annotations
@@ -20,39 +24,42 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
 from torchmn import errors
 from torchmn.control.connection import Channel
-from torchmn.control.messages import (
+from torchmn.control.messages import Message
+from torchmn.control.messages.job import Terminate
+from torchmn.control.messages.monitor import (
+    CollectiveStatus,
     Failed,
     Joined,
     Joining,
     Leaving,
-    Message,
     Overdue,
     StatusReply,
     StatusRequest,
-    Terminate,
 )
 from torchmn.errors import CommunicationError
-from torchmn.script import before_exit
+from torchmn.script import on_error
 
-WATCH_VARIABLE = "TORCHMN_WATCH"
-"""``descriptor:process`` of the connection to the agent, which the script inherits."""
+MONITOR_VARIABLE = "TORCHMN_MONITOR"
+"""``descriptor:pid``: the inherited connection to the agent, and the agent's process."""
 _PERIOD_S = 0.2
 _STUCK_S = 0.5
-_VERDICT_S = 10.0
-"""How long a rank that failed only because of others waits for the word of the agent."""
-_WORDS = 16_000
-_PEERS_FAULT = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout")
+_TERMINATION_S = 10.0
+"""How long a rank that failed only because of other ranks waits for the agent to end it."""
+_MAX_CHARS = 16_000
+_PEER_ERRORS = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout")
+_BOOTSTRAP = str(Path(__file__).with_name("bootstrap.py"))
 
 
 class OverdueCollective(Protocol):
-    """A collective that takes too long."""
+    """A collective that has exceeded its time limit."""
 
     group: str
     in_group: int
@@ -63,14 +70,14 @@ class Collectives(Protocol):
     """The collectives of one communicator, read from another thread."""
 
     def overdue(self) -> OverdueCollective | None:
-        """One that has not completed in time."""
+        """A collective that has not completed within its time limit, if any."""
 
-    def describe(self) -> list[dict[str, object]]:
-        """The newest of each group: group, ranks, number, what, where, state, age_s."""
+    def describe(self) -> list[CollectiveStatus]:
+        """The newest collective of each group."""
 
 
 class ScriptMonitor:
-    """This process as its agent sees it. Made once, in the main thread, by `of_this_process`."""
+    """This process's connection to its agent. One per process, made in the main thread."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._channel = Channel(connection)
@@ -80,54 +87,31 @@ class ScriptMonitor:
         self._must_end = threading.Event()
         self._has_joined = False
         self._is_waiting = False
-        self._fatal: BaseException | None = None  # what ends this process
-        self._has_told_of_hang = False
-        self._exit_note: tuple[int, int] | None = None
-
-    def start(self) -> None:
-        """Watch, and be asked before the interpreter ends."""
-        if not faulthandler.is_enabled():
-            faulthandler.enable()
-        previous = sys.excepthook
-
-        def on_exception(
-            kind: type[BaseException], error: BaseException, trace: TracebackType | None
-        ) -> None:
-            self._fatal = error  # shown in place of the stack of this hook
-            previous(kind, error, trace)
-            if not isinstance(error, KeyboardInterrupt):
-                self.fail(error)
-
-        sys.excepthook = on_exception
-        before_exit(self.fail)
-        self._note_exits()
-        atexit.register(self._leave)
-        threading.Thread(target=self._watch, name="torchmn-watch", daemon=True).start()
+        self._fatal: BaseException | None = None  # the exception that ends this process
+        self._has_reported_hang = False
+        threading.Thread(target=self._run, name="torchmn-monitor", daemon=True).start()
 
     def follow(self, collectives: Collectives) -> None:
-        """Look after the collectives of a communicator as long as it lives."""
+        """Check the collectives of a communicator for as long as it exists."""
         self._followed.append(weakref.ref(collectives))
-        # Called before what transports do at exit, which may be to wait for the others.
-        atexit.unregister(self._leave)
-        atexit.register(self._leave)
 
     def join(self, limit_s: float) -> None:
-        """Tell that this process joins the others now. It may hold Python's lock meanwhile."""
+        """Report that this process joins the other ranks. It may hold the GIL until it has."""
         if not self._has_joined:
             self._post(Joining(limit_s=limit_s))
 
     def has_joined(self) -> None:
-        """Tell that all have come."""
+        """Report that all ranks have joined."""
         if not self._has_joined:
             self._has_joined = True
             self._post(Joined())
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the last words of an exception that ends this process.
+    def script_failed(self, error: BaseException, text: str = "") -> None:
+        """Report an exception that ends this process, and what was printed if not its traceback.
 
-        One that only follows from another rank's end waits for the agent's verdict, so that the
-        true cause is found first. Where MPI is in use the process ends here: at exit
-        `MPI_Finalize` would wait for the others.
+        If it only follows from the failure of another rank, wait for the agent to end this process,
+        so that the cause is found first. Where MPI is in use the process ends here: `MPI_Finalize`
+        at exit would wait for the other ranks.
         """
         if os.getpid() != self._pid:
             return
@@ -135,17 +119,37 @@ class ScriptMonitor:
         self._fatal = error
         if follows:
             self.look_for_hang()
-        words = _words_of(error)
-        self._post(Failed(status=1, words=words, is_consequence=follows, at=time.time()))
+        text = text or _format(error)
+        self._post(Failed(status=1, traceback=text, is_consequence=follows, at=time.time()))
         if follows:
             self._is_waiting = True
-            self._must_end.wait(_VERDICT_S)
+            self._must_end.wait(_TERMINATION_S)
         if _is_mpi_in_use():
             _end_now(1)
 
-    # ---- the thread ----
+    def script_exits(self, status: int) -> None:
+        """Report that the script has reached its end and asks for this exit status."""
+        if os.getpid() == self._pid:
+            self._post(Leaving(status=0 if self._fatal is not None else status))
 
-    def _watch(self) -> None:
+    def look_for_hang(self) -> None:
+        """Report a collective that has exceeded its time limit, once. From any thread."""
+        if self._has_reported_hang:
+            return
+        for collectives in self._alive():
+            overdue = collectives.overdue()
+            if overdue is not None:
+                self._has_reported_hang = True
+                self._post(
+                    Overdue(group=overdue.group, number=overdue.in_group, limit_s=overdue.limit_s)
+                )
+                return
+
+    def num_collectives(self) -> int:
+        """How many collectives this process has started."""
+        return sum(each.number for each in self._collectives())
+
+    def _run(self) -> None:
         poll = select.poll()
         poll.register(self._channel, select.POLLIN)
         stuck_since: float | None = None
@@ -156,8 +160,8 @@ class ScriptMonitor:
                 messages = self._channel.collect()
             for message in messages:
                 if isinstance(message, StatusRequest):
-                    stacks = _words_of(self._fatal) if self._fatal else _stacks()
-                    self._post(StatusReply(collectives=self._collectives(), stacks=stacks))
+                    stacks = _format(self._fatal) if self._fatal else _stacks()
+                    self._post(StatusReply(collectives=tuple(self._collectives()), stacks=stacks))
                 elif isinstance(message, Terminate):
                     self._must_end.set()
             self.look_for_hang()
@@ -169,31 +173,18 @@ class ScriptMonitor:
                 elif time.monotonic() - stuck_since > _STUCK_S:
                     _end_now(1)
 
-    def look_for_hang(self) -> None:
-        """Tell of a collective that has passed its limit, once. From any thread."""
-        if self._has_told_of_hang:
-            return
-        for collectives in self._alive():
-            overdue = collectives.overdue()
-            if overdue is not None:
-                self._has_told_of_hang = True
-                self._post(
-                    Overdue(group=overdue.group, number=overdue.in_group, limit_s=overdue.limit_s)
-                )
-                return
-
     def _is_stuck(self) -> bool:
-        """Whether the main thread waits for others, who will not come."""
-        return self._is_waiting or any(told["state"] == "running" for told in self._collectives())
+        """Whether the main thread waits for ranks that will not arrive."""
+        return self._is_waiting or any(each.state == "running" for each in self._collectives())
 
-    def _collectives(self) -> list[dict[str, object]]:
-        return [told for collectives in self._alive() for told in collectives.describe()]
+    def _collectives(self) -> list[CollectiveStatus]:
+        return [each for collectives in self._alive() for each in collectives.describe()]
 
     def _alive(self) -> Iterator[Collectives]:
         for reference in list(self._followed):
             collectives = reference()
             if collectives is None:
-                with suppress(ValueError):  # another thread was here before
+                with suppress(ValueError):  # another thread has removed it
                     self._followed.remove(reference)
             else:
                 yield collectives
@@ -202,55 +193,111 @@ class ScriptMonitor:
         with self._lock:
             self._channel.post(message)
 
-    # ---- exits ----
 
-    def _note_exits(self) -> None:
-        """Remember the status that `sys.exit` was called with: at exit nothing else tells it."""
-        plain_exit: Callable[..., NoReturn] = sys.exit
-
-        def exit_with_note(status: Any = None, /) -> NoReturn:
-            if os.getpid() == self._pid and threading.current_thread() is threading.main_thread():
-                code = status if isinstance(status, int) else int(status is not None)
-                self._exit_note = (code & 0xFF, self._num_collectives())
-            plain_exit(status)
-
-        sys.exit = exit_with_note
-
-    def _leave(self) -> None:
-        """At exit: an exit that was caught, after which training went on, does not count."""
-        if os.getpid() != self._pid:
-            return
-        status, num_then = self._exit_note or (0, -1)
-        is_current = num_then == self._num_collectives()
-        self._post(Leaving(status=status if is_current else 0))
-
-    def _num_collectives(self) -> int:
-        return sum(int(str(told["number"])) for told in self._collectives())
-
-
-_watched: list[ScriptMonitor] = []
+_installed: list[ScriptMonitor] = []
 """At most one: a process ends only once."""
 
 
-def of_this_process() -> ScriptMonitor | None:
-    """What watches this process; ``None`` where no agent has left a connection to itself."""
-    if _watched:
-        return _watched[0]
-    descriptor, _, agent = os.environ.pop(WATCH_VARIABLE, "").partition(":")
+def current() -> ScriptMonitor | None:
+    """The monitor of this process; ``None`` where none has been installed."""
+    return _installed[0] if _installed else None
+
+
+def install(connection: socket.socket) -> ScriptMonitor:
+    """Install the monitor of this process: start its thread, and enable `faulthandler`.
+
+    ``connection`` leads to the agent.
+    """
+    connection.set_inheritable(False)
+    if not faulthandler.is_enabled():
+        faulthandler.enable()
+    monitor = ScriptMonitor(connection)
+    on_error(lambda error: monitor.script_failed(error, f"torchmn: {error}"))  # by `run_main`
+    _installed.append(monitor)
+    return monitor
+
+
+def install_from_environment(environ: MutableMapping[str, str]) -> ScriptMonitor | None:
+    """Install the monitor with the connection that the agent has left in `MONITOR_VARIABLE`.
+
+    The variable is removed, so that no child process tries to use the connection. Returns ``None``
+    if it is not set, or does not name a connection that this process has inherited.
+    """
+    descriptor, _, agent = environ.pop(MONITOR_VARIABLE, "").partition(":")
     if not (descriptor.isdigit() and agent.isdigit()):
         return None
     try:
         connection = socket.socket(fileno=int(descriptor))
-    except OSError:  # a program between the agent and us has closed it
+    except OSError:  # a program between the agent and this one has closed it
         return None
     if _maker_of(connection) not in (None, int(agent)):  # and has opened another one
         connection.detach()
         return None
-    return watch_over(connection)
+    return install(connection)
+
+
+def install_exit_hooks(monitor: ScriptMonitor) -> None:
+    """Have ``monitor`` report how a process ends that the bootstrap did not start.
+
+    Replaces `sys.excepthook` and `sys.exit` and registers a function with `atexit`, which sees an
+    exit status only if it was given to `sys.exit`. An exit that the script catches, after which it
+    starts another collective, does not count. Call it after the transports have been made: what
+    they do at exit may be to wait for the other ranks.
+    """
+    show, plain_exit = sys.excepthook, sys.exit
+    request = (0, -1)  # the last status given to sys.exit, and the number of collectives then
+
+    def report_exception(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        show(kind, error, trace)
+        if not isinstance(error, KeyboardInterrupt):
+            monitor.script_failed(error)
+
+    def exit_with_note(code: Any = None, /) -> NoReturn:
+        nonlocal request
+        if threading.current_thread() is threading.main_thread():
+            request = status_of(code), monitor.num_collectives()
+        plain_exit(code)
+
+    def report_exit() -> None:
+        status, num_collectives = request
+        monitor.script_exits(status if num_collectives == monitor.num_collectives() else 0)
+
+    sys.excepthook, sys.exit = report_exception, exit_with_note
+    atexit.register(report_exit)
+
+
+def follow(collectives: Collectives) -> None:
+    """Check the collectives of a communicator, if a monitor is installed."""
+    if monitor := current():
+        monitor.follow(collectives)
+
+
+def look_for_hang() -> None:
+    """Report a collective that has exceeded its time limit, if a monitor is installed."""
+    if monitor := current():
+        monitor.look_for_hang()
+
+
+@contextmanager
+def joining(limit_s: float) -> Iterator[None]:
+    """Report that inside the block this rank joins all others, within a time limit."""
+    monitor = current()
+    if monitor is not None:
+        monitor.join(limit_s)
+    yield
+    if monitor is not None:
+        monitor.has_joined()
+
+
+def status_of(code: object) -> int:
+    """The exit status for the argument of `sys.exit`."""
+    return code & 0xFF if isinstance(code, int) else int(code is not None)
 
 
 def _maker_of(connection: socket.socket) -> int | None:
-    """The process that made a pair of sockets, where the system tells."""
+    """The process that made a pair of sockets; ``None`` if the system does not tell."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None
     size = struct.calcsize("3i")
@@ -258,67 +305,33 @@ def _maker_of(connection: socket.socket) -> int | None:
     return int(struct.unpack("3i", packed)[0])
 
 
-def watch_over(connection: socket.socket) -> ScriptMonitor:
-    """Begin to be watched by whoever is at the other end."""
-    connection.set_inheritable(False)
-    watched = ScriptMonitor(connection)
-    watched.start()
-    _watched.append(watched)
-    return watched
-
-
-def follow(collectives: Collectives) -> None:
-    """Look after the collectives of a communicator, where this process is watched."""
-    watched = of_this_process()
-    if watched is not None:
-        watched.follow(collectives)
-
-
-def look_for_hang() -> None:
-    """Tell of a collective that has passed its limit, where this process is watched."""
-    watched = of_this_process()
-    if watched is not None:
-        watched.look_for_hang()
-
-
-@contextmanager
-def joining(limit_s: float) -> Iterator[None]:
-    """Around what joins all ranks: that of this one, and how long it may take, is told."""
-    watched = of_this_process()
-    if watched is not None:
-        watched.join(limit_s)
-    yield
-    if watched is not None:
-        watched.has_joined()
-
-
 def is_consequence(error: BaseException) -> bool:
-    """Whether it says no more than that other ranks have ended or do not answer."""
+    """Whether an error only reports that other ranks have ended or do not answer."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
         seen.add(id(current))
         if isinstance(current, errors.RankMismatchError):
             return False
-        if isinstance(current, CommunicationError) or _is_of_an_engine(current):
+        if isinstance(current, CommunicationError) or _is_communication_error(current):
             return True
         current = current.__cause__ or current.__context__
     return False
 
 
-def _words_of(error: BaseException) -> str:
-    words = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return words[-_WORDS:]
+def _format(error: BaseException) -> str:
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return text[-_MAX_CHARS:]
 
 
-def _is_of_an_engine(error: BaseException) -> bool:
-    """Whether gloo, NCCL or MPI says so: for scripts that use them beside us."""
+def _is_communication_error(error: BaseException) -> bool:
+    """Whether gloo, NCCL or MPI raised it, in a script that uses them directly."""
     module, name = type(error).__module__, type(error).__name__
     if module.startswith("mpi4py"):
         return True
     is_distributed = name in ("DistBackendError", "DistNetworkError", "DistStoreError")
     text = str(error).lower()
-    return (is_distributed or "gloo" in text) and any(word in text for word in _PEERS_FAULT)
+    return (is_distributed or "gloo" in text) and any(part in text for part in _PEER_ERRORS)
 
 
 def _is_mpi_in_use() -> bool:
@@ -327,7 +340,7 @@ def _is_mpi_in_use() -> bool:
 
 
 def _end_now(status: int) -> NoReturn:
-    """End the process from any thread, with all that was printed and nothing else."""
+    """End the process from any thread. Output is flushed; nothing else is cleaned up."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -342,9 +355,9 @@ def _stacks() -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()
     main = threading.main_thread().ident
-    parts = [
-        f"{names.get(ident, 'thread')}:\n" + "".join(traceback.format_stack(frames[ident])).rstrip()
-        for ident in sorted(frames, key=lambda ident: ident != main)
-        if ident != own
-    ]
-    return "\n".join(parts)[:_WORDS]
+    parts = []
+    for ident in sorted(frames, key=lambda ident: ident != main):
+        if ident != own:
+            stack = [f for f in traceback.extract_stack(frames[ident]) if f.filename != _BOOTSTRAP]
+            parts.append(f"{names.get(ident, 'thread')}:\n{''.join(traceback.format_list(stack))}")
+    return "\n".join(part.rstrip() for part in parts)[:_MAX_CHARS]

@@ -1,14 +1,13 @@
-"""``python -m torchmn.monitor.server``: hears all ranks of a foreign launcher's job.
+"""``python -m torchmn.monitor.server``: monitors all ranks of a job that torchmn did not start.
 
-What the supervisor is under ``torchmn run``, without being anybody's parent: it finds out who
-failed first or hangs, says so, and has all ranks ended. It stands on the host of rank 0, whose
-script starts it, reads its order, a line of JSON, from its standard input and answers with its
-address. It ends when all ranks have ended.
+It does what the supervisor does under ``torchmn run``, without being the parent of any rank: it
+detects failures and hangs, reports them, and has all ranks ended. Rank 0's script starts it, on its
+host (`torchmn.resilience.install_crash_handler`). Its `Order` is a line on standard input; it
+prints its address. It exits when all ranks have ended.
 """
 
 from __future__ import annotations
 
-import json
 import selectors
 import signal
 import sys
@@ -17,6 +16,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from torchmn.control.authenticated_listener import AuthenticatedListener
+from torchmn.control.codec import Record, decode
 from torchmn.control.connection import address_of, listen
 from torchmn.monitor.rank_session import (
     RankSession,
@@ -25,7 +25,8 @@ from torchmn.monitor.rank_session import (
     write_hang_report,
 )
 
-ROLE = "hub"
+ROLE = "monitor server"
+"""The role of the listener, see `torchmn.control.authenticated_listener`."""
 _PERIOD_S = 0.2
 _CONNECT_LIMIT_S = 120.0
 _REPORT_DELAY_S = 1.0
@@ -33,11 +34,20 @@ _REPORT_DELAY_S = 1.0
 _END_LIMIT_S = 20.0
 
 
-class MonitorServer:
-    """Follows ``size`` ranks to their end. One thread."""
+class Order(Record, frozen=True, kw_only=True):
+    """The address to listen on, the secret and number of the ranks, and the folder for reports."""
 
-    def __init__(self, listener: AuthenticatedListener, size: int, log_dir: Path) -> None:
-        self._session = RankSession(listener, size, log_dir)
+    address: str
+    secret: str
+    num_ranks: int
+    log_dir: str
+
+
+class MonitorServer:
+    """Monitors ``num_ranks`` ranks until all have ended. One thread."""
+
+    def __init__(self, listener: AuthenticatedListener, num_ranks: int, log_dir: Path) -> None:
+        self._session = RankSession(listener, num_ranks, log_dir)
         self._complete_by = time.monotonic() + _CONNECT_LIMIT_S
         self._report_at: float | None = None
         self._leave_at: float | None = None
@@ -84,7 +94,7 @@ class MonitorServer:
         if hang is not None:
             print(hang.text, file=sys.stderr)
             problems.append(write_hang_report(self._session.log_dir, hang.text))
-        summary = f"torchmn: {result.sentence}"
+        summary = f"torchmn: {result.summary}"
         print("\n".join([*stderr_tail(result), summary]), file=sys.stderr, flush=True)
         problems.append(write_failure_report(self._session.log_dir, result, summary))
         for problem in problems:
@@ -94,16 +104,16 @@ class MonitorServer:
 
 
 def main() -> int:
-    """Take the order, say where we listen, and hear all ranks to their end."""
+    """Read the order, print the address, and monitor all ranks until they have ended."""
     for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_IGN)  # meant for the ranks, whose ends we wait for
-    order = json.loads(sys.stdin.readline())
-    listener = listen(order["address"])
+        signal.signal(signum, signal.SIG_IGN)  # meant for the ranks, whose ends are awaited
+    order = decode(sys.stdin.readline(), Order)
+    listener = listen(order.address)
     print(address_of(listener), flush=True)
     with suppress(OSError):
-        sys.stdout.close()  # who started us reads to the end
-    with closing(AuthenticatedListener(listener, secret=order["secret"], role=ROLE)) as gate:
-        MonitorServer(gate, order["size"], Path(order["log_dir"])).run()
+        sys.stdout.close()  # the script that started this process reads to the end
+    with closing(AuthenticatedListener(listener, secret=order.secret, role=ROLE)) as authenticated:
+        MonitorServer(authenticated, order.num_ranks, Path(order.log_dir)).run()
     return 0
 
 

@@ -15,9 +15,9 @@ from torchmn.communicators import Communicator
 from torchmn.errors import UsageError
 from torchmn.optimizer.create import create_multi_node_optimizer
 from torchmn.optimizer.multi_node_optimizer import MultiNodeOptimizer
-from torchmn.schedules.compression_warmup import CompressionWarmup
 from torchmn.schedules.every_step import EveryStep
 from torchmn.schedules.local_updates.block_momentum import BlockMomentum
+from torchmn.schedules.warmup import Warmup
 
 CODEC_OF_BITS = {32: "float32", 16: "float16", 8: "int8", 4: "int4", 2: "int2", 1: "1bit"}
 
@@ -51,7 +51,7 @@ def data_parallel_distributed_learner(
         comm,
         model,
         codec=CODEC_OF_BITS[num_quantization_bits],
-        schedule=CompressionWarmup(distributed_after) if distributed_after else EveryStep(),
+        schedule=_after(distributed_after, EveryStep()),
         weight="samples",
     )
 
@@ -77,13 +77,19 @@ def block_momentum_distributed_learner(
         optimizer,
         comm,
         model,
-        schedule=BlockMomentum(
-            block_size,
-            block_momentum_as_time_constant,
-            use_nestrov_momentum,
-            reset_sgd_momentum_after_aggregation,
-            block_learning_rate,
+        schedule=_after(
             distributed_after,
+            BlockMomentum(
+                block_size,
+                block_momentum_as_time_constant,
+                use_nestrov_momentum,
+                reset_sgd_momentum_after_aggregation,
+                block_learning_rate,
+            ),
         ),
         weight="samples",
     )
+
+
+def _after(num_samples: float, schedule: EveryStep | BlockMomentum) -> EveryStep | BlockMomentum:
+    return Warmup(num_samples, schedule) if num_samples else schedule

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from torchmn.autotune.tuner import Auto, Choices
+from torchmn.autotune.tuner import Autotuner, SearchSpace
 from torchmn.communicators import Communicator
 from torchmn.compression import Codec
 from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
@@ -131,23 +131,21 @@ def create_multi_node_optimizer(
     )
     if isinstance(name, str) and name not in ("auto", *SCHEDULES):
         raise UnknownNameError("schedule", name, ["auto", *SCHEDULES])
+    tuner = None
     if "auto" in (name, codec):
-        chosen: Schedule = Auto(
-            _choices(
-                name,
-                codec,
-                comm,
-                allow_lossy=allow_lossy,
-                left_out={
-                    *(() if allow_stale else ("double_buffering",)),
-                    *(() if allow_deferred else ("every_step_next_forward",)),
-                },
-            ),
-            retune=retune,
+        space = _search_space(
+            name,
+            codec,
+            comm,
+            allow_lossy=allow_lossy,
+            excluded={
+                *(() if allow_stale else ("double_buffering",)),
+                *(() if allow_deferred else ("every_step_next_forward",)),
+            },
         )
-        codec = None
-    else:
-        chosen = SCHEDULES[name]() if isinstance(name, str) else name
+        tuner = Autotuner(space, retune=retune)
+        name, codec = next(iter(space.schedules)), space.codecs[0]
+    chosen = SCHEDULES[name]() if isinstance(name, str) else name
     if reduction == "sum" and chosen.num_sets == 0:
         raise UnsupportedError(
             f"reduction='sum' adds the ranks' gradients of one step, and under {chosen.name} each "
@@ -179,21 +177,24 @@ def create_multi_node_optimizer(
         on_nonfinite=on_nonfinite,
         max_grad_norm=max_grad_norm,
         gradient_as_bucket_view=gradient_as_bucket_view,
+        tuner=tuner,
     )
     warn_of_equal_dropout(comm, models)
-    if codec is not None and not isinstance(chosen, ParameterServer):  # it pushes between all ranks
+    if (
+        tuner is None and codec is not None and not isinstance(chosen, ParameterServer)
+    ):  # it pushes between all ranks
         warn_if_it_encodes_nothing(form, comm)
     return made
 
 
-def _choices(
+def _search_space(
     schedule: str | Schedule,
     codec: str | Codec | None,
     comm: Communicator,
     *,
     allow_lossy: bool,
-    left_out: Collection[str],
-) -> Choices:
+    excluded: Collection[str],
+) -> SearchSpace:
     """What ``auto`` may choose. Raises UnsupportedError: an object, or one that has no step."""
     if not isinstance(schedule, str) or not (codec is None or isinstance(codec, str)):
         raise UnsupportedError(
@@ -207,7 +208,7 @@ def _choices(
         )
     schedules, codecs = [schedule], [codec or "float32"]
     if schedule == "auto":
-        schedules = [name for name in SINGLE_STEPS if name not in left_out]
+        schedules = [name for name in SINGLE_STEPS if name not in excluded]
     elif schedule not in SINGLE_STEPS:
         raise UnsupportedError(
             f"codec='auto' compares single steps, and schedule={schedule!r} has none that are "
@@ -215,4 +216,4 @@ def _choices(
         )
     if codec == "auto":
         codecs = ["float32", *(LOSSY_CODECS if allow_lossy else [])]
-    return Choices(schedules={name: SCHEDULES[name] for name in schedules}, codecs=codecs)
+    return SearchSpace(schedules={name: SCHEDULES[name] for name in schedules}, codecs=codecs)

@@ -4,25 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from torch import nn
 from torch.optim import Optimizer
 
+from torchmn.autotune.tuner import Autotuner
 from torchmn.gradients.reducer import GradientReducer
 from torchmn.gradients.replicas import copy_state_from_rank
 from torchmn.schedules.base import Schedule
 
 
+class Joinable(Protocol):
+    """What `joined` needs of the optimizer, whose schedule may change."""
+
+    inner: Optimizer
+    reducer: GradientReducer
+    schedule: Schedule
+    tuner: Autotuner | None
+
+
 @contextmanager
-def joined(
-    reducer: GradientReducer, schedule: Schedule, inner: Optimizer, models: Sequence[nn.Module]
-) -> Iterator[None]:
+def joined(optimizer: Joinable, models: Sequence[nn.Module]) -> Iterator[None]:
     """See `MultiNodeOptimizer.join`. *Collective.*"""
+    reducer = optimizer.reducer
     reducer.restart_counts()
     yield
     with reducer.without_data():
-        while schedule.shadow_step():
-            pass
+        while optimizer.schedule.shadow_step():
+            if optimizer.tuner is not None:
+                optimizer.tuner.step_ended()
+    schedule = optimizer.schedule
     reducer.contribution.reset()
     reducer.forget_weights()
     comm = reducer.comm
@@ -33,7 +45,7 @@ def joined(
         if any(num < last for num, _ in gathered):
             source = next(rank for rank, (num, _) in enumerate(gathered) if num == last)
             tensors = [t for m in models for t in (*m.parameters(), *m.buffers())]
-            copy_state_from_rank(comm, tensors, inner, source)
+            copy_state_from_rank(comm, tensors, optimizer.inner, source)
             if comm.rank != source:
                 schedule.on_zero_grad()
     reducer.set_step(max(step for _, step in gathered))

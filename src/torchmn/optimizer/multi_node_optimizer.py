@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from torchmn.autotune.tuner import Autotuner
 from torchmn.communicators import Communicator
-from torchmn.compression import Codec
+from torchmn.compression import Codec, ErrorFeedback
 from torchmn.errors import NonFiniteGradientError, TorchmnError, UnsupportedError, UsageError
 from torchmn.gradients.bucket_set import Reduction
 from torchmn.gradients.model_hooks import ModelHooks
@@ -54,6 +55,7 @@ class MultiNodeOptimizer(Optimizer):
         communicator: the ranks, and the route between them.
         schedule: when ranks exchange gradients or parameters.
         reducer: sums the gradients.
+        tuner: with ``auto``, selects schedule and codec; else None.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class MultiNodeOptimizer(Optimizer):
         on_nonfinite: OnNonfinite,
         max_grad_norm: float | None,
         gradient_as_bucket_view: bool,
+        tuner: Autotuner | None = None,
     ) -> None:
         _raise_if_attached(schedule)
         # Optimizer.__init__ would make groups and state of its own; ours are the inner one's.
@@ -77,7 +80,8 @@ class MultiNodeOptimizer(Optimizer):
         self.communicator = comm
         comm.num_steps = comm.num_steps or 0
         self.schedule = schedule
-        self._deferring = schedule if isinstance(schedule, DefersUpdates) else None
+        self.tuner = tuner
+        self._deferring: DefersUpdates | None = None
         self._models = list(models)
         self._is_joining = False
         self._on_nonfinite = on_nonfinite
@@ -89,7 +93,7 @@ class MultiNodeOptimizer(Optimizer):
         self._has_local_passes = False
         """Whether p.grad may hold gradients of passes under no_sync()."""
         self._asked = {
-            "schedule": schedule.name,
+            "schedule": schedule.name if tuner is None else "auto",
             "codec": codec.name if codec is not None else None,
             "zero_fill": zero_fill,
             "weight": weight,
@@ -105,7 +109,7 @@ class MultiNodeOptimizer(Optimizer):
             codec,
             lambda: named_parameters(inner, self._models),
             num_sets=schedule.num_sets,
-            on_backward_end=schedule.backward_ended,
+            on_backward_end=self._on_backward_end(schedule),
             zero_fill=zero_fill,
             reduction=reduction,
             gradient_as_bucket_view=gradient_as_bucket_view,
@@ -116,10 +120,9 @@ class MultiNodeOptimizer(Optimizer):
             owner=self,
         )
         try:
-            schedule.attach(self.reducer, inner)
-            if self._deferring is not None:
-                reason = None if max_grad_norm is None else "max_grad_norm needs all gradients"
-                self._deferring.install_hooks(self._models, reason)
+            self._attach_schedule()
+            if tuner is not None:
+                tuner.attach(self, self._sync_reason)
             self._step_hook = inner.register_step_pre_hook(self._before_step)
             # With this the model also keeps the optimizer: gradients are exchanged even if nothing
             # else refers to it.
@@ -130,6 +133,43 @@ class MultiNodeOptimizer(Optimizer):
             self.reducer.close()  # nothing else will
             self._unhook()
             raise
+
+    @property
+    def _sync_reason(self) -> str | None:
+        return None if self._max_grad_norm is None else "max_grad_norm needs all gradients"
+
+    def _on_backward_end(self, schedule: Schedule) -> Callable[[], None]:
+        ended = schedule.backward_ended
+        return ended if self.tuner is None else self.tuner.timed(ended)
+
+    def _attach_schedule(self) -> None:
+        schedule = self.schedule
+        schedule.attach(self.reducer, self.inner)
+        self._deferring = schedule if isinstance(schedule, DefersUpdates) else None
+        if self._deferring is not None:
+            self._deferring.install_hooks(self._models, self._sync_reason)
+
+    def switch(self, schedule: Schedule, codec: Codec | None, bucket_bytes: int) -> None:
+        """Continue with another schedule, codec and bucket size. *Collective*, between two steps.
+
+        Pending updates are applied first; a codec with error feedback takes over the residuals.
+        """
+        self.schedule.flush()
+        self.schedule.close()
+        before, reducer = self.reducer.codec, self.reducer
+        if codec is not None:
+            codec = codec.new_instance()
+        if isinstance(before, ErrorFeedback) and isinstance(codec, ErrorFeedback):
+            codec.load_state_dict({"residuals": before.state_dict()["residuals"]})
+        self.schedule = schedule
+        reducer.reconfigure(
+            reducer.comm,
+            codec,
+            num_sets=schedule.num_sets,
+            bucket_bytes=bucket_bytes,
+            on_backward_end=self._on_backward_end(schedule),
+        )
+        self._attach_schedule()
 
     def _unhook(self) -> None:
         if self._step_hook is not None:
@@ -206,6 +246,8 @@ class MultiNodeOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the inner optimizer's; a mean that no step has applied is dropped. Local."""
         self.schedule.on_zero_grad()
+        if self.tuner is not None:
+            self.tuner.on_zero_grad()
         self.reducer.on_zero_grad()
         self.inner.zero_grad(set_to_none)
         self._has_local_passes = False
@@ -242,6 +284,8 @@ class MultiNodeOptimizer(Optimizer):
             )
         else:
             closure = over_ranks(closure, reducer, self._make_ready_for_step)
+            if self.tuner is not None:
+                self.tuner.closure_given()
         result = self.schedule.step(closure)
         if reducer.is_needed and not self._has_checked_untrained:
             self._has_checked_untrained = True
@@ -249,6 +293,8 @@ class MultiNodeOptimizer(Optimizer):
         reducer.end_step()
         self.communicator.num_steps = (self.communicator.num_steps or 0) + 1
         self._has_local_passes = False
+        if self.tuner is not None:
+            self.tuner.step_ended()
         return result
 
     def replicated_tensors(self) -> list[Tensor]:
@@ -286,9 +332,12 @@ class MultiNodeOptimizer(Optimizer):
         as if nothing had been; on another number see `reshard_state_dict`. Local; what is under way
         is awaited.
         """
-        return resume.save(
+        state = resume.save(
             self.inner, self.schedule, self.reducer, has_local_passes=self._has_local_passes
         )
+        if self.tuner is not None:
+            state["torchmn"]["tuner"] = self.tuner.state_dict()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load our own state or a plain optimizer's. All ranks must call it, or none.
@@ -296,8 +345,10 @@ class MultiNodeOptimizer(Optimizer):
         Local, but *collective* under ``auto``. Raises UsageError: another schedule's state.
         """
         ours = state_dict.get("torchmn", {})
-        own = resume.schedule_state(state_dict, self.schedule)
         self._complete()
+        if self.tuner is not None:
+            self.tuner.load_state_dict(ours.get("tuner", {}))
+        own = resume.schedule_state(state_dict, self.schedule)
         self.inner.load_state_dict({k: v for k, v in state_dict.items() if k != "torchmn"})
         self.schedule.load_state_dict(own)
         self.reducer.load_state_dict(ours.get("codec", {}), ours.get("progress", {}))
@@ -315,11 +366,20 @@ class MultiNodeOptimizer(Optimizer):
         holds what the parameters become, so load the models before the optimizer: any old rank's.
         Raises UsageError: the old ranks were saved at different places.
         """
-        return resume.reshard(states, comm, self.schedule, self.reducer.reduction)
+        schedule, tuner = self.schedule, self.tuner
+        ours = [state.get("torchmn", {}) for state in states]
+        is_tuned = tuner is not None and all("tuner" in own for own in ours)
+        if tuner is not None and is_tuned:
+            make = tuner.space.schedules.get(ours[0]["schedule"])
+            schedule = make() if make is not None else schedule
+        state = resume.reshard(states, comm, schedule, self.reducer.reduction)
+        if tuner is not None and is_tuned:
+            state["torchmn"]["tuner"] = tuner.reshard_state_dict([own["tuner"] for own in ours])
+        return state
 
     def resume_warnings(self) -> list[str]:
         """What does not hold when a state is loaded by another number of ranks. Local."""
-        warnings_ = warnings_of(self.schedule)
+        warnings_ = warnings_of(self.schedule) + warnings_of(self.tuner)
         if self._asked["codec"] is not None:
             warnings_.append(
                 f"The residuals of {self._asked['codec']} are kept, but gradients are rounded in "
@@ -376,7 +436,7 @@ class MultiNodeOptimizer(Optimizer):
         """
         self._is_joining = True
         try:
-            with joined(self.reducer, self.schedule, self.inner, self._models):
+            with joined(self, self._models):
                 yield
         finally:
             self._is_joining = False
@@ -501,6 +561,8 @@ class MultiNodeOptimizer(Optimizer):
         warnings.warn(text, RuntimeWarning, stacklevel=4)
 
     def _await_gradients(self, reason: str | None) -> None:
+        if self.tuner is not None:
+            self.tuner.gradients_used(reason)
         if self._deferring is not None:
             self._deferring.await_gradients(reason)
 

@@ -15,7 +15,7 @@ from torchmn.resharding import mean_state, reshard_codec, reshard_inner, reshard
 from torchmn.schedules.base import Schedule
 
 State = dict[str, Any]
-_NOT_THE_SCHEDULES = ("schedule", "codec", "progress", "accumulated")
+_NOT_THE_SCHEDULES = ("schedule", "codec", "progress", "accumulated", "tuner")
 """The keys under ``torchmn`` that are not the schedule's."""
 
 

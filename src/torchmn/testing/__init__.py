@@ -1,6 +1,6 @@
-"""What tests of torchmn, and of code that uses it, need: ranks without a cluster, test hosts.
+"""Tools for tests of torchmn and of code that uses it: ranks as threads, MPI pools, test hosts.
 
-The names load on first use: `torchmn.testing.netlab` starts without torch.
+Names are loaded on first use, so that `torchmn.testing.netlab` does not import torch.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ _START_S = 60.0
 class MpiPool:
     """``size`` MPI processes that run functions, in worlds of up to ``size`` ranks.
 
-    Use it as a context manager. Functions must be importable: a worker gets their name.
+    Use it as a context manager. Functions must be importable: they are sent by name.
     """
 
     def __init__(self, size: int, *, search_path: str | None = None) -> None:
@@ -35,7 +35,7 @@ class MpiPool:
         address = str(Path(self._folder.name) / "socket")
         self._listener = Listener(address, family="AF_UNIX")
         env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
-        env.setdefault("OMPI_MCA_btl", "^ofi")  # one machine: a second of probing libfabric saved
+        env.setdefault("OMPI_MCA_btl", "^ofi")  # saves a second of probing libfabric
         if search_path:
             env["PYTHONPATH"] = os.pathsep.join(
                 part for part in (search_path, env.get("PYTHONPATH")) if part
@@ -73,7 +73,9 @@ class MpiPool:
         Raises the error of the lowest rank that failed.
         """
         if world_size > self.size:
-            raise LaunchError(f"The pool has {self.size} processes, {world_size} were asked for.")
+            raise LaunchError(
+                f"The pool has {self.size} processes, but {world_size} were requested."
+            )
         options = {
             "name": name,
             "topology": topology or Topology(("localhost",) * world_size),
@@ -114,7 +116,7 @@ class _Failure:
         try:
             pickle.loads(pickle.dumps(error))
             self.error = error
-        except Exception:  # an error that does not survive pickling keeps its words
+        except Exception:  # an error that cannot be pickled keeps its message
             self.error = TorchmnError(f"{type(error).__name__}: {error}")
 
 
@@ -128,7 +130,7 @@ def _resolve(module: str, qualname: str) -> Any:
 
 
 def _worker(address: str) -> None:
-    """Rank 0 gets tasks from the socket, all ranks carry them out, until None comes."""
+    """Run tasks, which rank 0 receives from the socket, on all ranks until None is received."""
     from multiprocessing.connection import Client
 
     import torch
@@ -148,7 +150,7 @@ def _worker(address: str) -> None:
     world = MpiTransport.world(_START_S)
     num_tasks = 0
     while True:
-        task = _hear(comm, connection)
+        task = _next_task(comm, connection)
         if task is None:
             return
         (module, qualname), world_size, args, options = task
@@ -163,15 +165,15 @@ def _worker(address: str) -> None:
                     outcome = _resolve(module, qualname)(own, *args)
                 finally:
                     own.finalize()
-            except BaseException as error:  # told to the test
+            except BaseException as error:  # reported to the test
                 outcome = _Failure(error)
         outcomes = _gather(comm, outcome)
         if connection is not None:
             connection.send(outcomes[:world_size])
 
 
-def _hear(comm: Any, connection: Connection | None) -> Any:
-    """The next task on every rank. Ranks sleep, the longer the longer they wait, up to 20 ms."""
+def _next_task(comm: Any, connection: Connection | None) -> Any:
+    """Receive the next task on every rank. Ranks sleep up to 20 ms at a time while waiting."""
     if connection is not None:
         task = pickle.dumps(connection.recv())
         requests = [comm.isend(task, peer, 7) for peer in range(1, comm.Get_size())]
@@ -198,7 +200,7 @@ def _gather(comm: Any, outcome: Any) -> list[Any]:
 
 
 if __name__ == "__main__":
-    # Tasks refer to this module by its name, and so must its classes.
+    # Tasks refer to this module by its name, so its classes must come from it as well.
     from torchmn.testing import mpi_pool
 
     mpi_pool._worker(sys.argv[1])

@@ -28,8 +28,8 @@ def run_ranks(
 ) -> list[Result]:
     """Call ``function(comm)`` on every rank, one thread each; results in rank order.
 
-    The first error by time is raised, after all ranks have ended, those that only follow from it
-    aside; so a rank that fails alone must end the others by the communicator's own means. The
+    Raises the first error, in order of time, that is not a consequence of another rank's, after all
+    ranks have ended; a failure on one rank must end the others through the communicator. The
     default random generator, the environment and signals are shared by all ranks.
     """
     store = HashStore()

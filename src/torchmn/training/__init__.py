@@ -1,4 +1,4 @@
-"""The training loop: what pytorch-pfn-extras lacks for many workers."""
+"""The training loop: additions to pytorch-pfn-extras for distributed training."""
 
 from torchmn.training.allreduce_persistent import AllreducePersistent
 from torchmn.training.batch_source import BatchSource, EpochLoader

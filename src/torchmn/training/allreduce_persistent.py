@@ -1,4 +1,4 @@
-"""Buffers that are the same on all ranks before somebody evaluates or saves them."""
+"""Synchronizing buffers before evaluation and snapshots."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class AllreducePersistent(extension.Extension):
     """Averages the floating-point buffers of a model over ranks, in place. *Collective.*
 
-    Integer buffers become those of rank 0. It runs once per epoch, before evaluators and snapshots.
-    Name and place as in ChainerMN, whose "persistents" PyTorch calls buffers.
+    Integer buffers are copied from rank 0. It runs once per epoch, before evaluators and snapshots.
+    The name is ChainerMN's, whose "persistents" are PyTorch's buffers.
     """
 
     trigger = (1, "epoch")
@@ -32,5 +32,5 @@ class AllreducePersistent(extension.Extension):
         self._rule: BufferRule = buffers
 
     def __call__(self, manager: Any = None) -> None:
-        """Average now."""
+        """Average the buffers."""
         sync_buffers_([self._model], self._comm, self._rule)

@@ -1,4 +1,4 @@
-"""Where an updater's batches come from, and the epochs that they make."""
+"""The batches of an updater, and the epochs that they make."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _END = object()
 
 
 class BatchSource(Protocol):
-    """Batches without end, epoch by epoch. `torchmn.SerialIterator` is one. Local."""
+    """An endless source of batches that counts epochs, such as `torchmn.SerialIterator`. Local."""
 
     epoch: int
     """Epochs done."""
@@ -32,17 +32,17 @@ class BatchSource(Protocol):
         """``epoch_detail`` before the last batch; None before the first."""
 
     def __next__(self) -> Any:
-        """The next batch."""
+        """Return the next batch."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What `load_state_dict` needs to go on with the very next batch."""
+        """The state from which `load_state_dict` resumes with the very next batch."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Restore a saved state."""
 
 
 def batch_source(iterator: Any) -> BatchSource:
-    """What was given, if it counts epochs itself, else `EpochLoader` over it.
+    """``iterator`` itself if it counts epochs, else `EpochLoader` over it.
 
     Raises UsageError: it can be iterated only once.
     """
@@ -70,13 +70,13 @@ def iterations_per_epoch(source: BatchSource) -> Fraction | None:
 
 
 class EpochLoader:
-    """Passes over a DataLoader, one after the other; a pass is an epoch. Local.
+    """Passes over a DataLoader; each pass is an epoch. Local.
 
     ``set_epoch`` of its samplers is called at the beginning of each pass. With a `GlobalSampler` as
-    ``batch_sampler`` the state is the sampler's, and holds for any number of ranks. For any other
-    loader resuming draws the batches that were done once more. In both cases the state holds that
-    of the random generator that loaders take a number from when a pass begins: a pass that is gone
-    on with takes the same one, and the generator is then where it was.
+    ``batch_sampler`` the state is the sampler's, and is valid for any number of ranks. With any
+    other loader, resuming draws and skips the batches that were done. In both cases the state
+    includes that of the random generator from which a loader draws a number when a pass begins: a
+    resumed pass draws the same number, and the generator is then restored.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -85,13 +85,13 @@ class EpochLoader:
         self.is_new_epoch = False
         self.previous_epoch_detail: float | None = None
         self._num_done = 0  # batches of this epoch
-        self._num_drawn = 0  # batches of the pass under way, which may have begun in mid-epoch
+        self._num_drawn = 0  # batches of the current pass, which may have begun in mid-epoch
         self._pass_length: int | None = None
         self._batches: Iterator[Any] | None = None
         self._ahead: Any = _END
         self._generator_state: torch.Tensor | None = None
         self._is_resumed = False
-        """Whether the next pass goes on with one that was begun before the state was saved."""
+        """Whether the next pass continues one that began before the state was saved."""
         sampler = getattr(loader, "batch_sampler", None)
         self._sampler = sampler if isinstance(sampler, GlobalSampler) else None
         if self._sampler is not None:
@@ -99,7 +99,7 @@ class EpochLoader:
 
     @property
     def epoch_detail(self) -> float:
-        """See `BatchSource`. Without a length, known at the ends of epochs only."""
+        """See `BatchSource`. Without a length, it is known at the end of epochs only."""
         if self._sampler is not None:
             state = self._sampler_state()
             return state["epoch"] + state["position"] / max(self._sampler.dataset_length, 1)
@@ -110,7 +110,7 @@ class EpochLoader:
         """Batches in a full pass."""
         try:
             return len(self.loader)
-        except TypeError:  # so a DataLoader says that its data set has no length
+        except TypeError:  # a DataLoader whose data set has no length
             return None
 
     def __next__(self) -> Any:
@@ -120,8 +120,8 @@ class EpochLoader:
         batch = self._draw()
         if batch is _END:
             raise UsageError(
-                "The loader gave no batch. Every rank needs at least one per epoch: use fewer "
-                "workers, a smaller batch or drop_last=False."
+                "The loader returned no batch. Every rank needs at least one per epoch: use fewer "
+                "ranks, a smaller batch or drop_last=False."
             )
         self.previous_epoch_detail = before
         self._num_done += 1
@@ -133,15 +133,15 @@ class EpochLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """See `BatchSource`."""
-        is_under_way = self._batches is not None or self._is_resumed
-        state = self._generator_state if is_under_way else self._own_generator_state()
+        is_in_progress = self._batches is not None or self._is_resumed
+        state = self._generator_state if is_in_progress else self._own_generator_state()
         if self._sampler is not None:
             sampler = dict(self._sampler_state())
             return {
                 "epoch": self.epoch,
                 "sampler": sampler,
                 "generator": state,
-                "is_under_way": is_under_way,
+                "is_in_progress": is_in_progress,
             }
         return {"epoch": self.epoch, "num_done": self._num_done, "generator": state}
 
@@ -151,7 +151,7 @@ class EpochLoader:
         """The state that this rank loads, from those of all old ranks, in rank order. Local."""
         own = states[comm.rank % len(states)]
         if self._sampler is not None:
-            # Workers of the loader begin with other random numbers, on each rank its own.
+            # The loader's workers are seeded differently, on each rank.
             return {**own, "generator": None}
         length = self.full_length()
         num_done = int(own["num_done"]) * len(states) // comm.size
@@ -160,22 +160,22 @@ class EpochLoader:
         return {**own, "num_done": num_done}
 
     def resume_warnings(self) -> list[str]:
-        """What does not hold when a state is loaded by another number of ranks, in sentences."""
+        """Warnings for loading a state of another number of ranks."""
         if self._sampler is not None:
             return []
         return [
-            "The batches come from a loader without GlobalSampler, which gives other samples to "
-            "another number of ranks: of the epoch under way some are seen twice and some not at "
-            "all. With DataLoader(batch_sampler=GlobalSampler(...)) none are lost or repeated."
+            "The loader has no GlobalSampler and returns other samples on another number of ranks: "
+            "in the current epoch, some are seen twice and some not at all. With "
+            " DataLoader(batch_sampler=GlobalSampler(...)) none are lost or repeated."
         ]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `BatchSource`. Raises UsageError: the state of something else."""
-        wanted = "sampler" if self._sampler is not None else "num_done"
-        if wanted not in state:
+        """See `BatchSource`. Raises UsageError: the state of another kind of iterator."""
+        key = "sampler" if self._sampler is not None else "num_done"
+        if key not in state:
             raise UsageError(
-                f"The state of the batches has {', '.join(map(str, state))} but not '{wanted}'. It "
-                "was saved with another kind of iterator: use the same one to go on."
+                f"The state of the batches has {', '.join(map(str, state))} but not '{key}'. It "
+                "was saved with another kind of iterator: use the same one to resume."
             )
         self._batches, self.is_new_epoch = None, False
         self.epoch = int(state["epoch"])
@@ -183,7 +183,7 @@ class EpochLoader:
             self._sampler.load_state_dict(state["sampler"])
             self._num_drawn, self._num_done = 0, 0
             self.epoch = self._sampler.epoch
-            self._is_resumed = bool(state.get("is_under_way", False))
+            self._is_resumed = bool(state.get("is_in_progress", False))
             self._generator_state = state.get("generator")
             own = getattr(self.loader, "generator", None)
             if not self._is_resumed and own is not None and self._generator_state is not None:
@@ -214,7 +214,7 @@ class EpochLoader:
         self._num_drawn = 0
         self._batches = iter(loader)
         if is_resumed and generator is torch.default_generator:
-            generator.set_state(now)  # the number was taken from it before the state was saved
+            generator.set_state(now)  # the number was drawn before the state was saved
         self._ahead = next(self._batches, _END) if self._pass_length is None else _END
 
     def _draw(self) -> Any:
@@ -234,8 +234,8 @@ class EpochLoader:
             return False
         if self._batches is not None and next(self._batches, _END) is not _END:
             raise UsageError(
-                f"The loader has the length {self.full_length()} but gave more batches. Let its "
-                "len() be the number of batches in an epoch."
+                f"The loader has the length {self.full_length()} but returned more batches. "
+                "Let its len() be the number of batches in an epoch."
             )
         return True
 
@@ -256,7 +256,7 @@ class EpochLoader:
         return None if own is None else own.get_state()
 
     def _restore_pass(self, saved: torch.Tensor | None) -> None:
-        """Draw what was done of this epoch once more, with the random numbers of that time."""
+        """Draw the batches of this epoch that were done again, with the same random numbers."""
         generator = self._generator()
         num_done = self._num_done
         now = generator.get_state()
@@ -268,8 +268,8 @@ class EpochLoader:
         for _ in range(num_done):
             if self._draw() is _END:
                 raise UsageError(
-                    f"The state says that {num_done} batches of the epoch were done, but the "
-                    "loader has fewer. Was it saved with another data set, batch size or number "
+                    f"In the state {num_done} batches of the epoch are done, but the loader "
+                    "has fewer. Was it saved with another data set, batch size or number "
                     "of ranks?"
                 )
         if generator is torch.default_generator:

@@ -1,4 +1,4 @@
-"""A classifier that reports what the tables of the examples show."""
+"""A classifier that reports loss and accuracy."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.nn import functional
 
 
 class Classifier(nn.Module):
-    """A network with its loss, as Chainer's ``L.Classifier``.
+    """A network with its loss, like Chainer's ``L.Classifier``.
 
-    Called with inputs ``(batch, ...)`` and labels ``(batch,)`` it returns the loss and reports
-    ``loss`` and ``accuracy``, the fraction of the batch where the largest logit is the label's.
+    Called with inputs ``(batch, ...)`` and labels ``(batch,)``, it returns the loss and reports
+    ``loss`` and ``accuracy``, the fraction of the batch whose largest logit is that of the label.
 
     Args:
         predictor: from inputs to logits ``(batch, classes)``.
@@ -31,7 +31,7 @@ class Classifier(nn.Module):
         self.loss_func = loss_func
 
     def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """The loss."""
+        """Return the loss."""
         logits = self.predictor(inputs)
         loss = self.loss_func(logits, labels)
         with torch.no_grad():

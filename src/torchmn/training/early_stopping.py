@@ -1,4 +1,4 @@
-"""Early stopping on which all ranks agree."""
+"""Early stopping on all ranks together."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 class MultiNodeEarlyStoppingTrigger(Trigger):
     """Fires on all ranks when the mean over ranks of an observation no longer improves.
 
-    A stop trigger. *Collective*: every rank asks it after every iteration. Arguments as those of
-    ``EarlyStoppingTrigger`` (Chainer's, ancestors 3.1) and ``suffix``, which is appended to
-    ``monitor`` to name the mean in the observation.
+    A stop trigger. *Collective*: every rank calls it after every iteration. The arguments are those
+    of ``EarlyStoppingTrigger`` and ``suffix``, which is appended to ``monitor`` to name the mean in
+    the observation.
 
     Args:
-        comm: who takes part.
+        comm: the ranks that participate.
         check_trigger: when to compare the mean since the last time with the best one.
-        monitor: the observation to look at.
-        patience: comparisons in a row without improvement that are borne; 3 if not given.
-        mode: ``max``, ``min`` or ``auto``: ``max`` if the name holds "accuracy".
-        verbose: print when it stops; on rank 0 only.
-        max_trigger: the latest end.
+        monitor: the name of the observation.
+        patience: the number of comparisons in a row without improvement to allow; 3 by default.
+        mode: ``max``, ``min`` or ``auto``: ``max`` if the name contains "accuracy".
+        verbose: print a message when it stops; on rank 0 only.
+        max_trigger: the maximum length of training.
         suffix: see above.
     """
 
@@ -61,7 +61,7 @@ class MultiNodeEarlyStoppingTrigger(Trigger):
         return self._trigger(manager)
 
     def get_training_length(self) -> tuple[float, str]:
-        """The latest end, for progress bars."""
+        """The maximum length of training, for progress bars."""
         return self._trigger.get_training_length()
 
     def may_fire(self, iteration: int, epoch_len: int) -> bool:
@@ -69,7 +69,7 @@ class MultiNodeEarlyStoppingTrigger(Trigger):
         return self._trigger.may_fire(iteration, epoch_len)
 
     def state_dict(self) -> dict[str, Any]:
-        """Best value and patience used up."""
+        """The best value and the number of comparisons without improvement."""
         trigger = self._trigger
         return {
             "count": trigger.count,
@@ -79,7 +79,7 @@ class MultiNodeEarlyStoppingTrigger(Trigger):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Restore a saved state."""
         self._trigger.count, self._trigger.best = state["count"], state["best"]
         self._trigger._summary.load_state_dict(state["summary"])
         self._aggregator.load_state_dict(state["aggregator"])

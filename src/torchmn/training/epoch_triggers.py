@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from pytorch_pfn_extras.training.extension import Extension
 from pytorch_pfn_extras.training.trigger import Trigger  # type: ignore[attr-defined]
 from pytorch_pfn_extras.training.triggers.interval_trigger import IntervalTrigger
 from pytorch_pfn_extras.training.triggers.manual_schedule_trigger import ManualScheduleTrigger
 
-_ROUNDING = 1e-9  # epochs; 3 x 0.1 is not 0.3, and no data set has so many batches
+_ROUNDING = 1e-9  # epochs; 3 x 0.1 is not 0.3, and no data set has that many batches
 
 
 class _EpochInterval(IntervalTrigger):
@@ -45,7 +46,7 @@ def follow_epochs(target: Any) -> Any:
         points: Any = target.points
         return _EpochSchedule(points, "epoch")
     for name, value in list(getattr(target, "__dict__", {}).items()):
-        if isinstance(value, Trigger):
+        if isinstance(value, (Trigger, Extension)):
             setattr(target, name, follow_epochs(value))
     return target
 

@@ -21,11 +21,11 @@ OBSERVATIONS: tuple[Observations, ...] = ("mean", "rank0")
 class LogReport(log_report.LogReport):
     """Writes the log from what all ranks observed. *Collective*: added on all ranks.
 
-    Ranks add up what they observe for themselves, and their sums are put together when the log gets
-    an entry, so an iteration costs no exchange. Rank 0 writes the file.
+    Each rank adds up what it observes, and the sums are gathered for each entry of the log, so an
+    iteration requires no communication. Rank 0 writes the file.
 
     Args:
-        comm: who takes part.
+        comm: the ranks that participate.
         observations: ``mean`` over the iterations of all ranks, or ``rank0``: those of rank 0
             only, as ChainerMN and Chainer's MultiprocessParallelUpdater reported.
         keys, trigger, postprocess, filename: as for pytorch-pfn-extras' LogReport.
@@ -58,7 +58,7 @@ class LogReport(log_report.LogReport):
     ) -> dict[str, Any]:
         """The state that this rank loads, from those of all old ranks, in rank order. Local.
 
-        What was observed since the last entry counts once: rank 0 goes on with all of it.
+        Values since the last entry are counted once: rank 0 keeps them all.
         """
         if self._observations == "rank0":
             return states[0]
@@ -71,19 +71,19 @@ class LogReport(log_report.LogReport):
 
 
 class SummaryOverRanks:
-    """Takes the place of a ``DictSummary``; its means are those over all ranks."""
+    """Replaces a ``DictSummary``; its means are over all ranks."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._sums = WeightedSums()
 
     def add(self, observation: Mapping[str, Any]) -> None:
-        """Count the scalars of an iteration. Local."""
+        """Add the scalars of an iteration. Local."""
         for name, value in scalars_of(observation).items():
             self._sums.add(name, value)
 
     def compute_mean(self) -> dict[str, float]:
-        """The means over ranks and iterations; a key counts where it was observed. *Collective*."""
+        """Means over ranks and iterations in which a key was observed. *Collective*."""
         return means_of(merge_sums(self._comm.allgather_obj(self._sums.sums())))
 
     def state_dict(self) -> dict[str, list[float]]:
@@ -91,5 +91,5 @@ class SummaryOverRanks:
         return {name: list(pair) for name, pair in self._sums.sums().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from saved sums. Local."""
+        """Restore saved sums. Local."""
         self._sums = WeightedSums.of(state)

@@ -1,4 +1,4 @@
-"""Observations of all ranks as one, and early stopping by it (ancestors 1.8)."""
+"""Aggregating the observations of all ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Aggregator = Callable[[list[list[Any]]], Any]
 
 
 def mean_of_all(observations: list[list[Any]]) -> float | None:
-    """The mean of all values of all ranks; a `Ratio` counts as often as it says. None: no value."""
+    """The mean of all values of all ranks, a `Ratio` weighted by its count; None without values."""
     sums = WeightedSums()
     for of_rank in observations:
         for value in of_rank:
@@ -31,15 +31,15 @@ def mean_of_all(observations: list[list[Any]]) -> float | None:
 
 
 class ObservationAggregator(extension.Extension):
-    """Puts one value for all ranks into the observation. *Collective* where its trigger fires.
+    """Adds one value for all ranks to the observation. *Collective* when its trigger fires.
 
     Args:
-        comm: who takes part.
-        original_key: what each rank observes, at least now and then.
-        aggregated_key: the name of the result; the same name if not given.
-        comm_trigger: when to communicate. Between, values are kept.
-        aggregator: from a list per rank of the values since the last time to the result; None means
-            no result. It is called at rank 0. The mean of all values if not given.
+        comm: the ranks that participate.
+        original_key: what each rank observes, not necessarily in every iteration.
+        aggregated_key: the name of the result; ``original_key`` by default.
+        comm_trigger: when to communicate. Values are kept until then.
+        aggregator: called on rank 0 with a list for each rank of the values since the last call;
+            returns the result, or None for no result. The mean of all values by default.
 
     Raises CommunicationError on the other ranks: the aggregator raised.
     """
@@ -64,7 +64,7 @@ class ObservationAggregator(extension.Extension):
         self._history: list[Any] = []
 
     def __call__(self, manager: Any) -> None:
-        """Keep what is observed; communicate if it is time."""
+        """Keep the observed value; communicate if the trigger fires."""
         if self.original_key in manager.observation:
             value = manager.observation[self.original_key]
             self._history.append(_as_number(value))
@@ -94,11 +94,11 @@ class ObservationAggregator(extension.Extension):
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """The values that were not communicated yet, of this rank."""
+        """The values of this rank that were not communicated yet."""
         return {"history": list(self._history), "trigger": self.comm_trigger.state_dict()}
 
     def load_state_dict(self, to_load: dict[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Restore a saved state."""
         self._history = list(to_load["history"])
         self.comm_trigger.load_state_dict(to_load["trigger"])
 
@@ -107,7 +107,7 @@ class ObservationAggregator(extension.Extension):
     ) -> dict[str, Any]:
         """The state that this rank loads, from those of all old ranks, in rank order. Local.
 
-        Every value that was kept is kept once: those of old rank i by rank i modulo their number.
+        Each value is kept once: rank i modulo the number of ranks keeps those of old rank i.
         """
         mine = [state["history"] for state in states[comm.rank :: comm.size]]
         return {**states[0], "history": [value for history in mine for value in history]}
@@ -121,7 +121,7 @@ class ObservationAggregator(extension.Extension):
 
 
 def _as_number(value: Any) -> Any:
-    """Scalars as numbers and pairs as pairs of them, which travel without pickle."""
+    """Scalars as numbers, pairs as pairs of numbers, which can be sent without pickle."""
     if isinstance(value, tuple) and len(value) == 2:
         return (float(value[0]), float(value[1]))
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -1,4 +1,4 @@
-"""One iteration on one device: a batch, a loss, its gradients, a step."""
+"""One iteration on one device: batch, loss, gradients, step."""
 
 from __future__ import annotations
 
@@ -23,16 +23,15 @@ class StandardUpdater:
     """Draws a batch, computes the loss, steps the optimizer. *Collective* with a multi-node one.
 
     Args:
-        iterator: a `torchmn.SerialIterator`, whose epochs have 79, 78, 78, 78 iterations, or a
-            DataLoader, whose epochs are passes over it; ``set_epoch`` of its sampler is called. A
-            `GlobalSampler` as its ``batch_sampler`` may give this rank a batch without samples:
-            then the rank takes part in the step with weight 0.
+        iterator: a `torchmn.SerialIterator`, or a DataLoader, whose epochs are passes over it;
+            ``set_epoch`` of its sampler is called. If a `GlobalSampler` as its ``batch_sampler``
+            gives this rank a batch without samples, it participates in the step with weight 0.
         optimizer: any, or one of `create_multi_node_optimizer`.
         model: is called with the batch and returns the loss. What it reports with
             ``pytorch_pfn_extras.reporting.report(values, self)`` is observed as ``main/...``.
         loss_func: is called in place of the model.
-        device: where the batch is moved to; None leaves it where it is.
-        converter: moves it: ``converter(batch, device)``.
+        device: the batch is moved to it; None does not move the batch.
+        converter: moves the batch: ``converter(batch, device)``.
 
     Raises UsageError: ``iterator`` can be iterated only once.
     """
@@ -84,26 +83,26 @@ class StandardUpdater:
         """Do one iteration."""
         batch = next(self.source)
         if num_samples(batch) == 0:
-            self._take_part_without_samples()
+            self._step_without_samples()
         else:
             self.update_core(self.converter(batch, self.device))
         self.iteration += 1
 
     def update_core(self, batch: Any) -> None:
-        """What is done with a batch. Override it for another computation."""
+        """Compute gradients of a batch and step. Override it for another computation."""
         self.optimizer.zero_grad()
         compute_gradients(self.loss_func, batch)
         self.optimizer.step()
 
     def finalize(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resources are held."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The iteration and the place among the batches, also in the middle of an epoch."""
+        """The iteration and the position in the data, also in the middle of an epoch."""
         return {"iteration": self.iteration, "source": dict(self.source.state_dict())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the very next batch."""
+        """Resume with the very next batch."""
         self.iteration = int(state["iteration"])
         self.source.load_state_dict(state["source"])
 
@@ -115,10 +114,10 @@ class StandardUpdater:
         return {**states[0], "source": reshard_object(self.source, sources, comm)}
 
     def resume_warnings(self) -> list[str]:
-        """What does not hold when a state is loaded by another number of ranks, in sentences."""
+        """Warnings for loading a state of another number of ranks."""
         return warnings_of(self.source)
 
-    def _take_part_without_samples(self) -> None:
+    def _step_without_samples(self) -> None:
         set_weight = getattr(self.optimizer, "set_weight", None)
         if set_weight is None:
             return

@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 class Trainer(ExtensionsManager):
     """Runs an updater until a trigger stops it, and extensions after each iteration.
 
-    It is an ``ExtensionsManager`` whose epochs follow the updater's iterator: ``epoch``,
-    ``epoch_detail`` and all triggers are right for epochs of different lengths. With ``comm`` files
-    are written by rank 0 alone; extensions that print are added on rank 0 only, those that are
-    collective (a multi-node evaluator, `LogReport`) on all ranks.
+    It is an ``ExtensionsManager`` whose epochs are those of the updater's iterator: ``epoch``,
+    ``epoch_detail`` and all triggers are correct for epochs of different lengths. With ``comm``,
+    rank 0 alone writes files; add extensions that print on rank 0 only, and collective ones (a
+    multi-node evaluator, `LogReport`) on all ranks.
 
     Args:
-        updater: what an iteration does, such as `StandardUpdater`.
-        stop_trigger: ``(n, "epoch")``, ``(n, "iteration")`` or a trigger; None never stops.
-        out: the folder for files, made by rank 0.
+        updater: does an iteration, such as `StandardUpdater`.
+        stop_trigger: ``(n, "epoch")``, ``(n, "iteration")`` or a trigger; None trains forever.
+        out: the folder for files, created by rank 0.
         comm: the ranks that train together; None for one process.
         extensions: as given to `extend`.
     """
@@ -72,11 +72,11 @@ class Trainer(ExtensionsManager):
         self._stop_trigger = follow_epochs(get_trigger(stop_trigger))
         self._internal_stop_trigger = get_trigger(None)
 
-    # ---- where training is ----
+    # ---- progress ----
 
     @property
     def updater(self) -> Updater:  # type: ignore[override]
-        """What an iteration does."""
+        """The updater, which does an iteration."""
         return self._updater
 
     @property
@@ -87,7 +87,7 @@ class Trainer(ExtensionsManager):
 
     @iteration.setter
     def iteration(self, value: int) -> None:
-        """The manager's own count, which nobody needs."""
+        """Ignored: the updater counts iterations."""
 
     @property
     def epoch(self) -> int:
@@ -101,15 +101,15 @@ class Trainer(ExtensionsManager):
 
     @property
     def elapsed_time(self) -> float:
-        """Seconds of training, those before a resumed snapshot included.
+        """Seconds of training, including those before a resumed snapshot.
 
-        It counts from the first iteration and stands still when the last one has ended.
+        It is counted from the first iteration to the end of the last one.
         """
         if self._elapsed_at_end_s is not None:
             return self._elapsed_at_end_s
         return self._elapsed_before_s + super().elapsed_time
 
-    # ---- what is done ----
+    # ---- training ----
 
     def start_extensions(self) -> None:
         """Initialize the extensions, whose triggers follow the updater's epochs from now on."""
@@ -126,7 +126,7 @@ class Trainer(ExtensionsManager):
 
         Raises:
             UsageError: it has run before.
-            RankMismatchError: ranks begin at different places or have epochs of different lengths.
+            RankMismatchError: ranks start at different iterations or have unequal epochs.
         """
         if self._has_run:
             raise UsageError("This trainer has run already. Make a new one to train again.")
@@ -145,10 +145,10 @@ class Trainer(ExtensionsManager):
             self._updater.finalize()
 
     def resume(self, snapshot: str | Path) -> None:
-        """Go on from a snapshot that rank 0 reads and gives to all ranks. *Collective.*
+        """Resume from a snapshot that rank 0 reads and broadcasts. *Collective.*
 
-        Call it after `extend`. All ranks take over rank 0's state, so that samples are neither lost
-        nor repeated with a `GlobalSampler`.
+        Call it after `extend`. All ranks load rank 0's state; with a `GlobalSampler`, samples are
+        neither lost nor repeated.
 
         Raises DataError on all ranks: the file is missing or damaged.
         """
@@ -174,7 +174,7 @@ class Trainer(ExtensionsManager):
         }
 
     def replicated_tensors(self) -> list[Tensor]:
-        """What the optimizers promise to be the same on all ranks now. Local."""
+        """The tensors that the optimizers keep identical on all ranks. Local."""
         return [
             tensor
             for optimizer in self._optimizers.values()
@@ -183,7 +183,7 @@ class Trainer(ExtensionsManager):
         ]
 
     def load_state_dict(self, to_load: dict[str, Any]) -> None:
-        """Go on from a saved state. Local. Raises UsageError: an extension is not in it."""
+        """Restore a saved state. Local. Raises UsageError: an extension is not in it."""
         missing = [name for name in self._extensions if name not in to_load["extensions"]]
         if missing:
             raise UsageError(
@@ -199,11 +199,11 @@ class Trainer(ExtensionsManager):
     ) -> dict[str, Any]:
         """The state that this rank loads, from those of all old ranks, in rank order. Local.
 
-        Optimizers, the updater, extensions and triggers share theirs out; whatever does not know
-        how gets old rank 0's.
+        Optimizers, the updater, extensions and triggers reshard their states if they can; the
+        others get old rank 0's.
         """
 
-        def shared_out(group: str, targets: Mapping[str, object]) -> dict[str, Any]:
+        def resharded(group: str, targets: Mapping[str, object]) -> dict[str, Any]:
             return {
                 name: reshard_object(
                     target, [s[group][name] for s in states if name in s[group]], comm
@@ -225,14 +225,14 @@ class Trainer(ExtensionsManager):
         stops = [state["stop_trigger"] for state in states]
         return {
             **states[0],
-            "optimizers": shared_out("optimizers", self._optimizers),
-            "state_objects": shared_out("state_objects", self._state_objects),
+            "optimizers": resharded("optimizers", self._optimizers),
+            "state_objects": resharded("state_objects", self._state_objects),
             "extensions": extensions,
             "stop_trigger": reshard_object(self._stop_trigger, stops, comm),
         }
 
     def resume_warnings(self) -> list[str]:
-        """What does not hold when a state is loaded by another number of ranks, in sentences."""
+        """Warnings for loading a state of another number of ranks."""
         parts = [*self._optimizers.values(), *self._state_objects.values()]
         return [note for part in parts for note in warnings_of(part)]
 
@@ -245,20 +245,21 @@ class Trainer(ExtensionsManager):
             "epoch": f"{self.epoch_detail:.6g}",
             "iterations per epoch": "unknown" if length is None else f"{float(length):.6g}",
         }
-        everybody = self._comm.allgather_obj(mine)
+        gathered = self._comm.allgather_obj(mine)
         for what in mine:
-            said = [theirs[what] for theirs in everybody]
-            if len(set(said)) > 1:
+            values = [theirs[what] for theirs in gathered]
+            if len(set(values)) > 1:
                 raise RankMismatchError(
                     f"{self._comm.rank_label}: the ranks' {what} differ: "
-                    + ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(said))
+                    + ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
                     + ". Their triggers would not fire together. Use GlobalSampler, or "
-                    "scatter_dataset with force_equal_length=True, and resume all ranks alike."
+                    "scatter_dataset with force_equal_length=True, and resume all ranks "
+                    "from the same state."
                 )
 
 
 class _NoWriter(Writer):
-    """The writer of ranks that write nothing."""
+    """The writer of all ranks but rank 0: it writes nothing."""
 
     def initialize(self, out_dir: str) -> None:
         pass
@@ -268,7 +269,7 @@ class _NoWriter(Writer):
 
 
 def _plain(state: Any) -> Any:
-    """Subclasses of dict as dicts, which travel without pickle."""
+    """Convert subclasses of dict to dict, which can be sent without pickle."""
     if isinstance(state, dict):
         return {key: _plain(value) for key, value in state.items()}
     if type(state) in (list, tuple):

@@ -1,4 +1,4 @@
-"""The seam between the trainer and what an iteration does."""
+"""The interface between the trainer and an iteration."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 
 class Updater(Protocol):
-    """One iteration of training, again and again. Called by `Trainer` on every rank alike."""
+    """Does the iterations of training. Called by `Trainer` in the same way on every rank."""
 
     model: nn.Module
-    """What reports as ``main/...`` and is saved."""
+    """Its reports are ``main/...``; it is saved."""
     optimizer: Optimizer
     iteration: int
     """Iterations done."""
@@ -37,10 +37,10 @@ class Updater(Protocol):
         """Do one iteration."""
 
     def finalize(self) -> None:
-        """Release what the updater holds; also after an error."""
+        """Release the updater's resources; also called after an error."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the updater stands; model and optimizer are saved by the trainer."""
+        """The progress of the updater; model and optimizer are saved by the trainer."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Restore a saved state."""

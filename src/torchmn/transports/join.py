@@ -110,7 +110,7 @@ def _connect_store(launched: LauncherInfo, timeout_s: float) -> tuple[str, TCPSt
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if address and port:
         if not port.isdigit() or not 0 < int(port) < 65536:
-            raise LaunchError(f"MASTER_PORT should be a port number but is {port!r}.")
+            raise LaunchError(f"MASTER_PORT={port!r} must be a port number from 1 to 65535.")
         _raise_if_address_is_local(launched, address)
         return address, _store(launched, address, int(port), timeout_s)
     if launched.kind == "mpi" and _has_mpi4py():

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from torchmn.errors import LaunchError, TimeLimitError, UnsupportedError
-from torchmn.monitor import script_monitor
 from torchmn.transports.base import Message, ReduceOp, Scratch, TimeLimit, Transport, poll_until
 from torchmn.units import GiB, KiB
 
@@ -240,15 +239,7 @@ def load_mpi() -> Any:
 
 @cache
 def _register_exit_cleanup(mpi: Any) -> None:
-    """An exception ends the job, and an exit does not wait forever for other ranks. Once."""
-    hook = sys.excepthook
-
-    def abort_after_report(kind: Any, value: Any, trace: Any) -> None:
-        hook(kind, value, trace)
-        if script_monitor.of_this_process() is None:  # else the agent ends all ranks
-            _abort(mpi, 1)
-
-    sys.excepthook = abort_after_report
+    """Finalize MPI at exit in place of mpi4py, whose own callback is switched off. Once."""
     atexit.register(_leave, mpi)
 
 
@@ -263,10 +254,13 @@ def _leave(mpi: Any) -> None:
     """Finalize MPI at exit, or abort if the other ranks do not exit in time.
 
     `MPI_Finalize` blocks until all ranks call it: a rank that exits early would hang there, and
-    with it the job.
+    with it the job. After an uncaught exception the whole job is aborted at once.
     """
     if mpi.Is_finalized():
         return
+    has_failed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
+    if has_failed and mpi.COMM_WORLD.Get_size() > 1:
+        _abort(mpi, 1)
     with _TURN:
         request = mpi.COMM_WORLD.Ibarrier()
     limit_s = float(os.environ.get("TORCHMN_EXIT_TIMEOUT_S", _EXIT_TIMEOUT_S))

@@ -5,9 +5,9 @@ broadcasts.
 
 Where a rank computes on the only core that it has, an exchange that overlaps the computation costs
 what its threads take from it: not the time on the network, but the wake-ups. Over 1 Gb/s a packet
-of 64 KB arrives every half millisecond, and with it a change of threads. Here the kernel is told
-not to wake the thread before half a megabyte has arrived (``SO_RCVLOWAT``), which is possible
-because the length of every message is known.
+of 64 KB arrives every half millisecond, and with it a change of threads. ``SO_RCVLOWAT`` keeps the
+kernel from waking the thread before half a megabyte has arrived, which is possible because the
+length of every message is known.
 
 Sums are formed at the owners of stripes as in `Transport.striped_all_reduce_`, but in one pass: as
 soon as a piece of the own stripe has arrived from all ranks, it is summed and sent to all ranks,
@@ -190,7 +190,8 @@ class TcpTransport(WrappingTransport):
                 if index > 0:
                     raise CommunicationError(
                         f"sum {each.number} is made before sum {announced[0].number}, which was "
-                        "announced before it."
+                        "announced before it. Sums must be made in the order of their "
+                        "announcements."
                     )
                 return self._announced.popleft()
         return None

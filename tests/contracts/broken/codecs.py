@@ -13,7 +13,7 @@ class Base(ErrorFeedback):
     def __init__(self):
         super().__init__(Quantized(bits=4))
 
-    def fresh(self):
+    def new_instance(self):
         return type(self)()
 
 
@@ -22,7 +22,7 @@ class HasNoResidue(Base):
 
     def encode_stripe(self, values, stripe, out, side="worker"):
         super().encode_stripe(values, stripe, out, side)
-        self._run(side, stripe, values.device).rest.zero_()
+        self._block(side, stripe, values.device).pending.zero_()
 
 
 class ForgetsTheOwner(Base):
@@ -62,8 +62,8 @@ class ForgetsABlockStart(Base):
 class CutsAnywhere(Base):
     """Cuts stripes in the middle of blocks."""
 
-    def cut(self, layout, num_stripes):
-        return layout.cut(num_stripes, 1)
+    def split(self, layout, num_stripes):
+        return layout.split(num_stripes, 1)
 
 
 class WritesTooFar(Base):
@@ -115,8 +115,8 @@ class StartsAnewInNewBuckets(Base):
     """Keeps residuals by bucket, as PyTorch's PowerSGD hook: another layout has none."""
 
     def encode_stripe(self, values, stripe, out, side="worker"):
-        if len(stripe.segments) and all(key[1] != stripe for key in self._residues._runs):
-            self._residues.load_state_dict([])
+        if len(stripe.segments) and all(key[1] != stripe for key in self._residuals._blocks):
+            self._residuals.load_state_dict([])
         super().encode_stripe(values, stripe, out, side)
 
 

@@ -14,8 +14,8 @@ from torchmn.schedules import DoubleBuffering, PeriodicAverage
 class ForgetsItsResidues(ErrorFeedback):
     """Saves nothing of what it owes."""
 
-    def fresh(self):
-        return ForgetsItsResidues(self.codec.fresh())
+    def new_instance(self):
+        return ForgetsItsResidues(self.codec.new_instance())
 
     def state_dict(self):
         return {**super().state_dict(), "residuals": []}
@@ -64,8 +64,9 @@ class ForgetsWhereItWasGoing(PeriodicAverage):
 
     def state_dict(self):
         state = super().state_dict()
-        if state["pending"]:
-            state["pending"]["starts"] = None
+        for fragment in state["fragments"]:
+            if fragment["exchange"]:
+                fragment["exchange"]["starts"] = None
         return state
 
     @classmethod
@@ -81,7 +82,7 @@ class EndsBlocksLater(PeriodicAverage):
 
     def load_state_dict(self, state):
         super().load_state_dict(state)
-        self._cadence.restart()
+        self._order.restart()
 
     @classmethod
     def recipe(cls, monkeypatch):
@@ -110,8 +111,8 @@ class OwesOncePerRank(ErrorFeedback):
         entries = [{**e, "values": e["values"] * 3} for e in state.get("residuals", [])]
         super().load_state_dict({**state, "residuals": entries})
 
-    def fresh(self):
-        return OwesOncePerRank(self.codec.fresh())
+    def new_instance(self):
+        return OwesOncePerRank(self.codec.new_instance())
 
     @classmethod
     def recipe(cls, monkeypatch):
@@ -138,8 +139,9 @@ class LeavesParametersAlone(PeriodicAverage):
     def __init__(self):
         super().__init__(48)
 
-    def _load_parameters(self, values):
-        pass
+    def load_state_dict(self, state):
+        fragments = [{**f, "parameters": {}} for f in state.get("fragments", [])]
+        super().load_state_dict({**state, "fragments": fragments} if state else state)
 
     @classmethod
     def recipe(cls, monkeypatch):
@@ -153,7 +155,8 @@ class BeginsAnEmptyBlock(PeriodicAverage):
         super().__init__(48)
 
     def reshard_state_dict(self, states, comm):
-        return {**super().reshard_state_dict(states, comm), "block_samples": [0.0]}
+        state = super().reshard_state_dict(states, comm)
+        return {**state, "fragments": [{**f, "num_samples": 0.0} for f in state["fragments"]]}
 
     @classmethod
     def recipe(cls, monkeypatch):

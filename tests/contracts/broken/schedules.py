@@ -198,26 +198,26 @@ class WeighsRanksAlike(SmallBlocks):
 class SubtractsWhatItShouldAdd(SmallBlocks):
     """Moves away from where the ranks went."""
 
-    def _move_(self, movements, num_samples):
-        for movement in movements:
-            movement.anchor.add_(movement.mean)
+    def outer_step(self, pseudo_gradients, num_samples):
+        for each in pseudo_gradients:
+            each.anchor.add_(each.mean)
 
 
 class AnchorsDriftApart(SmallBlocks):
     """Rank 1 rounds otherwise."""
 
-    def _move_(self, movements, num_samples):
-        super()._move_(movements, num_samples)
+    def outer_step(self, pseudo_gradients, num_samples):
+        super().outer_step(pseudo_gradients, num_samples)
         if self._comm.rank == 1:
-            movements[0].anchor.mul_(1 + 2.0**-50)
+            pseudo_gradients[0].anchor.mul_(1 + 2.0**-50)
 
 
 class GoesOnAlone(SmallBlocks):
     """Agrees on anchors, and then trains on from where it was."""
 
-    def _complete(self):
+    def _finish_exchange(self):
         held = [p.detach().clone() for f in self._fragments for p in f.parameters]
-        super()._complete()
+        super()._finish_exchange()
         for parameter, value in zip(
             (p for f in self._fragments for p in f.parameters), held, strict=True
         ):
@@ -230,7 +230,7 @@ class LosesBlockMomentumInState(BlockMomentum):
     def __init__(self):
         super().__init__(36)
 
-    def _recipe_state(self):
+    def outer_state_dict(self):
         return {}
 
 
@@ -239,8 +239,9 @@ class LosesTheBlockInState(SmallBlocks):
 
     def load_state_dict(self, state):
         if state:
-            cadence = {**state["cadence"], "samples": 0.0}
-            state = {**state, "cadence": cadence, "block_samples": [0.0]}
+            order = {**state["order"], "samples": 0.0}
+            fragments = [{**f, "num_samples": 0.0} for f in state["fragments"]]
+            state = {**state, "order": order, "fragments": fragments}
         super().load_state_dict(state)
 
 
@@ -260,16 +261,16 @@ class LosesWhatTheAbsentLearned(SmallBlocks):
 class GoesOnWithNan(SmallBlocks):
     """Takes no note of movements that are not finite."""
 
-    def _abandon(self, fragment):
+    def _discard_block(self, fragment):
         self._reducer.take_problem()
-        fragment.restart(None)
+        fragment.reset_to_anchors()
 
 
 class OwesNothing(SmallBlocks):
     """Forgets after every block what encoding has lost."""
 
-    def _complete(self):
-        super()._complete()
+    def _finish_exchange(self):
+        super()._finish_exchange()
         for fragment in self._fragments:
             if fragment.codec is not None:
                 fragment.codec.load_state_dict({})
@@ -278,7 +279,7 @@ class OwesNothing(SmallBlocks):
 class MovesByNoise(SmallBlocks):
     """Even where nobody has moved."""
 
-    def _move_(self, movements, num_samples):
-        super()._move_(movements, num_samples)
-        for movement in movements:
-            movement.anchor.add_(1e-9)
+    def outer_step(self, pseudo_gradients, num_samples):
+        super().outer_step(pseudo_gradients, num_samples)
+        for each in pseudo_gradients:
+            each.anchor.add_(1e-9)

@@ -5,42 +5,42 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torchmn.schedules import ParameterServer
-from torchmn.schedules.parameter_server.server import StripeServer
+from torchmn.schedules.parameter_server.server import ShardServer
 
 
 def _with(server_class):
     return type(f"With{server_class.__name__}", (ParameterServer,), {"_server_class": server_class})
 
 
-class _LosesAPush(StripeServer):
+class _LosesAPush(ShardServer):
     def push(self, push, stay):
         return super().push(replace(push, has_gradients=push.clock != 3), stay)
 
 
-class _StepsTwice(StripeServer):
+class _StepsTwice(ShardServer):
     def _apply(self, push, base):
         super()._apply(push, base)
         super()._apply(push, base)
 
 
-class _IgnoresTheBound(StripeServer):
+class _IgnoresTheBound(ShardServer):
     def _slowest(self):
         return 1000
 
 
-class _AlwaysVersionSeven(StripeServer):
+class _AlwaysVersionSeven(ShardServer):
     def push(self, push, stay):
         return replace(super().push(push, stay), version=7)
 
 
-class _AddsNoise(StripeServer):
+class _AddsNoise(ShardServer):
     def _apply(self, push, base):
         super()._apply(push, base)
         for buffer in self._values.buffers:
             buffer += 1e-12
 
 
-class _ForgetsStateWhenItBegins(StripeServer):
+class _ForgetsStateWhenItBegins(ShardServer):
     def _begin(self, episode):
         super()._begin(episode)
         self._optimizer.state.clear()

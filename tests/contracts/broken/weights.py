@@ -21,7 +21,7 @@ class KeepsResiduesOfSums(ErrorFeedback):
     def begin(self, total_scale):
         pass
 
-    def fresh(self):
+    def new_instance(self):
         return type(self)()
 
 
@@ -31,7 +31,7 @@ class FactorsResiduesOfSums(PowerSGD):
     def begin(self, total_scale):
         pass
 
-    def fresh(self):
+    def new_instance(self):
         return type(self)()
 
 
@@ -44,7 +44,7 @@ class PaysIntoNothing(ErrorFeedback):
     def finish(self, *, is_valid):
         super().finish(is_valid=True)
 
-    def fresh(self):
+    def new_instance(self):
         return type(self)()
 
 
@@ -87,8 +87,8 @@ class KicksWhole(BlockMomentum):
     def __init__(self):
         super().__init__(36)
 
-    def _move_part_(self, movements, part):
-        self._move_(movements, part * self._block_size)
+    def partial_outer_step(self, pseudo_gradients, part):
+        self.outer_step(pseudo_gradients, part * self._block_size)
 
 
 class StepsWhole(DiLoCo):
@@ -97,8 +97,8 @@ class StepsWhole(DiLoCo):
     def __init__(self):
         super().__init__(36)
 
-    def _move_part_(self, movements, part):
-        self._move_(movements, part * self._block_size)
+    def partial_outer_step(self, pseudo_gradients, part):
+        self.outer_step(pseudo_gradients, part * self._block_size)
 
 
 __all__ = [

@@ -61,7 +61,7 @@ def exchange_(codecs: Sequence[StripeCodec], buffers: Sequence[Tensor], layout: 
 
     Returns whether it was valid: whether all values were finite.
     """
-    stripes = codecs[0].cut(layout, len(codecs))
+    stripes = codecs[0].split(layout, len(codecs))
     sums = []
     for owner, stripe in enumerate(stripes):
         total = buffers[owner].to(layout.wide_dtype, copy=True)
@@ -156,7 +156,7 @@ def check_cuts(make: Factory) -> None:
     expected = _decoded(make(), values, [whole])
     for num_stripes in (2, 3, 5):
         codec = make()
-        stripes = codec.cut(whole, num_stripes)
+        stripes = codec.split(whole, num_stripes)
         require(
             sum(stripe.numel for stripe in stripes) == whole.numel,
             f"{codec.name}: stripes do not cover the bucket",
@@ -323,7 +323,7 @@ def check_state(make: Factory) -> None:
 
 
 def check_other_buckets(make: Factory) -> None:
-    """Residues move along into other buckets and stripes, after loading and while in use."""
+    """Residuals move along into other buckets and stripes, after loading and while in use."""
     half = len(SHAPES) // 2
     names = tuple(SHAPES)
     buckets = [layout_of(names=names[half:]), layout_of(names=names[:half], start=3)]

@@ -25,8 +25,7 @@ from torchmn.compression import Codec
 from torchmn.data import GlobalSampler
 from torchmn.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
 from torchmn.optimizer.multi_node_optimizer import Weight
-from torchmn.schedules import EveryStep, Schedule
-from torchmn.schedules.local_updates import BlockSchedule
+from torchmn.schedules import EveryStep, LocalUpdateSchedule, Schedule, Warmup
 
 NUM_STEPS = 8
 States = list[dict[str, Any]]
@@ -299,14 +298,16 @@ def check_other_ranks(comm: Communicator, recipe: Recipe, left: Left) -> None:
     _require_replicas(run)
     _require_debts(run, left)
     schedule = run.optimizer.schedule
-    if isinstance(schedule, BlockSchedule):
+    if isinstance(schedule, Warmup):
+        schedule = schedule.schedule
+    if isinstance(schedule, LocalUpdateSchedule):
         _require_blocks(run, left)
     is_exact = recipe.codec in (None, "float32") and not recipe.has_noise
     # block momentum takes its gain from the number of ranks
-    if is_exact and isinstance(schedule, BlockSchedule) and schedule.name != "block_momentum":
+    if is_exact and isinstance(schedule, LocalUpdateSchedule) and schedule.name != "block_momentum":
         run.optimizer.flush()
         _require_near(run.parameters(), left.flushed, "flushed at once")
-    elif is_exact and not isinstance(schedule, BlockSchedule):
+    elif is_exact and not isinstance(schedule, LocalUpdateSchedule):
         run.go_to(states["num_passes"] + 4 * recipe.num_passes)
         run.optimizer.flush()
         _require_near(run.parameters(), left.finished, "some steps later")
@@ -342,7 +343,8 @@ def _owed(states: States) -> dict[str, Tensor]:
     owed: dict[str, Tensor] = {}
     for state in states:
         ours = state["torchmn"]
-        for codec in (ours["codec"], *ours.get("codecs", [])):
+        fragments = ours.get("after", ours).get("fragments", [])
+        for codec in (ours["codec"], *(fragment["codec"] for fragment in fragments)):
             for entry in codec.get("state", {}).get("residuals", []):
                 first, values = entry["offset"], entry["values"].double() / entry["scale"]
                 total = owed.get(entry["name"], values.new_zeros(0))
@@ -356,6 +358,7 @@ def _owed(states: States) -> dict[str, Tensor]:
 def _require_blocks(run: Run, left: Left) -> None:
     schedule = block_schedule(run.optimizer)
     old = [state["optimizer"]["torchmn"] for state in left.states]
+    old = [state.get("after", state) for state in old]  # a warm-up
     state = schedule.state_dict()
     for name, anchor in old[0]["anchors"].items():
         require(torch.equal(state["anchors"][name], anchor), f"the anchor of {name} has changed")
@@ -363,7 +366,10 @@ def _require_blocks(run: Run, left: Left) -> None:
 
     def in_block(states: States) -> list[float]:
         counts = zip(
-            *([n / each["num_sharing"] for n in each["block_samples"]] for each in states),
+            *(
+                [f["num_samples"] / each["num_sharing"] for f in each["fragments"]]
+                for each in states
+            ),
             strict=True,
         )
         return [sum(count) for count in counts]

@@ -30,7 +30,7 @@ from torchmn.communicators import Communicator
 from torchmn.compression import Codec
 from torchmn.optimizer import MultiNodeOptimizer
 from torchmn.schedules.base import ReplicaConsistency
-from torchmn.schedules.local_updates.fragments import Fragment, Movement
+from torchmn.schedules.local_updates.fragments import Fragment, PseudoGradient
 
 Weights = Sequence[Sequence[float]]
 """Of each step, by rank."""
@@ -107,7 +107,7 @@ class _Exchanged:
     """One exchange of a fragment, on one rank."""
 
     weight: float
-    movement: Tensor
+    pseudo_gradient: Tensor
     mean: Tensor | None = None
     """What the recipe was given; None of a block without samples."""
     lost: Tensor | None = None
@@ -121,24 +121,24 @@ class _Watch:
         self.exchanges: list[_Exchanged] = []
         self.num_samples = 0.0
         """Of this rank since the last exchange."""
-        pack, means = fragment.pack, fragment.means
+        pack, means = fragment.pack, fragment.pseudo_gradients
 
-        def pack_and_note(weight: float, *, is_active: bool) -> None:
+        def pack_and_note(weight: float, *, is_active: bool, step: int) -> None:
             pairs = zip(fragment.anchors, fragment.parameters, strict=True)
-            movement = _flat([(anchor - parameter).detach() for anchor, parameter in pairs])
-            self.exchanges.append(_Exchanged(self.num_samples, movement))
+            pseudo_gradient = _flat([(anchor - parameter).detach() for anchor, parameter in pairs])
+            self.exchanges.append(_Exchanged(self.num_samples, pseudo_gradient))
             self.num_samples = 0.0
-            pack(weight, is_active=is_active)
+            pack(weight, is_active=is_active, step=step)
 
-        def means_and_note() -> list[Movement]:
-            movements = means()
-            sizes = {movement.name: movement.mean.numel() for movement in movements}
-            self.exchanges[-1].mean = _flat([movement.mean for movement in movements])
+        def means_and_note() -> list[PseudoGradient]:
+            pseudo_gradients = means()
+            sizes = {each.name: each.mean.numel() for each in pseudo_gradients}
+            self.exchanges[-1].mean = _flat([each.mean for each in pseudo_gradients])
             self.exchanges[-1].lost = _residues_of(fragment.codec, sizes)
-            return movements
+            return pseudo_gradients
 
         fragment.pack = pack_and_note  # type: ignore[method-assign]
-        fragment.means = means_and_note  # type: ignore[method-assign]
+        fragment.pseudo_gradients = means_and_note  # type: ignore[method-assign]
 
 
 def check_weighted_blocks(
@@ -177,7 +177,7 @@ def check_weighted_blocks(
                 continue  # nobody had seen a sample
             num_exchanges += 1
             lost = torch.zeros_like(exchange.lost) if before is None else before
-            own = _Own(exchange.movement, exchange.weight, lost, exchange.lost)
+            own = _Own(exchange.pseudo_gradient, exchange.weight, lost, exchange.lost)
             what = f"exchange {number} of fragment {index}"
             _require_accounted(comm, codec, exchange.mean, own, what)
             before = exchange.lost

@@ -41,7 +41,7 @@ def plan(schedule: str = "every_step", codec: str = "float32", bucket_bytes: int
     [
         ((1.0, 2.0, 3.0), 10.0),  # gone at 4, before backward ends
         ((4.0, 5.0, 6.0), 11.0),  # the last one leaves when backward has ended
-        ((6.0, 6.0, 6.0), 13.0),  # one behind the other
+        ((6.0, 6.0, 6.0), 13.0),  # one after the other
     ],
 )
 def test_what_backward_does_not_hide_is_added(ready: tuple, expected_s: float) -> None:
@@ -78,7 +78,7 @@ def test_each_message_waits_for_the_latency() -> None:
     assert predict_step_s(plan(bucket_bytes=9 * MiB), step, FLOAT32, slow, 2) == pytest.approx(13)
 
 
-def test_a_step_late_hides_behind_the_whole_step() -> None:
+def test_a_step_late_overlaps_with_the_whole_step() -> None:
     late = plan("double_buffering")
     assert predict_step_s(late, facts(6.0, 6.0), FLOAT32, LINK, 2) == pytest.approx(10.0)
     assert predict_step_s(late, facts(*[6.0] * 12), FLOAT32, LINK, 2) == pytest.approx(12.0)
@@ -111,5 +111,5 @@ def test_the_shortlist_holds_the_best_bucket_of_each_kind() -> None:
         (1.6, plan("double_buffering", "int8")),
     ]
     best = [plan(bucket_bytes=4), plan(codec="int8"), plan("double_buffering")]
-    assert shortlist(predictions, within=1.5, most=9) == best
-    assert shortlist(predictions, within=1.5, most=2) == best[:2]
+    assert shortlist(predictions, within=1.5, max_plans=9) == best
+    assert shortlist(predictions, within=1.5, max_plans=2) == best[:2]

@@ -45,7 +45,7 @@ def test_means_keep_what_is_equal_and_take_counts_from_rank_0() -> None:
 
 
 @pytest.mark.parametrize(("nodes", "num_encoding"), [([4], 1), ([2, 1], 2), ([1, 1, 1], 3)])
-def test_only_who_encodes_owes(nodes: list[int], num_encoding: int) -> None:
+def test_only_ranks_that_encode_have_residuals(nodes: list[int], num_encoding: int) -> None:
     entry = {"side": "worker", "name": "w", "offset": 0, "values": torch.tensor([6.0, -12.0])}
     old = {"rank": 0, "size": 1, "state": {"residuals": [entry], "codec": {}}}
     topology = Topology.blocks(nodes)
@@ -61,7 +61,7 @@ def test_only_who_encodes_owes(nodes: list[int], num_encoding: int) -> None:
     ]
 
 
-def test_residues_without_a_codec_are_not_dropped_in_silence() -> None:
+def test_residuals_without_a_codec_are_dropped_with_a_warning() -> None:
     def rank_main(comm):
         codec = ErrorFeedback(Quantized(bits=1))
         model = torch.nn.Linear(40, 30)
@@ -81,7 +81,7 @@ def test_residues_without_a_codec_are_not_dropped_in_silence() -> None:
 # ---- plans ----
 
 
-def test_a_recorded_plan_is_followed_at_once_and_left_on_other_ranks() -> None:
+def test_a_recorded_plan_is_used_at_once_and_dropped_on_other_ranks() -> None:
     def rank_main(comm):
         model, optimizer = wrap(comm, schedule=EveryStepNextForward())
         train(optimizer, model, comm, range(6))
@@ -106,7 +106,7 @@ def test_a_recorded_plan_is_followed_at_once_and_left_on_other_ranks() -> None:
     run_ranks(rank_main, 2)
 
 
-def test_a_plan_for_another_model_is_not_followed() -> None:
+def test_a_plan_for_another_model_is_not_used() -> None:
     def rank_main(comm):
         model, optimizer = wrap(comm, schedule=EveryStepNextForward())
         train(optimizer, model, comm, range(6))
@@ -121,7 +121,7 @@ def test_a_plan_for_another_model_is_not_followed() -> None:
 
 
 @pytest.mark.parametrize("num_steps", [1, 4, 8, 11, 15])
-def test_auto_goes_on_measuring_where_it_was(num_steps: int) -> None:
+def test_auto_resumes_its_measurements(num_steps: int) -> None:
     """With the plan that was in use, what is pending in it, and the trials that were done."""
 
     def rank_main(comm):
@@ -133,25 +133,25 @@ def test_auto_goes_on_measuring_where_it_was(num_steps: int) -> None:
         again.load_state_dict(described(model.state_dict()))
         other.load_state_dict(state)
         for name in ("_using", "_trying", "_untried", "trials", "plan"):
-            assert getattr(other.schedule, name) == getattr(optimizer.schedule, name), name
+            assert getattr(other.tuner, name) == getattr(optimizer.tuner, name), name
         was_left = MAX_STEPS + tuner.NUM_WARM_UP + tuner.NUM_TIMED
         train(other, again, comm, range(num_steps, num_steps + was_left))
-        assert other.schedule.plan is not None
-        return other.schedule.plan
+        assert other.tuner.plan is not None
+        return other.tuner.plan
 
     plans = run_ranks(rank_main, 2)
     assert plans[0] == plans[1]
 
 
-def test_auto_measures_anew_on_other_ranks_and_loses_nothing() -> None:
+def test_auto_measures_again_on_other_ranks_and_loses_nothing() -> None:
     """A mean that was pending under the old plan is applied before the plan is left."""
 
     def old(comm):
         model, optimizer = wrap(
             comm, schedule="auto", codec="auto", allow_lossy=True, allow_stale=True
         )
-        late = next(p for p in optimizer.schedule.choices.plans() if "double" in p.schedule)
-        optimizer.schedule._decide(late, "for the test")
+        late = next(p for p in optimizer.tuner.space.plans() if "double" in p.schedule)
+        optimizer.tuner._decide(late, "for the test")
         train(optimizer, model, comm, range(3))
         state = described((model.state_dict(), optimizer.state_dict()))
         optimizer.flush()
@@ -166,15 +166,15 @@ def test_auto_measures_anew_on_other_ranks_and_loses_nothing() -> None:
         )
         model.load_state_dict(saved[0][0][0])
         optimizer.load_state_dict(described(optimizer.reshard_state_dict(states, comm)))
-        assert optimizer.schedule.plan is None
-        assert "measures anew" in " ".join(optimizer.resume_warnings())
+        assert optimizer.tuner.plan is None
+        assert "measures again" in " ".join(optimizer.resume_warnings())
         held = values(model)
         optimizer.flush()
         assert not equal(values(model), held)
         for mine, theirs in zip(values(model), saved[0][1], strict=True):
             assert torch.allclose(mine, theirs, rtol=1e-12)
         train(optimizer, model, comm, range(1))
-        assert optimizer.schedule.current.name == "every_step"
+        assert optimizer.schedule.name == "every_step"
 
     run_ranks(new, 3)
 
@@ -197,32 +197,32 @@ def test_plain_states_and_those_of_other_schedules() -> None:
     run_ranks(rank_main, 2)
 
 
-def test_blocks_that_were_saved_apart_are_refused() -> None:
+def test_blocks_saved_at_different_exchanges_are_rejected() -> None:
     """Rank 1 has larger batches and has begun an exchange that rank 0 had not."""
 
     def rank_main(comm):
         _, optimizer = wrap(comm, schedule=PeriodicAverage(16, num_fragments=2))
         states = [described(optimizer.state_dict()) for _ in range(2)]
-        states[1]["torchmn"]["cadence"]["next"] = 1
+        states[1]["torchmn"]["order"]["next"] = 1
         with pytest.raises(UsageError, match="rank 0: next 0, .*rank 1: next 1.*or after optimi"):
             optimizer.reshard_state_dict(states, comm)
 
     run_ranks(rank_main, 1)
 
 
-def test_notes_say_what_does_not_hold() -> None:
+def test_resume_warnings() -> None:
     def rank_main(comm):
         _, plain = wrap(comm, schedule="every_step")
         assert plain.resume_warnings() == []
         _, lossy = wrap(comm, schedule=PeriodicAverage(16), codec="int8")
         first, second = lossy.resume_warnings()
-        assert "mean of the old ones' parameters, weighted by samples" in first
+        assert "mean of the old workers' parameters, weighted by samples" in first
         assert "int8" in second
 
     run_ranks(rank_main, 1)
 
 
-def test_the_count_of_steps_and_what_was_not_finite_go_on() -> None:
+def test_the_step_count_and_the_nonfinite_record_continue() -> None:
     def rank_main(comm):
         model, optimizer = wrap(comm, on_nonfinite="ignore")
         (loss_of(model, batch(comm.rank, 0)) * float("nan")).backward()

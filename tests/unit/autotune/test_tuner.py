@@ -1,4 +1,4 @@
-"""The schedule that chooses by measurement."""
+"""Schedule and codec selected by measurement."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ from torchmn.schedules import EveryStep
 from torchmn.testing import run_ranks
 from torchmn.topology import Topology
 
-MOST_TURNS = 2 * tuner.MAX_TRIALS + 1
-MAX_STEPS = tuner.NUM_WARM_UP + tuner.NUM_TIMED + MOST_TURNS * (tuner.NUM_TIMED + 2)
-TOLD = {"stale": "double_buffering", "deferred": "every_step_next_forward", "lossy": "every_step"}
+MAX_TURNS = 2 * tuner.MAX_TRIALS + 1
+MAX_STEPS = tuner.NUM_WARM_UP + tuner.NUM_TIMED + MAX_TURNS * (tuner.NUM_TIMED + 2)
+ALLOWED = {
+    "stale": "double_buffering",
+    "deferred": "every_step_next_forward",
+    "lossy": "every_step",
+}
 
 
 def train(optimizer, model, comm, steps) -> None:
@@ -38,17 +42,17 @@ def wrap(comm, **options):
 
 
 @pytest.mark.parametrize(("name", "nodes"), [("flat", [2]), ("hierarchical", [2, 1])])
-@pytest.mark.parametrize("allowed", [(), ("lossy",), ("stale", "deferred"), tuple(TOLD)])
-def test_all_ranks_decide_alike_and_say_why(name, nodes, allowed, capfd) -> None:
+@pytest.mark.parametrize("allowed", [(), ("lossy",), ("stale", "deferred"), tuple(ALLOWED)])
+def test_all_ranks_select_the_same_plan_and_report_why(name, nodes, allowed, capfd) -> None:
     topology = Topology.blocks(nodes)
     options = {f"allow_{word}": True for word in allowed}
 
     def rank_main(comm):
         model, optimizer = wrap(comm, codec="auto", schedule="auto", **options)
-        assert optimizer.schedule.plan is None
+        assert optimizer.tuner.plan is None
         train(optimizer, model, comm, range(MAX_STEPS))
         optimizer.flush()
-        chosen = optimizer.schedule
+        chosen = optimizer.tuner
         assert chosen.plan is not None
         best = min(chosen.trials, key=lambda trial: trial.step_s)
         assert chosen.plan in (best.plan, chosen.trials[0].plan)
@@ -57,8 +61,8 @@ def test_all_ranks_decide_alike_and_say_why(name, nodes, allowed, capfd) -> None
         tried = {trial.plan.codec for trial in chosen.trials}
         assert "lossy" in allowed or tried == {"float32"}
         schedules = {trial.plan.schedule for trial in chosen.trials}
-        assert schedules <= {"every_step", *(TOLD[word] for word in allowed if word in TOLD)}
-        assert comm.bucket_bytes == chosen.plan.bucket_bytes
+        assert schedules <= {"every_step", *(ALLOWED[word] for word in allowed if word in ALLOWED)}
+        assert optimizer.reducer._bucket_bytes == chosen.plan.bucket_bytes
         return chosen.plan, chosen.reason, values(model)
 
     results = run_ranks(rank_main, topology.size, name=name, topology=topology)
@@ -66,11 +70,11 @@ def test_all_ranks_decide_alike_and_say_why(name, nodes, allowed, capfd) -> None
         assert plan == results[0][0]
         assert len(reason.splitlines()) == 3
         assert equal(held, results[0][2])
-    assert capfd.readouterr().err.count("torchmn: auto takes") == 1
+    assert capfd.readouterr().err.count("torchmn: auto selected") == 1
 
 
 @pytest.mark.parametrize("name", ["flat", "single_node"])
-def test_without_a_word_the_script_sees_means_and_new_parameters(name: str) -> None:
+def test_by_default_the_script_sees_means_and_new_parameters(name: str) -> None:
     """Through all trials: clipped, logged and averaged as on one process with the whole batch."""
 
     def loop(model, optimizer, x_of):
@@ -90,7 +94,7 @@ def test_without_a_word_the_script_sees_means_and_new_parameters(name: str) -> N
     def rank_main(comm):
         model, optimizer = wrap(comm, schedule="auto")
         result = loop(model, optimizer, lambda step: batch(comm.rank, step))
-        assert optimizer.schedule.plan is not None
+        assert optimizer.tuner.plan is not None
         return result
 
     model = mlp()
@@ -104,11 +108,11 @@ def test_without_a_word_the_script_sees_means_and_new_parameters(name: str) -> N
         assert near(average, expected)
 
 
-def test_what_the_script_cannot_work_with_is_left_out() -> None:
-    """A GradScaler, and two backward passes for a step: no trial of what they do not bear."""
+def test_schedules_that_cannot_work_in_the_script_are_excluded() -> None:
+    """A GradScaler, and two backward passes for a step: no trial of what cannot work with them."""
 
     def rank_main(comm):
-        options = {f"allow_{word}": True for word in TOLD}
+        options = {f"allow_{word}": True for word in ALLOWED}
         model, optimizer = wrap(comm, schedule="auto", codec="auto", **options)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         with warnings.catch_warnings():
@@ -119,32 +123,32 @@ def test_what_the_script_cannot_work_with_is_left_out() -> None:
                     scaler.scale(loss_of(model, batch(comm.rank, step + 50 * part))).backward()
                 scaler.step(optimizer)
                 scaler.update()
-        tried = {trial.plan.schedule for trial in optimizer.schedule.trials}
+        tried = {trial.plan.schedule for trial in optimizer.tuner.trials}
         assert tried == {"every_step"}
-        assert "without double_buffering: " in optimizer.schedule.reason
-        assert "without every_step_next_forward: " in optimizer.schedule.reason
+        assert "without double_buffering: " in optimizer.tuner.reason
+        assert "without every_step_next_forward: " in optimizer.tuner.reason
         return values(model)
 
     results = run_ranks(rank_main, 2)
     assert equal(*results)
 
 
-def test_a_saved_plan_that_is_not_allowed_any_more() -> None:
+def test_a_saved_plan_that_is_no_longer_allowed() -> None:
     def rank_main(comm):
         model, optimizer = wrap(comm, schedule="auto", allow_stale=True)
-        optimizer.schedule._start_over()
-        optimizer.schedule._decide(
-            Plan(schedule="double_buffering", codec="float32", bucket_bytes=1 << 20), "of the test"
+        optimizer.tuner._start_over()
+        optimizer.tuner._decide(
+            Plan(schedule="double_buffering", codec="float32", bucket_bytes=1 << 20), "for the test"
         )
         train(optimizer, model, comm, range(2))
         pending = optimizer.state_dict()
         optimizer.flush()
         flushed = copy.deepcopy(optimizer.state_dict())
         _, again = wrap(comm, schedule="auto")
-        with pytest.raises(UsageError, match=r"double_buffering.*allow_stale=True"):
+        with pytest.raises(UsageError, match=r"saved with schedule 'double_buffering'"):
             again.load_state_dict(pending)
         again.load_state_dict(flushed)
-        assert again.schedule.plan is None
+        assert again.tuner.plan is None
 
     run_ranks(rank_main, 2)
 
@@ -153,7 +157,7 @@ def test_a_codec_alone_may_be_chosen() -> None:
     def rank_main(comm):
         model, optimizer = wrap(comm, codec="auto", allow_lossy=True)
         train(optimizer, model, comm, range(MAX_STEPS))
-        assert {trial.plan.schedule for trial in optimizer.schedule.trials} == {"every_step"}
+        assert {trial.plan.schedule for trial in optimizer.tuner.trials} == {"every_step"}
 
     run_ranks(rank_main, 2)
 
@@ -162,13 +166,13 @@ def test_shared_memory_leaves_nothing_to_choose() -> None:
     def rank_main(comm):
         model, optimizer = wrap(comm, codec="auto", schedule="auto", allow_lossy=True)
         train(optimizer, model, comm, range(tuner.NUM_WARM_UP + tuner.NUM_TIMED))
-        assert optimizer.schedule.plan.codec == "float32"
-        assert "nothing crosses a network" in optimizer.schedule.reason
+        assert optimizer.tuner.plan.codec == "float32"
+        assert "nothing crosses a network" in optimizer.tuner.reason
 
     run_ranks(rank_main, 2, name="single_node")
 
 
-def test_a_saved_plan_is_used_again_and_goes_on_bit_equal() -> None:
+def test_a_saved_plan_is_used_again_bit_equal() -> None:
     def rank_main(comm):
         options = {"codec": "auto", "schedule": "auto", "allow_lossy": True}
         model, optimizer = wrap(comm, **options)
@@ -177,7 +181,7 @@ def test_a_saved_plan_is_used_again_and_goes_on_bit_equal() -> None:
         again, other = wrap(comm, **options)
         again.load_state_dict(model.state_dict())
         other.load_state_dict(saved)
-        assert other.schedule.plan == optimizer.schedule.plan
+        assert other.tuner.plan == optimizer.tuner.plan
         for each, network in ((optimizer, model), (other, again)):
             train(each, network, comm, range(3))
             each.flush()
@@ -191,7 +195,7 @@ def test_ranks_whose_data_end_early_decide_too() -> None:
         model, optimizer = wrap(comm, codec="auto", schedule="auto", allow_lossy=True)
         with optimizer.join():
             train(optimizer, model, comm, range(4 + comm.rank * MAX_STEPS))
-        assert optimizer.schedule.plan is not None
+        assert optimizer.tuner.plan is not None
         return values(model)
 
     results = run_ranks(rank_main, 3)
@@ -205,10 +209,10 @@ def test_drift_leads_to_a_new_plan(monkeypatch) -> None:
     def rank_main(comm):
         model, optimizer = wrap(comm, codec="auto", retune=True)
         train(optimizer, model, comm, range(MAX_STEPS))
-        assert optimizer.schedule.plan is not None
-        optimizer.schedule._planned_s = 1e-9  # as if the network had been so much faster
+        assert optimizer.tuner.plan is not None
+        optimizer.tuner.planned_s = 1e-9  # as if the network had been so much faster
         train(optimizer, model, comm, range(5))
-        assert optimizer.schedule.plan is None
+        assert optimizer.tuner.plan is None
 
     run_ranks(rank_main, 2)
 
@@ -220,7 +224,7 @@ def test_drift_leads_to_a_new_plan(monkeypatch) -> None:
         ({"codec": Float16(), "schedule": "auto"}, "chooses among names"),
     ],
 )
-def test_what_is_refused(options: dict, text: str) -> None:
+def test_what_is_rejected(options: dict, text: str) -> None:
     with pytest.raises(UnsupportedError, match=text):
         run_ranks(lambda comm: wrap(comm, **options), 1)
 

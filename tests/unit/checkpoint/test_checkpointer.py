@@ -1,4 +1,4 @@
-"""Saving and going on: bit-equal, asynchronous, and on all ranks alike."""
+"""Saving and resuming: bit-identical, asynchronous, on all ranks."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_name_that_is_no_folder(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"keep": 0}, "keep=0"),
         ({"best": "accuracy"}, "must be a torchmn.checkpoint.Best"),
@@ -113,13 +113,13 @@ def test_name_that_is_no_folder(tmp_path: Path, name: str) -> None:
         ({"check_replicas": "maybe"}, "check_replicas='maybe'"),
     ],
 )
-def test_arguments(tmp_path: Path, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+def test_arguments(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         on_ranks(lambda c: checkpointer_of(c, tmp_path, **options), 1)
 
 
 def test_ranks_with_different_arguments(tmp_path: Path) -> None:
-    with pytest.raises(RankMismatchError, match="different checkpointers"):
+    with pytest.raises(RankMismatchError, match="with different arguments"):
         on_ranks(lambda c: checkpointer_of(c, tmp_path, keep=1 + c.rank), 2)
 
 
@@ -190,7 +190,7 @@ class Odd(dict):  # type: ignore[type-arg]
 
 
 @pytest.mark.parametrize(
-    ("state", "words"),
+    ("state", "message"),
     [
         ({"lr_lambdas": [lambda epoch: 1]}, r"state\['it'\]\['lr_lambdas'\]\[0\] is a function"),
         ([0, (1, Path("x"))], r"state\['it'\]\[1\]\[1\] is a P"),
@@ -201,10 +201,10 @@ class Odd(dict):  # type: ignore[type-arg]
         ({lambda: 1: 2}, r"state\['it'\] is a function"),
     ],
 )
-def test_what_would_need_pickle_is_named(tmp_path: Path, state: Any, words: str) -> None:
+def test_what_would_need_pickle_is_named(tmp_path: Path, state: Any, message: str) -> None:
     def rank_main(comm: torchmn.Communicator) -> None:
         checkpointer = checkpointer_of(comm, tmp_path)
-        with pytest.raises(UnsupportedError, match=words):
+        with pytest.raises(UnsupportedError, match=message):
             checkpointer.save(1, {"it": Holder(state)})
         checkpointer.finish()
 
@@ -232,9 +232,9 @@ def test_error_on_one_rank_gives_the_checkpoint_up_on_all(tmp_path: Path) -> Non
             checkpointer.finish()
         return str(caught.value)
 
-    words = on_ranks(rank_main, 3)
-    assert "rank 1 of 3" in words[0]
-    assert "is a builtin_function_or_method" in words[2]
+    messages = on_ranks(rank_main, 3)
+    assert "rank 1 of 3" in messages[0]
+    assert "is a builtin_function_or_method" in messages[2]
     assert names(tmp_path) == []
 
 
@@ -391,8 +391,8 @@ def test_an_object_that_refuses_its_state(tmp_path: Path) -> None:
         checkpointer.save(1, {"it": Holder(1)})
         checkpointer.finish()
         error = ValueError if comm.rank == 1 else CommunicationError
-        words = "not this one" if comm.rank == 1 else "rank 1 could not load"
-        with pytest.raises(error, match=words):
+        message = "not this one" if comm.rank == 1 else "rank 1 could not load"
+        with pytest.raises(error, match=message):
             checkpointer.resume({"it": Refusing() if comm.rank == 1 else Holder()})
 
     on_ranks(rank_main, 2)
@@ -426,7 +426,7 @@ def test_closing_finishes_what_is_being_written(tmp_path: Path) -> None:
 
 
 def test_lost_rank_ends_a_save_with_an_error(tmp_path: Path) -> None:
-    """Rank 1 never comes to the round: whoever waits is let go when it closes."""
+    """Rank 1 never reaches the round: a waiting rank is released when it closes."""
 
     def rank_main(comm: torchmn.Communicator) -> str:
         checkpointer = checkpointer_of(comm, tmp_path)
@@ -435,7 +435,7 @@ def test_lost_rank_ends_a_save_with_an_error(tmp_path: Path) -> None:
         checkpointer.save(1, {"it": Holder(1)})
         with pytest.raises(CommunicationError) as caught:
             checkpointer.finish()
-        with pytest.raises(CommunicationError, match="since a rank was lost"):
+        with pytest.raises(CommunicationError, match="after a rank was lost"):
             checkpointer.save(2, {"it": Holder(1)})
         return str(caught.value)
 

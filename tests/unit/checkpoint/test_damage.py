@@ -1,4 +1,4 @@
-"""Files cut short, flipped by one bit, gone: the checkpoint before is used, and it is said."""
+"""Truncated, damaged or missing files: the previous checkpoint is used, with a warning."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def path(two_checkpoints: Path, tmp_path: Path) -> Path:
 
 
 def resume(path: Path, num_ranks: int = NUM_RANKS) -> list[tuple[int, list[str]]]:
-    """(step, sentences) on every rank."""
+    """(step, warnings) on every rank."""
 
     def rank_main(comm: torchmn.Communicator) -> tuple[int, list[str]]:
-        said: list[str] = []
+        warned: list[str] = []
         training = Training(comm)
         checkpointer = checkpointer_of(comm, path)
-        checkpointer._warn = said.append
-        return checkpointer.resume(training.state), said
+        checkpointer._warn = warned.append
+        return checkpointer.resume(training.state), warned
 
     return on_ranks(rank_main, num_ranks)
 
@@ -68,13 +68,13 @@ def test_nothing_is_said_of_what_is_good(path: Path) -> None:
 def test_one_flipped_bit(path: Path, file: str, offset: float) -> None:
     bit = FILES.index(file) + OFFSETS.index(offset)
     flip(path / "a run" / NEWEST / file, offset, bit % 8)
-    (step, said), (other_step, nothing) = resume(path)
+    (step, warned), (other_step, nothing) = resume(path)
     assert (step, other_step, nothing) == (1, 1, [])
-    (words,) = said
-    assert file in words or "header" in words
-    assert "damaged" in words
-    assert NEWEST in words
-    assert f"goes on from {BEFORE}" in words
+    (message,) = warned
+    assert file in message or "header" in message
+    assert "damaged" in message
+    assert NEWEST in message
+    assert f"resumes from {BEFORE}" in message
 
 
 @pytest.mark.parametrize("left", [0, 5, 1 / 2, -1])
@@ -83,9 +83,9 @@ def test_truncated(path: Path, file: str, left: float) -> None:
     whole = path / "a run" / NEWEST / file
     raw = whole.read_bytes()
     whole.write_bytes(raw[: int(left * len(raw)) if isinstance(left, float) else left])
-    (step, said), _ = resume(path)
+    (step, warned), _ = resume(path)
     assert step == 1
-    assert file in said[0]
+    assert file in warned[0]
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -95,9 +95,9 @@ def test_missing_and_longer(path: Path, file: str) -> None:
         out.write(b"\0")
     assert resume(path)[0][0] == 1
     target.unlink()
-    (step, said), _ = resume(path)
+    (step, warned), _ = resume(path)
     assert step == 1
-    assert f"{file} is missing" in said[0]
+    assert f"{file} is missing" in warned[0]
 
 
 def test_swapped_files(path: Path) -> None:
@@ -112,9 +112,9 @@ def test_file_that_is_a_folder(path: Path) -> None:
     target = path / "a run" / NEWEST / "rank0001.json"
     target.unlink()
     target.mkdir()
-    (step, said), _ = resume(path)
+    (step, warned), _ = resume(path)
     assert step == 1
-    assert "rank0001.json cannot be opened: Is a directory" in said[0]
+    assert "rank0001.json cannot be opened: Is a directory" in warned[0]
 
 
 def test_none_is_good(path: Path) -> None:
@@ -122,15 +122,15 @@ def test_none_is_good(path: Path) -> None:
     flip(path / "a run" / BEFORE / "rank0001.safetensors", -1, 7)
     with pytest.raises(DataError) as caught:
         resume(path)
-    words = str(caught.value)
-    assert f"{NEWEST}: manifest.json is damaged" in words
-    assert f"{BEFORE}: rank0001.safetensors is damaged" in words
-    assert "Move the folder away to begin anew" in words
+    message = str(caught.value)
+    assert f"{NEWEST}: manifest.json is damaged" in message
+    assert f"{BEFORE}: rank0001.safetensors is damaged" in message
+    assert "Move the folder away to start from scratch" in message
 
 
 def test_drafts_and_strangers_are_no_checkpoints(path: Path) -> None:
     run = path / "a run"
-    shutil.copytree(run / NEWEST, run / ".draft-00000009-abcd")
+    shutil.copytree(run / NEWEST, run / ".tmp-00000009-abcd")
     shutil.copytree(run / NEWEST, run / "step-00000009.bak")
     (run / "step-00000010").write_text("a file")
     assert [step for step, _ in resume(path)] == [2, 2]
@@ -139,7 +139,7 @@ def test_drafts_and_strangers_are_no_checkpoints(path: Path) -> None:
 def test_torn_newest_does_not_shadow_and_goes_later(path: Path) -> None:
     run = path / "a run"
     (run / NEWEST / "manifest.json").unlink()
-    (run / ".draft-00000003-abcd").mkdir()
+    (run / ".tmp-00000003-abcd").mkdir()
     assert resume(path)[0][0] == 1
     with pytest.warns(RuntimeWarning, match="manifest.json is missing"):
         train(path, NUM_RANKS, 3, keep=1)
@@ -158,13 +158,13 @@ def test_damaged_one_counts_for_nothing_when_old_ones_are_removed(path: Path) ->
 
 
 def mutations(raw: bytes, num: int) -> list[bytes]:
-    """Changes of all kinds: bits, cuts, repeats, words of JSON in the wrong place."""
+    """Changes of all kinds: bits, cuts, repeats, tokens of JSON in the wrong place."""
     generator = torch.Generator().manual_seed(len(raw))
 
     def draw(high: int) -> int:
         return int(torch.randint(high, (1,), generator=generator))
 
-    words = [
+    tokens = [
         b"null",
         b"-1",
         b"1e999",
@@ -176,12 +176,12 @@ def mutations(raw: bytes, num: int) -> list[bytes]:
         b"[" * 50,
         b'"\\ud800"',
     ]
-    words += [b"9" * 5000, b"\xff\xfe", b'{"a":', b"}"]
+    tokens += [b"9" * 5000, b"\xff\xfe", b'{"a":', b"}"]
     found = []
     for _ in range(num):
         begin = draw(len(raw))
         end = min(len(raw), begin + draw(40))
-        found.append(raw[:begin] + words[draw(len(words))] + raw[end:])
+        found.append(raw[:begin] + tokens[draw(len(tokens))] + raw[end:])
         found.append(raw[:begin] + raw[end:])
         found.append(raw[:end] + raw[begin:])
     return found
@@ -228,7 +228,7 @@ def test_mutated_manifests_with_the_right_checksum(path: Path) -> None:
 def test_names_of_files_are_those_of_shards(path: Path, name: str) -> None:
     body = json.loads(manifest_of(path))["manifest"]
     body["files"][name] = next(iter(body["files"].values()))
-    with pytest.raises(DataError, match="no name of a shard"):
+    with pytest.raises(DataError, match="not the name of a shard"):
         manifest_file.parse(sealed(json.dumps(body).encode()))
 
 
@@ -258,7 +258,7 @@ def test_forged_descriptions_of_a_state(path: Path) -> None:
             except torchmn.TorchmnError:
                 outcomes.append("error")
             except (KeyError, TypeError, ValueError, RuntimeError):
-                outcomes.append("refused by the object")  # a valid state of something else
+                outcomes.append("rejected by the object")  # a valid state of something else
         return outcomes
 
     (path / "a run" / NEWEST / "rank0001.json").write_bytes(raw)
@@ -292,9 +292,9 @@ def test_forged_values(path: Path, body: Any) -> None:
         reseal(path, f"rank{rank:04d}.json", json.dumps(raw).encode())
     if body == ["int", "1" * 9]:
         return
-    (step, said), _ = resume(path)
+    (step, warned), _ = resume(path)
     assert step == 1
-    assert said
+    assert warned
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Disks that are full, read-only or gone: the checkpoint is given up, and training goes on."""
+"""Disks that are full, read-only or missing: the checkpoint is aborted, and training continues."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from torchmn.errors import DataError
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
 
 
-def mount(*words: str) -> None:
-    done = subprocess.run(["mount", *words], capture_output=True, text=True)
+def mount(*arguments: str) -> None:
+    done = subprocess.run(["mount", *arguments], capture_output=True, text=True)
     if done.returncode:
         pytest.skip(reason=f"nothing can be mounted here: {done.stderr.strip()}")
 
@@ -49,9 +49,9 @@ def test_full_disk(small_disk: Path, is_async: bool) -> None:
     """Two checkpoints fit, a third only when an old one is gone; 500 kB for each rank never fit."""
 
     def rank_main(comm: torchmn.Communicator) -> Any:
-        said: list[str] = []
+        warned: list[str] = []
         checkpointer = checkpointer_of(comm, small_disk, keep=1, is_async=is_async)
-        checkpointer._warn = said.append
+        checkpointer._warn = warned.append
         small = {"model": model_of(20_000, 1.0 + comm.rank)}
         large = {"model": model_of(200_000, 1.0 + comm.rank)}
         checkpointer.save(1, small)
@@ -60,15 +60,15 @@ def test_full_disk(small_disk: Path, is_async: bool) -> None:
         checkpointer.save(4, large)
         with pytest.raises(DataError) as caught:
             checkpointer.finish()
-        return said, str(caught.value), checkpointer.resume(small), checkpointer.records
+        return warned, str(caught.value), checkpointer.resume(small), checkpointer.records
 
     results = on_ranks(rank_main, 2)
-    said, error, step, records = results[0]
-    assert len(said) >= 1
-    assert "the checkpoint of step 2 was given up and those before it stay" in said[0]
-    assert f"No space left on device (errno {errno.ENOSPC})" in said[0]
-    assert str(small_disk) in said[0]
-    assert "step 4 was given up" in error
+    warned, error, step, records = results[0]
+    assert len(warned) >= 1
+    assert "the checkpoint of step 2 was aborted; earlier checkpoints are kept" in warned[0]
+    assert f"No space left on device (errno {errno.ENOSPC})" in warned[0]
+    assert str(small_disk) in warned[0]
+    assert "step 4 was aborted" in error
     assert [r.problem is None for r in records] == [True, False, True, False]
     assert (step, results[1][2]) == (3, 3)
     assert results[1][0] == []  # one rank says it
@@ -99,10 +99,10 @@ def test_folder_that_has_become_read_only(small_disk: Path) -> None:
         checkpointer.finish()
 
     def resume(comm: torchmn.Communicator) -> Any:
-        said: list[str] = []
+        warned: list[str] = []
         model = model_of(9, 0.0)
         checkpointer = checkpointer_of(comm, small_disk)
-        checkpointer._warn = said.append
+        checkpointer._warn = warned.append
         step = checkpointer.resume({"model": model})
         checkpointer.save(2, {"model": model})
         with pytest.raises(DataError, match="Read-only file system"):
@@ -117,7 +117,7 @@ def test_folder_that_has_become_read_only(small_disk: Path) -> None:
 
 def test_path_below_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"no folder for checkpoints can be made: .*errno 20"):
+    with pytest.raises(DataError, match=r"checkpoints cannot be created: .*errno 20"):
         on_ranks(lambda comm: checkpointer_of(comm, tmp_path / "file" / "below"), 2)
 
 
@@ -170,9 +170,9 @@ def test_one_rank_fails(tmp_path: Path, failing: int) -> None:
         checkpointer.finish()
         return str(caught.value)
 
-    for words in on_ranks(rank_main, 3):
-        assert f"rank {failing} of 3 on localhost" in words
-        assert f"/disk/rank000{failing}.safetensors: Input/output error (errno 5)" in words
+    for message in on_ranks(rank_main, 3):
+        assert f"rank {failing} of 3 on localhost" in message
+        assert f"/disk/rank000{failing}.safetensors: Input/output error (errno 5)" in message
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
 
 
@@ -187,14 +187,14 @@ def test_old_one_that_cannot_be_removed(tmp_path: Path) -> None:
             raise OSError(errno.EBUSY, "Device or resource busy", name)
 
     def rank_main(comm: torchmn.Communicator) -> list[str]:
-        said: list[str] = []
+        warned: list[str] = []
         checkpointer = checkpointer_of(comm, tmp_path, keep=1)
-        checkpointer._warn = said.append
+        checkpointer._warn = warned.append
         checkpointer._writer.storage = NoRemoval(checkpointer._writer.storage)
         for step in (1, 2):
             checkpointer.save(step, {"model": model_of(9, 1.0)})
         checkpointer.finish()
-        return said
+        return warned
 
     assert "old checkpoints could not be removed" in on_ranks(rank_main, 1)[0][0]
     assert names(tmp_path) == ["step-00000001", "step-00000002"]

@@ -20,45 +20,56 @@ from torchmn.control.checkpoint_replicas.server import (
     SOCKET_VARIABLE,
     ReplicaServer,
 )
-from torchmn.control.messages.elastic import CheckpointSaved, ElasticMessage, FileHeld, Round
+from torchmn.control.messages.elastic import (
+    CheckpointSaved,
+    ElasticMessage,
+    FileHeld,
+    Round,
+    RoundMember,
+    StagedCheckpoint,
+)
 from torchmn.errors import DataError
 from torchmn.testing.ranks import run_ranks
 
 
 class OneHost:
-    """The process that holds the copies of a host, and what it told the rendezvous."""
+    """The process that holds the replicas of a host, and its messages to the rendezvous."""
 
     def __init__(self) -> None:
-        self.said: list[ElasticMessage] = []
+        self.messages: list[ElasticMessage] = []
         listener = socket.create_server(("127.0.0.1", 0))
-        self.copies = ReplicaServer("a", "secret", listener, self.said.append)
+        self.copies = ReplicaServer("a", "secret", listener, self.messages.append)
         self.copies.start()
         self.number = 0
         self.begin()
 
-    def begin(self, *restored: int | str) -> None:
+    def begin(self, restored: StagedCheckpoint | None = None) -> None:
         """The next round, all of whose workers are new."""
         self.number += 1
-        member = {"host": "a", "slots": 2, "address": "127.0.0.1", "copies_port": 1}
+        member = RoundMember(host="a", slots=2, address="127.0.0.1", replica_port=1)
         found = Round(
             number=self.number,
             members=[member],
             num_restarts=0,
-            why="",
-            restored=list(restored),
+            reason="",
+            restored=restored,
             holders={},
         )
         self.copies.begin(found)
 
-    def complete(self) -> tuple[int, int, str]:
+    def complete(self) -> StagedCheckpoint:
         """The newest checkpoint of which all files are held, as the rendezvous finds it."""
-        stored = [message for message in self.said if isinstance(message, FileHeld)]
-        held = {(each.of, each.file) for each in stored}
-        whole = [s.of for s in stored if s.needs and all((s.of, f) in held for f in s.needs)]
+        stored = [message for message in self.messages if isinstance(message, FileHeld)]
+        held = {(each.checkpoint, each.file) for each in stored}
+        whole = [
+            s.checkpoint
+            for s in stored
+            if s.needs and all((s.checkpoint, f) in held for f in s.needs)
+        ]
         return max(whole)
 
     def steps_announced(self) -> list[int]:
-        return [message.step for message in self.said if isinstance(message, CheckpointSaved)]
+        return [message.step for message in self.messages if isinstance(message, CheckpointSaved)]
 
 
 @pytest.fixture
@@ -95,7 +106,7 @@ class Value:
 def test_without_an_elastic_job_a_copy_is_nothing(tmp_path: Path) -> None:
     def work(comm: Communicator) -> int:
         checkpointer = create_multi_node_checkpointer(comm, tmp_path, "x")
-        checkpointer.copy(3, {"value": Value(3.0)})
+        checkpointer.save_in_memory(3, {"value": Value(3.0)})
         step = checkpointer.resume({"value": Value(0.0)})
         checkpointer.close()
         return step
@@ -111,7 +122,7 @@ def test_the_newest_of_disk_and_memory_is_taken(
 ) -> None:
     def train(comm: Communicator) -> None:
         checkpointer = create_multi_node_checkpointer(comm, tmp_path, "x")
-        checkpointer.copy(7, {"value": Value(7.0)})
+        checkpointer.save_in_memory(7, {"value": Value(7.0)})
         if saved_step:
             checkpointer.save(saved_step, {"value": Value(float(saved_step))})
         checkpointer.finish()
@@ -126,10 +137,10 @@ def test_the_newest_of_disk_and_memory_is_taken(
 
     with inside(host):
         run_ranks(train, 2)
-    host.begin(*host.complete())
+    host.begin(host.complete())
     with inside(host):
         assert run_ranks(go_on, 2) == [(expected, float(expected))] * 2
-    host.begin(*host.complete())
+    host.begin(host.complete())
     with inside(host):  # on another number of ranks
         assert run_ranks(go_on, 3) == [(expected, float(expected))] * 3
 
@@ -138,7 +149,7 @@ def test_a_damaged_copy_is_passed_over_with_a_sentence(host: OneHost, tmp_path: 
     def train(comm: Communicator) -> None:
         checkpointer = create_multi_node_checkpointer(comm, tmp_path, "x")
         checkpointer.save(5, {"value": Value(5.0)})
-        checkpointer.copy(7, {"value": Value(7.0)})
+        checkpointer.save_in_memory(7, {"value": Value(7.0)})
         checkpointer.finish()
         checkpointer.close()
 
@@ -153,8 +164,8 @@ def test_a_damaged_copy_is_passed_over_with_a_sentence(host: OneHost, tmp_path: 
     for (_, file), (_, held) in host.copies._held.items():
         if file.endswith(".safetensors"):
             held[-1] ^= 1
-    host.begin(*host.complete())
-    with inside(host), pytest.warns(RuntimeWarning, match="memory of the hosts is not good"):
+    host.begin(host.complete())
+    with inside(host), pytest.warns(RuntimeWarning, match="memory of the hosts is not valid"):
         assert run_ranks(go_on, 1) == [5]
 
 
@@ -180,5 +191,5 @@ def test_a_lost_process_of_the_host_is_a_failed_storage(host: OneHost) -> None:
     with pytest.raises(DataError, match="not held in memory"):
         memory.open("step-00000001", "manifest.json")
     copies.close()
-    with pytest.raises(OSError, match="is gone"):
-        memory.write(".draft-00000001-x", "rank0000.json", [b"x"])
+    with pytest.raises(OSError, match="does not answer"):
+        memory.write(".tmp-00000001-x", "rank0000.json", [b"x"])

@@ -53,12 +53,12 @@ def save(path: Path, num_ranks: int) -> None:
 
 def load(path: Path, num_ranks: int) -> list[Any]:
     def rank_main(comm: torchmn.Communicator) -> Any:
-        said: list[str] = []
+        warned: list[str] = []
         checkpointer = checkpointer_of(comm, path)
-        checkpointer._warn = said.append
+        checkpointer._warn = warned.append
         shards, plain = Shards(), Plain()
         step = checkpointer.resume({"shards": shards, "plain": plain})
-        return step, shards.state["part"].tolist(), shards.state["from"], plain.state, said
+        return step, shards.state["part"].tolist(), shards.state["from"], plain.state, warned
 
     return on_ranks(rank_main, num_ranks)
 
@@ -75,7 +75,7 @@ def test_from_old_to_new(tmp_path: Path, old: int, new: int) -> None:
     ranks = [plain[0] for *_, plain, _ in results]
     assert ranks == (list(range(new)) if is_same else [0] * new)
     assert results[0][-1] == ([] if is_same else ["the parts are other parts now."])
-    assert all(said == [] for *_, said in results[1:])
+    assert all(warned == [] for *_, warned in results[1:])
 
 
 def draw() -> tuple[float, float, float]:

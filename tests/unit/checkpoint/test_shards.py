@@ -99,7 +99,7 @@ def manifest(metric: float | None = None) -> Manifest:
 
 
 def test_names_of_checkpoints() -> None:
-    taken = ["step-00000007", "step-00000007-2", "step-00000008", ".draft-00000007-ab"]
+    taken = ["step-00000007", "step-00000007-2", "step-00000008", ".tmp-00000007-ab"]
     assert name_of(7, taken) == "step-00000007-3"
     assert name_of(8, taken) == "step-00000008-2"
     assert name_of(9, taken) == "step-00000009"
@@ -117,11 +117,11 @@ def test_retention_never_removes_the_newest_or_the_best() -> None:
     assert "step-00000003-2" not in checkpoints_to_delete(
         good | {"step-00000003-2": manifest()}, [], "step-00000003-2", keep=1, best=None
     )
-    bad = [".draft-00000005-a", "step-00000001", "step-00000009"]
+    bad = [".tmp-00000005-a", "step-00000001", "step-00000009"]
     gone = checkpoints_to_delete(
         {"step-00000005": manifest()}, bad, "step-00000005", keep=3, best=None
     )
-    assert gone == [".draft-00000005-a", "step-00000001"]
+    assert gone == [".tmp-00000005-a", "step-00000001"]
 
 
 def test_best_has_a_mode() -> None:

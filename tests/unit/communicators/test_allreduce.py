@@ -80,7 +80,7 @@ def test_any_layout_travels(shapes, codec, dtype, size, gap, num_exact) -> None:
     num_exact = 0 if dtype in (torch.float16, torch.bfloat16) else num_exact
 
     def rank_main(comm):
-        own = create_codec(codec).fresh()
+        own = create_codec(codec).new_instance()
         algorithm = create_allreduce(own)
         returned = torch.zeros(start, dtype=torch.float64)
         true = torch.zeros_like(returned)
@@ -94,7 +94,7 @@ def test_any_layout_travels(shapes, codec, dtype, size, gap, num_exact) -> None:
             returned += buffer[:start].double()
             assert buffer[start:].tolist() == [0.5 * size] * num_exact
         zeros = torch.zeros(start + num_exact, dtype=dtype)
-        create = create_allreduce(create_codec(codec).fresh())
+        create = create_allreduce(create_codec(codec).new_instance())
         comm.sum_(ReduceBlock(zeros, layout, num_exact), create)
         assert not zeros.any()
         owed = comm.allgather_obj(own.state_dict().get("residuals", []))

@@ -218,12 +218,12 @@ WRONG: dict[str, tuple[Callable, type[Exception], str]] = {
     "a root that is no rank": (
         lambda comm: comm.bcast(ONE, root=comm.size),
         UsageError,
-        "root=3 is outside 0..2",
+        "root=3 must be a rank from 0 to 2",
     ),
     "a negative root": (
         lambda comm: comm.gather_obj(1, root=-1),
         UsageError,
-        "root=-1 is outside 0..2",
+        "root=-1 must be a rank from 0 to 2",
     ),
     "nothing to gather": (
         lambda comm: comm.allgather(None),
@@ -378,7 +378,7 @@ def test_a_wrong_number_of_parts_raises_on_all_ranks(way: str) -> None:
     ("call", "text"),
     [
         (lambda c: c.send(ONE, c.rank), "other than this one"),
-        (lambda c: c.recv(7), "source=7: a rank of 2 other than this one"),
+        (lambda c: c.recv(7), "source=7 must be a rank from 0 to 1 other than this one"),
         (lambda c: c.send(ONE, 1 - c.rank, tag=-1), r"tag=-1 must be an integer from 0"),
         (lambda c: c.recv(1 - c.rank, tag=-2), r"tag=-2 .* or ANY_TAG"),
         (lambda c: c.send(None, 1 - c.rank), "send needs a tensor, got None"),

@@ -32,7 +32,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 @pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["timeout_s", "first_timeout_s"])
 def test_an_invalid_time_limit_is_rejected(name: str, seconds: float) -> None:
-    with pytest.raises(UsageError, match=f"^{name}=.* must be a number of seconds, or 0"):
+    with pytest.raises(UsageError, match=f"^{name}=.* must be a finite number of seconds, or 0"):
         create_communicator(transport=alone(), **{name: seconds})  # type: ignore[arg-type]
 
 
@@ -110,5 +110,5 @@ def test_a_script_without_a_main_guard_raises_in_its_workers(tmp_path: Path) -> 
         [sys.executable, str(script)], capture_output=True, text=True, timeout=50, check=True
     )
     assert "worker ended with 1" in done.stdout
-    assert "UsageError: create_communicator() was called by a process" in done.stderr
+    assert "UsageError: create_communicator() was called while a process" in done.stderr
     assert "if __name__ == '__main__':" in done.stderr

@@ -65,13 +65,13 @@ def test_a_description_has_the_ranks_of_the_job() -> None:
     flight_recorder.set_label(1, 9)
     flight_recorder.begin("world", "gather", (5,), "uint8")
     leaders, world = flight_recorder.describe()
-    assert leaders["ranks"] == [4, 7]
-    assert leaders["number"] == 2
-    assert leaders["what"] == "all_reduce of float32[3]"
-    assert leaders["state"] == "done"
-    assert world["ranks"] == [4, 6, 7]
-    assert world["what"] == "gather"  # ranks come to it with different shapes
-    assert world["where"] == "bucket 1, step 9"
+    assert leaders.ranks == (4, 7)
+    assert leaders.number == 2
+    assert leaders.what == "all_reduce of float32[3]"
+    assert leaders.state == "done"
+    assert world.ranks == (4, 6, 7)
+    assert world.what == "gather"  # ranks come to it with different shapes
+    assert world.where == "bucket 1, step 9"
 
 
 def test_ranks_keep_pace_from_the_first_exchange_of_gradients_on() -> None:

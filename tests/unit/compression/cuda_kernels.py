@@ -32,8 +32,8 @@ def compare(device: str) -> int:
         codec = Quantized(
             bits, block_length=96 if len(sizes) > 2 else 512, stochastic=is_stochastic
         )
-        for owed in (residual, None):
-            _compare(device, codec, stripe, values, owed)
+        for lost in (residual, None):
+            _compare(device, codec, stripe, values, lost)
             num_cases += 1
     for bits, sample in itertools.product((8, 4, 2, 1), EXTREMES + BAD):
         values = torch.tensor(sample).repeat(700)[:700]
@@ -66,9 +66,11 @@ def _compare(
     flags = reference.encode(values, residual, rest, encoded, plan, noise)
 
     there = torch.zeros(plan.nbytes, dtype=torch.uint8, device=device)
-    owed_there = None if residual is None else residual.to(device)
-    rest_there = None if residual is None else torch.zeros_like(owed_there)
-    flags_there = cuda.encode(values.to(device), owed_there, rest_there, there, plan, noise).cpu()
+    residual_there = None if residual is None else residual.to(device)
+    new_residual_there = None if residual is None else torch.zeros_like(residual_there)
+    flags_there = cuda.encode(
+        values.to(device), residual_there, new_residual_there, there, plan, noise
+    ).cpu()
     what = f"{codec!r}, {stripe.dtype}, {[s.numel for s in stripe.segments]}, {values[:3].tolist()}"
     assert torch.equal(flags_there, flags), what
     if codec.grid.bits == 8 and device == "cpu":
@@ -87,9 +89,11 @@ def _compare(
         if not add:
             decoded = ours.cpu()
     if flags.any():
-        assert rest_there is None or torch.equal(rest_there.cpu()[:512], residual[:512]), what
+        assert new_residual_there is None or torch.equal(
+            new_residual_there.cpu()[:512], residual[:512]
+        ), what
         return
-    # what was sent and what is owed make up the value, and no more is owed than by the reference
+    # what was sent and what was lost add up to the value, and no more is lost than by the reference
     if residual is not None:
         for s in stripe.segments:
             run = slice(s.start, s.end)
@@ -97,7 +101,7 @@ def _compare(
             if s.is_small:
                 assert torch.equal(decoded[run], values[run]), what
                 continue
-            lost = rest_there.cpu()[run]
+            lost = new_residual_there.cpu()[run]
             rounding = 1e-6 * float(v.abs().max())
             torch.testing.assert_close(decoded[run] + lost, v, rtol=0, atol=rounding, msg=what)
             if torch.isfinite(v.square().sum()):
@@ -134,7 +138,7 @@ def compile_all() -> int:
             cuda._encode_block,
             {"values": wide, "residual": wide, "rest": wide, "out": "*u8", "floats": "*fp32"}
             | {**shared, "keys": "*i64"},
-            {**grid, "IS_STOCHASTIC": is_stochastic, "HAS_RESIDUE": True},
+            {**grid, "IS_STOCHASTIC": is_stochastic, "HAS_RESIDUAL": True},
         )
         compile_one(
             cuda._decode_block,

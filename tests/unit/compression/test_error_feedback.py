@@ -51,7 +51,7 @@ def residual(codec: StripeCodec, dtype: torch.dtype) -> torch.Tensor:
     st.integers(0, 1000),
 )
 @settings(max_examples=40, deadline=None)
-def test_sum_of_sent_is_sum_of_gradients_less_the_residue(
+def test_sum_of_sent_is_sum_of_gradients_less_the_residual(
     kind: int | str, dtype: torch.dtype, num_steps: int, seed: int
 ) -> None:
     inner = {"float16": Float16, "bfloat16": BFloat16}
@@ -63,10 +63,10 @@ def test_sum_of_sent_is_sum_of_gradients_less_the_residue(
         sent = sent + step(codec, g).double()
         true = true + g.double()
     tolerance = (1e-5 if dtype == torch.float32 else 1e-13) * num_steps
-    for s in LAYOUT.segments:  # what lies between them is nobody's
+    for s in LAYOUT.segments:  # elements between them are unspecified
         run = slice(s.start, s.end)
-        owed = residual(codec, dtype).double()[run]
-        torch.testing.assert_close(sent[run] + owed, true[run], rtol=0, atol=tolerance)
+        lost = residual(codec, dtype).double()[run]
+        torch.testing.assert_close(sent[run] + lost, true[run], rtol=0, atol=tolerance)
 
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8), st.sampled_from([4, 1]))
@@ -83,13 +83,13 @@ def test_what_is_lost_is_counted_in_means(scales: list[float], bits: int) -> Non
         true = true + mean
     entries = codec.state_dict()["residuals"]
     assert {entry["scale"] for entry in entries} == {scales[-1]}
-    owed = residual(codec, torch.float64) / scales[-1]
+    lost = residual(codec, torch.float64) / scales[-1]
     for s in LAYOUT.segments:
         run = slice(s.start, s.end)
-        torch.testing.assert_close(sent[run] + owed[run], true[run], rtol=0, atol=1e-11)
+        torch.testing.assert_close(sent[run] + lost[run], true[run], rtol=0, atol=1e-11)
 
 
-def test_equal_scales_change_no_bit_and_a_sum_of_nothing_no_residue() -> None:
+def test_equal_scales_change_no_bit_and_a_sum_of_nothing_no_residual() -> None:
     codecs = [create_codec("int4"), create_codec("int4")]
     for number in range(4):
         values = torch.sin(torch.arange(LAYOUT.end) * (number + 1.0))
@@ -127,7 +127,7 @@ def test_small_gradients_get_through_in_time() -> None:
     assert sent == pytest.approx(1.0, abs=0.2)
 
 
-def test_an_exchange_that_is_thrown_away_leaves_no_trace() -> None:
+def test_a_discarded_exchange_leaves_no_trace() -> None:
     codec = create_codec("1bit")
     generator = torch.Generator().manual_seed(0)
     step(codec, torch.randn(LAYOUT.end, generator=generator))
@@ -138,7 +138,7 @@ def test_an_exchange_that_is_thrown_away_leaves_no_trace() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_blocks_that_are_not_finite_keep_their_residue_by_themselves(bad: float) -> None:
+def test_blocks_that_are_not_finite_keep_their_residual(bad: float) -> None:
     codec = ErrorFeedback(Quantized(4, block_length=64))
     generator = torch.Generator().manual_seed(0)
     step(codec, torch.randn(LAYOUT.end, generator=generator))
@@ -161,7 +161,7 @@ def test_blocks_that_are_not_finite_keep_their_residue_by_themselves(bad: float)
     assert not torch.equal(after[:64], before[:64])
 
 
-def test_settling_pays_what_is_owed() -> None:
+def test_flushing_adds_the_residual() -> None:
     codec = create_codec("1bit")
     g = torch.linspace(-1, 1, LAYOUT.end)
     sent = step(codec, g)
@@ -187,12 +187,14 @@ def test_state_is_a_copy_and_survives_other_dtypes() -> None:
     assert all(e["values"].dtype == torch.float64 for e in other.state_dict()["residuals"])
 
 
-def test_fresh_has_no_residues() -> None:
+def test_a_new_instance_has_no_residuals() -> None:
     codec = create_codec("int2")
     step(codec, torch.linspace(-1, 1, LAYOUT.end))
-    assert codec.fresh().state_dict()["residuals"] == []
+    assert codec.new_instance().state_dict()["residuals"] == []
     assert (
-        repr(codec.fresh()) == repr(codec) == "ErrorFeedback(Quantized(bits=2, block_length=512))"
+        repr(codec.new_instance())
+        == repr(codec)
+        == "ErrorFeedback(Quantized(bits=2, block_length=512))"
     )
 
 
@@ -203,10 +205,10 @@ def test_warm_up_leaves_no_trace() -> None:
     assert codec.nonfinite.names("encoding") == []
 
 
-def test_refusals() -> None:
-    with pytest.raises(UsageError, match="has error feedback already"):
+def test_invalid_arguments() -> None:
+    with pytest.raises(UsageError, match="already has error feedback"):
         ErrorFeedback(ErrorFeedback(Quantized(8)))
-    with pytest.raises(UsageError, match="PowerSGD has error feedback of its own"):
+    with pytest.raises(UsageError, match="PowerSGD has its own error feedback"):
         ErrorFeedback(PowerSGD())
     with pytest.raises(UnsupportedError, match="keeps residuals by the names of parameters"):
         create_codec("int8").encode_stripe(

@@ -1,4 +1,4 @@
-"""Codecs that carry a narrower floating-point type."""
+"""Codecs that send a narrower floating-point type."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 def test_stripes_cover_once_in_order_and_keep_blocks(
     layout: Layout, num_stripes: int, small_cost: float
 ) -> None:
-    stripes = layout.cut(num_stripes, 64, small_cost=small_cost)
+    stripes = layout.split(num_stripes, 64, small_cost=small_cost)
     assert len(stripes) == num_stripes
     met = [
         (s.name, s.offset + i, s.start + i)
@@ -90,7 +90,7 @@ def test_stripes_cost_about_the_same(num_stripes: int, num_parameters: int) -> N
     layout = Layout.of(entries, torch.float32)
     costs = [
         sum(s.numel * (32 if s.is_small else 1) for s in stripe.segments)
-        for stripe in layout.cut(num_stripes, 512, small_cost=32)
+        for stripe in layout.split(num_stripes, 512, small_cost=32)
     ]
     # every cut is at most half a block or half a small parameter off its place
     assert max(costs) - min(costs) <= 2 * 900 * 32

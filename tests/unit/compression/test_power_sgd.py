@@ -47,7 +47,7 @@ def gradients(
     ]
 
 
-def owed(states: list[dict], name: str, shape: tuple[int, ...]) -> Tensor:
+def residual_of(states: list[dict], name: str, shape: tuple[int, ...]) -> Tensor:
     total = torch.zeros(shape, dtype=torch.float64)
     for state in states:
         for entry in state["residuals"]:
@@ -84,12 +84,14 @@ def test_sums_up_and_is_the_same_everywhere(size: int, dtype: torch.dtype) -> No
             for step in range(num_steps)
         )
         tolerance = 1e-4 if dtype == torch.float32 else 1e-12
-        assert torch.allclose(sent + owed(states, name, shape), true, rtol=0, atol=tolerance), name
+        assert torch.allclose(
+            sent + residual_of(states, name, shape), true, rtol=0, atol=tolerance
+        ), name
     held = {entry["name"] for entry in states[0]["residuals"]}
     assert held == {"conv", "dense"}  # the others would not gain
 
 
-def test_what_does_not_gain_is_exact() -> None:
+def test_what_is_not_compressed_is_exact() -> None:
     def mean(comm: Communicator) -> dict[str, Tensor]:
         named = gradients(comm.rank, 0, torch.float64)
         PowerSGD(rank=2).mean_(named, comm)
@@ -101,7 +103,7 @@ def test_what_does_not_gain_is_exact() -> None:
         torch.testing.assert_close(got[name], expected)
 
 
-def test_a_matrix_of_that_rank_comes_back_whole() -> None:
+def test_a_matrix_of_that_rank_is_exact() -> None:
     def mean(comm: Communicator) -> Tensor:
         generator = torch.Generator().manual_seed(comm.rank)
         left = torch.randn(80, 2, generator=generator, dtype=torch.float64)
@@ -126,8 +128,8 @@ def test_warm_start_finds_the_largest_singular_vectors() -> None:
             copy = matrix.clone()
             codec.mean_([("m", copy)], comm)
             codec.finish(is_valid=True)
-            for memory in codec._memories.values():
-                memory.residual.zero_()  # to see the subspace iteration by itself
+            for block in codec._residuals._blocks.values():
+                block.current.zero_()  # to see the subspace iteration alone
             errors.append(float((copy - matrix).norm()))
         best = float(scales[4:].norm())
         return [error / best for error in errors]
@@ -193,7 +195,7 @@ def test_what_is_not_finite_reaches_all_and_leaves_no_trace(name: str, bad: floa
         assert same
 
 
-def test_state_goes_on_bit_equal_and_survives_another_number_of_workers() -> None:
+def test_state_resumes_bit_equal_and_survives_another_number_of_workers() -> None:
     def first(comm: Communicator) -> tuple[dict, dict[str, Tensor]]:
         codec = PowerSGD(rank=2)
         for step in range(3):
@@ -209,7 +211,7 @@ def test_state_goes_on_bit_equal_and_survives_another_number_of_workers() -> Non
     def resume(comm: Communicator) -> dict[str, Tensor]:
         codec = PowerSGD(rank=2)
         codec.load_state_dict(results[comm.rank][0])
-        assert owed([codec.state_dict()], "dense", SHAPES["dense"]).any()
+        assert residual_of([codec.state_dict()], "dense", SHAPES["dense"]).any()
         named = gradients(comm.rank, 3)
         codec.mean_(named, comm)
         return dict(named)
@@ -218,7 +220,9 @@ def test_state_goes_on_bit_equal_and_survives_another_number_of_workers() -> Non
         assert all(torch.equal(got[name], expected[name]) for name in SHAPES)
 
     state = reshard([state for state, _ in results], 2)
-    before = {name: owed([s for s, _ in results], name, SHAPES[name]) for name in ("dense", "conv")}
+    before = {
+        name: residual_of([s for s, _ in results], name, SHAPES[name]) for name in ("dense", "conv")
+    }
 
     def go_on(comm: Communicator) -> tuple[dict[str, Tensor], dict]:
         codec = PowerSGD(rank=2)
@@ -231,7 +235,9 @@ def test_state_goes_on_bit_equal_and_survives_another_number_of_workers() -> Non
     resumed = run_ranks(go_on, 2)
     for name, debt in before.items():
         true = sum(dict(gradients(rank, 3))[name].double() / 2 for rank in range(2)) + debt
-        sent = resumed[0][0][name].double() + owed([s for _, s in resumed], name, SHAPES[name])
+        sent = resumed[0][0][name].double() + residual_of(
+            [s for _, s in resumed], name, SHAPES[name]
+        )
         torch.testing.assert_close(sent, true, rtol=0, atol=1e-4)
 
 
@@ -293,13 +299,13 @@ def test_outer_sum_gives_the_bits_of_the_reference(dtype: torch.dtype, shape: tu
     torch.testing.assert_close(ours, 1 - p @ q.T)
 
 
-def test_refusals_and_fresh() -> None:
+def test_invalid_arguments_and_new_instance() -> None:
     with pytest.raises(UsageError, match="rank=0 must be at least 1"):
         PowerSGD(rank=0)
     codec = PowerSGD(rank=3, seed=2)
     codec.finish(is_valid=True)
-    assert repr(codec.fresh()) == "PowerSGD(rank=3)"
-    assert codec.fresh().state_dict()["step"] == 0
+    assert repr(codec.new_instance()) == "PowerSGD(rank=3)"
+    assert codec.new_instance().state_dict()["step"] == 0
 
 
 def test_what_is_lost_is_counted_in_means() -> None:
@@ -320,13 +326,13 @@ def test_what_is_lost_is_counted_in_means() -> None:
         return sent, codec.state_dict()
 
     results = run_ranks(train, 2)
-    rest = owed([state for _, state in results], "dense", SHAPES["dense"]) / scales[-1]
+    remaining = residual_of([state for _, state in results], "dense", SHAPES["dense"]) / scales[-1]
     true = sum(
         dict(gradients(rank, step, torch.float64))["dense"] / 2
         for rank in range(2)
         for step in range(3)
     )
-    torch.testing.assert_close(results[0][0] + rest, true, rtol=0, atol=1e-11)
+    torch.testing.assert_close(results[0][0] + remaining, true, rtol=0, atol=1e-11)
 
 
 def test_inside_autocast_it_has_the_precision_of_its_tensors() -> None:

@@ -73,7 +73,7 @@ def test_bytes(bits: int, nbytes: int) -> None:
     assert codec.stripe_nbytes(Layout(())) == 0
 
 
-def test_small_parameters_travel_as_they_are() -> None:
+def test_small_parameters_are_sent_uncompressed() -> None:
     generator = torch.Generator().manual_seed(2)
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         values = torch.randn(3000, generator=generator).to(dtype)
@@ -152,15 +152,17 @@ def test_random_numbers_differ_between_steps_seeds_parameters_and_sides() -> Non
     assert torch.equal(second, encoded(resumed))
 
 
-def test_fresh_is_alike() -> None:
+def test_new_instance_has_the_same_options() -> None:
     codec = Quantized(2, block_length=64, stochastic=True, seed=3)
     codec.finish(is_valid=True)
-    fresh = codec.fresh()
-    assert repr(fresh) == repr(codec) == "Quantized(bits=2, block_length=64, stochastic=True)"
-    assert fresh.state_dict() == {"step": 0}
+    new_instance = codec.new_instance()
+    assert (
+        repr(new_instance) == repr(codec) == "Quantized(bits=2, block_length=64, stochastic=True)"
+    )
+    assert new_instance.state_dict() == {"step": 0}
 
 
-def test_refusals() -> None:
+def test_invalid_arguments() -> None:
     with pytest.raises(UsageError, match="bits=3 must be 8, 4, 2 or 1"):
         Quantized(3)
     with pytest.raises(UsageError, match="block_length=100 must be a positive multiple of 32"):

@@ -1,4 +1,4 @@
-"""The gate: who knows the secret comes in, whatever anybody else does."""
+"""Clients that know the secret are accepted, whatever other clients do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 
-from torchmn.control import authenticated_listener as gates
+from torchmn.control import authenticated_listener as module
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import (
     MAX_IDENTITY_BYTES,
@@ -21,21 +21,22 @@ from torchmn.control.authenticated_listener import (
     connect_authenticated,
 )
 from torchmn.control.connection import Channel
-from torchmn.control.messages import LogWarning, Message, Terminate, encode
+from torchmn.control.messages import Message, encode
+from torchmn.control.messages.job import LogWarning, Terminate
 from torchmn.errors import LaunchError, UsageError
 
 SECRET = "of this job"
 WHO = LogWarning(text="rank 0")
-Visitors = list[tuple[Channel, Message]]
+Clients = list[tuple[Channel, Message]]
 
 
-class Doorkeeper:
-    """Serves a gate in a thread, as a supervisor would, and keeps who came in."""
+class Server:
+    """Serves a listener in a thread, as a supervisor would, and keeps the authenticated clients."""
 
-    def __init__(self, gate: AuthenticatedListener, address: tuple[str, int]) -> None:
-        self.gate = gate
+    def __init__(self, authenticated: AuthenticatedListener, address: tuple[str, int]) -> None:
+        self.authenticated = authenticated
         self.address = address
-        self.visitors: Visitors = []
+        self.clients: Clients = []
         self.max_pending = 0
         self.cpu_s = 0.0
         self._is_done = False
@@ -59,53 +60,53 @@ class Doorkeeper:
     def close(self) -> None:
         self._is_done = True
         self._thread.join()
-        for channel, _ in self.visitors:
+        for channel, _ in self.clients:
             channel.close()
-        self.gate.close()
+        self.authenticated.close()
 
     def _serve(self) -> None:
         with selectors.DefaultSelector() as selector:
-            selector.register(self.gate, selectors.EVENT_READ)
+            selector.register(self.authenticated, selectors.EVENT_READ)
             while not self._is_done:
                 selector.select(0.05)
                 before = time.thread_time()
-                self.visitors += self.gate.admit()
+                self.clients += self.authenticated.admit()
                 self.cpu_s += time.thread_time() - before
-                self.max_pending = max(self.max_pending, self.gate.num_pending)
+                self.max_pending = max(self.max_pending, self.authenticated.num_pending)
 
 
-Open = Callable[..., Doorkeeper]
+Open = Callable[..., Server]
 
 
 @pytest.fixture
-def open_gate() -> Iterator[Open]:
+def start_server() -> Iterator[Open]:
     with ExitStack() as stack:
 
-        def make(max_pending: int = 64, handshake_s: float = 20.0) -> Doorkeeper:
+        def make(max_pending: int = 64, handshake_s: float = 20.0) -> Server:
             listener = channels.listen()
-            gate = AuthenticatedListener(
+            authenticated = AuthenticatedListener(
                 listener,
                 secret=SECRET,
                 role="tests",
                 max_pending=max_pending,
                 handshake_s=handshake_s,
             )
-            keeper = Doorkeeper(gate, listener.getsockname())
-            stack.callback(keeper.close)
-            return keeper
+            server = Server(authenticated, listener.getsockname())
+            stack.callback(server.close)
+            return server
 
         yield make
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """What comes until the other side hangs up, gently or not."""
-    said = b""
+    """Everything up to the end of the connection, closed or reset."""
+    received = b""
     try:
         while chunk := connection.recv(1 << 16):
-            said += chunk
+            received += chunk
     except ConnectionResetError:
         pass
-    return said
+    return received
 
 
 def until(is_so: Callable[[], bool]) -> None:
@@ -117,7 +118,7 @@ def until(is_so: Callable[[], bool]) -> None:
 
 @contextmanager
 def recorded(target: tuple[str, int], takes: list[bytes]) -> Iterator[str]:
-    """A way to ``target`` that writes down what passes: the visitor's words, the gate's."""
+    """A proxy to ``target`` that records the bytes of both directions."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def carry(source: socket.socket, sink: socket.socket, number: int) -> None:
@@ -148,37 +149,37 @@ def recorded(target: tuple[str, int], takes: list[bytes]) -> Iterator[str]:
 
 
 def say_once(listener: socket.socket, words: bytes) -> None:
-    """To the first who comes, and then wait until it leaves."""
+    """To the first client, and wait until it disconnects."""
     connection = listener.accept()[0]
     with connection:
         connection.sendall(words)
         read_all(connection)
 
 
-def test_who_knows_the_secret_comes_in_and_talks(open_gate: Open) -> None:
-    keeper = open_gate()
-    with closing(keeper.connect_authenticated()) as own:
-        until(lambda: bool(keeper.visitors))
-        ((channel, who),) = keeper.visitors
+def test_a_client_with_the_secret_is_accepted_and_can_send(start_server: Open) -> None:
+    server = start_server()
+    with closing(server.connect_authenticated()) as own:
+        until(lambda: bool(server.clients))
+        ((channel, who),) = server.clients
         assert who == WHO
         channel.post(Terminate(signum=3))
         assert own.wait_for(Terminate, 10).signum == 3
         own.post(Terminate(signum=4))
         assert channel.wait_for(Terminate, 10).signum == 4
-    assert keeper.gate.num_pending == 0
+    assert server.authenticated.num_pending == 0
 
 
-def test_what_the_gatekeeper_says_at_once_is_not_lost(open_gate: Open) -> None:
+def test_a_message_sent_right_after_the_handshake_is_not_lost(start_server: Open) -> None:
     with (
         channels.listen() as listener,
-        closing(AuthenticatedListener(listener, secret=SECRET, role="t")) as gate,
+        closing(AuthenticatedListener(listener, secret=SECRET, role="t")) as authenticated,
     ):
 
         def serve() -> None:
-            while not (visitors := gate.admit()):
+            while not (clients := authenticated.admit()):
                 time.sleep(0.001)
-            visitors[0][0].post(Terminate(signum=9))
-            visitors[0][0].close()
+            clients[0][0].post(Terminate(signum=9))
+            clients[0][0].close()
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -189,18 +190,16 @@ def test_what_the_gatekeeper_says_at_once_is_not_lost(open_gate: Open) -> None:
 
 
 @pytest.mark.parametrize(("secret", "role"), [("another", "tests"), (SECRET, "another")])
-def test_wrong_secret_and_other_gates_visitors_stay_outside(
-    open_gate: Open, secret: str, role: str
-) -> None:
-    keeper = open_gate()
+def test_a_wrong_secret_or_role_is_rejected(start_server: Open, secret: str, role: str) -> None:
+    server = start_server()
     with pytest.raises(LaunchError, match="TORCHMN_SECRET is the same here") as caught:
-        keeper.connect_authenticated(limit_s=0.5, secret=secret, role=role)
+        server.connect_authenticated(limit_s=0.5, secret=secret, role=role)
     assert secret not in str(caught.value)
-    assert keeper.visitors == []
+    assert server.clients == []
 
 
 @pytest.mark.parametrize(
-    "said",
+    "sent",
     [
         b"\n",
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -212,38 +211,38 @@ def test_wrong_secret_and_other_gates_visitors_stay_outside(
     ],
     ids=["empty", "http", "random", "endless", "unsigned", "nested", "spaces"],
 )
-def test_strangers_hear_one_number_and_no_more(open_gate: Open, said: bytes) -> None:
-    keeper = open_gate()
-    with keeper.connect() as stranger:
-        stranger.sendall(said)
-        assert len(read_all(stranger)) <= len(b"torchmn gate 1 \n") + 32
-    assert keeper.visitors == []
-    keeper.connect_authenticated().close()
+def test_unauthenticated_clients_receive_the_greeting_only(start_server: Open, sent: bytes) -> None:
+    server = start_server()
+    with server.connect() as client:
+        client.sendall(sent)
+        assert len(read_all(client)) <= len(b"torchmn listener 1 \n") + 32
+    assert server.clients == []
+    server.connect_authenticated().close()
 
 
-def test_signature_over_what_is_no_message_does_not_open(open_gate: Open) -> None:
-    """Who knows the secret may still be a broken program."""
-    keeper = open_gate()
-    visitor = gates.connect(keeper.name, secret=SECRET, role="tests", line=b"[" * 3000 + b"\n")
-    with visitor:
-        assert read_all(visitor) == b""
-    assert keeper.visitors == []
+def test_a_signed_identity_that_is_no_message_is_rejected(start_server: Open) -> None:
+    """A client that knows the secret may still be a broken program."""
+    server = start_server()
+    client = module.connect(server.name, secret=SECRET, role="tests", line=b"[" * 3000 + b"\n")
+    with client:
+        assert read_all(client) == b""
+    assert server.clients == []
 
 
-def test_recording_of_a_true_visit_is_of_no_use(open_gate: Open) -> None:
-    keeper = open_gate()
+def test_a_recording_cannot_be_replayed(start_server: Open) -> None:
+    server = start_server()
     takes: list[bytes] = []
-    with recorded(keeper.address, takes) as way:
+    with recorded(server.address, takes) as way:
         connect_authenticated(way, secret=SECRET, role="tests", identity=WHO).close()
-    until(lambda: len(keeper.visitors) == 1)
+    until(lambda: len(server.clients) == 1)
     own, theirs = takes
-    assert encode(WHO) in own  # it is the true words that are said again
-    with keeper.connect() as stranger:
-        stranger.sendall(own)
-        assert theirs not in read_all(stranger)
-    assert len(keeper.visitors) == 1
+    assert encode(WHO) in own  # exactly what the client sent is replayed
+    with server.connect() as client:
+        client.sendall(own)
+        assert theirs not in read_all(client)
+    assert len(server.clients) == 1
 
-    with socket.create_server(("127.0.0.1", 0)) as fake:  # and as the gate, to a visitor
+    with socket.create_server(("127.0.0.1", 0)) as fake:  # and as the authenticated, to a client
         thread = threading.Thread(target=say_once, args=(fake, theirs))
         thread.start()
         with pytest.raises(LaunchError, match="does not know the secret"):
@@ -253,16 +252,16 @@ def test_recording_of_a_true_visit_is_of_no_use(open_gate: Open) -> None:
         thread.join()
 
 
-def test_visitor_is_not_answered_with_its_own_words(open_gate: Open) -> None:
-    """A stranger who passes the gate's number on, and the visitor's answer back to the visitor."""
+def test_a_client_rejects_its_own_proof_as_an_answer(start_server: Open) -> None:
+    """An attacker forwards the listener's nonce, and returns the client's answer to the client."""
     with socket.create_server(("127.0.0.1", 0)) as fake:
 
         def reflect() -> None:
             connection = fake.accept()[0]
             with connection:
-                connection.sendall(b"torchmn gate 1 " + b"a" * 32 + b"\n")
-                said = connection.recv(MAX_IDENTITY_BYTES)
-                connection.sendall(said.split()[1] + b"\n")
+                connection.sendall(b"torchmn listener 1 " + b"a" * 32 + b"\n")
+                received = connection.recv(MAX_IDENTITY_BYTES)
+                connection.sendall(received.split()[1] + b"\n")
 
         thread = threading.Thread(target=reflect)
         thread.start()
@@ -273,31 +272,31 @@ def test_visitor_is_not_answered_with_its_own_words(open_gate: Open) -> None:
         thread.join()
 
 
-def test_changed_identity_does_not_pass(open_gate: Open) -> None:
-    keeper = open_gate()
-    with keeper.connect() as stranger:
-        number = stranger.recv(100).split()[-1]
-        proof = gates._proof(SECRET, b"visitor", "tests", number, b"0" * 32, encode(WHO))
+def test_a_changed_identity_is_rejected(start_server: Open) -> None:
+    server = start_server()
+    with server.connect() as client:
+        number = client.recv(100).split()[-1]
+        proof = module._proof(SECRET, b"client", "tests", number, b"0" * 32, encode(WHO))
         other = encode(LogWarning(text="rank 1"))
-        stranger.sendall(b" ".join((b"0" * 32, proof, other)))
-        assert read_all(stranger) == b""
-    assert keeper.visitors == []
+        client.sendall(b" ".join((b"0" * 32, proof, other)))
+        assert read_all(client) == b""
+    assert server.clients == []
 
 
-def test_words_behind_the_proof_do_not_pass(open_gate: Open) -> None:
-    """Nothing that came before the answer can count as said inside."""
-    keeper = open_gate()
-    with keeper.connect() as stranger:
-        number = stranger.recv(100).split()[-1]
-        proof = gates._proof(SECRET, b"visitor", "tests", number, b"0" * 32, encode(WHO))
-        stranger.sendall(b" ".join((b"0" * 32, proof, encode(WHO))) + encode(Terminate(signum=9)))
-        assert read_all(stranger) == b""
-    assert keeper.visitors == []
+def test_bytes_after_the_proof_are_rejected(start_server: Open) -> None:
+    """Nothing sent before the listener's answer may count as a message."""
+    server = start_server()
+    with server.connect() as client:
+        number = client.recv(100).split()[-1]
+        proof = module._proof(SECRET, b"client", "tests", number, b"0" * 32, encode(WHO))
+        client.sendall(b" ".join((b"0" * 32, proof, encode(WHO))) + encode(Terminate(signum=9)))
+        assert read_all(client) == b""
+    assert server.clients == []
 
 
-def test_silent_and_slow_strangers_are_sent_away(open_gate: Open) -> None:
-    keeper = open_gate(handshake_s=0.3)
-    with keeper.connect() as silent, keeper.connect() as slow:
+def test_silent_and_slow_clients_are_dropped(start_server: Open) -> None:
+    server = start_server(handshake_s=0.3)
+    with server.connect() as silent, server.connect() as slow:
         is_shut = threading.Event()
 
         def trickle() -> None:
@@ -315,15 +314,15 @@ def test_silent_and_slow_strangers_are_sent_away(open_gate: Open) -> None:
         finally:
             is_shut.set()
             thread.join()
-    until(lambda: keeper.gate.num_pending == 0)
-    keeper.connect_authenticated().close()
+    until(lambda: server.authenticated.num_pending == 0)
+    server.connect_authenticated().close()
 
 
-def test_gate_that_was_kept_from_its_work_hears_who_came_in_time() -> None:
+def test_a_late_listener_accepts_clients_that_answered_in_time() -> None:
     listener = channels.listen()
     with closing(
         AuthenticatedListener(listener, secret=SECRET, role="t", handshake_s=0.01)
-    ) as gate:
+    ) as authenticated:
         address, came = channels.address_of(listener), []
         thread = threading.Thread(
             target=lambda: came.append(
@@ -331,17 +330,17 @@ def test_gate_that_was_kept_from_its_work_hears_who_came_in_time() -> None:
             )
         )
         thread.start()
-        until(lambda: gate.admit() == [] and gate.num_pending == 1)
-        time.sleep(0.2)  # the visitor has answered long ago
-        ((channel, _),) = gate.admit()
+        until(lambda: authenticated.admit() == [] and authenticated.num_pending == 1)
+        time.sleep(0.2)  # the client has answered long ago
+        ((channel, _),) = authenticated.admit()
         thread.join()
         channel.close()
         came[0].close()
 
 
-def test_crowd_of_strangers_keeps_nobody_out(open_gate: Open) -> None:
-    """Ten thousand connections at once and for a second, held and renewed, beside true visitors."""
-    keeper = open_gate(max_pending=16)
+def test_many_unauthenticated_clients_keep_no_rank_out(start_server: Open) -> None:
+    """Ten thousand connections at once and for a second, held and renewed, beside true clients."""
+    server = start_server(max_pending=16)
     is_over = threading.Event()
     num_connected = [0]
 
@@ -349,7 +348,7 @@ def test_crowd_of_strangers_keeps_nobody_out(open_gate: Open) -> None:
         held: list[socket.socket] = []
         while not is_over.is_set() or num_connected[0] < 3000:
             try:
-                held.append(keeper.connect())
+                held.append(server.connect())
                 num_connected[0] += 1
             except OSError:
                 break
@@ -364,21 +363,23 @@ def test_crowd_of_strangers_keeps_nobody_out(open_gate: Open) -> None:
     try:
         until(lambda: num_connected[0] > 500)
         for _ in range(5):
-            keeper.connect_authenticated().close()
+            server.connect_authenticated().close()
     finally:
         is_over.set()
         for thread in threads:
             thread.join()
-    until(lambda: len(keeper.visitors) == 5)
+    until(lambda: len(server.clients) == 5)
     assert num_connected[0] >= 3000
-    assert keeper.max_pending <= 16
+    assert server.max_pending <= 16
 
 
-def test_host_with_most_strangers_makes_room(open_gate: Open) -> None:
+def test_the_host_with_most_pending_connections_makes_room(start_server: Open) -> None:
     listener = channels.listen("0.0.0.0")  # reached from 127.0.0.2 and .3, as from two hosts
     port = listener.getsockname()[1]
     with (
-        closing(AuthenticatedListener(listener, secret=SECRET, role="t", max_pending=3)) as gate,
+        closing(
+            AuthenticatedListener(listener, secret=SECRET, role="t", max_pending=3)
+        ) as authenticated,
         ExitStack() as s,
     ):
 
@@ -387,36 +388,41 @@ def test_host_with_most_strangers_makes_room(open_gate: Open) -> None:
                 ("127.0.0.1", port), timeout=20, source_address=(host, 0)
             )
             s.enter_context(connection)
-            num_before = gate.num_pending
-            until(lambda: gate.admit() == [] and gate.num_pending >= min(num_before + 1, 3))
+            num_before = authenticated.num_pending
+            until(
+                lambda: (
+                    authenticated.admit() == []
+                    and authenticated.num_pending >= min(num_before + 1, 3)
+                )
+            )
             return connection
 
         quiet, *loud = [come(f"127.0.0.{number}") for number in (2, 3, 3, 3, 3)]
-        until(lambda: not gate.admit() and read_or_none(loud[0]) == b"")
+        until(lambda: not authenticated.admit() and read_or_none(loud[0]) == b"")
         assert read_or_none(loud[1]) == b""
         assert read_or_none(quiet) is None
         assert read_or_none(loud[-1]) is None
 
 
 def read_or_none(connection: socket.socket) -> bytes | None:
-    """What is there behind the greeting; empty if the gate hung up, ``None`` if nothing is."""
+    """What follows the greeting; empty at the end of the connection, ``None`` if nothing does."""
     connection.settimeout(0.05)
     try:
-        while said := connection.recv(100):
-            assert said.startswith(b"torchmn gate")
+        while received := connection.recv(100):
+            assert received.startswith(b"torchmn listener")
     except ConnectionResetError:
         return b""
     except TimeoutError:
         return None
-    return said
+    return received
 
 
-def test_gate_outlives_a_process_without_free_descriptors() -> None:
+def test_a_listener_survives_without_free_descriptors() -> None:
     listener = channels.listen()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with closing(AuthenticatedListener(listener, secret=SECRET, role="t")) as gate:
+    with closing(AuthenticatedListener(listener, secret=SECRET, role="t")) as authenticated:
         address = channels.address_of(listener)
-        stranger = socket.create_connection(listener.getsockname())
+        client = socket.create_connection(listener.getsockname())
         lowest = os.dup(0)
         os.close(lowest)
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
@@ -424,13 +430,13 @@ def test_gate_outlives_a_process_without_free_descriptors() -> None:
             with pytest.raises(OSError, match="Too many"):
                 os.dup(0)
             for _ in range(3):
-                assert gate.admit() == []
+                assert authenticated.admit() == []
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         with selectors.DefaultSelector() as selector:  # it does not spin in want of room
-            selector.register(gate, selectors.EVENT_READ)
+            selector.register(authenticated, selectors.EVENT_READ)
             assert selector.select(0) == []
-        visitors: Visitors = []
+        clients: Clients = []
         came: list[Channel] = []
         thread = threading.Thread(
             target=lambda: came.append(
@@ -438,34 +444,34 @@ def test_gate_outlives_a_process_without_free_descriptors() -> None:
             )
         )
         thread.start()
-        until(lambda: bool(visitors.extend(gate.admit()) or visitors))
+        until(lambda: bool(clients.extend(authenticated.admit()) or clients))
         thread.join()
-        for channel in (visitors[0][0], came[0]):
+        for channel in (clients[0][0], came[0]):
             channel.close()
-        stranger.close()
+        client.close()
 
 
-def test_gate_needs_a_secret() -> None:
+def test_a_listener_needs_a_secret() -> None:
     with channels.listen() as listener, pytest.raises(UsageError, match="needs a secret"):
         AuthenticatedListener(listener, secret="", role="tests")
 
 
-def test_closed_gate_closes_who_waits(open_gate: Open) -> None:
+def test_close_drops_pending_connections(start_server: Open) -> None:
     listener = channels.listen()
-    gate = AuthenticatedListener(listener, secret=SECRET, role="t")
-    with socket.create_connection(listener.getsockname(), timeout=20) as stranger:
-        until(lambda: gate.admit() == [] and gate.num_pending == 1)
-        gate.close()
-        assert read_all(stranger).count(b"\n") <= 1
+    authenticated = AuthenticatedListener(listener, secret=SECRET, role="t")
+    with socket.create_connection(listener.getsockname(), timeout=20) as client:
+        until(lambda: authenticated.admit() == [] and authenticated.num_pending == 1)
+        authenticated.close()
+        assert read_all(client).count(b"\n") <= 1
 
 
 @pytest.mark.parametrize("address", ["", "nowhere", "127.0.0.1:x", "127.0.0.1:1", "::1:99999"])
-def test_address_where_nobody_answers(address: str) -> None:
+def test_an_address_without_a_listener(address: str) -> None:
     with pytest.raises(LaunchError, match="does not answer"):
         connect_authenticated(address, secret=SECRET, role="tests", identity=WHO, limit_s=2)
 
 
-def test_visitor_asks_somebody_else_and_gives_up(open_gate: Open) -> None:
+def test_a_client_gives_up_on_another_kind_of_listener(start_server: Open) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = channels.address_of(other)
         with pytest.raises(LaunchError, match="does not answer: timed out"):
@@ -473,12 +479,12 @@ def test_visitor_asks_somebody_else_and_gives_up(open_gate: Open) -> None:
         other.accept()[0].close()
         thread = threading.Thread(target=say_once, args=(other, b"?" * 99))
         thread.start()
-        with pytest.raises(LaunchError, match="instead of the tests says"):
+        with pytest.raises(LaunchError, match="is not the tests of a torchmn job"):
             connect_authenticated(address, secret=SECRET, role="tests", identity=WHO, limit_s=5)
         thread.join()
 
 
-def test_visitor_that_says_too_much_is_told_so() -> None:
+def test_a_long_identity_is_an_error() -> None:
     with pytest.raises(LaunchError, match="must be shorter than 4096"):
         connect_authenticated(
             "127.0.0.1:1",

@@ -11,15 +11,14 @@ import pytest
 
 from torchmn.control import connection as channels
 from torchmn.control.connection import Channel
-from torchmn.control.messages import (
+from torchmn.control.messages import Message, decode, encode
+from torchmn.control.messages.job import (
     Exit,
     LogWarning,
-    Message,
     Output,
     ScriptStarted,
+    StartScript,
     Terminate,
-    decode,
-    encode,
 )
 from torchmn.errors import LaunchError
 
@@ -66,7 +65,7 @@ def test_full_connection_does_not_block(pair: tuple[Channel, Channel]) -> None:
     assert one.pending_bytes == 0
 
 
-def test_peer_that_never_stops_does_not_keep_us(pair: tuple[Channel, Channel]) -> None:
+def test_a_peer_that_sends_without_pause_does_not_block(pair: tuple[Channel, Channel]) -> None:
     one, other = pair
     line = LogWarning(text="x" * 1000)
     for _ in range(20_000):
@@ -75,7 +74,7 @@ def test_peer_that_never_stops_does_not_keep_us(pair: tuple[Channel, Channel]) -
     assert 0 < len(first) < 20_000
 
 
-def test_end_of_the_connection_is_seen_behind_the_last_message(
+def test_the_end_of_the_connection_is_seen_after_the_last_message(
     pair: tuple[Channel, Channel],
 ) -> None:
     one, other = pair
@@ -88,7 +87,7 @@ def test_end_of_the_connection_is_seen_behind_the_last_message(
     other.post(Terminate(signum=15))  # nobody is there: no error
 
 
-def test_a_connection_that_the_other_side_ends_is_not_silent(pair: tuple[Channel, Channel]) -> None:
+def test_a_connection_closed_by_the_peer_is_not_silent(pair: tuple[Channel, Channel]) -> None:
     one, other = pair
     other.close()
     while one.is_open:
@@ -104,7 +103,7 @@ def test_wait_for_keeps_what_follows(pair: tuple[Channel, Channel]) -> None:
     assert collect(other, 1) == [Terminate(signum=2)]
 
 
-def test_wait_for_refuses_silence_and_other_messages(pair: tuple[Channel, Channel]) -> None:
+def test_wait_for_rejects_silence_and_other_messages(pair: tuple[Channel, Channel]) -> None:
     one, other = pair
     with pytest.raises(LaunchError, match=r"no ScriptStarted within 0\.05 s"):
         other.wait_for(ScriptStarted, 0.05)
@@ -130,15 +129,15 @@ def test_wait_for_works_where_many_files_are_open(pair: tuple[Channel, Channel])
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_stranger_who_talks_http_is_cut_off() -> None:
+def test_an_http_client_is_disconnected() -> None:
     with channels.listen() as listener:
-        stranger = socket.create_connection(listener.getsockname())
+        client = socket.create_connection(listener.getsockname())
         listener.setblocking(True)
         channel = Channel(listener.accept()[0])
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        client.sendall(b"GET / HTTP/1.1\r\n\r\n")
         while channel.is_open:
             assert channel.collect() == []
-        stranger.close()
+        client.close()
         channel.close()
 
 
@@ -147,16 +146,33 @@ def test_stranger_who_talks_http_is_cut_off() -> None:
     [
         b"",
         b"[]",
-        b'["End"]',
-        b'["End", {}]',
-        b'["End", {"signum": 1, "x": 2}]',
+        b"{}",
+        b'{"type": "Terminate"}',
+        b'{"type": "Terminate", "signum": 1, "x": 2}',
+        b'{"type": "Terminate", "signum": "1"}',
+        b'{"type": "Terminate", "signum": true}',
+        b'{"signum": 1}',
+        b'{"type": "Other", "signum": 1}',
         b"\xff",
         b"[" * 9999,
     ],
 )
-def test_lines_of_another_form_are_no_messages(line: bytes) -> None:
-    with pytest.raises(ValueError, match="No message"):
+def test_lines_that_are_no_message_are_errors(line: bytes) -> None:
+    with pytest.raises(ValueError, match="Not a message"):
         decode(line)
+
+
+def test_text_that_is_no_unicode_survives() -> None:
+    order = StartScript(
+        argv=["python", "\udcff.py"],
+        cwd="/",
+        log_dir="",
+        grace_s=5,
+        wants_refreshes=False,
+        script="",
+        env={"NAME": "\udc80"},
+    )
+    assert decode(encode(order)) == order
 
 
 def test_message_is_one_line() -> None:

@@ -24,7 +24,7 @@ SLURM = {
 }
 
 
-def test_ranks_of_a_job_learn_its_port_and_no_others_do() -> None:
+def test_only_ranks_of_a_job_get_its_port() -> None:
     one, other = uuid.uuid4().hex, uuid.uuid4().hex
     port_discovery.publish_port(one, 1111)
     port_discovery.publish_port(other, 2222)
@@ -33,37 +33,37 @@ def test_ranks_of_a_job_learn_its_port_and_no_others_do() -> None:
     assert port_discovery.lookup_port("127.0.0.1", uuid.uuid4().hex, 0.2) is None
 
 
-def test_a_taken_port_is_passed_over() -> None:
+def test_a_port_in_use_is_skipped() -> None:
     job = uuid.uuid4().hex
     with socket.create_server(("", port_discovery._candidates(job)[0])):
         port_discovery.publish_port(job, 3333)
         assert port_discovery.lookup_port("127.0.0.1", job, 10) == 3333
 
 
-def test_all_ports_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ports_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("", 0)) as taken:
         monkeypatch.setattr(port_discovery, "_candidates", lambda job: [taken.getsockname()[1]])
         with pytest.raises(LaunchError, match="export MASTER_ADDR and MASTER_PORT"):
             port_discovery.publish_port("job", 1)
 
 
-def test_strangers_learn_nothing() -> None:
+def test_unauthenticated_clients_receive_nothing() -> None:
     job = uuid.uuid4().hex
     port_discovery.publish_port(job, 4444)
     address = ("127.0.0.1", port_discovery._candidates(job)[0])
     for sent in (b"", b"short", b"x" * 32, b"x" * 100_000):
-        with socket.create_connection(address, timeout=5) as stranger:
-            stranger.sendall(sent)
-            heard = b""
+        with socket.create_connection(address, timeout=5) as client:
+            client.sendall(sent)
+            received = b""
             with contextlib.suppress(OSError):  # it may have hung up already
-                stranger.shutdown(socket.SHUT_WR)
-                while chunk := stranger.recv(100):
-                    heard += chunk
-            assert len(heard.splitlines()) <= 1  # a number to sign
+                client.shutdown(socket.SHUT_WR)
+                while chunk := client.recv(100):
+                    received += chunk
+            assert len(received.splitlines()) <= 1  # a number to sign
     assert port_discovery.lookup_port("127.0.0.1", job, 5) == 4444
 
 
-def test_slow_strangers_keep_nobody_waiting() -> None:
+def test_slow_clients_do_not_delay_ranks() -> None:
     job = uuid.uuid4().hex
     port_discovery.publish_port(job, 4444)
     address = ("127.0.0.1", port_discovery._candidates(job)[0])
@@ -81,7 +81,7 @@ def test_with_a_secret_the_name_of_the_job_is_not_enough() -> None:
     assert port_discovery.lookup_port("127.0.0.1", job, 5, secret="word") == 4444
 
 
-def test_only_the_interface_that_is_asked_for_listens() -> None:
+def test_it_listens_on_the_requested_interface_only() -> None:
     job = uuid.uuid4().hex
     port_discovery.publish_port(job, 4444, host="127.0.0.2")
     assert port_discovery.lookup_port("127.0.0.1", job, 0.2) is None
@@ -105,11 +105,11 @@ def test_an_unknown_host() -> None:
         ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}, ""),
     ],
 )
-def test_names_of_jobs(env: dict[str, str], name: str) -> None:
+def test_job_name(env: dict[str, str], name: str) -> None:
     assert port_discovery.job_name(env) == name
 
 
-def test_where_rank_0_is() -> None:
+def test_leader_host() -> None:
     place = read_launcher_env(SLURM)
     assert place is not None
     assert port_discovery.leader_host(place, SLURM) == "n3"

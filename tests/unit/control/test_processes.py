@@ -1,4 +1,4 @@
-"""Descendants are found and ended, however they try to leave the family."""
+"""Descendants are found and ended, whatever sessions and groups they make."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ time.sleep(60)
 
 
 @pytest.mark.processes
-def test_descendants_are_found_and_killed_but_for_the_spared() -> None:
+def test_descendants_are_found_and_killed_except_spared_ones() -> None:
     tree = subprocess.Popen([sys.executable, "-c", TREE], stdout=subprocess.PIPE)
     spared = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     assert tree.stdout is not None
@@ -44,6 +44,6 @@ def test_descendants_are_found_and_killed_but_for_the_spared() -> None:
     tree.stdout.close()
 
 
-def test_codes_and_names() -> None:
+def test_shell_code_and_signal_name() -> None:
     assert [shell_code(code) for code in (0, 3, -9, -15)] == [0, 3, 137, 143]
     assert [signal_name(code) for code in (0, 3, -9, -64)] == [None, None, "SIGKILL", "SIGRTMAX"]

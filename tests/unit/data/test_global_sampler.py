@@ -30,8 +30,8 @@ class RankPlacement:
         self.size = size
         self.num_steps: int | None = None
 
-    def allgather_obj(self, words: object) -> list[object]:
-        return [words] * self.size
+    def allgather_obj(self, value: object) -> list[object]:
+        return [value] * self.size
 
 
 def samplers(size: int, length: int, global_batch: int, **options: object) -> list[GlobalSampler]:
@@ -228,7 +228,7 @@ def test_batches_that_nobody_trained_on_are_looked_at_again() -> None:
     for _ in range(2):  # a statistic of the first batches, say
         looked_at = [i for batch, _ in zip(sampler, range(3), strict=False) for i in batch]
         assert looked_at[:12] == sampler.order(0)[:12].tolist()
-    place.num_steps = None  # nobody counts: more than one batch is taken for training
+    place.num_steps = None  # steps are not counted: more than one batch means training
     for _, _ in zip(sampler, range(3), strict=False):
         pass
     assert sampler.position > 0
@@ -316,9 +316,9 @@ def test_a_loader_that_could_not_make_an_empty_batch_is_refused_on_all_ranks() -
 
 
 def test_what_contradicts_itself_about_the_last_batch() -> None:
-    with pytest.raises(UsageError, match="leaves nothing of 7 samples"):
+    with pytest.raises(UsageError, match="drops all 7 samples"):
         samplers(2, 7, 8, drop_last=True)
-    with pytest.raises(UsageError, match="one of the two"):
+    with pytest.raises(UsageError, match="only one of them"):
         samplers(2, 9, 8, drop_last=True, pad_last=True)
 
 
@@ -357,15 +357,15 @@ def test_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
-        ({"length": -1, "global_batch": 4}, "dataset_length is -1"),
-        ({"length": 5, "global_batch": 0}, "global_batch is 0"),
-        ({"length": 5, "global_batch": 4, "seed": -2}, "seed is -2"),
+        ({"length": -1, "global_batch": 4}, "dataset_length=-1"),
+        ({"length": 5, "global_batch": 0}, "global_batch=0"),
+        ({"length": 5, "global_batch": 4, "seed": -2}, "seed=-2"),
     ],
 )
-def test_arguments_out_of_range(arguments: dict[str, int], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+def test_arguments_out_of_range(arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         samplers(1, **arguments)
 
 
@@ -440,5 +440,5 @@ def test_empty_batches_of_any_structure(sample: object, expected: object) -> Non
 
 
 def test_a_batch_that_cannot_be_empty() -> None:
-    with pytest.raises(UsageError, match="made of a object"):
+    with pytest.raises(UsageError, match="from a object"):
         EmptyBatchCollate([1], collate_fn=lambda samples: object())([])

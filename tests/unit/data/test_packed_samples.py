@@ -201,7 +201,9 @@ def test_a_copy_of_some_samples_keeps_their_indices(kind: str) -> None:
     assert len(part) == len(samples)
     assert_same([part[2], part[0]], [samples[2], samples[0]])
     assert_same(part[2 - len(samples)], samples[2])
-    with pytest.raises(IndexError, match=f"Sample 1 is not in this copy, .*: 2 of {len(samples)}"):
+    with pytest.raises(
+        IndexError, match=f"Sample 1 is not in this copy, which has only 2 of {len(samples)}"
+    ):
         part[1]
 
 

@@ -130,15 +130,15 @@ def test_collates_tensors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
-        ({"length": 3, "batch_size": 0}, "batch_size is 0"),
-        ({"length": 3, "batch_size": 1, "seed": -1}, "seed is -1"),
+        ({"length": 3, "batch_size": 0}, "batch_size=0"),
+        ({"length": 3, "batch_size": 1, "seed": -1}, "seed=-1"),
         ({"length": 0, "batch_size": 1}, "cannot repeat a data set of 0 samples"),
     ],
 )
-def test_arguments_out_of_range(arguments: dict[str, int], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+def test_arguments_out_of_range(arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         iterator(**arguments)
 
 
@@ -146,5 +146,5 @@ def test_states_that_are_none() -> None:
     batches = iterator(5, 2)
     with pytest.raises(UsageError, match="lacks current_position"):
         batches.load_state_dict({"epoch": 1, "seed": 0})
-    with pytest.raises(UsageError, match="Position 9 is no place in a data set of 5"):
+    with pytest.raises(UsageError, match="Position 9 is outside of a data set of 5"):
         batches.load_state_dict({**batches.state_dict(), "current_position": 9})

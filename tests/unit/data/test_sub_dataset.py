@@ -52,7 +52,7 @@ def test_index_outside(index: int) -> None:
 
 @pytest.mark.parametrize(("begin", "end"), [(-1, 2), (3, 2), (0, 7)])
 def test_bounds_outside(begin: int, end: int) -> None:
-    with pytest.raises(UsageError, match=rf"{begin}\.\.{end} does not lie inside .* 6 samples"):
+    with pytest.raises(UsageError, match=rf"{begin}\.\.{end} is outside of .* 6 samples"):
         SubDataset("abcdef", begin, end)
 
 
@@ -88,7 +88,9 @@ def test_split_at_random_without_a_seed_differs() -> None:
     assert len(cuts) == 3
 
 
-@pytest.mark.parametrize(("n", "seed", "words"), [(0, 1, "into 0 parts"), (2, -1, "It is -1")])
-def test_split_at_random_refuses(n: int, seed: int, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+@pytest.mark.parametrize(
+    ("n", "seed", "message"), [(0, 1, "n=0 must be at least 1"), (2, -1, "It is -1")]
+)
+def test_split_at_random_refuses(n: int, seed: int, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         split_dataset_n_random("abc", n, seed)

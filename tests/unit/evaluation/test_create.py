@@ -393,10 +393,10 @@ class TestRefused:
         assert isinstance(self._error(make), UnsupportedError)
 
     @pytest.mark.parametrize(
-        ("reported", "words"),
+        ("reported", "message"),
         [(torch.ones(2, 3), "of shape [2, 3]"), ("high", "str 'high'"), (np.ones(2), "[2]")],
     )
-    def test_a_value_without_a_mean(self, reported: Any, words: str) -> None:
+    def test_a_value_without_a_mean(self, reported: Any, message: str) -> None:
         class Model(nn.Module):
             def forward(self, values: Tensor) -> None:
                 ppe.reporting.report({"confusion": reported}, self)
@@ -407,7 +407,7 @@ class TestRefused:
 
         error = self._error(make)
         assert "validation/main/confusion" in str(error)
-        assert words in str(error)
+        assert message in str(error)
 
     def test_batches_without_a_tensor(self) -> None:
         class Model(nn.Module):

@@ -56,16 +56,16 @@ def test_the_generic_evaluator_begins_again_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batches", "words"),
+    ("batches", "message"),
     [
         (lambda data: SerialIterator(data, 3), "would never end.*repeat=False"),
         (lambda data: iter(DataLoader(data)), "can be iterated only once"),
         (lambda data: {"test": DataLoader(data)}, "One must be named 'main'"),
     ],
 )
-def test_what_cannot_be_evaluated(batches, words: str) -> None:  # type: ignore[no-untyped-def]
+def test_what_cannot_be_evaluated(batches, message: str) -> None:  # type: ignore[no-untyped-def]
     def attempt(comm):
-        with pytest.raises(UsageError, match=words):
+        with pytest.raises(UsageError, match=message):
             create_multi_node_evaluator(Evaluator(batches(shard(comm)), Mean()), comm)
 
     run_ranks(attempt, 2)

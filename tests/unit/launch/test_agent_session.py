@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from torchmn.control.connection import Channel
-from torchmn.control.messages import (
+from torchmn.control.messages import Message
+from torchmn.control.messages.elastic import Round, RoundMember
+from torchmn.control.messages.job import (
     AgentHello,
     Exit,
-    Message,
     Output,
     ScriptStarted,
     StartScript,
     Terminate,
 )
-from torchmn.control.messages.elastic import Round
 from torchmn.launch.agent_session import AgentSession
 from torchmn.launch.console import RankOutput
 from torchmn.launch.elastic.round_session import RoundSession
@@ -108,9 +108,11 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..
         if request.param == "job":
             session = AgentSession(listener, 2, job, tmp_path, output)
         else:
-            members: list[dict[str, str | int]] = [{"host": f"n{i}", "slots": 1} for i in range(2)]
+            members = [
+                RoundMember(host=f"n{i}", slots=1, address="", replica_port=0) for i in range(2)
+            ]
             found = Round(
-                number=1, members=members, num_restarts=0, why="", restored=[], holders={}
+                number=1, members=members, num_restarts=0, reason="", restored=None, holders={}
             )
             session = RoundSession(found, job, listener, output)
         made.append(Agents(session, err))
@@ -167,8 +169,8 @@ def test_a_silent_host_is_told_from_a_dead_agent(make: Callable[..., Agents]) ->
     connection.is_silent = True
     agents.session.receive(agents.session.connections[1])
     assert agents.session.must_end(time.monotonic())
-    summary = agents.session.result().sentence
-    assert "rank 1 on n1 was lost: nothing has come from its host" in summary
+    summary = agents.session.result().summary
+    assert "rank 1 on n1 was lost: its host has not answered" in summary
 
 
 def test_a_dead_agent(make: Callable[..., Agents]) -> None:
@@ -177,7 +179,7 @@ def test_a_dead_agent(make: Callable[..., Agents]) -> None:
     agents.connect(1)
     agents.peers[1].close()
     agents.session.receive(agents.session.connections[1])
-    assert "rank 1 on n1 was lost: its agent died" in agents.session.result().sentence
+    assert "rank 1 on n1 was lost: its agent died" in agents.session.result().summary
 
 
 def test_first_failure_is_shown_again_after_the_output_of_others(

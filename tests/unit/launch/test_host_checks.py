@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import torchmn
+from torchmn.control.codec import encode
 from torchmn.launch.host_checks import differences, find_problem, versions
+from torchmn.launch.orders import ProbeHost
 
 
 def test_versions_are_those_of_the_packages() -> None:
@@ -37,7 +39,7 @@ def test_scripts_and_folders_that_are_not_here(tmp_path: Path) -> None:
 def test_a_host_answers(tmp_path: Path) -> None:
     answer = subprocess.run(
         [sys.executable, "-m", "torchmn.launch.probe_host"],
-        input=json.dumps({"cwd": str(tmp_path), "script": ""}) + "\n",
+        input=encode(ProbeHost(cwd=str(tmp_path), script="")).decode(),
         capture_output=True,
         text=True,
         check=True,

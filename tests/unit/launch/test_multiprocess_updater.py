@@ -120,14 +120,14 @@ class TestTraining:
         assert optimizer.param_groups[0]["lr"] == 0.05
 
     @pytest.mark.parametrize(
-        ("trouble", "words"),
+        ("trouble", "message"),
         [
             ("raise", "ArithmeticError: the loss of this worker is not a number"),
             ("die", "SIGKILL"),
         ],
     )
     def test_failed_worker_ends_training_with_a_report(
-        self, tmp_path: Path, trouble: str, words: str
+        self, tmp_path: Path, trouble: str, message: str
     ) -> None:
         trainer = Trainer(make_updater(Troubled(trouble)), (9, "iteration"), tmp_path)
         begin_s: list[float] = []
@@ -137,7 +137,7 @@ class TestTraining:
         assert time.monotonic() - begin_s[-1] < 15  # less than the time limit of an exchange
         assert trainer.iteration == 2
         assert "rank 0 is 'gpu1' on cpu" in str(raised.value)
-        assert words in str(raised.value)
+        assert message in str(raised.value)
         assert ("in forward" in str(raised.value)) == (trouble == "raise")
 
     def test_a_model_that_workers_cannot_build(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +231,7 @@ class TestRefused:
         assert "plain optimizer" in run_ranks(body, 1)[0]
 
     @pytest.mark.parametrize(
-        ("options", "words"),
+        ("options", "message"),
         [
             ({"loss_func": lambda *batch: None}, "The loss_func (a function)"),
             (
@@ -240,9 +240,9 @@ class TestRefused:
             ),
         ],
     )
-    def test_what_cannot_be_pickled(self, options: Any, words: str) -> None:
+    def test_what_cannot_be_pickled(self, options: Any, message: str) -> None:
         updater = make_updater(Line(), **options)
-        assert words in refusal(updater.update)
+        assert message in refusal(updater.update)
         updater.finalize()
 
     def test_an_updater_that_has_ended(self) -> None:

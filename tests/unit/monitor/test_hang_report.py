@@ -1,9 +1,9 @@
-"""Who is named when a collective hangs."""
+"""Which ranks the report of a hang names."""
 
 from __future__ import annotations
 
-from torchmn.control.messages import Overdue, StatusReply
-from torchmn.monitor.hang_report import report
+from torchmn.control.messages.monitor import CollectiveStatus, Overdue, ProcessState, StatusReply
+from torchmn.monitor.hang_report import RankStatus, report
 
 HOSTS = {0: "node0", 1: "node0", 2: "node1"}
 OVERDUE = Overdue(group="world", number=5, limit_s=60.0)
@@ -17,7 +17,7 @@ worker:
     wait()"""
 
 
-def told(
+def status(
     state: str,
     what: str = "all_reduce of float32[10]",
     *,
@@ -25,120 +25,114 @@ def told(
     group: str = "world",
     ranks: tuple[int, ...] = (0, 1, 2),
     where: str = "bucket 1, step 7",
-) -> StatusReply:
-    collective = {
-        "group": group,
-        "ranks": list(ranks),
-        "number": number,
-        "what": what,
-        "where": where,
-        "state": state,
-        "age_s": 60.1,
-    }
-    return StatusReply(collectives=[collective], stacks=STACKS)
+) -> RankStatus:
+    collective = CollectiveStatus(
+        group=group, ranks=ranks, number=number, what=what, where=where, state=state, age_s=60.1
+    )
+    return RankStatus.of(StatusReply(collectives=(collective,), stacks=STACKS))
 
 
-def test_a_rank_that_computes_is_named_with_its_line() -> None:
+STOPPED = RankStatus.of(StatusReply(process=ProcessState.STOPPED))
+
+
+def test_a_rank_that_computes_is_reported_with_its_line() -> None:
     found = report(
-        OVERDUE, 0, {0: told("running"), 1: told("done", number=4), 2: told("running")}, HOSTS
+        OVERDUE, 0, {0: status("running"), 1: status("done", number=4), 2: status("running")}, HOSTS
     )
     assert found.missing == (1,)
-    assert found.sentence.startswith(
+    assert found.summary.startswith(
         "all_reduce of float32[10] (bucket 1, step 7) of group 'world' has not completed within "
-        "60 s; rank 1 did not come to it: rank 1 on node0 runs at /home/me/train.py:17 in main"
+        "60 s; rank 1 did not reach it: rank 1 on node0 runs at /home/me/train.py:17 in main"
     )
     assert "number 4" in found.text
     assert "rank 2 on node1:" in found.text
 
 
-def test_a_process_that_does_not_answer_is_described_from_outside() -> None:
-    stopped = StatusReply(state="does not answer: its process is stopped by a signal")
-    found = report(OVERDUE, 0, {0: told("failed"), 1: told("running"), 2: stopped}, HOSTS)
+def test_a_process_that_does_not_answer_is_reported_with_its_state() -> None:
+    found = report(OVERDUE, 0, {0: status("failed"), 1: status("running"), 2: STOPPED}, HOSTS)
     assert found.missing == (2,)
-    assert "rank 2 on node1 does not answer: its process is stopped" in found.sentence
+    assert "rank 2 on node1 does not answer: its process is stopped" in found.summary
 
 
-def test_a_rank_of_which_nothing_is_heard() -> None:
-    found = report(OVERDUE, 0, {0: told("running"), 2: told("running")}, HOSTS)
+def test_a_rank_without_any_reply() -> None:
+    found = report(OVERDUE, 0, {0: status("running"), 2: status("running")}, HOSTS)
     assert found.missing == (1,)
-    assert "rank 1 on node0 has not answered" in found.sentence
-    assert "neither from it nor from its agent" in found.text
+    assert "rank 1 on node0 has not answered" in found.summary
+    assert "neither from the rank nor from its agent" in found.text
 
 
-def test_different_collectives_are_told_apart() -> None:
+def test_different_collectives_are_reported() -> None:
     found = report(
         OVERDUE,
         0,
         {
-            0: told("running"),
-            1: told("running", "broadcast of int64[1]", where=""),
-            2: told("failed"),
+            0: status("running"),
+            1: status("running", "broadcast of int64[1]", where=""),
+            2: status("failed"),
         },
         HOSTS,
     )
     assert found.missing == ()
-    assert "ranks 0, 2 in all_reduce of float32[10] (bucket 1, step 7)" in found.sentence
-    assert "rank 1 in broadcast of int64[1]" in found.sentence
-    assert "in the same order and with the same shapes" in found.sentence
+    assert "ranks 0, 2 in all_reduce of float32[10] (bucket 1, step 7)" in found.summary
+    assert "rank 1 in broadcast of int64[1]" in found.summary
+    assert "in the same order and with the same shapes" in found.summary
 
 
 def test_the_same_collective_of_other_steps_is_a_difference() -> None:
-    late = told("running", where="bucket 1, step 6")
-    found = report(OVERDUE, 0, {0: told("running"), 1: late, 2: told("running")}, HOSTS)
-    assert "rank 1 in all_reduce of float32[10] (bucket 1, step 6)" in found.sentence
+    late = status("running", where="bucket 1, step 6")
+    found = report(OVERDUE, 0, {0: status("running"), 1: late, 2: status("running")}, HOSTS)
+    assert "rank 1 in all_reduce of float32[10] (bucket 1, step 6)" in found.summary
 
 
-def test_when_all_have_come_the_network_is_named() -> None:
-    found = report(OVERDUE, 1, {rank: told("running") for rank in HOSTS}, HOSTS)
+def test_when_no_rank_is_missing_the_network_is_the_cause() -> None:
+    found = report(OVERDUE, 1, {rank: status("running") for rank in HOSTS}, HOSTS)
     assert found.missing == ()
-    assert "ranks 0, 1, 2 have come to it" in found.sentence
-    assert "Look at the network" in found.sentence
+    assert "ranks 0, 1, 2 have reached it" in found.summary
+    assert "Check the network" in found.summary
 
 
-def test_only_members_of_the_group_are_waited_for() -> None:
-    node = told("running", group="node", ranks=(0, 1))
-    other_node = told("running", group="node", ranks=(2,))
+def test_only_members_of_the_group_can_be_missing() -> None:
+    node = status("running", group="node", ranks=(0, 1))
+    other_node = status("running", group="node", ranks=(2,))
     overdue = Overdue(group="node", number=3, limit_s=10)
-    found = report(overdue, 0, {0: node, 1: told("done"), 2: other_node}, HOSTS)
+    found = report(overdue, 0, {0: node, 1: status("done"), 2: other_node}, HOSTS)
     assert found.missing == (1,)
 
 
-def of_groups(*collectives: StatusReply) -> StatusReply:
-    return StatusReply(
-        collectives=[c for one in collectives for c in one.collectives], stacks=STACKS
-    )
+def of_groups(*statuses: RankStatus) -> RankStatus:
+    return RankStatus(collectives=sum((s.collectives for s in statuses), ()), stacks=STACKS)
 
 
-def test_who_waits_himself_in_another_group_is_not_to_blame() -> None:
-    """Ranks 0 and 1 share a node, 0 and 2 lead nodes: rank 1 waits for 0, who waits for 2."""
+def test_a_rank_that_waits_in_another_group_is_not_the_cause() -> None:
+    """Ranks 0 and 1 share a node, 0 and 2 lead nodes: rank 1 waits for 0, which waits for 2."""
     leaders = {"group": "leaders", "ranks": (0, 2), "what": "all_reduce of float32[9]"}
     node = {"group": "node", "ranks": (0, 1), "what": "broadcast of float32[9]"}
-    answers = {
-        0: of_groups(told("done", **node), told("running", **leaders)),
-        1: told("running", **node),
-        2: of_groups(told("done", group="node", ranks=(2,)), told("done", **leaders)),
+    statuses = {
+        0: of_groups(status("done", **node), status("running", **leaders)),
+        1: status("running", **node),
+        2: of_groups(status("done", group="node", ranks=(2,)), status("done", **leaders)),
     }
-    found = report(Overdue(group="node", number=5, limit_s=10), 1, answers, HOSTS)
+    found = report(Overdue(group="node", number=5, limit_s=10), 1, statuses, HOSTS)
     assert found.missing == (2,)
-    assert found.sentence.startswith(
+    assert found.summary.startswith(
         "all_reduce of float32[9] (bucket 1, step 7) of group 'leaders'"
     )
-    assert "rank 2 on node1 runs at" in found.sentence
-    answers[2] = StatusReply(state="does not answer: its process is stopped by a signal")
-    found = report(Overdue(group="node", number=5, limit_s=10), 1, answers, HOSTS)
+    assert "rank 2 on node1 runs at" in found.summary
+    statuses[2] = STOPPED
+    found = report(Overdue(group="node", number=5, limit_s=10), 1, statuses, HOSTS)
     assert found.missing == (2,)
-    assert "rank 2 on node1 does not answer" in found.sentence
+    assert "rank 2 on node1 does not answer" in found.summary
 
 
-def test_ranks_that_wait_for_each_other_in_two_groups() -> None:
+def test_ranks_that_wait_for_each_other_in_a_cycle() -> None:
     node = {"group": "node", "ranks": (0, 1), "what": "reduce of float32[9]"}
-    answers = {
-        0: told("running", **node),
-        1: told("running", "barrier"),
-        2: told("running", "barrier"),
+    statuses = {
+        0: status("running", **node),
+        1: status("running", "barrier"),
+        2: status("running", "barrier"),
     }
-    found = report(OVERDUE, 2, answers, HOSTS)
+    found = report(OVERDUE, 2, statuses, HOSTS)
     assert found.missing == ()
-    assert "the ranks are in different collectives" in found.sentence
-    assert "ranks 1, 2 in barrier (bucket 1, step 7) of group 'world'" in found.sentence
-    assert "rank 0 in reduce of float32[9] (bucket 1, step 7) of group 'node'" in found.sentence
+    assert "the ranks are in different collectives" in found.summary
+    assert "ranks 1, 2 in barrier (bucket 1, step 7) of group 'world'" in found.summary
+    assert "rank 0 in reduce of float32[9] (bucket 1, step 7) of group 'node'" in found.summary

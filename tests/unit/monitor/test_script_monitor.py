@@ -1,15 +1,16 @@
-"""What the script's side tells its agent. The process itself is the matter of test_crash.py."""
+"""What a script reports to its agent. Whole processes are tested in test_crash.py."""
 
 from __future__ import annotations
 
 import os
 import socket
 import sys
+import threading
 
 import pytest
 
 from torchmn.control.connection import Channel
-from torchmn.control.messages import Leaving, StatusReply, StatusRequest
+from torchmn.control.messages.monitor import Leaving, ProcessState, StatusReply, StatusRequest
 from torchmn.errors import (
     CommunicationError,
     PeerLostError,
@@ -19,6 +20,7 @@ from torchmn.errors import (
 )
 from torchmn.monitor import script_monitor
 from torchmn.monitor.script_link import ScriptLink
+from torchmn.testing import run_ranks
 
 
 def chained(error: Exception, cause: Exception) -> Exception:
@@ -43,65 +45,75 @@ def chained(error: Exception, cause: Exception) -> Exception:
         (MemoryError(), False),
     ],
 )
-def test_what_only_follows_from_the_end_of_others(error: Exception, follows: bool) -> None:
+def test_errors_that_are_a_consequence_of_lost_peers(error: Exception, follows: bool) -> None:
     assert script_monitor.is_consequence(error) is follows
 
 
-def test_a_ring_of_causes_ends() -> None:
+def test_a_cycle_of_causes_terminates() -> None:
     first, second = ValueError("a"), ValueError("b")
     first.__context__, second.__context__ = second, first
     assert not script_monitor.is_consequence(first)
 
 
-def test_no_invitation_and_a_false_one_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert script_monitor.of_this_process() is None
+def test_without_an_agent_nothing_is_installed() -> None:
+    assert script_monitor.current() is None
     reading, writing = os.pipe()
-    monkeypatch.setenv(script_monitor.WATCH_VARIABLE, f"{reading}:{os.getpid()}")
-    assert script_monitor.of_this_process() is None  # no socket
+    environ = {script_monitor.MONITOR_VARIABLE: f"{reading}:{os.getpid()}"}
+    assert script_monitor.install_from_environment(environ) is None  # not a socket
+    assert environ == {}
     os.close(reading)
     os.close(writing)
-    monkeypatch.setenv(script_monitor.WATCH_VARIABLE, f"{reading}:{os.getpid()}")
-    assert script_monitor.of_this_process() is None  # closed
+    environ = {script_monitor.MONITOR_VARIABLE: f"{reading}:{os.getpid()}"}
+    assert script_monitor.install_from_environment(environ) is None  # closed
     own, other = socket.socketpair()
-    monkeypatch.setenv(script_monitor.WATCH_VARIABLE, f"{own.fileno()}:{os.getpid() + 1}")
-    assert script_monitor.of_this_process() is None  # made by another process
-    own.getpeername()  # and it was left as it is
+    environ = {script_monitor.MONITOR_VARIABLE: f"{own.fileno()}:{os.getpid() + 1}"}
+    assert script_monitor.install_from_environment(environ) is None  # made by another process
+    own.getpeername()  # and it was left open
     own.close()
     other.close()
 
 
-def test_the_agent_answers_for_a_script_that_is_silent() -> None:
-    said: list[object] = []
+def test_a_communicator_leaves_the_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     own, other = socket.socketpair()
-    link = ScriptLink(said.append, own)
-    link.begin(os.getpid())
-    link.ask()
-    assert link.answer_by is not None
-    link.answer_if_silent()
-    assert said == []
-    link.answer_by -= 10
-    link.answer_if_silent()
-    assert len(said) == 1
-    assert isinstance(said[0], StatusReply)
-    assert said[0].state.startswith("does not answer: its process")
+    own.set_inheritable(True)
+    monkeypatch.setenv(script_monitor.MONITOR_VARIABLE, f"{own.fileno()}:{os.getpid()}")
+    before = sys.excepthook, sys.exit, dict(os.environ)
+    run_ranks(lambda comm: comm.barrier(), 2, name="naive")
+    assert (sys.excepthook, sys.exit, dict(os.environ)) == before
+    assert "torchmn-monitor" not in {thread.name for thread in threading.enumerate()}
+    assert script_monitor.current() is None
+    own.close()
+    other.close()
+
+
+def test_the_agent_replies_for_a_silent_script() -> None:
+    forwarded: list[object] = []
+    own, other = socket.socketpair()
+    link = ScriptLink(forwarded.append, own)
+    link.script_started(os.getpid())
+    link.request_status()
+    assert link.reply_by is not None
+    link.reply_if_overdue()
+    assert forwarded == []
+    link.reply_by -= 10
+    link.reply_if_overdue()
+    assert len(forwarded) == 1
+    assert isinstance(forwarded[0], StatusReply)
+    assert forwarded[0].process is ProcessState.RUNNING
     other.close()
     own.close()
 
 
-def test_words_of_the_script_are_passed_on_and_others_are_not() -> None:
-    said: list[object] = []
+def test_only_messages_of_scripts_are_forwarded() -> None:
+    forwarded: list[object] = []
     own, other = socket.socketpair()
-    link = ScriptLink(said.append, own)
+    link = ScriptLink(forwarded.append, own)
     script = Channel(other)
     script.post(Leaving(status=3))
-    script.post(StatusRequest())  # not for a script to say
-    link.pass_on()
-    assert said == [Leaving(status=3)]
+    script.post(StatusRequest())  # not a message of scripts
+    link.forward_messages()
+    assert forwarded == [Leaving(status=3)]
     script.close()
-    link.pass_on()
+    link.forward_messages()
     assert not link.is_open
     own.close()
-
-
-def test_nothing_of_this_process_was_changed() -> None:
-    assert sys.exit.__module__ == "sys"

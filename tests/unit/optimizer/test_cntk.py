@@ -9,7 +9,7 @@ from tests.unit.models import batch, equal, local_grads, mlp, near, values
 from tests.unit.schedules.local_updates.runs import momentum, sgd, train
 from torchmn.errors import UsageError
 from torchmn.optimizer import block_momentum_distributed_learner, data_parallel_distributed_learner
-from torchmn.schedules import BlockMomentum
+from torchmn.schedules import BlockMomentum, Warmup
 from torchmn.testing import run_ranks
 
 
@@ -87,12 +87,13 @@ def test_block_momentum_in_cntks_spelling() -> None:
             comm=comm,
             model=model,
         )
-        schedule = learner.schedule
+        assert isinstance(learner.schedule, Warmup)
+        schedule = learner.schedule.schedule
         assert isinstance(schedule, BlockMomentum)
         assert (schedule.block_size, schedule.time_constant) == (16, 40)
         assert not schedule.nesterov
-        assert not schedule.resets_smoothed_gradients
-        assert (schedule.block_learning_rate, schedule.distributed_after) == (0.5, 8)
+        assert not schedule.resets_momentum
+        assert (schedule.block_learning_rate, learner.schedule.warmup_samples) == (0.5, 8)
         for step in range(4):
             train(model, learner, comm.rank, step)
         learner.flush()

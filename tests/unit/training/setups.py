@@ -1,4 +1,4 @@
-"""Small networks and data that every rank builds alike, without the shared random generator."""
+"""Small networks and data, the same on every rank without the shared random generator."""
 
 from __future__ import annotations
 

@@ -122,28 +122,28 @@ def test_a_shuffling_loader_resumes_in_mid_epoch(num_done: int, has_own_generato
 
 
 @pytest.mark.parametrize(
-    ("loader", "words"),
+    ("loader", "message"),
     [
         (iter([1, 2]), "list_iterator"),
         (5, "int"),
     ],
 )
-def test_what_cannot_be_iterated_again(loader: Any, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+def test_what_cannot_be_iterated_again(loader: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         batch_source(loader)
 
 
 @pytest.mark.parametrize(
-    ("loader", "words"),
+    ("loader", "message"),
     [
-        (DataLoader([], 2), "gave no batch"),
-        (Lies([1, 2, 3], -1), "gave more batches"),
-        (Lies([1, 2, 3], +1), "gave no batch"),
+        (DataLoader([], 2), "returned no batch"),
+        (Lies([1, 2, 3], -1), "returned more batches"),
+        (Lies([1, 2, 3], +1), "returned no batch"),
     ],
 )
-def test_lengths_that_are_wrong(loader: Any, words: str) -> None:
+def test_lengths_that_are_wrong(loader: Any, message: str) -> None:
     source = batch_source(loader)
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(UsageError, match=message):
         epochs(source, 5)
 
 

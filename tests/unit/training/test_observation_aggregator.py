@@ -24,7 +24,7 @@ from .test_trainer import Counter
 def observed(
     comm: Communicator, out: Path, values: Any, *, num_iterations: int = 4, **options: Any
 ) -> list[Any]:
-    """What stands under ``all`` after each iteration; ``values(rank, iteration)`` is observed."""
+    """The value of ``all`` after each iteration; ``values(rank, iteration)`` is observed."""
     trainer = Trainer(Counter(10, 4), (num_iterations, "iteration"), out, comm=comm)
 
     def observe(manager: Any) -> None:

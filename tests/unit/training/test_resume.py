@@ -1,4 +1,4 @@
-"""Iterators, logs and trainers on as many workers and on others."""
+"""Iterators, logs and trainers on the same and on another number of ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from pytorch_pfn_extras.training.extension import Extension
 from torch.utils.data import DataLoader
 
 from tests.contracts.suites.resume_contracts import described
-from torchmn import GlobalSampler, SerialIterator, create_multi_node_optimizer
+from torchmn import (
+    GlobalSampler,
+    MultiprocessParallelUpdater,
+    SerialIterator,
+    create_multi_node_optimizer,
+)
 from torchmn.communicators import Communicator
 from torchmn.errors import UsageError
 from torchmn.testing import run_ranks
@@ -20,7 +25,6 @@ from torchmn.training import (
     EpochLoader,
     LogReport,
     MultiNodeEarlyStoppingTrigger,
-    MultiprocessParallelUpdater,
     ObservationAggregator,
     StandardUpdater,
     Trainer,
@@ -42,7 +46,7 @@ def places(size: int) -> list[Any]:
 def test_a_pass_that_is_gone_on_with_takes_no_random_number(
     num_done: int, has_own_generator: bool
 ) -> None:
-    """A DataLoader takes one when a pass begins: dropout behind it would be another."""
+    """A DataLoader draws a number when a pass begins, so later dropout would differ."""
 
     def body(comm: Communicator) -> None:
         def make() -> tuple[EpochLoader, torch.Generator]:
@@ -72,7 +76,7 @@ def test_a_pass_that_is_gone_on_with_takes_no_random_number(
 @pytest.mark.parametrize("old", [1, 2, 3, 4])
 @pytest.mark.parametrize("new", [1, 2, 3, 4])
 def test_shards_go_on_as_far_as_they_were(old: int, new: int) -> None:
-    """As many samples of the epoch are done; not the same ones, and it is said."""
+    """The same number of samples is done, but not the same ones: there is a warning."""
     length, num_steps = 120, 7
     before = [SerialIterator(range(length // old), 4, seed=rank) for rank in range(old)]
     for iterator in before:
@@ -107,7 +111,7 @@ def test_loaders_share_out_the_batches_that_were_done() -> None:
         after = EpochLoader(DataLoader(range(26), 2))
         after.load_state_dict(after.reshard_state_dict(states, place))
         assert after.epoch_detail == pytest.approx(6 / 13)
-        assert "loader without GlobalSampler" in after.resume_warnings()[0]
+        assert "loader has no GlobalSampler" in after.resume_warnings()[0]
 
 
 # ---- observations ----
@@ -183,7 +187,7 @@ def make(comm: Communicator, out: Path, epochs: int) -> tuple[Trainer, Line]:
 @pytest.mark.parametrize(("old", "new"), [(2, 2), (1, 3), (3, 2), (2, 4)])
 @pytest.mark.parametrize("stop_after", [3, 6])
 def test_a_trainer_goes_on(tmp_path: Path, old: int, new: int, stop_after: int) -> None:
-    """In mid-epoch, between two entries of the log; the same bits on as many ranks."""
+    """In mid-epoch, between two entries of the log; bit-identical on the same number of ranks."""
 
     def straight(comm: Communicator) -> Any:
         trainer, model = make(comm, tmp_path / "straight", 3)

@@ -105,7 +105,7 @@ def test_early_stopping_ends_the_loop(tmp_path: Path) -> None:
     trainer = Trainer(Counter(10, 4), stop, tmp_path)
     trainer.extend(lambda manager: manager.observation.update(value=abs(manager.epoch - 2)))
     trainer.run()
-    assert trainer.epoch == 5  # best after the second epoch; the mean of an epoch lags behind
+    assert trainer.epoch == 5  # best after the second epoch; the mean of an epoch lags by one
 
 
 def test_errors_reach_the_caller_after_the_end_of_extensions(tmp_path: Path) -> None:
@@ -321,14 +321,14 @@ class TestLog:
 
 
 @pytest.mark.parametrize(
-    ("make_iterator", "words"),
+    ("make_iterator", "message"),
     [
         (lambda rank: SerialIterator(points(10 + rank), 4, seed=1), "iterations per epoch"),
         (lambda rank: DataLoader(Subset(points(9), range(8 + rank)), 4), "iterations per epoch"),
     ],
 )
 def test_ranks_whose_epochs_differ_are_refused(
-    tmp_path: Path, make_iterator: Callable[[int], Any], words: str
+    tmp_path: Path, make_iterator: Callable[[int], Any], message: str
 ) -> None:
     def body(comm: Communicator) -> str:
         model = Line()
@@ -339,5 +339,5 @@ def test_ranks_whose_epochs_differ_are_refused(
         return str(raised.value)
 
     for text in run_ranks(body, 2):
-        assert words in text
+        assert message in text
         assert "force_equal_length" in text

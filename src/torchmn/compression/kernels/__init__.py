@@ -1,1 +1,1 @@
-"""Kernels of the codecs: reference, CPU and CUDA, and the layout of their bytes."""
+"""Codec kernels: reference, CPU and CUDA, and their byte format."""

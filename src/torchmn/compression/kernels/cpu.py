@@ -25,10 +25,10 @@ from torchmn.compression.kernels.wire_format import (
     FLOATS,
     IS_SMALL,
     LANES,
+    MIN_BLOCK_RANGE,
     NUMEL,
     OFFSET,
     START,
-    TINY,
     StripePlan,
 )
 
@@ -37,8 +37,8 @@ _ZERO = np.float32(0)
 _ONE = np.float32(1)
 _HALF = np.float32(0.5)
 _ULP = np.float32(2.0**-23)
-_TINY = np.float32(TINY)
-_WIDE_RANGE = np.float32(CLIP_FACTOR_4BIT)
+_MIN_BLOCK_RANGE = np.float32(MIN_BLOCK_RANGE)
+_CLIP_FACTOR_4BIT = np.float32(CLIP_FACTOR_4BIT)
 _NAN = np.float32(np.nan)
 _INFINITE_BITS = np.int32(0x7F800000)
 _WITHOUT_SIGN = np.int32(0x7FFFFFFF)
@@ -53,26 +53,26 @@ _inner = njit(  # wrappers for calls from Python would take as long to compile a
 def encode(
     values: Tensor,
     residual: Tensor | None,
-    rest: Tensor | None,
+    new_residual: Tensor | None,
     out: Tensor,
     plan: StripePlan,
     noise: Noise | None,
 ) -> Tensor:
     """See `reference.encode`."""
     flags = np.zeros(len(plan.table), np.uint8)
-    grid = plan.grid
+    spec = plan.spec
     keys = np.zeros(len(plan.table), np.uint32) if noise is None else noise.keys(plan.stripe)
     _encode(
         values.numpy(),
         None if residual is None else residual.numpy(),
-        None if rest is None else rest.numpy(),
+        None if new_residual is None else new_residual.numpy(),
         plan.table,
         keys,
         out.numpy(),
         flags,
-        grid.bits,
-        grid.block_length,
-        grid.is_stochastic,
+        spec.bits,
+        spec.block_length,
+        spec.is_stochastic,
     )
     return torch.from_numpy(flags)
 
@@ -80,8 +80,8 @@ def encode(
 def decode(encoded: Tensor, out: Tensor, plan: StripePlan, *, add: bool) -> Tensor:
     """See `reference.decode`."""
     flags = np.zeros(len(plan.table), np.uint8)
-    grid = plan.grid
-    _decode(encoded.numpy(), out.numpy(), plan.table, flags, grid.bits, grid.block_length, add)
+    spec = plan.spec
+    _decode(encoded.numpy(), out.numpy(), plan.table, flags, spec.bits, spec.block_length, add)
     return torch.from_numpy(flags)
 
 
@@ -122,7 +122,9 @@ def _outer_sum(p, q_rows, out):
 
 
 @_entry
-def _encode(values, residual, rest, table, keys, out, flags, bits, block_length, is_stochastic):
+def _encode(
+    values, residual, new_residual, table, keys, out, flags, bits, block_length, is_stochastic
+):
     work = np.empty(block_length, np.float32)
     codes = np.empty(block_length, np.uint8)
     lanes = np.empty((3, _LANES), np.float32)
@@ -150,8 +152,8 @@ def _encode(values, residual, rest, table, keys, out, flags, bits, block_length,
                 flags[s] = 1
                 floats[pair : pair + num_floats] = _NAN
                 c[:] = 0
-                if rest is not None:
-                    rest[begin:end] = residual[begin:end]
+                if new_residual is not None:
+                    new_residual[begin:end] = residual[begin:end]
             else:
                 floats[pair] = low
                 if bits == 1:
@@ -162,22 +164,26 @@ def _encode(values, residual, rest, table, keys, out, flags, bits, block_length,
                         _draw_bits(w, c, low, high, counter)
                     else:
                         _signs(w, c)
-                    if rest is not None:
-                        _rest_of_bits(v, residual[begin:end], rest[begin:end], c, low, high)
+                    if new_residual is not None:
+                        _residual_of_bits(
+                            v, residual[begin:end], new_residual[begin:end], c, low, high
+                        )
                 else:
                     if is_stochastic:
-                        _round_by_chance(w, c, high, levels, counter)
+                        _round_randomly(w, c, high, levels, counter)
                     else:
                         _round(w, c, high, levels)
-                    if rest is not None:
-                        _rest_of_codes(v, residual[begin:end], rest[begin:end], c, low, levels)
+                    if new_residual is not None:
+                        _residual_of_codes(
+                            v, residual[begin:end], new_residual[begin:end], c, low, levels
+                        )
             pair += num_floats
             byte += length if bits == 8 else _pack(c, out[byte:], bits)
 
 
 @_inner
 def _copy_small(values, out):
-    """Write the elements as they are; returns whether one is not finite."""
+    """Write the elements unchanged; returns whether one is not finite."""
     wide = out[: values.size * values.itemsize].view(values.dtype)
     bad = 0
     for i in range(values.size):
@@ -224,9 +230,9 @@ def _two_values(work, lanes, bits, is_stochastic, levels):
         if np.isfinite(squares) and magnitudes > _ZERO:
             typical = squares / magnitudes
             if bits == 4:
-                typical *= _WIDE_RANGE
+                typical *= _CLIP_FACTOR_4BIT
             span = min(span, typical)
-    if span < _TINY:
+    if span < _MIN_BLOCK_RANGE:
         return _ZERO, _ZERO
     top = np.float32(levels)
     return span / top, top / span
@@ -308,7 +314,7 @@ def _chance(counter):
 
 
 @_inner
-def _round_by_chance(work, codes, inverse, levels, counter):
+def _round_randomly(work, codes, inverse, levels, counter):
     top = np.int32(levels)
     for i in range(codes.size):
         shift = _chance(np.uint32(counter + np.uint32(i))) - _HALF
@@ -330,16 +336,16 @@ def _draw_bits(work, codes, low, high, counter):
 
 
 @_inner
-def _rest_of_codes(values, residual, rest, codes, scale, levels):
+def _residual_of_codes(values, residual, new_residual, codes, scale, levels):
     top = np.int32(levels)
     for i in range(codes.size):
-        rest[i] = (values[i] + residual[i]) - np.float32(np.int32(codes[i]) - top) * scale
+        new_residual[i] = (values[i] + residual[i]) - np.float32(np.int32(codes[i]) - top) * scale
 
 
 @_inner
-def _rest_of_bits(values, residual, rest, codes, low, high):
+def _residual_of_bits(values, residual, new_residual, codes, low, high):
     for i in range(codes.size):
-        rest[i] = (values[i] + residual[i]) - (high if codes[i] else low)
+        new_residual[i] = (values[i] + residual[i]) - (high if codes[i] else low)
 
 
 @_inner
@@ -382,80 +388,52 @@ def _decode(encoded, out, table, flags, bits, block_length, add):
             pair += num_floats
             if not (np.isfinite(low) and np.isfinite(high)):
                 flags[s] = 1
-            if bits == 8 and add:
-                _add_bytes(o, c, low)
-            elif bits == 8:
-                _set_bytes(o, c, low)
-            elif bits == 1 and add:
-                _add_bits(o, c, low, high)
+            if bits == 8:
+                _read_bytes(c, o, low, add)
             elif bits == 1:
-                _set_bits(o, c, low, high)
-            elif add:
-                _add_planes(o, c, low, levels, bits)
+                _read_bits(c, o, low, high, add)
             else:
-                _set_planes(o, c, low, levels, bits)
+                _read_planes(c, o, low, levels, bits, add)
+
+
+# ``add`` does not change inside a loop, and LLVM makes two loops: as fast as two functions.
 
 
 @_inner
 def _read_small(encoded, out, add):
+    """Read the elements unchanged; returns whether one is not finite."""
     wide = encoded[: out.size * out.itemsize].view(out.dtype)
     bad = 0
     for i in range(out.size):
         bad |= not np.isfinite(wide[i])
-    if add:
-        for i in range(out.size):
-            out[i] += wide[i]
-    else:
-        for i in range(out.size):
-            out[i] = wide[i]
+    for i in range(out.size):
+        out[i] = out[i] + wide[i] if add else wide[i]
     return bad
 
 
 @_inner
-def _set_bytes(out, codes, scale):
+def _read_bytes(codes, out, scale, add):
     for i in range(codes.size):
-        out[i] = np.float32(np.int32(codes[i]) - np.int32(127)) * scale
+        value = np.float32(np.int32(codes[i]) - np.int32(127)) * scale
+        out[i] = out[i] + value if add else value
 
 
 @_inner
-def _add_bytes(out, codes, scale):
-    for i in range(codes.size):
-        out[i] += np.float32(np.int32(codes[i]) - np.int32(127)) * scale
-
-
-@_inner
-def _set_planes(out, packed, scale, levels, bits):
+def _read_planes(packed, out, scale, levels, bits, add):
     top, mask = np.int32(levels), np.uint8(2**bits - 1)
     for plane in range(8 // bits):
         shift = np.uint8(plane * bits)
         part = out[plane * packed.size : (plane + 1) * packed.size]
         for j in range(part.size):
-            part[j] = np.float32(np.int32((packed[j] >> shift) & mask) - top) * scale
+            value = np.float32(np.int32((packed[j] >> shift) & mask) - top) * scale
+            part[j] = part[j] + value if add else value
 
 
 @_inner
-def _add_planes(out, packed, scale, levels, bits):
-    top, mask = np.int32(levels), np.uint8(2**bits - 1)
-    for plane in range(8 // bits):
-        shift = np.uint8(plane * bits)
-        part = out[plane * packed.size : (plane + 1) * packed.size]
-        for j in range(part.size):
-            part[j] += np.float32(np.int32((packed[j] >> shift) & mask) - top) * scale
-
-
-@_inner
-def _set_bits(out, packed, low, high):
+def _read_bits(packed, out, low, high, add):
     for plane in range(8):
         bit = np.uint8(1 << plane)
         part = out[plane * packed.size : (plane + 1) * packed.size]
         for j in range(part.size):
-            part[j] = high if packed[j] & bit else low
-
-
-@_inner
-def _add_bits(out, packed, low, high):
-    for plane in range(8):
-        bit = np.uint8(1 << plane)
-        part = out[plane * packed.size : (plane + 1) * packed.size]
-        for j in range(part.size):
-            part[j] += high if packed[j] & bit else low
+            value = high if packed[j] & bit else low
+            part[j] = part[j] + value if add else value

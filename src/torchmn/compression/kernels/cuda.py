@@ -1,8 +1,8 @@
 """The kernels for GPUs: written in Triton, one program per block, one pass over memory.
 
 A block is a matrix of (planes, bytes): the elements whose codes share byte j are column j, see
-`stripe_plan`. Scales are sums in an order of their own and products may be fused with additions,
-so that with 4, 2 and 1 bits the last digits are not those of `reference`; decoding gives
+`wire_format`. Scales are summed in another order and products may be fused with additions, so
+that with 4, 2 and 1 bits the last digits are not those of `reference`; decoding gives
 the same bits everywhere. ``TRITON_INTERPRET=1``, set before Triton is imported, runs them on CPU
 tensors.
 """
@@ -27,10 +27,10 @@ from torchmn.compression.kernels.wire_format import (
     CODES,
     FLOATS,
     IS_SMALL,
+    MIN_BLOCK_RANGE,
     NUMEL,
     OFFSET,
     START,
-    TINY,
     StripePlan,
 )
 
@@ -38,14 +38,14 @@ __all__ = ["decode", "encode", "outer_sum", "subtract_outer_"]
 
 _SMALL_CHUNK = 1024
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds to even
-_TINY = tl.constexpr(TINY)
-_WIDE_RANGE = tl.constexpr(CLIP_FACTOR_4BIT)
+_MIN_BLOCK_RANGE = tl.constexpr(MIN_BLOCK_RANGE)
+_CLIP_FACTOR_4BIT = tl.constexpr(CLIP_FACTOR_4BIT)
 _INFINITE_BITS = tl.constexpr(0x7F800000)
 
 
 @dataclass(frozen=True)
 class _Tables:
-    """Of a plan, on its GPU: rows of start, length, place on the wire, codes, segment, counter."""
+    """Of a plan, on its GPU: rows of start, length, float index, byte, segment, counter."""
 
     blocks: Tensor
     small: Tensor
@@ -57,13 +57,13 @@ _tables: weakref.WeakKeyDictionary[StripePlan, _Tables] = weakref.WeakKeyDiction
 def encode(
     values: Tensor,
     residual: Tensor | None,
-    rest: Tensor | None,
+    new_residual: Tensor | None,
     out: Tensor,
     plan: StripePlan,
     noise: Noise | None,
 ) -> Tensor:
     """See `reference.encode`."""
-    grid, tables = plan.grid, _tables_of(plan, values.device)
+    spec, tables = plan.spec, _tables_of(plan, values.device)
     flags = torch.zeros(len(plan.table), dtype=torch.uint8, device=values.device)
     keys = np.zeros(len(plan.table), np.uint32) if noise is None else noise.keys(plan.stripe)
     keys_there = torch.from_numpy(keys.astype(np.int64)).to(values.device, non_blocking=True)
@@ -71,17 +71,17 @@ def encode(
         _encode_block[(len(tables.blocks),)](
             values,
             values if residual is None else residual,
-            values if rest is None else rest,
+            values if new_residual is None else new_residual,
             out,
             out.view(torch.float32),
             flags,
             tables.blocks,
             keys_there,
-            BITS=grid.bits,
-            LEVELS=max(grid.levels, 1),
-            IS_STOCHASTIC=grid.is_stochastic,
-            HAS_RESIDUE=residual is not None,
-            PLANES=8 // grid.bits,
+            BITS=spec.bits,
+            LEVELS=max(spec.levels, 1),
+            IS_STOCHASTIC=spec.is_stochastic,
+            HAS_RESIDUAL=residual is not None,
+            PLANES=8 // spec.bits,
             BYTES=_columns(plan),
         )
     if len(tables.small):
@@ -99,7 +99,7 @@ def encode(
 
 def decode(encoded: Tensor, out: Tensor, plan: StripePlan, *, add: bool) -> Tensor:
     """See `reference.decode`."""
-    grid, tables = plan.grid, _tables_of(plan, out.device)
+    spec, tables = plan.spec, _tables_of(plan, out.device)
     flags = torch.zeros(len(plan.table), dtype=torch.uint8, device=out.device)
     if len(tables.blocks):
         _decode_block[(len(tables.blocks),)](
@@ -108,10 +108,10 @@ def decode(encoded: Tensor, out: Tensor, plan: StripePlan, *, add: bool) -> Tens
             out,
             flags,
             tables.blocks,
-            BITS=grid.bits,
-            LEVELS=max(grid.levels, 1),
+            BITS=spec.bits,
+            LEVELS=max(spec.levels, 1),
             ADD=add,
-            PLANES=8 // grid.bits,
+            PLANES=8 // spec.bits,
             BYTES=_columns(plan),
         )
     if len(tables.small):
@@ -129,17 +129,17 @@ def decode(encoded: Tensor, out: Tensor, plan: StripePlan, *, add: bool) -> Tens
 
 def _columns(plan: StripePlan) -> int:
     """Columns of a block's matrix: bytes of its codes, up to a power of two."""
-    return int(triton.next_power_of_2(plan.grid.block_length * plan.grid.bits // 8))
+    return int(triton.next_power_of_2(plan.spec.block_length * plan.spec.bits // 8))
 
 
 def _tables_of(plan: StripePlan, device: torch.device) -> _Tables:
     tables = _tables.get(plan)
     if tables is None or tables.blocks.device != device:
-        grid, itemsize = plan.grid, plan.stripe.wide_dtype.itemsize
+        spec, itemsize = plan.spec, plan.stripe.wide_dtype.itemsize
         blocks: list[list[int]] = []
         small: list[list[int]] = []
         for segment, row in enumerate(plan.table.tolist()):
-            step = _SMALL_CHUNK if row[IS_SMALL] else grid.block_length
+            step = _SMALL_CHUNK if row[IS_SMALL] else spec.block_length
             for index, first in enumerate(range(0, row[NUMEL], step)):
                 length = min(step, row[NUMEL] - first)
                 if row[IS_SMALL]:
@@ -151,8 +151,8 @@ def _tables_of(plan: StripePlan, device: torch.device) -> _Tables:
                         [
                             row[START] + first,
                             length,
-                            row[FLOATS] // 4 + index * grid.num_floats,
-                            row[CODES] + index * grid.block_length * grid.bits // 8,
+                            row[FLOATS] // 4 + index * spec.num_floats,
+                            row[CODES] + index * spec.block_length * spec.bits // 8,
                             segment,
                             row[OFFSET] + first,
                         ]
@@ -190,7 +190,7 @@ def _total(x):
 def _encode_block(
     values,
     residual,
-    rest,
+    new_residual,
     out,
     floats,
     flags,
@@ -199,7 +199,7 @@ def _encode_block(
     BITS: tl.constexpr,
     LEVELS: tl.constexpr,
     IS_STOCHASTIC: tl.constexpr,
-    HAS_RESIDUE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
     PLANES: tl.constexpr,
     BYTES: tl.constexpr,
 ):
@@ -212,9 +212,9 @@ def _encode_block(
     element = plane * nbytes + column
     mask = (column < nbytes) & (element < length)
     v = tl.load(values + start + element, mask=mask, other=0.0)
-    if HAS_RESIDUE:
-        owed = tl.load(residual + start + element, mask=mask, other=0.0)
-        v += owed
+    if HAS_RESIDUAL:
+        carried = tl.load(residual + start + element, mask=mask, other=0.0)
+        v += carried
     w = v.to(tl.float32)
     magnitude = tl.abs(w)
     is_bad = _total((mask & _is_infinite(w)).to(tl.int32)) > 0
@@ -235,12 +235,12 @@ def _encode_block(
             squares, magnitudes = _total(w * w), _total(magnitude)
             typical = squares / tl.maximum(magnitudes, 1e-38)
             if BITS == 4:
-                typical *= _WIDE_RANGE
+                typical *= _CLIP_FACTOR_4BIT
             is_usable = (squares < float("inf")) & (magnitudes > 0.0)
             span = tl.where(is_usable, tl.minimum(span, typical), span)
-        is_zero = span < _TINY
+        is_zero = span < _MIN_BLOCK_RANGE
         low = tl.where(is_zero, 0.0, span / LEVELS)
-        high = tl.where(is_zero, 0.0, LEVELS / tl.maximum(span, _TINY))
+        high = tl.where(is_zero, 0.0, LEVELS / tl.maximum(span, _MIN_BLOCK_RANGE))
     low, high = low.to(tl.float32), high.to(tl.float32)
     is_bad = is_bad | _is_infinite(low) | _is_infinite(high)
     if IS_STOCHASTIC:
@@ -260,9 +260,9 @@ def _encode_block(
         q = tl.minimum(tl.maximum(q, -LEVELS), LEVELS)
         decoded = q.to(tl.float32) * low
         codes = q + LEVELS
-    if HAS_RESIDUE:
-        lost = tl.where(is_bad, owed, v - decoded.to(v.dtype))
-        tl.store(rest + start + element, lost, mask=mask)
+    if HAS_RESIDUAL:
+        lost = tl.where(is_bad, carried, v - decoded.to(v.dtype))
+        tl.store(new_residual + start + element, lost, mask=mask)
     codes = tl.where(mask & (is_bad == 0), codes, 0)
     packed = tl.sum(codes << (plane * BITS), axis=0)
     at = tl.arange(0, BYTES)
@@ -313,9 +313,9 @@ def _decode_block(
 
 @triton.jit
 def _copy_small(
-    buffer, wire, flags, table, ADD: tl.constexpr, OUT: tl.constexpr, CHUNK: tl.constexpr
+    buffer, encoded, flags, table, ADD: tl.constexpr, OUT: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """A part of a small parameter, out of the buffer to the wire or back."""
+    """Copy a part of a small parameter from the buffer to the encoded bytes or back."""
     row = table + tl.program_id(0) * 6
     start, length, place = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     segment = tl.load(row + 4)
@@ -324,11 +324,11 @@ def _copy_small(
     if OUT:
         x = tl.load(buffer + start + element, mask=mask, other=0.0)
     else:
-        x = tl.load(wire + place + element, mask=mask, other=0.0)
+        x = tl.load(encoded + place + element, mask=mask, other=0.0)
     is_bad = tl.sum((mask & ((x - x) != 0.0)).to(tl.int32), axis=0) > 0
     tl.store(flags + segment, tl.full([], 1, tl.uint8), mask=is_bad)
     if OUT:
-        tl.store(wire + place + element, x, mask=mask)
+        tl.store(encoded + place + element, x, mask=mask)
     else:
         if ADD:
             x += tl.load(buffer + start + element, mask=mask, other=0.0)

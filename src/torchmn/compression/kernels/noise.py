@@ -1,6 +1,6 @@
 """Random numbers for stochastic rounding: a function of seed, step, parameter and element.
 
-They do not depend on how parameters are cut into buckets and stripes, they are the same for every
+They do not depend on how parameters are put into buckets and stripes, they are the same for every
 kernel, and a counter is all the state there is.
 """
 
@@ -24,6 +24,6 @@ class Noise:
     side: str
 
     def keys(self, stripe: Layout) -> npt.NDArray[np.uint32]:
-        """(num_segments,): where in the sequence of all 32-bit counters each parameter begins."""
+        """(num_segments,): the first counter of each parameter."""
         words = (f"{self.seed}/{self.step}/{self.side}/{s.name}" for s in stripe.segments)
         return np.array([zlib.crc32(word.encode()) for word in words], dtype=np.uint32)

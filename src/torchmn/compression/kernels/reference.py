@@ -1,6 +1,6 @@
-"""The kernels in plain torch, on any device: what the compiled ones are tested against.
+"""The kernels in plain torch, on any device: the compiled ones are tested against them.
 
-Blocks are rows of a matrix. Nothing is fast here, but every bit is what the others give.
+Blocks are rows of a matrix. Slow, but with the same bits as the compiled ones.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torchmn.compression.kernels.wire_format import (
     FLOATS,
     IS_SMALL,
     LANES,
+    MIN_BLOCK_RANGE,
     NUMEL,
     OFFSET,
     START,
-    TINY,
-    Grid,
+    QuantizationSpec,
     StripePlan,
 )
 
@@ -29,17 +29,18 @@ _ROUND = 12582912.0  # 1.5 * 2**23: adding and subtracting it in float32 rounds 
 def encode(
     values: Tensor,
     residual: Tensor | None,
-    rest: Tensor | None,
+    new_residual: Tensor | None,
     out: Tensor,
     plan: StripePlan,
     noise: Noise | None,
 ) -> Tensor:
-    """Encode a stripe; returns flags (num_segments,) uint8 of segments that are not finite.
+    """Encode a stripe; returns flags (num_segments,) uint8: segments that are not finite.
 
-    ``values`` (span,) in the wide dtype, ``residual`` and ``rest`` (span,) or both None, ``out``
-    (plan.nbytes,) uint8. See `StripeCodec.encode_rest`. A block that is not finite gets NaN.
+    ``values`` (span,) in the wide dtype, ``residual`` and ``new_residual`` (span,) or both None,
+    ``out`` (plan.nbytes,) uint8. See `StripeCodec.encode_with_feedback`. A block that is not finite
+    is encoded as NaN.
     """
-    grid = plan.grid
+    spec = plan.spec
     flags = torch.zeros(len(plan.table), dtype=torch.uint8, device=values.device)
     keys = noise.keys(plan.stripe) if noise is not None else None
     for s, row in enumerate(plan.table.tolist()):
@@ -51,23 +52,25 @@ def encode(
         v = values[own] if residual is None else values[own] + residual[own]
         counters = _counters(v, 0 if keys is None else int(keys[s]) + row[OFFSET])
         floats, packed, decoded, bad = [], [], [], []
-        for rows, chances in zip(_rows(v, grid), _rows(counters, grid), strict=True):
-            pair, codes, is_bad = _encode_rows(rows.float(), chances, grid)
+        for rows, chances in zip(_rows(v, spec), _rows(counters, spec), strict=True):
+            pair, codes, is_bad = _encode_rows(rows.float(), chances, spec)
             floats.append(pair.flatten())
-            packed.append(_pack(codes, grid.bits).flatten())
-            decoded.append(_values_of(codes, pair, grid).flatten())
+            packed.append(_pack(codes, spec.bits).flatten())
+            decoded.append(_values_of(codes, pair, spec).flatten())
             bad.append(is_bad[:, None].expand_as(rows).flatten())
         _write(out, row[FLOATS], torch.cat(floats).view(torch.uint8))
         _write(out, row[CODES], torch.cat(packed))
         flags[s] = torch.cat(bad).any()
-        if residual is not None and rest is not None:
-            torch.where(torch.cat(bad), residual[own], v - torch.cat(decoded), out=rest[own])
+        if residual is not None and new_residual is not None:
+            torch.where(
+                torch.cat(bad), residual[own], v - torch.cat(decoded), out=new_residual[own]
+            )
     return flags
 
 
 def decode(encoded: Tensor, out: Tensor, plan: StripePlan, *, add: bool) -> Tensor:
     """Decode into ``out`` (span,) in the wide dtype, or add to it; returns flags as `encode`."""
-    grid = plan.grid
+    spec = plan.spec
     flags = torch.zeros(len(plan.table), dtype=torch.uint8, device=out.device)
     for s, row in enumerate(plan.table.tolist()):
         own = out[row[START] : row[START] + row[NUMEL]]
@@ -77,14 +80,14 @@ def decode(encoded: Tensor, out: Tensor, plan: StripePlan, *, add: bool) -> Tens
         else:
             parts = []
             pair_at, byte = row[FLOATS], row[CODES]
-            for rows in _rows(own, grid):
+            for rows in _rows(own, spec):
                 num, length = rows.shape
-                pairs = _view(encoded, pair_at, num * grid.num_floats, torch.float32)
-                nbytes = -(-length * grid.bits // 8)
+                pairs = _view(encoded, pair_at, num * spec.num_floats, torch.float32)
+                nbytes = -(-length * spec.bits // 8)
                 codes = _unpack(
-                    encoded[byte : byte + num * nbytes].view(num, nbytes), length, grid.bits
+                    encoded[byte : byte + num * nbytes].view(num, nbytes), length, spec.bits
                 )
-                parts.append(_values_of(codes, pairs.view(num, -1), grid).flatten())
+                parts.append(_values_of(codes, pairs.view(num, -1), spec).flatten())
                 flags[s] |= ~torch.isfinite(pairs).all()
                 pair_at += 4 * pairs.numel()
                 byte += num * nbytes
@@ -113,44 +116,46 @@ def subtract_outer_(v: Tensor, p: Tensor, q: Tensor) -> None:
 # ---- one block a row ----
 
 
-def _encode_rows(work: Tensor, counters: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+def _encode_rows(
+    work: Tensor, counters: Tensor, spec: QuantizationSpec
+) -> tuple[Tensor, Tensor, Tensor]:
     """Rows (blocks, length) float32 to numbers (blocks, num_floats), codes, and which are bad."""
     largest = work.abs().amax(dim=1)
-    if grid.bits == 1:
+    if spec.bits == 1:
         low, high = (
-            (work.amin(dim=1), work.amax(dim=1)) if grid.is_stochastic else _means_by_sign(work)
+            (work.amin(dim=1), work.amax(dim=1)) if spec.is_stochastic else _means_by_sign(work)
         )
     else:
         span = largest
-        if grid.bits < 8 and not grid.is_stochastic:
+        if spec.bits < 8 and not spec.is_stochastic:
             squares, magnitudes = _sum(work * work), _sum(work.abs())
             typical = squares / magnitudes
-            if grid.bits == 4:
+            if spec.bits == 4:
                 typical = typical * CLIP_FACTOR_4BIT
             is_usable = torch.isfinite(squares) & (magnitudes > 0)
             span = torch.where(is_usable, torch.minimum(span, typical), span)
-        is_zero = span < TINY
-        low = torch.where(is_zero, 0.0, span / grid.levels)
-        high = torch.where(is_zero, 0.0, grid.levels / span)
+        is_zero = span < MIN_BLOCK_RANGE
+        low = torch.where(is_zero, 0.0, span / spec.levels)
+        high = torch.where(is_zero, 0.0, spec.levels / span)
     bad = ~(torch.isfinite(largest) & torch.isfinite(low) & torch.isfinite(high))
-    if grid.bits == 1 and grid.is_stochastic:
+    if spec.bits == 1 and spec.is_stochastic:
         width = high - low
         codes = _chances(counters) * width[:, None] < work - low[:, None]
-    elif grid.bits == 1:
+    elif spec.bits == 1:
         codes = work >= 0
     else:
         scaled = work * high[:, None]
-        if grid.is_stochastic:
+        if spec.is_stochastic:
             scaled = scaled + (_chances(counters) - 0.5)
         rounded = torch.where(bad[:, None], 0.0, (scaled + _ROUND) - _ROUND)
-        codes = rounded.clamp(-grid.levels, grid.levels) + grid.levels
+        codes = rounded.clamp(-spec.levels, spec.levels) + spec.levels
     codes = torch.where(bad[:, None], 0, codes.to(torch.uint8))
-    numbers = torch.stack([low, high], dim=1)[:, : grid.num_floats]
+    numbers = torch.stack([low, high], dim=1)[:, : spec.num_floats]
     return torch.where(bad[:, None], float("nan"), numbers), codes, bad
 
 
 def _sum(terms: Tensor) -> Tensor:
-    """Sums of rows, in lanes: see `stripe_plan.LANES`."""
+    """Sums of rows, in lanes: see `wire_format.LANES`."""
     padding = -terms.shape[1] % LANES
     lanes = torch.nn.functional.pad(terms, (0, padding)).view(len(terms), -1, LANES)
     total = torch.zeros_like(lanes[:, 0])
@@ -169,10 +174,10 @@ def _means_by_sign(work: Tensor) -> tuple[Tensor, Tensor]:
     return low, torch.where(num_above > 0, _sum(work.clamp(min=0)) / num_above, 0.0)
 
 
-def _values_of(codes: Tensor, numbers: Tensor, grid: Grid) -> Tensor:
-    if grid.bits == 1:
+def _values_of(codes: Tensor, numbers: Tensor, spec: QuantizationSpec) -> Tensor:
+    if spec.bits == 1:
         return torch.where(codes.bool(), numbers[:, 1:], numbers[:, :1])
-    return (codes.float() - grid.levels) * numbers
+    return (codes.float() - spec.levels) * numbers
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
@@ -209,10 +214,10 @@ def _chances(counters: Tensor) -> Tensor:
 # ---- bytes ----
 
 
-def _rows(run: Tensor, grid: Grid) -> list[Tensor]:
-    """The full blocks of a run as a matrix, and what is left as another; neither if empty."""
-    full = run.numel() // grid.block_length * grid.block_length
-    rows = [run[:full].view(-1, grid.block_length), run[full:].view(1, -1)]
+def _rows(segment: Tensor, spec: QuantizationSpec) -> list[Tensor]:
+    """The full blocks of a segment as a matrix, and a last partial one as another."""
+    full = segment.numel() // spec.block_length * spec.block_length
+    rows = [segment[:full].view(-1, spec.block_length), segment[full:].view(1, -1)]
     return [part for part in rows if part.numel()]
 
 

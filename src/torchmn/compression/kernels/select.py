@@ -1,4 +1,4 @@
-"""Which kernels a device gets: compiled ones where they can be, plain torch where not."""
+"""Select the kernels for a device: compiled ones if possible, else plain torch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torchmn.compression.kernels.wire_format import StripePlan
 
 
 class Kernels(Protocol):
-    """What `reference`, `cpu` and `cuda` have alike."""
+    """The interface of `reference`, `cpu` and `cuda`."""
 
     def encode(
         self,
         values: Tensor,
         residual: Tensor | None,
-        rest: Tensor | None,
+        new_residual: Tensor | None,
         out: Tensor,
         plan: StripePlan,
         noise: Noise | None,
@@ -43,7 +43,7 @@ _COMPILERS = {"cpu": ("numba", "cpu"), "cuda": ("triton", "cuda")}
 
 @functools.cache
 def kernels_for(device_type: str) -> Kernels:
-    """The fastest kernels that run here. Warns once where they are the slow ones."""
+    """The fastest kernels that run here. Warns once if they are the slow ones."""
     compiler, module = _COMPILERS.get(device_type, ("", ""))
     if compiler and importlib.util.find_spec(compiler) is not None:
         return _load(module)
@@ -52,8 +52,8 @@ def kernels_for(device_type: str) -> Kernels:
         "triton": " Install triton.",
     }
     warnings.warn(
-        f"Gradients on {device_type} are quantized by plain torch, about ten times slower than by "
-        f"compiled kernels.{cure.get(compiler, '')}",
+        f"Gradients on {device_type} are quantized with plain torch, about ten times slower than "
+        f"with compiled kernels.{cure.get(compiler, '')}",
         stacklevel=2,
     )
     return _load("reference")

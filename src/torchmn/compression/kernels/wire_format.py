@@ -1,4 +1,4 @@
-"""Where each part of a quantized stripe lies in its bytes.
+"""The byte layout of a quantized stripe.
 
 For each segment in turn, each part at a multiple of 8 bytes:
 
@@ -8,8 +8,8 @@ For each segment in turn, each part at a multiple of 8 bytes:
 
 Codes of one block are packed in planes: with m = ceil(length * bits / 8) bytes, byte j holds in its
 lowest bits the code of element j, then that of j + m, of j + 2m and so on, so that packing and
-unpacking read and write runs. A code is q + levels for a q in -levels .. levels; the one bit is 1
-for values that are not negative.
+unpacking access memory in order. A code is q + levels for a q in -levels .. levels; the one bit is
+1 for values that are not negative.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from torchmn.compression.base import aligned
 from torchmn.compression.layout import Layout
 
 LANES = 32
-"""Sums over a block run in so many lanes, lane j over elements j, j + 32 ..., then lanes are added
-in halves: every kernel adds in this order."""
-TINY = 1e-36
-"""Blocks whose range is smaller are sent as zeros."""
+"""Sums over a block run in 32 lanes, lane j over elements j, j + 32 ..., then lanes are added in
+halves: every kernel adds in this order."""
+MIN_BLOCK_RANGE = 1e-36
+"""Blocks with a smaller range are sent as zeros."""
 CLIP_FACTOR_4BIT = 2.5
-"""With 4 bits values are clipped at so many times their typical size."""
+"""With 4 bits, values are clipped at this multiple of their typical size."""
 
 START, NUMEL, IS_SMALL, FLOATS, CODES, OFFSET = range(6)
 """Columns of `StripePlan.table`."""
 
 
 @dataclass(frozen=True, eq=False)
-class Grid:
+class QuantizationSpec:
     """How a block is quantized; the same for all stripes of a codec."""
 
     bits: int
@@ -49,22 +49,22 @@ class Grid:
 
     @property
     def num_floats(self) -> int:
-        """Numbers in float32 that come with each block."""
+        """float32 numbers per block."""
         return 2 if self.bits == 1 else 1
 
 
 @dataclass(frozen=True, eq=False)
 class StripePlan:
-    """The bytes of a stripe. ``table`` (num_segments, 6) int64; starts count from the stripe's."""
+    """The bytes of a stripe. ``table`` (num_segments, 6) int64; starts are relative to it."""
 
-    grid: Grid
+    spec: QuantizationSpec
     stripe: Layout
     table: npt.NDArray[np.int64]
     nbytes: int
     num_blocks: int
 
 
-def plan_stripe(stripe: Layout, grid: Grid) -> StripePlan:
+def plan_stripe(stripe: Layout, spec: QuantizationSpec) -> StripePlan:
     """Lay out the bytes of a stripe."""
     table = np.zeros((len(stripe.segments), 6), dtype=np.int64)
     position = num_blocks = 0
@@ -77,8 +77,8 @@ def plan_stripe(stripe: Layout, grid: Grid) -> StripePlan:
         if segment.is_small:
             position = aligned(position + segment.numel * stripe.wide_dtype.itemsize)
             continue
-        blocks = -(-segment.numel // grid.block_length)
+        blocks = -(-segment.numel // spec.block_length)
         num_blocks += blocks
-        row[CODES] = position + 4 * grid.num_floats * blocks
-        position = aligned(int(row[CODES]) + -(-segment.numel * grid.bits // 8))
-    return StripePlan(grid, stripe, table, position, num_blocks)
+        row[CODES] = position + 4 * spec.num_floats * blocks
+        position = aligned(int(row[CODES]) + -(-segment.numel * spec.bits // 8))
+    return StripePlan(spec, stripe, table, position, num_blocks)

@@ -1,1 +1,1 @@
-"""In-memory copies of checkpoints, kept by the agents of other hosts."""
+"""Checkpoints in the memory of hosts, each held by two of them."""

@@ -1,4 +1,4 @@
-"""What a rank of an elastic job says to the process that holds its host's copies in memory."""
+"""A rank's connection to the process that holds checkpoint replicas on its host."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from torchmn.control.checkpoint_replicas.frames import (
+    Announce,
     Buffer,
-    Header,
+    Done,
+    GetFile,
+    GetRestored,
     Payload,
+    PutFile,
+    Rejected,
+    Request,
+    Restored,
     receive_frame,
     send_frame,
 )
@@ -19,9 +26,9 @@ from torchmn.errors import LaunchError
 
 
 class ReplicaClient:
-    """A rank's connection to the process of its host, which outlives the rank. Local.
+    """A rank's connection to the replica server of its host, which outlives the rank. Local.
 
-    Any thread. Raises LaunchError from every method: that process is gone, or refused.
+    Thread-safe. Every method raises LaunchError: the server is gone, or rejected the request.
     """
 
     def __init__(self, name: str, number: int) -> None:
@@ -32,9 +39,7 @@ class ReplicaClient:
             self._socket.connect(f"\0{name}")
         except OSError as error:
             self._socket.close()
-            raise LaunchError(
-                f"The process that holds copies on {socket.gethostname()} does not answer: {error}."
-            ) from None
+            raise self._gone(str(error)) from None
 
     @classmethod
     def of(cls, env: Mapping[str, str]) -> ReplicaClient | None:
@@ -43,60 +48,61 @@ class ReplicaClient:
         return cls(name, int(number)) if name and number else None
 
     def restored(self) -> StagedCheckpoint | None:
-        """What this round goes on from if it is held in memory; the same on all ranks."""
-        answer, _ = self._ask({"wish": "restored"})
-        found = answer["restored"]
-        if not isinstance(found, list) or len(found) != 3:
-            return None
-        return int(found[0]), int(found[1]), str(found[2])
+        """The checkpoint in memory that this round continues from; the same on all ranks."""
+        reply, _ = self._call(GetRestored())
+        return reply.checkpoint if isinstance(reply, Restored) else None
 
-    def get(self, draft: StagedCheckpoint, file: str) -> Payload:
-        """A file that a rank has put, from this host or another one."""
-        _, payload = self._ask({"wish": "get", "draft": list(draft), "file": file})
-        return payload
+    def get(self, checkpoint: StagedCheckpoint, file: str) -> Payload:
+        """The bytes of a file that a rank has put, from this host or another one."""
+        return self._call(GetFile(checkpoint=checkpoint, file=file))[1]
 
     def put(
         self,
         step: int,
-        draft: str,
+        name: str,
         file: str,
         parts: Sequence[Buffer],
         *,
         needs: Sequence[str] = (),
     ) -> bool:
-        """Hand over the bytes of a file. Whether the next host has them now, too.
+        """Hand over the bytes of a file. Returns whether the next host holds them now, too.
 
-        ``needs`` names all files of the checkpoint, which is complete when they all are held: given
-        with the last one. The buffers are of use again when this returns.
+        ``needs`` names all files of the checkpoint, and is given with the last one. The buffers may
+        be reused when this returns.
         """
-        words: Header = {
-            "wish": "put",
-            "draft": [self._round, step, draft],
-            "file": file,
-            "needs": list(needs),
-        }
-        answer, _ = self._ask(words, parts)
-        return bool(answer["is_held_twice"])
+        checkpoint = StagedCheckpoint(self._round, step, name)
+        request = PutFile(checkpoint=checkpoint, file=file, needs=tuple(needs))
+        reply, _ = self._call(request, parts)
+        return isinstance(reply, Done) and reply.is_held_twice
 
     def announce(self, step: int) -> None:
-        """Leader: the checkpoint of this step is finished, so hosts that wait may enter."""
-        self._ask({"wish": "announce", "step": step})
+        """Leader: the checkpoint of this step is finished, so that waiting hosts may join."""
+        self._call(Announce(step=step))
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._socket.close()
 
-    def _ask(self, header: Header, parts: Sequence[Buffer] = ()) -> tuple[Header, Payload]:
+    def _call(
+        self, request: Request, parts: Sequence[Buffer] = ()
+    ) -> tuple[Restored | Done, Payload]:
         try:
             with self._lock:
-                send_frame(self._socket, header, parts)
-                answer = receive_frame(self._socket)
+                send_frame(self._socket, request, parts)
+                frame = receive_frame(self._socket)
         except (OSError, ValueError) as error:
-            raise LaunchError(
-                f"The process that holds copies on {socket.gethostname()} is gone: {error}."
-            ) from None
-        if answer is None:
-            raise LaunchError(f"The process that holds copies on {socket.gethostname()} hung up.")
-        if "problem" in answer[0]:
-            raise LaunchError(f"A copy in memory was refused: {answer[0]['problem']}")
-        return answer
+            raise self._gone(str(error)) from None
+        if frame is None:
+            raise self._gone("it closed the connection")
+        reply, payload = frame
+        if isinstance(reply, Rejected):
+            raise LaunchError(f"The replica server rejected a request: {reply.reason}")
+        if not isinstance(reply, Restored | Done):
+            raise self._gone(f"it sent {type(reply).__name__}")
+        return reply, payload
+
+    def _gone(self, reason: str) -> LaunchError:
+        return LaunchError(
+            f"The process that holds checkpoint replicas on {socket.gethostname()} does not "
+            f"answer: {reason}."
+        )

@@ -1,13 +1,13 @@
-"""Copies of what the ranks would save, in the memory of their own host and of the next one.
+"""Holds checkpoints in memory: those of the ranks of this host, and those of the host before it.
 
-Workers die at every change, the process of their host does not: so it holds the copies. A rank
-hands the files of a checkpoint over, the process sends them on to the next host of the round, and
-the rendezvous hears from both. When all files that the manifest names are held twice, older ones
-are forgotten. So a host holds up to two checkpoints' files of its own ranks and of those of the
-host before it.
+Ranks end at every change of an elastic job; the process of their host does not, so it holds what
+they would save. A rank hands over the files of a checkpoint, the process forwards them to the next
+host of the round, and both report to the rendezvous. Once two hosts hold all files that the
+manifest names, older ones are deleted: a host holds files of at most two checkpoints.
 
-Workers reach their host's process through an abstract socket, which only processes of the same
-user may use and which leaves no file behind; hosts reach each other through a gate.
+Ranks connect to the process of their host through an abstract Unix socket, which accepts only
+processes of the same user and leaves no file behind; hosts connect to each other through an
+authenticated listener.
 """
 
 from __future__ import annotations
@@ -22,7 +22,20 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect_authenticated
-from torchmn.control.checkpoint_replicas.frames import Header, Payload, receive_frame, send_frame
+from torchmn.control.checkpoint_replicas.frames import (
+    Announce,
+    Done,
+    GetFile,
+    GetRestored,
+    Header,
+    Payload,
+    PutFile,
+    Rejected,
+    Reply,
+    Restored,
+    receive_frame,
+    send_frame,
+)
 from torchmn.control.connection import Channel
 from torchmn.control.messages.elastic import (
     CheckpointSaved,
@@ -34,20 +47,20 @@ from torchmn.control.messages.elastic import (
 )
 from torchmn.errors import LaunchError
 
-ROLE = "copies"
-"""Whose gate it is, see `torchmn.control.authenticated_listener`."""
-SOCKET_VARIABLE = "TORCHMN_COPIES"
+ROLE = "replica server"
+"""The role of the listener, see `torchmn.control.authenticated_listener`."""
+SOCKET_VARIABLE = "TORCHMN_REPLICAS"
 ROUND_VARIABLE = "TORCHMN_ROUND"
-_MOST_DRAFTS = 3
-"""Of one file at a time. Some may have been given up by their ranks, who do not say so."""
+_MAX_UNFINISHED = 3
+"""Per file: ranks do not report a checkpoint that they have abandoned."""
 _CREDENTIALS = struct.Struct("3i")
 _CONNECT_S = 10.0
 
 
 class ReplicaServer:
-    """Serves the copies of one host to its workers and to other hosts, in daemon threads.
+    """Serves one host's replicas to its ranks and to other hosts, in daemon threads.
 
-    ``post`` tells the rendezvous what is held, and what the leader's checkpointer announces.
+    ``post`` reports to the rendezvous which files are held, and which checkpoints are finished.
     """
 
     def __init__(
@@ -61,20 +74,20 @@ class ReplicaServer:
         self._secret = secret
         self._post = post
         self._held: dict[tuple[StagedCheckpoint, str], tuple[FileHeld, Payload]] = {}
-        self._kept: StagedCheckpoint = (0, -1, "")
+        self._complete = StagedCheckpoint(0, -1, "")
         self._lock = threading.Lock()
         self._round: Round | None = None
         self._next: socket.socket | None = None  # to the next host of the round
         self._next_lock = threading.Lock()
         self.name = f"torchmn-{os.getpid()}-{secrets.token_hex(8)}"
-        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._door.bind(f"\0{self.name}")
-        self._door.listen(256)
-        self._gate = AuthenticatedListener(listener, secret=secret, role=ROLE)
+        self._unix_listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._unix_listener.bind(f"\0{self.name}")
+        self._unix_listener.listen(256)
+        self._listener = AuthenticatedListener(listener, secret=secret, role=ROLE)
         self._is_closed = False
         self._threads = [
-            threading.Thread(target=work, name="copies", daemon=True)
-            for work in (self._serve_workers, self._serve_hosts)
+            threading.Thread(target=work, name="replicas", daemon=True)
+            for work in (self._serve_ranks, self._serve_hosts)
         ]
 
     def start(self) -> None:
@@ -83,175 +96,164 @@ class ReplicaServer:
             thread.start()
 
     def close(self) -> None:
-        """Serve nobody any more."""
+        """Stop serving."""
         self._is_closed = True
-        self._door.shutdown(socket.SHUT_RDWR)
+        self._unix_listener.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join()
 
     def held(self) -> list[FileHeld]:
-        """What is held now."""
+        """The files that are held now."""
         with self._lock:
-            return [stored for stored, _ in self._held.values()]
+            return [held for held, _ in self._held.values()]
 
     def begin(self, found: Round) -> None:
-        """A round starts: only what it may be restored from is of use any more."""
+        """Begin a round: only the checkpoint that it continues from is kept."""
         with self._next_lock:
             if self._next is not None:
                 self._next.close()
             self._next = None
         with self._lock:
             self._round = found
-            kept = _draft_of(found)
-            self._held = {key: each for key, each in self._held.items() if key[0] == kept}
+            self._held = {key: each for key, each in self._held.items() if key[0] == found.restored}
 
-    def keep(self, draft: StagedCheckpoint) -> None:
-        """This checkpoint is complete: drop what is older."""
+    def prune_older(self, checkpoint: StagedCheckpoint) -> None:
+        """Delete what is older than this checkpoint, which is complete."""
         with self._lock:
-            self._kept = draft
-            self._held = {key: each for key, each in self._held.items() if key[0] >= draft}
+            self._complete = checkpoint
+            self._held = {key: each for key, each in self._held.items() if key[0] >= checkpoint}
 
-    # ---- who comes ----------------------------------------------------------------------------
+    # ---- connections --------------------------------------------------------------------------
 
-    def _serve_workers(self) -> None:
+    def _serve_ranks(self) -> None:
         while True:
             try:
-                connection, _ = self._door.accept()
+                connection, _ = self._unix_listener.accept()
             except OSError:
-                self._door.close()
+                self._unix_listener.close()
                 return
-            words = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            _, uid, _ = _CREDENTIALS.unpack(words)
+            peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            _, uid, _ = _CREDENTIALS.unpack(peer)
             if uid != os.getuid():
                 connection.close()
                 continue
-            self._attend(connection, is_worker=True)
+            self._serve(connection, is_rank=True)
 
     def _serve_hosts(self) -> None:
         with selectors.DefaultSelector() as selector:
-            selector.register(self._gate, selectors.EVENT_READ)
+            selector.register(self._listener, selectors.EVENT_READ)
             while not self._is_closed:
                 selector.select(0.5)
-                for channel, identity in self._gate.admit():
+                for channel, identity in self._listener.admit():
                     if isinstance(identity, PeerHello):
-                        self._attend(_bare(channel), is_worker=False)
+                        self._serve(_blocking(channel), is_rank=False)
                     else:
                         channel.close()
-        self._gate.close()
+        self._listener.close()
         with self._next_lock:
             if self._next is not None:
                 self._next.close()
 
-    def _attend(self, connection: socket.socket, *, is_worker: bool) -> None:
+    def _serve(self, connection: socket.socket, *, is_rank: bool) -> None:
         threading.Thread(
-            target=self._converse, args=(connection, is_worker), name="copies", daemon=True
+            target=self._reply_to_all, args=(connection, is_rank), name="replicas", daemon=True
         ).start()
 
-    def _converse(self, connection: socket.socket, is_worker: bool) -> None:
-        """Answer one visitor, frame by frame, until it leaves."""
+    def _reply_to_all(self, connection: socket.socket, is_rank: bool) -> None:
+        """Reply to one client, frame by frame, until it disconnects."""
         with connection, suppress(OSError, ValueError):
             while (frame := receive_frame(connection)) is not None:
-                header, payload = frame
                 try:
-                    answer, part = self._answer(header, payload, is_worker)
-                except (KeyError, TypeError, LaunchError) as error:
-                    answer, part = {"problem": str(error)}, None
-                send_frame(connection, answer, () if part is None else (part,))
+                    reply, part = self._reply(*frame, is_rank)
+                except LaunchError as error:
+                    reply, part = Rejected(reason=str(error)), None
+                send_frame(connection, reply, () if part is None else (part,))
 
-    # ---- what they want -----------------------------------------------------------------------
+    # ---- requests -----------------------------------------------------------------------------
 
-    def _answer(
-        self, header: Header, payload: Payload, is_worker: bool
-    ) -> tuple[Header, Payload | None]:
-        wish = header["wish"]
-        if wish == "put":
-            return self._put(header, payload, is_worker), None
-        if wish == "get":
-            draft, file = _named(header)
-            return {}, self._get(draft, file) if is_worker else self._own(draft, file)
-        if wish == "restored":
-            found = self._round
-            return {"restored": [] if found is None else found.restored}, None
-        if wish == "announce":
-            self._post(CheckpointSaved(step=int(str(header["step"]))))
-            return {}, None
-        raise LaunchError(f"Nobody here knows the wish {wish!r}.")
+    def _reply(
+        self, request: Header, payload: Payload, is_rank: bool
+    ) -> tuple[Reply, Payload | None]:
+        if isinstance(request, PutFile):
+            return self._put(request, payload, is_rank), None
+        if isinstance(request, GetFile):
+            return Done(), self._get(request) if is_rank else self._own(request)
+        if isinstance(request, GetRestored):
+            return Restored(checkpoint=self._round.restored if self._round else None), None
+        if isinstance(request, Announce):
+            self._post(CheckpointSaved(step=request.step))
+            return Done(), None
+        raise LaunchError(f"{type(request).__name__} is not a request.")
 
-    def _put(self, header: Header, payload: Payload, is_worker: bool) -> Header:
-        draft, file = _named(header)
-        needs = header["needs"]
-        stored = FileHeld(
-            round=draft[0],
-            step=draft[1],
-            draft=draft[2],
-            file=file,
-            needs=[str(name) for name in needs] if isinstance(needs, list) else [],
-        )
+    def _put(self, request: PutFile, payload: Payload, is_rank: bool) -> Done:
+        checkpoint, file = request.checkpoint, request.file
+        held = FileHeld(checkpoint=checkpoint, file=file, needs=request.needs)
         with self._lock:
             now = self._round.number if self._round else 0
-            if draft[0] != now and is_worker:
-                raise LaunchError(f"Round {draft[0]} is over, this is round {now}.")
-            self._held[draft, file] = stored, payload
-            same = sorted(key for key in self._held if key[1] == file and key[0] != self._kept)
-            for key in same[:-_MOST_DRAFTS]:
+            if checkpoint.round != now and is_rank:
+                raise LaunchError(f"Round {checkpoint.round} is over, this is round {now}.")
+            self._held[checkpoint, file] = held, payload
+            same = sorted(key for key in self._held if key[1] == file and key[0] != self._complete)
+            for key in same[:-_MAX_UNFINISHED]:
                 del self._held[key]
-        self._post(stored)
-        return {"is_held_twice": is_worker and self._send_on(header, payload)}
+        self._post(held)
+        return Done(is_held_twice=is_rank and self._forward(request, payload))
 
-    def _send_on(self, header: Header, payload: Payload) -> bool:
-        """Give the next host of the round a copy. Whether it has it now."""
+    def _forward(self, request: PutFile, payload: Payload) -> bool:
+        """Send a file to the next host of the round. Returns whether it holds the file now."""
         with self._next_lock:
             try:
                 connection = self._next or self._connect_next()
                 if connection is None:
                     return False
                 self._next = connection
-                send_frame(connection, header, (payload,))
-                answer = receive_frame(connection)
-                return answer is not None and "problem" not in answer[0]
+                send_frame(connection, request, (payload,))
+                frame = receive_frame(connection)
+                return frame is not None and isinstance(frame[0], Done)
             except (OSError, ValueError, LaunchError):
                 if self._next is not None:
                     self._next.close()
-                self._next = None  # the rendezvous will notice if that host is gone
+                self._next = None  # the rendezvous notices if that host is gone
                 return False
 
     def _connect_next(self) -> socket.socket | None:
         found = self._round
         if found is None or len(found.members) < 2:
             return None
-        names = [member["host"] for member in found.members]
+        names = [member.host for member in found.members]
         index = (names.index(self._host) + 1) % len(names)
         return self._connect(found, index)
 
-    def _get(self, draft: StagedCheckpoint, file: str) -> Payload:
-        """A file for a worker, from here or from a host that holds it. Raises LaunchError."""
+    def _get(self, request: GetFile) -> Payload:
+        """A file for a rank, from here or from a host that holds it. Raises LaunchError."""
         with self._lock:
-            own, found = self._held.get((draft, file)), self._round
+            own, found = self._held.get((request.checkpoint, request.file)), self._round
         if own is not None:
             return own[1]
-        if found is None or draft != _draft_of(found):
-            raise LaunchError(f"This round does not go on from the copies of step {draft[1]}.")
-        name: Header = {"wish": "get", "draft": list(draft), "file": file}
-        for index in found.holders.get(file, []):
+        step = request.checkpoint.step
+        if found is None or request.checkpoint != found.restored:
+            raise LaunchError(f"This round does not continue from the replicas of step {step}.")
+        for index in found.holders.get(request.file, []):
             with suppress(OSError, ValueError, LaunchError):
                 with self._connect(found, index) as connection:
-                    send_frame(connection, name)
-                    answer = receive_frame(connection)
-                if answer is not None and "problem" not in answer[0]:
-                    return answer[1]
-        raise LaunchError(f"Nobody holds {file} of step {draft[1]} in memory any more.")
+                    send_frame(connection, request)
+                    frame = receive_frame(connection)
+                if frame is not None and isinstance(frame[0], Done):
+                    return frame[1]
+        raise LaunchError(f"No host holds {request.file} of step {step} in memory.")
 
-    def _own(self, draft: StagedCheckpoint, file: str) -> Payload:
+    def _own(self, request: GetFile) -> Payload:
         with self._lock:
-            if (draft, file) not in self._held:
-                raise LaunchError(f"{self._host} does not hold {file} of {draft}.")
-            return self._held[draft, file][1]
+            held = self._held.get((request.checkpoint, request.file))
+        if held is None:
+            raise LaunchError(f"{self._host} does not hold {request.file} of {request.checkpoint}.")
+        return held[1]
 
     def _connect(self, found: Round, index: int) -> socket.socket:
         member = found.members[index]
-        return _bare(
+        return _blocking(
             connect_authenticated(
-                f"{member['address']}:{member['copies_port']}",
+                f"{member.address}:{member.replica_port}",
                 secret=self._secret,
                 role=ROLE,
                 identity=PeerHello(host=self._host),
@@ -260,23 +262,8 @@ class ReplicaServer:
         )
 
 
-def _named(header: Header) -> tuple[StagedCheckpoint, str]:
-    words, file = header["draft"], header["file"]
-    if not isinstance(words, list) or len(words) != 3 or not isinstance(file, str):
-        raise LaunchError(f"A file is named by round, step, draft and file, got {words!r}.")
-    return (int(words[0]), int(words[1]), str(words[2])), file
-
-
-def _draft_of(found: Round) -> StagedCheckpoint | None:
-    """What a round goes on from, if it is held in memory."""
-    if len(found.restored) != 3:
-        return None
-    number, step, name = found.restored
-    return int(number), int(step), str(name)
-
-
-def _bare(channel: Channel) -> socket.socket:
-    """The connection of a channel on which nothing has been said yet, for bytes, blocking."""
+def _blocking(channel: Channel) -> socket.socket:
+    """The connection of a channel on which nothing was sent yet, for bytes, blocking."""
     connection = socket.socket(fileno=os.dup(channel.fileno()))
     channel.close()
     connection.setblocking(True)

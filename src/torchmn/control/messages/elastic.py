@@ -1,158 +1,147 @@
-"""What the launcher, the rendezvous and the hosts of an elastic job tell each other.
+"""Messages between the launcher, the rendezvous and the hosts of an elastic job.
 
-A host says who it is at the gate (`HostHello`), the launcher too (`LauncherHello`); the rest follows.
+Hosts and the launcher authenticate with `HostHello` and `LauncherHello`; the rest follows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
-StagedCheckpoint = tuple[int, int, str]
-"""(round, step, name) of a checkpoint in memory, complete or not."""
+from torchmn.control.codec import Record
 
 
-@dataclass(frozen=True, kw_only=True)
-class LauncherHello:
-    """Launcher, at the gate: I show what happens, and the job ends with me."""
+class StagedCheckpoint(NamedTuple):
+    """A checkpoint in memory, complete or not; a later one compares greater."""
+
+    round: int
+    step: int
+    name: str
+
+
+class LauncherHello(Record, frozen=True, kw_only=True):
+    """Launcher, to authenticate: it shows what happens, and the job ends when it does."""
 
     pid: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostHello:
-    """Host, at the gate: who I am, and at which port of ``address`` my copies can be had."""
+class HostHello(Record, frozen=True, kw_only=True):
+    """Host, to authenticate; its checkpoint replicas are served at ``address:replica_port``."""
 
     host: str
     slots: int
     address: str
-    copies_port: int
+    replica_port: int
     versions: dict[str, str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PeerHello:
-    """Host, at another host's gate: I bring copies, or fetch some."""
+class PeerHello(Record, frozen=True, kw_only=True):
+    """Host, to authenticate at another host: it stores or fetches checkpoint replicas."""
 
     host: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class FileHeld:
-    """Host: now I hold this file of a checkpoint, too.
+class FileHeld(Record, frozen=True, kw_only=True):
+    """Host: it now holds this file of a checkpoint in memory.
 
-    ``needs`` are all files of a checkpoint, known with the last one of them, its manifest.
+    ``needs`` names all files of the checkpoint; it comes with the last of them, the manifest.
     """
 
-    round: int
-    step: int
-    draft: str
+    checkpoint: StagedCheckpoint
     file: str
-    needs: list[str]
-
-    @property
-    def of(self) -> StagedCheckpoint:
-        """The checkpoint that it is a part of."""
-        return self.round, self.step, self.draft
+    needs: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostReady:
-    """Host: none of my workers runs, I wait for the next round, and hold these (`FileHeld`)."""
+class HostReady(Record, frozen=True, kw_only=True):
+    """Host: no worker runs on it, it waits for the next round and holds these files."""
 
-    held: list[dict[str, Any]]
+    held: list[FileHeld]
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointSaved:
-    """Host of rank 0: the checkpoint of this step is finished, all ranks' parts of it."""
+class CheckpointSaved(Record, frozen=True, kw_only=True):
+    """Host of rank 0: all ranks have finished the checkpoint of this step."""
 
     step: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostFinished:
-    """Host: all my workers have ended well."""
+class HostFinished(Record, frozen=True):
+    """Host: all its workers have exited with status 0."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Restart:
-    """Rendezvous: end your workers and come back for the next round."""
+class Restart(Record, frozen=True):
+    """Rendezvous: end the workers and come back for the next round."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Round:
-    """Rendezvous, to the hosts that take part, in this order, and to the launcher.
+class RoundMember(Record, frozen=True, kw_only=True):
+    """A host that takes part in a round; see `HostHello`."""
 
-    ``restored`` is the newest checkpoint of which every file is held in memory by one of them:
-    (round, step, name), empty if there is none, and ``holders`` says for each file which members
-    hold it. ``why`` says what ended the round before.
+    host: str
+    slots: int
+    address: str
+    replica_port: int
+
+
+class Round(Record, frozen=True, kw_only=True):
+    """Rendezvous, to the hosts that take part, in the order of their ranks, and to the launcher.
+
+    ``restored`` is the newest checkpoint of which every file is held in memory by one of them, and
+    ``holders`` the indices of the members that hold each file. ``reason`` is what ended the round
+    before.
     """
 
     number: int
-    members: list[dict[str, str | int]]
+    members: list[RoundMember]
     num_restarts: int
-    why: str
-    restored: list[int | str]
+    reason: str
+    restored: StagedCheckpoint | None
     holders: dict[str, list[int]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PruneOlder:
-    """Rendezvous: this checkpoint is complete in memory, forget those that are older."""
+class PruneOlder(Record, frozen=True, kw_only=True):
+    """Rendezvous: this checkpoint is complete in memory; delete older ones."""
 
-    round: int
-    step: int
-    draft: str
+    checkpoint: StagedCheckpoint
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shutdown:
-    """Rendezvous: the job is over, or goes on without you. End your workers by this signal."""
+class Shutdown(Record, frozen=True, kw_only=True):
+    """Rendezvous: the job is over, or continues without this host. End the workers."""
 
     signum: int
     text: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class UserMessage:
-    """Rendezvous, to the launcher: a sentence for the user."""
+class UserMessage(Record, frozen=True, kw_only=True):
+    """Rendezvous, to the launcher: a message for the user."""
 
     text: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoundEnding:
-    """Rendezvous, to the launcher: this round is at its end, its workers stop."""
+class RoundEnding(Record, frozen=True, kw_only=True):
+    """Rendezvous, to the launcher: this round ends, its workers are stopped."""
 
-    why: str
+    reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostLost:
-    """Rendezvous, to the launcher: nothing is to be heard of this host any more."""
+class HostLost(Record, frozen=True, kw_only=True):
+    """Rendezvous, to the launcher: the connection to this host is lost."""
 
     host: str
     text: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobEnded:
-    """Rendezvous, to the launcher: the job is over; ``text`` says why if it failed."""
+class JobEnded(Record, frozen=True, kw_only=True):
+    """Rendezvous, to the launcher: the job is over; ``text`` is the reason if it failed."""
 
     text: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostUnreachable:
-    """Launcher: this host could not be reached, do not wait for it."""
+class HostUnreachable(Record, frozen=True, kw_only=True):
+    """Launcher: this host could not be reached; do not wait for it."""
 
     host: str
     text: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stop:
+class Stop(Record, frozen=True, kw_only=True):
     """Launcher: end the job by this signal."""
 
     signum: int

@@ -1,20 +1,20 @@
-"""What the supervisor and the agents tell each other."""
+"""Messages between the supervisor of a job and the agents of its ranks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+from torchmn.control.codec import Record
 
 Stream = Literal["out", "err"]
 EndedBy = Literal["itself", "supervisor", "outside"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class AgentHello:
-    """Agent, at the gate: who I am.
+class AgentHello(Record, frozen=True, kw_only=True):
+    """Agent, to authenticate: its rank and host.
 
-    ``address`` is the one of its host that the supervisor is reached from, ``port`` a free port
-    there that is kept until the end, ``versions`` what must be the same on all hosts.
+    ``address`` is the address of its host on the route to the supervisor, ``port`` a free port
+    there that is reserved until the end, ``versions`` what must be the same on all hosts.
     """
 
     rank: int
@@ -25,9 +25,8 @@ class AgentHello:
     versions: dict[str, str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class StartScript:
-    """Supervisor: the command to run; ``env`` holds what the launcher has not set itself."""
+class StartScript(Record, frozen=True, kw_only=True):
+    """Supervisor: the command to run; ``env`` holds variables that the launcher has not set."""
 
     argv: list[str]
     cwd: str
@@ -38,16 +37,14 @@ class StartScript:
     env: dict[str, str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class StartRefused:
-    """Agent: the command cannot run here, and why."""
+class StartRefused(Record, frozen=True, kw_only=True):
+    """Agent: the command cannot run on its host, and why."""
 
     text: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScriptStarted:
-    """Agent: the script runs as this process, on these cores, ``beside`` a GPU or memory node."""
+class ScriptStarted(Record, frozen=True, kw_only=True):
+    """Agent: the script's process and cores; ``beside`` names the GPU or memory node near them."""
 
     pid: int
     cores: list[int]
@@ -55,35 +52,31 @@ class ScriptStarted:
     beside: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Output:
-    """Agent: whole lines."""
+class Output(Record, frozen=True, kw_only=True):
+    """Agent: complete lines of the script's output."""
 
     stream: Stream
     lines: list[str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Refresh:
-    """Agent: what a progress bar shows now."""
+class Refresh(Record, frozen=True, kw_only=True):
+    """Agent: the current state of a progress bar."""
 
     text: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class LogWarning:
-    """Agent: something went wrong beside the script, which goes on."""
+class LogWarning(Record, frozen=True, kw_only=True):
+    """Agent: a problem outside the script, which continues."""
 
     text: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Exit:
-    """Agent: the script has ended. ``returncode`` is minus the signal if one ended it.
+class Exit(Record, frozen=True, kw_only=True):
+    """Agent: the script has exited.
 
-    ``ended_at`` is the time since the epoch in seconds. ``ended_by`` says who asked it to end:
-    nobody, the supervisor, or somebody else, such as mpirun. ``note`` says how in words where the
-    code is a guess.
+    ``returncode`` is minus the signal if a signal ended it. ``ended_at`` is in seconds since the
+    epoch. ``ended_by`` is who asked it to end: nobody, the supervisor, or another program, such as
+    mpirun. ``note`` describes the end where the return code is a guess.
     """
 
     returncode: int
@@ -92,16 +85,14 @@ class Exit:
     note: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Terminate:
-    """Supervisor: pass this signal on to the script, and kill it if it goes on for too long."""
+class Terminate(Record, frozen=True, kw_only=True):
+    """Supervisor: send the script this signal, and kill it if it has not exited in time."""
 
     signum: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class ForwardSignal:
-    """Supervisor: pass this signal on to the script, which goes on."""
+class ForwardSignal(Record, frozen=True, kw_only=True):
+    """Supervisor: send the script this signal; the script continues."""
 
     signum: int
 

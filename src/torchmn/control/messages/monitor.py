@@ -1,77 +1,105 @@
-"""What a script, or who watches it, says of failures and hangs."""
+"""Messages about failures and hangs, from scripts and agents to the process that monitors all."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from enum import Enum
+
+from torchmn.control.codec import Record
 
 
-@dataclass(frozen=True, kw_only=True)
-class MonitorHello:
-    """RankMonitor: I watch the script of this rank, this process on this host."""
+class ProcessState(Enum):
+    """What the operating system reports about a process."""
+
+    RUNNING = "running"
+    SLEEPING = "sleeping"
+    DEVICE_WAIT = "device_wait"
+    STOPPED = "stopped"
+    TRACED = "traced"
+    EXITED = "exited"
+    GONE = "gone"
+    UNKNOWN = "unknown"
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether the process will not continue without outside help."""
+        return self not in (ProcessState.RUNNING, ProcessState.SLEEPING, ProcessState.UNKNOWN)
+
+
+class MonitorHello(Record, frozen=True, kw_only=True):
+    """Rank monitor, to authenticate: the rank, host and process of the script that it monitors."""
 
     rank: int
     host: str
     pid: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Failed:
-    """Script: I am about to end with this status; ``words`` are the last ones.
+class Failed(Record, frozen=True, kw_only=True):
+    """Script: an error ends it with this status. ``traceback`` is what was printed of it.
 
-    ``is_consequence``: because another rank has ended or does not answer. ``at`` is the time since
-    the epoch in seconds.
+    ``is_consequence``: the error only reports that another rank has ended or does not answer.
+    ``at`` is in seconds since the epoch.
     """
 
     status: int
-    words: str
+    traceback: str
     is_consequence: bool
     at: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Leaving:
-    """Script: the end of the program is reached, most likely with this status."""
+class Leaving(Record, frozen=True, kw_only=True):
+    """Script: its end is reached, most likely with this exit status."""
 
     status: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Joining:
-    """Script: I join the other ranks, which must have come within the limit."""
+class Joining(Record, frozen=True, kw_only=True):
+    """Script: it joins the other ranks, all of which must arrive within the limit."""
 
     limit_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Joined:
-    """Script: all ranks have come."""
+class Joined(Record, frozen=True):
+    """Script: all ranks have joined."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Overdue:
-    """Script: this collective of this group has not completed in time."""
+class Overdue(Record, frozen=True, kw_only=True):
+    """Script: this collective of this group has not completed within its time limit."""
 
     group: str
     number: int
     limit_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class StatusRequest:
-    """Supervisor: what are you doing?"""
+class CollectiveStatus(Record, frozen=True, kw_only=True):
+    """The newest collective of one group on one rank.
 
-
-@dataclass(frozen=True, kw_only=True)
-class StatusReply:
-    """Script, or its agent in its place: what it is doing.
-
-    ``collectives`` holds the last one of each group; see `Collective`. ``state`` is the process's
-    state in words where the script itself did not answer.
+    ``where`` names the bucket and the step, if known; ``state`` is ``"done"`` once it is complete.
     """
 
-    collectives: list[dict[str, object]] = field(default_factory=list)
-    stacks: str = ""
+    group: str
+    number: int
+    ranks: tuple[int, ...] = ()
+    what: str = "a collective"
+    where: str = ""
     state: str = ""
+    age_s: float = 0.0
+
+
+class StatusRequest(Record, frozen=True):
+    """Supervisor: requests a `StatusReply` from every rank."""
+
+
+class StatusReply(Record, frozen=True, kw_only=True):
+    """Script, or its agent in its place: what the rank is doing.
+
+    ``process`` is set where the script did not answer: the state of its process, which waits in the
+    kernel's function ``kernel_function`` if the system tells.
+    """
+
+    collectives: tuple[CollectiveStatus, ...] = ()
+    stacks: str = ""
+    process: ProcessState | None = None
+    kernel_function: str = ""
 
 
 MonitorMessage = (

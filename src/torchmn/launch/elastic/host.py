@@ -9,7 +9,6 @@ import selectors
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 
 from torchmn.control.connection import Channel
 from torchmn.control.messages import Message
@@ -82,7 +81,7 @@ class Host:
 
     def next_round(self) -> Round | None:
         """Wait for the next round; ``None``: there is none. No worker runs here now."""
-        self.post(HostReady(held=[asdict(stored) for stored in self._held()]))
+        self.post(HostReady(held=list(self._held())))
         with self._changed:
             while self._round is None and self._leave is None:
                 self._changed.wait(_POLL_S)
@@ -130,7 +129,7 @@ class Host:
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, PruneOlder):
-            self._on_keep((message.round, message.step, message.draft))
+            self._on_keep(message.checkpoint)
         elif isinstance(message, Shutdown):
             self._go(message)
         elif isinstance(message, Restart):

@@ -8,13 +8,12 @@ lets nothing live on.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
 import sys
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torchmn.control.authenticated_listener import SECRET_VARIABLE, connect_authenticated
 from torchmn.control.checkpoint_replicas.server import (
@@ -22,6 +21,7 @@ from torchmn.control.checkpoint_replicas.server import (
     SOCKET_VARIABLE,
     ReplicaServer,
 )
+from torchmn.control.codec import decode
 from torchmn.control.connection import ADDRESS_VARIABLE
 from torchmn.control.messages.elastic import ElasticMessage, HostHello, Round
 from torchmn.control.processes import adopt_orphans, kill_descendants
@@ -29,6 +29,7 @@ from torchmn.errors import LaunchError, TorchmnError
 from torchmn.launch.elastic.host import Host, round_secret
 from torchmn.launch.elastic.rendezvous import ROLE
 from torchmn.launch.host_checks import find_problem, versions
+from torchmn.launch.orders import RunHost
 from torchmn.topology import local_address_for
 
 _STOP_MARGIN_S = 3.0
@@ -45,9 +46,9 @@ def main() -> int:
         signal.signal(signum, _raise_signalled)
     host: list[Host] = []
     try:
-        order = json.loads(sys.stdin.readline())
-        os.environ.update(order["env"])
-        problem = find_problem(order["cwd"], order["script"])
+        order = decode(sys.stdin.readline(), RunHost)
+        os.environ.update(order.env)
+        problem = find_problem(order.cwd, order.script)
         if problem:
             raise LaunchError(problem)
         _take_part(order, host)
@@ -66,31 +67,29 @@ def main() -> int:
     return _say(leave.text) if leave is not None and leave.text else 0
 
 
-def _take_part(order: dict[str, Any], hosts: list[Host]) -> None:
-    secret = order["secret"]
-    address = local_address_for(order["rendezvous"].rpartition(":")[0])
+def _take_part(order: RunHost, hosts: list[Host]) -> None:
+    secret = order.secret
+    address = local_address_for(order.rendezvous.rpartition(":")[0])
     if address is None:
-        raise LaunchError(f"No way leads from {socket.gethostname()} to {order['rendezvous']}.")
+        raise LaunchError(f"No way leads from {socket.gethostname()} to {order.rendezvous}.")
     listener = socket.create_server((address, 0), backlog=64)
 
     def post(message: ElasticMessage) -> None:
         hosts[0].post(message)
 
-    copies = ReplicaServer(order["host"], secret, listener, post)
+    copies = ReplicaServer(order.host, secret, listener, post)
     identity = HostHello(
-        host=order["host"],
-        slots=order["slots"],
+        host=order.host,
+        slots=order.slots,
         address=address,
-        copies_port=listener.getsockname()[1],
+        replica_port=listener.getsockname()[1],
         versions=versions(),
     )
-    channel = connect_authenticated(
-        order["rendezvous"], secret=secret, role=ROLE, identity=identity
-    )
-    host = Host(channel, held=copies.held, on_keep=copies.keep, stdin=sys.stdin.fileno())
+    channel = connect_authenticated(order.rendezvous, secret=secret, role=ROLE, identity=identity)
+    host = Host(channel, held=copies.held, on_keep=copies.prune_older, stdin=sys.stdin.fileno())
     hosts.append(host)
-    os.environ["TORCHMN_HOST"] = order["host"]
-    os.environ[ADDRESS_VARIABLE] = order["supervisor"]
+    os.environ["TORCHMN_HOST"] = order.host
+    os.environ[ADDRESS_VARIABLE] = order.supervisor
     os.environ[SOCKET_VARIABLE] = copies.name
 
     def on_round(found: Round) -> None:
@@ -102,8 +101,8 @@ def _take_part(order: dict[str, Any], hosts: list[Host]) -> None:
     copies.start()
     from torchmn.launch.elastic.torch_agent import run_agent  # torch, after we have reported
 
-    stop_limit_s = order["grace_s"] + _STOP_MARGIN_S
-    run_agent(host, order["slots"], stop_limit_s=stop_limit_s, on_round=on_round)
+    stop_limit_s = order.grace_s + _STOP_MARGIN_S
+    run_agent(host, order.slots, stop_limit_s=stop_limit_s, on_round=on_round)
 
 
 def _raise_signalled(signum: int, _: FrameType | None) -> NoReturn:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from torchmn.control.authenticated_listener import SECRET_VARIABLE
+from torchmn.control.codec import decode, encode
 from torchmn.errors import LaunchError, UsageError
-from torchmn.launch.elastic.rendezvous import order_of
 from torchmn.launch.elastic.rendezvous_state import Limits
 from torchmn.launch.job import Command, Job
+from torchmn.launch.orders import RendezvousStarted, RunHost, ServeRendezvous
 from torchmn.launch.starters.remote import is_carried, remote_shell, to_host
 from torchmn.topology import is_this_host
 
@@ -32,19 +32,19 @@ class ElasticJob:
         """``host:port`` from the first line of the rendezvous. Raises LaunchError."""
         where = f"{self.rendezvous or 'this host'}:{self.rendezvous_port or 'any port'}"
         try:
-            answer = json.loads(said)
-            if "error" in answer:
-                raise LaunchError(
-                    f"The rendezvous cannot listen at {where}: {answer['error']}. Choose another "
-                    "port or host with --rendezvous."
-                )
-            return str(answer["address"])
-        except (ValueError, TypeError, KeyError):
+            started = decode(said, RendezvousStarted)
+        except ValueError:
             raise LaunchError(
                 f"The rendezvous at {where} did not start"
                 + (f": it said {said[:80]!r}" if said else "")
                 + f". What was said is in {self.job.log_dir / 'launcher.log'}."
             ) from None
+        if started.error:
+            raise LaunchError(
+                f"The rendezvous cannot listen at {where}: {started.error}. Choose another port or "
+                "host with --rendezvous."
+            )
+        return started.address
 
 
 def parse_elastic(text: str) -> tuple[int, int]:
@@ -81,12 +81,14 @@ def store_process(elastic: ElasticJob, env: Mapping[str, str], address: str) -> 
         ),
         env,
         name="the rendezvous",
-        stdin=order_of(
-            secret=job.secret,
-            host=host or address,
-            port=elastic.rendezvous_port,
-            hosts=[each.name for each in job.hosts],
-            limits=asdict(elastic.limits),
+        stdin=encode(
+            ServeRendezvous(
+                secret=job.secret,
+                host=host or address,
+                port=elastic.rendezvous_port,
+                hosts=[each.name for each in job.hosts],
+                limits=elastic.limits,
+            )
         ),
     )
 
@@ -96,24 +98,24 @@ def node_process(
 ) -> Command:
     """One host's part of the job."""
     job = elastic.job
-    order = {
-        "host": host,
-        "slots": next(each.slots for each in job.hosts if each.name == host),
-        "secret": job.secret,
-        "rendezvous": rendezvous,
-        "supervisor": supervisor,
-        "cwd": str(job.cwd),
-        "script": job.script,
-        "grace_s": job.grace_s,
-        "env": {
+    order = RunHost(
+        host=host,
+        slots=next(each.slots for each in job.hosts if each.name == host),
+        secret=job.secret,
+        rendezvous=rendezvous,
+        supervisor=supervisor,
+        cwd=str(job.cwd),
+        script=job.script,
+        grace_s=job.grace_s,
+        env={
             name: text
             for name, text in env.items()
             if is_carried(job, name) and name != SECRET_VARIABLE
         },
-    }
+    )
     return Command(
         to_host(env, host, "torchmn.launch.elastic.host_main"),
         env,
         name=f"{remote_shell(env)[0]} to {host}",
-        stdin=json.dumps(order).encode() + b"\n",
+        stdin=encode(order),
     )

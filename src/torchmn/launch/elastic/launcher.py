@@ -170,7 +170,7 @@ class ElasticLauncher:
             self._say(self._why_again(self._ranks, found))
             self._ranks.close()
         for member in found.members:
-            self._hosts.is_in(str(member["host"]))
+            self._hosts.is_in(member.host)
         self._said.clear()
         secret = round_secret(self._job.secret, found.number)
         gate = AuthenticatedListener(self._listener.dup(), secret=secret, role=channels.SUPERVISOR)
@@ -178,12 +178,12 @@ class ElasticLauncher:
 
     def _why_again(self, before: RoundSession, found: Round) -> str:
         """What ended the round before, and with whom and from where all go on."""
-        why = found.why
+        why = found.reason
         if found.num_restarts > before.round.num_restarts:
-            why = before.result().sentence.rstrip(".") or why
+            why = before.result().summary.rstrip(".") or why
             why += f"; restart {found.num_restarts} of {self._elastic.limits.max_restarts}"
-        names = ", ".join(str(member["host"]) for member in found.members)
-        memory = f", in memory: step {found.restored[1]}" if found.restored else ""
+        names = ", ".join(member.host for member in found.members)
+        memory = f", in memory: step {found.restored.step}" if found.restored else ""
         return (
             f"{why}: {num_ranks_of(found)} worker(s) on {names} go on from the last "
             f"checkpoint{memory}."
@@ -234,14 +234,14 @@ class ElasticLauncher:
             self._say(f"interrupted by {signal_name(-signum)} before a rank ran.")
             return shell_code(-signum)
         if signum is not None or result.exit_code == SAVED_STATUS:
-            self._say(result.sentence)
+            self._say(result.summary)
             return result.exit_code
         reason = self._loss_of_store() if self._has_lost_store else self._end or ""
         if not reason:
             return 0
         if self._has_lost_store or result.is_launcher_failure:  # ranks that we ended did not fail
             result = JobResult(exit_code=1)
-        summary = " ".join([f"{reason[:1].upper()}{reason[1:]}.", result.sentence]).rstrip()
+        summary = " ".join([f"{reason[:1].upper()}{reason[1:]}.", result.summary]).rstrip()
         if ranks is not None:
             ranks.report_failure(self._job.log_dir, result, summary)
         else:

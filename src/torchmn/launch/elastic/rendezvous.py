@@ -7,17 +7,14 @@ different hosts to find out who is dead.
 
 from __future__ import annotations
 
-import json
 import os
 import selectors
 import signal
 import time
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from torchmn.control.authenticated_listener import AuthenticatedListener
-from torchmn.control.connection import Channel
+from torchmn.control.connection import UNREACHABLE, Channel
 from torchmn.control.messages import Message
 from torchmn.control.messages.elastic import (
     CheckpointSaved,
@@ -110,9 +107,7 @@ class Rendezvous:
             if name == LAUNCHER:
                 self._rounds.stop(signal.SIGTERM)
             else:
-                why = "its connection was closed"
-                if channel.is_silent:
-                    why = "nothing has come from it for 8 s (the network, or the host itself)"
+                why = f"it {UNREACHABLE}" if channel.is_silent else "its connection was closed"
                 self._rounds.lost(name, why, time.monotonic())
         self._deliver()
 
@@ -143,11 +138,3 @@ class Rendezvous:
         channel = self._channels.pop(name, None)
         if channel is not None:
             channel.close()
-
-
-def order_of(
-    *, secret: str, host: str, port: int, hosts: list[str], limits: Mapping[str, Any]
-) -> bytes:
-    """The line for the standard input of a store."""
-    order = {"secret": secret, "host": host, "port": port, "hosts": hosts, "limits": dict(limits)}
-    return json.dumps(order).encode() + b"\n"

@@ -11,7 +11,7 @@ import signal
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from torchmn.control.messages.elastic import (
     ElasticMessage,
@@ -23,6 +23,7 @@ from torchmn.control.messages.elastic import (
     Restart,
     Round,
     RoundEnding,
+    RoundMember,
     Shutdown,
     StagedCheckpoint,
     UserMessage,
@@ -91,7 +92,7 @@ class RendezvousState:
         self._whys: list[str] = []
         self._has_failure = False
         self._has_loss = False
-        self._complete: StagedCheckpoint = (0, -1, "")
+        self._complete: StagedCheckpoint = StagedCheckpoint(0, -1, "")
         self._posts: list[tuple[str, ElasticMessage]] = []
 
     @property
@@ -124,13 +125,12 @@ class RendezvousState:
             )
         return True
 
-    def arrived(self, host: str, held: Sequence[dict[str, Any]], now: float) -> None:
+    def arrived(self, host: str, held: Sequence[FileHeld], now: float) -> None:
         """A host has no workers now and waits: at the start, asked to, or since one failed."""
         seat = self._seats[host]
         was_running = seat.state == "running"
         seat.state = "ready"
-        files = [FileHeld(**words) for words in held]
-        seat.held = {(stored.of, stored.file): stored for stored in files}
+        seat.held = {(stored.checkpoint, stored.file): stored for stored in held}
         if was_running:
             self._has_failure = True
             self._gather(f"a worker on {host} failed", now)
@@ -138,15 +138,15 @@ class RendezvousState:
 
     def stored(self, host: str, stored: FileHeld, now: float) -> None:
         """A host holds one more file in memory; all files of one are a finished checkpoint."""
-        self._seats[host].held[stored.of, stored.file] = stored
+        self._seats[host].held[stored.checkpoint, stored.file] = stored
         # held twice, so that the older ones are still there if a host is lost right now
         found = self._newest_copies(self._members, min(2, len(self._members)))
         if found is not None and found > self._complete:
             self._complete = found
             for name, seat in self._seats.items():
                 seat.held = {key: held for key, held in seat.held.items() if key[0] >= found}
-                self._post(name, PruneOlder(round=found[0], step=found[1], draft=found[2]))
-            self.announced(found[1], now)
+                self._post(name, PruneOlder(checkpoint=found))
+            self.announced(found.step, now)
 
     def announced(self, step: int, now: float) -> None:
         """A checkpoint is finished: hosts that wait may enter, and all go on from it."""
@@ -231,7 +231,7 @@ class RendezvousState:
         if self._phase == "over":
             return
         self._whys.append(why)
-        self._post(LAUNCHER, RoundEnding(why=why))
+        self._post(LAUNCHER, RoundEnding(reason=why))
         if self._phase == "running":
             self._phase, self._since = "gathering", now
         for name, seat in self._seats.items():
@@ -277,8 +277,8 @@ class RendezvousState:
             number=self._number,
             members=[self._described(name) for name in chosen],
             num_restarts=self._num_restarts,
-            why="; ".join(self._whys),
-            restored=list(found or ()),
+            reason="; ".join(self._whys),
+            restored=found,
             holders=holders,
         )
         for name in chosen:
@@ -287,14 +287,14 @@ class RendezvousState:
         self._post(LAUNCHER, message)
         self._whys, self._has_failure, self._has_loss = [], False, False
 
-    def _described(self, name: str) -> dict[str, str | int]:
+    def _described(self, name: str) -> RoundMember:
         member = self._seats[name].member
-        return {
-            "host": name,
-            "slots": member.slots,
-            "address": member.address,
-            "copies_port": member.copies_port,
-        }
+        return RoundMember(
+            host=name,
+            slots=member.slots,
+            address=member.address,
+            replica_port=member.replica_port,
+        )
 
     def _newest_copies(self, names: Sequence[str], num_holders: int = 1) -> StagedCheckpoint | None:
         """The newest checkpoint that these hosts hold whole, each file by ``num_holders`` of them.
@@ -303,7 +303,7 @@ class RendezvousState:
         """
         held = Counter(key for name in names if name in self._seats for key in self._held(name))
         manifests = {
-            stored.of: stored.needs
+            stored.checkpoint: stored.needs
             for name in names
             if name in self._seats
             for stored in self._seats[name].held.values()

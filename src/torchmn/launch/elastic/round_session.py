@@ -49,12 +49,12 @@ class RoundSession(AgentSession):
         """Disconnect the ranks of a host; agents that still run there end their scripts."""
         first = 0
         for member in self.round.members:
-            ranks = range(first, first + int(member["slots"]))
+            ranks = range(first, first + member.slots)
             first = ranks.stop
-            if member["host"] == host:
+            if member.host == host:
                 self.disconnect(self.connections[r] for r in ranks if r in self.connections)
 
 
 def num_ranks_of(found: Round) -> int:
     """The number of ranks of a round."""
-    return sum(int(member["slots"]) for member in found.members)
+    return sum(member.slots for member in found.members)

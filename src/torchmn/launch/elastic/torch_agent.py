@@ -113,7 +113,7 @@ class _Agent(LocalElasticAgent):
         self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
         found = self._handler.round
-        slots = [int(member["slots"]) for member in found.members] if found else []
+        slots = [member.slots for member in found.members] if found else []
         first, total = sum(slots[:group_rank]), sum(slots)
         return [
             Worker(
@@ -147,4 +147,4 @@ class _NoFiles(LogsSpecs):
 
 def index_of(found: Round, host: str) -> int:
     """The place of a host among the members of a round."""
-    return [member["host"] for member in found.members].index(host)
+    return [member.host for member in found.members].index(host)

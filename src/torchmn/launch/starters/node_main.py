@@ -8,25 +8,24 @@ themselves when they lose their supervisor.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 
+from torchmn.control.codec import decode
 from torchmn.control.processes import adopt_orphans, kill_descendants
 from torchmn.exit_status import shell_code
+from torchmn.launch.orders import StartProcesses
 
 
 def main() -> int:
     """Start, wait, and return the first exit code that is not 0."""
     adopt_orphans()
-    order = json.loads(sys.stdin.readline())
+    order = decode(sys.stdin.readline(), StartProcesses)
     processes = [
-        subprocess.Popen(
-            command["argv"], env={**os.environ, **command["env"]}, stdin=subprocess.DEVNULL
-        )
-        for command in order["commands"]
+        subprocess.Popen(command.argv, env={**os.environ, **command.env}, stdin=subprocess.DEVNULL)
+        for command in order.commands
     ]
 
     def pass_on(signum: int, _: object) -> None:

@@ -6,17 +6,18 @@ the host could read.
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from torchmn.control.codec import decode, encode
 from torchmn.control.processes import python_module
 from torchmn.errors import LaunchError
 from torchmn.launch.host_checks import HostFacts, differences
 from torchmn.launch.job import Command, Job
+from torchmn.launch.orders import ProbeHost, ProcessOrder, StartProcesses
 from torchmn.topology import is_this_host
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
@@ -75,25 +76,25 @@ def node_command(
     There they get what is carried of their environment, and what they do not share with ``env``.
     """
     host = job.hosts[inter_rank]
-    order = {
-        "commands": [
-            {
-                "argv": list(command.argv),
-                "env": {
+    order = StartProcesses(
+        commands=[
+            ProcessOrder(
+                argv=list(command.argv),
+                env={
                     name: text
                     for name, text in command.env.items()
                     if is_carried(job, name) or env.get(name) != text
                 },
-            }
+            )
             for command in commands
         ]
-    }
+    )
     return Command(
         to_host(env, host.name, "torchmn.launch.starters.node_main"),
         env,
         name=f"{remote_shell(env)[0]} to {host.name}",
         ranks=job.ranks_on(inter_rank),
-        stdin=json.dumps(order).encode() + b"\n",
+        stdin=encode(order),
     )
 
 
@@ -128,7 +129,7 @@ def _ask(job: Job, host: str, env: Mapping[str, str]) -> HostFacts | str:
     try:
         answer = subprocess.run(
             to_host(env, host, "torchmn.launch.probe_host"),
-            input=json.dumps({"cwd": str(job.cwd), "script": job.script}) + "\n",
+            input=encode(ProbeHost(cwd=str(job.cwd), script=job.script)).decode(),
             env=dict(env),
             capture_output=True,
             text=True,
@@ -141,8 +142,8 @@ def _ask(job: Job, host: str, env: Mapping[str, str]) -> HostFacts | str:
         return f"{remote_shell(env)[0]} cannot be run ({error.strerror})"
     if answer.returncode == 0:
         try:
-            return HostFacts(**json.loads(answer.stdout.splitlines()[-1]))
-        except (ValueError, TypeError, IndexError):
+            return decode(answer.stdout.splitlines()[-1], HostFacts)
+        except (ValueError, IndexError):
             return f"it answered {answer.stdout[-80:]!r}"
     said = answer.stderr.strip().splitlines()[-1:] or [f"exit code {answer.returncode}"]
     return said[0]

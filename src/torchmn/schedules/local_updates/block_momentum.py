@@ -1,6 +1,7 @@
-"""Block momentum (BMUF) as CNTK has it: what blocks moved is smoothed over blocks.
+"""Block momentum (BMUF) as in CNTK: the outer step is smoothed over blocks.
 
-With W workers, N samples in the block over all workers, the mean movement d, the smoothed s:
+With W workers, N samples in the block over all workers, the mean pseudo-gradient d, its moving
+average s:
 
     T  = block_momentum_as_time_constant,    by default -block_size / ln(1 - 1/W)
     bm = exp(-N / T)                          (by default, for a full block, 1 - 1/W; T = 0: 0)
@@ -10,16 +11,14 @@ With W workers, N samples in the block over all workers, the mean movement d, th
 
 Sources: Chen and Huo, *Scalable Training of Deep Learning Machines by Incremental Block Training
 with Intra-block Parallel Optimization and Blockwise Model-Update Filtering*, 2016; CNTK's
-`block_momentum_distributed_learner` (ancestors 2.3).
+`block_momentum_distributed_learner`.
 
-Differences from CNTK: bm is computed from the samples of all workers (CNTK took each worker's own,
-and replicas drifted apart on uneven data); W d is weighted by samples; a block without samples is
-left out
-(CNTK moved by momentum alone); the anchor is taken behind the warm start; s and a are saved.
-As in CNTK, W d is a sum: the step is the average only because 1 - bm = 1/W, and a time constant of
-one's own changes the gain to W (1 - bm). As in CNTK, and unlike in the paper, nesterov makes the
-point ahead the next anchor without taking the last look ahead back: in the long run a block moves
-by
+Differences from CNTK: bm is computed from the samples of all workers (CNTK used each worker's own,
+and replicas diverged on uneven data); W d is weighted by samples; a block without samples is
+skipped (CNTK moved by momentum alone); the anchor is taken after a warm-up; s and a are saved.
+As in CNTK, W d is a sum: the step is the average only because 1 - bm = 1/W, and another time
+constant changes the gain to W (1 - bm). As in CNTK, and unlike the paper, nesterov makes the point
+ahead the next anchor without undoing the previous look-ahead: in the long run a block moves by
 (1 + bm) W d block_learning_rate. `DiLoCo` has the paper's form.
 """
 
@@ -32,22 +31,23 @@ from typing import Any
 from torch import Tensor
 
 from torchmn.errors import UsageError
-from torchmn.schedules.local_updates.base import BlockSchedule, InsideNode
-from torchmn.schedules.local_updates.fragments import Movement
-from torchmn.schedules.local_updates.partial_block import Remembered
+from torchmn.schedules.local_updates.base import IntraNode, LocalUpdateSchedule
+from torchmn.schedules.local_updates.fragments import PseudoGradient
+from torchmn.schedules.local_updates.partial_block import OuterState
 
 
-class BlockMomentum(BlockSchedule):
-    """Blocks of ``block_size`` samples, whose movements are smoothed.
+class BlockMomentum(LocalUpdateSchedule):
+    """Blocks of ``block_size`` samples with momentum from block to block.
 
     Args:
-        block_size: see `BlockSchedule`, as for the last four.
+        block_size: see `LocalUpdateSchedule`, as for the last three.
         block_momentum_as_time_constant: T in samples over all workers; 0: no momentum.
         nesterov: look ahead.
-        reset_sgd_momentum_after_aggregation: set the inner optimizer's smoothed gradients
-            (``momentum_buffer``, ``exp_avg``) to zero where a new block begins.
-        block_learning_rate: scales what enters the smoothed movement.
-        distributed_after: in samples over all workers.
+        reset_sgd_momentum_after_aggregation: set the inner optimizer's first moments
+            (``momentum_buffer``, ``exp_avg``) to zero at the start of each block.
+        block_learning_rate: scales what is added to the moving average.
+
+    Raises UsageError: an argument is out of range.
     """
 
     name = "block_momentum"
@@ -59,18 +59,16 @@ class BlockMomentum(BlockSchedule):
         nesterov: bool = True,
         reset_sgd_momentum_after_aggregation: bool = True,
         block_learning_rate: float = 1.0,
-        distributed_after: float = 0,
         *,
         overlap_steps: int = 0,
         num_fragments: int = 1,
-        inside_node: InsideNode | None = None,
+        intra_node: IntraNode | None = None,
     ) -> None:
         super().__init__(
             block_size,
-            distributed_after=distributed_after,
             overlap_steps=overlap_steps,
             num_fragments=num_fragments,
-            inside_node=inside_node,
+            intra_node=intra_node,
         )
         constant = block_momentum_as_time_constant
         if constant is not None and not 0 <= constant < math.inf:
@@ -80,7 +78,7 @@ class BlockMomentum(BlockSchedule):
             )
         self.block_momentum_as_time_constant = constant
         self.nesterov = nesterov
-        self.resets_smoothed_gradients = reset_sgd_momentum_after_aggregation
+        self.resets_momentum = reset_sgd_momentum_after_aggregation
         self.block_learning_rate = block_learning_rate
         self._smoothed: dict[str, Tensor] = {}
 
@@ -97,33 +95,29 @@ class BlockMomentum(BlockSchedule):
         return self._comm.size if self._node is None else self._comm.inter_size
 
     def block_momentum(self, num_samples: float) -> float:
-        """The factor bm for a block of so many samples over all workers."""
+        """The factor bm for a block of ``num_samples`` over all workers."""
         constant = self.time_constant
         return math.exp(-num_samples / constant) if constant else 0.0
 
-    def _move_(self, movements: Sequence[Movement], num_samples: float) -> None:
+    def outer_step(self, pseudo_gradients: Sequence[PseudoGradient], num_samples: float) -> None:
         momentum = self.block_momentum(num_samples)
         gain = (1 - momentum) * self.block_learning_rate * self._num_workers
-        for movement in movements:
-            if movement.name not in self._smoothed:
-                self._smoothed[movement.name] = (
-                    movement.anchor.new_zeros(()).expand_as(movement.anchor).clone()
-                )
-            smoothed = self._smoothed[movement.name]
-            smoothed.mul_(momentum).add_(movement.mean, alpha=gain)
-            movement.anchor.sub_(smoothed, alpha=1 + momentum if self.nesterov else 1)
+        for each in pseudo_gradients:
+            if each.name not in self._smoothed:
+                zeros = each.anchor.new_zeros(()).expand_as(each.anchor).clone()
+                self._smoothed[each.name] = zeros
+            smoothed = self._smoothed[each.name]
+            smoothed.mul_(momentum).add_(each.mean, alpha=gain)
+            each.anchor.sub_(smoothed, alpha=1 + momentum if self.nesterov else 1)
 
-    def _remembered(self, movements: Sequence[Movement]) -> Remembered:
-        return {
-            (movement.name, "smoothed"): self._smoothed[movement.name]
-            for movement in movements
-            if movement.name in self._smoothed
-        }
+    def outer_state_tensors(self, pseudo_gradients: Sequence[PseudoGradient]) -> OuterState:
+        names = [each.name for each in pseudo_gradients if each.name in self._smoothed]
+        return {(name, "smoothed"): self._smoothed[name] for name in names}
 
-    def _recipe_state(self) -> dict[str, Any]:
+    def outer_state_dict(self) -> dict[str, Any]:
         return {name: smoothed.clone() for name, smoothed in self._smoothed.items()}
 
-    def _load_recipe_state(self, state: dict[str, Any]) -> None:
+    def load_outer_state_dict(self, state: dict[str, Any]) -> None:
         self._smoothed = {
             name: value.to(self.anchors[name].device, copy=True) for name, value in state.items()
         }

@@ -1,4 +1,4 @@
-"""DiLoCo: an outer optimizer takes the mean movement of a block for a gradient.
+"""DiLoCo: an outer optimizer uses the mean pseudo-gradient of a block as its gradient.
 
     a <- outer.step(gradient = d)        by default SGD, lr 0.7, Nesterov momentum 0.9:
     b <- 0.9 b + d;    a <- a - 0.7 (d + 0.9 b)
@@ -7,8 +7,8 @@ The inner optimizer is any, AdamW in the paper, and keeps its state over blocks.
 
 Sources: Douillard et al., *DiLoCo: Distributed Low-Communication Training of Language Models*,
 2023; *Streaming DiLoCo with Overlapping Communication*, 2025 (``num_fragments``, ``overlap_steps``;
-see `block_schedule` for what differs). The form goes back to Reddi et al., *Adaptive Federated
-Optimization*, 2021. Difference: the mean is weighted by samples.
+see `local_updates.base` for the differences). The form goes back to Reddi et al., *Adaptive
+Federated Optimization*, 2021. Difference: the mean is weighted by samples.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchmn.errors import UsageError
-from torchmn.schedules.local_updates.base import BlockSchedule, InsideNode
-from torchmn.schedules.local_updates.fragments import Movement
-from torchmn.schedules.local_updates.partial_block import Remembered
+from torchmn.schedules.local_updates.base import IntraNode, LocalUpdateSchedule
+from torchmn.schedules.local_updates.fragments import PseudoGradient
+from torchmn.schedules.local_updates.partial_block import OuterState
 
 MakeOptimizer = Callable[[list[Tensor]], Optimizer]
 
@@ -34,14 +34,15 @@ def nesterov(parameters: list[Tensor]) -> Optimizer:
     return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
-class DiLoCo(BlockSchedule):
-    """Blocks of ``block_size`` samples, at whose ends an outer optimizer steps.
+class DiLoCo(LocalUpdateSchedule):
+    """Blocks of ``block_size`` samples, each ended by a step of an outer optimizer.
 
     Args:
-        block_size: see `BlockSchedule`, as for the last four.
+        block_size: see `LocalUpdateSchedule`, as for the last three.
         outer: makes the outer optimizer for a list of tensors, the anchors. The same on all ranks.
-            It is `self.outer` then, for instance for a learning rate scheduler.
-        distributed_after: in samples over all workers.
+            It is then available as ``outer``, for instance for a learning rate scheduler.
+
+    Raises UsageError: an argument is out of range.
     """
 
     name = "diloco"
@@ -52,54 +53,52 @@ class DiLoCo(BlockSchedule):
         block_size: float | None = None,
         *,
         outer: MakeOptimizer = nesterov,
-        distributed_after: float = 0,
         overlap_steps: int = 0,
         num_fragments: int = 1,
-        inside_node: InsideNode | None = None,
+        intra_node: IntraNode | None = None,
     ) -> None:
         super().__init__(
             block_size,
-            distributed_after=distributed_after,
             overlap_steps=overlap_steps,
             num_fragments=num_fragments,
-            inside_node=inside_node,
+            intra_node=intra_node,
         )
         self._make_outer = outer
 
-    def _anchors_laid_out(self) -> None:
+    def on_anchors_created(self) -> None:
         before = getattr(self, "outer", None)
         self.outer = self._make_outer(list(self.anchors.values()))
         if len(self.outer.param_groups) != 1:
             raise UsageError(
-                f"outer= made an optimizer with {len(self.outer.param_groups)} groups of "
-                "parameters. Give it the list it is called with, as one group."
+                f"outer= made an optimizer with {len(self.outer.param_groups)} parameter groups. "
+                "Pass it the list that it is called with, as one group."
             )
-        if before is not None:  # parameters were added: go on with what there was
+        if before is not None:  # parameters were added: keep the state of the others
             kept = {k: v for k, v in before.param_groups[0].items() if k != "params"}
             self.outer.param_groups[0].update(kept)
             for anchor in self.anchors.values():
                 if anchor in before.state:
                     self.outer.state[anchor] = before.state[anchor]
-        self._blank = self.outer.state_dict()
+        self._initial_state = self.outer.state_dict()
 
-    def _move_(self, movements: Sequence[Movement], num_samples: float) -> None:
-        for movement in movements:
-            movement.anchor.grad = movement.mean
-        self.outer.step()  # leaves out what has no gradient: other fragments
-        for movement in movements:
-            movement.anchor.grad = None
+    def outer_step(self, pseudo_gradients: Sequence[PseudoGradient], num_samples: float) -> None:
+        for each in pseudo_gradients:
+            each.anchor.grad = each.mean
+        self.outer.step()  # skips anchors without a gradient: other fragments
+        for each in pseudo_gradients:
+            each.anchor.grad = None
 
-    def _remembered(self, movements: Sequence[Movement]) -> Remembered:
+    def outer_state_tensors(self, pseudo_gradients: Sequence[PseudoGradient]) -> OuterState:
         return {
-            (movement.name, key): value
-            for movement in movements
-            for key, value in self.outer.state.get(movement.anchor, {}).items()
+            (each.name, key): value
+            for each in pseudo_gradients
+            for key, value in self.outer.state.get(each.anchor, {}).items()
             if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
         }
 
-    def _recipe_state(self) -> dict[str, Any]:
+    def outer_state_dict(self) -> dict[str, Any]:
         return {"outer": self.outer.state_dict()}
 
-    def _load_recipe_state(self, state: dict[str, Any]) -> None:
-        # A copy: torch's optimizers go on in the tensors that they load.
-        self.outer.load_state_dict(copy.deepcopy(state.get("outer", self._blank)))
+    def load_outer_state_dict(self, state: dict[str, Any]) -> None:
+        # A copy: torch's optimizers keep using the tensors that they load.
+        self.outer.load_state_dict(copy.deepcopy(state.get("outer", self._initial_state)))

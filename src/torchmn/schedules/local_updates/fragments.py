@@ -1,14 +1,15 @@
 """Parts of a model whose blocks end together, and the exchange of what was learned in a block.
 
-A fragment has an anchor, the point from which all ranks set out, the same bits on every rank. At
-the end of a block each rank i contributes how far it went, ``anchor - w_i``, weighted by its
-samples.
+A fragment has an anchor, the point from which all ranks start, with the same bits on every rank. At
+the end of a block each rank i contributes its pseudo-gradient ``anchor - w_i``, weighted by the
+number of its samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,23 +19,28 @@ from torchmn.compression import Codec
 from torchmn.errors import UsageError
 from torchmn.gradients.bucket_set import BucketSet
 from torchmn.gradients.buckets import NamedParameter, plan_buckets
+from torchmn.gradients.codec_state import codec_state, load_codec_state
 from torchmn.gradients.footer import NUM_FOOTER
 from torchmn.gradients.weights import PassContext
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Movement:
-    """One parameter at the end of a block."""
+class PseudoGradient:
+    """One parameter at the end of a block: its anchor takes the place of the parameter."""
 
     name: str
     anchor: Tensor
-    """Where the block began; to be moved, in place, to where the next one begins."""
+    """Where the block began. The outer step moves it, in place, to where the next one begins."""
     mean: Tensor
-    """How far ranks went, ``anchor - w_i``, their mean weighted by samples."""
+    """The mean of ``anchor - w_i`` over ranks, weighted by samples; the shape of the anchor."""
 
 
 class Fragment:
-    """Some parameters, their anchors, and the buckets in which their movements travel."""
+    """Some parameters, their anchors, and the buckets in which their pseudo-gradients are reduced.
+
+    At most one exchange is pending. With overlap the parameters at its start are kept, so that
+    what is learned while it is pending becomes part of the next block.
+    """
 
     def __init__(
         self,
@@ -42,7 +48,7 @@ class Fragment:
         codec: Codec | None,
         parameters: Sequence[NamedParameter],
         anchors: dict[str, Tensor],
-        unit: float,
+        weight_scale: float,
     ) -> None:
         self.codec = codec
         self.names = [name for name, _ in parameters]
@@ -50,7 +56,11 @@ class Fragment:
         self.anchors = [anchors[name] for name in self.names]
         self.num_samples = 0.0
         """What this rank (or its node) has seen since the last exchange of this fragment."""
-        self.movements = BucketSet(
+        self.steps_left = 0.0
+        """Until the pending exchange is waited for."""
+        self._starts: list[Tensor] | None = None
+        """The parameters when the pending exchange started; None without overlap."""
+        self.buckets = BucketSet(
             comm,
             comm.allreduce_algorithm(codec),
             plan_buckets(
@@ -60,75 +70,170 @@ class Fragment:
                 num_footer=NUM_FOOTER,
                 allocate=comm.new_buffer,
             ),
-            what="movements of a block",
+            what="pseudo-gradients of a block",
         )
-        self.movements.warm_up()
-        self._scale = unit
-        self._slots = [self.movements.slot_of[parameter].tensor for parameter in self.parameters]
+        self.buckets.warm_up()
+        self._scale = weight_scale
+        self._slots = [self.buckets.slot_of[parameter].tensor for parameter in self.parameters]
         self._anchor_of = dict(zip(self.names, self.anchors, strict=True))
 
     @torch.no_grad()
     def take_anchors(self) -> None:
-        """Set out from here: the anchors become the parameters."""
+        """Start a block here: the anchors become copies of the parameters."""
         for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
             anchor.copy_(parameter)
 
     @torch.no_grad()
     def pack(self, weight: float, *, is_active: bool, step: int) -> None:
-        """Begin an exchange and write this rank's part. *Collective*, though it waits for nothing.
+        """Begin an exchange and write this rank's part. *Collective*, but does not wait.
 
-        A weight of zero contributes nothing, even where that is NaN.
+        A weight of zero contributes nothing, even where the parameters are NaN.
         """
-        movements = self.movements
-        movements.restart()
+        buckets = self.buckets
+        buckets.restart()
         context = PassContext(step=step, weight=weight, num_samples=weight, is_active=is_active)
-        movements.begin(context, self._scale)
-        factor = weight / (movements.comm.size * self._scale)
-        for slot in movements.slots:
+        buckets.begin(context, self._scale)
+        factor = weight / (buckets.comm.size * self._scale)
+        for slot in buckets.slots:
             if factor == 0.0:
                 slot.tensor.zero_()
             else:
                 anchor = self._anchor_of[slot.name]
                 torch.sub(anchor, slot.parameter, out=slot.tensor).mul_(factor)
-            movements.note(slot)
-        movements.write_footer()
+            buckets.note(slot)
+        buckets.write_footer()
+        self.num_samples = 0.0
 
-    def means(self) -> list[Movement]:
-        """What was agreed on, after the exchange was waited for."""
+    def start(self, overlap_steps: float) -> None:
+        """Hand all buckets to the engine and return at once."""
+        self.steps_left = overlap_steps
+        self._starts = [p.detach().clone() for p in self.parameters] if overlap_steps else None
+        self.buckets.start_remaining()
+
+    def pseudo_gradients(self) -> list[PseudoGradient]:
+        """The means, after the exchange was waited for."""
         return [
-            Movement(name=name, anchor=anchor, mean=slot)
+            PseudoGradient(name=name, anchor=anchor, mean=slot)
             for name, anchor, slot in zip(self.names, self.anchors, self._slots, strict=True)
         ]
 
     @torch.no_grad()
-    def restart(self, starts: list[Tensor] | None) -> None:
-        """Go on from the anchors. ``starts``: keep what was learned since the parameters were so.
-
-        ``starts`` is used up.
-        """
+    def restart(self) -> None:
+        """Continue from the anchors, with what was learned while the exchange was pending."""
+        starts, self._starts = self._starts, None
         if starts is None:
-            for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
-                parameter.copy_(anchor)
+            self.reset_to_anchors()
             return
         for anchor, parameter, start in zip(self.anchors, self.parameters, starts, strict=True):
             parameter.sub_(start.sub_(anchor))
 
-    def copies(self) -> list[Tensor]:
-        """The parameters as they are now."""
-        return [parameter.detach().clone() for parameter in self.parameters]
+    @torch.no_grad()
+    def reset_to_anchors(self) -> None:
+        """Continue from the anchors and discard what was learned since."""
+        self._starts = None
+        for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
+            parameter.copy_(anchor)
+
+    # ---- state ----
+
+    def state_dict(self, *, is_pending: bool, has_anchors: bool) -> dict[str, Any]:
+        """The state of this rank. A pending exchange is waited for, and stays pending."""
+        exchange = self._exchange_state() if is_pending else {}  # first: it waits for the codec
+        changed = {}  # what this rank has learned in the block: another number of ranks shares it
+        if has_anchors:
+            rows = zip(self.names, self.parameters, self.anchors, strict=True)
+            changed = {n: p.detach().clone() for n, p, a in rows if not torch.equal(p, a)}
+        return {
+            "names": self.names,
+            "num_samples": self.num_samples,
+            "codec": codec_state(self.codec, self.buckets.comm),
+            "parameters": changed,
+            "exchange": exchange,
+        }
+
+    def _exchange_state(self) -> dict[str, Any]:
+        buckets = self.buckets
+        buckets.drain()
+        total_weight = buckets.total_weight
+        if total_weight:
+            buckets.wait()
+        return {
+            "steps_left": self.steps_left,
+            "starts": None if self._starts is None else [start.clone() for start in self._starts],
+            "means": buckets.means(),
+            "total_weight": total_weight,
+            "record": buckets.record(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Resume from `state_dict`; an empty dict resets. Returns whether an exchange is pending.
+
+        On the same number of ranks ``parameters`` equal the model's own; else they replace them.
+        """
+        self.num_samples = state.get("num_samples", 0.0)
+        load_codec_state(self.codec, self.buckets.comm, state.get("codec", {}))
+        changed = state.get("parameters", {})
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if name in changed:
+                parameter.copy_(changed[name])
+        exchange = state.get("exchange", {})
+        if not exchange:
+            return False
+        total_weight, starts = exchange["total_weight"], exchange["starts"]
+        self.buckets.load_means(exchange["means"], exchange["record"], total_weight=total_weight)
+        self.steps_left = exchange["steps_left"]
+        self._starts = starts
+        if starts is not None:
+            rows = zip(starts, self.parameters, strict=True)
+            self._starts = [start.to(parameter.device, copy=True) for start, parameter in rows]
+        return True
 
 
-def cut_into_fragments(
+def new_codecs(
+    codec: Codec | None, num_fragments: int, before: Sequence[Fragment]
+) -> list[Codec | None]:
+    """A codec for each fragment, as their exchanges end at different times.
+
+    The residuals of the fragments ``before`` are kept: each takes those of its parameters.
+    """
+    if codec is None:
+        return [None] * num_fragments
+    residuals = _merged([fragment.codec.state_dict() for fragment in before if fragment.codec])
+    codecs: list[Codec | None] = []
+    for _ in range(num_fragments):
+        new = codec.new_instance()
+        if residuals:
+            new.load_state_dict(residuals)
+        codecs.append(new)
+    return codecs
+
+
+def _merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The states of codecs of different parameters as one, with all their residuals."""
+    merged: dict[str, Any] = {}
+    for state in states:
+        for key, value in state.items():
+            if isinstance(value, list):
+                merged[key] = [*merged.get(key, []), *value]
+            elif isinstance(value, dict):
+                merged[key] = {**merged.get(key, {}), **value}
+            else:
+                merged.setdefault(key, value)
+    return merged
+
+
+def split_into_fragments(
     parameters: Sequence[NamedParameter], num_fragments: int
 ) -> list[list[NamedParameter]]:
-    """Consecutive parts of about equally many bytes, none empty.
+    """Consecutive parts of about the same number of bytes, none empty.
 
     Raises UsageError: there are fewer parameters than parts.
     """
     if num_fragments > len(parameters):
         raise UsageError(
             f"num_fragments={num_fragments}, but the optimizer has {len(parameters)} parameters. A "
-            "fragment holds at least one."
+            "fragment holds at least one: use fewer fragments."
         )
     total = sum(parameter.nbytes for _, parameter in parameters)
     parts: list[list[NamedParameter]] = [[]]
@@ -144,21 +249,21 @@ def cut_into_fragments(
     return parts
 
 
-def with_means(parameters: Sequence[NamedParameter]) -> list[NamedParameter]:
-    """Those that a mean makes sense of, floating point or complex; frozen ones too."""
+def averageable(parameters: Sequence[NamedParameter]) -> list[NamedParameter]:
+    """Floating-point and complex parameters, frozen ones included."""
     return [(n, p) for n, p in parameters if p.is_floating_point() or p.is_complex()]
 
 
-SMOOTHED_GRADIENTS = ("momentum_buffer", "exp_avg")
-"""What torch's optimizers call a smoothed gradient: SGD and RMSprop; Adam and its relatives."""
+MOMENTUM_BUFFERS = ("momentum_buffer", "exp_avg")
+"""The names of first moments in torch's optimizers: SGD and RMSprop; Adam and its variants."""
 
 
-def reset_smoothed_gradients_(
+def reset_momentum_(
     state: Mapping[Tensor, Mapping[str, object]], parameters: Sequence[nn.Parameter]
 ) -> None:
-    """Set the smoothed gradients of an optimizer to zero. Second moments and counts stay. Local."""
+    """Set the first moments of an optimizer to zero. Second moments and step counts stay. Local."""
     for parameter in parameters:
-        for name in SMOOTHED_GRADIENTS:
+        for name in MOMENTUM_BUFFERS:
             value = state.get(parameter, {}).get(name)
             if isinstance(value, Tensor):
                 value.zero_()

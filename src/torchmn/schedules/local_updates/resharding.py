@@ -1,21 +1,20 @@
-"""A block that was saved half full, on another number of workers.
+"""A block that was saved before it was full, on another number of workers.
 
 Old rank i has parameters w_i and n_i samples of the block that began at anchor a; W' new ranks:
 
     n = sum_i n_i                               samples of the block so far
-    w = sum_i n_i w_i / n                       where every new rank goes on
-    n / W'                                      what each of them has seen of the block
+    w = sum_i n_i w_i / n                       where every new rank continues
+    n / W'                                      the samples counted by each of them
 
-The end of a block moves along d = sum_j n'_j (a - w'_j) / sum_j n'_j: were it now, d and n would be
-those of the old ranks. So what each of them has learned counts as before, with its weight, and the
-block is as full. With equal new starting points no rank has a part that is not in the mean.
+The end of a block moves along d = sum_j n'_j (a - w'_j) / sum_j n'_j: at this point d and n would
+be those of the old ranks. So what each of them has learned counts as before, with its weight, and
+the block is as full. As all new ranks start from the same point, nothing is left out of the mean.
 
-Under way with overlap: w_i(t), from which each rank goes on learning, is averaged with the same
-weights n_i, those of the samples since t, so that the mean of w_i - w_i(t) stays. The mean movement
-that was agreed on is the same on all ranks, as are anchors, what recipes remember, and the count of
-all samples.
+With a pending exchange: w_i(t), from which each rank continues, is averaged with the same weights
+n_i, those of the samples since t, so that the mean of w_i - w_i(t) is kept. The mean
+pseudo-gradient is the same on all ranks, as are anchors, the outer state, and the total count.
 
-What codecs have lost of the mean movement is shared out by `compression.reshard`.
+Residuals of codecs are distributed by `compression.reshard`.
 """
 
 from __future__ import annotations
@@ -31,70 +30,75 @@ State = dict[str, Any]
 
 
 def reshard_blocks(states: Sequence[State], comm: Communicator, *, num_sharing: int) -> State:
-    """The state of a `BlockSchedule` that this rank loads, from those of all old ranks. Local.
+    """The state of a `LocalUpdateSchedule` that this rank loads, from those of all old ranks.
 
-    ``num_sharing``: how many ranks train as one worker with this one, itself included. Raises
-    UsageError: ranks were saved at different places.
+    Local. ``num_sharing``: how many ranks train as one worker with this one, itself included.
+    Raises UsageError: ranks were saved at different exchanges.
     """
     first = states[0]
-    if not all("names" in state for state in states):
+    if not all("fragments" in state for state in states):
         return first
     _raise_if_apart(states, comm)
     # Ranks of a node that train as one worker have all counted the samples of all of them.
-    counts = [
-        [count / max(1, state["num_sharing"]) for count in state["block_samples"]]
-        for state in states
-    ]
+    sharing = [max(1, state["num_sharing"]) for state in states]
     share = num_sharing / comm.size
-    seen = sum(s["cadence"]["samples"] / max(1, s["num_sharing"]) for s in states)
+    samples = [s["order"]["samples"] / n for s, n in zip(states, sharing, strict=True)]
+    anchors = [state["anchors"] for state in states]
     return {
         **first,
-        "block_samples": [sum(per_rank) * share for per_rank in zip(*counts, strict=True)],
-        "cadence": {**first["cadence"], "samples": seen * share},
+        "order": {**first["order"], "samples": sum(samples) * share},
         "num_sharing": num_sharing,
-        "pending": _pending(states, counts),
-        "codecs": [
-            reshard_codec(codecs, comm)
-            for codecs in zip(*(state["codecs"] for state in states), strict=True)
+        "fragments": [
+            _reshard_fragment(parts, anchors, sharing, share, comm)
+            for parts in zip(*(state["fragments"] for state in states), strict=True)
         ],
-        "parameters": _parameters(states, counts),
     }
 
 
-def _parameters(states: Sequence[State], counts: Sequence[Sequence[float]]) -> State:
-    """The means of the ranks' parameters. A rank that does not name one has it at its anchor."""
-    fragment_of = {n: i for i, names in enumerate(states[0]["names"]) for n in names}
-    moved = [name for name in fragment_of if any(name in s["parameters"] for s in states)]
+def _reshard_fragment(
+    parts: Sequence[State],
+    anchors: Sequence[State],
+    sharing: Sequence[int],
+    share: float,
+    comm: Communicator,
+) -> State:
+    """One fragment of all old ranks. A rank that does not list a parameter has it at its anchor."""
+    counts = [part["num_samples"] / n for part, n in zip(parts, sharing, strict=True)]
+    exchange = parts[0]["exchange"]
+    if exchange and exchange["starts"] is not None:
+        all_starts = zip(*(part["exchange"]["starts"] for part in parts), strict=True)
+        exchange = {**exchange, "starts": [mean_tensor(starts, counts) for starts in all_starts]}
     return {
-        name: mean_tensor(
-            [state["parameters"].get(name, state["anchors"][name]) for state in states],
-            [per_fragment[fragment_of[name]] for per_fragment in counts],
-        )
-        for name in moved
+        "names": parts[0]["names"],
+        "num_samples": sum(counts) * share,
+        "codec": reshard_codec([part["codec"] for part in parts], comm),
+        "parameters": {
+            name: mean_tensor(
+                [p["parameters"].get(name, a[name]) for p, a in zip(parts, anchors, strict=True)],
+                counts,
+            )
+            for name in parts[0]["names"]
+            if any(name in part["parameters"] for part in parts)
+        },
+        "exchange": exchange,
     }
-
-
-def _pending(states: Sequence[State], counts: Sequence[Sequence[float]]) -> State:
-    pending: State = states[0]["pending"]
-    if not pending or pending["starts"] is None:
-        return pending
-    weights = [per_fragment[pending["fragment"]] for per_fragment in counts]
-    everybody = [state["pending"]["starts"] for state in states]
-    starts = [mean_tensor(starts, weights) for starts in zip(*everybody, strict=True)]
-    return {**pending, "starts": starts}
 
 
 def _raise_if_apart(states: Sequence[State], comm: Communicator) -> None:
-    places = [
-        (s["is_warm"], s["cadence"]["next"], s["pending"].get("fragment", "none")) for s in states
-    ]
-    if len(set(places)) > 1:
+    positions = [(state["order"]["next"], _pending(state)) for state in states]
+    if len(set(positions)) > 1:
         described = ", ".join(
-            f"rank {rank}: next {following}, under way {under_way}"
-            for rank, (_, following, under_way) in enumerate(places)
+            f"rank {rank}: next {following}, pending {pending}"
+            for rank, (following, pending) in enumerate(positions)
         )
         raise UsageError(
             f"{comm.rank_label}: the old ranks were saved at different exchanges of their blocks "
-            f"(fragments {described}), and cannot be put together for another number of ranks. "
-            "Save where all ranks have made equally many steps, or after optimizer.flush()."
+            f"(fragments {described}), and cannot be combined for another number of ranks. Save "
+            "where all ranks have made the same number of steps, or after optimizer.flush()."
         )
+
+
+def _pending(state: State) -> int | str:
+    """The fragment whose exchange is pending, by index."""
+    pending = [i for i, fragment in enumerate(state["fragments"]) if fragment["exchange"]]
+    return pending[0] if pending else "none"

@@ -1,20 +1,19 @@
-"""Asynchronous training: workers push gradients to servers and pull parameters, each at its pace.
+"""Asynchronous training: workers push gradients to servers and pull parameters independently.
 
     worker i, step t:   g = gradient of its own batch at w_i
                         push g to all servers; each applies it at once:  w <- update(w, g)
-                        pull w_i <- w, when at most s steps ahead of the slowest living worker
+                        pull w_i <- w, when at most s steps ahead of the slowest live worker
 
-Servers are threads inside the ranks: every rank owns a part of the parameters and its share of the
-optimizer's state (``servers="all"``), or the last k ranks do nothing else (``servers=k``).
+Servers are threads of the ranks: every rank owns a shard of the parameters and of the optimizer
+state (``servers="all"``), or only the last k ranks do, and do not train (``servers=k``).
 
 Sources: bounded staleness: Q. Ho et al., "More Effective Distributed ML via a Stale Synchronous
 Parallel Parameter Server", NIPS 2013; servers: M. Li et al., OSDI 2014; delay compensation: S.
 Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", ICML 2017 (with a
-constant lambda). CNTK's DataParallelASGD over Multiverso (ancestors 2.4) differs: its workers
-stepped by themselves and pushed the difference of models, there was no bound on staleness, no
-momentum at the servers, and a schedule of its own for the learning rate. Here gradients are pushed,
-each push is one update by the user's optimizer at the server, with the hyper-parameters that the
-worker has at that step; a stripe holds whole parameters.
+constant lambda). CNTK's DataParallelASGD over Multiverso differs: its workers updated locally and
+pushed differences of models, with no bound on staleness, no momentum at the servers, and its own
+learning rate schedule. Here gradients are pushed, each push is one update by the user's optimizer
+at the server, with the worker's hyper-parameters at that step; a shard holds whole parameters.
 """
 
 from __future__ import annotations
@@ -39,19 +38,19 @@ from torchmn.gradients.nonfinite import NonfiniteGradients
 from torchmn.gradients.reducer import GradientReducer
 from torchmn.schedules.base import ReplicaConsistency, Schedule
 from torchmn.schedules.parameter_server.channels import (
-    Answer,
     Channel,
     Kind,
     LocalChannel,
     NetworkChannel,
-    ServerLinks,
+    Response,
+    ServerClient,
     start_threads,
 )
-from torchmn.schedules.parameter_server.server import Rules, StripeServer
+from torchmn.schedules.parameter_server.server import Rules, ShardServer
 from torchmn.schedules.parameter_server.shards import (
     Hyper,
-    StripeMemory,
-    assign,
+    ShardMemory,
+    assign_shards,
     device_copy,
     hyper_parameters,
 )
@@ -62,16 +61,18 @@ _GRACE_S = 2.0
 
 
 class ParameterServer(Schedule):
-    """The schedule ``parameter_server``: parameters live at servers, workers come and go.
+    """The schedule ``parameter_server``: servers own the parameters, workers train asynchronously.
 
     Args:
         servers: ``"all"`` ranks serve and train, or the last ``servers`` ranks only serve.
-        max_staleness: no worker begins a step more than so many steps ahead of the slowest living
+        max_staleness: no worker begins a step more than this many steps ahead of the slowest live
             one. 0 is synchronous, though updates are applied one after another.
         pipeline: compute the next gradient while the last one is pushed and parameters are pulled;
-            they are then older by one step, which counts: ``max_staleness`` must be at least 1.
+            they are then one step older, which counts: ``max_staleness`` must be at least 1.
         delay_compensation: lambda of the term lambda * g * g * (w - w_pulled); 0 is none. The
             servers then keep what every worker has pulled.
+
+    Raises UsageError: an argument is out of range.
     """
 
     name = "parameter_server"
@@ -82,7 +83,7 @@ class ParameterServer(Schedule):
     _reducer: GradientReducer
     _inner: Optimizer
     _comm: Communicator
-    _server_class: type[StripeServer] = StripeServer
+    _server_class: type[ShardServer] = ShardServer
 
     def __init__(
         self,
@@ -110,17 +111,17 @@ class ParameterServer(Schedule):
         self.versions: dict[int, int] = {}
         """Of each server's parameters, when this rank last pulled them. They only increase."""
         self.lost: set[int] = set()
-        """Ranks that died or left in the middle; training went on without them."""
+        """Ranks that died or left early; training continued without them."""
         self._own = StalenessRecord()
-        self._told: dict[int, StalenessRecord] = {}
-        self._work: Work[dict[int, Answer]] | None = None
+        self._reported: dict[int, StalenessRecord] = {}
+        self._work: Work[dict[int, Response]] | None = None
         self._episode = 0
         self._clock = 0
         self._is_open = False
         self._is_finished_by_join = False
         self._is_closed = False
         self._sent: dict[int, Hyper] = {}
-        self._server: StripeServer | None = None
+        self._server: ShardServer | None = None
         self._channels: list[Channel] = []
         self._threads: list[threading.Thread] = []
         self._transport: Transport | None = None
@@ -130,12 +131,12 @@ class ParameterServer(Schedule):
             f"ParameterServer(servers={self.servers!r}, max_staleness={self.max_staleness}, "
             f"pipeline={self.pipeline}, delay_compensation={self.delay_compensation})"
         )
-        met = self.staleness()
-        return f"{text}\n{met}" if met.workers else text
+        staleness = self.staleness()
+        return f"{text}\n{staleness}" if staleness.workers else text
 
     def staleness(self) -> Staleness:
-        """The staleness that was met: of this worker up to now, of all as of the last flush."""
-        return report(self.max_staleness, self._told | {self._comm.rank: self._own})
+        """The staleness so far: of this worker up to now, of all as of the last flush."""
+        return report(self.max_staleness, self._reported | {self._comm.rank: self._own})
 
     # ---- life ----
 
@@ -147,19 +148,19 @@ class ParameterServer(Schedule):
         options = comm.allgather_obj(repr(self))
         if len(set(options)) > 1:
             raise RankMismatchError(
-                f"{comm.rank_label}: ranks have different parameter servers: {sorted(set(options))}. "
-                "All ranks must give the same arguments."
+                f"{comm.rank_label}: ranks have different parameter servers: "
+                f"{sorted(set(options))}. Pass the same arguments on all ranks."
             )
         num_servers = comm.size if self.servers == "all" else self.servers
         servers = list(range(comm.size - num_servers, comm.size))
         self.is_server = self.servers != "all" and comm.rank in servers
         self._parameters = list(reducer.parameters())
-        stripes = dict(zip(servers, assign(self._parameters, num_servers), strict=True))
-        self._memory = {server: StripeMemory(stripe) for server, stripe in stripes.items()}
+        shards = dict(zip(servers, assign_shards(self._parameters, num_servers), strict=True))
+        self._memory = {server: ShardMemory(shard) for server, shard in shards.items()}
         self._places: list[tuple[int, str, nn.Parameter, Tensor]] = [
             (server, name, parameter, self._memory[server].slots[name])
-            for server, stripe in stripes.items()
-            for name, parameter in stripe
+            for server, shard in shards.items()
+            for name, parameter in shard
         ]
         codec = reducer.codec
         self._codec = codec if isinstance(codec, StripeCodec) else None
@@ -169,8 +170,8 @@ class ParameterServer(Schedule):
             }.values():
                 self._codec.warm_up(layout, torch.device("cpu"))
         self._transport = comm.new_transport("servers") if comm.size > 1 else None
-        local = self._start_server(stripes) if comm.rank in servers else None
-        self._links = ServerLinks(
+        local = self._start_server(shards) if comm.rank in servers else None
+        self._client = ServerClient(
             self._transport,
             self._memory,
             local,
@@ -184,7 +185,7 @@ class ParameterServer(Schedule):
         # Before the interpreter takes down its threads, and before MPI is finalized.
         atexit.register(self.close)
 
-    def _start_server(self, stripes: Mapping[int, list[NamedParameter]]) -> LocalChannel:
+    def _start_server(self, shards: Mapping[int, list[NamedParameter]]) -> LocalChannel:
         comm = self._comm
         rules = Rules(
             max_staleness=self.max_staleness,
@@ -192,8 +193,8 @@ class ParameterServer(Schedule):
             delay_compensation=self.delay_compensation,
             timeout_s=comm.timeout_s,
         )
-        mine = stripes[comm.rank]
-        self._server = self._server_class(comm.rank, mine, self._inner, comm.size, rules)
+        shard = shards[comm.rank]
+        self._server = self._server_class(comm.rank, shard, self._inner, comm.size, rules)
         local = LocalChannel(comm.rank, self._memory[comm.rank])
         self._channels = [local]
         if self._transport is not None:
@@ -201,7 +202,7 @@ class ParameterServer(Schedule):
                 NetworkChannel(
                     self._transport,
                     worker,
-                    mine,
+                    shard,
                     self._codec,
                     timeout_s=comm.timeout_s,
                     trust=comm.trust,
@@ -213,9 +214,9 @@ class ParameterServer(Schedule):
         return local
 
     def close(self) -> None:
-        """Leave the servers and end the own one. Local; once more changes nothing.
+        """Disconnect from all servers and stop this rank's own. Local; may be called again.
 
-        It waits up to two seconds for the others to close theirs.
+        Waits up to two seconds for the other ranks to do the same.
         """
         if self._is_closed:
             return
@@ -223,11 +224,11 @@ class ParameterServer(Schedule):
         atexit.unregister(self.close)
         self._comm.cancel_on_finalize(self.close)
         is_stuck = self._work is not None and not self._work.done
-        if is_stuck:  # an error has ended the loop: the worker's thread still waits for an answer
+        if is_stuck:  # an error ended the loop while the worker's thread waits for a response
             for channel in self._channels:
                 channel.end()
         else:
-            self._links.goodbye(_GRACE_S)
+            self._client.leave(_GRACE_S)
         if self._server is not None:
             self._server.close(f"{self._comm.rank_label} has ended its training.")
         deadline = time.monotonic() + _GRACE_S
@@ -238,8 +239,8 @@ class ParameterServer(Schedule):
                 channel.end()
             if self._transport is not None:
                 abort_pending_receives(self._transport)
-            # A thread that comes back from waiting while the interpreter ends would end the process
-            # with a signal; by now they all come back.
+            # A thread that returns from a wait while the interpreter exits would end the process
+            # with a signal; by now all of them return.
             for thread in self._threads:
                 thread.join(5 * _GRACE_S)
         self._engine.close()
@@ -255,29 +256,31 @@ class ParameterServer(Schedule):
         """See `Schedule.step`. Local, but for the bound on staleness.
 
         Hooks of the inner optimizer's step are called here, around the push. A gradient that is
-        not finite never reaches the servers, whatever ``on_nonfinite`` says.
+        not finite is never sent to the servers, whatever ``on_nonfinite`` is.
         """
         self._raise_if_misused(closure)
         self._collect()
         nonfinite = [name for _, name, p, _ in self._places if not _is_finite(p.grad)]
         self._act_on(nonfinite)
-        notes = {} if nonfinite else self._pack()
-        if not nonfinite and (nonfinite := self._links.encode()):  # beyond the codec's range
+        metadata = {} if nonfinite else self._pack()
+        if not nonfinite and (nonfinite := self._client.encode()):  # beyond the codec's range
             self._act_on(nonfinite)
         self._open()
         self._clock += 1
         kind = Kind.SKIP if nonfinite else Kind.PUSH
         episode, clock = self._episode, self._clock
         if self.pipeline:
-            self._work = self._engine.submit(lambda: self._links.ask(kind, episode, clock, notes))
+            self._work = self._engine.submit(
+                lambda: self._client.request(kind, episode, clock, metadata)
+            )
         else:
-            self._pulled(self._links.ask(kind, episode, clock, notes))
+            self._pulled(self._client.request(kind, episode, clock, metadata))
         self._call_hooks("_optimizer_step_post_hooks")
 
     def _pack(self) -> dict[int, dict[str, Any]]:
-        """Copy the gradients into the servers' memory; what each server is told beside them."""
+        """Copy the gradients into the servers' memory; returns the metadata of each push."""
         counts_as_zeros = self._reducer.zero_fill or self._codec is not None
-        notes: dict[int, dict[str, Any]] = {server: {} for server in self._memory}
+        metadata: dict[int, dict[str, Any]] = {server: {} for server in self._memory}
         is_waiting = False
         for server, name, parameter, slot in self._places:
             grad = parameter.grad
@@ -285,7 +288,7 @@ class ParameterServer(Schedule):
                 slot.zero_()
             elif grad is None:
                 slot.zero_()
-                notes[server].setdefault("absent", []).append(name)
+                metadata[server].setdefault("absent", []).append(name)
             elif grad.layout != torch.strided:
                 raise UnsupportedError(
                     f"{self._comm.rank_label}: the gradient of '{name}' is sparse ({grad.layout}). "
@@ -297,46 +300,46 @@ class ParameterServer(Schedule):
         if is_waiting:
             torch.cuda.current_stream().synchronize()
         hyper = hyper_parameters(self._inner)
-        for server, note in notes.items():
+        for server, fields in metadata.items():
             if self._sent.get(server) != hyper:
-                note["hyper"] = self._sent[server] = hyper
-        return notes
+                fields["hyper"] = self._sent[server] = hyper
+        return metadata
 
     def _collect(self) -> None:
-        """Take over what the push under way has brought back."""
+        """Wait for the pending push and install the parameters that were pulled."""
         if self._work is not None:
             work, self._work = self._work, None
             self._pulled(work.wait())
 
-    def _pulled(self, answers: Mapping[int, Answer]) -> None:
-        """A push has come back."""
-        self._install(answers)
-        replies = [answer.reply for answer in answers.values()]
+    def _pulled(self, responses: Mapping[int, Response]) -> None:
+        """Install the result of a push and record its staleness."""
+        self._install(responses)
+        replies = [response.reply for response in responses.values()]
         self._own.add(
             max(reply.num_updates_late for reply in replies),
             max(reply.num_steps_ahead for reply in replies),
         )
 
-    def _install(self, answers: Mapping[int, Answer]) -> None:
-        """Make the parameters those that were pulled."""
+    def _install(self, responses: Mapping[int, Response]) -> None:
+        """Copy the pulled values into the parameters."""
         with torch.no_grad():
             for _, _, parameter, slot in self._places:
                 parameter.copy_(slot)
-        replies = {server: answer.reply for server, answer in answers.items()}
+        replies = {server: response.reply for server, response in responses.items()}
         for server, reply in replies.items():
             self.versions[server] = reply.version
         lost = {worker for reply in replies.values() for worker in reply.lost} - self.lost
         if lost:
             self.lost |= lost
             warnings.warn(
-                f"{self._comm.rank_label}: rank {', '.join(map(str, sorted(lost)))} is gone. Training "
-                "goes on without it.",
+                f"{self._comm.rank_label}: rank {', '.join(map(str, sorted(lost)))} is lost. "
+                "Training continues without it.",
                 RuntimeWarning,
                 stacklevel=4,
             )
 
     def _open(self) -> None:
-        """Begin an episode: the own server may take over what the model and optimizer hold."""
+        """Begin an episode: this rank's server may copy the values of model and optimizer."""
         if self._is_open:
             return
         self._is_open, self._is_finished_by_join = True, False
@@ -348,9 +351,9 @@ class ParameterServer(Schedule):
     # ---- the end of an episode ----
 
     def flush(self) -> None:
-        """See `Schedule.flush`: wait until all workers have come here, and take the last version.
+        """See `Schedule.flush`: wait until all workers call it, and install the final version.
 
-        All ranks then hold the same parameters, and the whole state of the optimizer.
+        All ranks then hold the same parameters and the whole optimizer state.
         """
         if self._is_finished_by_join:
             self._is_finished_by_join = False
@@ -360,43 +363,45 @@ class ParameterServer(Schedule):
     def shadow_step(self) -> int:
         """See `Schedule.shadow_step`: this rank has left its loop, or only serves."""
         self._finish()
-        self._is_finished_by_join = True  # join() flushes once more
+        self._is_finished_by_join = True  # join() also calls flush()
         return 0
 
     def _finish(self) -> None:
         self._collect()
         self._open()
-        note = {"record": self._own.as_json()}
-        answers = self._links.ask(Kind.FINISH, self._episode, 0, dict.fromkeys(self._memory, note))
-        self._install(answers)
-        for reply in (answer.reply for answer in answers.values()):
-            for rank, told in reply.records.items():
-                self._told[rank] = StalenessRecord.from_json(told)
+        metadata = {"record": self._own.as_json()}
+        responses = self._client.request(
+            Kind.FINISH, self._episode, 0, dict.fromkeys(self._memory, metadata)
+        )
+        self._install(responses)
+        for reply in (response.reply for response in responses.values()):
+            for rank, record in reply.records.items():
+                self._reported[rank] = StalenessRecord.from_json(record)
         self._gather_state()
-        self._links.ask(Kind.CONFIRM, self._episode, 0, {})
+        self._client.request(Kind.CONFIRM, self._episode, 0, {})
         self._episode += 1
         self._is_open = False
 
     def _gather_state(self) -> None:
         """Copy the state of the optimizer from the servers into the inner one."""
-        answers = self._links.ask(Kind.STATE, self._episode, 0, {})
+        responses = self._client.request(Kind.STATE, self._episode, 0, {})
         for server, name, parameter, _ in self._places:
-            state = answers[server].state.get(name)
+            state = responses[server].state.get(name)
             self._inner.state.pop(parameter, None)
             if state is not None:
                 self._inner.state[parameter] = device_copy(state, parameter)
 
     def rebuild(self) -> None:
-        """Raises UnsupportedError: parameters cannot be added, for servers own them."""
+        """Raises UnsupportedError: parameters cannot be added, because servers own them."""
         raise UnsupportedError(
-            f"{self._comm.rank_label}: parameters were added to the optimizer, but servers own them "
-            "from the beginning. Call flush() and close(), and make a new optimizer."
+            f"{self._comm.rank_label}: parameters were added to the optimizer, but the servers "
+            "were started without them. Call flush() and close(), and make a new optimizer."
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Schedule.state_dict`. The inner optimizer is given the servers' state as of now.
+        """See `Schedule.state_dict`. Copies the servers' current state into the inner optimizer.
 
-        Servers go on meanwhile; after `flush` the state and the model belong together.
+        Servers continue meanwhile; after `flush` the state and the model are consistent.
         """
         self._collect()
         if self._is_open:
@@ -404,7 +409,7 @@ class ParameterServer(Schedule):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Schedule.load_state_dict`: servers take over model and state at the next step."""
+        """See `Schedule.load_state_dict`: servers copy model and state at the next step."""
         if self._work is not None:
             work, self._work = self._work, None
             work.wait()
@@ -414,7 +419,7 @@ class ParameterServer(Schedule):
     # ---- inside ----
 
     def _act_on(self, nonfinite: list[str]) -> None:
-        """Call the hooks before the step: one of them raises or warns, as the user has asked."""
+        """Call the hooks before the step: one of them raises or warns, by ``on_nonfinite``."""
         reducer, problem = self._reducer, None
         if nonfinite:
             problem = NonfiniteGradients(reducer.step, {self._comm.rank: nonfinite})
@@ -430,8 +435,8 @@ class ParameterServer(Schedule):
         comm, reducer = self._comm, self._reducer
         if isinstance(self._inner, LBFGS):
             raise UnsupportedError(
-                "parameter_server and LBFGS do not go together: it couples all parameters, and "
-                "each server has only some. Use an optimizer that treats each by itself."
+                "parameter_server does not support LBFGS, which couples all parameters: each "
+                "server has only some. Use an optimizer that updates each parameter independently."
             )
         if self.servers != "all" and self.servers >= comm.size:
             raise UnsupportedError(
@@ -450,26 +455,26 @@ class ParameterServer(Schedule):
             )
         if comm.size > 1 and not comm.engine.is_threaded:
             raise UnsupportedError(
-                "parameter_server needs threads that use MPI, which was initialised below "
-                "THREAD_SERIALIZED. Make the communicator before mpi4py.MPI is imported."
+                "parameter_server uses MPI from several threads, and MPI was initialized below "
+                "THREAD_SERIALIZED. Create the communicator before importing mpi4py.MPI."
             )
 
     def _raise_if_misused(self, closure: Callable[[], float] | None) -> None:
         rank_label = self._comm.rank_label
         if self.is_server:
             raise UsageError(
-                f"{rank_label}: this rank only serves (servers={self.servers}) and has nothing to "
-                "train: call optimizer.serve() in place of the loop."
+                f"{rank_label}: this rank only serves (servers={self.servers}) and does not "
+                "train: call optimizer.serve() instead of the training loop."
             )
         if closure is not None:
             raise UnsupportedError(
-                f"{rank_label}: step(closure) with parameter_server: workers do not step together. "
-                "Compute loss and gradients before step()."
+                f"{rank_label}: parameter_server does not support step(closure): workers do not "
+                "step together. Compute loss and gradients before step()."
             )
         if self._reducer.contribution.weight != 1.0:
             raise UnsupportedError(
-                f"{rank_label}: parameter_server knows no weights: each worker's gradient is an "
-                "update of its own. Use weight='rank' and scale the loss instead."
+                f"{rank_label}: parameter_server does not support weights: each worker's gradient "
+                "is a separate update. Use weight='rank' and scale the loss instead."
             )
         held = {p for group in self._inner.param_groups for p in group["params"]}
         if len(held) != len(self._parameters):

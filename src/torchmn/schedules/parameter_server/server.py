@@ -1,16 +1,16 @@
-"""A server: it owns some parameters and applies what workers push, one push at a time.
+"""A server: it owns some parameters and applies the workers' pushes, one at a time.
 
     push k of worker i, gradient g:   v <- v + 1;   w <- update(w, g~)
-    reply, once the slowest living worker has pushed k + lead - s times:   w, v
+    reply, once the slowest live worker has pushed k + lead - s times:   w, v
 
 with s = max_staleness and lead = 1 if workers compute the next gradient while they wait (pipeline),
 else 0. With delay compensation (Zheng et al. 2017)
 
     g~ = g + lambda * g * g * (w - w_i)      w_i: what worker i had pulled to compute g
 
-Training comes in episodes, each ended by all living workers. When one begins, the server takes
-parameters and optimizer state over from its own rank's model and optimizer, so that whatever was
-loaded or changed in between counts; that is when all living workers have come to it.
+Training is divided into episodes, each ended by all live workers. When all live workers have
+reached a new episode, the server copies parameters and optimizer state from its own rank's model
+and optimizer, so that whatever was loaded or changed in between takes effect.
 
 Called from one thread per worker; everything happens under one lock.
 """
@@ -31,24 +31,24 @@ from torchmn.errors import PeerLostError, TimeLimitError
 from torchmn.gradients.buckets import NamedParameter
 from torchmn.schedules.parameter_server.shards import (
     Hyper,
-    StripeMemory,
+    ShardMemory,
     host_copy,
     optimizer_like,
     set_hyper_parameters,
     state_of,
 )
 
-Stay = Callable[[], None]
+KeepAlive = Callable[[], None]
 """Tells a waiting worker that its server is alive; called without the lock."""
 
-_NOBODY_WAITS = 2**62
-_SIGNS_PER_LIMIT = 4
-"""How often within the time limit a waiting worker hears from its server."""
+_NO_WORKER = 2**62
+_KEEPALIVES_PER_LIMIT = 4
+"""How many keepalives a waiting worker receives within the time limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What all servers keep to."""
+    """Options of all servers."""
 
     max_staleness: int
     lead: int
@@ -63,30 +63,30 @@ class Push:
     worker: int
     episode: int
     clock: int
-    """How many steps the worker has made in this episode, this one included."""
-    memory: StripeMemory
+    """The number of steps of the worker in this episode, this one included."""
+    memory: ShardMemory
     """Holds the gradients; then the parameters."""
     has_gradients: bool = True
     absent: frozenset[str] = frozenset()
-    """Parameters that have no gradient, and are left alone."""
+    """Parameters without a gradient, which are not updated."""
     hyper: Hyper | None = None
-    """The worker's options of the groups, if they are not those of its push before."""
+    """The worker's options of the groups, if they changed since its last push."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What a worker learns beside the parameters."""
+    """What a worker receives besides the parameters."""
 
     version: int
     num_updates_late: int = 0
     num_steps_ahead: int = 0
     lost: tuple[int, ...] = ()
-    """Workers that died; training goes on without them."""
+    """Workers that died; training continues without them."""
     records: dict[int, Any] = field(default_factory=dict)
 
 
-class StripeServer:
-    """The server of ``parameters``, which are this rank's own; see above."""
+class ShardServer:
+    """The server of ``parameters``, this rank's shard; see above."""
 
     def __init__(
         self,
@@ -100,16 +100,16 @@ class StripeServer:
         self.rules = rules
         self.parameters = list(parameters)
         self._inner = inner
-        self._values = StripeMemory(parameters)
-        self._stand_ins = {n: nn.Parameter(slot) for n, slot in self._values.slots.items()}
+        self._values = ShardMemory(parameters)
+        self._copies = {n: nn.Parameter(slot) for n, slot in self._values.slots.items()}
         self._optimizer = optimizer_like(
-            inner, {parameter: self._stand_ins[name] for name, parameter in parameters}
+            inner, {parameter: self._copies[name] for name, parameter in parameters}
         )
         self._changed = threading.Condition()
         self._alive = set(range(num_workers))
         self._lost: dict[int, str] = {}
         self._closed_because: str | None = None
-        self._gave_up: TimeLimitError | None = None
+        self._time_limit_error: TimeLimitError | None = None
         self._version = 0
         self._opened = self._episode = -1
         self._arrived = dict.fromkeys(range(num_workers), -1)
@@ -119,21 +119,21 @@ class StripeServer:
         self._hyper: dict[int, Hyper] = {}
         self._records: dict[int, Any] = {}
         self._pulled: dict[int, deque[_Pulled]] = {}
-        self._news_s = time.monotonic()
+        self._progress_s = time.monotonic()
 
     # ---- this rank's own thread ----
 
     def open(self, episode: int) -> None:
-        """This rank's model and optimizer hold what the episode begins with."""
+        """This rank's model and optimizer hold the initial values of the episode."""
         with self._changed:
             self._opened = episode
-            self._news()
+            self._notify()
 
     def close(self, why: str) -> None:
-        """Answer nobody any more."""
+        """Reject all requests from now on."""
         with self._changed:
             self._closed_because = why
-            self._news()
+            self._notify()
 
     @property
     def lost(self) -> dict[int, str]:
@@ -142,15 +142,15 @@ class StripeServer:
 
     # ---- the workers' threads ----
 
-    def push(self, push: Push, stay: Stay) -> Reply:
-        """Apply a push; return when the worker may go on, with the parameters in its memory.
+    def push(self, push: Push, keep_alive: KeepAlive) -> Reply:
+        """Apply a push; return when the worker may continue, with the parameters in its memory.
 
-        Raises TimeLimitError: it may not, and no worker was heard of for ``timeout_s``.
+        Raises TimeLimitError: it may not, and no worker made progress for ``timeout_s``.
         """
         worker, rules = push.worker, self.rules
         with self._changed:
             self._arrive(worker, push.episode)
-            self._wait(lambda: self._has_begun(push.episode), push.episode, stay)
+            self._wait(lambda: self._has_begun(push.episode), push.episode, keep_alive)
             if push.hyper is not None:
                 self._hyper[worker] = push.hyper
             pulled = self._pulled[worker]
@@ -159,9 +159,9 @@ class StripeServer:
             if push.has_gradients:
                 self._apply(push, base)
             self._clocks[worker] = push.clock
-            self._news()
+            self._notify()
             bound = push.clock + rules.lead - rules.max_staleness
-            self._wait(lambda: self._slowest() >= bound, push.episode, stay)
+            self._wait(lambda: self._slowest() >= bound, push.episode, keep_alive)
             ahead = push.clock + rules.lead - min(self._slowest(), push.clock)
             push.memory.copy_(self._values)
             pulled.append(self._keep(base))
@@ -173,66 +173,68 @@ class StripeServer:
             )
 
     def finish(
-        self, worker: int, episode: int, memory: StripeMemory, record: Any, stay: Stay
+        self, worker: int, episode: int, memory: ShardMemory, record: Any, keep_alive: KeepAlive
     ) -> Reply:
         """The worker is done with this episode; return when all are, with the last parameters."""
         with self._changed:
             self._arrive(worker, episode)
-            self._wait(lambda: self._has_begun(episode), episode, stay)
+            self._wait(lambda: self._has_begun(episode), episode, keep_alive)
             self._done[worker] = episode
             self._records[worker] = record
-            self._news()
-            self._wait(lambda: all(self._done[w] >= episode for w in self._alive), episode, stay)
+            self._notify()
+            self._wait(
+                lambda: all(self._done[w] >= episode for w in self._alive), episode, keep_alive
+            )
             memory.copy_(self._values)
             return Reply(version=self._version, lost=tuple(self._lost), records=dict(self._records))
 
-    def confirm(self, worker: int, episode: int, stay: Stay) -> Reply:
-        """The worker has all it needs of this episode; return when all have.
+    def confirm(self, worker: int, episode: int, keep_alive: KeepAlive) -> Reply:
+        """The worker has all results of this episode; return when all workers have.
 
-        So no rank ends its program, and its server, while another still asks for the state.
+        So no rank exits, and ends its server, while another still requests the state.
         """
         with self._changed:
             self._confirmed[worker] = episode
-            self._news()
+            self._notify()
             self._wait(
-                lambda: all(self._confirmed[w] >= episode for w in self._alive), episode, stay
+                lambda: all(self._confirmed[w] >= episode for w in self._alive), episode, keep_alive
             )
             return Reply(version=self._version)
 
     def state(self) -> dict[str, Any]:
-        """The optimizer state of the stripe, by parameter's name. A copy."""
+        """The optimizer state of the shard, by parameter name. A copy."""
         with self._changed:
             self._raise_if_closed()
-            return state_of(self._optimizer, self._stand_ins)
+            return state_of(self._optimizer, self._copies)
 
     def leave(self, worker: int, why: str | None = None) -> None:
-        """The worker is no more: it has said so, or ``why``. Nobody waits for it."""
+        """The worker has left, or is lost because of ``why``. It is no longer waited for."""
         with self._changed:
             self._alive.discard(worker)
             if why is None and self._arrived[worker] > self._done[worker]:
-                why = "it has left in the middle of the training"
+                why = "it left before the end of the training"
             if why is not None:
                 self._lost[worker] = why
-            self._news()
+            self._notify()
 
     # ---- inside, with the lock ----
 
     def _arrive(self, worker: int, episode: int) -> None:
         self._raise_if_closed()
         self._arrived[worker] = max(episode, self._arrived[worker])
-        self._news()
+        self._notify()
 
     def _raise_if_closed(self) -> None:
         if self._closed_because is not None:
-            if self._gave_up is not None:  # that is why it was closed, and names who is missed
-                raise TimeLimitError(str(self._gave_up))
+            if self._time_limit_error is not None:  # the reason, which names the missing rank
+                raise TimeLimitError(str(self._time_limit_error))
             raise PeerLostError(
-                f"{self._closed_because} Its part of the parameters is lost to the others: end "
-                "the training on all ranks with flush() or optimizer.join()."
+                f"{self._closed_because} Its part of the parameters is not available to the "
+                "others: end the training on all ranks with flush() or optimizer.join()."
             )
 
-    def _news(self) -> None:
-        self._news_s = time.monotonic()
+    def _notify(self) -> None:
+        self._progress_s = time.monotonic()
         self._changed.notify_all()
 
     def _has_begun(self, episode: int) -> bool:
@@ -243,13 +245,13 @@ class StripeServer:
         return self._episode >= episode
 
     def _begin(self, episode: int) -> None:
-        """Take over what this rank holds: all living workers came, nobody is served any more."""
+        """Copy the values of this rank: all live workers have arrived, none is being served."""
         for name, parameter in self.parameters:
             self._values.slots[name].copy_(parameter.detach())
-            stand_in = self._stand_ins[name]
-            self._optimizer.state.pop(stand_in, None)
+            copy = self._copies[name]
+            self._optimizer.state.pop(copy, None)
             if parameter in self._inner.state:
-                self._optimizer.state[stand_in] = host_copy(self._inner.state[parameter])
+                self._optimizer.state[copy] = host_copy(self._inner.state[parameter])
         self._episode = episode
         self._version += 1
         self._clocks = dict.fromkeys(self._clocks, 0)
@@ -258,85 +260,85 @@ class StripeServer:
             worker: deque(self._keep(None) for _ in range(1 + self.rules.lead))
             for worker in self._alive
         }
-        self._news()
+        self._notify()
 
     def _keep(self, free: _Pulled | None) -> _Pulled:
-        """Remember what a worker pulls now, in memory that is free again."""
+        """Keep the values that a worker pulls now, in memory that is free again."""
         if not self.rules.delay_compensation:
             return _Pulled(self._version, None)
         values = free.values if free is not None else None
-        values = values or StripeMemory(self.parameters)
+        values = values or ShardMemory(self.parameters)
         values.copy_(self._values)
         return _Pulled(self._version, values)
 
     def _apply(self, push: Push, base: _Pulled) -> None:
         if push.worker in self._hyper:
             set_hyper_parameters(self._optimizer, self._hyper[push.worker])
-        for name, stand_in in self._stand_ins.items():
+        for name, copy in self._copies.items():
             grad = push.memory.slots[name]
             if name in push.absent:
-                stand_in.grad = None
+                copy.grad = None
                 continue
             if base.values is not None:
                 drift = self._values.slots[name] - base.values.slots[name]
                 # |g|^2 for complex numbers, so that the diagonal stays real.
                 size = (grad * grad.conj()).real if grad.is_complex() else grad * grad
                 grad.add_(drift.mul_(size), alpha=self.rules.delay_compensation)
-            stand_in.grad = grad
-        if self._stand_ins:
+            copy.grad = grad
+        if self._copies:
             self._optimizer.step()
         self._version += 1
 
     def _slowest(self) -> int:
-        """The clock of the slowest worker that is living and not done with this episode."""
+        """The clock of the slowest live worker that is not done with this episode."""
         return min(
             (
                 self._clocks[worker]
                 for worker in self._alive
                 if self._arrived[worker] == self._episode > self._done[worker]
             ),
-            default=_NOBODY_WAITS,
+            default=_NO_WORKER,
         )
 
-    def _wait(self, is_ready: Callable[[], bool], episode: int, stay: Stay) -> None:
+    def _wait(self, is_ready: Callable[[], bool], episode: int, keep_alive: KeepAlive) -> None:
         limit_s = self.rules.timeout_s
-        sign_s = time.monotonic() + limit_s / _SIGNS_PER_LIMIT
+        next_keepalive_s = time.monotonic() + limit_s / _KEEPALIVES_PER_LIMIT
         while not is_ready():
             self._raise_if_closed()
             now = time.monotonic()
-            if now >= self._news_s + limit_s:
-                self._gave_up = TimeLimitError(self._whom_we_wait_for(episode))
-                raise self._gave_up
-            if now < sign_s:
-                self._changed.wait(min(sign_s, self._news_s + limit_s) - now)
+            if now >= self._progress_s + limit_s:
+                self._time_limit_error = TimeLimitError(self._describe_wait(episode))
+                raise self._time_limit_error
+            if now < next_keepalive_s:
+                self._changed.wait(min(next_keepalive_s, self._progress_s + limit_s) - now)
                 continue
             self._changed.release()
             try:
-                stay()
+                keep_alive()
             finally:
                 self._changed.acquire()
-            sign_s = now + limit_s / _SIGNS_PER_LIMIT
+            next_keepalive_s = now + limit_s / _KEEPALIVES_PER_LIMIT
 
-    def _whom_we_wait_for(self, episode: int) -> str:
+    def _describe_wait(self, episode: int) -> str:
         seen = []
         for worker in sorted(self._alive):
             if self._arrived[worker] < episode:
-                seen.append(f"rank {worker} has not come to this part of the training")
+                seen.append(f"rank {worker} has not reached this part of the training")
             elif self._done[worker] < episode == self._arrived[worker]:
                 seen.append(f"rank {worker} has made {self._clocks[worker]} steps")
         if self._opened < episode:
-            seen.append(f"the server on rank {self.rank} was not given its parameters")
+            seen.append(f"the server on rank {self.rank} has not received its parameters")
         return (
-            f"no worker was heard of for {self.rules.timeout_s:g} s ({'; '.join(seen)}; at most "
+            f"no worker made progress for {self.rules.timeout_s:g} s ({'; '.join(seen)}; at most "
             f"{self.rules.max_staleness} steps ahead are allowed). A rank may be slower than the "
-            "limit (raise timeout_s=), may hang, or have left its loop without "
-            "optimizer.join() or flush()."
+            "limit (raise timeout_s=), may hang, or have left its loop without optimizer.join() "
+            "or flush()."
         )
 
 
 @dataclass
 class _Pulled:
-    """What a worker has pulled: the version, and the values if they are needed again."""
+    """What a worker pulled: the version, and the values if they are needed again."""
 
     version: int
-    values: StripeMemory | None
+    values: ShardMemory | None

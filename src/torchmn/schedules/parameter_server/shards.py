@@ -1,4 +1,4 @@
-"""Which server owns which parameters, and the memory in which they travel."""
+"""The shards of the parameters, one for each server, and their host memory."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ Hyper = list[dict[str, Any]]
 """The plain options of every parameter group, such as the learning rate."""
 
 _NOT_SENT = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
-"""Options of a group that say which tensors it has, or how a device computes its update."""
+"""Options of a group that refer to tensors, or to how a device computes the update."""
 
 
-def assign(parameters: Sequence[NamedParameter], num_servers: int) -> list[list[NamedParameter]]:
-    """Whole parameters for each server, of about equally many bytes.
+def assign_shards(
+    parameters: Sequence[NamedParameter], num_servers: int
+) -> list[list[NamedParameter]]:
+    """Whole parameters for each server, about the same number of bytes.
 
     The largest goes first, each to the server that has least so far, so that no server has more
-    than 4/3 of the best (Graham 1969). A pure function: the same on all ranks. Within a stripe
-    parameters keep their order. There may be empty stripes.
+    than 4/3 of the best (Graham 1969). A pure function: the same on all ranks. Within a shard
+    parameters keep their order. There may be empty shards.
     """
     nbytes = [0] * num_servers
     owners: dict[str, int] = {}
@@ -35,10 +37,10 @@ def assign(parameters: Sequence[NamedParameter], num_servers: int) -> list[list[
     return [[item for item in parameters if owners[item[0]] == s] for s in range(num_servers)]
 
 
-class StripeMemory:
+class ShardMemory:
     """Host memory for the values, or the gradients, of some parameters; flat, by dtype.
 
-    ``slots[name]`` has the parameter's shape and lies in one of ``buffers``.
+    ``slots[name]`` has the parameter's shape and is a view of one of ``buffers``.
     """
 
     def __init__(self, parameters: Sequence[NamedParameter]) -> None:
@@ -50,8 +52,8 @@ class StripeMemory:
         self.layouts = [bucket.block.layout for bucket in self._buckets]
         self.slots = {slot.name: slot.tensor for bucket in self._buckets for slot in bucket.slots}
 
-    def copy_(self, other: StripeMemory) -> None:
-        """Take over the values of memory for the same parameters."""
+    def copy_(self, other: ShardMemory) -> None:
+        """Copy the values of memory for the same parameters."""
         for mine, theirs in zip(self.buffers, other.buffers, strict=True):
             mine.copy_(theirs)
 
@@ -61,13 +63,13 @@ def _on_host(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(numel, dtype=dtype, pin_memory=device.type == "cuda", device="cpu")
 
 
-def optimizer_like(inner: Optimizer, stand_ins: Mapping[Tensor, nn.Parameter]) -> Optimizer:
-    """An optimizer of the same class and options, for the stand-ins of some parameters.
+def optimizer_like(inner: Optimizer, copies: Mapping[Tensor, nn.Parameter]) -> Optimizer:
+    """An optimizer of the same class and options, for copies of some parameters.
 
-    It has no state and no hooks. All groups are there, some maybe empty.
+    It has no state and no hooks. It has all groups; some may be empty.
     """
     clone: Optimizer = object.__new__(type(inner))
-    # Not by its constructor: nobody knows the arguments of a user's own class.
+    # Not by its constructor: the arguments of a user's class are unknown.
     clone.__dict__.update(inner.__dict__)
     clone.__dict__.pop("step", None)  # LR schedulers wrap the method of one object
     clone._optimizer_step_pre_hooks = OrderedDict()
@@ -76,7 +78,7 @@ def optimizer_like(inner: Optimizer, stand_ins: Mapping[Tensor, nn.Parameter]) -
     clone.param_groups = []
     for group in inner.param_groups:
         own = {key: value for key, value in group.items() if key != "param_names"}
-        own["params"] = [stand_ins[p] for p in group["params"] if p in stand_ins]
+        own["params"] = [copies[p] for p in group["params"] if p in copies]
         if "capturable" in own:
             own["capturable"] = False
         if isinstance(own.get("lr"), Tensor):
@@ -86,7 +88,7 @@ def optimizer_like(inner: Optimizer, stand_ins: Mapping[Tensor, nn.Parameter]) -
 
 
 def hyper_parameters(inner: Optimizer) -> Hyper:
-    """What of the optimizer's groups travels with a push: plain values and tuples of them."""
+    """The options of the optimizer's groups that are sent: plain values and tuples of them."""
     return [
         {key: plain for key, value in group.items() if (plain := _plain(key, value)) is not _OMIT}
         for group in inner.param_groups
@@ -94,7 +96,7 @@ def hyper_parameters(inner: Optimizer) -> Hyper:
 
 
 def set_hyper_parameters(optimizer: Optimizer, hyper: Hyper) -> None:
-    """Take them over. Local."""
+    """Apply received options. Local."""
     for group, values in zip(optimizer.param_groups, hyper, strict=True):
         group.update({k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
@@ -113,20 +115,20 @@ def _plain(key: str, value: object) -> object:
     return _OMIT
 
 
-def state_of(optimizer: Optimizer, stand_ins: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """What the optimizer keeps for each parameter, by name. A copy."""
+def state_of(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+    """The optimizer's state of each parameter, by name. A copy."""
     return {
         name: {
             key: value.detach().clone() if isinstance(value, Tensor) else value
             for key, value in optimizer.state[parameter].items()
         }
-        for name, parameter in stand_ins.items()
+        for name, parameter in parameters.items()
         if parameter in optimizer.state
     }
 
 
 def host_copy(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What an optimizer keeps for one parameter, in memory of its own on the CPU."""
+    """A copy of an optimizer's state of one parameter, on the CPU."""
     return {
         key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
         for key, value in state.items()
@@ -134,7 +136,7 @@ def host_copy(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def device_copy(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
-    """The same beside the parameter; single numbers, such as Adam's step, stay on the CPU."""
+    """The same on the parameter's device; single numbers, such as Adam's step, stay on the CPU."""
     return {
         key: value.to(parameter.device)
         if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim()

@@ -1,4 +1,4 @@
-"""How old the parameters were to which asynchronous gradients were applied."""
+"""Staleness: how many updates came between the pull and the push of a gradient."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStaleness:
-    """What one worker has met since its optimizer was made."""
+    """The staleness of one worker since its optimizer was made."""
 
     num_updates: int
     mean: float
     """Updates, its own too, between the pull on which a gradient was taken and its push."""
     max: int
     max_steps_ahead: int
-    """Of the slowest worker, when this one went on to its next step."""
+    """Ahead of the slowest worker, when this one began its next step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Staleness:
-    """The report: the bound, every worker by rank, and how often each staleness was met by any."""
+    """The bound, every worker by rank, and the number of updates with each staleness."""
 
     max_staleness: int
     workers: Mapping[int, WorkerStaleness]
@@ -41,29 +41,29 @@ class Staleness:
 
 @dataclass
 class StalenessRecord:
-    """What one worker writes down, in numbers that JSON can carry."""
+    """The record of one worker, serializable as JSON."""
 
     counts: Counter[int] = field(default_factory=Counter)
-    """How often a push was so many updates late."""
+    """Number of pushes by how many updates they were late."""
     max_steps_ahead: int = 0
 
     def add(self, num_updates_late: int, num_steps_ahead: int) -> None:
-        """One push."""
+        """Record one push."""
         self.counts[num_updates_late] += 1
         self.max_steps_ahead = max(self.max_steps_ahead, num_steps_ahead)
 
     def as_json(self) -> dict[str, Any]:
-        """For another rank."""
+        """The record as JSON."""
         return {"counts": list(self.counts.items()), "ahead": self.max_steps_ahead}
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> StalenessRecord:
-        """What another rank has written down."""
-        return cls(Counter(dict(map(tuple, told["counts"]))), told["ahead"])
+    def from_json(cls, fields: Mapping[str, Any]) -> StalenessRecord:
+        """The record of another rank."""
+        return cls(Counter(dict(map(tuple, fields["counts"]))), fields["ahead"])
 
 
 def report(max_staleness: int, records: Mapping[int, StalenessRecord]) -> Staleness:
-    """The report over the records of some workers, by rank; those without updates are left out."""
+    """Summarize the records of workers, by rank; those without updates are omitted."""
     workers = {
         rank: WorkerStaleness(
             num_updates=record.counts.total(),

@@ -1,4 +1,4 @@
-"""``python -m torchmn.testing.netlab``: test hosts that stand until they are told to go."""
+"""``python -m torchmn.testing.netlab``: test hosts that run until they are ended."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from torchmn.script import run_main
+from torchmn.testing.netlab.cleanup import end_lab, running_labs, sweep
 from torchmn.testing.netlab.lab import Lab, netlab
-from torchmn.testing.netlab.leftovers import end_lab, living_labs, sweep
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Read the command line and do it."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m torchmn.testing.netlab",
         description="Hosts in network namespaces on this machine, with shaped links. Needs root.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    up = commands.add_parser("up", help="make hosts that stand until Ctrl-C, SIGTERM or down")
+    up = commands.add_parser("up", help="create hosts that run until Ctrl-C, SIGTERM or down")
     up.add_argument("num_hosts", nargs="?", type=int, default=2, metavar="HOSTS")
     up.add_argument("--rate", default="1gbit", help="of every link, or 'none' (default: 1gbit)")
     up.add_argument(
@@ -29,10 +29,12 @@ def main(args: Sequence[str] | None = None) -> None:
         type=int,
         nargs="+",
         metavar="CORE",
-        help="one core for each host; they are dealt out in turn",
+        help="one core for each host, assigned in turn",
     )
     up.set_defaults(do=_up)
-    down = commands.add_parser("down", help="end hosts that 'up' made, and what dead owners left")
+    down = commands.add_parser(
+        "down", help="end hosts created by 'up', and remove those of dead owners"
+    )
     down.set_defaults(do=_down)
     chosen = parser.parse_args(args)
     chosen.do(chosen)
@@ -41,15 +43,16 @@ def main(args: Sequence[str] | None = None) -> None:
 def _up(chosen: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGHUP, _leave)
-    dealt = chosen.cores or [None]
+    available = chosen.cores or [None]
     cores = [
-        None if (core := dealt[i % len(dealt)]) is None else {core} for i in range(chosen.num_hosts)
+        None if (core := available[i % len(available)]) is None else {core}
+        for i in range(chosen.num_hosts)
     ]
     rate = None if chosen.rate == "none" else chosen.rate
     try:
-        with netlab(chosen.num_hosts, rate, cores=cores, is_standing=True) as lab:
+        with netlab(chosen.num_hosts, rate, cores=cores, persistent=True) as lab:
             print(_described(lab), flush=True)
-            lab.keeper.wait()
+            lab.supervisor.wait()
     except KeyboardInterrupt:
         return
 
@@ -73,10 +76,10 @@ def _described(lab: Lab) -> str:
 
 
 def _down(_: argparse.Namespace) -> None:
-    standing = [lab for lab in living_labs() if lab.is_standing]
-    for lab in standing:
+    ended = [lab for lab in running_labs() if lab.persistent]
+    for lab in ended:
         end_lab(lab)
-    print(f"Ended {len(standing)} standing, removed {len(sweep())} left behind.")
+    print(f"Ended {len(ended)} labs, removed {len(sweep())} of dead owners.")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchmn.testing.netlab.agent import agent_case, agent_script
-from torchmn.testing.netlab.leftovers import OPEN
+from torchmn.testing.netlab.cleanup import OPEN
+from torchmn.testing.netlab.enter_script import enter_script, host_case
 from torchmn.testing.netlab.namespaces import call, entering, make_namespaces, pinned, tool
 from torchmn.testing.netlab.shaping import tc_batch
 
@@ -18,7 +18,7 @@ NETWORK = "10.78.0"
 """Hosts are 10.78.0.1, 10.78.0.2, ... in every lab: no two labs share a switch."""
 MAX_HOSTS = 250
 
-# No IPv6 but on lo: its search for neighbours and routers would be counted as bytes of the job.
+# IPv6 on lo only: neighbour and router discovery would be counted as bytes of the job.
 _NO_IPV6 = """
 switch=/proc/sys/net/ipv6/conf/default/disable_ipv6
 if [ -e $switch ]; then echo 1 > $switch; fi
@@ -27,8 +27,8 @@ _SWITCH = f"""{_NO_IPV6}
 ip link add name bridge type bridge mcast_snooping 0
 ip link set dev bridge up
 """
-# A sysfs shows the devices of the network namespace it was mounted in, so a host needs its own.
-# What stands on top of the machine's, the control groups, is carried over.
+# A sysfs shows the devices of the network namespace in which it was mounted, so each host needs its
+# own. The control groups, which are mounted in the machine's, are bound into it.
 _HOST = f"""{_NO_IPV6}
 name=$1 folder=$2
 echo "$name" > /proc/sys/kernel/hostname
@@ -50,7 +50,7 @@ ip link set dev lo up
 class HostParts:
     """A host's name, address, namespaces (kind to path) and the cores its processes get.
 
-    ``is_open`` is the file that is there while processes may enter.
+    ``is_open`` is a file that exists while processes may enter.
     """
 
     name: str
@@ -62,7 +62,7 @@ class HostParts:
 
 @dataclass(frozen=True, kw_only=True)
 class LabParts:
-    """What the keeper tells the owner."""
+    """The supervisor's report to the owner."""
 
     folder: Path
     switch: Mapping[str, str]
@@ -77,9 +77,9 @@ def port_of(index: int) -> str:
 def build(
     folder: Path, *, num_hosts: int, rate: str | None, cores: list[list[int] | None]
 ) -> LabParts:
-    """Make a lab whose namespaces live as long as this process.
+    """Create a lab whose namespaces live as long as this process.
 
-    Raises LaunchError: the system refused.
+    Raises LaunchError: the system does not allow it.
     """
     names = [f"n{i}" for i in range(num_hosts)]
     addresses = [f"{NETWORK}.{i + 1}" for i in range(num_hosts)]
@@ -90,28 +90,28 @@ def build(
     switch = make_namespaces(["net"], _SWITCH)
     hosts = []
     for index, (name, address) in enumerate(zip(names, addresses, strict=True)):
-        doors = make_namespaces(["net", "uts", "mount"], _HOST, name, str(folder))
-        _plug_in(switch, doors, port_of(index), address)
-        shape(doors, [INTERFACE], rate)
+        entry_options = make_namespaces(["net", "uts", "mount"], _HOST, name, str(folder))
+        _plug_in(switch, entry_options, port_of(index), address)
+        shape(entry_options, [INTERFACE], rate)
         hosts.append(
             HostParts(
                 name=name,
                 address=address,
-                namespaces=doors,
+                namespaces=entry_options,
                 cores=cores[index],
                 is_open=folder / OPEN,
             )
         )
     shape(switch, [port_of(index) for index in range(num_hosts)], rate)
 
-    agent = folder / "enter"
-    agent.write_text(agent_script([_agent_case(host) for host in hosts], is_open=folder / OPEN))
-    agent.chmod(0o755)
+    script = folder / "enter"
+    script.write_text(enter_script([_host_case(host) for host in hosts], is_open=folder / OPEN))
+    script.chmod(0o755)
     return LabParts(folder=folder, switch=switch, hosts=tuple(hosts))
 
 
 def shape(namespaces: Mapping[str, str], devices: Collection[str], rate: str | None) -> None:
-    """Limit what these devices send, or with None lift the limit."""
+    """Limit the rate at which these devices send, or with None remove the limit."""
     text = tc_batch(devices, rate)
     call([*entering({"net": namespaces["net"]}), tool("tc"), "-batch", "-"], text=text)
 
@@ -133,11 +133,11 @@ def _plug_in(switch: Mapping[str, str], host: Mapping[str, str], port: str, addr
     call([*entering({"net": host["net"]}), tool("ip"), "-batch", "-"], text=at_host)
 
 
-def _agent_case(host: HostParts) -> str:
+def _host_case(host: HostParts) -> str:
     cores = host.cores or os.sched_getaffinity(0)
-    return agent_case(
+    return host_case(
         name=host.name,
         address=host.address,
-        doors=entering(host.namespaces)[1:-1],
+        entry_options=entering(host.namespaces)[1:-1],
         cores=pinned(cores)[-1],
     )

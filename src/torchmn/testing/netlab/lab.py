@@ -1,4 +1,4 @@
-"""A lab as a test sees it: hosts that run commands, and links with a rate and counters."""
+"""A lab: hosts that run commands, and links with a rate and counters."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from torchmn.errors import LaunchError, UsageError
+from torchmn.testing.netlab.cleanup import END_S
 from torchmn.testing.netlab.construction import (
     INTERFACE,
     MAX_HOSTS,
@@ -21,7 +22,6 @@ from torchmn.testing.netlab.construction import (
     port_of,
     shape,
 )
-from torchmn.testing.netlab.leftovers import END_S
 from torchmn.testing.netlab.namespaces import call, entering, missing_requirement, pinned, tool
 from torchmn.testing.netlab.shaping import rate_bytes_per_s
 
@@ -31,10 +31,10 @@ Stream = int | IO[Any] | None
 
 @dataclass(frozen=True, kw_only=True)
 class Host(HostParts):
-    """One test host: its ``name``, its ``address``, and how to run something on it."""
+    """One test host, with its ``name`` and ``address``, which runs commands."""
 
     index: int
-    _note: Callable[[subprocess.Popen[str]], None]
+    _track: Callable[[subprocess.Popen[str]], None]
 
     interface = INTERFACE
     """The name of the network interface, for ``GLOO_SOCKET_IFNAME`` and the like."""
@@ -50,11 +50,10 @@ class Host(HostParts):
         stdout: Stream = None,
         stderr: Stream = None,
     ) -> subprocess.Popen[str]:
-        """Start a command on this host; it is killed with all it started when the lab ends.
+        """Start a command on this host; it is killed with its descendants when the lab ends.
 
-        ``env`` and ``cwd`` are the caller's where they are not given, ``cores`` (the only ones it
-        may run on) the host's. The process is the command itself, not a shell around it; a command
-        that cannot be found ends with exit code 127.
+        ``env`` and ``cwd`` default to the caller's, ``cores`` (on which it may run) to the host's.
+        The process is the command itself, not a shell; a command that is not found exits with 127.
         """
         cores = cores or self.cores
         process = subprocess.Popen(
@@ -70,7 +69,7 @@ class Host(HostParts):
             stderr=stderr,
             text=True,
         )
-        self._note(process)
+        self._track(process)
         return process
 
     def run(
@@ -83,10 +82,10 @@ class Host(HostParts):
         check: bool = True,
         timeout_s: float = 60,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on this host to its end; what it wrote.
+        """Run a command on this host and return its result.
 
         Raises:
-            LaunchError: it failed, and ``check`` is on.
+            LaunchError: it failed and ``check`` is true.
             subprocess.TimeoutExpired: it was killed after ``timeout_s``.
         """
         pipe = subprocess.PIPE
@@ -108,15 +107,17 @@ class Host(HostParts):
 
 
 class Lab:
-    """Test hosts behind one switch. `netlab` makes one."""
+    """Test hosts behind one switch, created by `netlab`."""
 
-    def __init__(self, keeper: subprocess.Popen[str], parts: LabParts, rate: str | None) -> None:
-        self.keeper = keeper
+    def __init__(
+        self, supervisor: subprocess.Popen[str], parts: LabParts, rate: str | None
+    ) -> None:
+        self.supervisor = supervisor
         self.folder = parts.folder
         self.rsh_agent = parts.folder / "enter"
-        """What a launcher calls in place of ssh, and a person to look around: ``enter n0``."""
+        """Called by a launcher in place of ssh, or by hand: ``enter n0``."""
         self.hosts = tuple(
-            Host(index=index, _note=self._note, **vars(host))
+            Host(index=index, _track=self._track, **vars(host))
             for index, host in enumerate(parts.hosts)
         )
         self._switch = parts.switch
@@ -129,7 +130,7 @@ class Lab:
         return tuple(self._rates)
 
     def set_rate(self, rate: str | None, *, hosts: Sequence[Host] | None = None) -> None:
-        """Shape the links of all hosts, or of some, anew; what flows goes on flowing.
+        """Change the rate of all links, or of some hosts'; traffic continues.
 
         Raises UsageError: not a rate.
         """
@@ -141,11 +142,11 @@ class Lab:
             self._rates[host.index] = rate
         shape(self._switch, [port_of(host.index) for host in chosen], rate)
 
-    def cut(self, host: Host) -> None:
-        """Set the host's link down, at the switch: what is sent gets lost, and nobody is told."""
+    def cut_link(self, host: Host) -> None:
+        """Set the host's link down at the switch: packets are lost silently."""
         self._set_link(host, "down")
 
-    def mend(self, host: Host) -> None:
+    def restore_link(self, host: Host) -> None:
         """Set the host's link up again."""
         self._set_link(host, "up")
 
@@ -154,7 +155,7 @@ class Lab:
         call([*entering(self._switch), tool("ip"), "link", "set", "dev", port, state])
 
     def bytes_sent(self, host: Host) -> int:
-        """What came through the host's link to the switch since the lab was made.
+        """Bytes from the host to the switch since the lab was created.
 
         The kernel hands packets of up to 64 KB to the link and counts the headers of each once,
         so this is 0.1 to 0.2 percent above the payload of a bulk transfer over TCP. (What the
@@ -163,7 +164,7 @@ class Lab:
         return self._counter(host, "rx")
 
     def bytes_received(self, host: Host) -> int:
-        """What went through the host's link from the switch, counted as in `bytes_sent`."""
+        """Bytes from the switch to the host, counted as in `bytes_sent`."""
         return self._counter(host, "tx")
 
     def _counter(self, host: Host, direction: Literal["rx", "tx"]) -> int:
@@ -172,44 +173,45 @@ class Lab:
         return int(json.loads(call(words))[0]["stats64"][direction]["bytes"])
 
     def hostfile(self, slots: int = 1) -> Path:
-        """A file that names all hosts with their slots, as mpirun and torchmn read it."""
+        """A file with all hosts and their slots, for mpirun and torchmn."""
         path = self.folder / f"hostfile-{slots}"
         path.write_text("".join(f"{host.name} slots={slots}\n" for host in self.hosts))
         return path
 
     def close(self) -> None:
-        """Kill what runs on the hosts and remove them; a second call does nothing.
+        """Kill all processes on the hosts and remove them; a second call does nothing.
 
-        Raises LaunchError: the keeper could not.
+        Raises LaunchError: the supervisor failed.
         """
         for process in self._processes:
             process.kill()
-        _end_keeper(self.keeper)
+        _end_supervisor(self.supervisor)
         for process in self._processes:
             process.wait()
-        if self.keeper.returncode and self.folder.exists():
+        if self.supervisor.returncode and self.folder.exists():
             raise LaunchError(
-                f"The keeper of the test hosts ended with {self.keeper.returncode} and left "
-                f"{self.folder}. The next lab removes it, or: python -m torchmn.testing.netlab down"
+                f"The supervisor of the test hosts exited with {self.supervisor.returncode} and "
+                f"left {self.folder}. The next lab, or "
+                "python -m torchmn.testing.netlab down, removes it."
             )
 
-    def _note(self, process: subprocess.Popen[str]) -> None:
+    def _track(self, process: subprocess.Popen[str]) -> None:
         self._processes = [p for p in self._processes if p.poll() is None]
         self._processes.append(process)
 
 
-def _end_keeper(keeper: subprocess.Popen[str]) -> None:
-    for pipe in (keeper.stdin, keeper.stdout):
+def _end_supervisor(supervisor: subprocess.Popen[str]) -> None:
+    for pipe in (supervisor.stdin, supervisor.stdout):
         if pipe is not None:
             with suppress(BrokenPipeError):
                 pipe.close()
-    # Children that this process forked may hold the pipe open too, so a signal in any case.
-    keeper.terminate()
+    # Forked children of this process may also hold the pipe open, so always send a signal.
+    supervisor.terminate()
     try:
-        keeper.wait(timeout=2 * END_S)
+        supervisor.wait(timeout=2 * END_S)
     except subprocess.TimeoutExpired:
-        keeper.kill()
-        keeper.wait()
+        supervisor.kill()
+        supervisor.wait()
 
 
 @contextmanager
@@ -218,24 +220,24 @@ def netlab(
     rate: str | None = "1gbit",
     *,
     cores: Sequence[Collection[int] | None] | None = None,
-    is_standing: bool = False,
+    persistent: bool = False,
 ) -> Iterator[Lab]:
     """Test hosts ``n0``, ``n1``, ... joined by links of this rate, until the block is left.
 
-    However the block is left, also by kill -9, what runs on the hosts is killed and the hosts are
-    gone. ``rate`` is that of every link in each direction, None for no limit. ``cores`` are those
-    that each host's processes may run on. ``is_standing`` marks a lab that `down` may end.
+    When the block is left, also by kill -9, all processes on the hosts are killed and the hosts are
+    removed. ``rate`` limits every link in each direction, None for no limit. ``cores`` are those on
+    which each host's processes may run. ``persistent`` marks a lab that `down` may end.
 
     Raises:
-        LaunchError: test hosts cannot be made here; see `missing_requirement`.
-        UsageError: not a number of hosts, a rate or one set of cores per host.
+        LaunchError: test hosts cannot be created here; see `missing_requirement`.
+        UsageError: an argument is invalid.
 
     >>> with netlab(2, "100mbit") as lab:
     ...     lab.hosts[1].run(["hostname"]).stdout.strip()
     'n1'
     """
     if not 1 <= num_hosts <= MAX_HOSTS:
-        raise UsageError(f"num_hosts={num_hosts} must lie in 1..{MAX_HOSTS}.")
+        raise UsageError(f"num_hosts={num_hosts} must be in 1..{MAX_HOSTS}.")
     if rate is not None:
         rate_bytes_per_s(rate)
     if cores is not None and len(cores) != num_hosts:
@@ -245,20 +247,20 @@ def netlab(
     own = [sorted(each) if each else None for each in cores or [None] * num_hosts]
     order = {
         "owner": os.getpid(),
-        "is_standing": is_standing,
+        "persistent": persistent,
         "lab": {"num_hosts": num_hosts, "rate": rate, "cores": own},
     }
-    keeper = subprocess.Popen(
-        [sys.executable, "-m", "torchmn.testing.netlab.keeper", json.dumps(order)],
+    supervisor = subprocess.Popen(
+        [sys.executable, "-m", "torchmn.testing.netlab.supervisor", json.dumps(order)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
     try:
-        lab = Lab(keeper, _heard_from(keeper), rate)
+        lab = Lab(supervisor, _read_parts(supervisor), rate)
     except BaseException:
-        _end_keeper(keeper)
+        _end_supervisor(supervisor)
         raise
     try:
         yield lab
@@ -266,15 +268,15 @@ def netlab(
         lab.close()
 
 
-def _heard_from(keeper: subprocess.Popen[str]) -> LabParts:
-    line = keeper.stdout.readline() if keeper.stdout else ""
-    said: dict[str, Any] = json.loads(line) if line else {"error": "the keeper ended at its start"}
-    if "error" in said:
-        raise LaunchError(f"Test hosts could not be made: {said['error']}")
+def _read_parts(supervisor: subprocess.Popen[str]) -> LabParts:
+    line = supervisor.stdout.readline() if supervisor.stdout else ""
+    report: dict[str, Any] = json.loads(line) if line else {"error": "the supervisor did not start"}
+    if "error" in report:
+        raise LaunchError(f"Test hosts could not be created: {report['error']}")
     return LabParts(
-        folder=Path(said["folder"]),
-        switch=said["switch"],
+        folder=Path(report["folder"]),
+        switch=report["switch"],
         hosts=tuple(
-            HostParts(**{**host, "is_open": Path(host["is_open"])}) for host in said["hosts"]
+            HostParts(**{**host, "is_open": Path(host["is_open"])}) for host in report["hosts"]
         ),
     )

@@ -1,8 +1,8 @@
-"""Linux namespaces through the tools of iproute2 and util-linux: made, kept, entered.
+"""Linux namespaces, by the tools of iproute2 and util-linux.
 
-Namespaces here have no names. A process that holds descriptors of them keeps them, and when it
-ends and no process is inside, the kernel removes them with all devices in them. So nothing needs
-to be taken apart, and nothing can be left in ``/run/netns``.
+The namespaces have no names. They exist as long as a process holds descriptors of them or runs in
+them; then the kernel removes them with all their devices. So no explicit removal is needed, and
+nothing can be left in ``/run/netns``.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ mount -t sysfs sysfs /sys
 
 @cache
 def missing_requirement() -> str | None:
-    """Why no lab can be made here, or None where it can. Tries it, in namespaces of its own."""
+    """Why no lab can be created here, or None. It is tried in temporary namespaces."""
     if sys.platform != "linux":
         return f"test hosts need Linux, this is {sys.platform}"
     if os.geteuid() != 0:
-        return "test hosts need root, to make network namespaces"
+        return "test hosts need root, to create network namespaces"
     missing = [name for name in _TOOLS if shutil.which(name, path=_environment()["PATH"]) is None]
     if missing:
         return f"test hosts need {', '.join(missing)}: install iproute2 and util-linux"
@@ -42,12 +42,12 @@ def missing_requirement() -> str | None:
         os.close(os.pidfd_open(os.getpid()))
         call([tool("unshare"), "--net", "--uts", "--mount", "/bin/sh", "-ec", _PROBE])
     except (OSError, LaunchError) as error:
-        return f"test hosts cannot be made: {error}"
+        return f"test hosts cannot be created: {error}"
     return None
 
 
 def tool(name: str) -> str:
-    """The path of one of the system's tools; root's may stand outside a user's PATH.
+    """The path of a system tool; those of root may be outside of a user's PATH.
 
     Raises LaunchError: it is not installed.
     """
@@ -63,9 +63,9 @@ def _environment() -> dict[str, str]:
 
 
 def call(command: Sequence[str], *, text: str = "") -> str:
-    """Run one of the system's tools on ``text``; its output.
+    """Run a system tool with ``text`` as its input and return its output.
 
-    Raises LaunchError: it failed; with its words.
+    Raises LaunchError: it failed; with its error output.
     """
     done = subprocess.run(
         command, input=text, capture_output=True, text=True, env=_environment(), check=False
@@ -75,21 +75,21 @@ def call(command: Sequence[str], *, text: str = "") -> str:
     return done.stdout
 
 
-def _failure(command: Sequence[str], words: str) -> LaunchError:
+def _failure(command: Sequence[str], errors: str) -> LaunchError:
     what = os.path.basename(command[0])
-    return LaunchError(f"{what} failed: {' '.join(words.split()) or 'without a word'}")
+    return LaunchError(f"{what} failed: {' '.join(errors.split()) or 'without a message'}")
 
 
 def make_namespaces(kinds: Collection[str], script: str, *args: str) -> dict[str, str]:
-    """New namespaces in which the shell has run ``script``: kind to a path to enter it by.
+    """Create namespaces and run ``script`` in them; return the path of each kind.
 
-    This process holds them from now on until it ends.
+    This process holds them until it ends.
 
-    Raises LaunchError: the system or a command of the script refused.
+    Raises LaunchError: the system or a command of the script failed.
     """
     options = [f"--{kind}" for kind in kinds]
     if "mount" in kinds:
-        options.append("--propagation=slave")  # what the machine unmounts is not kept busy
+        options.append("--propagation=slave")  # so that the machine can unmount its own
     lines = f"{script}\necho made; read -r _ || :"
     command = [tool("unshare"), *options, "/bin/sh", "-ec", lines, "sh", *args]
     with subprocess.Popen(
@@ -110,10 +110,10 @@ def _keep(namespace: str) -> str:
 
 
 def entering(namespaces: Mapping[str, str]) -> list[str]:
-    """The words to put before a command that shall run inside. The process stays the same one."""
+    """The prefix of a command that runs inside, as the same process."""
     return [tool("nsenter"), *(f"--{kind}={path}" for kind, path in namespaces.items()), "--"]
 
 
 def pinned(cores: Collection[int]) -> list[str]:
-    """The words to put before a command that shall run on these cores only."""
+    """The prefix of a command that runs on these cores only."""
     return [tool("taskset"), "-c", ",".join(map(str, sorted(cores)))]

@@ -1,7 +1,7 @@
-"""The rate of a link: what a user may write, and what tc is told.
+"""The rate of a link: its syntax, and the commands for tc.
 
-A token bucket (tbf) at both ends of a link, since netem and fq are not in every kernel. What does
-not fit is dropped after 20 ms of queueing, as in a switch with a small buffer.
+A token bucket filter (tbf) is used at both ends of a link, since netem and fq are not in every
+kernel. Packets are dropped after 20 ms of queueing, as in a switch with a small buffer.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _BUCKET = "burst 128kb latency 20ms"
 
 
 def rate_bytes_per_s(rate: str) -> float:
-    """What a rate such as ``1gbit``, ``100mbit`` or ``2.5gbit`` comes to.
+    """The bytes per second of a rate such as ``1gbit``, ``100mbit`` or ``2.5gbit``.
 
-    Raises UsageError: it is no positive number of ``bit``, ``kbit``, ``mbit`` or ``gbit``.
+    Raises UsageError: it is not a positive number of ``bit``, ``kbit``, ``mbit`` or ``gbit``.
 
     >>> rate_bytes_per_s("100mbit")
     12500000.0
@@ -27,16 +27,16 @@ def rate_bytes_per_s(rate: str) -> float:
     bytes_per_s = float(match[1]) * _FACTORS[match[2]] / 8 if match else 0.0
     if bytes_per_s <= 0:
         raise UsageError(
-            f"The rate {rate!r} is no positive number of bits per second. "
-            "Write it as '1gbit', '100mbit' or '64kbit', or give None for a link without a limit."
+            f"The rate {rate!r} is not a positive number of bits per second. "
+            "Write it as '1gbit', '100mbit' or '64kbit', or pass None for no limit."
         )
     return bytes_per_s
 
 
 def tc_batch(devices: Iterable[str], rate: str | None) -> str:
-    """What ``tc -batch`` reads to shape the sending side of these devices; None: no limit.
+    """Commands for ``tc -batch`` that limit what these devices send; None: no limit.
 
-    A queue that is there is changed in place, so that packets which wait in it are not lost.
+    An existing queue is changed in place, so that packets in it are not lost.
     """
     queue = f"tbf rate {rate} {_BUCKET}" if rate is not None else "noqueue"
     return "".join(f"qdisc replace dev {device} root {queue}\n" for device in devices)

@@ -154,11 +154,13 @@ print((decoded - values).abs().max() < 0.005, [str(w.message) for w in caught])
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ)
     )
-    assert done.stdout.startswith('tensor(True) ["Gradients on cpu are quantized by plain torch, ')
+    assert done.stdout.startswith(
+        'tensor(True) ["Gradients on cpu are quantized with plain torch, '
+    )
     assert done.stdout.count("pip install 'torchmn[compression]'") == 1, done.stderr
 
 
-def test_other_devices_are_told() -> None:
+def test_other_devices_get_a_warning() -> None:
     kernels_for.cache_clear()
     with warnings.catch_warnings(), pytest.warns(UserWarning, match="Gradients on xpu"):
         assert kernels_for("xpu").encode is reference.encode

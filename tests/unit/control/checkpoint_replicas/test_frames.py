@@ -6,18 +6,26 @@ import threading
 
 import pytest
 
-from torchmn.control.checkpoint_replicas.frames import Header, receive_frame, send_frame
+from torchmn.control.checkpoint_replicas.frames import (
+    Done,
+    GetRestored,
+    PutFile,
+    receive_frame,
+    send_frame,
+)
+from torchmn.control.codec import Record
+from torchmn.control.messages.elastic import StagedCheckpoint
 
 
 def test_headers_and_parts_arrive_as_one() -> None:
     here, there = socket.socketpair()
     with here, there:
-        header: Header = {"wish": "put", "draft": [1, 2, "d"]}
+        header = PutFile(checkpoint=StagedCheckpoint(1, 2, "d"), file="rank0", needs=("rank0",))
         send_frame(here, header, [b"ab", memoryview(b"cd"), bytearray(b"")])
-        send_frame(here, {})
+        send_frame(here, GetRestored())
         here.close()
         assert receive_frame(there) == (header, bytearray(b"abcd"))
-        assert receive_frame(there) == ({}, bytearray())
+        assert receive_frame(there) == (GetRestored(), bytearray())
         assert receive_frame(there) is None
 
 
@@ -25,7 +33,7 @@ def test_a_large_part_arrives_as_it_is() -> None:
     here, there = socket.socketpair()
     part = bytes(range(256)) * (1 << 14)
     with here, there:
-        sender = threading.Thread(target=send_frame, args=(here, {}, [part]))
+        sender = threading.Thread(target=send_frame, args=(here, Done(), [part]))
         sender.start()
         frame = receive_frame(there)
         sender.join()
@@ -42,7 +50,7 @@ def test_an_end_inside_a_frame_is_an_error() -> None:
             receive_frame(there)
 
 
-def test_noise_is_an_error_and_takes_no_memory() -> None:
+def test_random_bytes_are_an_error_and_take_no_memory() -> None:
     chance = random.Random(1)
     for _ in range(200):
         here, there = socket.socketpair()
@@ -54,4 +62,4 @@ def test_noise_is_an_error_and_takes_no_memory() -> None:
                 frame = receive_frame(there)
             except (OSError, ValueError):
                 continue
-            assert frame is None or isinstance(frame[0], dict)
+            assert frame is None or isinstance(frame[0], Record)

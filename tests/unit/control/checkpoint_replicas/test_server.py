@@ -9,6 +9,7 @@ import pytest
 from torchmn.control.authenticated_listener import connect_authenticated
 from torchmn.control.checkpoint_replicas.client import ReplicaClient
 from torchmn.control.checkpoint_replicas.server import (
+    ROLE,
     ROUND_VARIABLE,
     SOCKET_VARIABLE,
     ReplicaServer,
@@ -19,6 +20,8 @@ from torchmn.control.messages.elastic import (
     FileHeld,
     PeerHello,
     Round,
+    RoundMember,
+    StagedCheckpoint,
 )
 from torchmn.errors import LaunchError
 
@@ -27,25 +30,25 @@ SECRET = "the secret of the job"
 
 @dataclass
 class OneHost:
-    """A host's copies, what they told the rendezvous, and a rank of it."""
+    """A host's replica server, what it reported to the rendezvous, and a rank."""
 
     name: str
     secret: str = SECRET
-    said: list[ElasticMessage] = field(default_factory=list)
+    posted: list[ElasticMessage] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port = self.listener.getsockname()[1]
-        self.copies = ReplicaServer(self.name, self.secret, self.listener, self.said.append)
-        self.copies.start()
+        self.server = ReplicaServer(self.name, self.secret, self.listener, self.posted.append)
+        self.server.start()
 
     def rank(self, number: int = 1) -> ReplicaClient:
-        found = ReplicaClient.of({SOCKET_VARIABLE: self.copies.name, ROUND_VARIABLE: str(number)})
+        found = ReplicaClient.of({SOCKET_VARIABLE: self.server.name, ROUND_VARIABLE: str(number)})
         assert found is not None
         return found
 
     def files(self) -> set[tuple[int, str]]:
-        return {(stored.step, stored.file) for stored in self.copies.held()}
+        return {(held.checkpoint.step, held.file) for held in self.server.held()}
 
 
 @pytest.fixture
@@ -53,93 +56,93 @@ def hosts() -> Iterator[list[OneHost]]:
     made = [OneHost("a"), OneHost("b")]
     yield made
     for host in made:
-        host.copies.close()
+        host.server.close()
 
 
 def begin(
     hosts: list[OneHost],
     number: int = 1,
-    restored: list[int | str] | None = None,
+    restored: tuple[int, int, str] | None = None,
     holders: dict[str, list[int]] | None = None,
 ) -> None:
     found = Round(
         number=number,
         members=[
-            {"host": host.name, "slots": 1, "address": "127.0.0.1", "copies_port": host.port}
+            RoundMember(host=host.name, slots=1, address="127.0.0.1", replica_port=host.port)
             for host in hosts
         ],
         num_restarts=0,
-        why="",
-        restored=restored or [],
+        reason="",
+        restored=StagedCheckpoint(*restored) if restored else None,
         holders=holders or {},
     )
     for host in hosts:
-        host.copies.begin(found)
+        host.server.begin(found)
 
 
-def test_without_an_elastic_job_there_is_nobody_to_talk_to() -> None:
+def test_without_an_elastic_job_there_is_no_client() -> None:
     assert ReplicaClient.of({}) is None
 
 
-def test_a_file_is_held_here_and_by_the_next_host_and_both_say_so(hosts: list[OneHost]) -> None:
+def test_a_file_is_held_by_two_hosts_and_both_report_it(hosts: list[OneHost]) -> None:
     begin(hosts)
     rank = hosts[1].rank()
     assert rank.put(10, "d", "rank1", [b"ab", b"c"])
     rank.close()
-    stored = FileHeld(round=1, step=10, draft="d", file="rank1", needs=[])
-    assert hosts[0].said == [stored] == hosts[1].said  # the next one of the last is the first
+    stored = FileHeld(checkpoint=StagedCheckpoint(1, 10, "d"), file="rank1")
+    assert hosts[0].posted == [stored] == hosts[1].posted  # the next one of the last is the first
     assert [host.files() for host in hosts] == [{(10, "rank1")}] * 2
 
 
-def test_a_rank_of_the_next_round_gets_files_from_wherever_they_are(hosts: list[OneHost]) -> None:
+def test_a_rank_of_the_next_round_gets_files_from_any_host(hosts: list[OneHost]) -> None:
     begin(hosts)
     rank = hosts[0].rank()
     rank.put(10, "d", "rank0", [b"content"], needs=["rank0"])
     rank.close()
-    hosts[0].copies.keep((1, 11, ""))  # as if this host had lost it
+    hosts[0].server.prune_older(StagedCheckpoint(1, 11, ""))  # as if this host had lost it
     assert hosts[0].files() == set()
-    begin(hosts, 2, [1, 10, "d"], {"rank0": [0, 1]})
+    begin(hosts, 2, (1, 10, "d"), {"rank0": [0, 1]})
     rank = hosts[0].rank(2)
     draft = rank.restored()
     assert draft == (1, 10, "d")
     assert rank.get(draft, "rank0") == b"content"
-    with pytest.raises(LaunchError, match="Nobody holds rank7"):
+    with pytest.raises(LaunchError, match="No host holds rank7"):
         rank.get(draft, "rank7")
     rank.close()
 
 
-def test_a_round_keeps_what_it_goes_on_from_and_nothing_else(hosts: list[OneHost]) -> None:
+def test_a_round_keeps_only_what_it_continues_from(hosts: list[OneHost]) -> None:
     begin(hosts)
     rank = hosts[0].rank()
     rank.put(10, "d", "rank0", [b"old"])
     rank.put(20, "e", "rank0", [b"torn"])
     rank.close()
-    begin(hosts, 2, [1, 10, "d"], {"rank0": [0, 1]})
+    begin(hosts, 2, (1, 10, "d"), {"rank0": [0, 1]})
     assert [host.files() for host in hosts] == [{(10, "rank0")}] * 2
 
 
-def test_what_is_older_than_a_complete_one_is_forgotten(hosts: list[OneHost]) -> None:
+def test_files_older_than_a_complete_checkpoint_are_deleted(hosts: list[OneHost]) -> None:
     begin(hosts)
     rank = hosts[0].rank()
     for step in (10, 20, 30):
         rank.put(step, "d", "rank0", [b"x"])
-    hosts[0].copies.keep((1, 20, "d"))
+    hosts[0].server.prune_older(StagedCheckpoint(1, 20, "d"))
     assert hosts[0].files() == {(20, "rank0"), (30, "rank0")}
     rank.close()
 
 
-def test_drafts_that_nobody_completes_do_not_fill_the_memory(hosts: list[OneHost]) -> None:
+def test_unfinished_checkpoints_do_not_fill_the_memory(hosts: list[OneHost]) -> None:
     begin(hosts)
     rank = hosts[0].rank()
     rank.put(10, "d", "rank0", [b"x"])
-    hosts[0].copies.keep((1, 10, "d"))
+    hosts[0].server.prune_older(StagedCheckpoint(1, 10, "d"))
     for step in range(20, 30):
         rank.put(step, "d", "rank0", [b"x"])
     rank.close()
     assert hosts[0].files() == {(step, "rank0") for step in (10, 27, 28, 29)}
 
 
-def test_a_rank_of_an_earlier_round_is_refused(hosts: list[OneHost]) -> None:
+def test_a_rank_of_an_earlier_round_is_rejected(hosts: list[OneHost]) -> None:
     begin(hosts, 2)
     rank = hosts[0].rank(1)
     with pytest.raises(LaunchError, match="Round 1 is over, this is round 2"):
@@ -147,15 +150,15 @@ def test_a_rank_of_an_earlier_round_is_refused(hosts: list[OneHost]) -> None:
     rank.close()
 
 
-def test_a_next_host_that_is_gone_costs_the_second_copy_only() -> None:
+def test_without_the_next_host_a_file_is_held_once() -> None:
     here, gone = OneHost("a"), OneHost("b")
     begin([here, gone])
-    gone.copies.close()
+    gone.server.close()
     rank = here.rank()
     assert not rank.put(10, "d", "rank0", [b"x"])
     rank.close()
     assert here.files() == {(10, "rank0")}
-    here.copies.close()
+    here.server.close()
 
 
 def test_the_leader_announces(hosts: list[OneHost]) -> None:
@@ -163,21 +166,21 @@ def test_the_leader_announces(hosts: list[OneHost]) -> None:
     rank = hosts[0].rank()
     rank.announce(40)
     rank.close()
-    assert hosts[0].said == [CheckpointSaved(step=40)]
+    assert hosts[0].posted == [CheckpointSaved(step=40)]
 
 
-def test_a_stranger_gets_nothing(hosts: list[OneHost]) -> None:
+def test_an_unauthenticated_client_is_rejected(hosts: list[OneHost]) -> None:
     with pytest.raises(LaunchError):
         connect_authenticated(
             f"127.0.0.1:{hosts[0].port}",
             secret="another",
-            role="copies",
+            role=ROLE,
             identity=PeerHello(host="z"),
             limit_s=0.3,
         )
 
 
-def test_a_dead_process_is_named(hosts: list[OneHost]) -> None:
+def test_a_dead_server_is_an_error(hosts: list[OneHost]) -> None:
     rank = hosts[0].rank()
     with pytest.raises(LaunchError, match="does not answer"):
         ReplicaClient("torchmn-no-such", 1)

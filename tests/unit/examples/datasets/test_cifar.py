@@ -220,7 +220,7 @@ def test_a_label_out_of_range(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"y_test": None}, "lacks y_test"),
         ({"x_test": np.zeros((4, 3, 32, 32), np.float32)}, "x_test is float32"),
@@ -231,8 +231,8 @@ def test_a_label_out_of_range(tmp_path: Path) -> None:
         ({"x_test": np.array([None] * 4)}, "another format"),
     ],
 )
-def test_npz_of_another_form(tmp_path: Path, changes: dict[str, object], words: str) -> None:
-    with pytest.raises(DataError, match=words):
+def test_npz_of_another_form(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(DataError, match=message):
         read_cifar10(write_npz(tmp_path / "a.npz", **changes))
 
 
@@ -275,7 +275,7 @@ def test_a_huge_number_in_a_pickle_takes_no_memory(code: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "message"),
     [
         ([1, 2], "holds a list"),
         ({b"labels": [1]}, "lacks an array 'data'"),
@@ -287,8 +287,8 @@ def test_a_huge_number_in_a_pickle_takes_no_memory(code: bytes) -> None:
         ({b"data": np.zeros((1, 3072), np.uint8), b"labels": ["a"]}, "one integer for each"),
     ],
 )
-def test_a_pickle_of_something_else(content: object, words: str) -> None:
-    with pytest.raises(DataError, match=words):
+def test_a_pickle_of_something_else(content: object, message: str) -> None:
+    with pytest.raises(DataError, match=message):
         read_python_batch(Path("batch"), pickle.dumps(content, protocol=2))
 
 

@@ -56,7 +56,7 @@ def test_file_is_complete(server: str, tmp_path: Path, path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "md5", "words"),
+    ("path", "md5", "message"),
     [
         ("file", "0" * 32, rf"has the md5 sum {MD5} and should have 0000"),
         ("short", MD5, r"ended after 512,000 of 1,024,000 bytes"),
@@ -64,9 +64,9 @@ def test_file_is_complete(server: str, tmp_path: Path, path: str) -> None:
     ],
 )
 def test_failure_leaves_no_file(
-    server: str, tmp_path: Path, path: str, md5: str, words: str
+    server: str, tmp_path: Path, path: str, md5: str, message: str
 ) -> None:
-    with pytest.raises(DataError, match=words):
+    with pytest.raises(DataError, match=message):
         download(f"{server}/{path}", tmp_path / "file", md5=md5)
     assert list(tmp_path.iterdir()) == []
 

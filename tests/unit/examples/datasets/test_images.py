@@ -153,7 +153,7 @@ class QuietHandler(SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[str]]]:
-    """A server of small files that count as the official ones, and what it was asked for."""
+    """A server of small files that count as the official ones, and the requested paths."""
     served = write_mnist_folder(tmp_path / "served", is_packed=True)
     (served / "cifar-10-binary.tar.gz").write_bytes(cifar_archive("binary"))
     for name, files in module.IMAGE_FILES.items():

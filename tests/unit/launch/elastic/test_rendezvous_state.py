@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import asdict
 
 import pytest
 
@@ -15,6 +14,7 @@ from torchmn.control.messages.elastic import (
     Restart,
     Round,
     Shutdown,
+    StagedCheckpoint,
     UserMessage,
 )
 from torchmn.errors import UsageError
@@ -38,12 +38,12 @@ class Play:
 
     def come(self, *hosts: str, versions: dict[str, str] = VERSIONS) -> None:
         for host in hosts:
-            member = HostHello(host=host, slots=2, address="a", copies_port=1, versions=versions)
+            member = HostHello(host=host, slots=2, address="a", replica_port=1, versions=versions)
             if self.rounds.came(member):
                 self.arrive(host)
 
     def arrive(self, host: str, *held: FileHeld) -> None:
-        self.rounds.arrived(host, [asdict(each) for each in held], self.now)
+        self.rounds.arrived(host, held, self.now)
 
     def lose(self, host: str) -> None:
         self.rounds.lost(host, "gone", self.now)
@@ -64,12 +64,12 @@ class Play:
 
 
 def part(number: int, step: int, file: str, *needs: str) -> FileHeld:
-    return FileHeld(round=number, step=step, draft="d", file=file, needs=list(needs))
+    return FileHeld(checkpoint=StagedCheckpoint(number, step, "d"), file=file, needs=needs)
 
 
 def names(found: Round | None) -> list[object]:
     assert found is not None
-    return [member["host"] for member in found.members]
+    return [member.host for member in found.members]
 
 
 def test_starts_when_all_hosts_are_there_in_the_order_of_the_list() -> None:
@@ -109,7 +109,7 @@ def test_too_few_hosts_end_the_job_with_their_names_and_the_limit() -> None:
 def test_a_connected_host_whose_agent_still_starts_is_waited_for() -> None:
     play = Play("a", "b", least=2)
     play.come("a")
-    member = HostHello(host="b", slots=2, address="a", copies_port=1, versions=VERSIONS)
+    member = HostHello(host="b", slots=2, address="a", replica_port=1, versions=VERSIONS)
     play.rounds.came(member)
     play.now = 61.0
     play.rounds.tick(play.now)
@@ -192,7 +192,7 @@ def test_a_complete_copy_in_memory_is_an_announcement_and_an_old_one_is_not() ->
     play.arrive("a", *old)
     found = play.round()
     assert found is not None
-    assert found.restored == [1, 10, "d"]
+    assert found.restored == (1, 10, "d")
     play.come("b")
     play.rounds.take_posts()
     play.store("a", 2, 20, "rank0")
@@ -211,7 +211,7 @@ def test_a_copy_counts_when_all_its_files_are_held_twice() -> None:
     play.store("b", 1, 10, "manifest", "rank0", "rank1", "manifest")
     assert not play.said("a", PruneOlder)  # rank1's is held once
     play.store("a", 1, 10, "rank1")
-    assert play.said("a", PruneOlder) == [PruneOlder(round=1, step=10, draft="d")]
+    assert play.said("a", PruneOlder) == [PruneOlder(checkpoint=StagedCheckpoint(1, 10, "d"))]
 
 
 def test_goes_on_from_the_newest_whole_copy_that_survivors_hold() -> None:
@@ -227,7 +227,7 @@ def test_goes_on_from_the_newest_whole_copy_that_survivors_hold() -> None:
     play.arrive("a", *held, part(1, 10, "manifest", *needs), part(1, 20, "manifest", *needs))
     found = play.round()
     assert found is not None
-    assert found.restored == [1, 10, "d"]
+    assert found.restored == (1, 10, "d")
     assert found.holders == {"rank0": [0], "rank1": [0], "manifest": [0]}
 
 
@@ -272,7 +272,7 @@ def test_a_host_lost_after_it_has_finished_is_not_missed() -> None:
     assert play.over() == ""
 
 
-def test_strangers_and_other_versions_are_sent_away() -> None:
+def test_unauthenticated_clients_and_other_versions_are_sent_away() -> None:
     play = Play("a", "b")
     play.come("z")
     assert play.said("z", Shutdown)

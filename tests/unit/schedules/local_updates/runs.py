@@ -11,11 +11,11 @@ from tests.unit.models import batch, local_grads, loss_of, mlp, values
 from torchmn import create_multi_node_optimizer
 from torchmn.communicators import Communicator
 from torchmn.optimizer import MultiNodeOptimizer
-from torchmn.schedules import BlockSchedule
+from torchmn.schedules import LocalUpdateSchedule
 
 MakeInner = Callable[[nn.Module], torch.optim.Optimizer]
 Move = Callable[[list[Tensor], list[Tensor], float], list[Tensor]]
-"""(anchors, mean movements, samples) -> new anchors"""
+"""(anchors, mean pseudo_gradients, samples) -> new anchors"""
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -96,7 +96,10 @@ def simulate(
 
 
 def wrap(
-    comm: Communicator, schedule: BlockSchedule, make_inner: MakeInner = sgd, **options: object
+    comm: Communicator,
+    schedule: LocalUpdateSchedule,
+    make_inner: MakeInner = sgd,
+    **options: object,
 ) -> tuple[nn.Module, MultiNodeOptimizer]:
     model = mlp()
     optimizer = create_multi_node_optimizer(

@@ -1,4 +1,4 @@
-"""What all schedules by blocks share: when blocks end, weights, overlap, fragments, state, join."""
+"""All local-update schedules: ends of blocks, weights, overlap, fragments, state, uneven loops."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.unit.schedules.local_updates.runs import (
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import NonFiniteGradientError, RankMismatchError, UnsupportedError, UsageError
 from torchmn.gradients.replicas import different_tensors
-from torchmn.schedules import BlockMomentum, DiLoCo, PeriodicAverage
+from torchmn.schedules import BlockMomentum, DiLoCo, PeriodicAverage, Warmup
 from torchmn.testing import run_ranks
 from torchmn.topology import Topology
 
-RECIPES = [PeriodicAverage, BlockMomentum, DiLoCo]
+SCHEDULES = [PeriodicAverage, BlockMomentum, DiLoCo]
 INNER = {"sgd": sgd, "momentum": momentum, "adam": adam}
 
 
@@ -57,7 +57,7 @@ def test_ranks_train_alone_and_then_agree(size: int, inner: str) -> None:
         assert not equal(results[0][6], results[1][6])
 
 
-def test_ranks_with_other_batches_reach_the_end_of_a_block_at_other_steps() -> None:
+def test_ranks_with_different_batch_sizes_end_blocks_at_different_steps() -> None:
     """Weights are samples: rank 0 takes 3 of 4 samples, rank 1 2 of 6; both fill 12."""
     sizes = {0: 4, 1: 6, 2: 5}
 
@@ -74,7 +74,7 @@ def test_ranks_with_other_batches_reach_the_end_of_a_block_at_other_steps() -> N
         assert near(result, expected[-1])
 
 
-@pytest.mark.parametrize("make", RECIPES)
+@pytest.mark.parametrize("make", SCHEDULES)
 @pytest.mark.parametrize("k", [0, 1, 2])
 @pytest.mark.parametrize("fragments", [1, 3])
 def test_anchors_are_bit_identical_after_each_block(make: type, k: int, fragments: int) -> None:
@@ -100,7 +100,7 @@ def test_anchors_are_bit_identical_after_each_block(make: type, k: int, fragment
 
 
 @pytest.mark.parametrize("codec", ["float16", "int8", "1bit", "power_sgd"])
-def test_movements_travel_in_the_codec(codec: str) -> None:
+def test_pseudo_gradients_are_compressed(codec: str) -> None:
     """Near the float32 run, and replicas all the same; parameters large enough to be encoded."""
 
     def run(comm, codec):
@@ -130,9 +130,9 @@ def test_movements_travel_in_the_codec(codec: str) -> None:
     run_ranks(rank_main, 2)
 
 
-def test_a_codec_travels_between_nodes_only() -> None:
+def test_a_codec_is_used_between_nodes_only() -> None:
     def rank_main(comm):
-        model, optimizer = wrap(comm, PeriodicAverage(16, distributed_after=16), codec="float16")
+        model, optimizer = wrap(comm, Warmup(16, PeriodicAverage(16)), codec="float16")
         for step in range(4):
             train(model, optimizer, comm.rank, step)
         assert different_tensors(comm, [model]) == []
@@ -140,10 +140,10 @@ def test_a_codec_travels_between_nodes_only() -> None:
         return names.count("scatter_float16")
 
     counts = run_ranks(rank_main, 4, name="hierarchical", topology=Topology.blocks([2, 2]))
-    assert counts == [3, 0, 3, 0]  # the first step was of the warm start
+    assert counts == [3, 0, 3, 0]  # the first step was of the warm-up
 
 
-def test_samples_can_be_told() -> None:
+def test_samples_can_be_set() -> None:
     """Ten and thirty tokens, whatever the size of the batch; for one step, then it counts again."""
 
     def rank_main(comm):
@@ -163,7 +163,7 @@ def test_samples_can_be_told() -> None:
     run_ranks(rank_main, 2)
 
 
-def test_without_counted_samples_a_sentence_says_what_to_do() -> None:
+def test_missing_sample_counts_raise_an_error_with_the_cure() -> None:
     def rank_main(comm):
         model = OfList()
         optimizer = create_multi_node_optimizer(
@@ -238,7 +238,7 @@ def test_what_was_learned_meanwhile_belongs_to_the_next_block(k: int) -> None:
             assert near(results[rank][step], values(model)), (rank, step)
 
 
-def test_the_exchange_is_under_way_while_steps_go_on() -> None:
+def test_steps_continue_while_the_exchange_is_pending() -> None:
     """Rank 1 comes to the exchange only after rank 0 has made two more steps."""
     late = threading.Event()
 
@@ -287,17 +287,17 @@ def test_large_batches_end_several_fragments_in_one_step(k: int) -> None:
     run_ranks(rank_main, 2)
 
 
-# ---- warm start ----
+# ---- warm-up ----
 
 
 @pytest.mark.parametrize("weight", ["rank", "samples"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_warm_start_is_every_step_and_the_anchor_is_its_end(size: int, weight: str) -> None:
+def test_warmup_is_every_step_and_the_anchor_is_its_end(size: int, weight: str) -> None:
     after = 20 * size
 
     def rank_main(comm):
         model, optimizer = wrap(
-            comm, PeriodicAverage(8 * size, distributed_after=after), momentum, weight=weight
+            comm, Warmup(after, PeriodicAverage(8 * size)), momentum, weight=weight
         )
         reference = mlp()
         each = create_multi_node_optimizer(momentum(reference), comm, reference)
@@ -306,22 +306,23 @@ def test_warm_start_is_every_step_and_the_anchor_is_its_end(size: int, weight: s
             train(model, optimizer, comm.rank, step)
             train(reference, each, comm.rank, step)
             assert equal(values(model), values(reference))
-        assert optimizer.schedule.num_samples == after
+        assert optimizer.schedule.num_warmup_samples == after
         assert optimizer.schedule.replica_consistency == "per_block"
         start = values(model)
         train(model, optimizer, comm.rank, 5)
-        assert equal(list(optimizer.schedule.anchors.values()), start)
+        blocks = optimizer.schedule.schedule
+        assert equal(list(blocks.anchors.values()), start)
         assert size == 1 or different_tensors(comm, [model]) != []
         train(model, optimizer, comm.rank, 6)
         assert different_tensors(comm, [model]) == []
-        assert optimizer.schedule.num_samples == after + 8 * size
+        assert blocks.num_samples == 8 * size
 
     run_ranks(rank_main, size)
 
 
 def test_all_switch_at_one_step_though_batches_differ() -> None:
     def rank_main(comm):
-        schedule = PeriodicAverage(1000, distributed_after=30)
+        schedule = Warmup(30, PeriodicAverage(1000))
         model, optimizer = wrap(comm, schedule)
         switched = []
         for step in range(4):
@@ -337,13 +338,12 @@ def test_all_switch_at_one_step_though_batches_differ() -> None:
 
 @pytest.mark.parametrize("lengths", [[1, 6], [6, 1], [2, 3], [0, 5], [2, 2]], ids=str)
 @pytest.mark.parametrize("nodes", [None, [1, 1], [2]], ids=str)
-def test_a_rank_that_leaves_in_the_warm_start(lengths: list[int], nodes: list[int] | None) -> None:
-    """It takes over the anchor, and the state of the optimizer, at the first exchange."""
+def test_a_rank_that_leaves_during_the_warmup(lengths: list[int], nodes: list[int] | None) -> None:
+    """It copies the anchor, and the state of the optimizer, at the first exchange."""
 
     def rank_main(comm):
-        schedule = BlockMomentum(
-            16, distributed_after=20, inside_node="every_step" if nodes else None
-        )
+        blocks = BlockMomentum(16, intra_node="every_step" if nodes else None)
+        schedule = Warmup(20, blocks)
         model, optimizer = wrap(comm, schedule, adam)
         for epoch in range(3):
             with optimizer.join():
@@ -351,9 +351,10 @@ def test_a_rank_that_leaves_in_the_warm_start(lengths: list[int], nodes: list[in
                     train(model, optimizer, comm.rank, 10 * epoch + step)
             assert different_tensors(comm, [model]) == []
             assert schedule.replica_consistency == (
-                "per_step" if schedule.num_samples < 20 else "per_block"
+                "per_step" if schedule.num_warmup_samples < 20 else "per_block"
             )
-        assert len(set(comm.allgather_obj(schedule.num_samples))) == 1
+        assert len(set(comm.allgather_obj(schedule.num_warmup_samples))) == 1
+        assert len(set(comm.allgather_obj(blocks.num_samples))) == 1
         optimizer.close()
         return values(model)
 
@@ -367,24 +368,24 @@ def test_different_anchors_are_found() -> None:
         model, optimizer = wrap(comm, PeriodicAverage(8))
         with torch.no_grad():
             model[0].weight.add_(comm.rank)
-        with pytest.raises(RankMismatchError, match="set out from different parameters"):
+        with pytest.raises(RankMismatchError, match="started the block with different parameters"):
             train(model, optimizer, comm.rank, 0)
 
     run_ranks(rank_main, 2)
 
 
-# ---- inside the node ----
+# ---- within the node ----
 
 
 @pytest.mark.parametrize("k", [0, 2])
 @pytest.mark.parametrize("nodes", [[2, 1], [2, 2], [1, 1], [3]], ids=str)
-def test_every_step_inside_the_node(nodes: list[int], k: int) -> None:
+def test_every_step_within_the_node(nodes: list[int], k: int) -> None:
     """Nodes train as one worker with the mean of its ranks' gradients."""
     topology = Topology.blocks(nodes)
     num_ranks = topology.size
 
     def rank_main(comm):
-        schedule = PeriodicAverage(12 * num_ranks, inside_node="every_step", overlap_steps=k)
+        schedule = PeriodicAverage(12 * num_ranks, intra_node="every_step", overlap_steps=k)
         model, optimizer = wrap(comm, schedule, momentum)
         history = []
         for step in range(6):
@@ -429,7 +430,7 @@ def test_every_step_inside_the_node(nodes: list[int], k: int) -> None:
 
 @pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize("k", [0, 2])
-@pytest.mark.parametrize("make", RECIPES)
+@pytest.mark.parametrize("make", SCHEDULES)
 @pytest.mark.parametrize("lengths", [[4, 4], [0, 3], [7, 1], [2, 9, 5], [0, 0], [3]], ids=str)
 def test_loops_of_different_lengths(make: type, lengths: list[int], k: int, fragments: int) -> None:
     def rank_main(comm):
@@ -446,7 +447,7 @@ def test_loops_of_different_lengths(make: type, lengths: list[int], k: int, frag
     run_ranks(rank_main, len(lengths), timeout_s=10)
 
 
-def test_what_a_rank_had_learned_when_it_left_goes_into_the_next_block() -> None:
+def test_what_a_rank_had_learned_before_it_left_is_part_of_the_next_block() -> None:
     def rank_main(comm):
         model, optimizer = wrap(comm, PeriodicAverage(24))
         with optimizer.join():
@@ -461,9 +462,9 @@ def test_what_a_rank_had_learned_when_it_left_goes_into_the_next_block() -> None
 
 @pytest.mark.parametrize("k", [0, 2])
 @pytest.mark.parametrize("lengths", [[1, 5, 3, 3], [4, 4, 0, 0], [0, 0, 0, 6]], ids=str)
-def test_uneven_loops_with_every_step_inside_the_node(lengths: list[int], k: int) -> None:
+def test_uneven_loops_with_every_step_within_the_node(lengths: list[int], k: int) -> None:
     def rank_main(comm):
-        schedule = DiLoCo(16, inside_node="every_step", overlap_steps=k, num_fragments=2)
+        schedule = DiLoCo(16, intra_node="every_step", overlap_steps=k, num_fragments=2)
         model, optimizer = wrap(comm, schedule, adam)
         for epoch in range(3):
             with optimizer.join():
@@ -478,11 +479,11 @@ def test_uneven_loops_with_every_step_inside_the_node(lengths: list[int], k: int
     run_ranks(rank_main, 4, name="hierarchical", topology=topology, timeout_s=10)
 
 
-def test_loops_inside_the_node_weigh_as_their_samples() -> None:
+def test_loops_within_the_node_are_weighted_by_samples() -> None:
     """Node 0: rank 0 leaves after 1 of 3 steps, so that the node has 16 samples; node 1 has 12."""
 
     def rank_main(comm):
-        model, optimizer = wrap(comm, PeriodicAverage(1000, inside_node="every_step"))
+        model, optimizer = wrap(comm, PeriodicAverage(1000, intra_node="every_step"))
         with optimizer.join():
             for step in range([1, 3, 3][comm.rank]):
                 train(model, optimizer, comm.rank, step)
@@ -513,17 +514,22 @@ def test_loops_inside_the_node_weigh_as_their_samples() -> None:
         {},
         {"overlap_steps": 2},
         {"overlap_steps": 1, "num_fragments": 3},
-        {"distributed_after": 36},
-        {"inside_node": "every_step", "distributed_after": 20},
-        {"inside_node": "every_step", "overlap_steps": 2},
+        {"warmup": 36},
+        {"intra_node": "every_step", "warmup": 20},
+        {"intra_node": "every_step", "overlap_steps": 2},
     ],
     ids=str,
 )
-@pytest.mark.parametrize("make", RECIPES)
+@pytest.mark.parametrize("make", SCHEDULES)
 def test_resuming_is_bit_equal_on_every_rank(make: type, options: dict, saved_after: int) -> None:
+    warmup = options.get("warmup", 0)
+    options = {key: value for key, value in options.items() if key != "warmup"}
+
     def rank_main(comm):
         def start():
-            return wrap(comm, make(24 * 3, **options), adam, codec="float16")
+            schedule = make(24 * 3, **options)
+            schedule = Warmup(warmup, schedule) if warmup else schedule
+            return wrap(comm, schedule, adam, codec="float16")
 
         model, optimizer = start()
         for step in range(saved_after):
@@ -544,7 +550,8 @@ def test_resuming_is_bit_equal_on_every_rank(make: type, options: dict, saved_af
         optimizer.flush()
         resumed.flush()
         assert equal(values(model), values(again))
-        assert optimizer.schedule.num_samples == resumed.schedule.num_samples
+        if not warmup:
+            assert optimizer.schedule.num_samples == resumed.schedule.num_samples
         optimizer.close()
         resumed.close()
 
@@ -566,7 +573,7 @@ def test_saving_changes_nothing() -> None:
     run_ranks(rank_main, 2)
 
 
-def test_states_of_others_are_refused() -> None:
+def test_incompatible_states_are_rejected() -> None:
     def rank_main(comm):
         _, optimizer = wrap(comm, PeriodicAverage(16))
         _, in_parts = wrap(comm, PeriodicAverage(16, num_fragments=2))
@@ -582,17 +589,18 @@ def test_states_of_others_are_refused() -> None:
     run_ranks(rank_main, 2)
 
 
-def test_a_plain_state_starts_anew() -> None:
+def test_a_plain_state_starts_from_scratch() -> None:
     def rank_main(comm):
-        schedule = BlockMomentum(16, distributed_after=8)
+        schedule = Warmup(8, BlockMomentum(16))
         model, optimizer = wrap(comm, schedule)
         for step in range(4):
             train(model, optimizer, comm.rank, step)
         optimizer.flush()
         optimizer.load_state_dict(sgd(mlp()).state_dict())
-        assert (schedule.replica_consistency, schedule.num_samples) == ("per_step", 0)
+        assert (schedule.replica_consistency, schedule.num_warmup_samples) == ("per_step", 0)
+        assert schedule.schedule.num_samples == 0
         train(model, optimizer, comm.rank, 5)
-        assert schedule.num_samples == 8
+        assert schedule.num_warmup_samples == 8
         assert different_tensors(comm, [model]) == []
 
     run_ranks(rank_main, 2)
@@ -603,8 +611,8 @@ def test_a_plain_state_starts_anew() -> None:
 
 @pytest.mark.parametrize("codec", [None, "int8"])
 @pytest.mark.parametrize("k", [0, 1])
-@pytest.mark.parametrize("make", RECIPES)
-def test_a_block_that_is_not_finite_is_left_out(make: type, k: int, codec: str | None) -> None:
+@pytest.mark.parametrize("make", SCHEDULES)
+def test_a_block_that_is_not_finite_is_discarded(make: type, k: int, codec: str | None) -> None:
     """All ranks go back to its beginning, with anchors, momenta and residuals as they were."""
 
     def rank_main(comm):
@@ -625,12 +633,12 @@ def test_a_block_that_is_not_finite_is_left_out(make: type, k: int, codec: str |
             optimizer.step()
         assert equal(values(model), start)
         after = optimizer.state_dict()["torchmn"]
-        for key in ("anchors", "recipe"):
+        for key in ("anchors", "outer"):
             assert flat(after[key]) == flat(before[key])
-        assert flat(in_means(after["codecs"])) == flat(in_means(before["codecs"]))
+        assert flat(in_means(after["fragments"])) == flat(in_means(before["fragments"]))
         (problem,) = optimizer.nonfinite
         assert problem.by_rank == {1: ["2.bias"]}
-        assert "movements of a block were not finite (rank 1: 2.bias)" in str(problem)
+        assert "pseudo-gradients of a block were not finite (rank 1: 2.bias)" in str(problem)
         for step in range(2 + k):
             train(model, optimizer, comm.rank, 20 + step)
         optimizer.flush()
@@ -641,9 +649,9 @@ def test_a_block_that_is_not_finite_is_left_out(make: type, k: int, codec: str |
     run_ranks(rank_main, 3)
 
 
-def in_means(codecs):
-    """States of codecs whose residuals are in units of the mean."""
-    states = [codec["state"] for codec in codecs if codec]
+def in_means(fragments):
+    """Residuals of fragments in units of the mean."""
+    states = [fragment["codec"]["state"] for fragment in fragments if fragment["codec"]]
     return [
         {**entry, "values": entry["values"] / entry["scale"], "scale": 1.0}
         for state in states
@@ -671,7 +679,7 @@ def test_by_default_all_ranks_raise_and_name_rank_and_parameter() -> None:
         with pytest.raises(NonFiniteGradientError, match=r"a block were not .*rank 0: 0.weight\)"):
             optimizer.step()
         assert equal(values(model), start)
-        for step in range(2):  # and may go on
+        for step in range(2):  # and may continue
             train(model, optimizer, comm.rank, step)
         assert different_tensors(comm, [model]) == []
 
@@ -687,7 +695,7 @@ def test_one_may_be_warned_instead() -> None:
         optimizer.step()
         assert equal(values(model), start)
 
-    with pytest.warns(RuntimeWarning, match="movements of a block were not finite"):
+    with pytest.warns(RuntimeWarning, match="pseudo-gradients of a block were not finite"):
         run_ranks(rank_main, 1)
 
 
@@ -736,11 +744,9 @@ def test_a_grad_scaler_decides_for_its_rank() -> None:
     assert run_ranks(rank_main, 2) == [8.0, 4.0]
 
 
-def test_a_scaler_that_leaves_out_the_last_step_of_the_warm_start() -> None:
+def test_a_scaler_that_skips_the_last_step_of_the_warmup() -> None:
     def rank_main(comm):
-        model, optimizer = wrap(
-            comm, PeriodicAverage(16, distributed_after=16), on_nonfinite="ignore"
-        )
+        model, optimizer = wrap(comm, Warmup(16, PeriodicAverage(16)), on_nonfinite="ignore")
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         for step in range(4):
             optimizer.zero_grad()
@@ -750,7 +756,8 @@ def test_a_scaler_that_leaves_out_the_last_step_of_the_warm_start() -> None:
             scaler.step(optimizer)
             scaler.update()
         assert different_tensors(comm, [model]) == []
-        assert optimizer.schedule.num_samples == 32
+        assert optimizer.schedule.num_warmup_samples == 16
+        assert optimizer.schedule.schedule.num_samples == 16
 
     run_ranks(rank_main, 2)
 
@@ -782,14 +789,14 @@ def test_accumulation_and_clipping_are_local() -> None:
 
 
 @pytest.mark.parametrize("after", [0, 60])
-def test_a_closure_is_local_behind_the_warm_start(after: int) -> None:
+def test_a_closure_is_local_after_the_warmup(after: int) -> None:
     """LBFGS calls it as often as its rank needs."""
 
     def rank_main(comm):
         model = mlp()
         inner = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
         optimizer = create_multi_node_optimizer(
-            inner, comm, model, schedule=PeriodicAverage(40, distributed_after=after)
+            inner, comm, model, schedule=Warmup(after, PeriodicAverage(40))
         )
         for step in range(4):
 
@@ -857,8 +864,8 @@ def test_buffers_stay_the_ranks_own() -> None:
     run_ranks(rank_main, 2)
 
 
-def test_frozen_parameters_travel_too() -> None:
-    """They may be trained later without a word to anybody."""
+def test_frozen_parameters_are_exchanged_too() -> None:
+    """They may become trainable later without any call."""
 
     def rank_main(comm):
         model = mlp()
@@ -922,17 +929,16 @@ def test_odd_parameters(layout: str) -> None:
         ({"block_size": float("inf")}, "block_size=inf must be above 0"),
         ({"overlap_steps": -1}, "overlap_steps=-1 must be 0 or more"),
         ({"num_fragments": 0}, "num_fragments=0 must be 1 or more"),
-        ({"distributed_after": -1}, "distributed_after=-1 must be 0 or more"),
-        ({"inside_node": "always"}, "inside_node='always' must be 'every_step' or None"),
+        ({"intra_node": "always"}, "intra_node='always' must be 'every_step' or None"),
     ],
 )
-@pytest.mark.parametrize("make", RECIPES)
-def test_values_that_make_no_sense(make: type, options: dict, text: str) -> None:
+@pytest.mark.parametrize("make", SCHEDULES)
+def test_invalid_values(make: type, options: dict, text: str) -> None:
     with pytest.raises(UsageError, match=text):
         make(**options)
 
 
-def test_values_that_make_no_sense_for_this_world() -> None:
+def test_invalid_values_for_this_world() -> None:
     def rank_main(comm):
         with pytest.raises(UsageError, match="less than one for each of the 2 workers"):
             wrap(comm, PeriodicAverage(1))
@@ -956,10 +962,10 @@ def test_by_default_a_block_is_512_samples_per_worker() -> None:
     run_ranks(rank_main, 2)
 
 
-def test_two_exchanges_at_a_time_are_refused_over_mpi() -> None:
+def test_two_exchanges_at_a_time_are_rejected_over_mpi() -> None:
     def rank_main(comm):
         comm.world.transport.name = "mpi"
         with pytest.raises(UnsupportedError, match="one thread at a time. Use overlap_steps=0"):
-            wrap(comm, PeriodicAverage(8, inside_node="every_step", overlap_steps=1))
+            wrap(comm, PeriodicAverage(8, intra_node="every_step", overlap_steps=1))
 
     run_ranks(rank_main, 2)

@@ -96,18 +96,18 @@ def test_the_exponent_is_of_the_samples_of_all() -> None:
     assert near(results[0], expected)
 
 
-def test_an_empty_block_is_left_out() -> None:
+def test_an_empty_block_is_skipped() -> None:
     """CNTK's exponent of no samples was a momentum of one: a step by twice the last."""
 
     def rank_main(comm):
         model, optimizer = wrap(comm, BlockMomentum(8))
         for step in range(4):
             train(model, optimizer, comm.rank, step)
-        before, state = values(model), optimizer.schedule.state_dict()["recipe"]
+        before, state = values(model), optimizer.schedule.state_dict()["outer"]
         for _ in range(3):
             optimizer.flush()
         assert equal(values(model), before)
-        after = optimizer.schedule.state_dict()["recipe"]
+        after = optimizer.schedule.state_dict()["outer"]
         assert equal(list(after.values()), list(state.values()))
 
     run_ranks(rank_main, 2)
@@ -115,7 +115,7 @@ def test_an_empty_block_is_left_out() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_without_momentum_and_1_over_w_it_is_the_average(size: int) -> None:
-    """CNTK adds the movements up: with T = 0 only a block learning rate of 1/W gives the mean."""
+    """CNTK adds pseudo-gradients up: with T = 0, a block learning rate of 1/W gives the mean."""
 
     def rank_main(comm):
         results = []
@@ -124,7 +124,7 @@ def test_without_momentum_and_1_over_w_it_is_the_average(size: int) -> None:
             BlockMomentum(8 * size, 0, block_learning_rate=1 / size),
             BlockMomentum(8 * size, 1e-9, block_learning_rate=1 / size),
         ):
-            schedule.resets_smoothed_gradients = False
+            schedule.resets_momentum = False
             model, optimizer = wrap(comm, schedule, momentum)
             for step in range(6):
                 train(model, optimizer, comm.rank, step)
@@ -159,7 +159,7 @@ def test_classical_block_momentum_is_diloco_with_heavy_ball(size: int) -> None:
 
 @pytest.mark.parametrize(("inner", "name"), [(momentum, "momentum_buffer"), (adam, "exp_avg")])
 @pytest.mark.parametrize("resets", [True, False])
-def test_smoothed_gradients_begin_anew(inner, name: str, resets: bool) -> None:
+def test_first_moments_are_reset(inner, name: str, resets: bool) -> None:
     def rank_main(comm):
         schedule = BlockMomentum(8, reset_sgd_momentum_after_aggregation=resets)
         model, optimizer = wrap(comm, schedule, inner)
@@ -176,7 +176,7 @@ def test_smoothed_gradients_begin_anew(inner, name: str, resets: bool) -> None:
 
 def test_a_worker_is_a_node_if_nodes_train_as_one() -> None:
     def rank_main(comm):
-        schedule = BlockMomentum(12, inside_node="every_step")
+        schedule = BlockMomentum(12, intra_node="every_step")
         _, optimizer = wrap(comm, schedule)
         assert schedule.block_momentum(12) == pytest.approx(1 - 1 / 2)
         optimizer.close()

@@ -1,4 +1,4 @@
-"""An outer optimizer steps with the mean movement."""
+"""An outer optimizer steps with the mean pseudo-gradient."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OUTER = {
 
 @pytest.mark.parametrize("outer", OUTER)
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_mean_movement_is_the_outer_gradient(size: int, outer: str) -> None:
+def test_the_mean_pseudo_gradient_is_the_outer_gradient(size: int, outer: str) -> None:
     make = OUTER[outer]
 
     def rank_main(comm):
@@ -87,12 +87,12 @@ def test_a_schedule_of_the_outer_learning_rate_is_saved() -> None:
     run_ranks(rank_main, 2)
 
 
-def test_groups_of_its_own_are_refused() -> None:
+def test_other_parameter_groups_are_rejected() -> None:
     def groups(parameters):
         return torch.optim.SGD([{"params": [p]} for p in parameters], 0.1)
 
     def rank_main(comm):
-        with pytest.raises(UsageError, match="4 groups of parameters.*as one group"):
+        with pytest.raises(UsageError, match="4 parameter groups.*as one group"):
             wrap(comm, DiLoCo(8, outer=groups))
 
     run_ranks(rank_main, 1)

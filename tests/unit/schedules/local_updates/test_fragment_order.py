@@ -7,10 +7,10 @@ import pytest
 from torchmn.schedules.local_updates.fragment_order import FragmentSchedule
 
 
-def due(cadence: FragmentSchedule) -> list[int]:
+def due(order: FragmentSchedule) -> list[int]:
     found = []
-    while cadence.take_due():
-        found.append(cadence.advance())
+    while order.take_due():
+        found.append(order.advance())
     return found
 
 
@@ -24,29 +24,29 @@ def due(cadence: FragmentSchedule) -> list[int]:
     ],
 )
 def test_fragments_are_due_evenly_over_a_block(num_fragments, expected) -> None:
-    cadence = FragmentSchedule(num_fragments, 16.0)
+    order = FragmentSchedule(num_fragments, 16.0)
     found = []
     for _ in expected:
-        cadence.count(4)
-        found.append(due(cadence))
+        order.count(4)
+        found.append(due(order))
     assert found == expected
 
 
 def test_what_a_step_sees_beyond_a_block_is_of_no_block() -> None:
-    cadence = FragmentSchedule(1, 10.0)
+    order = FragmentSchedule(1, 10.0)
     found = []
     for _ in range(6):
-        cadence.count(7)
-        found.append(due(cadence))
+        order.count(7)
+        found.append(due(order))
     assert found == [[], [0], [], [0], [], [0]]
 
 
-def test_it_goes_on_from_its_state_and_begins_anew() -> None:
-    cadence, other = FragmentSchedule(2, 16.0), FragmentSchedule(2, 16.0)
-    cadence.count(12)
-    assert due(cadence) == [0]
-    other.load_state_dict(cadence.state_dict())
-    for each in (cadence, other):
+def test_it_resumes_from_its_state_and_restarts() -> None:
+    order, other = FragmentSchedule(2, 16.0), FragmentSchedule(2, 16.0)
+    order.count(12)
+    assert due(order) == [0]
+    other.load_state_dict(order.state_dict())
+    for each in (order, other):
         each.count(4)
         assert due(each) == [1]
     other.count(8)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tests.unit.models import equal, near, values
 from tests.unit.schedules.local_updates.runs import adam, average, sgd, simulate, train, wrap
-from torchmn.schedules import BlockMomentum, BlockSchedule, DiLoCo, PeriodicAverage
-from torchmn.schedules.local_updates.fragments import Movement
-from torchmn.schedules.local_updates.partial_block import move_part_
+from torchmn.schedules import BlockMomentum, DiLoCo, LocalUpdateSchedule, PeriodicAverage
+from torchmn.schedules.local_updates.fragments import PseudoGradient
+from torchmn.schedules.local_updates.partial_block import take_partial_step
 from torchmn.testing import run_ranks
 
 
@@ -28,22 +28,22 @@ class Smoothing:
         self.smoothed: Tensor | None = None
 
     def move(self, mean: Tensor, part: float) -> None:
-        move_part_(
-            [Movement(name="w", anchor=self.anchor, mean=mean)],
+        take_partial_step(
+            [PseudoGradient(name="w", anchor=self.anchor, mean=mean)],
             part,
-            self._move_,
+            self._step,
             lambda _: {} if self.smoothed is None else {("w", "smoothed"): self.smoothed},
         )
 
-    def _move_(self, movements) -> None:
-        (movement,) = movements
+    def _step(self, pseudo_gradients) -> None:
+        (each,) = pseudo_gradients
         if self.smoothed is None:
-            self.smoothed = torch.zeros_like(movement.mean)
-        self.smoothed.mul_(self.momentum).add_(movement.mean, alpha=self.gain)
-        movement.anchor.sub_(self.smoothed, alpha=1 + self.look)
+            self.smoothed = torch.zeros_like(each.mean)
+        self.smoothed.mul_(self.momentum).add_(each.mean, alpha=self.gain)
+        each.anchor.sub_(self.smoothed, alpha=1 + self.look)
 
     def end(self) -> Tensor:
-        """Where the anchor comes to if nobody moves any more: after infinitely many blocks."""
+        """The limit of the anchor after infinitely many blocks without progress."""
         rest = self.momentum / (1 - self.momentum) * (1 + self.look)
         return self.anchor - (0 if self.smoothed is None else rest * self.smoothed)
 
@@ -54,34 +54,34 @@ class Smoothing:
     st.booleans(),
 )
 @settings(deadline=None)
-def test_every_movement_counts_once_however_blocks_are_cut(
+def test_every_pseudo_gradient_counts_once_however_blocks_are_divided(
     parts: list[float], momentum: float, nesterov: bool
 ) -> None:
-    recipe = Smoothing(momentum, 1 - momentum, nesterov=nesterov)
-    start, total = recipe.anchor.clone(), torch.zeros(6, dtype=torch.float64)
+    schedule = Smoothing(momentum, 1 - momentum, nesterov=nesterov)
+    start, total = schedule.anchor.clone(), torch.zeros(6, dtype=torch.float64)
     for step, part in enumerate(parts):
         mean = torch.sin(torch.arange(6, dtype=torch.float64) + step)
-        recipe.move(mean, part)
+        schedule.move(mean, part)
         total += mean
-    factor = 1 + recipe.look
-    torch.testing.assert_close(recipe.end(), start - factor * total, rtol=0, atol=1e-9)
+    factor = 1 + schedule.look
+    torch.testing.assert_close(schedule.end(), start - factor * total, rtol=0, atol=1e-9)
 
 
 @given(st.floats(1e-6, 1), st.floats(0, 0.95), st.booleans())
 def test_at_one_speed_a_part_of_a_block_moves_that_part(
     part: float, momentum: float, nesterov: bool
 ) -> None:
-    recipe = Smoothing(momentum, 1 - momentum, nesterov=nesterov)
+    schedule = Smoothing(momentum, 1 - momentum, nesterov=nesterov)
     full = torch.ones(6, dtype=torch.float64)
-    recipe.smoothed = full.clone()  # what it is after many blocks of this movement
-    start = recipe.anchor.clone()
-    recipe.move(part * full, part)
-    moved = (start - recipe.anchor) / (part * (1 + recipe.look))
+    schedule.smoothed = full.clone()  # what it is after many blocks of this pseudo-gradient
+    start = schedule.anchor.clone()
+    schedule.move(part * full, part)
+    moved = (start - schedule.anchor) / (part * (1 + schedule.look))
     torch.testing.assert_close(moved, full, rtol=0, atol=1e-9)
-    torch.testing.assert_close(recipe.smoothed, full)
+    torch.testing.assert_close(schedule.smoothed, full)
 
 
-RECIPES = {
+SCHEDULES = {
     "block_momentum": lambda size: BlockMomentum(size),
     "classical": lambda size: BlockMomentum(size, nesterov=False),
     "diloco": lambda size: DiLoCo(size),
@@ -90,18 +90,18 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_shorter_the_block_the_less_it_moves(recipe: str) -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_shorter_the_block_the_less_it_moves(schedule: str) -> None:
     """After full blocks at speed: one of a single sample of 64 moves a little, or nothing."""
 
     def rank_main(comm):
         moves = []
         for num_last in (0, 1, 8, 32):
-            model, optimizer = wrap(comm, RECIPES[recipe](64 * comm.size))
+            model, optimizer = wrap(comm, SCHEDULES[schedule](64 * comm.size))
             for step in range(8):
                 train(model, optimizer, comm.rank, step, 32)
             before = values(model)
-            # not a step of training: only the count of samples and what the recipe makes of it
+            # not a step of training: only the count of samples and what the schedule makes of it
             optimizer.schedule._take_anchors()
             optimizer.schedule._count_samples(num_last)
             optimizer.flush()
@@ -113,7 +113,7 @@ def test_the_shorter_the_block_the_less_it_moves(recipe: str) -> None:
     for moves in run_ranks(rank_main, 2):
         nothing, sixty_fourth, eighth, half = moves
         assert nothing == 0
-        if recipe == "periodic_average":
+        if schedule == "periodic_average":
             assert half == 0
         else:
             assert sixty_fourth == pytest.approx(eighth / 8, rel=0.2)
@@ -169,9 +169,9 @@ def test_the_first_blocks_of_fragments_are_parts() -> None:
     seen: dict[int, list[float]] = {}
 
     class Watching(DiLoCo):
-        def _move_part_(self, movements, part):
+        def partial_outer_step(self, pseudo_gradients, part):
             seen.setdefault(self._comm.rank, []).append(part)
-            super()._move_part_(movements, part)
+            super().partial_outer_step(pseudo_gradients, part)
 
     def rank_main(comm):
         model, optimizer = wrap(comm, Watching(32, num_fragments=4), adam)
@@ -203,21 +203,23 @@ def test_parts_of_other_dtypes(dtype: torch.dtype) -> None:
     anchor = torch.linspace(-1, 1, 6).to(dtype)
     start, mean = anchor.clone(), torch.full((6,), 0.25).to(dtype)
 
-    def move_(movements) -> None:
-        for movement in movements:
-            movement.anchor.sub_(movement.mean, alpha=0.5)
+    def move_(pseudo_gradients) -> None:
+        for each in pseudo_gradients:
+            each.anchor.sub_(each.mean, alpha=0.5)
 
-    move_part_([Movement(name="w", anchor=anchor, mean=mean)], 0.25, move_, lambda _: {})
+    take_partial_step(
+        [PseudoGradient(name="w", anchor=anchor, mean=mean)], 0.25, move_, lambda _: {}
+    )
     torch.testing.assert_close(anchor, start - 0.5 * mean)
 
 
-def test_a_recipe_of_ones_own_needs_to_know_nothing_of_parts() -> None:
-    class Half(BlockSchedule):
+def test_a_schedule_of_ones_own_needs_to_know_nothing_of_parts() -> None:
+    class Half(LocalUpdateSchedule):
         name = "half"
 
-        def _move_(self, movements, num_samples):
-            for movement in movements:
-                movement.anchor.sub_(movement.mean, alpha=0.5)
+        def outer_step(self, pseudo_gradients, num_samples):
+            for each in pseudo_gradients:
+                each.anchor.sub_(each.mean, alpha=0.5)
 
     def rank_main(comm):
         model, optimizer = wrap(comm, Half(32), sgd)

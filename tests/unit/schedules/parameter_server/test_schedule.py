@@ -41,7 +41,7 @@ def train(optimizer: MultiNodeOptimizer, model: nn.Module, rank: int, steps: ran
 
 class TestOptions:
     @pytest.mark.parametrize(
-        ("options", "sentence"),
+        ("options", "text"),
         [
             ({"servers": 0}, "positive number of ranks"),
             ({"servers": "some"}, "'all' or a positive number"),
@@ -50,8 +50,8 @@ class TestOptions:
             ({"delay_compensation": -0.1}, "0 or positive"),
         ],
     )
-    def test_are_checked(self, options: dict[str, object], sentence: str) -> None:
-        with pytest.raises(UsageError, match=sentence):
+    def test_are_checked(self, options: dict[str, object], text: str) -> None:
+        with pytest.raises(UsageError, match=text):
             ParameterServer(**options)  # type: ignore[arg-type]
 
     def test_by_name(self) -> None:
@@ -119,7 +119,7 @@ class TestWhatIsRefused:
                 optimizer.set_weight(3)
             train(optimizer, model, comm.rank, range(1))
 
-        with pytest.raises(UnsupportedError, match="knows no weights"):
+        with pytest.raises(UnsupportedError, match="does not support weights"):
             run_ranks(job, 1)
 
     def test_more_parameters(self) -> None:
@@ -372,7 +372,7 @@ class TestWhatUsersDo:
 
         assert run_ranks(job, 2)[0] == [True] * 4
 
-    def test_another_number_of_ranks_goes_on(self) -> None:
+    def test_another_number_of_ranks_continues(self) -> None:
         def first(comm: Communicator) -> tuple[dict[str, object], dict[str, object]]:
             model = mlp()
             optimizer = make(comm, model, ParameterServer())
@@ -496,7 +496,7 @@ class TestPatience:
 
         assert run_ranks(job, 2, timeout_s=3)[1] > 3.5
 
-    def test_a_loop_left_without_flush_ends_the_others_with_a_sentence(self) -> None:
+    def test_a_loop_left_without_flush_raises_on_the_others(self) -> None:
         over = threading.Event()
 
         def job(comm: Communicator) -> None:
@@ -516,7 +516,7 @@ class TestPatience:
 
         run_ranks(job, 3, timeout_s=2)
 
-    def test_one_that_leaves_is_told_about_and_others_go_on(self) -> None:
+    def test_a_rank_that_leaves_is_reported_and_others_continue(self) -> None:
         def job(comm: Communicator) -> tuple[list[torch.Tensor], set[int]]:
             model = mlp()
             optimizer = make(comm, model, schedule := ParameterServer(1, max_staleness=1))
@@ -529,7 +529,7 @@ class TestPatience:
             optimizer.flush()
             return values(model), schedule.lost
 
-        with pytest.warns(RuntimeWarning, match="rank 1 is gone"):
+        with pytest.warns(RuntimeWarning, match="rank 1 is lost"):
             (first, lost), _, (third, _) = run_ranks(job, 3)
         assert lost == {1}
         assert equal(first, third)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from torchmn.errors import PeerLostError, TimeLimitError
-from torchmn.schedules.parameter_server.server import Push, Reply, Rules, StripeServer
-from torchmn.schedules.parameter_server.shards import StripeMemory
+from torchmn.schedules.parameter_server.server import Push, Reply, Rules, ShardServer
+from torchmn.schedules.parameter_server.shards import ShardMemory
 
 BEGIN = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
 
@@ -39,7 +39,7 @@ class Bench:
             delay_compensation=delay_compensation,
             timeout_s=timeout_s,
         )
-        self.server = StripeServer(0, self.named, self.inner, num_workers, rules)
+        self.server = ShardServer(0, self.named, self.inner, num_workers, rules)
         self.clocks = [0] * num_workers
         self.signs = 0
 
@@ -52,7 +52,7 @@ class Bench:
 
     def push(self, worker: int, gradient: Tensor, **options: object) -> tuple[Tensor, Reply]:
         self.clocks[worker] += 1
-        memory = StripeMemory(self.named)
+        memory = ShardMemory(self.named)
         memory.slots["w"].copy_(gradient)
         push = Push(
             worker=worker, episode=0, clock=self.clocks[worker], memory=memory,
@@ -150,7 +150,7 @@ def run_aside(function: Callable[[], object]) -> tuple[threading.Thread, list[ob
     return thread, outcome
 
 
-def test_who_is_ahead_waits_for_the_slowest_that_lives() -> None:
+def test_a_worker_ahead_waits_for_the_slowest_live_worker() -> None:
     bench = Bench(num_workers=3, max_staleness=1)
     bench.begin()
     g = torch.ones(3, dtype=torch.float64)
@@ -167,24 +167,24 @@ def test_who_is_ahead_waits_for_the_slowest_that_lives() -> None:
     assert bench.server.lost == {2: "the cable is cut"}
 
 
-def test_a_worker_that_is_done_holds_nobody_up() -> None:
+def test_a_worker_that_is_done_does_not_delay_others() -> None:
     bench = Bench(max_staleness=0)
     bench.begin()
     thread, outcome = run_aside(
-        lambda: bench.server.finish(1, 0, StripeMemory(bench.named), {}, bench._stay)
+        lambda: bench.server.finish(1, 0, ShardMemory(bench.named), {}, bench._stay)
     )
     while bench.server._done[1] < 0:
         time.sleep(0.001)
     for _ in range(3):
         pulled, reply = bench.push(0, torch.ones(3))
-    memory = StripeMemory(bench.named)
+    memory = ShardMemory(bench.named)
     last = bench.server.finish(0, 0, memory, {}, bench._stay)
     thread.join(5)
     assert torch.equal(memory.slots["w"], pulled)
     assert outcome[0].version == last.version == reply.version  # type: ignore[attr-defined]
 
 
-def test_no_news_ends_the_wait_and_says_who() -> None:
+def test_a_wait_without_progress_ends_and_names_the_rank() -> None:
     bench = Bench(max_staleness=0, timeout_s=0.2)
     bench.begin()
     began = time.monotonic()
@@ -194,7 +194,7 @@ def test_no_news_ends_the_wait_and_says_who() -> None:
     assert bench.signs >= 2
 
 
-def test_news_of_others_prolong_the_wait() -> None:
+def test_notify_of_others_prolong_the_wait() -> None:
     bench = Bench(num_workers=3, max_staleness=3, timeout_s=0.4)
     bench.begin()
     for _ in range(3):
@@ -222,7 +222,7 @@ def test_it_begins_when_all_came_and_takes_over_what_its_rank_holds() -> None:
     assert torch.equal(pulled, torch.full((3,), 7.0, dtype=torch.float64))
 
 
-def test_a_closed_one_says_so() -> None:
+def test_a_closed_server_reports_it() -> None:
     bench = Bench(max_staleness=0)
     bench.begin()
     thread, outcome = run_aside(lambda: bench.push(0, torch.ones(3)))
@@ -235,7 +235,7 @@ def test_a_closed_one_says_so() -> None:
 
 
 def test_one_closed_because_it_gave_up_names_whom_it_missed() -> None:
-    """Who asks after that is told the cause, not that the server is gone."""
+    """Later requests get the cause, not that the server is gone."""
     bench = Bench(max_staleness=0, timeout_s=0.1)
     bench.begin()
     with pytest.raises(TimeLimitError, match="rank 1 has made 0 steps"):
@@ -251,9 +251,9 @@ def test_one_that_leaves_in_the_middle_is_lost_and_one_at_the_end_is_not() -> No
     bench.server.leave(1)
     assert list(bench.server.lost) == [1]
     thread, _ = run_aside(
-        lambda: bench.server.finish(2, 0, StripeMemory(bench.named), {}, bench._stay)
+        lambda: bench.server.finish(2, 0, ShardMemory(bench.named), {}, bench._stay)
     )
-    bench.server.finish(0, 0, StripeMemory(bench.named), {}, bench._stay)
+    bench.server.finish(0, 0, ShardMemory(bench.named), {}, bench._stay)
     thread.join(5)
     bench.server.leave(2)
     assert list(bench.server.lost) == [1]

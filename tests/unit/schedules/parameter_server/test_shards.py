@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from torchmn.schedules.parameter_server.shards import (
-    StripeMemory,
-    assign,
+    ShardMemory,
+    assign_shards,
     hyper_parameters,
     optimizer_like,
     set_hyper_parameters,
@@ -28,12 +28,12 @@ class TestAssign:
         self, sizes: list[int], num_servers: int
     ) -> None:
         given_ones = parameters(sizes)
-        stripes = assign(given_ones, num_servers)
-        assert len(stripes) == num_servers
+        shards = assign_shards(given_ones, num_servers)
+        assert len(shards) == num_servers
         names = [name for name, _ in given_ones]
-        assert sorted(n for s in stripes for n, _ in s) == sorted(names)
-        for stripe in stripes:
-            positions = [names.index(name) for name, _ in stripe]
+        assert sorted(n for s in shards for n, _ in s) == sorted(names)
+        for shard in shards:
+            positions = [names.index(name) for name, _ in shard]
             assert positions == sorted(positions)
 
     @settings(deadline=None)
@@ -41,7 +41,9 @@ class TestAssign:
     def test_servers_differ_by_one_parameter_at_most(
         self, sizes: list[int], num_servers: int
     ) -> None:
-        loads = [sum(p.numel() for _, p in s) for s in assign(parameters(sizes), num_servers)]
+        loads = [
+            sum(p.numel() for _, p in s) for s in assign_shards(parameters(sizes), num_servers)
+        ]
         assert max(loads) - min(loads) <= max(sizes)
 
 
@@ -53,7 +55,7 @@ class TestStripeMemory:
             ("c", nn.Parameter(torch.zeros(2, dtype=torch.complex64))),
             ("d", nn.Parameter(torch.zeros(0))),
         ]
-        memory, other = StripeMemory(items), StripeMemory(items)
+        memory, other = ShardMemory(items), ShardMemory(items)
         assert {n: s.shape for n, s in memory.slots.items()} == {n: p.shape for n, p in items}
         for slot in memory.slots.values():
             slot.fill_(2)
@@ -62,24 +64,24 @@ class TestStripeMemory:
         assert all(torch.equal(other.slots[n], memory.slots[n]) for n in memory.slots)
 
     def test_of_nothing(self) -> None:
-        assert StripeMemory([]).buffers == []
+        assert ShardMemory([]).buffers == []
 
 
 class TestHyperParameters:
-    def test_travel_as_json_and_keep_every_bit(self) -> None:
+    def test_are_sent_as_json_and_keep_every_bit(self) -> None:
         model = nn.Linear(3, 2)
         inner = torch.optim.AdamW(
             [{"params": [model.weight], "lr": 0.1 / 3}, {"params": [model.bias], "amsgrad": True}]
         )
-        stand_in = nn.Parameter(torch.zeros(2, 3))
-        clone = optimizer_like(inner, {model.weight: stand_in})
+        copy = nn.Parameter(torch.zeros(2, 3))
+        clone = optimizer_like(inner, {model.weight: copy})
         inner.param_groups[0]["lr"] = torch.tensor(0.25)
         inner.param_groups[1]["betas"] = (0.5, 1 / 3)
         set_hyper_parameters(clone, json.loads(json.dumps(hyper_parameters(inner))))
         assert clone.param_groups[0]["lr"] == 0.25
         assert clone.param_groups[1]["betas"] == (0.5, 1 / 3)
         assert clone.param_groups[1]["amsgrad"] is True
-        assert clone.param_groups[0]["params"] == [stand_in]
+        assert clone.param_groups[0]["params"] == [copy]
         assert clone.param_groups[1]["params"] == []
 
     def test_a_clone_shares_neither_hooks_nor_schedulers(self) -> None:
@@ -87,11 +89,11 @@ class TestHyperParameters:
         inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         torch.optim.lr_scheduler.ExponentialLR(inner, 0.5)
         inner.register_step_pre_hook(lambda *_: pytest.fail("the worker's hook"))
-        stand_ins = {p: nn.Parameter(p.detach().clone()) for p in model.parameters()}
-        clone = optimizer_like(inner, stand_ins)
-        for stand_in in stand_ins.values():
-            stand_in.grad = torch.ones_like(stand_in)
+        copies = {p: nn.Parameter(p.detach().clone()) for p in model.parameters()}
+        clone = optimizer_like(inner, copies)
+        for copy in copies.values():
+            copy.grad = torch.ones_like(copy)
         clone.step()
-        for parameter, stand_in in stand_ins.items():
-            assert torch.allclose(stand_in, parameter - 0.1)
+        for parameter, copy in copies.items():
+            assert torch.allclose(copy, parameter - 0.1)
         assert not inner.state

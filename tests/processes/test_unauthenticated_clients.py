@@ -1,7 +1,7 @@
-"""Strangers on the host and the network of a job: they get nothing and disturb nothing.
+"""Unauthenticated clients on the host and network of a job receive nothing and disrupt nothing.
 
-What the listeners of torch and MPI let a stranger do is in docs/security.md. Here they get what
-a stranger sends who does not speak their language.
+What the listeners of torch and MPI allow them is in docs/security.md. Here they send bytes that
+follow no protocol.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import pytest
 from tests.processes.runner import PYTHON_PATH
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import MAX_PENDING, connect_authenticated
-from torchmn.control.messages import AgentHello
+from torchmn.control.messages.job import AgentHello
 from torchmn.errors import LaunchError
 from torchmn.launch.backend import this_machine
 from torchmn.testing.netlab import Lab, missing_requirement, netlab
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
-NUM_STRANGERS = 10_000
+NUM_CLIENTS = 10_000
 TRAIN = """
 import sys, time
 from pathlib import Path
@@ -47,7 +47,7 @@ is_free = False
 for step in range(40):
     if step == 20:
         (folder / f"ready{comm.rank}").touch()
-    while step >= 20 and not is_free:  # small collectives go on beside the strangers
+    while step >= 20 and not is_free:  # small collectives continue meanwhile
         is_free = comm.bcast_obj((folder / "go").exists())
         time.sleep(0.01)
     x = torch.randn(8, 20, generator=generator)
@@ -84,7 +84,7 @@ comm.barrier()
 
 
 class Job:
-    """`torchmn run` in a folder of its own, and strangers who look for its ports."""
+    """`torchmn run` in its own folder, and a view of the ports that it opens."""
 
     def __init__(self, folder: Path, script: str, *options: str) -> None:
         self.folder = folder
@@ -101,7 +101,7 @@ class Job:
         )
 
     def listeners(self) -> list[tuple[int, tuple[str, int]]]:
-        """Of all processes of the job: who listens, and at which address."""
+        """The listeners of all processes of the job: (process, address)."""
         own = psutil.Process(self.process.pid)
         return [
             (process.pid, (connection.laddr.ip, connection.laddr.port))
@@ -111,7 +111,7 @@ class Job:
         ]
 
     def supervisor(self) -> tuple[str, int]:
-        """The address on which the supervisor listens, as soon as it does."""
+        """The address of the supervisor, once it listens."""
         found: list[tuple[str, int]] = []
 
         def look() -> bool:
@@ -169,32 +169,30 @@ def until(is_so: Callable[[], bool]) -> None:
 
 
 def read_all(connection: socket.socket) -> bytes:
-    said = b""
+    received = b""
     with contextlib.suppress(ConnectionResetError):
         while chunk := connection.recv(1 << 16):
-            said += chunk
-    return said
+            received += chunk
+    return received
 
 
-def test_ten_thousand_strangers_keep_no_rank_out(
-    start: Callable[..., Job], many_files: None
-) -> None:
-    """They stand at the supervisor's door before the agents do, and stay."""
+def test_ten_thousand_clients_keep_no_rank_out(start: Callable[..., Job], many_files: None) -> None:
+    """They connect to the supervisor before the agents do, and stay connected."""
     job = start(WAIT, "-n", "2", "--backend", "gloo")
     address = job.supervisor()
     most_open = 0
     with contextlib.ExitStack() as held:
-        for number in range(NUM_STRANGERS):
+        for number in range(NUM_CLIENTS):
             held.enter_context(socket.create_connection(address, timeout=30))
             if number % 1000 == 999:
                 open_ones = psutil.Process(job.process.pid).net_connections("tcp")
                 most_open = max(most_open, len(open_ones))
         assert sorted(job.finish().splitlines()) == ["[0] done", "[1] done"]
-    # beside them the listener, two agents, and who is just taken in
+    # and the listener, two agents, and a connection that is being accepted
     assert most_open <= MAX_PENDING + 4
 
 
-def test_training_beside_strangers(start: Callable[..., Job]) -> None:
+def test_training_is_not_disrupted(start: Callable[..., Job]) -> None:
     undisturbed, job = [start(TRAIN, "-n", "2", "--backend", "gloo") for _ in range(2)]
     until(lambda: undisturbed.is_ready() and job.is_ready())
     expected = undisturbed.finish()
@@ -205,16 +203,16 @@ def test_training_beside_strangers(start: Callable[..., Job]) -> None:
         for address in listeners:
             for words in (b"", os.urandom(5000), bytes(5000), b"GET / HTTP/1.1\r\n\r\n"):
                 for _ in range(5):
-                    stranger = socket.create_connection(address, timeout=20)
-                    held.enter_context(stranger)
+                    client = socket.create_connection(address, timeout=20)
+                    held.enter_context(client)
                     with contextlib.suppress(OSError):
-                        stranger.sendall(words)
-        at_the_supervisor(job)
+                        client.sendall(words)
+        attack_supervisor(job)
         assert job.finish() == expected
 
 
-def at_the_supervisor(job: Job) -> None:
-    """A wrong secret, a second rank 0, the recording of a visit, and a slow trickle."""
+def attack_supervisor(job: Job) -> None:
+    """A wrong secret, a second rank 0, a replayed handshake, and a client that sends slowly."""
     address = job.supervisor()
     name = "{}:{}".format(*address)
     who = AgentHello(rank=0, host="x", pid=1, address="127.0.0.1", port=1, versions={})
@@ -229,27 +227,27 @@ def at_the_supervisor(job: Job) -> None:
         channel = connect_authenticated(
             way, secret=job.secret(), role=role, identity=who, limit_s=20
         )
-        thread.join()  # hung up on: rank 0 is there already
+        thread.join()  # disconnected: rank 0 is connected already
         channel.close()
     own, theirs = takes
-    with socket.create_connection(address, timeout=20) as stranger:
-        stranger.sendall(own)
+    with socket.create_connection(address, timeout=20) as client:
+        client.sendall(own)
         proof = theirs.splitlines()[-1]
         assert len(proof) == 64
-        heard = read_all(stranger)
-        assert len(heard.splitlines()) <= 1
-        assert proof not in heard
+        received = read_all(client)
+        assert len(received.splitlines()) <= 1
+        assert proof not in received
     with socket.create_connection(address, timeout=20) as slow:
         with contextlib.suppress(OSError):
             for _ in range(40):
                 slow.sendall(b"0")
                 time.sleep(0.2)
-            raise AssertionError("who says one letter at a time may stay for ever")
-        assert read_all(slow).startswith(b"torchmn gate")
+            raise AssertionError("a client that sends slowly is never dropped")
+        assert read_all(slow).startswith(b"torchmn listener")
 
 
 def record(listener: socket.socket, target: tuple[str, int], takes: list[bytes]) -> None:
-    """Pass on what one visitor says and hears until the target hangs up; keep it."""
+    """Forward one connection to the target until that closes it, and record both directions."""
     one = listener.accept()[0]
     other = socket.create_connection(target)
 
@@ -275,7 +273,7 @@ def looked(folder: Path) -> list[tuple[str, list[str], list[str]]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-def raise_if_told(secret: str, folder: Path, *texts: str) -> None:
+def raise_if_disclosed(secret: str, folder: Path, *texts: str) -> None:
     for path in folder.rglob("*"):
         if path.is_file() and path.parent.name == "logs":
             assert secret not in path.read_text(errors="replace"), path
@@ -283,7 +281,7 @@ def raise_if_told(secret: str, folder: Path, *texts: str) -> None:
         assert secret not in text
 
 
-def test_secret_stands_in_no_command_line_and_no_file(start: Callable[..., Job]) -> None:
+def test_the_secret_is_in_no_command_line_and_no_file(start: Callable[..., Job]) -> None:
     job = start(LOOK, "-n", "2", "--backend", "gloo")
     out, err = job.process.communicate(timeout=90)
     assert job.process.returncode == 0, err
@@ -291,7 +289,7 @@ def test_secret_stands_in_no_command_line_and_no_file(start: Callable[..., Job])
         assert len(secret) == 64
         assert found == []
         assert set(listening) == {"127.0.0.1"}
-        raise_if_told(secret, job.folder, out, err)
+        raise_if_disclosed(secret, job.folder, out, err)
 
 
 @pytest.fixture(scope="module")
@@ -307,7 +305,7 @@ def lab() -> Iterator[Lab]:
 def test_between_hosts_ranks_listen_on_the_interface_that_connects_them(
     lab: Lab, tmp_path: Path, launcher: str
 ) -> None:
-    """And the secret stands in no command line of any host: they share one table of processes."""
+    """And the secret is in no command line of any host: they share one process table."""
     if launcher == "mpirun" and (missing := this_machine(os.environ).missing_for_mpi):
         pytest.skip(reason=f"MPI lacks {missing}: install it with 'make setup'")
     if launcher == "mpirun" and " " in sys.prefix:
@@ -329,4 +327,4 @@ def test_between_hosts_ranks_listen_on_the_interface_that_connects_them(
         assert len(secret) == 64
         assert found == []
         assert set(listening) == {host.address}
-        raise_if_told(secret, tmp_path, str(out), str(err))
+        raise_if_disclosed(secret, tmp_path, str(out), str(err))

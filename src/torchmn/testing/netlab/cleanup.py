@@ -1,9 +1,8 @@
-"""Labs that stand on this machine: found, ended, and swept away behind a dead owner.
+"""Finding and ending the labs on this machine, and removing those of dead owners.
 
-Every lab has a folder. Its keeper holds a lock on it for as long as it lives, so that a folder
-that can be locked belongs to nobody. The folder's ``hosts`` file is mounted as ``/etc/hosts`` in
-every host of the lab and nowhere else: by that its processes are known, whatever sessions and
-groups they made for themselves.
+Every lab has a folder, which its supervisor locks as long as it lives; a folder that can be locked
+is abandoned. The folder's ``hosts`` file is mounted as ``/etc/hosts`` in every host of the lab and
+nowhere else, which identifies its processes in whatever session or group they run.
 """
 
 from __future__ import annotations
@@ -26,34 +25,34 @@ from torchmn.errors import LaunchError
 PREFIX = "torchmn-netlab-"
 RECORD = "lab.json"
 OPEN = "open"
-"""While the folder has this file, processes may enter the lab's hosts."""
+"""Processes may enter the lab's hosts while the folder has this file."""
 END_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class LivingLab:
-    """A lab whose keeper lives. ``is_standing``: made by ``up``, not by a program of its own."""
+class RunningLab:
+    """A lab whose supervisor is alive. ``persistent``: created by ``up``."""
 
     folder: Path
-    keeper: int
+    supervisor: int
     owner: int
-    is_standing: bool
+    persistent: bool
 
 
-def claim_folder(*, owner: int, is_standing: bool) -> Path:
-    """A new folder of a lab, locked by this process until it ends.
+def claim_folder(*, owner: int, persistent: bool) -> Path:
+    """Create the folder of a lab, locked by this process until it ends.
 
-    It gets its name only when it is locked: before that nobody takes it for one left behind.
+    It gets its name after it was locked, so that it never looks abandoned.
     """
-    made = Path(tempfile.mkdtemp())
-    _lock(made)
-    record = {"keeper": os.getpid(), "owner": owner, "is_standing": is_standing}
-    (made / RECORD).write_text(json.dumps(record))
-    return made.rename(made.with_name(PREFIX + made.name.removeprefix("tmp")))
+    folder = Path(tempfile.mkdtemp())
+    _lock(folder)
+    record = {"supervisor": os.getpid(), "owner": owner, "persistent": persistent}
+    (folder / RECORD).write_text(json.dumps(record))
+    return folder.rename(folder.with_name(PREFIX + folder.name.removeprefix("tmp")))
 
 
 def _lock(folder: Path) -> int | None:
-    """A descriptor that holds the folder's lock, or None where another process has it."""
+    """Return a descriptor that holds the folder's lock, or None if another process has it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -64,47 +63,47 @@ def _lock(folder: Path) -> int | None:
 
 
 def _folders() -> Iterator[Path]:
-    """The folders of labs; not what other users put under such a name."""
+    """The folders of this user's labs."""
     for folder in Path(tempfile.gettempdir()).glob(PREFIX + "*"):
         with suppress(FileNotFoundError):
             if folder.lstat().st_uid == os.geteuid() and folder.is_dir():
                 yield folder
 
 
-def living_labs() -> list[LivingLab]:
-    """The labs on this machine that have a keeper."""
+def running_labs() -> list[RunningLab]:
+    """The labs on this machine whose supervisor is alive."""
     found = []
     for folder in _folders():
         with suppress(FileNotFoundError, NotADirectoryError):
             descriptor = _lock(folder)
             if descriptor is None:
                 record = json.loads((folder / RECORD).read_text())
-                found.append(LivingLab(folder=folder, **record))
+                found.append(RunningLab(folder=folder, **record))
             else:
                 os.close(descriptor)
     return found
 
 
-def end_lab(lab: LivingLab) -> None:
-    """Ask the keeper to take its lab down, and wait until it has.
+def end_lab(lab: RunningLab) -> None:
+    """End a lab through its supervisor, and wait for it.
 
-    Raises LaunchError: it still lives after ten seconds.
+    Raises LaunchError: it has not ended within ten seconds.
     """
-    send(lab.keeper, signal.SIGTERM)
+    send(lab.supervisor, signal.SIGTERM)
     deadline = time.monotonic() + END_S
     while time.monotonic() < deadline:
-        if lab.folder not in [other.folder for other in living_labs()]:
+        if lab.folder not in [other.folder for other in running_labs()]:
             return
         time.sleep(0.02)
     raise LaunchError(
-        f"The lab in {lab.folder} did not end within {END_S:g} s. End its keeper, process "
-        f"{lab.keeper}, with kill -9 and try again."
+        f"The lab in {lab.folder} did not end within {END_S:g} s. End its supervisor, process "
+        f"{lab.supervisor}, with kill -9 and try again."
     )
 
 
 def sweep() -> list[Path]:
-    """Take down the labs whose keepers died; their folders."""
-    swept = []
+    """Remove the labs whose supervisors died; return their folders."""
+    removed = []
     for folder in _folders():
         with suppress(FileNotFoundError, NotADirectoryError):
             descriptor = _lock(folder)
@@ -112,18 +111,18 @@ def sweep() -> list[Path]:
                 continue
             try:
                 take_down(folder)
-                swept.append(folder)
+                removed.append(folder)
             finally:
                 os.close(descriptor)
-    return swept
+    return removed
 
 
 def take_down(folder: Path) -> None:
     """Kill every process inside the lab's hosts and remove its folder.
 
-    Who is on the way in looks for the file `OPEN` once inside, so that nobody comes after us.
+    A process that is entering checks for the file `OPEN` once inside, so that none is missed.
 
-    Raises LaunchError: processes are left after ten seconds.
+    Raises LaunchError: processes are still alive after ten seconds.
     """
     (folder / OPEN).unlink(missing_ok=True)
     deadline = time.monotonic() + END_S

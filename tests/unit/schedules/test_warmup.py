@@ -9,9 +9,9 @@ import pytest
 from tests.unit.models import equal, mlp, values
 from tests.unit.schedules.local_updates.runs import momentum, train
 from torchmn import create_multi_node_optimizer
-from torchmn.errors import UsageError
+from torchmn.errors import UnsupportedError, UsageError
 from torchmn.gradients.replicas import different_tensors
-from torchmn.schedules import CompressionWarmup
+from torchmn.schedules import DoubleBuffering, EveryStep, Warmup
 from torchmn.testing import run_ranks
 
 
@@ -31,7 +31,7 @@ def test_exact_until_then_and_encoded_afterwards() -> None:
     """Batches of 2 and 9: 33 samples after three steps."""
 
     def rank_main(comm):
-        model, optimizer = wrap(comm, CompressionWarmup(30))
+        model, optimizer = wrap(comm, Warmup(30, EveryStep()))
         exact, each = wrap(comm, "every_step", None)
         for step in range(6):
             size = 9 if comm.rank else 2
@@ -40,19 +40,19 @@ def test_exact_until_then_and_encoded_afterwards() -> None:
             assert equal(values(model), values(exact)) is (step < 3)
             assert num_encoded(comm) == max(0, step - 2)
             assert different_tensors(comm, [model]) == []
-        assert optimizer.schedule.total_samples == 66
+        assert optimizer.schedule.num_warmup_samples == 33
 
     run_ranks(rank_main, 2)
 
 
 def test_ranks_that_have_left_switch_as_well() -> None:
     def rank_main(comm):
-        model, optimizer = wrap(comm, CompressionWarmup(14))
+        model, optimizer = wrap(comm, Warmup(14, EveryStep()))
         with optimizer.join():
             for step in range(1 if comm.rank else 5):
                 train(model, optimizer, comm.rank, step)
         assert different_tensors(comm, [model]) == []
-        assert optimizer.schedule.total_samples == 24
+        assert optimizer.schedule.num_warmup_samples == 16
         assert num_encoded(comm) > 0
 
     run_ranks(rank_main, 2, timeout_s=10)
@@ -61,10 +61,10 @@ def test_ranks_that_have_left_switch_as_well() -> None:
 @pytest.mark.parametrize("saved_after", [1, 4])
 def test_resuming_is_bit_equal(saved_after: int) -> None:
     def rank_main(comm):
-        model, optimizer = wrap(comm, CompressionWarmup(20), "int8")
+        model, optimizer = wrap(comm, Warmup(20, EveryStep()), "int8")
         for step in range(saved_after):
             train(model, optimizer, comm.rank, step)
-        again, resumed = wrap(comm, CompressionWarmup(20), "int8")
+        again, resumed = wrap(comm, Warmup(20, EveryStep()), "int8")
         train(again, resumed, comm.rank, 9, 30)
         again.load_state_dict(model.state_dict())
         resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -78,7 +78,7 @@ def test_resuming_is_bit_equal(saved_after: int) -> None:
 
 def test_one_rank_alone() -> None:
     def rank_main(comm):
-        model, optimizer = wrap(comm, CompressionWarmup(6))
+        model, optimizer = wrap(comm, Warmup(6, EveryStep()))
         for step in range(3):
             train(model, optimizer, 0, step)
         assert all(v.isfinite().all() for v in values(model))
@@ -89,4 +89,9 @@ def test_one_rank_alone() -> None:
 @pytest.mark.parametrize("after", [-1, float("nan"), float("inf")])
 def test_values_that_make_no_sense(after: float) -> None:
     with pytest.raises(UsageError, match="must be 0 or more"):
-        CompressionWarmup(after)
+        Warmup(after, EveryStep())
+
+
+def test_schedules_that_cannot_follow() -> None:
+    with pytest.raises(UnsupportedError, match="cannot be followed by DoubleBuffering"):
+        Warmup(4, DoubleBuffering())

@@ -1,0 +1,46 @@
+"""How a message becomes a line of JSON, and a line becomes a message of the expected type.
+
+Used for everything that torchmn's own processes send each other: the messages of the control plane
+(`torchmn.control.messages`), the headers of checkpoint replicas, and the order that a program reads
+from its standard input. A type is declared once, as a subclass of `Record`; `decode` checks every
+field against it. Sizes are bounded, and peers authenticated, by whoever reads the line.
+
+`json` does the text, since argv, paths and environment variables may hold bytes that are no UTF-8,
+as lone surrogates, which `msgspec.json` rejects. `msgspec` does the types.
+
+Other formats stay as they are: the frames of the parameter server, of object exchanges and of TCP
+streams describe tensors between ranks in fixed binary headers, on the path of every step, and the
+ranks' collective checks compare rows of one fixed size.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TypeVar
+
+import msgspec
+
+Value = TypeVar("Value")
+
+
+class Record(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """What is sent: immutable, with a name for its type and no field that is not declared."""
+
+
+def encode(value: object) -> bytes:
+    """A record, or a dataclass, as one line."""
+    return json.dumps(msgspec.to_builtins(value)).encode() + b"\n"
+
+
+def decode(line: bytes | str, kind: type[Value]) -> Value:
+    """The value of this type in a line. Raises ValueError: it holds something else."""
+    value: Value = decode_union(line, kind)
+    return value
+
+
+def decode_union(line: bytes | str, kinds: Any) -> Any:
+    """As `decode`, for a union of records, which their tags tell apart."""
+    try:
+        return msgspec.convert(json.loads(line), kinds)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ValueError(f"Not a message: {line[:80]!r} ({str(error)[:200]})") from None

@@ -1,0 +1,57 @@
+"""Lists the public names of every package with the first sentence of their documentation.
+
+``python -m tests.project.names`` writes the page docs/reference/names.md.
+"""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from pathlib import Path
+
+import torchmn
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "reference" / "names.md"
+TITLE = """# Public names
+
+The names of `torchmn` and of its packages, with the beginning of the documentation of each.
+`python -m tests.project.names` writes this page from the source.
+"""
+
+
+def packages() -> list[str]:
+    """The root, then the public packages in alphabetical order."""
+    found = [name for name in sorted(torchmn._SUBMODULES) if hasattr(_module(name), "__path__")]
+    return ["", *found]
+
+
+def _module(package: str) -> object:
+    return import_module(f"torchmn.{package}".rstrip("."))
+
+
+def summary(value: object) -> str:
+    """The first paragraph of the documentation, or what a constant holds."""
+    if inspect.isclass(value) or inspect.isroutine(value):
+        return " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())
+    if isinstance(value, dict | list | tuple):
+        return ", ".join(f"`{each}`" for each in value)
+    return f"`{value!r}`" if isinstance(value, int | str) else ""
+
+
+def page() -> str:
+    """The whole text of the page."""
+    parts = [TITLE]
+    for package in packages():
+        module = _module(package)
+        title = f"torchmn.{package}".rstrip(".")
+        rows = [
+            f"| `{name}` | {summary(getattr(module, name)).replace('|', chr(92) + '|')} |"
+            for name in module.__all__  # type: ignore[attr-defined]
+        ]
+        parts.append("\n".join([f"## {title}", "| name | |", "|---|---|", *rows]) + "\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
