@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 
+from torchmn.environment_variables import TRACEBACK_VARIABLE
 from torchmn.errors import TorchmnError
 
 _on_error: list[Callable[[BaseException], None]] = []
@@ -26,7 +27,7 @@ def run_main(main: Callable[[], object]) -> None:
     try:
         main()
     except TorchmnError as error:
-        if os.environ.get("TORCHMN_TRACEBACK"):
+        if os.environ.get(TRACEBACK_VARIABLE):
             raise
         print(f"torchmn: {error}", file=sys.stderr, flush=True)
         for callback in _on_error:

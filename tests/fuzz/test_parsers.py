@@ -32,8 +32,12 @@ from torchmn.control.messages import decode, encode
 from torchmn.errors import CommunicationError, DataError, LaunchError, TopologyError, UsageError
 from torchmn.launch.submit.site import read_site
 from torchmn.topology.allocation import allocation
-from torchmn.topology.hostlists import parse_hostfile, parse_hosts, parse_node_list
-from torchmn.topology.launcher_env import tasks_per_node
+from torchmn.topology.hostlists import (
+    parse_hostfile,
+    parse_hosts,
+    parse_node_list,
+    parse_task_counts,
+)
 from torchmn.topology.walltime import parse_duration
 
 fuzzed = settings(
@@ -119,7 +123,7 @@ def test_node_lists(text: str) -> None:
 @example("9" * 5000)
 def test_counts_of_tasks(text: str) -> None:
     with little_memory(), suppress(TopologyError):
-        assert tasks_per_node(text)
+        assert parse_task_counts(text)
 
 
 @fuzzed

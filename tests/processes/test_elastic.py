@@ -243,8 +243,8 @@ def test_a_killed_worker_on_one_machine(tmp_path: Path) -> None:
     assert first - 5 <= again <= first + 1
     assert again % 5 == 1
     assert "rank 1 on" in run.text
-    assert "restart 1 of 1: 2 worker(s) on localhost go on" in run.text
-    assert "all 1 restarts were used up" in run.lines[-1]
+    assert "restart 1 of 1: 2 rank(s) on localhost continue" in run.text
+    assert "all 1 restarts are used up" in run.lines[-1]
     assert re.search(r"rank 0 on .* was ended by SIGKILL", run.lines[-1])
     assert left_of(run) == []
 
@@ -267,10 +267,10 @@ class TestHosts:
         lost_at, alone, together = (run.steps_of(number) for number in (1, 2, 3))
         assert lost_at[-1] - 6 <= alone[0] - 1 <= lost_at[-1]  # from the last copy or that before
         assert (alone[0] % 3, together[0] % 3) == (1, 1)
-        announced = re.search(r"n1 came, and step (\d+) is saved", run.text)
+        announced = re.search(r"n1 joined, and step (\d+) is saved", run.text)
         assert announced is not None
         assert together[0] == int(announced[1]) + 1
-        order = [run.text.index(words) for words in ("n1 is here", "n1 came", "in round 3")]
+        order = [run.text.index(words) for words in ("n1 joined; waiting", "n1 joined, and", "in round 3")]
         assert order == sorted(order)
         num_steps = together[-1]
         assert_every_sample_once(run, num_steps)
@@ -322,5 +322,7 @@ class TestHosts:
         for process in parts_of_host(run, 1):
             process.kill()
         assert run.end() == 1
-        assert "1 host(s) were there (n0) and at least 2 are needed" in run.lines[-1]
+        assert (
+            "1 host(s) joined (n0) within 3 s (--join-timeout), but at least 2 are" in run.lines[-1]
+        )
         assert left_of(run) == []

@@ -274,13 +274,13 @@ def test_a_host_that_does_not_answer_is_named(lab: Lab, tmp_path: Path, launcher
     (tmp_path / "place.py").write_text(PLACE)
     words = ("--hosts", "n0:1,n1:1", "--launcher", launcher, "place.py")
     said = failing(lab, *words, cwd=tmp_path, **rsh_where(lab, tmp_path, "exec sleep 60"))
-    assert "1 of 2 host(s) did not answer: n1: nothing came within 10 s" in said
+    assert "1 of 2 host(s) did not answer: n1: no response within 10 s" in said
 
 
 def test_a_host_that_is_unknown_is_named(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "place.py").write_text(PLACE)
     said = failing(lab, "--hosts", "n0:1,n7:1", "place.py", cwd=tmp_path)
-    assert "No way leads to n7" in said
+    assert "No route to n7" in said
 
 
 def test_a_host_that_cannot_see_the_script(lab: Lab, tmp_path: Path) -> None:

@@ -152,13 +152,13 @@ def test_a_job_is_made_submitted_followed_and_its_exit_status_is_ours(cluster: C
     assert done.stdout.startswith(file.read_text())  # the script is shown as it is submitted
     name = "1.stand-in" if cluster.flavour == "pbs" else "1"
     assert f"job {name}; its output goes to torchmn-logs/multi_node_training.*" in done.stderr
-    assert "the site's file is" in done.stderr
+    assert "using the site file" in done.stderr
     output = done.stdout.removeprefix(file.read_text())
     assert "arguments ['--epoch', '4', 'a b']" in output
     assert "a warning" in output
     assert f"torchmn {torchmn.__version__}" in output
     assert re.search(r"python 3\.\d+.*\btorch \d", output)
-    assert output.endswith("torchmn: the job ended with exit status 3\n")
+    assert output.endswith("torchmn: job ended with exit status 3\n")
     logs = [path.name for path in cluster.work.glob("torchmn-logs/multi_node_training.1.*")]
     assert any(re.fullmatch(r"multi_node_training\.1\.\d{8}-\d{6}\.log", name) for name in logs), (
         logs
@@ -213,7 +213,7 @@ def test_a_job_that_saved_goes_on_in_a_new_one_and_is_followed_there(cluster: Cl
     done = cluster.submit(*ASKED, "--requeue", "--wait", "train.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("arguments []") == 3
-    goes_on = re.findall(r"torchmn: the job goes on as (\S+)", done.stdout)
+    goes_on = re.findall(r"torchmn: resubmitted as (\S+)", done.stdout)
     expected = ["2.stand-in", "3.stand-in"] if cluster.flavour == "pbs" else ["1", "1"]
     assert [word for word in goes_on if "$" not in word] == expected
 
@@ -227,7 +227,7 @@ def test_without_requeue_the_exit_status_is_only_handed_on(cluster: Cluster) -> 
 def test_a_node_without_torchmn_says_so(cluster: Cluster) -> None:
     done = cluster.submit(*ASKED[:-2], "--wait", "train.py")
     assert done.returncode == 127
-    assert "name its environment with --activate" in done.stdout
+    assert "use --activate" in done.stdout
 
 
 def test_who_interrupts_leaves_the_job_running(cluster: Cluster) -> None:
@@ -245,7 +245,7 @@ def test_who_interrupts_leaves_the_job_running(cluster: Cluster) -> None:
         process.wait()
     assert process.returncode == 130
     name = "1.stand-in" if cluster.flavour == "pbs" else "1"
-    assert f"the job goes on; `qdel {name}` ends it." in err
+    assert f"the job keeps running; `qdel {name}` ends it." in err
     assert json.loads((cluster.state / "1.json").read_text())["state"] == "R"
     subprocess.run([cluster.bin / "qdel", name], check=True)
 
@@ -287,7 +287,7 @@ def test_the_real_torchmn_run_takes_its_node_from_the_scheduler(cluster: Cluster
     done = cluster.submit(*asked, "--requeue", "--wait", "train.py")
     assert done.returncode == 0, (done.stdout, done.stderr)
     assert {"[0] done by rank 0", "[1] done by rank 1"} <= set(done.stdout.splitlines())
-    assert len(re.findall(r"the job goes on as \d", done.stdout)) == 1
+    assert len(re.findall(r"resubmitted as \d", done.stdout)) == 1
     folders = [path for path in cluster.work.glob("torchmn-logs/train.*") if path.is_dir()]
     assert all((folder / "rank1.log").exists() for folder in folders)
 
@@ -297,16 +297,16 @@ REFUSED = {
     "unknown scheduler": (("--scheduler", "lsf", "train.py"), "Known: pbs, slurm, grid_engine"),
     "command missing": (("--scheduler", "slurm", "train.py"), "sbatch, which is not on the PATH"),
     "walltime": (("--walltime", "10m", "train.py"), "hours:minutes:seconds"),
-    "name": (("--name", "my job", "train.py"), "write --name my_job"),
-    "per node": (("--per-node", "0", "train.py"), "--per-node is the number of workers"),
-    "export": (("--export", "HOME", "train.py"), "NAME=VALUE, got 'HOME'"),
+    "name": (("--name", "my job", "train.py"), "use --name my_job"),
+    "per node": (("--per-node", "0", "train.py"), "--per-node must be at least 1"),
+    "export": (("-x", "MISSING", "train.py"), "-x MISSING: this variable is not set"),
     "script": (("missing.py",), "no script 'missing.py'"),
     "site": (("--site", "none.toml", "train.py"), "none.toml cannot be read"),
-    "directive": (("--directive", "-l x", "train.py"), "begins with #PBS"),
+    "directive": (("--directive", "-l x", "train.py"), "must begin with #PBS"),
     "environment": (("--activate", "a/b", "train.py"), "neither a/b/bin/activate"),
     "parallel environment": (
         ("--scheduler", "grid_engine", "--nodes", "2", "train.py"),
-        "only through a parallel environment",
+        "needs a parallel environment",
     ),
 }
 

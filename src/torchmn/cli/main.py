@@ -1,4 +1,4 @@
-"""The ``torchmn`` command: its subcommands, and errors as one sentence."""
+"""The ``torchmn`` command: its subcommands, and errors as one line."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import NoReturn
 import typer
 
 from torchmn.cli import run, submit
+from torchmn.environment_variables import TRACEBACK_VARIABLE
 from torchmn.errors import LaunchError, TorchmnError
 from torchmn.version import __version__
 
 app = typer.Typer(
     name="torchmn",
-    help="Train PyTorch models on many workers.",
+    help="Distributed training of PyTorch models.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -34,25 +35,24 @@ def _root(
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit: 2 where the request is refused, 1 where a start failed."""
+    """Run the command line and exit: 2 for an invalid request, 1 if the job did not start."""
     try:
         code = app(args=None if args is None else list(args), standalone_mode=False)
     except TorchmnError as error:
-        if os.environ.get("TORCHMN_TRACEBACK"):
+        if os.environ.get(TRACEBACK_VARIABLE):
             raise
         _fail(str(error), 1 if isinstance(error, LaunchError) else 2)
     except (typer.Abort, KeyboardInterrupt):
         _fail("interrupted.", 130)
     except Exception as error:
-        # typer raises click's errors, from a click of its own in newer versions: no base class
-        # that we could name, so they are known by their method
-        words = getattr(error, "format_message", None)
-        if words is None:
+        # click's errors: newer versions of typer have a click of their own, so no base class helps
+        format_message = getattr(error, "format_message", None)
+        if format_message is None:
             raise
-        _fail(str(words()), 2)
+        _fail(str(format_message()), 2)
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _fail(sentence: str, code: int) -> NoReturn:
-    print(f"torchmn: {sentence}", file=sys.stderr, flush=True)
+def _fail(text: str, code: int) -> NoReturn:
+    print(f"torchmn: {text}", file=sys.stderr, flush=True)
     sys.exit(code)

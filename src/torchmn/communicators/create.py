@@ -27,6 +27,7 @@ from torchmn.communicators.route_trials import candidate_routes, fastest
 from torchmn.communicators.single_node import SingleNodeCommunicator
 from torchmn.communicators.two_dimensional import TwoDimensionalCommunicator
 from torchmn.compression import BFloat16, Codec, Float16
+from torchmn.environment_variables import BACKEND_VARIABLE, SECRET_VARIABLE, TRANSPORT_VARIABLE
 from torchmn.errors import (
     TopologyError,
     TorchmnError,
@@ -214,7 +215,7 @@ def _world(transport: str | Transport, timeout_s: float) -> tuple[Transport, boo
 
 def _other_worlds(world: Transport, timeout_s: float) -> dict[str, Transport]:
     """The gloo world, if MPI was chosen automatically and all ranks can join. *Collective.*"""
-    if not isinstance(world, MpiTransport) or os.environ.get("TORCHMN_TRANSPORT", "auto") != "auto":
+    if not isinstance(world, MpiTransport) or os.environ.get(TRANSPORT_VARIABLE, "auto") != "auto":
         return {}
     limit_s = min(timeout_s, _JOIN_S)
     joined: Transport | None = None
@@ -248,7 +249,7 @@ def _shared_secret(world: Transport, timeout_s: float) -> bytes:
 
 
 def _trust(own: Transport, shared: bytes | None) -> Trust:
-    given = os.environ.get("TORCHMN_SECRET")
+    given = os.environ.get(SECRET_VARIABLE)
     return Trust(is_private=own.is_trusted, secret=given.encode() if given else shared)
 
 
@@ -323,7 +324,7 @@ def _raise_if_nodes_differ(
 def _own_device(intra_rank: int) -> torch.device:
     """The GPU of this rank, made current before any CUDA call: no context on another GPU."""
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if num_devices == 0 or os.environ.get("TORCHMN_BACKEND") == "gloo":
+    if num_devices == 0 or os.environ.get(BACKEND_VARIABLE) == "gloo":
         return torch.device("cpu")
     device = torch.device("cuda", intra_rank % num_devices)
     torch.cuda.set_device(device)

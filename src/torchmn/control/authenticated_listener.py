@@ -37,9 +37,9 @@ from dataclasses import dataclass, field
 
 from torchmn.control.connection import Channel
 from torchmn.control.messages import Message, decode, encode
+from torchmn.environment_variables import SECRET_VARIABLE
 from torchmn.errors import LaunchError, UsageError
 
-SECRET_VARIABLE = "TORCHMN_SECRET"
 """Where agents and ranks find the job's secret. It is in no command line and in no file."""
 
 HANDSHAKE_S = 5.0

@@ -16,7 +16,6 @@ from typing import TypeVar
 from torchmn.control.messages import Message, decode, encode
 from torchmn.errors import LaunchError
 
-ADDRESS_VARIABLE = "TORCHMN_SUPERVISOR"
 SUPERVISOR = "supervisor"
 """The role of the listener, see `torchmn.control.authenticated_listener`."""
 HOST_TIMEOUT_S = 8.0

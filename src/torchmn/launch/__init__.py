@@ -1,4 +1,4 @@
-"""How processes start: one file per way, one supervisor for all. Starts without torch."""
+"""Start the ranks of a job and supervise them. Starts without torch."""
 
 from torchmn.launch.backend import BACKENDS, Machine, choose_backend, this_machine
 from torchmn.launch.job import Job, python_command

@@ -44,12 +44,12 @@ from torchmn.control.processes import (
     send_group,
     signal_name,
 )
+from torchmn.environment_variables import MONITOR_VARIABLE
 from torchmn.errors import LaunchError
 from torchmn.exit_status import shell_code
 from torchmn.launch.line_splitter import LineSplitter
 from torchmn.monitor.bootstrap import with_bootstrap
 from torchmn.monitor.script_link import ScriptLink
-from torchmn.monitor.script_monitor import MONITOR_VARIABLE
 from torchmn.topology import CpuAssignment
 
 _MAX_PENDING_BYTES = 1 << 20

@@ -14,15 +14,16 @@ import sys
 from collections.abc import Mapping
 
 from torchmn.control import connection as channels
-from torchmn.control.authenticated_listener import SECRET_VARIABLE, connect_authenticated
+from torchmn.control.authenticated_listener import connect_authenticated
 from torchmn.control.connection import Channel
 from torchmn.control.messages.job import AgentHello, StartRefused, StartScript
+from torchmn.control.ports import reserve_port
 from torchmn.control.processes import adopt_orphans, signal_socket
+from torchmn.environment_variables import SECRET_VARIABLE, SUPERVISOR_VARIABLE
 from torchmn.errors import LaunchError, TorchmnError
 from torchmn.launch.agent import Agent
 from torchmn.launch.host_checks import find_problem, versions
 from torchmn.launch.rank_environment import bind_cores, script_environment
-from torchmn.launch.starters.local import reserve_port
 from torchmn.topology import (
     Route,
     available_processors,
@@ -69,10 +70,10 @@ def connect_to_supervisor(
     Raises LaunchError: there is no supervisor, or it does not know the secret of the job, or it
     does not expect this rank.
     """
-    address, secret = env.get(channels.ADDRESS_VARIABLE), env.get(SECRET_VARIABLE)
+    address, secret = env.get(SUPERVISOR_VARIABLE), env.get(SECRET_VARIABLE)
     if not address or not secret:
         raise LaunchError(
-            f"{channels.ADDRESS_VARIABLE} or {SECRET_VARIABLE} is not set: use `torchmn run`."
+            f"{SUPERVISOR_VARIABLE} or {SECRET_VARIABLE} is not set: use `torchmn run`."
         )
     own_address = local_address_for(address.rpartition(":")[0])
     if own_address is None:

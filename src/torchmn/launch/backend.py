@@ -1,4 +1,4 @@
-"""Which way to start the ranks: facts about this machine, and a choice as a function of them."""
+"""Choose the communication backend from facts about this machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Machine:
 
     @property
     def missing_for_mpi(self) -> str:
-        """What MPI lacks here, in words; empty if nothing."""
+        """What is missing for MPI here; empty if nothing."""
         lacking = [
             *([] if self.mpirun else ["an mpirun"]),
             *([] if self.has_mpi4py else ["mpi4py"]),
@@ -64,31 +64,31 @@ def choose_backend(wanted: str, machine: Machine, num_ranks: int) -> tuple[Backe
     if wanted not in BACKENDS:
         raise UnknownNameError("backend", wanted, BACKENDS)
     if wanted == "gloo":
-        return "gloo", "as asked"
+        return "gloo", "as requested"
     if wanted == "nccl":
-        _raise_if_gpus_are_too_few(machine, num_ranks)
-        return "nccl", "as asked"
+        _check_num_gpus(machine, num_ranks)
+        return "nccl", "as requested"
     if wanted == "mpi":
         if machine.missing_for_mpi:
             raise UnsupportedError(
                 f"--backend mpi needs {machine.missing_for_mpi}, which this Python "
                 f"({sys.executable}) does not find: install torchmn[mpi], or use --backend gloo."
             )
-        return "mpi", "as asked"
+        return "mpi", "as requested"
     if machine.num_gpus >= num_ranks:
-        return "nccl", "a GPU for every worker"
-    why = "no GPU" if machine.num_gpus == 0 else f"fewer GPUs ({machine.num_gpus}) than workers"
+        return "nccl", "a GPU for every rank"
+    why = "no GPU" if machine.num_gpus == 0 else f"fewer GPUs ({machine.num_gpus}) than ranks"
     if machine.missing_for_mpi:
-        return "gloo", f"{why}, and MPI lacks {machine.missing_for_mpi}"
+        return "gloo", f"{why}, and {machine.missing_for_mpi} missing for MPI"
     return "mpi", why
 
 
-def _raise_if_gpus_are_too_few(machine: Machine, num_ranks: int) -> None:
+def _check_num_gpus(machine: Machine, num_ranks: int) -> None:
     if machine.num_gpus >= num_ranks:
         return
     found = "no CUDA GPU" if machine.num_gpus == 0 else f"{machine.num_gpus} CUDA GPU(s)"
     cure = f"-n {machine.num_gpus} or " if machine.num_gpus else ""
     raise UnsupportedError(
-        f"--backend nccl needs a GPU for each of the {num_ranks} worker(s) and this machine has "
-        f"{found}: use {cure}--backend gloo or mpi, and look at CUDA_VISIBLE_DEVICES."
+        f"--backend nccl needs a GPU for each of the {num_ranks} rank(s) and this machine has "
+        f"{found}: use {cure}--backend gloo or mpi, and check CUDA_VISIBLE_DEVICES."
     )

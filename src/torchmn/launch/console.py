@@ -10,7 +10,7 @@ from torchmn.control.messages.job import Stream
 
 
 class RankOutput:
-    """Writes whole lines, each with its rank in front; standard output and error stay apart.
+    """Writes whole lines with a prefix of their rank; standard output and error stay separate.
 
     On a terminal the progress bar that moved last is shown below the lines. When the reader of the
     output has left (as ``| head`` does), `is_closed` becomes true and nothing more is written.
@@ -27,19 +27,19 @@ class RankOutput:
         return self._files["err"].isatty()
 
     def lines(self, rank: int, stream: Stream, lines: list[str]) -> None:
-        """Lines of one rank."""
+        """Write lines of one rank."""
         self._write(stream, "".join(f"[{rank}] {line}\n" for line in lines))
 
     def say(self, text: str) -> None:
-        """A sentence of our own."""
+        """Write a message of torchmn itself."""
         self._write("err", f"torchmn: {text}\n")
 
     def quote(self, text: str) -> None:
-        """Somebody else's words as they are, on standard error."""
+        """Write text unchanged to standard error."""
         self._write("err", text if text.endswith("\n") else f"{text}\n")
 
     def refresh(self, rank: int, text: str) -> None:
-        """What the progress bar of a rank shows now."""
+        """Show the current state of a rank's progress bar."""
         if self.shows_bars:
             self._write("err", f"[{rank}] {text}")
             self._shows_bar = True

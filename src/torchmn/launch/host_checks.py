@@ -1,4 +1,4 @@
-"""What all hosts of a job must have in common, looked at on each. Local, without torch."""
+"""What all hosts of a job must have in common. Local, without torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMPARED = ("python", "torch", "torchmn")
 
 @dataclass(frozen=True, kw_only=True)
 class HostFacts:
-    """Versions, a port that was free a moment ago, and why the command cannot run, if so."""
+    """Versions, a port that was free a moment ago, and why the command cannot run, if it cannot."""
 
     versions: dict[str, str]
     port: int = 0
@@ -22,7 +22,7 @@ class HostFacts:
 
 
 def versions() -> dict[str, str]:
-    """What is installed here, by name; torch is read about, not imported."""
+    """The installed versions by name, without importing torch."""
     found = {"python": platform.python_version()}
     for name in COMPARED[1:]:
         try:
@@ -33,7 +33,7 @@ def versions() -> dict[str, str]:
 
 
 def find_problem(cwd: str, script: str) -> str:
-    """Why this host cannot run a script, in words; empty if it can. ``script`` may be empty."""
+    """Why this host cannot run a script; empty if it can. ``script`` may be empty."""
     if not os.path.isdir(cwd):
         return f"there is no folder {cwd}: share it between the hosts, or start from one that is"
     if script and not os.access(Path(cwd) / script, os.R_OK):
@@ -42,12 +42,12 @@ def find_problem(cwd: str, script: str) -> str:
 
 
 def differences(found: Mapping[str, Mapping[str, str]]) -> str:
-    """What differs in the versions of some hosts, in words; empty if nothing does.
+    """The versions that differ between hosts, as text; empty if none do.
 
     >>> differences({"a": {"torch": "2.12"}, "b": {"torch": "2.13"}})
     'torch is 2.12 on a and 2.13 on b'
     """
-    words = []
+    found_differences = []
     for name in COMPARED:
         hosts: dict[str, list[str]] = {}
         for host, installed in found.items():
@@ -55,5 +55,5 @@ def differences(found: Mapping[str, Mapping[str, str]]) -> str:
                 hosts.setdefault(installed[name], []).append(host)
         if len(hosts) > 1:
             parts = [f"{version} on {', '.join(at)}" for version, at in hosts.items()]
-            words.append(f"{name} is {' and '.join(parts)}")
-    return "; ".join(words)
+            found_differences.append(f"{name} is {' and '.join(parts)}")
+    return "; ".join(found_differences)

@@ -1,4 +1,4 @@
-"""What is to be run: the values that every way of starting it shares."""
+"""A job: the command to run, its hosts, and how to start it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Literal
 
-from torchmn.control.authenticated_listener import SECRET_VARIABLE
 from torchmn.control.processes import python_module
 from torchmn.errors import UsageError
 from torchmn.topology import Host
@@ -31,9 +30,9 @@ class Job:
 
     ``argv`` is the command of every rank and ``script`` the file in it that every host must see.
     The slots of ``hosts`` are the numbers of ranks on them. ``exported`` names variables that go to
-    all hosts, and ``launcher_args`` stands on the command line of the launcher as it is. The time
-    between asking a rank to end and killing it is ``grace_s``; a rank whose agent says nothing
-    within ``start_limit_s`` has not started.
+    all hosts, and ``launcher_args`` are passed verbatim to the launcher. The time
+    between asking a rank to end and killing it is ``grace_s``; a rank whose agent does not
+    connect within ``start_limit_s`` has not started.
     """
 
     argv: tuple[str, ...]
@@ -53,22 +52,17 @@ class Job:
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
-            raise UsageError(f"-n is the number of workers: at least 1, got {self.num_ranks}.")
+            raise UsageError(f"-n must be at least 1, got {self.num_ranks}.")
         if not 0 <= self.grace_s < float("inf"):
-            raise UsageError(f"--grace is a number of seconds, at least 0, got {self.grace_s}.")
+            raise UsageError(f"--grace must be 0 or more seconds, got {self.grace_s}.")
         if not self.argv:
             raise UsageError("A job needs a command, got none.")
         if not self.hosts:
             object.__setattr__(self, "hosts", (Host(name=THIS_HOST, slots=self.num_ranks),))
 
     @property
-    def transport(self) -> Literal["torch", "mpi"]:
-        """What `torchmn.create_communicator` will use in the ranks."""
-        return "mpi" if self.backend == "mpi" else "torch"
-
-    @property
     def has_other_hosts(self) -> bool:
-        """Whether any host is not this one, which `THIS_HOST` stands for."""
+        """Whether any host is not this one (`THIS_HOST`)."""
         return any(host.name != THIS_HOST for host in self.hosts)
 
     def ranks_on(self, inter_rank: int) -> range:
@@ -76,21 +70,12 @@ class Job:
         first = sum(host.slots for host in self.hosts[:inter_rank])
         return range(first, first + self.hosts[inter_rank].slots)
 
-    def environment(self, env: Mapping[str, str]) -> dict[str, str]:
-        """``env`` with the variables that the ranks of every way of starting get."""
-        return {
-            **env,
-            SECRET_VARIABLE: self.secret,
-            "TORCHMN_TRANSPORT": self.transport,
-            "TORCHMN_BACKEND": self.backend,
-        }
-
 
 @dataclass(frozen=True)
 class Command:
     """A process for the supervisor to start: the agent of one rank, or a launcher of several.
 
-    ``ranks`` are those that it serves, all of the job if not given; ``stdin`` is what it reads.
+    ``ranks`` are those that it starts, by default all of the job; ``stdin`` is its input.
     """
 
     argv: tuple[str, ...]
@@ -106,7 +91,7 @@ def worker_command() -> tuple[str, ...]:
 
 
 def python_command(target: str, args: Sequence[str] = (), *, is_module: bool = False) -> list[str]:
-    """The command of a rank for a script or a module, after a look at whether it is there.
+    """The command of a rank for a script or a module, which must exist.
 
     Raises UsageError: there is no such script or module, or it is a folder.
     """

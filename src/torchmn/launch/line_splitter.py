@@ -1,15 +1,15 @@
-"""Cut a stream of bytes into lines that can be shown beside those of other ranks."""
+"""Split a stream of bytes into lines that can be shown among those of other ranks."""
 
 from __future__ import annotations
 
 import re
 
 _MOVES = re.compile(r"\x1b\[[0-9;?]*[A-HJKSTfhlsu]|\x1b[78]")
-"""Escape sequences that move the cursor or erase: with several writers they would hit foreign
-lines. Colours stay."""
+"""Escape sequences that move the cursor or erase: with several ranks they would overwrite lines
+of others. Colours are kept."""
 
-_LONGEST_LINE_BYTES = 1 << 16
-_LONG_HISTORY_BYTES = 1 << 12
+_MAX_LINE_BYTES = 1 << 16
+_MAX_HISTORY_BYTES = 1 << 12
 
 
 class LineSplitter:
@@ -25,10 +25,10 @@ class LineSplitter:
     def feed(self, chunk: bytes) -> list[str]:
         """The lines that this chunk completes, without their ends."""
         *whole, self._rest = (self._rest + chunk).split(b"\n")
-        if len(self._rest) > _LONG_HISTORY_BYTES:
+        if len(self._rest) > _MAX_HISTORY_BYTES:
             last = self._rest.rstrip(b"\r").rfind(b"\r")
             self._rest = self._rest[max(0, last) :]
-        if len(self._rest) > _LONGEST_LINE_BYTES:
+        if len(self._rest) > _MAX_LINE_BYTES:
             whole.append(self._rest)
             self._rest = b""
         return [_last_state(line) for line in whole]

@@ -37,7 +37,6 @@ class RunHost(Record, frozen=True, kw_only=True):
     slots: int
     secret: str
     rendezvous: str
-    supervisor: str
     cwd: str
     script: str
     grace_s: float

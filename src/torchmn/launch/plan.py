@@ -1,17 +1,18 @@
-"""From what the user asked for to a job: which hosts, which launcher, which backend, and why."""
+"""Plan a job from the options of `torchmn run`: hosts, launcher and backend, and why."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from torchmn.control.authenticated_listener import SECRET_VARIABLE
 from torchmn.errors import TopologyError, UnknownNameError, UnsupportedError, UsageError
-from torchmn.launch.backend import Machine, choose_backend, this_machine
+from torchmn.launch.backend import choose_backend, this_machine
 from torchmn.launch.elastic.job import ElasticJob, parse_elastic, parse_rendezvous
 from torchmn.launch.elastic.rendezvous_state import Limits
+from torchmn.launch.exported_variables import parse_variable
 from torchmn.launch.job import THIS_HOST, Backend, Job, Launcher, default_log_dir
 from torchmn.topology import (
     Allocation,
@@ -22,221 +23,244 @@ from torchmn.topology import (
     parse_hostfile,
     parse_hosts,
     read_launcher_env,
-    seat,
+    select_hosts,
 )
 
 LAUNCHERS = ("auto", "local", "mpirun", "torchrun", "srun", "ssh")
 
 
+def _option(text: str, *flags: str, metavar: str | None = None, default: Any = None) -> Any:
+    """A field with an option of `torchmn run`: its help text, and its names if not the field's."""
+    return field(default=default, metadata={"help": text, "flags": flags, "metavar": metavar})
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What the user asked for, ``None`` or ``auto`` where nothing was said; see `torchmn run`."""
+    """The options of `torchmn run`; ``None`` or ``auto`` where not given."""
 
     argv: tuple[str, ...]
     script: str = ""
-    num_ranks: int | None = None
-    hostfile: Path | None = None
-    hosts: str | None = None
-    num_nodes: int | None = None
-    per_node: int | None = None
-    launcher: str = "auto"
     launcher_args: tuple[str, ...] = ()
-    exported: tuple[str, ...] = ()
-    backend: str = "auto"
-    num_threads: int | None = None
-    shows_binding: bool = False
-    log_dir: Path | None = None
-    grace_s: float = 5.0
-    elastic: str | None = None
-    max_restarts: int | None = None
-    rendezvous: str | None = None
-    join_timeout_s: float | None = None
+    num_ranks: int | None = _option(
+        "Number of ranks (default: all slots of the hosts, or 1).", "-n"
+    )
+    hostfile: Path | None = _option("File with a line NAME slots=N for each host.")
+    hosts: str | None = _option("Hosts and slots, such as a:4,b:2.")
+    num_nodes: int | None = _option("Number of hosts.", "--nodes")
+    per_node: int | None = _option("Number of ranks on each host.")
+    launcher: str = _option("Launcher: auto, local, mpirun, torchrun, srun or ssh.", default="auto")
+    exported: tuple[str, ...] = _option(
+        "Environment variable to export to all ranks (repeatable).",
+        "-x",
+        metavar="NAME[=VALUE]",
+        default=(),
+    )
+    backend: str = _option("Communication backend: auto, gloo, nccl or mpi.", default="auto")
+    num_threads: int | None = _option(
+        "Threads of each rank (default: its share of the cores).", "--threads"
+    )
+    shows_binding: bool = _option("Print the cores of each rank.", "--show-binding", default=False)
+    log_dir: Path | None = _option("Folder for rank0.log, rank0.exit.json, ...")
+    grace_s: float = _option(
+        "Seconds between terminating a rank and killing it.", "--grace", default=5.0
+    )
+    elastic: str | None = _option(
+        "Elastic: minimum and maximum number of hosts.", metavar="MIN:MAX"
+    )
+    max_restarts: int | None = _option("Elastic: maximum restarts after a failure (default: 3).")
+    rendezvous: str | None = _option(
+        "Elastic: rendezvous endpoint (default: this host).", metavar="HOST:PORT"
+    )
+    join_timeout_s: float | None = _option(
+        "Elastic: seconds to wait for MIN hosts (default: 120).", "--join-timeout"
+    )
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
-        """``env`` with the values of ``-x NAME=VALUE`` and the threads. Raises UsageError."""
+        """``env`` with the values of ``-x`` and the number of threads. Raises UsageError."""
         if self.num_threads is not None and self.num_threads < 1:
-            raise UsageError(f"--threads is a number of at least 1, got {self.num_threads}.")
-        given = dict(word.split("=", 1) for word in self.exported if "=" in word)
-        if SECRET_VARIABLE in given:
-            raise UsageError(
-                f"-x {SECRET_VARIABLE}=...: everybody on this host can read command lines. Leave "
-                "it out: every job gets a new secret, which travels another way."
-            )
-        unset = [word for word in self.exported if "=" not in word and word not in env]
-        if unset:
-            raise UsageError(
-                f"-x {unset[0]}: there is no such variable. Set it, or use -x {unset[0]}=VALUE."
-            )
+            raise UsageError(f"--threads must be at least 1, got {self.num_threads}.")
+        exported = dict(parse_variable(text, env) for text in self.exported)
         threads = {} if self.num_threads is None else {"OMP_NUM_THREADS": str(self.num_threads)}
-        return {**env, **given, **threads}
+        return {**env, **exported, **threads}
+
+    @property
+    def names_hosts(self) -> bool:
+        """Whether the hosts are given, not those of a scheduler's job."""
+        return self.hosts is not None or self.hostfile is not None
+
+    def job(self, hosts: tuple[Host, ...], launcher: Launcher, backend: Backend) -> Job:
+        """The job on these hosts."""
+        return Job(
+            argv=self.argv,
+            script=self.script,
+            num_ranks=sum(host.slots for host in hosts),
+            hosts=hosts,
+            launcher=launcher,
+            launcher_args=self.launcher_args,
+            exported=tuple(text.partition("=")[0] for text in self.exported),
+            backend=backend,
+            shows_binding=self.shows_binding,
+            log_dir=self.log_dir or default_log_dir(),
+            grace_s=self.grace_s,
+        )
 
 
-def detect_existing_rank(wish: RunOptions, env: Mapping[str, str]) -> LauncherInfo | None:
-    """The place of this process if a launcher has started it as one of several, else ``None``.
+def detect_existing_rank(options: RunOptions, env: Mapping[str, str]) -> LauncherInfo | None:
+    """The rank of this process if a launcher has started it as one of several, else ``None``.
 
-    Then there is nothing to be started. Raises TopologyError: other workers were asked for.
+    Then there is nothing to start. Raises TopologyError: the options ask for other ranks.
     """
     place = read_launcher_env(env)
     if place is None or place.known_size in (None, 1):
         return None
-    lists = wish.hosts is not None or wish.hostfile is not None
-    asks = lists or wish.launcher != "auto" or wish.elastic is not None
-    if wish.num_ranks not in (None, place.size) or asks:
+    asks = options.names_hosts or options.launcher != "auto" or options.elastic is not None
+    if options.num_ranks not in (None, place.size) or asks:
         raise TopologyError(
-            f"`torchmn run` was itself started several times: {place}. Then it runs the script as "
-            "that rank, and -n, --hosts, --hostfile, --launcher and --elastic cannot ask for "
-            "something else: leave them out, or start `torchmn run` once."
+            f"`torchmn run` was itself started as one of several ranks: {place}. It then runs the "
+            "script as that rank, and -n, --hosts, --hostfile, --launcher and --elastic cannot "
+            "change that: leave them out, or start `torchmn run` once."
         )
     return place
 
 
-def plan_job(wish: RunOptions, env: Mapping[str, str]) -> tuple[Job, str]:
-    """The job, and in words why its launcher and backend are these. Reads files, changes nothing.
+def plan_job(options: RunOptions, env: Mapping[str, str]) -> tuple[Job, str]:
+    """The job, and why its launcher and backend were chosen. Reads files, changes nothing.
 
-    Raises UsageError, UnknownNameError, UnsupportedError or TopologyError: what was asked for
-    cannot be, in itself or here.
+    Raises UsageError, UnknownNameError, UnsupportedError or TopologyError: the options contradict
+    each other, or cannot work here.
     """
-    if wish.launcher not in LAUNCHERS:
-        raise UnknownNameError("launcher", wish.launcher, LAUNCHERS)
-    _raise_if_elastic_options_stand_alone(wish)
-    given = allocation(env) if wish.hosts is None and wish.hostfile is None else None
-    hosts = assign_slots(wish, given)
-    num_ranks = sum(host.slots for host in hosts)
+    if options.launcher not in LAUNCHERS:
+        raise UnknownNameError("launcher", options.launcher, LAUNCHERS)
+    _check_elastic_options(options)
+    given = None if options.names_hosts else allocation(env)
+    hosts = assign_slots(options, given)
     is_remote = not all(is_this_host(host.name) for host in hosts)
-    machine = this_machine(env)
     has_srun = shutil.which("srun", path=env.get("PATH")) is not None
-    is_slurms = given is not None and given.scheduler == "Slurm" and is_remote and has_srun
-    wanted = "srun" if wish.launcher == "auto" and is_slurms else wish.launcher
-    backend, why = _backend(wish.backend, wanted, machine, max(host.slots for host in hosts))
+    is_slurm = given is not None and given.scheduler == "Slurm" and is_remote and has_srun
+    wanted = "srun" if options.launcher == "auto" and is_slurm else options.launcher
+    backend, reasons = _backend(options, wanted, env, hosts, given)
     launcher = _launcher(wanted, backend, is_remote=is_remote)
-    _raise_if_they_do_not_fit(launcher, backend, is_remote=is_remote)
-    reasons = [why if wish.backend == "auto" else "", str(given) if given else ""]
-    job = Job(
-        argv=wish.argv,
-        script=wish.script,
-        num_ranks=num_ranks,
-        hosts=hosts if is_remote else (Host(name=THIS_HOST, slots=num_ranks),),
-        launcher=launcher,
-        launcher_args=wish.launcher_args,
-        exported=tuple(word.partition("=")[0] for word in wish.exported),
-        backend=backend,
-        shows_binding=wish.shows_binding,
-        log_dir=wish.log_dir or default_log_dir(),
-        grace_s=wish.grace_s,
-    )
-    return job, "; ".join(reason for reason in reasons if reason)
+    _check_launcher_backend(launcher, backend, is_remote=is_remote)
+    if not is_remote:
+        hosts = (Host(name=THIS_HOST, slots=sum(host.slots for host in hosts)),)
+    return options.job(hosts, launcher, backend), reasons
 
 
-def plan_elastic(wish: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJob, str]:
-    """As `plan_job`, for a job that ``--elastic`` lets go on when hosts are lost and come back.
+def plan_elastic(options: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJob, str]:
+    """As `plan_job`, for a job with ``--elastic``, which survives the loss of hosts.
 
-    Raises UnsupportedError: MPI, or a launcher whose world is fixed.
+    Raises UnsupportedError: MPI, or a launcher with a fixed set of hosts.
     """
-    least, most = parse_elastic(wish.elastic or "")
-    if wish.backend == "mpi" or wish.launcher == "mpirun":
+    min_hosts, max_hosts = parse_elastic(options.elastic or "")
+    if options.backend == "mpi" or options.launcher == "mpirun":
         raise UnsupportedError(
-            "--elastic needs a world that can be made anew, and MPI_COMM_WORLD is fixed when "
-            "mpirun starts: it can neither shrink nor take in a process that comes later, and "
-            "mpirun ends all ranks when one is lost. Use --backend gloo or nccl."
+            "--elastic does not work with MPI: MPI_COMM_WORLD is fixed when mpirun starts, can "
+            "neither shrink nor grow, and mpirun ends all ranks when one is lost. Use --backend "
+            "gloo or nccl."
         )
-    if wish.launcher not in ("auto", "local", "ssh", "torchrun"):
+    if options.launcher not in ("auto", "local", "ssh", "torchrun"):
         raise UnsupportedError(
-            f"--elastic starts the hosts itself, and again when they come back, with torchrun's "
-            f"agent on each: {wish.launcher} has a fixed set of them. Leave --launcher out."
+            "--elastic starts the hosts itself, and restarts them when they come back, with "
+            f"torchrun's agent on each: {options.launcher} has a fixed set of hosts. Leave "
+            "--launcher out."
         )
-    if wish.launcher_args:
-        raise UnsupportedError("--launcher-args has no launcher to go to with --elastic.")
-    given = allocation(env) if wish.hosts is None and wish.hostfile is None else None
-    hosts = assign_slots(wish, given)
-    if most > len(hosts):
-        has_list = given is not None or wish.hosts is not None or wish.hostfile is not None
-        cure = "" if has_list else " Without a list of hosts there is this one: --elastic 1:1."
+    if options.launcher_args:
+        raise UnsupportedError("--launcher-args has no effect with --elastic: leave it out.")
+    given = None if options.names_hosts else allocation(env)
+    hosts = assign_slots(options, given)
+    if max_hosts > len(hosts):
+        has_list = given is not None or options.names_hosts
+        cure = "" if has_list else " Without a list of hosts only this one is used: --elastic 1:1."
         raise UsageError(
-            f"--elastic {wish.elastic} counts hosts, of which there are {len(hosts)}.{cure}"
+            f"--elastic {options.elastic} asks for up to {max_hosts} hosts, but there are "
+            f"{len(hosts)}.{cure}"
         )
     limits = Limits(
-        least=least,
-        most=most,
-        grace_s=wish.grace_s,
-        max_restarts=3 if wish.max_restarts is None else wish.max_restarts,
-        join_timeout_s=120.0 if wish.join_timeout_s is None else wish.join_timeout_s,
+        min_hosts=min_hosts,
+        max_hosts=max_hosts,
+        grace_s=options.grace_s,
+        max_restarts=3 if options.max_restarts is None else options.max_restarts,
+        join_timeout_s=120.0 if options.join_timeout_s is None else options.join_timeout_s,
     )
     is_remote = not all(is_this_host(host.name) for host in hosts)
-    num_ranks = max(host.slots for host in hosts)
-    backend, why = _backend(wish.backend, "ssh", this_machine(env), num_ranks)
-    job = Job(
-        argv=wish.argv,
-        script=wish.script,
-        num_ranks=sum(host.slots for host in hosts),
-        hosts=hosts,
-        launcher="ssh" if is_remote else "local",
-        exported=tuple(word.partition("=")[0] for word in wish.exported),
-        backend=backend,
-        shows_binding=wish.shows_binding,
-        log_dir=wish.log_dir or default_log_dir(),
-        grace_s=wish.grace_s,
-    )
-    host, port = parse_rendezvous(wish.rendezvous) if wish.rendezvous else ("", 0)
-    reasons = [why if wish.backend == "auto" else "", str(given) if given else ""]
-    elastic = ElasticJob(job=job, limits=limits, rendezvous=host, rendezvous_port=port)
-    return elastic, "; ".join(reason for reason in reasons if reason)
+    backend, reasons = _backend(options, "ssh", env, hosts, given)
+    job = options.job(hosts, "ssh" if is_remote else "local", backend)
+    host, port = parse_rendezvous(options.rendezvous) if options.rendezvous else ("", 0)
+    return ElasticJob(job=job, limits=limits, rendezvous=host, rendezvous_port=port), reasons
 
 
-def assign_slots(wish: RunOptions, given: Allocation | None) -> tuple[Host, ...]:
-    """The hosts, with as many slots as they get workers.
-
-    Without any list of hosts this one is used, with as many workers as asked for.
-    """
-    if wish.hosts is not None and wish.hostfile is not None:
-        raise UsageError("--hosts and --hostfile are two lists of hosts: give one of them.")
-    wanted = {"num_ranks": wish.num_ranks, "num_nodes": wish.num_nodes, "per_node": wish.per_node}
-    if wish.hosts is not None:
-        return seat(parse_hosts(wish.hosts), **wanted)
-    if wish.hostfile is not None:
+def assign_slots(options: RunOptions, given: Allocation | None) -> tuple[Host, ...]:
+    """The hosts, with the number of ranks on each. Without a list of hosts this host is used."""
+    if options.hosts is not None and options.hostfile is not None:
+        raise UsageError("--hosts and --hostfile are mutually exclusive: use one of them.")
+    wanted = {
+        "num_ranks": options.num_ranks,
+        "num_nodes": options.num_nodes,
+        "per_node": options.per_node,
+    }
+    if options.hosts is not None:
+        return select_hosts(parse_hosts(options.hosts), **wanted)
+    if options.hostfile is not None:
+        path = str(options.hostfile)
         try:
-            text = wish.hostfile.read_text()
+            text = options.hostfile.read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(
-                f"The host file {str(wish.hostfile)!r} cannot be read: {error}."
-            ) from None
-        return seat(parse_hostfile(text, source=str(wish.hostfile)), **wanted)
+            raise UsageError(f"The host file {path!r} cannot be read: {error}.") from None
+        return select_hosts(parse_hostfile(text, source=path), **wanted)
     if given is not None:
-        return seat(given.hosts, **wanted)
-    if (wish.num_nodes or 1) > 1:
+        return select_hosts(given.hosts, **wanted)
+    if (options.num_nodes or 1) > 1:
         raise UsageError(
-            f"--nodes {wish.num_nodes} needs a list of hosts: --hostfile, --hosts, or a job of "
-            "PBS, Slurm or Grid Engine, and this is none."
+            f"--nodes {options.num_nodes} needs a list of hosts: use --hostfile or --hosts, or "
+            "start it in a job of PBS, Slurm or Grid Engine."
         )
-    for number in (wish.num_ranks, wish.per_node):
+    numbers = {
+        "-n": options.num_ranks,
+        "--nodes": options.num_nodes,
+        "--per-node": options.per_node,
+    }
+    for option, number in numbers.items():
         if number is not None and number < 1:
-            raise UsageError(f"-n is the number of workers: at least 1, got {number}.")
-    if None not in (wish.num_ranks, wish.per_node) and wish.num_ranks != wish.per_node:
-        raise UsageError(f"-n {wish.num_ranks} contradicts --per-node {wish.per_node} on one host.")
-    return (Host(name=THIS_HOST, slots=wish.num_ranks or wish.per_node or 1),)
+            raise UsageError(f"{option} must be at least 1, got {number}.")
+    if None not in (options.num_ranks, options.per_node) and options.num_ranks != options.per_node:
+        raise UsageError(
+            f"-n {options.num_ranks} contradicts --per-node {options.per_node} on one host."
+        )
+    return (Host(name=THIS_HOST, slots=options.num_ranks or options.per_node or 1),)
 
 
-def _raise_if_elastic_options_stand_alone(wish: RunOptions) -> None:
+def _check_elastic_options(options: RunOptions) -> None:
     for name, value in (
-        ("--max-restarts", wish.max_restarts),
-        ("--rendezvous", wish.rendezvous),
-        ("--join-timeout", wish.join_timeout_s),
+        ("--max-restarts", options.max_restarts),
+        ("--rendezvous", options.rendezvous),
+        ("--join-timeout", options.join_timeout_s),
     ):
         if value is not None:
-            raise UsageError(f"{name} says how --elastic works: give --elastic MIN:MAX, too.")
+            raise UsageError(f"{name} requires --elastic MIN:MAX.")
 
 
 def _backend(
-    wanted: str, launcher: str, machine: Machine, most_on_a_host: int
+    options: RunOptions,
+    launcher: str,
+    env: Mapping[str, str],
+    hosts: tuple[Host, ...],
+    given: Allocation | None,
 ) -> tuple[Backend, str]:
-    """As `choose_backend`, but MPI only where its own mpirun starts the ranks.
+    """The backend by `choose_backend`, and the reasons for it and for the hosts.
 
-    Under srun it must be asked for: whether Slurm has a PMI that this MPI speaks shows only there.
+    MPI is only chosen where its own mpirun starts the ranks. Under srun it must be requested:
+    whether Slurm has a PMI that this MPI supports only shows there.
     """
-    if wanted == "auto" and launcher not in ("auto", "mpirun"):
-        if machine.num_gpus >= most_on_a_host:
-            return "nccl", "a GPU for every worker"
-        return "gloo", f"no GPU for every worker, and {launcher} is no launcher of MPI"
-    return choose_backend(wanted, machine, most_on_a_host)
+    machine, max_ranks = this_machine(env), max(host.slots for host in hosts)
+    if options.backend == "auto" and launcher not in ("auto", "mpirun"):
+        backend: Backend = "nccl" if machine.num_gpus >= max_ranks else "gloo"
+        why = "a GPU for every rank"
+        if backend == "gloo":
+            why = f"no GPU for every rank, and {launcher} does not start MPI"
+    else:
+        backend, why = choose_backend(options.backend, machine, max_ranks)
+    reasons = [why if options.backend == "auto" else "", str(given) if given else ""]
+    return backend, "; ".join(reason for reason in reasons if reason)
 
 
 def _launcher(wanted: str, backend: Backend, *, is_remote: bool) -> Launcher:
@@ -248,11 +272,11 @@ def _launcher(wanted: str, backend: Backend, *, is_remote: bool) -> Launcher:
     return "ssh" if is_remote else "local"
 
 
-def _raise_if_they_do_not_fit(launcher: Launcher, backend: Backend, *, is_remote: bool) -> None:
+def _check_launcher_backend(launcher: Launcher, backend: Backend, *, is_remote: bool) -> None:
     if launcher == "local" and is_remote:
-        raise UsageError("--launcher local starts workers on this host only: use ssh or mpirun.")
+        raise UsageError("--launcher local starts ranks on this host only: use ssh or mpirun.")
     if backend == "mpi" and launcher in ("local", "ssh", "torchrun"):
         raise UnsupportedError(
-            f"--backend mpi needs an MPI launcher, and {launcher} is none: use --launcher mpirun "
+            f"--backend mpi needs an MPI launcher, which {launcher} is not: use --launcher mpirun "
             "or srun, or --backend gloo or nccl."
         )

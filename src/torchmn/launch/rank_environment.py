@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from torchmn.control import connection as channels
+from torchmn.environment_variables import SUPERVISOR_VARIABLE
 from torchmn.topology import (
     CpuAssignment,
     LauncherInfo,
@@ -77,6 +77,6 @@ def script_environment(
         "PYTHONUNBUFFERED": "1",  # its output is a pipe: lines are to arrive as they are written
     }
     has_rendezvous = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    left = {channels.ADDRESS_VARIABLE, *(() if has_rendezvous else ordered)}
+    left = {SUPERVISOR_VARIABLE, *(() if has_rendezvous else ordered)}
     given = {name: text for name, text in env.items() if name not in left}
     return {**chosen, **given, "OMP_NUM_THREADS": threads}

@@ -1,4 +1,4 @@
-"""Run a job: make its folder and its environment, choose its way, supervise it."""
+"""Run a job: create its log folder and environment, start its launcher, supervise it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from contextlib import closing
 
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener
+from torchmn.control.ports import find_free_port
+from torchmn.environment_variables import SECRET_VARIABLE
 from torchmn.errors import LaunchError
 from torchmn.launch.backend import find_mpirun
 from torchmn.launch.console import RankOutput
-from torchmn.launch.elastic.job import ElasticJob, node_process, store_process
+from torchmn.launch.elastic.job import ElasticJob, host_process, rendezvous_process
 from torchmn.launch.elastic.launcher import ElasticLauncher
 from torchmn.launch.job import Command, Job
-from torchmn.launch.starters import local, mpirun, srun, ssh, torchrun
-from torchmn.launch.starters.remote import ask_hosts
+from torchmn.launch.starters import local, mpirun, remote, srun, torchrun
 from torchmn.launch.supervisor import Supervisor
+from torchmn.launch.worker_environment import worker_environment
 from torchmn.monitor.job_result import FAILURE_FILE, HANG_FILE
 from torchmn.topology import Route, available_processors, route_to
 
@@ -31,38 +33,36 @@ def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
 
     Raises LaunchError: the job could not be started.
     """
-    screen = RankOutput(sys.stdout, sys.stderr)
+    output = RankOutput(sys.stdout, sys.stderr)
     route = route_between(job)
-    base = job.environment(mpirun.clean_environment(env))
-    meeting_port = _look_at_hosts(job, base)
+    master_port = _check_hosts(job, worker_environment(job, env))
     listener = channels.listen(route.address if route else "127.0.0.1")
     with closing(
         AuthenticatedListener(listener, secret=job.secret, role=channels.SUPERVISOR)
-    ) as gate:
-        base[channels.ADDRESS_VARIABLE] = channels.address_of(listener)
-        commands = commands_of(job, base, route=route, meeting_port=meeting_port)
+    ) as authenticated:
+        base = worker_environment(job, env, supervisor=channels.address_of(listener))
+        commands = commands_of(job, base, route=route, master_port=master_port)
         _make_log_dir(job)
         reason = f" ({why})" if why else ""
-        screen.say(
-            f"{job.num_ranks} worker(s) with {job.backend}{reason} on {_places(job)}, logs in "
+        output.say(
+            f"{job.num_ranks} rank(s) with {job.backend}{reason} on {_places(job)}, logs in "
             f"{job.log_dir}"
         )
-        return Supervisor(job, screen, gate).run(commands)
+        return Supervisor(job, output, authenticated).run(commands)
 
 
 def dry_run(job: Job, env: Mapping[str, str]) -> str:
-    """What `run_job` would start, as a shell would write it, without asking any host."""
-    base = job.environment(mpirun.clean_environment(env))
-    base[channels.ADDRESS_VARIABLE] = "HOST:PORT"
+    """The commands that `run_job` would run, in shell syntax, without contacting any host."""
+    base = worker_environment(job, env, supervisor="HOST:PORT")
     shown = []
-    for command in commands_of(job, base, route=route_between(job), meeting_port=0):
+    for command in commands_of(job, base, route=route_between(job), master_port=0):
         new = {
-            name: "..." if name == "TORCHMN_SECRET" else text
+            name: "..." if name == SECRET_VARIABLE else text
             for name, text in sorted(command.env.items())
             if env.get(name) != text
         }
-        words = [f"{name}={shlex.quote(text)}" for name, text in new.items()]
-        shown.append(" ".join([*words, shlex.join(command.argv)]))
+        variables = [f"{name}={shlex.quote(text)}" for name, text in new.items()]
+        shown.append(" ".join([*variables, shlex.join(command.argv)]))
         if command.stdin:
             order = command.stdin.decode().replace(job.secret, "...")
             shown.append(f"  # on its standard input: {order.strip()}")
@@ -71,23 +71,23 @@ def dry_run(job: Job, env: Mapping[str, str]) -> str:
 
 def run_elastic_job(elastic: ElasticJob, env: Mapping[str, str], *, why: str = "") -> int:
     """As `run_job`, for a job whose hosts may be lost and come back. Raises LaunchError."""
-    base = elastic.job.environment(mpirun.clean_environment(env))
+    base = worker_environment(elastic.job, env)
     _make_log_dir(elastic.job)
-    screen = RankOutput(sys.stdout, sys.stderr)
-    screen.say(
-        f"{elastic.limits.least} to {elastic.limits.most} of {len(elastic.job.hosts)} host(s) with "
+    output, limits = RankOutput(sys.stdout, sys.stderr), elastic.limits
+    output.say(
+        f"{limits.min_hosts} to {limits.max_hosts} of {len(elastic.job.hosts)} host(s) with "
         f"{elastic.job.backend}{f' ({why})' if why else ''} on "
         f"{', '.join(map(str, elastic.job.hosts))}, logs in {elastic.job.log_dir}"
     )
-    return ElasticLauncher(elastic, screen, _address_for(elastic.job), base).run()
+    return ElasticLauncher(elastic, output, _address_for(elastic.job), base).run()
 
 
 def dry_run_elastic(elastic: ElasticJob, env: Mapping[str, str]) -> str:
-    """What `run_elastic_job` would start, as a shell would write it, without asking any host."""
-    base = elastic.job.environment(mpirun.clean_environment(env))
-    commands = [store_process(elastic, base, _address_for(elastic.job))]
+    """The commands that `run_elastic_job` would run, without contacting any host."""
+    base = worker_environment(elastic.job, env)
+    commands = [rendezvous_process(elastic, base, _address_for(elastic.job))]
     commands += [
-        node_process(elastic, base, host.name, rendezvous="HOST:PORT", supervisor="HOST:PORT")
+        host_process(elastic, base, host.name, rendezvous="HOST:PORT", supervisor="HOST:PORT")
         for host in elastic.job.hosts
     ]
     shown = []
@@ -100,7 +100,7 @@ def dry_run_elastic(elastic: ElasticJob, env: Mapping[str, str]) -> str:
 
 
 def _address_for(job: Job) -> str:
-    """An address of ours that all hosts of the job reach, as far as we can see from here."""
+    """An address of this host that all hosts of the job can reach, as far as can be seen here."""
     routes = [route_to(host.name) for host in job.hosts]
     outward = [route.address for route in routes if route is not None and not route.is_loopback]
     return outward[0] if outward else "127.0.0.1"
@@ -114,28 +114,28 @@ def route_between(job: Job) -> Route | None:
     unknown = [name for name, route in routes if route is None]
     if unknown:
         raise LaunchError(
-            f"No way leads to {', '.join(unknown)}: see whether the name is right and known on "
+            f"No route to {', '.join(unknown)}: check whether the name is correct and known on "
             f"{socket.gethostname()}."
         )
     return next(route for _, route in routes if route is not None and not route.is_loopback)
 
 
 def commands_of(
-    job: Job, env: Mapping[str, str], *, route: Route | None, meeting_port: int
+    job: Job, env: Mapping[str, str], *, route: Route | None, master_port: int
 ) -> list[Command]:
-    """The processes that start all ranks, by the job's launcher. Raises LaunchError."""
+    """The commands that start all ranks with the job's launcher. Raises LaunchError."""
     if job.launcher == "local":
         return local.commands(job, env)
     if job.launcher == "ssh":
-        return ssh.commands(job, env)
+        return remote.commands(job, env)
     if job.launcher == "srun":
         return [srun.command(job, env)]
     if job.launcher == "torchrun":
         return torchrun.commands(
             job,
             env,
-            meeting_host=job.hosts[0].name if route else "127.0.0.1",
-            meeting_port=meeting_port,
+            master_addr=job.hosts[0].name if route else "127.0.0.1",
+            master_port=master_port,
         )
     path = find_mpirun(env)
     if path is None:
@@ -155,15 +155,13 @@ def commands_of(
     ]
 
 
-def _look_at_hosts(job: Job, env: Mapping[str, str]) -> int:
-    """Ask the other hosts whether they can run the job. A port that is free on the first one."""
+def _check_hosts(job: Job, env: Mapping[str, str]) -> int:
+    """Check whether the other hosts can run the job. Returns a free port of the first host."""
     if job.launcher == "srun":
-        return 0  # Slurm knows its nodes, and the agents are looked at when they report
+        return 0  # Slurm knows its nodes, and agents are checked when they connect
     if job.has_other_hosts:
-        return ask_hosts(job, env)[job.hosts[0].name].port
-    keeper, port = local.reserve_port()
-    keeper.close()
-    return port
+        return remote.check_hosts(job, env)[job.hosts[0].name].port
+    return find_free_port()
 
 
 def _places(job: Job) -> str:
@@ -173,7 +171,7 @@ def _places(job: Job) -> str:
 
 
 def _make_log_dir(job: Job) -> None:
-    """Make the folder, without the files of an earlier job in it, and write down what is run."""
+    """Create the folder, delete the files of an earlier job in it, and write ``job.json``."""
     record = {
         "argv": list(job.argv),
         "cwd": str(job.cwd),
@@ -196,5 +194,5 @@ def _make_log_dir(job: Job) -> None:
     except OSError as error:
         raise LaunchError(
             f"The log folder {str(job.log_dir)!r} cannot be used: {error.strerror or error}. "
-            "Choose another one with --log-dir."
+            "Choose another with --log-dir."
         ) from None

@@ -80,7 +80,7 @@ class Supervisor:
             served = served[command.ranks.start : command.ranks.stop]
         for record in served:
             # Its end may be known before that of the connection. Of a silent host we know neither:
-            # there we have ended our own end.
+            # we closed the connection ourselves.
             if record.exit is None and record.lost_returncode is None and not record.is_silent:
                 record.lost_returncode = returncode
         if all(record.has_ended for record in served) or self._session.is_ending:

@@ -56,7 +56,7 @@ class ScriptLink:
         return self._channel.fileno()
 
     def variable(self) -> str:
-        """The value of `torchmn.monitor.script_monitor.MONITOR_VARIABLE` for the script."""
+        """The value of `torchmn.monitor.MONITOR_VARIABLE` for the script."""
         if self._script_end is None:
             return ""
         self._script_end.set_inheritable(True)

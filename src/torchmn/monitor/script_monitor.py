@@ -44,10 +44,10 @@ from torchmn.control.messages.monitor import (
     StatusReply,
     StatusRequest,
 )
+from torchmn.environment_variables import MONITOR_VARIABLE
 from torchmn.errors import CommunicationError
 from torchmn.script import on_error
 
-MONITOR_VARIABLE = "TORCHMN_MONITOR"
 """``descriptor:pid``: the inherited connection to the agent, and the agent's process."""
 _PERIOD_S = 0.2
 _STUCK_S = 0.5

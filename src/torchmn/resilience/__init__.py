@@ -1,4 +1,4 @@
-"""What keeps a training alive and right: a named cause at its end, leaving in time, replicas."""
+"""Crash handling, preemption and replica checks."""
 
 from torchmn.resilience.crash import install_crash_handler
 from torchmn.resilience.preemption import SAVED_STATUS, Preemption

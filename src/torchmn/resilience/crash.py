@@ -20,9 +20,9 @@ import time
 from pathlib import Path
 
 from torchmn.communicators import Communicator
-from torchmn.control.authenticated_listener import SECRET_VARIABLE
 from torchmn.control.codec import Record, encode
 from torchmn.control.processes import python_module
+from torchmn.environment_variables import SECRET_VARIABLE
 from torchmn.errors import CommunicationError
 from torchmn.monitor import rank_monitor, script_monitor, server
 from torchmn.topology import route_to

@@ -1,4 +1,4 @@
-"""Every N steps: do all ranks still hold the same model? A replica that went astray is named.
+"""Check every N steps that all ranks hold the same model, and report diverged replicas.
 
 Data parallel training promises the same parameters on all ranks. A rank that breaks the promise
 (a parameter changed by hand, a kernel that rounds differently, faulty memory) breaks it silently:
@@ -21,14 +21,14 @@ from torchmn.errors import RankMismatchError, UsageError
 
 @runtime_checkable
 class ReportsReplicas(Protocol):
-    """An optimizer that knows what is promised, and which gradients were not finite."""
+    """An optimizer that reports its replicated tensors and its nonfinite gradients."""
 
     @property
     def nonfinite(self) -> Sequence[object]:
-        """Every step whose gradients were not finite: a sentence each."""
+        """Each step whose gradients were not finite."""
 
     def replicated_tensors(self) -> Sequence[Tensor]:
-        """What holds the same bits on all ranks now; empty where nothing is promised."""
+        """The tensors that must be bit-identical on all ranks now; empty if none must be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +44,8 @@ class ReplicaReport:
 
     def __str__(self) -> str:
         if self.differences:
-            said = [f"after step {step}: {what}" for step, what in self.differences]
-            text = f"replicas differ {'; '.join(said)}"
+            found = [f"after step {step}: {what}" for step, what in self.differences]
+            text = f"replicas differ {'; '.join(found)}"
         elif self.num_checks:
             text = f"replicas were equal in {self.num_checks} checks up to step {self.last_step}"
         else:
@@ -102,7 +102,7 @@ class ReplicaCheck:
     def step_ended(self) -> None:
         """Count a step, and compare if it is time. *Collective.*
 
-        Raises RankMismatchError on all ranks: the sentence names parameters, ranks and the step.
+        Raises RankMismatchError on all ranks, with parameters, ranks and the step.
         """
         self._num_steps += 1
         if self._num_steps % self._every == 0:
@@ -116,9 +116,9 @@ class ReplicaCheck:
 
     def check(self, step: int) -> list[Difference]:
         """Compare now; returns what differs. *Collective.* Raises as `step_ended`."""
-        everybody = self._comm.allgather_obj(self._checksums())
-        common = set(everybody[0]).intersection(*everybody[1:])
-        found = differences([{n: sums[n] for n in sums if n in common} for sums in everybody])
+        all_sums = self._comm.allgather_obj(self._checksums())
+        common = set(all_sums[0]).intersection(*all_sums[1:])
+        found = differences([{n: sums[n] for n in sums if n in common} for sums in all_sums])
         self._num_checks += bool(common)
         self._last_step = step
         self._found += [(step, difference) for difference in found]

@@ -1,10 +1,16 @@
-"""Where things are: facts only. Starts without torch; reading a fact changes nothing."""
+"""Cluster topology, read-only: hosts, ranks, cores, GPUs and networks. Starts without torch."""
 
 from torchmn.topology.allocation import Allocation, allocation
-from torchmn.topology.cpus import CpuAssignment, Processors, assign_cpus, available_processors
-from torchmn.topology.gpu_locality import cores_near_gpu, gpu_localities, memory_nodes
+from torchmn.topology.cpus import (
+    CpuAssignment,
+    Processors,
+    assign_cpus,
+    available_processors,
+    cores_near_gpu,
+)
+from torchmn.topology.gpu_locality import gpu_localities, memory_nodes
 from torchmn.topology.gpus import count_gpus
-from torchmn.topology.hostlists import Host, parse_hostfile, parse_hosts, seat
+from torchmn.topology.hostlists import Host, parse_hostfile, parse_hosts, select_hosts
 from torchmn.topology.launcher_env import LauncherInfo, raise_if_contradicted, read_launcher_env
 from torchmn.topology.network import Route, is_this_host, local_address_for, route_of, route_to
 from torchmn.topology.placement import RankPlacement, Topology
@@ -33,5 +39,5 @@ __all__ = [
     "read_launcher_env",
     "route_of",
     "route_to",
-    "seat",
+    "select_hosts",
 ]

@@ -1,6 +1,6 @@
-"""What a scheduler gave this job: its name, its number, and the hosts. Reads, never changes.
+"""The hosts that a scheduler has allocated to this job. Reads, never changes.
 
-PBS and Grid Engine write a file (``PBS_NODEFILE``: a line per worker; ``PE_HOSTFILE``: host, slots,
+PBS and Grid Engine write a file (``PBS_NODEFILE``: a line per rank; ``PE_HOSTFILE``: host, slots,
 queue, processors), Slurm a compressed list (``SLURM_JOB_NODELIST`` with ``SLURM_TASKS_PER_NODE``).
 """
 
@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from torchmn.errors import TopologyError
-from torchmn.topology.hostlists import Host, parse_hostfile, parse_node_list
-from torchmn.topology.launcher_env import tasks_per_node
+from torchmn.topology.hostlists import Host, parse_hostfile, parse_node_list, parse_task_counts
 
 Scheduler = Literal["PBS", "Slurm", "Grid Engine"]
 
@@ -35,7 +34,7 @@ class Allocation:
 def allocation(env: Mapping[str, str]) -> Allocation | None:
     """The allocation that this process runs in, or ``None``. Local.
 
-    Raises TopologyError: two schedulers contradict each other, or what one says cannot be read.
+    Raises TopologyError: two schedulers contradict each other, or a file or list cannot be read.
     """
     found = [given for read in (_pbs, _slurm, _grid_engine) if (given := read(env)) is not None]
     if len({given.hosts for given in found}) > 1:
@@ -64,7 +63,7 @@ def _slurm(env: Mapping[str, str]) -> Allocation | None:
         return None
     nodes = parse_node_list(names)
     variable = "SLURM_TASKS_PER_NODE" if env.get("SLURM_NTASKS") else "SLURM_JOB_CPUS_PER_NODE"
-    counts = tasks_per_node(env.get(variable) or f"1(x{len(nodes)})", variable=variable)
+    counts = parse_task_counts(env.get(variable) or f"1(x{len(nodes)})", variable=variable)
     if len(counts) != len(nodes):
         raise TopologyError(
             f"SLURM_JOB_NODELIST={names} names {len(nodes)} host(s) but {variable}="
@@ -85,7 +84,7 @@ def _grid_engine(env: Mapping[str, str]) -> Allocation | None:
     rows = [line.split() for line in _text(path, "PE_HOSTFILE").splitlines() if line.strip()]
     if not rows or any(len(row) < 2 or not re.fullmatch("[0-9]{1,9}", row[1]) for row in rows):
         raise TopologyError(
-            f"PE_HOSTFILE={path} should hold lines like 'n1 2 all.q@n1 UNDEFINED'. Unset it, or "
+            f"PE_HOSTFILE={path} must hold lines like 'n1 2 all.q@n1 UNDEFINED'. Unset it, or "
             "start the job with qsub -pe, which sets it."
         )
     return Allocation(

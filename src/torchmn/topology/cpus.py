@@ -1,15 +1,18 @@
-"""Which cores this process may use, and the equal share of each rank of a node.
+"""Which cores this process may use, and the cores of each rank of a node.
 
-Reading changes nothing; who wants a share sets it himself (`os.sched_setaffinity`).
+There are two binding rules: equal shares of all cores (`assign_cpus`), and shares of the cores next
+to each rank's GPU (`cores_near_gpu`). Nothing is bound here: see `os.sched_setaffinity`.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchmn.errors import UsageError
+from torchmn.topology.gpu_locality import GpuLocality
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +38,7 @@ class Processors:
 
 @dataclass(frozen=True, kw_only=True)
 class CpuAssignment:
-    """What one rank of a node gets: cores to be bound to and a number of threads to start."""
+    """The cores to bind a rank to, and the number of threads that it should start."""
 
     cores: frozenset[int]
     num_threads: int
@@ -62,7 +65,7 @@ def available_processors(root: Path = Path("/"), *, pid: int = 0) -> Processors:
 def assign_cpus(processors: Processors, *, intra_rank: int, intra_size: int) -> CpuAssignment:
     """The share of one of ``intra_size`` ranks on the same cores.
 
-    Every rank gets a block of the same number of cores; cores that do not divide belong to all
+    Every rank gets a block of the same number of cores; the remaining cores belong to all
     (for loading data, say), not to the first ranks, since ranks wait for the slowest. With fewer
     cores than ranks every rank gets one and shares it. ``num_threads`` is the number of physical
     cores in the block, at most the rank's part of the quota, at least 1.
@@ -93,6 +96,33 @@ def assign_cpus(processors: Processors, *, intra_rank: int, intra_size: int) -> 
     )
 
 
+def cores_near_gpu(
+    processors: Processors,
+    localities: Sequence[GpuLocality],
+    *,
+    intra_rank: int,
+    intra_size: int,
+) -> tuple[CpuAssignment, GpuLocality | None]:
+    """A rank's share of the cores next to its GPU, the ``intra_rank``-th one.
+
+    Ranks whose GPUs are next to the same cores share these. If a rank has no GPU of its own, or
+    none of the cores next to it may be used, all ranks share all cores: binding only some of
+    them well would make those wait for the others.
+    """
+    own = [_within(processors, around.cores) for around in localities[:intra_size]]
+    if len(own) < intra_size or not all(own):
+        return assign_cpus(processors, intra_rank=intra_rank, intra_size=intra_size), None
+    sharing = [rank for rank in range(intra_size) if own[rank] == own[intra_rank]]
+    physical = dict(zip(processors.logical, processors.physical, strict=True))
+    near = Processors(
+        logical=own[intra_rank],
+        physical=tuple(physical[core] for core in own[intra_rank]),
+        quota=(None if processors.quota is None else processors.quota * len(sharing) / intra_size),
+    )
+    share = assign_cpus(near, intra_rank=sharing.index(intra_rank), intra_size=len(sharing))
+    return share, localities[intra_rank]
+
+
 def cpu_quota(root: Path = Path("/")) -> float | None:
     """The least CPU quota of this process's control groups in cores, or ``None``. Local.
 
@@ -116,6 +146,10 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
     return min(quotas, default=None)
 
 
+def _within(processors: Processors, cores: frozenset[int]) -> tuple[int, ...]:
+    return tuple(core for core in processors.logical if core in cores)
+
+
 def _ratio(quota_and_period: list[str]) -> list[float]:
     """``[quota / period]``, or nothing where there is no limit."""
     if len(quota_and_period) != 2 or not all(text.isdigit() for text in quota_and_period):
@@ -125,7 +159,7 @@ def _ratio(quota_and_period: list[str]) -> list[float]:
 
 
 def _physical_core(number: int, root: Path) -> tuple[int, int]:
-    """(socket, core) of a logical core; a core of its own where the system does not say."""
+    """(socket, core) of a logical core; a core of its own where the system does not report it."""
     topology = root / f"sys/devices/system/cpu/cpu{number}/topology"
     texts = [_text(topology / name).strip() for name in ("physical_package_id", "core_id")]
     if not all(text.isdigit() for text in texts):

@@ -1,13 +1,11 @@
-"""Which cores and which memory node lie next to a GPU, from sysfs. Reads, never changes."""
+"""Which cores and which memory node are next to a GPU, from sysfs. Reads, never changes."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-from torchmn.topology.cpus import CpuAssignment, Processors, assign_cpus
 
 _GPUS = "proc/driver/nvidia/gpus"
 _PCI = "sys/bus/pci/devices"
@@ -16,7 +14,7 @@ _NODES = "sys/devices/system/node"
 
 @dataclass(frozen=True, kw_only=True)
 class GpuLocality:
-    """What lies next to one GPU: cores by number, and the memory node, -1 if there is only one."""
+    """The cores next to one GPU by number, and its memory node, -1 if there is only one."""
 
     bus: str
     cores: frozenset[int]
@@ -24,10 +22,10 @@ class GpuLocality:
 
 
 def gpu_localities(env: Mapping[str, str], root: Path = Path("/")) -> tuple[GpuLocality, ...]:
-    """The neighbourhoods of the GPUs that this process may use, in CUDA's order. Local.
+    """The localities of the GPUs that this process may use, in CUDA's order. Local.
 
     CUDA's order is taken to be that of the bus, as it is for GPUs of one kind. Empty where the
-    driver tells nothing, or where CUDA_VISIBLE_DEVICES names GPUs in another way than by number.
+    driver reports nothing, or where CUDA_VISIBLE_DEVICES names GPUs other than by number.
     """
     folder = root / _GPUS
     buses = sorted(path.name.lower() for path in folder.iterdir()) if folder.is_dir() else []
@@ -40,33 +38,6 @@ def gpu_localities(env: Mapping[str, str], root: Path = Path("/")) -> tuple[GpuL
             chosen.append(buses[int(entry)])
         buses = chosen
     return tuple(_around(bus, root) for bus in buses)
-
-
-def cores_near_gpu(
-    processors: Processors,
-    neighbourhoods: Sequence[GpuLocality],
-    *,
-    intra_rank: int,
-    intra_size: int,
-) -> tuple[CpuAssignment, GpuLocality | None]:
-    """A rank's share of the cores next to its GPU, the ``intra_rank``-th one.
-
-    Ranks whose GPUs have the same neighbours divide those. Where a rank has no GPU of its own, or
-    no core next to it is ours, all ranks divide all cores: some bound well beside others that are
-    not would only make the first ones wait.
-    """
-    own = [_within(processors, around.cores) for around in neighbourhoods[:intra_size]]
-    if len(own) < intra_size or not all(own):
-        return assign_cpus(processors, intra_rank=intra_rank, intra_size=intra_size), None
-    sharing = [rank for rank in range(intra_size) if own[rank] == own[intra_rank]]
-    physical = dict(zip(processors.logical, processors.physical, strict=True))
-    near = Processors(
-        logical=own[intra_rank],
-        physical=tuple(physical[core] for core in own[intra_rank]),
-        quota=(None if processors.quota is None else processors.quota * len(sharing) / intra_size),
-    )
-    share = assign_cpus(near, intra_rank=sharing.index(intra_rank), intra_size=len(sharing))
-    return share, neighbourhoods[intra_rank]
 
 
 def memory_nodes(cores: frozenset[int], root: Path = Path("/")) -> tuple[int, ...]:
@@ -103,10 +74,6 @@ def _around(bus: str, root: Path) -> GpuLocality:
         cores=parse_core_list(_text(device / "local_cpulist")),
         memory_node=int(node) if re.fullmatch(r"-?\d+", node) else -1,
     )
-
-
-def _within(processors: Processors, cores: frozenset[int]) -> tuple[int, ...]:
-    return tuple(core for core in processors.logical if core in cores)
 
 
 def _text(path: Path) -> str:

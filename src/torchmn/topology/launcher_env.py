@@ -1,4 +1,4 @@
-"""What the launcher says about this process's rank: read from its variables, never guessed.
+"""The rank of this process and related facts, read from the variables of its launcher.
 
 Every function is pure over a mapping of environment variables. A launcher is a row of data in
 `LAUNCHERS`, innermost first: torchrun's agents may be started by an MPI, and an MPI's daemons by
@@ -11,10 +11,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import chain, repeat
 from typing import Literal
 
 from torchmn.errors import TopologyError
+from torchmn.topology.hostlists import parse_task_counts
 
 Environment = Mapping[str, str]
 Names = tuple[str, ...]
@@ -27,7 +27,7 @@ class LauncherVariables:
     launcher: str
     kind: Literal["agents", "mpi", "scheduler"]
     rank: Names
-    size: Names = ()  # empty: this launcher does not say how many ranks there are
+    size: Names = ()  # empty: this launcher does not set the number of ranks
     intra_rank: Names = ()
     intra_size: Names = ()
     inter_rank: Names = ()
@@ -92,14 +92,13 @@ LAUNCHERS = (
     ),
 )
 
-_MOST_NODES = 100_000
 _FIRST_SPECIAL_SLURM_STEP = 0xFFFFFFF0
 """From here on a step is a batch script, a salloc shell or a container: its tasks are no ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherInfo:
-    """What a launcher says about this process; ``None`` where it does not say.
+    """What a launcher sets for this process; ``None`` where it sets nothing.
 
     ``variables`` are the (name, text) pairs it was read from, for messages.
     """
@@ -120,7 +119,7 @@ class LauncherInfo:
         if self.known_size is None:
             raise TopologyError(
                 f"{self.launcher} says that this is rank {self.rank} ({self.words}) but not how "
-                "many ranks there are. Use the MPI transport, which knows, or set RANK and "
+                "many ranks there are. Use the MPI transport, which does, or set RANK and "
                 "WORLD_SIZE for every rank."
             )
         return self.known_size
@@ -136,7 +135,7 @@ class LauncherInfo:
 
 
 def read_launcher_env(env: Environment) -> LauncherInfo | None:
-    """The place that the innermost launcher gave this process, or ``None`` without a launcher.
+    """The facts of the innermost launcher about this process, or ``None`` without a launcher.
 
     Facts that it leaves out are filled in from launchers that describe the same world. Local.
     Raises TopologyError: a variable is missing or no count, or two launchers contradict each other.
@@ -221,34 +220,13 @@ def _read(row: LauncherVariables, env: Environment) -> LauncherInfo | None:
     )
     listed = _first(row.tasks_per_node, env)
     if listed is not None and inter_rank is not None:
-        counts = tasks_per_node(listed[1], variable=listed[0])
+        counts = parse_task_counts(listed[1], variable=listed[0])
         if inter_rank < len(counts):
             place = replace(place, intra_size=counts[inter_rank])
     _raise_if_outside(rank, size)
     _raise_if_outside(_first(row.intra_rank, env), _first(row.intra_size, env))
     _raise_if_outside(_first(row.inter_rank, env), _first(row.inter_size, env))
     return place
-
-
-def tasks_per_node(text: str, *, variable: str = "SLURM_TASKS_PER_NODE") -> tuple[int, ...]:
-    """Expand Slurm's list of task counts.
-
-    Raises TopologyError: the text is no such list.
-
-    >>> tasks_per_node("2(x3),1")
-    (2, 2, 2, 1)
-    """
-    count = "[0-9]{1,9}"
-    parts = [
-        re.fullmatch(rf"({count})(?:\(x({count})\))?", part.strip()) for part in text.split(",")
-    ]
-    matches = [part for part in parts if part is not None]
-    if len(matches) < len(parts) or sum(int(m[2] or 1) for m in matches) > _MOST_NODES:
-        raise TopologyError(
-            f"{variable} should look like '2(x3),1' but is {text!r}. Unset it, or start the "
-            "script with srun, which sets it."
-        )
-    return tuple(chain.from_iterable(repeat(int(m[1]), int(m[2] or 1)) for m in matches))
 
 
 def _is_in_slurm_step(env: Environment) -> bool:

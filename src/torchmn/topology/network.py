@@ -1,4 +1,4 @@
-"""By which address and network interface this host reaches another one. Reads, sends nothing."""
+"""The address and network interface by which this host reaches another. Sends nothing."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Route:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether it leads nowhere but to this host."""
+        """Whether it only leads to this host."""
         return ipaddress.ip_address(self.address).is_loopback
 
 
 def route_to(host: str) -> Route | None:
-    """The way on which packets to ``host`` leave, as the kernel would choose it. Local.
+    """The route of packets to ``host``, as the kernel would choose it. Local.
 
-    ``None`` where the name is unknown or no way leads there. IPv4 only, as gloo's and MPI's own
+    ``None`` if the name is unknown or there is no route. IPv4 only, as gloo's and MPI's own
     choices can be set for it everywhere.
     """
     address = local_address_for(host)
@@ -37,7 +37,7 @@ def route_to(host: str) -> Route | None:
 
 
 def local_address_for(host: str) -> str | None:
-    """The address of ours that packets to ``host`` come from; ``None`` as for `route_to`. Local.
+    """The local address from which packets to ``host`` are sent; ``None`` as for `route_to`.
 
     It may be a second one of its interface, which `route_of` does not find.
     """

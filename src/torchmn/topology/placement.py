@@ -1,4 +1,4 @@
-"""Which rank stands on which node: ChainerMN's rule by host name, for any placement."""
+"""The placement of ranks on nodes, by host name as in ChainerMN."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchmn.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlacement:
-    """Where one rank stands.
+    """The placement of one rank.
 
     ``intra_rank`` counts the ranks of the same node in ascending order, ``inter_rank`` counts
     nodes in the order of their first rank.

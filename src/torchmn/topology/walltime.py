@@ -1,7 +1,7 @@
 """When the scheduler will end this job. Reads, never changes.
 
 The job scripts of `torchmn submit` export ``TORCHMN_JOB_END``, in seconds since the epoch; Slurm
-sets ``SLURM_JOB_END_TIME`` itself (since 22.05) and answers to ``squeue`` before that.
+sets ``SLURM_JOB_END_TIME`` itself (since 22.05), and older versions answer ``squeue``.
 """
 
 from __future__ import annotations
@@ -12,24 +12,25 @@ import subprocess
 import time
 from collections.abc import Mapping
 
+from torchmn.environment_variables import JOB_END_VARIABLE
 from torchmn.errors import TopologyError
 
-_VARIABLES = ("TORCHMN_JOB_END", "SLURM_JOB_END_TIME")
-_ASK_S = 10.0
+_VARIABLES = (JOB_END_VARIABLE, "SLURM_JOB_END_TIME")
+_QUERY_S = 10.0
 
 
 def job_end(env: Mapping[str, str]) -> float | None:
-    """The moment in seconds since the epoch, or ``None``: there is no limit, or nobody says.
+    """The time in seconds since the epoch, or ``None``: there is no limit, or it is unknown.
 
-    Local; asks Slurm's controller where only that knows. Raises TopologyError: a variable is no
-    moment.
+    Local; queries Slurm's controller if no variable is set. Raises TopologyError: a variable is not
+    a number.
     """
     for name in _VARIABLES:
         text = env.get(name)
         if text:
             if not re.fullmatch(r"\d+(\.\d*)?", text):
                 raise TopologyError(
-                    f"{name} should be a moment in seconds since 1970 but is {text!r}. Unset it."
+                    f"{name} must be a time in seconds since 1970 but is {text!r}. Unset it."
                 )
             return float(text)
     squeue = shutil.which("squeue", path=env.get("PATH"))
@@ -41,7 +42,7 @@ def job_end(env: Mapping[str, str]) -> float | None:
             [squeue, "--noheader", "--jobs", job, "--format", "%L"],
             capture_output=True,
             text=True,
-            timeout=_ASK_S,
+            timeout=_QUERY_S,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
@@ -51,7 +52,7 @@ def job_end(env: Mapping[str, str]) -> float | None:
 
 
 def parse_duration(text: str) -> float | None:
-    """Seconds of a scheduler's ``days-hours:minutes:seconds``, ``None`` for words.
+    """Seconds of a scheduler's ``days-hours:minutes:seconds``, ``None`` for other text.
 
     >>> parse_duration("1-00:00:05"), parse_duration("10:00"), parse_duration("UNLIMITED")
     (86405.0, 600.0, None)

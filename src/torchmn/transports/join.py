@@ -16,6 +16,8 @@ from datetime import timedelta
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from torchmn.control import port_discovery
+from torchmn.control.ports import find_free_port
+from torchmn.environment_variables import SECRET_VARIABLE, TRANSPORT_VARIABLE
 from torchmn.errors import (
     LaunchError,
     PeerLostError,
@@ -48,7 +50,7 @@ def choose_transport(
         raise UnknownNameError("transport", name, TRANSPORTS)
     if name != "auto":
         return name
-    asked = environment.get("TORCHMN_TRANSPORT", "auto")
+    asked = environment.get(TRANSPORT_VARIABLE, "auto")
     if asked != "auto":
         return choose_transport(asked, launched, environment, has_cuda=has_cuda)
     under_mpi = launched is not None and launched.kind == "mpi"
@@ -140,7 +142,7 @@ def _connect_store(launched: LauncherInfo, timeout_s: float) -> tuple[str, TCPSt
 
 
 def _secret() -> str:
-    return os.environ.get("TORCHMN_SECRET", "")
+    return os.environ.get(SECRET_VARIABLE, "")
 
 
 def _store(launched: LauncherInfo, address: str, port: int, timeout_s: float) -> TCPStore:
@@ -237,9 +239,7 @@ def _announce_port(mpi_world: Transport, timeout_s: float) -> tuple[str, int]:
 
     row = torch.zeros(256, dtype=torch.uint8, device="cpu")
     if mpi_world.rank == 0:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            text = f"{socket.gethostname()}:{probe.getsockname()[1]}".encode()
+        text = f"{socket.gethostname()}:{find_free_port('')}".encode()
         row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     mpi_world.broadcast_(row, 0, TimeLimit(timeout_s))
     address, port = row.numpy().tobytes().rstrip(b"\0").decode().rsplit(":", 1)

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchmn.environment_variables import EXIT_TIMEOUT_VARIABLE
 from torchmn.errors import LaunchError, TimeLimitError, UnsupportedError
 from torchmn.transports.base import Message, ReduceOp, Scratch, TimeLimit, Transport, poll_until
 from torchmn.units import GiB, KiB
@@ -263,7 +264,7 @@ def _leave(mpi: Any) -> None:
         _abort(mpi, 1)
     with _TURN:
         request = mpi.COMM_WORLD.Ibarrier()
-    limit_s = float(os.environ.get("TORCHMN_EXIT_TIMEOUT_S", _EXIT_TIMEOUT_S))
+    limit_s = float(os.environ.get(EXIT_TIMEOUT_VARIABLE, _EXIT_TIMEOUT_S))
     deadline = time.monotonic() + limit_s
 
     def is_done() -> bool:

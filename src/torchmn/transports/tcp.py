@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect
+from torchmn.environment_variables import SECRET_VARIABLE
 from torchmn.errors import CommunicationError, LaunchError, PeerLostError, TimeLimitError
 from torchmn.topology.network import address_of
 from torchmn.transports.base import (
@@ -505,7 +506,7 @@ def _accept_peers(
 
 
 def _secret(token: bytes) -> str:
-    return f"{os.environ.get('TORCHMN_SECRET', '')} {token.hex()}"
+    return f"{os.environ.get(SECRET_VARIABLE, '')} {token.hex()}"
 
 
 def _own_addresses(inner: Transport) -> list[str]:

@@ -16,8 +16,6 @@ from torchmn.checkpoint.memory_storage import MemoryStorage
 from torchmn.communicators import Communicator
 from torchmn.control.checkpoint_replicas.client import ReplicaClient
 from torchmn.control.checkpoint_replicas.server import (
-    ROUND_VARIABLE,
-    SOCKET_VARIABLE,
     ReplicaServer,
 )
 from torchmn.control.messages.elastic import (
@@ -28,6 +26,7 @@ from torchmn.control.messages.elastic import (
     RoundMember,
     StagedCheckpoint,
 )
+from torchmn.environment_variables import REPLICA_SOCKET_VARIABLE, ROUND_VARIABLE
 from torchmn.errors import DataError
 from torchmn.testing.ranks import run_ranks
 
@@ -82,12 +81,12 @@ def host() -> Iterator[OneHost]:
 @contextmanager
 def inside(host: OneHost) -> Iterator[None]:
     """As if this process were a worker of the host's round."""
-    os.environ[SOCKET_VARIABLE] = host.copies.name
+    os.environ[REPLICA_SOCKET_VARIABLE] = host.copies.name
     os.environ[ROUND_VARIABLE] = str(host.number)
     try:
         yield
     finally:
-        del os.environ[SOCKET_VARIABLE], os.environ[ROUND_VARIABLE]
+        del os.environ[REPLICA_SOCKET_VARIABLE], os.environ[ROUND_VARIABLE]
 
 
 class Value:

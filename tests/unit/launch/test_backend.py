@@ -23,9 +23,9 @@ CHOICES = {
     "GPUs": (Machine(num_gpus=2, **WITH_MPI), "auto", 2, "nccl"),
     "too few GPUs": (Machine(num_gpus=1, **WITH_MPI), "auto", 2, "mpi"),
     "too few GPUs, no MPI": (Machine(num_gpus=1), "auto", 2, "gloo"),
-    "gloo as asked": (Machine(num_gpus=2, **WITH_MPI), "gloo", 2, "gloo"),
-    "mpi as asked": (Machine(num_gpus=2, **WITH_MPI), "mpi", 2, "mpi"),
-    "nccl as asked": (Machine(num_gpus=2), "nccl", 2, "nccl"),
+    "gloo requested": (Machine(num_gpus=2, **WITH_MPI), "gloo", 2, "gloo"),
+    "mpi requested": (Machine(num_gpus=2, **WITH_MPI), "mpi", 2, "mpi"),
+    "nccl requested": (Machine(num_gpus=2), "nccl", 2, "nccl"),
 }
 
 
@@ -39,7 +39,7 @@ def test_choice(case: str) -> None:
 
 def test_reason_names_what_is_missing() -> None:
     assert "an mpirun and mpi4py" in choose_backend("auto", Machine(), 1)[1]
-    assert "fewer GPUs (1) than workers" in choose_backend("auto", Machine(num_gpus=1), 2)[1]
+    assert "fewer GPUs (1) than ranks" in choose_backend("auto", Machine(num_gpus=1), 2)[1]
 
 
 @pytest.mark.parametrize(

@@ -12,37 +12,37 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_streams_stay_apart() -> None:
+def test_streams_are_separate() -> None:
     out, err = io.StringIO(), io.StringIO()
-    screen = RankOutput(out, err)
-    screen.lines(0, "out", ["a", ""])
-    screen.lines(11, "err", ["b"])
-    screen.say("a sentence.")
-    screen.quote("as it is")
+    output = RankOutput(out, err)
+    output.lines(0, "out", ["a", ""])
+    output.lines(11, "err", ["b"])
+    output.say("a sentence.")
+    output.quote("as it is")
     assert out.getvalue() == "[0] a\n[0] \n"
     assert err.getvalue() == "[11] b\ntorchmn: a sentence.\nas it is\n"
 
 
-def test_bars_are_for_terminals() -> None:
+def test_progress_bars_only_on_terminals() -> None:
     out, err = io.StringIO(), io.StringIO()
-    screen = RankOutput(out, err)
-    assert not screen.shows_bars
-    screen.refresh(0, "10 %")
+    output = RankOutput(out, err)
+    assert not output.shows_bars
+    output.refresh(0, "10 %")
     assert err.getvalue() == ""
 
 
-def test_bar_makes_room_for_lines() -> None:
+def test_progress_bar_is_erased_before_lines() -> None:
     terminal = Terminal()
-    screen = RankOutput(terminal, terminal)
-    screen.refresh(0, "10 %")
-    screen.refresh(1, "20 %")
-    screen.lines(0, "out", ["line"])
-    screen.lines(0, "out", ["next"])
+    output = RankOutput(terminal, terminal)
+    output.refresh(0, "10 %")
+    output.refresh(1, "20 %")
+    output.lines(0, "out", ["line"])
+    output.lines(0, "out", ["next"])
     erase = "\r\x1b[K"
     assert terminal.getvalue() == f"[0] 10 %{erase}[1] 20 %{erase}[0] line\n[0] next\n"
 
 
-def test_letters_that_the_terminal_lacks() -> None:
+def test_characters_outside_the_encoding() -> None:
     raw = io.BytesIO()
     out = io.TextIOWrapper(raw, encoding="ascii")
     RankOutput(out, io.StringIO()).lines(0, "out", ["grün"])

@@ -14,25 +14,25 @@ PATH = {"PATH": os.environ["PATH"]}
 
 
 def planned(env: dict[str, str] | None = None, **options: object):
-    wish = RunOptions(argv=("python", "x.py"), script="x.py", **options)  # type: ignore[arg-type]
-    return plan_job(wish, env or PATH)[0]
+    run_options = RunOptions(argv=("python", "x.py"), script="x.py", **options)  # type: ignore[arg-type]
+    return plan_job(run_options, env or PATH)[0]
 
 
 def places(job) -> list[str]:
     return [str(host) for host in job.hosts]
 
 
-def test_without_hosts_it_is_one_worker_here() -> None:
+def test_default_is_one_local_rank() -> None:
     job = planned(backend="gloo")
     assert (job.launcher, job.num_ranks, places(job)) == ("local", 1, ["localhost:1"])
 
 
 @pytest.mark.parametrize("options", [{"num_ranks": 3}, {"per_node": 3}])
-def test_numbers_on_this_host(options: dict[str, int]) -> None:
+def test_number_of_local_ranks(options: dict[str, int]) -> None:
     assert planned(backend="gloo", **options).num_ranks == 3
 
 
-def test_other_hosts_are_reached_by_ssh_without_mpi() -> None:
+def test_ssh_for_other_hosts_without_mpi() -> None:
     job = planned(backend="gloo", hosts="a.invalid:2,b.invalid:1")
     assert (job.launcher, job.num_ranks) == ("ssh", 3)
     assert places(job) == ["a.invalid:2", "b.invalid:1"]
@@ -45,12 +45,12 @@ def test_a_host_file(tmp_path: Path) -> None:
     assert places(job) == ["a.invalid:2", "b.invalid:1"]
 
 
-def test_a_list_that_names_only_this_host_is_this_host() -> None:
+def test_host_list_with_only_this_host() -> None:
     job = planned(backend="gloo", hosts="localhost:2")
     assert (job.launcher, places(job)) == ("local", ["localhost:2"])
 
 
-def test_slurm_starts_its_own_job(tmp_path: Path) -> None:
+def test_srun_in_a_slurm_job(tmp_path: Path) -> None:
     srun = tmp_path / "srun"
     srun.write_text("")
     srun.chmod(0o755)
@@ -66,7 +66,7 @@ def test_slurm_starts_its_own_job(tmp_path: Path) -> None:
     assert planned(env, backend="gloo", per_node=2).launcher == "ssh"
 
 
-def test_a_job_of_pbs_gives_the_hosts_unless_others_are_named(tmp_path: Path) -> None:
+def test_hosts_of_a_pbs_job(tmp_path: Path) -> None:
     nodes = tmp_path / "nodes"
     nodes.write_text("x1\nx1\nx2\nx2\n")
     env = {**PATH, "PBS_NODEFILE": str(nodes), "PBS_JOBID": "1"}
@@ -78,39 +78,39 @@ def test_a_job_of_pbs_gives_the_hosts_unless_others_are_named(tmp_path: Path) ->
     ("options", "error", "words"),
     [
         ({"launcher": "rsh"}, UnknownNameError, "Unknown launcher 'rsh'. Known: auto, local"),
-        ({"hosts": "a", "hostfile": Path("h")}, UsageError, "two lists of hosts"),
+        ({"hosts": "a", "hostfile": Path("h")}, UsageError, "mutually exclusive"),
         ({"hostfile": Path("no such")}, UsageError, "'no such' cannot be read"),
         ({"num_nodes": 2}, UsageError, "--nodes 2 needs a list of hosts"),
         ({"num_ranks": 0}, UsageError, "at least 1, got 0"),
         ({"num_ranks": 2, "per_node": 3}, UsageError, "-n 2 contradicts --per-node 3"),
-        ({"hosts": "a.invalid:2", "num_ranks": 3}, UsageError, "3 workers are more than the 2"),
+        ({"hosts": "a.invalid:2", "num_ranks": 3}, UsageError, "3 ranks are more than the 2"),
         ({"hosts": "a.invalid", "launcher": "local"}, UsageError, "on this host only"),
     ],
 )
-def test_what_cannot_be(options: dict[str, object], error: type, words: str) -> None:
+def test_invalid_options(options: dict[str, object], error: type, words: str) -> None:
     with pytest.raises(error, match=words):
         planned(backend="gloo", **options)
 
 
 @pytest.mark.parametrize("launcher", ["local", "ssh", "torchrun"])
-def test_mpi_needs_a_launcher_of_mpi(launcher: str) -> None:
+def test_mpi_needs_an_mpi_launcher(launcher: str) -> None:
     with pytest.raises(UnsupportedError, match="needs an MPI launcher|--backend mpi needs"):
         planned(backend="mpi", launcher=launcher)
 
 
 def test_exported_variables() -> None:
-    wish = RunOptions(argv=("x",), exported=("A=1=2", "B"), num_threads=3)
-    assert wish.environment({"B": "b"}) == {"A": "1=2", "B": "b", "OMP_NUM_THREADS": "3"}
-    with pytest.raises(UsageError, match="-x B: there is no such variable"):
-        wish.environment({})
-    with pytest.raises(UsageError, match="--threads is a number of at least 1"):
+    run_options = RunOptions(argv=("x",), exported=("A=1=2", "B"), num_threads=3)
+    assert run_options.environment({"B": "b"}) == {"A": "1=2", "B": "b", "OMP_NUM_THREADS": "3"}
+    with pytest.raises(UsageError, match="-x B: this variable is not set"):
+        run_options.environment({})
+    with pytest.raises(UsageError, match="--threads must be at least 1"):
         RunOptions(argv=("x",), num_threads=0).environment({})
 
 
 INSIDE = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
 
 
-def test_inside_of_an_mpirun_there_is_nothing_to_start() -> None:
+def test_existing_rank_is_detected() -> None:
     place = detect_existing_rank(RunOptions(argv=("x",)), INSIDE)
     assert place is not None
     assert (place.rank, place.size) == (1, 4)
@@ -119,13 +119,15 @@ def test_inside_of_an_mpirun_there_is_nothing_to_start() -> None:
 
 
 @pytest.mark.parametrize("options", [{"num_ranks": 2}, {"hosts": "a"}, {"launcher": "ssh"}])
-def test_inside_of_an_mpirun_nothing_else_can_be_asked_for(options: dict[str, object]) -> None:
-    with pytest.raises(TopologyError, match="was itself started several times: Open MPI says rank"):
+def test_existing_rank_rejects_other_options(options: dict[str, object]) -> None:
+    with pytest.raises(
+        TopologyError, match="was itself started as one of several ranks: Open MPI says rank"
+    ):
         detect_existing_rank(RunOptions(argv=("x",), **options), INSIDE)  # type: ignore[arg-type]
 
 
-def test_the_secret_is_not_taken_from_a_command_line() -> None:
-    wish = RunOptions(argv=("python", "x.py"), exported=("TORCHMN_SECRET=word",))
-    with pytest.raises(UsageError, match="everybody on this host can read") as caught:
-        wish.environment(PATH)
+def test_secret_cannot_be_exported() -> None:
+    run_options = RunOptions(argv=("python", "x.py"), exported=("TORCHMN_SECRET=word",))
+    with pytest.raises(UsageError, match="other users can read") as caught:
+        run_options.environment(PATH)
     assert "word" not in str(caught.value)

@@ -16,9 +16,9 @@ import torchmn
 from torchmn.control.connection import Channel
 from torchmn.control.messages import Message
 from torchmn.control.messages.monitor import Failed, Leaving
+from torchmn.environment_variables import MONITOR_VARIABLE
 from torchmn.monitor import bootstrap
 from torchmn.monitor.bootstrap import with_bootstrap
-from torchmn.monitor.script_monitor import MONITOR_VARIABLE
 
 SOURCES = str(Path(torchmn.__file__).parents[1])
 LOOK = """

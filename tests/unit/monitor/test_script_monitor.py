@@ -11,6 +11,7 @@ import pytest
 
 from torchmn.control.connection import Channel
 from torchmn.control.messages.monitor import Leaving, ProcessState, StatusReply, StatusRequest
+from torchmn.environment_variables import MONITOR_VARIABLE
 from torchmn.errors import (
     CommunicationError,
     PeerLostError,
@@ -58,15 +59,15 @@ def test_a_cycle_of_causes_terminates() -> None:
 def test_without_an_agent_nothing_is_installed() -> None:
     assert script_monitor.current() is None
     reading, writing = os.pipe()
-    environ = {script_monitor.MONITOR_VARIABLE: f"{reading}:{os.getpid()}"}
+    environ = {MONITOR_VARIABLE: f"{reading}:{os.getpid()}"}
     assert script_monitor.install_from_environment(environ) is None  # not a socket
     assert environ == {}
     os.close(reading)
     os.close(writing)
-    environ = {script_monitor.MONITOR_VARIABLE: f"{reading}:{os.getpid()}"}
+    environ = {MONITOR_VARIABLE: f"{reading}:{os.getpid()}"}
     assert script_monitor.install_from_environment(environ) is None  # closed
     own, other = socket.socketpair()
-    environ = {script_monitor.MONITOR_VARIABLE: f"{own.fileno()}:{os.getpid() + 1}"}
+    environ = {MONITOR_VARIABLE: f"{own.fileno()}:{os.getpid() + 1}"}
     assert script_monitor.install_from_environment(environ) is None  # made by another process
     own.getpeername()  # and it was left open
     own.close()
@@ -76,7 +77,7 @@ def test_without_an_agent_nothing_is_installed() -> None:
 def test_a_communicator_leaves_the_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     own, other = socket.socketpair()
     own.set_inheritable(True)
-    monkeypatch.setenv(script_monitor.MONITOR_VARIABLE, f"{own.fileno()}:{os.getpid()}")
+    monkeypatch.setenv(MONITOR_VARIABLE, f"{own.fileno()}:{os.getpid()}")
     before = sys.excepthook, sys.exit, dict(os.environ)
     run_ranks(lambda comm: comm.barrier(), 2, name="naive")
     assert (sys.excepthook, sys.exit, dict(os.environ)) == before

@@ -73,7 +73,7 @@ def test_a_signal_counts_and_handlers_are_put_back() -> None:
     assert not preemption.is_due()
     signal.raise_signal(signal.SIGUSR1)
     assert any(preemption.is_due() for _ in range(2000))
-    assert preemption.reason == "SIGUSR1 came"
+    assert preemption.reason == "received SIGUSR1"
     preemption.close()
     assert signal.getsignal(signal.SIGUSR1) is before
     comm.finalize()

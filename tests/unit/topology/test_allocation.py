@@ -41,7 +41,7 @@ def test_grid_engine_has_a_row_per_host(tmp_path: Path) -> None:
     ("env", "words"),
     [
         ({**SLURM, "SLURM_JOB_CPUS_PER_NODE": "4"}, "names 2 host.* counts 1"),
-        ({**SLURM, "SLURM_JOB_NODELIST": "n["}, "SLURM_JOB_NODELIST should look like"),
+        ({**SLURM, "SLURM_JOB_NODELIST": "n["}, "SLURM_JOB_NODELIST must look like"),
         ({"PBS_NODEFILE": "/no/such", "PBS_JOBID": "1"}, "PBS_NODEFILE=/no/such cannot be read"),
     ],
 )
@@ -61,5 +61,5 @@ def test_two_schedulers_that_contradict_each_other(tmp_path: Path) -> None:
 def test_a_file_of_grid_engine_with_other_lines(tmp_path: Path) -> None:
     rows = tmp_path / "rows"
     rows.write_text("n1\n")
-    with pytest.raises(TopologyError, match="should hold lines like"):
+    with pytest.raises(TopologyError, match="must hold lines like"):
         allocation({"PE_HOSTFILE": str(rows), "JOB_ID": "5"})

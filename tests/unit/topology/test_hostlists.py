@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchmn.errors import TopologyError, TorchmnError, UsageError
-from torchmn.topology.hostlists import Host, parse_hostfile, parse_hosts, parse_node_list, seat
+from torchmn.topology.hostlists import (
+    Host,
+    parse_hostfile,
+    parse_hosts,
+    parse_node_list,
+    select_hosts,
+)
 
 
 def texts(hosts: tuple[Host, ...]) -> list[str]:
@@ -38,7 +44,7 @@ def test_a_line_per_worker_counts_as_schedulers_mean_it() -> None:
     [
         ("a slots=x", "slots should be a whole number but is 'x'"),
         ("a slots=0", "Host a has 0 slots"),
-        ("a cpus=2", "'cpus=2' is not known"),
+        ("a cpus=2", "unknown setting 'cpus=2'"),
         ("-a", "'-a' is neither a host name nor an address"),
         ("a;rm", "'a;rm' is neither"),
         ("a slots = 4", "'slots' should|slots should be a whole number"),
@@ -76,7 +82,7 @@ def test_node_lists(text: str, names: list[str]) -> None:
 
 @pytest.mark.parametrize("text", ["", "n[", "n[1-", "n[3-1]", "n[a]", "n]1["])
 def test_what_is_no_node_list(text: str) -> None:
-    with pytest.raises(TopologyError, match="SLURM_JOB_NODELIST should look like"):
+    with pytest.raises(TopologyError, match="SLURM_JOB_NODELIST must look like"):
         parse_node_list(text)
 
 
@@ -100,23 +106,23 @@ def test_parsers_refuse_or_answer_whatever_they_read(text: str) -> None:
     ],
 )
 def test_seats(wanted: dict[str, int], assign_slots: list[str]) -> None:
-    assert texts(seat(parse_hosts("a:4,b:2"), **wanted)) == assign_slots
+    assert texts(select_hosts(parse_hosts("a:4,b:2"), **wanted)) == assign_slots
 
 
 @pytest.mark.parametrize(
     ("wanted", "words"),
     [
-        ({"num_ranks": 7}, "7 workers are more than the 6 slot.s. of a:4, b:2"),
+        ({"num_ranks": 7}, "7 ranks are more than the 6 slot.s. of a:4, b:2"),
         ({"num_nodes": 3}, "--nodes 3, but there are 2 host"),
         ({"per_node": 3}, "--per-node 3 is more than the slots of b:2"),
         (
             {"per_node": 1, "num_nodes": 2, "num_ranks": 1},
             "-n 1 contradicts --nodes 2 --per-node 1",
         ),
-        ({"num_ranks": 0}, "-n is a number of at least 1"),
-        ({"num_nodes": -1}, "--nodes is a number of at least 1"),
+        ({"num_ranks": 0}, "-n must be at least 1"),
+        ({"num_nodes": -1}, "--nodes must be at least 1"),
     ],
 )
 def test_seats_that_are_not_there(wanted: dict[str, int], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        seat(parse_hosts("a:4,b:2"), **wanted)
+        select_hosts(parse_hosts("a:4,b:2"), **wanted)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from torchmn.errors import TopologyError
 from torchmn.topology import raise_if_contradicted, read_launcher_env
-from torchmn.topology.launcher_env import LAUNCHERS, tasks_per_node
+from torchmn.topology.hostlists import parse_task_counts
+from torchmn.topology.launcher_env import LAUNCHERS
 
 Env = dict[str, str]
 
@@ -342,10 +343,10 @@ def test_any_environment_gives_a_place_inside_its_world_or_our_error(env: Env) -
     [("4", (4,)), ("2(x3),1", (2, 2, 2, 1)), ("1,2(x2)", (1, 2, 2)), ("3(x1)", (3,))],
 )
 def test_tasks_per_node(text: str, counts: tuple[int, ...]) -> None:
-    assert tasks_per_node(text) == counts
+    assert parse_task_counts(text) == counts
 
 
 @pytest.mark.parametrize("text", ["", "x", "2(x", "2(3)", "2,,1", "-1"])
 def test_tasks_per_node_of_another_form(text: str) -> None:
     with pytest.raises(TopologyError, match="2\\(x3\\),1"):
-        tasks_per_node(text)
+        parse_task_counts(text)

@@ -18,7 +18,7 @@ def test_nobody_says() -> None:
 @pytest.mark.parametrize("name", ["TORCHMN_JOB_END", "SLURM_JOB_END_TIME"])
 def test_a_variable_says(name: str) -> None:
     assert job_end({name: "1700000000"}) == 1.7e9
-    with pytest.raises(TopologyError, match=f"{name} should be a moment"):
+    with pytest.raises(TopologyError, match=f"{name} must be a time"):
         job_end({name: "tomorrow"})
 
 

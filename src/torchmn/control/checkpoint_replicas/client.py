@@ -20,8 +20,8 @@ from torchmn.control.checkpoint_replicas.frames import (
     receive_frame,
     send_frame,
 )
-from torchmn.control.checkpoint_replicas.server import ROUND_VARIABLE, SOCKET_VARIABLE
 from torchmn.control.messages.elastic import StagedCheckpoint
+from torchmn.environment_variables import REPLICA_SOCKET_VARIABLE, ROUND_VARIABLE
 from torchmn.errors import LaunchError
 
 
@@ -44,7 +44,7 @@ class ReplicaClient:
     @classmethod
     def of(cls, env: Mapping[str, str]) -> ReplicaClient | None:
         """The connection of a rank that `torchmn run --elastic` started; else ``None``."""
-        name, number = env.get(SOCKET_VARIABLE), env.get(ROUND_VARIABLE)
+        name, number = env.get(REPLICA_SOCKET_VARIABLE), env.get(ROUND_VARIABLE)
         return cls(name, int(number)) if name and number else None
 
     def restored(self) -> StagedCheckpoint | None:

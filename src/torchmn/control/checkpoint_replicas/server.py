@@ -49,8 +49,6 @@ from torchmn.errors import LaunchError
 
 ROLE = "replica server"
 """The role of the listener, see `torchmn.control.authenticated_listener`."""
-SOCKET_VARIABLE = "TORCHMN_REPLICAS"
-ROUND_VARIABLE = "TORCHMN_ROUND"
 _MAX_UNFINISHED = 3
 """Per file: ranks do not report a checkpoint that they have abandoned."""
 _CREDENTIALS = struct.Struct("3i")

@@ -1,1 +1,1 @@
-"""Jobs that go on with fewer or more hosts: rounds of torchrun's agents, and copies in memory."""
+"""Elastic jobs, which continue with fewer or more hosts: rounds of torchrun's agents."""

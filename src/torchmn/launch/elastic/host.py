@@ -1,4 +1,4 @@
-"""One host's side of the rendezvous: what its agent waits for, and what it is told meanwhile."""
+"""A host's connection to the rendezvous server."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ _POLL_S = 0.2
 
 
 def round_secret(secret: str, number: int) -> str:
-    """The secret of a round's workers: those of an earlier round are strangers to this one."""
+    """The secret of a round's ranks: those of an earlier round cannot authenticate to this one."""
     return hmac.new(secret.encode(), f"round {number}".encode(), hashlib.sha256).hexdigest()
 
 
 class Host:
     """Listens to the rendezvous in a thread, for the main thread, which runs torch's agent.
 
-    ``held`` lists the copies in memory of this host, and ``on_keep`` is told which are outdated.
-    When the rendezvous says so, or is lost, or ``stdin`` ends since the launcher died, the workers
-    are ended: the process sends itself a signal, which torch's agent passes on to them.
+    ``held`` lists the checkpoint replicas of this host; ``on_keep`` is called when older ones can
+    be deleted. When the rendezvous requests it or is lost, or ``stdin`` ends since the launcher
+    died, the ranks are ended: the process sends itself a signal, which torch's agent passes on to
+    them.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Host:
 
     @property
     def must_restart(self) -> bool:
-        """Whether the workers are to be ended and the next round waited for."""
+        """Whether the ranks must be ended to wait for the next round."""
         return self._must_restart
 
     @property
@@ -80,7 +81,7 @@ class Host:
             self._channel.post(message)
 
     def next_round(self) -> Round | None:
-        """Wait for the next round; ``None``: there is none. No worker runs here now."""
+        """Wait for the next round while no rank runs here; ``None`` if there is none."""
         self.post(HostReady(held=list(self._held())))
         with self._changed:
             while self._round is None and self._leave is None:
@@ -89,7 +90,7 @@ class Host:
             return None if self._leave is not None else found
 
     def finish(self) -> bool:
-        """All workers of this host have ended well. Whether they must start once more after all."""
+        """Report that all ranks here have succeeded. Returns whether they must run again."""
         self.post(HostFinished())
         with self._changed:
             while not self._must_restart and self._leave is None:
@@ -99,11 +100,11 @@ class Host:
     # ---- the thread ---------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        """Whatever goes wrong here ends this host's part: nobody would hear the rendezvous."""
+        """Any error here ends this host's part: the rendezvous would not be followed."""
         try:
             self._follow()
         except Exception as error:
-            text = f"what the rendezvous said was not understood ({type(error).__name__}: {error})"
+            text = f"invalid message from the rendezvous ({type(error).__name__}: {error})"
             self._go(Shutdown(signum=signal.SIGTERM, text=text))
 
     def _follow(self) -> None:
@@ -124,7 +125,7 @@ class Host:
                 for message in messages:
                     self._on_message(message)
                 if not is_open and self._leave is None:
-                    text = "the rendezvous was lost: its process ended, or no way leads there"
+                    text = "the rendezvous was lost: its process ended, or there is no route to it"
                     self._go(Shutdown(signum=signal.SIGTERM, text=text))
 
     def _on_message(self, message: Message) -> None:

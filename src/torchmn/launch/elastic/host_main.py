@@ -1,9 +1,9 @@
 """``python -m torchmn.launch.elastic.host_main``: one host of an elastic job.
 
 Reads its order from the standard input, reports to the rendezvous, and runs torchrun's agent for
-the workers of this host, round after round. Beside it, threads hold copies in memory for them. It
-ends with the job, with the launcher (the end of the standard input) and with the rendezvous, and
-lets nothing live on.
+the ranks of this host, round after round. Threads hold checkpoint replicas in memory for them. It
+ends with the job, with the launcher (the end of standard input) and with the rendezvous, and kills
+all processes below it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ import sys
 from types import FrameType
 from typing import NoReturn
 
-from torchmn.control.authenticated_listener import SECRET_VARIABLE, connect_authenticated
+from torchmn.control.authenticated_listener import connect_authenticated
 from torchmn.control.checkpoint_replicas.server import (
-    ROUND_VARIABLE,
-    SOCKET_VARIABLE,
     ReplicaServer,
 )
 from torchmn.control.codec import decode
-from torchmn.control.connection import ADDRESS_VARIABLE
 from torchmn.control.messages.elastic import ElasticMessage, HostHello, Round
 from torchmn.control.processes import adopt_orphans, kill_descendants
+from torchmn.environment_variables import REPLICA_SOCKET_VARIABLE, ROUND_VARIABLE, SECRET_VARIABLE
 from torchmn.errors import LaunchError, TorchmnError
 from torchmn.launch.elastic.host import Host, round_secret
 from torchmn.launch.elastic.rendezvous import ROLE
@@ -40,7 +38,7 @@ class _Signalled(Exception):
 
 
 def main() -> int:
-    """Run this host's part of the job; the exit code says whether it ended as it was told."""
+    """Run this host's part of the job; the exit code is 0 if it ended regularly."""
     adopt_orphans()
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, _raise_signalled)
@@ -71,7 +69,7 @@ def _take_part(order: RunHost, hosts: list[Host]) -> None:
     secret = order.secret
     address = local_address_for(order.rendezvous.rpartition(":")[0])
     if address is None:
-        raise LaunchError(f"No way leads from {socket.gethostname()} to {order.rendezvous}.")
+        raise LaunchError(f"No route from {socket.gethostname()} to {order.rendezvous}.")
     listener = socket.create_server((address, 0), backlog=64)
 
     def post(message: ElasticMessage) -> None:
@@ -88,9 +86,7 @@ def _take_part(order: RunHost, hosts: list[Host]) -> None:
     channel = connect_authenticated(order.rendezvous, secret=secret, role=ROLE, identity=identity)
     host = Host(channel, held=copies.held, on_keep=copies.prune_older, stdin=sys.stdin.fileno())
     hosts.append(host)
-    os.environ["TORCHMN_HOST"] = order.host
-    os.environ[ADDRESS_VARIABLE] = order.supervisor
-    os.environ[SOCKET_VARIABLE] = copies.name
+    os.environ[REPLICA_SOCKET_VARIABLE] = copies.name
 
     def on_round(found: Round) -> None:
         copies.begin(found)
@@ -102,7 +98,7 @@ def _take_part(order: RunHost, hosts: list[Host]) -> None:
     from torchmn.launch.elastic.torch_agent import run_agent  # torch, after we have reported
 
     stop_limit_s = order.grace_s + _STOP_MARGIN_S
-    run_agent(host, order.slots, stop_limit_s=stop_limit_s, on_round=on_round)
+    run_agent(host, order.host, order.slots, stop_limit_s=stop_limit_s, on_round=on_round)
 
 
 def _raise_signalled(signum: int, _: FrameType | None) -> NoReturn:

@@ -1,4 +1,4 @@
-"""The processes here that run the hosts' parts of an elastic job: ssh to them, or the parts."""
+"""The processes here that run the hosts of an elastic job: remote shells, or local ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchmn.control.processes import kill_descendants, send_group, signal_name
 from torchmn.launch.job import Command
 from torchmn.launch.process_owner import start_process
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 30.0
 
 
 @dataclass
@@ -30,9 +30,9 @@ class _HostProcess:
 
 
 class HostProcesses:
-    """Starts all hosts, and those that have ended again and again, with growing pauses.
+    """Starts all hosts, and restarts those that have ended, with growing pauses.
 
-    ``command`` is what runs a host's part, by its name; their words go to files in ``log_dir``.
+    ``command`` returns the command for a host's name; their output goes to files in ``log_dir``.
     """
 
     def __init__(self, names: list[str], command: Callable[[str], Command], log_dir: Path) -> None:
@@ -62,18 +62,18 @@ class HostProcesses:
                 _close(host.process)
                 host.process = None
                 host.start_at = time.monotonic() + host.pause_s
-                host.pause_s = min(2 * host.pause_s, _LONGEST_PAUSE_S)
+                host.pause_s = min(2 * host.pause_s, _MAX_PAUSE_S)
                 how = signal_name(returncode) or f"exit code {returncode}"
-                words = _last_line(host.log)
-                return host.name, f"{how}: {words}" if words else how
+                reason = _last_line(host.log)
+                return host.name, f"{how}: {reason}" if reason else how
         return None
 
-    def is_in(self, name: str) -> None:
-        """A host takes part: should it be lost, it is tried again soon."""
+    def has_joined(self, name: str) -> None:
+        """A host takes part: if it is lost, it is retried soon."""
         self._hosts[name].pause_s = _FIRST_PAUSE_S
 
     def give_up(self, name: str, kill_after_s: float) -> None:
-        """Nothing is heard of a host: what runs for it here must end before it is tried again."""
+        """A host was lost: its process here must end before it is started again."""
         host = self._hosts[name]
         if host.process is not None:
             _close(host.process)
@@ -87,7 +87,7 @@ def _close(process: subprocess.Popen[bytes]) -> None:
 
 
 def _last_line(path: Path) -> str:
-    """The last sentence in a log, for a message."""
+    """The last line of a log, for a message."""
     with suppress(OSError):
         lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
         return lines[-1].removeprefix("torchmn: ").rstrip(".") if lines else ""

@@ -1,12 +1,12 @@
-"""What an elastic job is, and the processes that it is made of."""
+"""An elastic job, and the commands of its processes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchmn.control.authenticated_listener import SECRET_VARIABLE
 from torchmn.control.codec import decode, encode
+from torchmn.environment_variables import SECRET_VARIABLE, SUPERVISOR_VARIABLE
 from torchmn.errors import LaunchError, UsageError
 from torchmn.launch.elastic.rendezvous_state import Limits
 from torchmn.launch.job import Command, Job
@@ -28,16 +28,16 @@ class ElasticJob:
     rendezvous: str = ""
     rendezvous_port: int = 0
 
-    def read_store_answer(self, said: str) -> str:
+    def parse_address(self, line: str) -> str:
         """``host:port`` from the first line of the rendezvous. Raises LaunchError."""
         where = f"{self.rendezvous or 'this host'}:{self.rendezvous_port or 'any port'}"
         try:
-            started = decode(said, RendezvousStarted)
+            started = decode(line, RendezvousStarted)
         except ValueError:
             raise LaunchError(
                 f"The rendezvous at {where} did not start"
-                + (f": it said {said[:80]!r}" if said else "")
-                + f". What was said is in {self.job.log_dir / 'launcher.log'}."
+                + (f": it answered {line[:80]!r}" if line else "")
+                + f". Its output is in {self.job.log_dir / 'launcher.log'}."
             ) from None
         if started.error:
             raise LaunchError(
@@ -53,10 +53,10 @@ def parse_elastic(text: str) -> tuple[int, int]:
     >>> parse_elastic("2:4")
     (2, 4)
     """
-    least, colon, most = text.partition(":")
-    if not (colon and least.isdecimal() and most.isdecimal()):
-        raise UsageError(f"--elastic is MIN:MAX hosts, such as 2:4, got {text!r}.")
-    return int(least), int(most)
+    minimum, colon, maximum = text.partition(":")
+    if not (colon and minimum.isdecimal() and maximum.isdecimal()):
+        raise UsageError(f"--elastic must be MIN:MAX hosts, such as 2:4, got {text!r}.")
+    return int(minimum), int(maximum)
 
 
 def parse_rendezvous(text: str) -> tuple[str, int]:
@@ -67,12 +67,12 @@ def parse_rendezvous(text: str) -> tuple[str, int]:
     """
     host, colon, port = text.rpartition(":")
     if not (colon and host and port.isdecimal() and int(port) < 65536):
-        raise UsageError(f"--rendezvous is HOST:PORT, such as n0:29400, got {text!r}.")
+        raise UsageError(f"--rendezvous must be HOST:PORT, such as n0:29400, got {text!r}.")
     return host, int(port)
 
 
-def store_process(elastic: ElasticJob, env: Mapping[str, str], address: str) -> Command:
-    """The rendezvous, on this host or the one that was asked for. ``address`` is this host's."""
+def rendezvous_process(elastic: ElasticJob, env: Mapping[str, str], address: str) -> Command:
+    """The rendezvous server, on this host or on that of ``--rendezvous``; ``address`` is ours."""
     job, host = elastic.job, elastic.rendezvous
     is_here = not host or is_this_host(host)
     return Command(
@@ -93,7 +93,7 @@ def store_process(elastic: ElasticJob, env: Mapping[str, str], address: str) -> 
     )
 
 
-def node_process(
+def host_process(
     elastic: ElasticJob, env: Mapping[str, str], host: str, *, rendezvous: str, supervisor: str
 ) -> Command:
     """One host's part of the job."""
@@ -103,13 +103,12 @@ def node_process(
         slots=next(each.slots for each in job.hosts if each.name == host),
         secret=job.secret,
         rendezvous=rendezvous,
-        supervisor=supervisor,
         cwd=str(job.cwd),
         script=job.script,
         grace_s=job.grace_s,
         env={
             name: text
-            for name, text in env.items()
+            for name, text in {**env, SUPERVISOR_VARIABLE: supervisor}.items()
             if is_carried(job, name) and name != SECRET_VARIABLE
         },
     )

@@ -1,8 +1,8 @@
-"""The rendezvous of an elastic job: carries messages between its hosts, the launcher and the rules.
+"""The rendezvous server of an elastic job: connects hosts and launcher with `RendezvousState`.
 
-Who does not know the job's secret is not heard. torch's own rendezvous over a TCPStore is not used:
-who reaches its port can make every agent unpickle what he likes, and it compares the clocks of
-different hosts to find out who is dead.
+Clients must authenticate with the job's secret. torch's own rendezvous over a TCPStore is not used:
+any client of its port can make every agent unpickle arbitrary data, and it compares the clocks of
+different hosts to detect lost ones.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from torchmn.control.messages.elastic import (
 from torchmn.launch.elastic.rendezvous_state import LAUNCHER, RendezvousState
 
 ROLE = "rendezvous"
-"""Whose gate it is, see `torchmn.control.authenticated_listener`."""
-LAST_WORDS_S = 60.0
+"""The role of this listener, see `torchmn.control.authenticated_listener`."""
+GOODBYE_S = 60.0
 
 
 class Rendezvous:
-    """Carries what hosts and launcher say to the `RendezvousState`, and its decisions to them."""
+    """Passes messages of hosts and launcher to the `RendezvousState`, and its decisions to them."""
 
     def __init__(
-        self, gate: AuthenticatedListener, rounds: RendezvousState, goodbye_s: float
+        self, listener: AuthenticatedListener, state: RendezvousState, goodbye_s: float
     ) -> None:
-        self._gate = gate
-        self._rounds = rounds
+        self._listener = listener
+        self._state = state
         self._goodbye_s = goodbye_s
         self._channels: dict[str, Channel] = {}
         self._leave_at: float | None = None
 
     def run(self, stdin: int) -> None:
-        """Serve until the job is over and everybody has hung up, or the launcher is gone."""
+        """Serve until the job is over and all clients have left, or the launcher is gone."""
         while not self._is_over():
             with selectors.DefaultSelector() as selector:
                 selector.register(stdin, selectors.EVENT_READ, None)
-                selector.register(self._gate, selectors.EVENT_READ, lambda: None)
+                selector.register(self._listener, selectors.EVENT_READ, lambda: None)
                 for name, channel in self._channels.items():
                     events = selectors.EVENT_READ
                     if channel.pending_bytes:
@@ -59,24 +59,24 @@ class Rendezvous:
                 for key, _ in selector.select(0.5):
                     if key.data is None:
                         if not os.read(stdin, 1 << 12):
-                            return  # the launcher is gone, and all hear it from our end
+                            return  # the launcher is gone; all clients notice that we are
                     else:
                         key.data()
-            self._on_gate()
-            for name in self._rounds.tick(time.monotonic()):
-                self._hang_up(name)
+            self._accept()
+            for name in self._state.tick(time.monotonic()):
+                self._disconnect(name)
             self._deliver()
 
     def _is_over(self) -> bool:
-        if not self._rounds.is_over:
+        if not self._state.is_over:
             return False
         if self._leave_at is None:
             self._leave_at = time.monotonic() + self._goodbye_s
         has_hosts = any(name != LAUNCHER for name in self._channels)
         return not has_hosts or time.monotonic() > self._leave_at
 
-    def _on_gate(self) -> None:
-        for channel, identity in self._gate.admit():
+    def _accept(self) -> None:
+        for channel, identity in self._listener.admit():
             if isinstance(identity, LauncherHello) and LAUNCHER not in self._channels:
                 self._channels[LAUNCHER] = channel
             elif isinstance(identity, HostHello):
@@ -85,16 +85,16 @@ class Rendezvous:
                 channel.close()
 
     def _admit(self, channel: Channel, member: HostHello) -> None:
-        """A host that was not seen to leave, and is here again, has left before."""
+        """A host that connects again has lost its previous connection."""
         if member.host in self._channels:
-            self._hang_up(member.host)
-            self._rounds.lost(member.host, "it connected anew", time.monotonic())
+            self._disconnect(member.host)
+            self._state.on_host_lost(member.host, "it connected again", time.monotonic())
             self._deliver()
         self._channels[member.host] = channel
-        is_in = self._rounds.came(member)
+        is_in = self._state.on_host_joined(member)
         self._deliver()
         if not is_in:
-            self._hang_up(member.host)
+            self._disconnect(member.host)
 
     def _on_channel(self, name: str, channel: Channel) -> None:
         if self._channels.get(name) is not channel:
@@ -103,38 +103,38 @@ class Rendezvous:
         for message in channel.collect():
             self._on_message(name, message)
         if not channel.is_open:
-            self._hang_up(name)
+            self._disconnect(name)
             if name == LAUNCHER:
-                self._rounds.stop(signal.SIGTERM)
+                self._state.stop(signal.SIGTERM)
             else:
                 why = f"it {UNREACHABLE}" if channel.is_silent else "its connection was closed"
-                self._rounds.lost(name, why, time.monotonic())
+                self._state.on_host_lost(name, why, time.monotonic())
         self._deliver()
 
     def _on_message(self, name: str, message: Message) -> None:
         now = time.monotonic()
         if isinstance(message, HostUnreachable) and name == LAUNCHER:
-            self._rounds.absent(message.host, now)
+            self._state.on_host_unreachable(message.host, now)
         elif isinstance(message, Stop) and name == LAUNCHER:
-            self._rounds.stop(message.signum)
+            self._state.stop(message.signum)
         elif name == LAUNCHER:
             return
         elif isinstance(message, HostReady):
-            self._rounds.arrived(name, message.held, now)
+            self._state.on_host_ready(name, message.held, now)
         elif isinstance(message, FileHeld):
-            self._rounds.stored(name, message, now)
+            self._state.on_file_held(name, message, now)
         elif isinstance(message, CheckpointSaved):
-            self._rounds.announced(message.step, now)
+            self._state.on_checkpoint_saved(message.step, now)
         elif isinstance(message, HostFinished):
-            self._rounds.finished(name)
+            self._state.on_host_finished(name)
 
     def _deliver(self) -> None:
-        for name, message in self._rounds.take_posts():
+        for name, message in self._state.drain_messages():
             channel = self._channels.get(name)
             if channel is not None:
                 channel.post(message)
 
-    def _hang_up(self, name: str) -> None:
+    def _disconnect(self, name: str) -> None:
         channel = self._channels.pop(name, None)
         if channel is not None:
             channel.close()

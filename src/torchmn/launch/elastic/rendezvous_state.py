@@ -1,8 +1,8 @@
-"""Which hosts work together, when all start again, and when the job is over: decided in one place.
+"""The rules of the rendezvous: which hosts take part, when they restart, when the job is over.
 
-Hosts gather for a round, run, and gather again when something has changed: a worker failed, a host
-was lost, or one that came back may enter. No sockets and no clock here: events come in, with the
-time in seconds, and messages for hosts and for the launcher go out.
+Hosts gather for a round, run, and gather again when a rank failed, a host was lost, or one that
+came back may join. No sockets and no clock here: events come in, with the time in seconds, and
+messages for hosts and for the launcher go out.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torchmn.errors import UsageError
 from torchmn.launch.host_checks import differences
 
 LAUNCHER = ""
-"""Receives what is for the launcher; no host has an empty name."""
+"""The recipient of messages for the launcher; no host has an empty name."""
 _STOP_MARGIN_S = 30.0
 _START_LIMIT_S = 60.0
 """How long a host that is connected may take until its agent runs, which imports torch."""
@@ -42,33 +42,34 @@ State = Literal["starting", "ready", "running", "stopping", "finished"]
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How few and how many hosts may work together, and how often all may start again.
+    """Minimum and maximum number of hosts, and of restarts.
 
-    A start after a failure of a worker counts against ``max_restarts``, one because hosts left or
-    came does not. ``join_timeout_s`` is the time for which fewer than ``least`` are waited for.
+    A restart after a failure of a rank counts against ``max_restarts``, one because hosts left or
+    joined does not. ``join_timeout_s`` is the time to wait for ``min_hosts``.
     """
 
-    least: int
-    most: int
+    min_hosts: int
+    max_hosts: int
     max_restarts: int = 3
     join_timeout_s: float = 120.0
     grace_s: float = 5.0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.least <= self.most:
+        if not 1 <= self.min_hosts <= self.max_hosts:
             raise UsageError(
-                f"--elastic is MIN:MAX with 1 <= MIN <= MAX, got {self.least}:{self.most}."
+                "--elastic must be MIN:MAX with 1 <= MIN <= MAX, got "
+                f"{self.min_hosts}:{self.max_hosts}."
             )
         if self.max_restarts < 0:
-            raise UsageError(f"--max-restarts is at least 0, got {self.max_restarts}.")
+            raise UsageError(f"--max-restarts must be at least 0, got {self.max_restarts}.")
         if not 0 < self.join_timeout_s < float("inf"):
             raise UsageError(
-                f"--join-timeout is a positive number of seconds, got {self.join_timeout_s}."
+                f"--join-timeout must be a positive number of seconds, got {self.join_timeout_s}."
             )
 
 
 @dataclass
-class _Seat:
+class _Host:
     """A host that is connected."""
 
     member: HostHello
@@ -82,105 +83,105 @@ class RendezvousState:
     def __init__(self, hosts: Sequence[str], limits: Limits, *, now: float) -> None:
         self._hosts = list(hosts)
         self._limits = limits
-        self._seats: dict[str, _Seat] = {}
+        self._connected: dict[str, _Host] = {}
         self._absent: set[str] = set()
         self._phase: Literal["gathering", "running", "over"] = "gathering"
         self._since = now
         self._number = 0
         self._members: list[str] = []  # of the round that runs or ran last
         self._num_restarts = 0
-        self._whys: list[str] = []
+        self._reasons: list[str] = []
         self._has_failure = False
         self._has_loss = False
         self._complete: StagedCheckpoint = StagedCheckpoint(0, -1, "")
-        self._posts: list[tuple[str, ElasticMessage]] = []
+        self._messages: list[tuple[str, ElasticMessage]] = []
 
     @property
     def is_over(self) -> bool:
         """Whether nothing will run any more."""
         return self._phase == "over"
 
-    def take_posts(self) -> list[tuple[str, ElasticMessage]]:
-        """What is to be sent to whom since the last call."""
-        posts, self._posts = self._posts, []
-        return posts
+    def drain_messages(self) -> list[tuple[str, ElasticMessage]]:
+        """The messages since the last call: (host, message)."""
+        messages, self._messages = self._messages, []
+        return messages
 
     # ---- events -------------------------------------------------------------------------------
 
-    def came(self, member: HostHello) -> bool:
-        """A host has passed the gate. Whether it may stay."""
-        problem = self._why_not(member)
+    def on_host_joined(self, member: HostHello) -> bool:
+        """A host has connected. Returns whether it may take part."""
+        problem = self._find_problem(member)
         if problem:
             self._post(member.host, Shutdown(signum=signal.SIGTERM, text=problem))
             self._post(LAUNCHER, UserMessage(text=f"{member.host} cannot take part: {problem}."))
             return False
-        self._seats[member.host] = _Seat(member)
+        self._connected[member.host] = _Host(member)
         self._absent.discard(member.host)
         if self._phase == "running":
             self._post(
                 LAUNCHER,
-                UserMessage(
-                    text=f"{member.host} is here and waits for the next finished checkpoint."
-                ),
+                UserMessage(text=f"{member.host} joined; waiting for the next checkpoint."),
             )
         return True
 
-    def arrived(self, host: str, held: Sequence[FileHeld], now: float) -> None:
-        """A host has no workers now and waits: at the start, asked to, or since one failed."""
-        seat = self._seats[host]
-        was_running = seat.state == "running"
-        seat.state = "ready"
-        seat.held = {(stored.checkpoint, stored.file): stored for stored in held}
+    def on_host_ready(self, host: str, held: Sequence[FileHeld], now: float) -> None:
+        """A host runs no ranks and waits: at the start, when requested, or after a failure."""
+        host_state = self._connected[host]
+        was_running = host_state.state == "running"
+        host_state.state = "ready"
+        host_state.held = {(stored.checkpoint, stored.file): stored for stored in held}
         if was_running:
             self._has_failure = True
-            self._gather(f"a worker on {host} failed", now)
+            self._gather(f"a rank on {host} failed", now)
         self._start_if_complete(now)
 
-    def stored(self, host: str, stored: FileHeld, now: float) -> None:
+    def on_file_held(self, host: str, stored: FileHeld, now: float) -> None:
         """A host holds one more file in memory; all files of one are a finished checkpoint."""
-        self._seats[host].held[stored.checkpoint, stored.file] = stored
+        self._connected[host].held[stored.checkpoint, stored.file] = stored
         # held twice, so that the older ones are still there if a host is lost right now
         found = self._newest_copies(self._members, min(2, len(self._members)))
         if found is not None and found > self._complete:
             self._complete = found
-            for name, seat in self._seats.items():
-                seat.held = {key: held for key, held in seat.held.items() if key[0] >= found}
+            for name, host_state in self._connected.items():
+                host_state.held = {
+                    key: held for key, held in host_state.held.items() if key[0] >= found
+                }
                 self._post(name, PruneOlder(checkpoint=found))
-            self.announced(found.step, now)
+            self.on_checkpoint_saved(found.step, now)
 
-    def announced(self, step: int, now: float) -> None:
-        """A checkpoint is finished: hosts that wait may enter, and all go on from it."""
+    def on_checkpoint_saved(self, step: int, now: float) -> None:
+        """A checkpoint is complete: hosts that wait may join, and all continue from it."""
         if self._phase != "running":
             return
-        room = self._limits.most - len(self._members)
+        room = self._limits.max_hosts - len(self._members)
         waiting = [name for name in self._hosts if self._is_waiting(name)][: max(0, room)]
         if waiting:
-            self._gather(f"{' and '.join(waiting)} came, and step {step} is saved", now)
+            self._gather(f"{' and '.join(waiting)} joined, and step {step} is saved", now)
             self._start_if_complete(now)
 
-    def finished(self, host: str) -> None:
-        """All workers of a host have ended well."""
-        self._seats[host].state = "finished"
-        left = [self._seats[name] for name in self._members if name in self._seats]
-        if self._phase == "running" and all(seat.state == "finished" for seat in left):
+    def on_host_finished(self, host: str) -> None:
+        """All ranks of a host have succeeded."""
+        self._connected[host].state = "finished"
+        left = [self._connected[name] for name in self._members if name in self._connected]
+        if self._phase == "running" and all(host_state.state == "finished" for host_state in left):
             self._end("")
 
-    def lost(self, host: str, why: str, now: float) -> None:
-        """A host is gone with its workers and the copies that it held."""
-        seat = self._seats.pop(host, None)
-        if seat is None or self._phase == "over":
+    def on_host_lost(self, host: str, why: str, now: float) -> None:
+        """A host is gone with its ranks and the replicas that it held."""
+        host_state = self._connected.pop(host, None)
+        if host_state is None or self._phase == "over":
             return
         self._post(LAUNCHER, HostLost(host=host, text=why))
-        if host in self._members and seat.state != "finished":
+        if host in self._members and host_state.state != "finished":
             self._has_loss = True
             self._gather(f"{host} was lost", now)
         if self._phase == "gathering" and self._number == 0:
             self._absent.add(host)
         self._start_if_complete(now)
 
-    def absent(self, host: str, now: float) -> None:
+    def on_host_unreachable(self, host: str, now: float) -> None:
         """A host could not be reached: the first round need not wait for it."""
-        if host not in self._seats:
+        if host not in self._connected:
             self._absent.add(host)
             self._start_if_complete(now)
 
@@ -189,72 +190,76 @@ class RendezvousState:
         self._end("", signum)
 
     def tick(self, now: float) -> list[str]:
-        """Enforce the limits. The hosts to hang up on, since they did not stop in time."""
+        """Enforce the limits. Returns the hosts to disconnect, which did not stop in time."""
         if self._phase != "gathering":
             return []
         late: list[str] = []
         stop_s = self._limits.grace_s + _STOP_MARGIN_S
         if now > self._since + stop_s:
-            late = [name for name, seat in self._seats.items() if seat.state == "stopping"]
+            late = [
+                name
+                for name, host_state in self._connected.items()
+                if host_state.state == "stopping"
+            ]
             for name in late:
-                self.lost(name, f"its workers did not stop within {stop_s:g} s", now)
+                self.on_host_lost(name, f"its ranks did not stop within {stop_s:g} s", now)
         late_s = now - self._since - self._limits.join_timeout_s
         if self._phase == "gathering" and late_s > 0:
             self._start_if_complete(now)
-            has_enough = len(self._seats) >= self._limits.least
+            has_enough = len(self._connected) >= self._limits.min_hosts
             is_starting = has_enough and late_s < _START_LIMIT_S
             if self._phase == "gathering" and not self._is_stopping and not is_starting:
-                self._give_up()
+                self._end_for_lack_of_hosts()
         return late
 
     # ---- decisions ----------------------------------------------------------------------------
 
-    def _why_not(self, member: HostHello) -> str:
-        """Why a host cannot take part, in words; empty if it can."""
+    def _find_problem(self, member: HostHello) -> str:
+        """Why a host cannot take part; empty if it can."""
         if self._phase == "over":
             return "the job is over"
         if member.host not in self._hosts:
             return f"the job's hosts are {', '.join(self._hosts)}"
-        others = {name: seat.member.versions for name, seat in self._seats.items()}
+        others = {name: host_state.member.versions for name, host_state in self._connected.items()}
         differing = differences({**others, member.host: member.versions})
         return f"{differing}: install the same on all hosts" if differing else ""
 
     def _is_waiting(self, name: str) -> bool:
-        return name in self._seats and self._seats[name].state == "ready"
+        return name in self._connected and self._connected[name].state == "ready"
 
     @property
     def _is_stopping(self) -> bool:
-        return any(seat.state == "stopping" for seat in self._seats.values())
+        return any(host_state.state == "stopping" for host_state in self._connected.values())
 
     def _gather(self, why: str, now: float) -> None:
-        """Let all hosts end their workers and come."""
+        """Have all hosts end their ranks and gather."""
         if self._phase == "over":
             return
-        self._whys.append(why)
+        self._reasons.append(why)
         self._post(LAUNCHER, RoundEnding(reason=why))
         if self._phase == "running":
             self._phase, self._since = "gathering", now
-        for name, seat in self._seats.items():
-            if seat.state in ("running", "finished"):
-                seat.state = "stopping"
+        for name, host_state in self._connected.items():
+            if host_state.state in ("running", "finished"):
+                host_state.state = "stopping"
                 self._post(name, Restart())
 
     def _start_if_complete(self, now: float) -> None:
-        """Start a round once nobody runs any more and enough hosts are there."""
+        """Start a round once no rank runs any more and enough hosts are ready."""
         if self._phase != "gathering" or self._is_stopping:
             return
         ready = [name for name in self._hosts if self._is_waiting(name)]
         is_late = now > self._since + self._limits.join_timeout_s
         if self._number == 0 and not is_late:
             awaited = [name for name in self._hosts if name not in self._absent]
-            if len(ready) < min(len(awaited), self._limits.most):
+            if len(ready) < min(len(awaited), self._limits.max_hosts):
                 return
-        if len(ready) < self._limits.least:
+        if len(ready) < self._limits.min_hosts:
             return
         if self._has_failure and not self._has_loss:
             if self._num_restarts >= self._limits.max_restarts:
-                times = f"all {self._limits.max_restarts} restarts were used up"
-                self._end(f"{'; '.join(self._whys)}, and {times}")
+                times = f"all {self._limits.max_restarts} restarts are used up"
+                self._end(f"{'; '.join(self._reasons)}, and {times}")
                 return
             self._num_restarts += 1
         self._start(ready)
@@ -262,33 +267,35 @@ class RendezvousState:
     def _start(self, ready: list[str]) -> None:
         chosen = [name for name in ready if name in self._members]
         chosen += [name for name in ready if name not in self._members]
-        chosen = [name for name in ready if name in chosen[: self._limits.most]]
+        chosen = [name for name in ready if name in chosen[: self._limits.max_hosts]]
         self._number += 1
         self._members, self._phase = chosen, "running"
         found = self._newest_copies(chosen)
         self._complete = found or self._complete  # what comes from now on is newer
         holders: dict[str, list[int]] = {}
         for index, name in enumerate(chosen):
-            seat = self._seats[name]
-            seat.held = {key: held for key, held in seat.held.items() if key[0] == found}
-            for _, file in seat.held:
+            host_state = self._connected[name]
+            host_state.held = {
+                key: held for key, held in host_state.held.items() if key[0] == found
+            }
+            for _, file in host_state.held:
                 holders.setdefault(file, []).append(index)
         message = Round(
             number=self._number,
             members=[self._described(name) for name in chosen],
             num_restarts=self._num_restarts,
-            reason="; ".join(self._whys),
+            reason="; ".join(self._reasons),
             restored=found,
             holders=holders,
         )
         for name in chosen:
-            self._seats[name].state = "running"
+            self._connected[name].state = "running"
             self._post(name, message)
         self._post(LAUNCHER, message)
-        self._whys, self._has_failure, self._has_loss = [], False, False
+        self._reasons, self._has_failure, self._has_loss = [], False, False
 
     def _described(self, name: str) -> RoundMember:
-        member = self._seats[name].member
+        member = self._connected[name].member
         return RoundMember(
             host=name,
             slots=member.slots,
@@ -301,12 +308,12 @@ class RendezvousState:
 
         A later round is newer even at a lower step: it may have gone on from an older checkpoint.
         """
-        held = Counter(key for name in names if name in self._seats for key in self._held(name))
+        held = Counter(key for name in names if name in self._connected for key in self._held(name))
         manifests = {
             stored.checkpoint: stored.needs
             for name in names
-            if name in self._seats
-            for stored in self._seats[name].held.values()
+            if name in self._connected
+            for stored in self._connected[name].held.values()
             if stored.needs
         }
         for draft in sorted(manifests, reverse=True):
@@ -315,24 +322,24 @@ class RendezvousState:
         return None
 
     def _held(self, name: str) -> list[tuple[StagedCheckpoint, str]]:
-        return list(self._seats[name].held)
+        return list(self._connected[name].held)
 
-    def _give_up(self) -> None:
-        here = [name for name in self._hosts if name in self._seats]
-        causes = f"{'; '.join(self._whys)}; " if self._whys else ""
+    def _end_for_lack_of_hosts(self) -> None:
+        here = [name for name in self._hosts if name in self._connected]
+        causes = f"{'; '.join(self._reasons)}; " if self._reasons else ""
         self._end(
-            f"{causes}{len(here)} host(s) were there ({', '.join(here) or 'none'}) and at least "
-            f"{self._limits.least} are needed, for which {self._limits.join_timeout_s:g} s were "
-            "waited (--join-timeout)"
+            f"{causes}{len(here)} host(s) joined ({', '.join(here) or 'none'}) within "
+            f"{self._limits.join_timeout_s:g} s (--join-timeout), but at least "
+            f"{self._limits.min_hosts} are needed"
         )
 
     def _end(self, text: str, signum: int = signal.SIGTERM) -> None:
         if self._phase == "over":
             return
         self._phase = "over"
-        for name in self._seats:
+        for name in self._connected:
             self._post(name, Shutdown(signum=signum, text=text))
         self._post(LAUNCHER, JobEnded(text=text))
 
     def _post(self, host: str, message: ElasticMessage) -> None:
-        self._posts.append((host, message))
+        self._messages.append((host, message))

@@ -31,22 +31,27 @@ _NO_LIMIT = 1_000_000_000
 
 
 def run_agent(
-    host: Host, num_workers: int, *, stop_limit_s: float, on_round: Callable[[Round], None]
+    host: Host,
+    name: str,
+    num_workers: int,
+    *,
+    stop_limit_s: float,
+    on_round: Callable[[Round], None],
 ) -> None:
-    """Run this host's workers, round after round, until the job is over. Main thread only.
+    """Run this host's ranks, round after round, until the job is over. Main thread only.
 
-    ``on_round`` is called before the workers of a round start; ``stop_limit_s`` is how long they
+    ``on_round`` is called before the ranks of a round start; ``stop_limit_s`` is how long they
     may take to end before they are killed. Raises SignalException: a signal ended the agent.
     """
-    handler = _Rendezvous(host, on_round)
-    program, *words = worker_command()
+    handler = _Rendezvous(host, name, on_round)
+    program, *arguments = worker_command()
     while True:
         spec = WorkerSpec(
             role="worker",
             local_world_size=num_workers,
             rdzv_handler=handler,
             entrypoint=program,
-            args=tuple(words),
+            args=tuple(arguments),
             max_restarts=_NO_LIMIT,
             monitor_interval=_POLL_S,
         )
@@ -57,23 +62,24 @@ def run_agent(
 
 
 class _Rendezvous(RendezvousHandler):
-    """Asks our rendezvous for the next round, and says when a round is over."""
+    """Requests the next round from our rendezvous, and reports when a round is over."""
 
-    def __init__(self, host: Host, on_round: Callable[[Round], None]) -> None:
+    def __init__(self, host: Host, name: str, on_round: Callable[[Round], None]) -> None:
         self._host = host
+        self._name = name
         self._on_round = on_round
         self.round: Round | None = None
 
     @property
     def use_agent_store(self) -> bool:
-        """The workers' rank 0 serves their store: it stands behind the secret of the job."""
+        """Rank 0 serves the store itself: it is protected by the secret of the job."""
         return False
 
     def get_backend(self) -> str:
         return "torchmn"
 
     def get_run_id(self) -> str:
-        return os.environ.get("TORCHMN_RUN_ID", "torchmn")
+        return "torchmn"
 
     def next_rendezvous(self) -> RendezvousInfo:
         found = self._host.next_round()
@@ -82,9 +88,9 @@ class _Rendezvous(RendezvousHandler):
             raise RendezvousGracefulExitError(leave.text if leave else "the job is over")
         self.round = found
         self._on_round(found)
-        # where rank 0's store is, the workers hear from the launcher: rank 0 keeps the port there
+        # the launcher sends the ranks the address of rank 0's store
         nowhere = RendezvousStoreInfo(master_addr="unknown", master_port=0)
-        rank = index_of(found, os.environ["TORCHMN_HOST"])
+        rank = index_of(found, self._name)
         return RendezvousInfo(HashStore(), rank, len(found.members), nowhere)
 
     def num_nodes_waiting(self) -> int:
@@ -101,7 +107,7 @@ class _Rendezvous(RendezvousHandler):
 
 
 class _Agent(LocalElasticAgent):
-    """The agent with two steps left to our rendezvous: who has which ranks, and the common end."""
+    """The agent with two steps left to our rendezvous: rank assignment, and the common end."""
 
     def __init__(
         self, handler: _Rendezvous, spec: WorkerSpec, logs: LogsSpecs, *, shutdown_timeout: int
@@ -127,14 +133,14 @@ class _Agent(LocalElasticAgent):
         ]
 
     def _exit_barrier(self) -> None:
-        """Hosts wait for each other at the rendezvous, which may still send them back to work."""
+        """Hosts wait for each other at the rendezvous, which may still restart them."""
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown(timeout=self._shutdown_timeout)
 
 
 class _NoFiles(LogsSpecs):
-    """The workers report to the launcher, and need no files for it."""
+    """The ranks report to the launcher and need no log files here."""
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         none = dict.fromkeys(envs, "")
@@ -146,5 +152,5 @@ class _NoFiles(LogsSpecs):
 
 
 def index_of(found: Round, host: str) -> int:
-    """The place of a host among the members of a round."""
+    """The index of a host among the members of a round."""
     return [member.host for member in found.members].index(host)

@@ -1,1 +1,1 @@
-"""Ways to start the processes of a job: local, ssh, torchrun, mpirun, srun."""
+"""Launchers of the agents of a job: local, remote (ssh), torchrun, mpirun and srun."""

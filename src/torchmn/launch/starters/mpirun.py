@@ -12,35 +12,14 @@ from typing import Literal
 from torchmn.errors import LaunchError
 from torchmn.launch.job import Command, Job, worker_command
 from torchmn.launch.starters.remote import is_carried, remote_shell
-from torchmn.topology.launcher_env import LAUNCHERS
 
 Flavour = Literal["Open MPI", "Hydra"]
 
-_NAMES_LEFT = frozenset(
-    name
-    for row in LAUNCHERS
-    if row.kind != "scheduler"  # an mpirun may stand inside a step of Slurm
-    for names in (
-        row.rank,
-        row.size,
-        row.intra_rank,
-        row.intra_size,
-        row.inter_rank,
-        row.inter_size,
-    )
-    for name in names
-)
-_BEGINNINGS_LEFT = (
-    *("OMPI_ARGV", "OMPI_COMM", "OMPI_FILE", "OMPI_NUM", "OMPI_TOOL", "OMPI_UNIVERSE"),
-    *("OMPI_VERSION", "OMPI_WORLD", "PMIX_", "PRTE_", "PMI_", "HYDI_", "TORCHELASTIC_"),
-)
-"""Variables with these names and beginnings make a process believe that it is itself a rank."""
-
 
 def flavour_of(mpirun: str) -> tuple[Flavour, int]:
-    """Which mpirun this is, and its major version, by its own words.
+    """The implementation of this mpirun and its major version, from ``--version``.
 
-    Raises LaunchError: none we know, or it is broken.
+    Raises LaunchError: it is unknown, or does not run.
     """
     try:
         answer = subprocess.run(
@@ -50,27 +29,18 @@ def flavour_of(mpirun: str) -> tuple[Flavour, int]:
         raise LaunchError(
             f"{mpirun} does not answer --version: {error}. Use --backend gloo."
         ) from None
-    words = answer.stdout + answer.stderr
-    version = re.search(r"(\d+)\.\d+", words)
+    output = answer.stdout + answer.stderr
+    version = re.search(r"(\d+)\.\d+", output)
     major = int(version[1]) if version else 0
-    if "Open MPI" in words or "OpenRTE" in words:
+    if "Open MPI" in output or "OpenRTE" in output:
         return "Open MPI", major
-    if "HYDRA" in words or "Intel(R) MPI" in words:
+    if "HYDRA" in output or "Intel(R) MPI" in output:
         return "Hydra", major
-    first = words.strip().splitlines()[:1]
+    first = output.strip().splitlines()[:1]
     raise LaunchError(
-        f"{mpirun} is neither Open MPI nor MPICH or Intel MPI (it says {first}). "
+        f"{mpirun} is neither Open MPI nor MPICH or Intel MPI (it reports {first}). "
         "Start the script with it directly, or use --backend gloo."
     )
-
-
-def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """``env`` without what an outer launcher of one rank left in it; settings of the user stay."""
-    return {
-        name: text
-        for name, text in env.items()
-        if "_MCA_" in name or not (name in _NAMES_LEFT or name.startswith(_BEGINNINGS_LEFT))
-    }
 
 
 def command(
@@ -117,7 +87,7 @@ def command(
 
 
 def _between_hosts(mpirun: str, env: Mapping[str, str], network: str, major: int) -> list[str]:
-    """What Open MPI must know to start daemons elsewhere and to use the right network."""
+    """Options by which Open MPI starts its daemons on other hosts and uses the right network."""
     shell = remote_shell(env)
     options = []
     if shell[0] != "srun":  # Slurm's it finds itself

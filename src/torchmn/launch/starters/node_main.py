@@ -1,8 +1,8 @@
-"""``python -m torchmn.launch.starters.node_main``: start processes here.
+"""``python -m torchmn.launch.starters.node_main``: start processes on a host.
 
-What to start is a line on standard input.
+The commands are read from standard input, a line of JSON.
 
-Stays until all of it has ended, and lets nothing live on. What it starts are agents, which end by
+It exits when all of them have ended, and kills what is left. The processes are agents, which end by
 themselves when they lose their supervisor.
 """
 

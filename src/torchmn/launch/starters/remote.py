@@ -1,7 +1,7 @@
-"""Commands on other hosts, through ssh or what stands for it.
+"""Run commands on other hosts, through ssh or another remote shell.
 
-What a command needs travels on its standard input, not on its command line, which everybody on
-the host could read.
+Environment and secret are sent on the standard input of a command, not on its command line, which
+other users of the host could read.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 from torchmn.control.codec import decode, encode
 from torchmn.control.processes import python_module
+from torchmn.environment_variables import RSH_VARIABLE
 from torchmn.errors import LaunchError
 from torchmn.launch.host_checks import HostFacts, differences
 from torchmn.launch.job import Command, Job
 from torchmn.launch.orders import ProbeHost, ProcessOrder, StartProcesses
+from torchmn.launch.starters import local
 from torchmn.topology import is_this_host
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
-RSH_VARIABLE = "TORCHMN_RSH"
 _OF_SCHEDULERS = (
     (("PBS_JOBID", "PBS_NODEFILE"), ("pbs_tmrsh",)),
     (("JOB_ID", "PE_HOSTFILE"), ("qrsh", "-inherit")),
     (("SLURM_JOB_ID", "SLURM_JOB_NODELIST"), ("srun", "--overlap", "-Q", "-N1", "-n1", "-w")),
 )
-_NO_SHELL = ("srun",)  # runs words, not a line for a shell
+_NO_SHELL = ("srun",)  # runs a command, not a line for a shell
 _ANSWER_S = 10.0
 _CARRIED = (
     *("TORCHMN_", "NCCL_", "GLOO_", "OMP_", "MKL_", "KMP_", "CUDA_", "TORCH_", "PYTORCH_"),
@@ -45,26 +46,26 @@ def remote_shell(env: Mapping[str, str]) -> tuple[str, ...]:
     chosen = tuple(shlex.split(env.get(RSH_VARIABLE, "")))
     if chosen:
         return chosen
-    for variables, words in _OF_SCHEDULERS:
+    for variables, command in _OF_SCHEDULERS:
         is_inside = all(env.get(name) for name in variables)
-        if is_inside and shutil.which(words[0], path=env.get("PATH")):
-            return words
+        if is_inside and shutil.which(command[0], path=env.get("PATH")):
+            return command
     return SSH
 
 
 def to_host(env: Mapping[str, str], host: str, module: str) -> tuple[str, ...]:
-    """The command that runs one of our modules on a host; without any shell on this one."""
+    """The command that runs one of our modules on a host; without a remote shell on this one."""
     if is_this_host(host):
         return python_module(module)
     path = env.get("PYTHONPATH")  # where torchmn may be found here
     prefix = ("env", f"PYTHONPATH={path}") if path else ()
-    words = (*prefix, *python_module(module))
+    command = (*prefix, *python_module(module))
     shell = remote_shell(env)
-    return (*shell, host, *(words if shell[0] in _NO_SHELL else (shlex.join(words),)))
+    return (*shell, host, *(command if shell[0] in _NO_SHELL else (shlex.join(command),)))
 
 
 def is_carried(job: Job, name: str) -> bool:
-    """Whether a variable goes with a job to its other hosts: one named, or one of the field."""
+    """Whether a variable is copied to the other hosts: one named with ``-x``, or a common one."""
     return name in job.exported or name in _CARRIED_NAMES or name.startswith(_CARRIED)
 
 
@@ -73,7 +74,7 @@ def node_command(
 ) -> Command:
     """One process that starts these commands on a host of the job.
 
-    There they get what is carried of their environment, and what they do not share with ``env``.
+    Their environment there is the part that `is_carried`, and what differs from ``env``.
     """
     host = job.hosts[inter_rank]
     order = StartProcesses(
@@ -98,20 +99,30 @@ def node_command(
     )
 
 
-def ask_hosts(job: Job, env: Mapping[str, str]) -> dict[str, HostFacts]:
-    """The facts of every host of the job, asked at once.
+def commands(job: Job, env: Mapping[str, str]) -> list[Command]:
+    """One remote shell per host, which starts the agents of its ranks."""
+    return [
+        node_command(job, inter_rank, env, local.commands(job, env, inter_rank))
+        for inter_rank in range(len(job.hosts))
+    ]
 
-    Raises LaunchError with the name of every host that does not answer within seconds, that cannot
-    see the script, or whose versions differ.
+
+def check_hosts(job: Job, env: Mapping[str, str]) -> dict[str, HostFacts]:
+    """Check all hosts of the job in parallel.
+
+    Raises LaunchError with the name of every host that does not answer within seconds, that does
+    not have the script, or whose versions differ.
     """
     names = [host.name for host in job.hosts]
     with ThreadPoolExecutor(max_workers=min(64, len(names))) as pool:
-        answers = dict(zip(names, pool.map(lambda name: _ask(job, name, env), names), strict=True))
+        answers = dict(
+            zip(names, pool.map(lambda name: _check_host(job, name, env), names), strict=True)
+        )
     silent = {name: answer for name, answer in answers.items() if isinstance(answer, str)}
     if silent:
-        words = "; ".join(f"{name}: {why}" for name, why in silent.items())
+        reasons = "; ".join(f"{name}: {why}" for name, why in silent.items())
         raise LaunchError(
-            f"{len(silent)} of {len(names)} host(s) did not answer: {words}. See whether "
+            f"{len(silent)} of {len(names)} host(s) did not answer: {reasons}. Check whether "
             f"`{shlex.join((*remote_shell(env), next(iter(silent)), 'true'))}` works from here."
         )
     facts = {name: answer for name, answer in answers.items() if isinstance(answer, HostFacts)}
@@ -124,8 +135,8 @@ def ask_hosts(job: Job, env: Mapping[str, str]) -> dict[str, HostFacts]:
     return facts
 
 
-def _ask(job: Job, host: str, env: Mapping[str, str]) -> HostFacts | str:
-    """The facts of one host, or why there are none."""
+def _check_host(job: Job, host: str, env: Mapping[str, str]) -> HostFacts | str:
+    """The facts of one host, or why they are unknown."""
     try:
         answer = subprocess.run(
             to_host(env, host, "torchmn.launch.probe_host"),
@@ -137,7 +148,7 @@ def _ask(job: Job, host: str, env: Mapping[str, str]) -> HostFacts | str:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"nothing came within {_ANSWER_S:g} s"
+        return f"no response within {_ANSWER_S:g} s"
     except OSError as error:
         return f"{remote_shell(env)[0]} cannot be run ({error.strerror})"
     if answer.returncode == 0:
@@ -145,5 +156,4 @@ def _ask(job: Job, host: str, env: Mapping[str, str]) -> HostFacts | str:
             return decode(answer.stdout.splitlines()[-1], HostFacts)
         except (ValueError, IndexError):
             return f"it answered {answer.stdout[-80:]!r}"
-    said = answer.stderr.strip().splitlines()[-1:] or [f"exit code {answer.returncode}"]
-    return said[0]
+    return (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]

@@ -9,7 +9,7 @@ from torchmn.errors import LaunchError
 from torchmn.launch.job import THIS_HOST, Command, Job, worker_command
 
 PMIX = "pmix"
-"""The way in which Slurm tells an MPI program its place; `srun --mpi=list` shows what there is."""
+"""The PMI by which an MPI program finds its rank; `srun --mpi=list` shows those of a Slurm."""
 
 
 def command(job: Job, env: Mapping[str, str]) -> Command:

@@ -1,4 +1,4 @@
-"""Start the agents through torchrun: one of it on each host, whose workers they are."""
+"""Start the agents through torchrun, one instance of it on each host."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torchmn.launch.starters.remote import node_command
 
 
 def commands(
-    job: Job, env: Mapping[str, str], *, meeting_host: str, meeting_port: int
+    job: Job, env: Mapping[str, str], *, master_addr: str, master_port: int
 ) -> list[Command]:
-    """One torchrun per host, which meet at a port of the first one."""
+    """One torchrun per host, with a rendezvous at a port of the first host."""
     return [
-        _on_host(job, env, inter_rank, meeting_host, meeting_port)
+        _on_host(job, env, inter_rank, master_addr, master_port)
         for inter_rank in range(len(job.hosts))
     ]
 
 
 def _on_host(
-    job: Job, env: Mapping[str, str], inter_rank: int, meeting_host: str, meeting_port: int
+    job: Job, env: Mapping[str, str], inter_rank: int, master_addr: str, master_port: int
 ) -> Command:
     ranks = job.ranks_on(inter_rank)
     options = ["--nnodes", str(len(job.hosts)), "--node-rank", str(inter_rank)]
     options += ["--nproc-per-node", str(len(ranks))]
-    options += ["--master-addr", meeting_host, "--master-port", str(meeting_port)]
+    options += ["--master-addr", master_addr, "--master-port", str(master_port)]
     command = Command(
         (
             *(sys.executable, "-m", "torch.distributed.run", *options, *job.launcher_args),

@@ -1,5 +1,6 @@
-"""Job scripts: made for PBS, Slurm and Grid Engine, given to them, and followed. Without torch."""
+"""Job scripts for PBS, Slurm and Grid Engine: write, submit and follow them. Without torch."""
 
+from torchmn.launch.exported_variables import parse_variable
 from torchmn.launch.submit.choose import (
     SCHEDULERS,
     choose_scheduler,
@@ -9,7 +10,7 @@ from torchmn.launch.submit.choose import (
 from torchmn.launch.submit.following import Follower
 from torchmn.launch.submit.request import JobRequest, default_name, find_environment
 from torchmn.launch.submit.script import job_script
-from torchmn.launch.submit.settings import Settings, parse_export
+from torchmn.launch.submit.settings import Settings
 from torchmn.launch.submit.site import Site, find_site, read_site
 from torchmn.launch.submit.submission import submit, write_script
 
@@ -25,7 +26,7 @@ __all__ = [
     "find_site",
     "installed_schedulers",
     "job_script",
-    "parse_export",
+    "parse_variable",
     "raise_if_no_command",
     "read_site",
     "submit",

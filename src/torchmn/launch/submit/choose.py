@@ -1,4 +1,4 @@
-"""Which scheduler takes the job: those that are here are facts, the choice follows from them."""
+"""Choose the scheduler for a job from those that are installed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SCHEDULERS: dict[str, Scheduler] = {
 def installed_schedulers(path: str | None) -> tuple[str, ...]:
     """The names of the schedulers whose submit command is on this PATH. Local.
 
-    Two that share a command are told apart by a command that only one of them has; a site with
-    neither sign might have either.
+    Two that share a command are distinguished by a command that only one of them has; where neither
+    has it, both are returned.
     """
 
     def is_here(command: str) -> bool:
@@ -30,9 +30,9 @@ def installed_schedulers(path: str | None) -> tuple[str, ...]:
     return tuple(
         s.name
         for s in candidates
-        if is_here(s.sign)
+        if is_here(s.probe_command)
         or not any(
-            is_here(other.sign)
+            is_here(other.probe_command)
             for other in candidates
             if other.submit_command[0] == s.submit_command[0]
         )
@@ -40,9 +40,9 @@ def installed_schedulers(path: str | None) -> tuple[str, ...]:
 
 
 def choose_scheduler(wanted: str | None, installed: Sequence[str]) -> Scheduler:
-    """The scheduler that was asked for, else the only one that is here.
+    """The scheduler that was requested, else the only one that is installed.
 
-    Raises UnknownNameError, UsageError: none is here. Raises UnsupportedError: several are here.
+    Raises UnknownNameError, UsageError: none is installed, or UnsupportedError: several are.
     """
     if wanted is not None:
         if wanted not in SCHEDULERS:
@@ -51,26 +51,24 @@ def choose_scheduler(wanted: str | None, installed: Sequence[str]) -> Scheduler:
     known = "|".join(SCHEDULERS)
     if not installed:
         raise UsageError(
-            "No scheduler was found: neither qsub nor sbatch is on the PATH. Do this on a login "
-            f"node of the cluster, or make a script for one elsewhere: --scheduler {known} "
-            "--dry-run."
+            "No scheduler was found: neither qsub nor sbatch is on the PATH. Run this on a login "
+            f"node of the cluster, or only write the script: --scheduler {known} --dry-run."
         )
     if len(installed) > 1:
         names = " and ".join(
             f"{SCHEDULERS[name].title} ({SCHEDULERS[name].submit_command[0]})" for name in installed
         )
         raise UnsupportedError(
-            f"{names} might all take the job: say which one is meant with --scheduler "
-            f"{'|'.join(installed)}."
+            f"{names} are installed: choose one with --scheduler {'|'.join(installed)}."
         )
     return SCHEDULERS[installed[0]]
 
 
 def raise_if_no_command(scheduler: Scheduler, path: str | None) -> None:
-    """Refuse to submit where the scheduler's command is missing. Raises UnsupportedError."""
+    """Raise UnsupportedError if the scheduler's command is not installed."""
     command = scheduler.submit_command[0]
     if shutil.which(command, path=path) is None:
         raise UnsupportedError(
             f"A job for {scheduler.title} is submitted with {command}, which is not on the PATH: "
-            "do this on a login node of the cluster, or only make the script with --dry-run."
+            "run this on a login node of the cluster, or only write the script with --dry-run."
         )

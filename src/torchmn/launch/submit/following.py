@@ -1,4 +1,4 @@
-"""Follow a submitted job: show what it prints until it ends, and learn its exit status."""
+"""Follow a submitted job: show its output until it ends, and return its exit status."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import TextIO
 from torchmn.errors import LaunchError
 from torchmn.exit_status import SAVED_STATUS
 from torchmn.launch.submit.request import JobRequest
-from torchmn.launch.submit.requeue import GOES_ON
+from torchmn.launch.submit.requeue import RESUBMITTED
 from torchmn.launch.submit.scheduler import Ask, JobState, Scheduler, ask
 from torchmn.launch.submit.script import ENDED
 
-_MOST_SILENCES = 30
-_LOOKS_AFTER_THE_END = 8
+_MAX_FAILED_QUERIES = 30
+_NUM_QUERIES_AFTER_END = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,8 @@ class Follower:
     def follow(self, job_id: str) -> int:
         """Show the job's output until its end and return its exit status, as shells report it.
 
-        A job that goes on in a new one is followed there. Raises LaunchError: the scheduler stopped
-        answering, or nobody says how the job ended.
+        A job that was resubmitted is followed there. Raises LaunchError: the scheduler stopped
+        answering, or the exit status is unknown.
         """
         try:
             while True:
@@ -48,41 +48,41 @@ class Follower:
                 job_id = str(log.next_job)
                 self.say(f"following {self.scheduler.title} job {job_id}")
         except KeyboardInterrupt:
-            self.say(f"the job goes on; `{self.scheduler.cancel_command} {job_id}` ends it.")
+            self.say(f"the job keeps running; `{self.scheduler.cancel_command} {job_id}` ends it.")
             raise
 
-    def say(self, sentence: str) -> None:
-        """A sentence of our own."""
-        print(f"torchmn: {sentence}", file=self.err, flush=True)
+    def say(self, text: str) -> None:
+        """Print a message of our own."""
+        print(f"torchmn: {text}", file=self.err, flush=True)
 
     def _end_of(self, log: _Log) -> JobState:
-        """Wait for the end of a job and show what it prints meanwhile."""
-        word, num_silences = "", 0
+        """Wait until a job has ended, and show its output meanwhile."""
+        word, num_failed = "", 0
         for pause in _pauses():
             # asked before the log is read, so that nothing of an ended job is missed
             state = self.scheduler.state(log.job_id, self.ask)
             log.show()
             if state is None:
-                num_silences += 1
-                if num_silences > _MOST_SILENCES:
+                num_failed += 1
+                if num_failed > _MAX_FAILED_QUERIES:
                     break
             elif state.has_ended:
                 return state
             else:
-                num_silences = 0
+                num_failed = 0
                 if state.word != word:
                     word = state.word
                     self.say(f"{self.scheduler.title} job {log.job_id}: {word}")
             self.sleep(pause)
         raise LaunchError(
-            f"{self.scheduler.title} does not say any more how job {log.job_id} is. It may still "
-            f"run; its output is in {log.words}."
+            f"{self.scheduler.title} no longer reports the state of job {log.job_id}. It may still "
+            f"run; its output is in {log.pattern}."
         )
 
     def _exit_status(self, log: _Log, state: JobState) -> int:
-        """From the scheduler, else from the last line of the log; both may come late."""
+        """From the scheduler, else from the last line of the log; both may arrive late."""
         pauses = _pauses()
-        for look in range(_LOOKS_AFTER_THE_END):
+        for look in range(_NUM_QUERIES_AFTER_END):
             if look > 0:
                 self.sleep(next(pauses))
                 state = self.scheduler.state(log.job_id, self.ask) or state
@@ -92,13 +92,13 @@ class Follower:
                 return status
         raise LaunchError(
             f"{self.scheduler.title} job {log.job_id} ended, but neither {self.scheduler.title} "
-            "nor the job's log says with which exit status: it was probably killed. Its output is "
-            f"in {log.words}."
+            "nor the job's log has its exit status: it was probably killed. Its output is in "
+            f"{log.pattern}."
         )
 
 
 def _pauses() -> Iterator[float]:
-    """Short at first, for short jobs; then long, for a scheduler serves many users."""
+    """Short at first, for short jobs; then long, since a scheduler serves many users."""
     pause = 0.2
     while True:
         yield pause
@@ -107,7 +107,7 @@ def _pauses() -> Iterator[float]:
 
 @dataclass
 class _Shown:
-    """How much of a file was shown; a character may end in the next piece."""
+    """How much of a file was shown; a character may continue in the next chunk."""
 
     num_bytes: int = 0
     decoder: codecs.IncrementalDecoder = field(
@@ -129,15 +129,15 @@ class _Log:
         self._unfinished = ""
 
     @property
-    def words(self) -> str:
-        """Where the files are, for messages."""
+    def pattern(self) -> str:
+        """The files, for messages."""
         return str(self._folder / f"{self._stem}.*")
 
     def show(self) -> None:
-        """Show what is new in all files, and read what the script's own lines say."""
+        """Show what is new in all files, and read the status lines of the job script."""
         for path in self._files():
             is_error = path.suffix in (".err", ".ER")
-            text = self._news(path)
+            text = self._new_text(path)
             if not text:
                 continue
             stream = self._follower.err if is_error else self._follower.out
@@ -148,14 +148,14 @@ class _Log:
                 self._read(text)
 
     def _files(self) -> list[Path]:
-        """A job that was put back into the queue has several: by their dates, the last one last."""
+        """A job that was requeued has several: by their dates, the last one last."""
         stem = glob.escape(self._stem)
         own = self._follower.scheduler.own_output(self._follower.job, self.job_id)
         patterns = [f"{stem}.*.{ending}" for ending in ("log", "out", "err")]
         patterns += [glob.escape(name) for name in own]
         return sorted(path for pattern in patterns for path in self._folder.glob(pattern))
 
-    def _news(self, path: Path) -> str:
+    def _new_text(self, path: Path) -> str:
         shown = self._shown.setdefault(path, _Shown())
         try:
             with path.open("rb") as file:
@@ -171,5 +171,5 @@ class _Log:
         for line in lines:
             if ended := re.fullmatch(rf"{ENDED} (\d+)", line):
                 self.exit_status = int(ended[1])
-            if goes_on := re.fullmatch(rf"{GOES_ON} (\S+)", line):
-                self.next_job = goes_on[1]
+            if resubmitted := re.fullmatch(rf"{RESUBMITTED} (\S+)", line):
+                self.next_job = resubmitted[1]

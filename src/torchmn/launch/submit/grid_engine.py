@@ -1,7 +1,7 @@
 """Grid Engine: `qsub` reads ``#$`` lines, `qstat -j` knows a job until its end, then `qacct` does.
 
-It counts slots, not nodes: how many lie on one host is a rule of the parallel environment, which a
-site makes (sge_pe(5), ``allocation_rule``). A slot stands for a core, so threads count as slots.
+It counts slots, not nodes: how many of them are on one host is decided by the parallel environment
+of the site (sge_pe(5), ``allocation_rule``). A slot is a core, so threads count as slots.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import re
 
 from torchmn.errors import UsageError
 from torchmn.launch.submit.request import JobRequest
-from torchmn.launch.submit.requeue import GOES_ON
-from torchmn.launch.submit.scheduler import Ask, JobState
+from torchmn.launch.submit.requeue import RESUBMITTED
+from torchmn.launch.submit.scheduler import Ask, JobState, Scheduler
 
-_GO_ON = 99
-"""A job with this exit status is put back into the queue (sge_shepherd(8))."""
+_REQUEUE_STATUS = 99
+"""A job with this exit status is requeued (sge_shepherd(8))."""
 
 
-class GridEngine:
+class GridEngine(Scheduler):
     """Sun, Son of, Univa, Altair and Open Cluster Grid Engine."""
 
     name = "grid_engine"
@@ -25,15 +25,15 @@ class GridEngine:
     prefix = "#$"
     submit_command = ("qsub", "-terse")
     cancel_command = "qdel"
-    sign = "qconf"
+    probe_command = "qconf"
     job_id = "$JOB_ID"
     folder = "$SGE_O_WORKDIR"
-    tells_job_end = False
+    exports_end_time = False
 
     def directives(self, job: JobRequest) -> list[str]:
         """The lines of the header. ``-S``: queues have a shell of their own, often csh.
 
-        Raises UsageError: several slots, and no parallel environment to take them from.
+        Raises UsageError: several slots without a parallel environment.
         """
         settings = job.settings
         own = f"{job.log_dir}/$JOB_NAME.$JOB_ID.grid_engine"
@@ -51,23 +51,23 @@ class GridEngine:
         return [f"{self.prefix} {option}" for option in options]
 
     def resubmission(self, job: JobRequest) -> list[str]:
-        """The same job with the same number, unless the site set FORBID_RESCHEDULE."""
-        return [f'echo "{GOES_ON} $JOB_ID"', f"status={_GO_ON}"]
+        """The same job with the same number, unless the site has set FORBID_RESCHEDULE."""
+        return [f'echo "{RESUBMITTED} $JOB_ID"', f"status={_REQUEUE_STATUS}"]
 
     def state(self, job_id: str, ask: Ask) -> JobState | None:
         """`qacct` needs a while to learn of an end: until then the exit status is ``None``."""
         answer = ask(["qstat", "-j", job_id])
-        if answer.returncode == 0 and "do not exist" not in answer.words:
+        if answer.returncode == 0 and "do not exist" not in answer.text:
             trouble = re.search(r"^error reason\s+\d+:\s*(.*)", answer.out, re.MULTILINE)
             return JobState(word=f"E ({trouble[1]})" if trouble else "in the queue or running")
-        if "do not exist" not in answer.words:
+        if "do not exist" not in answer.text:
             return None
         account = ask(["qacct", "-j", job_id])
         status = _exit_status(account.out) if account.returncode == 0 else None
         return JobState(word="gone", has_ended=True, exit_status=status)
 
     def own_output(self, job: JobRequest, job_id: str) -> tuple[str, ...]:
-        """None besides those that are named like the job's own, and so are found with them."""
+        """None: its files are named like the job's own, and so are found with them."""
         return ()
 
 
@@ -78,14 +78,14 @@ def _slots(job: JobRequest) -> list[str]:
     if num_slots == 1:
         return []
     raise UsageError(
-        f"Grid Engine gives {num_slots} slots only through a parallel environment, and none is "
-        'named: `qconf -spl` lists those of the site; write parallel_environment = "NAME" into '
+        f"Grid Engine needs a parallel environment for {num_slots} slots, and none is given: "
+        '`qconf -spl` lists those of the site; write parallel_environment = "NAME" into '
         "torchmn.toml."
     )
 
 
 def _exit_status(text: str) -> int | None:
-    """From the last record of `qacct -j`: a job that was put back has one for every run."""
+    """From the last record of `qacct -j`: a requeued job has one for every run."""
     statuses = re.findall(r"^exit_status\s+(\d+)", text, re.MULTILINE)
     failures = re.findall(r"^failed\s+(\d+)", text, re.MULTILINE)
     if not statuses:

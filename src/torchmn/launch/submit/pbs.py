@@ -1,6 +1,6 @@
-"""PBS Pro and OpenPBS: `qsub` reads ``#PBS`` lines, `qstat -f` tells the state.
+"""PBS Pro and OpenPBS: `qsub` reads ``#PBS`` lines, `qstat -f` reports the state.
 
-A job's own standard output is copied to its place when the job has ended, and not before
+A job's own standard output is only copied to its place after the job has ended
 (qsub(1B), ``-o`` and ``-k``); a folder as ``-o`` gives files named ``<job>.OU`` and ``<job>.ER``.
 """
 
@@ -10,13 +10,13 @@ import re
 import shlex
 
 from torchmn.launch.submit.request import JobRequest
-from torchmn.launch.submit.requeue import GOES_ON
-from torchmn.launch.submit.scheduler import Answer, Ask, JobState
+from torchmn.launch.submit.requeue import RESUBMITTED
+from torchmn.launch.submit.scheduler import Answer, Ask, JobState, Scheduler
 
 _GONE = re.compile(r"unknown job|has finished", re.IGNORECASE)
 
 
-class PBS:
+class PBS(Scheduler):
     """PBS Pro, OpenPBS."""
 
     name = "pbs"
@@ -24,10 +24,10 @@ class PBS:
     prefix = "#PBS"
     submit_command = ("qsub",)
     cancel_command = "qdel"
-    sign = "pbsnodes"
+    probe_command = "pbsnodes"
     job_id = "${PBS_JOBID%%.*}"
     folder = "$PBS_O_WORKDIR"
-    tells_job_end = False
+    exports_end_time = False
 
     def directives(self, job: JobRequest) -> list[str]:
         """The lines of the header. ``-S``: without it the login shell would read the script."""
@@ -51,22 +51,22 @@ class PBS:
         return [f"{self.prefix} {option}" for option in options]
 
     def resubmission(self, job: JobRequest) -> list[str]:
-        """The same file once more. Some sites forbid `qsub` on compute nodes: the log says so."""
+        """Submit the same file again; the log says so if a site forbids `qsub` on compute nodes."""
         file = shlex.quote(job.file)
         return [
             f"if next=$(qsub {file}); then",
-            f'  echo "{GOES_ON} $next"',
+            f'  echo "{RESUBMITTED} $next"',
             "else",
-            '  echo "torchmn: qsub refused on $(hostname): submit this job again by hand" >&2',
+            '  echo "torchmn: qsub failed on $(hostname): submit this job again by hand" >&2',
             "fi",
         ]
 
     def state(self, job_id: str, ask: Ask) -> JobState | None:
-        """`qstat -f`; of a job that has left the queue the history, where the site keeps one."""
+        """`qstat -f`; for a job that has left the queue the history, where the site keeps one."""
         answer = ask(["qstat", "-f", job_id])
         if answer.returncode == 0:
             return _state_of(answer)
-        if not _GONE.search(answer.words):
+        if not _GONE.search(answer.text):
             return None
         history = ask(["qstat", "-x", "-f", job_id])
         remembered = _state_of(history) if history.returncode == 0 else None
@@ -75,7 +75,7 @@ class PBS:
         )
 
     def own_output(self, job: JobRequest, job_id: str) -> tuple[str, ...]:
-        """What PBS and the shell say before the script opens its log, or when they kill it."""
+        """Output of PBS and of the shell, before the script opens its log or when it is killed."""
         return (f"{job_id}.OU", f"{job_id}.ER")
 
 
@@ -84,16 +84,16 @@ def _state_of(answer: Answer) -> JobState | None:
     word = re.search(r"^\s*job_state = (\w)", answer.out, re.MULTILINE)
     if word is None:
         return None
-    said = re.search(r"^\s*exit_status = (-?\d+)", answer.out, re.MULTILINE | re.IGNORECASE)
+    status = re.search(r"^\s*exit_status = (-?\d+)", answer.out, re.MULTILINE | re.IGNORECASE)
     return JobState(
         word=word[1],
         has_ended=word[1] in ("F", "C"),
-        exit_status=_shell_status(int(said[1])) if said else None,
+        exit_status=_shell_status(int(status[1])) if status else None,
     )
 
 
 def _shell_status(status: int) -> int:
-    """As a shell reports it: PBS adds 256 to a signal and is below zero where it gave up itself."""
+    """As a shell reports it: PBS adds 256 to a signal, and is negative if PBS itself failed."""
     if status < 0:
         return 1
     return status if status < 256 else 128 + (status - 256)

@@ -1,4 +1,4 @@
-"""What one job script is made for: a script, how many workers where, and the settings."""
+"""The request for one job: a script, the number of ranks on each node, and the settings."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class PythonEnvironment:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """``script`` with ``args`` as ``ranks_per_node`` workers on each of ``num_nodes`` nodes.
+    """Run ``script`` with ``args`` as ``ranks_per_node`` ranks on each of ``num_nodes`` nodes.
 
-    ``file`` is where the job script lies: absolute, or seen from the folder in which it is
-    submitted. With ``requeues`` the job goes on in a new one if it saved before its time limit.
-    Raises UsageError.
+    ``file`` is the path of the job script, absolute or relative to the folder in which it is
+    submitted. With ``requeues`` the job is resubmitted if it saved before its time limit. Raises
+    UsageError.
     """
 
     script: str
@@ -41,24 +41,21 @@ class JobRequest:
     settings: Settings = field(default_factory=Settings)
 
     def __post_init__(self) -> None:
-        for option, number, noun in (
-            ("--nodes", self.num_nodes, "nodes"),
-            ("--per-node", self.ranks_per_node, "workers on each node"),
-        ):
+        for option, number in (("--nodes", self.num_nodes), ("--per-node", self.ranks_per_node)):
             if number < 1:
-                raise UsageError(f"{option} is the number of {noun}: at least 1, got {number}.")
+                raise UsageError(f"{option} must be at least 1, got {number}.")
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_.-]*", self.name):
             raise UsageError(
-                f"--name is letters, digits, _ . and -, with a letter first, got {self.name!r}: "
-                f"write --name {default_name(self.name)}."
+                f"--name must be letters, digits, _ . and -, with a letter first, got "
+                f"{self.name!r}: use --name {default_name(self.name)}."
             )
         for what, path in (("script", self.script), ("job script", self.file)):
             if len(path.splitlines()) != 1:
-                raise UsageError(f"The path of a {what} is one line, got {path!r}: rename it.")
+                raise UsageError(f"The path of a {what} must be one line, got {path!r}: rename it.")
 
     @property
     def log_dir(self) -> str:
-        """The folder of what the job prints, without a slash at its end."""
+        """The folder of the job's output, without a trailing slash."""
         return (self.settings.log_dir or DEFAULT_LOG_DIR).rstrip("/") or "/"
 
     @property
@@ -68,7 +65,7 @@ class JobRequest:
 
 
 def default_name(script: str) -> str:
-    """A job name that every scheduler takes, from the name of a script.
+    """A job name that every scheduler accepts, from the name of a script.
 
     >>> default_name("jobs/3d train.py")
     'job_3d_train'
@@ -78,7 +75,7 @@ def default_name(script: str) -> str:
 
 
 def find_environment(text: str, folder: Path) -> PythonEnvironment:
-    """What ``--activate`` means, seen from ``folder``. Looks, changes nothing.
+    """The environment that ``--activate`` names, relative to ``folder``.
 
     A folder with ``bin/activate`` is a virtual environment, one with ``conda-meta`` a conda
     environment, and a name without a slash is the name of one. Raises UsageError.
@@ -92,7 +89,7 @@ def find_environment(text: str, folder: Path) -> PythonEnvironment:
     if "/" in text:
         raise UsageError(
             f"--activate {text}: there is neither {path}/bin/activate (a virtual environment) nor "
-            f"{path}/conda-meta (a conda environment). Name one of these folders, or a conda "
-            "environment by its name."
+            f"{path}/conda-meta (a conda environment). Use one of these folders, or the "
+            "name of a conda environment."
         )
     return PythonEnvironment(kind="conda", where=text)

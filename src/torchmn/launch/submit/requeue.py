@@ -1,8 +1,8 @@
-"""A job that is not done when its time is up: it saves, says so, and goes on in a new job.
+"""Resubmit a job that saved and exited before its time limit.
 
-Who saves (`torchmn.resilience`) ends the workers with `SAVED_STATUS`, `torchmn run` hands it on,
-and the last lines of the job script see it. A scheduler may be asked to warn a job before its
-limit: such a line belongs to the header, in the file of the scheduler (`slurm.REQUEUE_DIRECTIVES`).
+`torchmn.resilience.Preemption` ends the ranks with `SAVED_STATUS`, `torchmn run` returns it, and
+the last lines of the job script check for it. Directives by which a scheduler warns a job before
+its limit are in the file of the scheduler (`slurm.REQUEUE_DIRECTIVES`).
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from torchmn.exit_status import SAVED_STATUS
 from torchmn.launch.submit.request import JobRequest
 from torchmn.launch.submit.scheduler import Scheduler
 
-GOES_ON = "torchmn: the job goes on as"
-"""Begins the line in a job's log that names the job it goes on in."""
+RESUBMITTED = "torchmn: resubmitted as"
+"""Start of the line in a job's log that names the job in which training continues."""
 
 
 def last_lines(job: JobRequest, scheduler: Scheduler) -> list[str]:
-    """The lines behind `torchmn run` that look at ``$status``."""
+    """The lines after `torchmn run` that check ``$status``."""
     if not job.requeues:
         return []
     return [
         "",
-        f"# Exit status {SAVED_STATUS}: saved before the time limit, go on in a new job.",
+        f"# Exit status {SAVED_STATUS}: saved before the time limit, continue in a new job.",
         f'if [ "$status" -eq {SAVED_STATUS} ]; then',
         *(f"  {line}" for line in scheduler.resubmission(job)),
         "fi",

@@ -1,4 +1,4 @@
-"""The seam to a scheduler: what a job script and its follower need to know of each."""
+"""The interface of a scheduler, for writing job scripts and following jobs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torchmn.launch.submit.request import JobRequest
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a command of a scheduler said."""
+    """The output of a scheduler's command."""
 
     returncode: int
     out: str = ""
     err: str = ""
 
     @property
-    def words(self) -> str:
-        """All it said, for messages."""
-        parts = [text.strip() for text in (self.err, self.out) if text.strip()]
+    def text(self) -> str:
+        """Standard error and output, for messages."""
+        parts = [part.strip() for part in (self.err, self.out) if part.strip()]
         return "\n".join(parts) or "nothing"
 
 
@@ -29,7 +29,7 @@ Ask = Callable[[Sequence[str]], Answer]
 
 
 def ask(argv: Sequence[str], *, limit_s: float = 60.0) -> Answer:
-    """Run a command of a scheduler to its end. A command that cannot be run is an answer too."""
+    """Run a command of a scheduler to its end. Never raises: a failure is an answer too."""
     try:
         done = subprocess.run(
             list(argv),
@@ -49,7 +49,7 @@ def ask(argv: Sequence[str], *, limit_s: float = 60.0) -> Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """How far a job is: the scheduler's word, and how it ended where the scheduler says so."""
+    """The state of a job in the scheduler's word, and its exit status if the scheduler has it."""
 
     word: str
     has_ended: bool = False
@@ -57,56 +57,26 @@ class JobState:
 
 
 class Scheduler(Protocol):
-    """One scheduler. A new one is a new file and a line in `torchmn.launch.submit.choose`.
+    """One scheduler. A new one is a new file and an entry in `torchmn.launch.submit.choose`."""
 
-    ``sign`` is a command that only this scheduler has, for PBS and Grid Engine share ``qsub``;
-    ``job_id`` and ``folder`` are shell words for the job's number and the folder it comes from.
-    """
-
-    @property
-    def name(self) -> str:
-        """As on the command line and in a site's file."""
-
-    @property
-    def title(self) -> str:
-        """As in sentences."""
-
-    @property
-    def prefix(self) -> str:
-        """What a directive begins with."""
-
-    @property
-    def submit_command(self) -> tuple[str, ...]:
-        """The command that takes the job script as its last word and prints the job's name."""
-
-    @property
-    def cancel_command(self) -> str:
-        """The command that ends a job."""
-
-    @property
-    def sign(self) -> str:
-        """A command that is on the PATH where this scheduler is."""
-
-    @property
-    def job_id(self) -> str:
-        """The job's number inside the job, as a shell word."""
-
-    @property
-    def folder(self) -> str:
-        """The folder from which the job was submitted, as a shell word."""
-
-    @property
-    def tells_job_end(self) -> bool:
-        """Whether a job can learn from the scheduler itself when its time is over."""
+    name: str  # on the command line and in a site file
+    title: str  # in messages
+    prefix: str  # of a directive
+    submit_command: tuple[str, ...]  # takes the job script as last argument, prints the job's name
+    cancel_command: str
+    probe_command: str  # only this scheduler has it: PBS and Grid Engine share qsub
+    job_id: str  # the job's number inside the job, as a shell word
+    folder: str  # from which the job was submitted, as a shell word
+    exports_end_time: bool  # whether a job can learn from the scheduler when its time is over
 
     def directives(self, job: JobRequest) -> list[str]:
-        """The lines that ask for the job. Raises UsageError: it cannot be asked for like that."""
+        """The header of the script. Raises UsageError: this scheduler cannot run such a job."""
 
     def resubmission(self, job: JobRequest) -> list[str]:
-        """Shell lines that let the job go on in a new one; ``$status`` is 85."""
+        """Shell lines that submit the job again; ``$status`` is 85."""
 
     def state(self, job_id: str, ask: Ask) -> JobState | None:
-        """The state of a job, ``None`` if it does not answer. Called every few seconds."""
+        """The state of a job, ``None`` without an answer. Called every few seconds."""
 
     def own_output(self, job: JobRequest, job_id: str) -> tuple[str, ...]:
-        """Patterns, below the log folder, of files in which only the scheduler writes."""
+        """Patterns, below the log folder, of files that only the scheduler writes."""

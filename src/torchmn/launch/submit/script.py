@@ -1,16 +1,17 @@
-"""The text of a job script: what the scheduler reads, then plain shell that a user may edit."""
+"""The text of a job script: directives of the scheduler, then plain shell that a user may edit."""
 
 from __future__ import annotations
 
 import shlex
 
+from torchmn.environment_variables import JOB_END_VARIABLE
 from torchmn.errors import UsageError
 from torchmn.launch.submit.request import JobRequest, PythonEnvironment
 from torchmn.launch.submit.requeue import last_lines
 from torchmn.launch.submit.scheduler import Scheduler
 
-ENDED = "torchmn: the job ended with exit status"
-"""Begins the last line of a job's log: who follows it learns the exit status from there."""
+ENDED = "torchmn: job ended with exit status"
+"""Start of the last line of a job's log, from which `Follower` reads the exit status."""
 
 _MODULE_COMMANDS = frozenset(["load", "unload", "switch", "swap", "use", "unuse", "purge"])
 
@@ -25,7 +26,7 @@ VERSIONS"""
 
 
 def job_script(job: JobRequest, scheduler: Scheduler) -> str:
-    """The whole script. Pure. Raises UsageError: this scheduler cannot be asked for such a job."""
+    """The whole script. Pure. Raises UsageError: this scheduler cannot run such a job."""
     _raise_if_foreign(job, scheduler)
     by_hand = shlex.join([scheduler.submit_command[0], job.file])
     lines = [
@@ -33,7 +34,7 @@ def job_script(job: JobRequest, scheduler: Scheduler) -> str:
         *scheduler.directives(job),
         *job.settings.directives,
         "",
-        f"# Made by `torchmn submit` for {scheduler.title}. Edit it as you like and submit it from",
+        f"# Written by `torchmn submit` for {scheduler.title}. Edit it as you like; submit it in",
         f"# the same folder: {by_hand}",
         "",
         *_output(job, scheduler),
@@ -42,7 +43,7 @@ def job_script(job: JobRequest, scheduler: Scheduler) -> str:
         *[f"export {name}={shlex.quote(value)}" for name, value in job.settings.exports],
         *_activation(job.environment),
         "command -v torchmn >/dev/null || {",
-        '  echo "torchmn: no torchmn on $(hostname): name its environment with --activate" >&2',
+        '  echo "torchmn: torchmn is not installed on $(hostname): use --activate" >&2',
         "  end_job 127",
         "}",
         "",
@@ -61,20 +62,19 @@ def _raise_if_foreign(job: JobRequest, scheduler: Scheduler) -> None:
     for line in job.settings.directives:
         if line.split()[0] != scheduler.prefix:
             raise UsageError(
-                f"A directive for {scheduler.title} begins with {scheduler.prefix} and a blank, "
-                f"got {line!r}: correct it, or move it to the table of its scheduler in the "
-                "site's file."
+                f"A directive for {scheduler.title} must begin with {scheduler.prefix} and a "
+                f"blank, got {line!r}: correct it, or move it to the table of its scheduler in the "
+                "site file."
             )
 
 
 def _output(job: JobRequest, scheduler: Scheduler) -> list[str]:
-    """To the folder of the submission, with output to a file that can be read while the job runs.
+    """Change to the folder of the submission, and redirect the output.
 
-    PBS shows a job's own standard output only after its end, and no scheduler puts a date into
-    its name.
+    PBS only makes a job's own standard output readable after the job has ended.
     """
     log_dir = shlex.quote(job.log_dir)
-    # appended, for a job that is put back may run twice within a second
+    # appended, since a requeued job may run twice within a second
     to = 'exec >>"$log.log" 2>&1' if job.joins_output else 'exec >>"$log.out" 2>>"$log.err"'
     return [
         f'cd "{scheduler.folder}" || exit 1',
@@ -91,18 +91,18 @@ def _output(job: JobRequest, scheduler: Scheduler) -> list[str]:
 
 
 def _end(job: JobRequest, scheduler: Scheduler) -> list[str]:
-    """When the time is over, for who saves before (`torchmn.topology.walltime`)."""
-    if job.settings.walltime is None or scheduler.tells_job_end:
+    """Export when the job's time is over (`torchmn.topology.walltime`)."""
+    if job.settings.walltime is None or scheduler.exports_end_time:
         return []
     hours, minutes, seconds = map(int, job.settings.walltime.split(":"))
     limit_s = (hours * 60 + minutes) * 60 + seconds
-    return [f"export TORCHMN_JOB_END=$(($(date +%s) + {limit_s}))  # the walltime above"]
+    return [f"export {JOB_END_VARIABLE}=$(($(date +%s) + {limit_s}))  # the walltime above"]
 
 
 def _modules(modules: tuple[str, ...]) -> list[str]:
-    """``module load`` for each; one that begins with another command of `module` stands as it is.
+    """``module load`` for each, or the given command of `module`.
 
-    A shell that is no login shell may lack `module`: the places where sites keep it are read then.
+    A shell that is not a login shell may lack `module`: then its usual files are sourced.
     """
     if not modules:
         return []
@@ -132,7 +132,7 @@ def _activation(environment: PythonEnvironment | None) -> list[str]:
 
 
 def _work(job: JobRequest) -> list[str]:
-    """`torchmn run`, which takes the nodes from the scheduler. ``$log`` is its folder for ranks."""
+    """`torchmn run`, which reads the nodes from the scheduler; its logs are in ``$log``."""
     threads = ["--threads", str(job.settings.threads)] if job.settings.threads else []
     exported = [word for name, _ in job.settings.exports for word in ("-x", name)]
     options = shlex.join(["--per-node", str(job.ranks_per_node), *threads, *exported])

@@ -1,122 +1,138 @@
-"""What is the same for many jobs: queue, group, modules, environment. From a site's file or given.
+"""Settings that many jobs share: queue, account, modules, environment. One field, one option.
 
-Everything here ends in a line of a shell script, so every value is checked: no value may become a
-second line, and none a second word where a scheduler reads one.
+`torchmn submit` has an option for each field with a help text, and ``torchmn.toml`` a key for each.
+Everything here ends up in a line of a shell script, so every value is checked: no value may become
+a second line, and none a second word where a scheduler reads one.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field, fields, replace
+from typing import Any
 
-from torchmn.control.authenticated_listener import SECRET_VARIABLE
-from torchmn.errors import UsageError
+from torchmn.errors import UnknownNameError, UsageError
+from torchmn.launch.exported_variables import check_variable_name
 
 Export = tuple[str, str]
+Rule = tuple[Callable[[str], object], str]
+
+_WORD: Rule = (re.compile(r"[^\s#]+").fullmatch, "one word without blanks or #")
+_LINE: Rule = (
+    lambda text: text.strip() and len(text.splitlines()) == 1,
+    "a single line that is not empty",
+)
+_WALLTIME: Rule = (
+    re.compile(r"(?=.*[1-9])\d+:[0-5]\d:[0-5]\d").fullmatch,
+    "hours:minutes:seconds and greater than zero, such as 00:10:00 for ten minutes",
+)
+# directives know no quotes, and each scheduler gives %, $ or : a meaning
+_PATH: Rule = (
+    re.compile(r"[\w./+=@-]+").fullmatch,
+    "made of letters, digits and _ . / + = @ - only, since it is written into a directive",
+)
+
+
+def _setting(rule: Rule | None, text: str = "", *flags: str, default: Any = None) -> Any:
+    """A field with its rule and, if it has an option, the help text and the option's names."""
+    metavar = "NAME[=VALUE]" if "-x" in flags else None
+    metadata = {"rule": rule, "help": text, "flags": flags, "metavar": metavar}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a job gets besides its size and its script; ``None`` or empty where nobody said.
+    """What a job gets besides its size and its script; ``None`` or empty where not given.
 
     ``chunk`` is what PBS adds to every node of its select, such as ``ncpus=36:ngpus=2``;
-    ``parallel_environment`` is what Grid Engine needs for more than one slot. ``activate`` is the
-    folder of a virtual environment or the name of a conda environment. Raises UsageError.
+    ``parallel_environment`` is what Grid Engine needs for more than one slot. Raises UsageError.
     """
 
-    queue: str | None = None
-    group: str | None = None
-    walltime: str | None = None
-    threads: int | None = None
-    chunk: str | None = None
-    parallel_environment: str | None = None
-    activate: str | None = None
-    log_dir: str | None = None
-    join_output: bool | None = None
-    modules: tuple[str, ...] = ()
-    directives: tuple[str, ...] = ()
-    exports: tuple[Export, ...] = ()
+    queue: str | None = _setting(_WORD, "Queue, or Slurm's partition.")
+    group: str | None = _setting(_WORD, "Account or project to charge.")
+    walltime: str | None = _setting(_WALLTIME, "Time limit as hours:minutes:seconds.")
+    threads: int | None = _setting(None, "Number of threads of each rank.")
+    chunk: str | None = _setting(_WORD)
+    parallel_environment: str | None = _setting(_WORD)
+    activate: str | None = _setting(_LINE, "Folder of a venv, or a conda environment.")
+    log_dir: str | None = _setting(_PATH, "Folder for the output of the job.")
+    join_output: bool | None = _setting(
+        None, "Write standard output and error to one file.", "--join-output/--split-output"
+    )
+    modules: tuple[str, ...] = _setting(
+        _LINE, "Environment module to load (repeatable).", "--module-load", default=()
+    )
+    directives: tuple[str, ...] = _setting(
+        _LINE, "Additional directive for the scheduler (repeatable).", "--directive", default=()
+    )
+    exports: tuple[Export, ...] = _setting(
+        None, "Environment variable to export to all ranks (repeatable).", "-x", default=()
+    )
 
     def __post_init__(self) -> None:
-        for name in ("queue", "group", "chunk", "parallel_environment"):
-            _raise_if_not_one_word(name.replace("_", " "), getattr(self, name))
-        _raise_if_no_walltime(self.walltime)
-        _raise_if_unfit_for_directives("log folder", self.log_dir)
+        for each in fields(self):
+            rule, value = each.metadata["rule"], getattr(self, each.name)
+            if rule is None or value is None:
+                continue
+            is_valid, text = rule
+            for item in value if isinstance(value, tuple) else (value,):
+                if not is_valid(item):
+                    raise UsageError(f"{each.name} must be {text}, got {item!r}.")
         if self.threads is not None and self.threads < 1:
-            raise UsageError(
-                f"threads is the number of threads of each worker: at least 1, got {self.threads}."
-            )
-        for line in (*self.modules, *self.directives, self.activate or "-"):
-            if not line.strip() or len(line.splitlines()) != 1:
-                raise UsageError(
-                    f"A module, a directive and an environment are one line each, got {line!r}."
-                )
+            raise UsageError(f"threads must be at least 1, got {self.threads}.")
         for name, _ in self.exports:
-            if name == SECRET_VARIABLE:
-                raise UsageError(
-                    f"{name} would stand in the job's file for others to read: leave it out, "
-                    "`torchmn run` gives every job a new secret."
-                )
-            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-                raise UsageError(
-                    f"{name!r} is no name of a variable: letters, digits and _, no digit first."
-                )
+            check_variable_name(name)
 
-    def over(self, weaker: Settings) -> Settings:
-        """These settings, and those of ``weaker`` where these say nothing.
+    def merged_over(self, defaults: Settings) -> Settings:
+        """These settings, and those of ``defaults`` where these are not given.
 
-        Modules and directives of both stand in the script, these last; of two exports of one name
-        this one counts.
+        Modules and directives of both are written, these last; of two exports of one name this one
+        counts.
         """
         own = {
-            field.name: value
-            for field in fields(self)
-            if (value := getattr(self, field.name)) is not None and value != ()
+            each.name: value
+            for each in fields(self)
+            if (value := getattr(self, each.name)) is not None and value != ()
         }
         return replace(
-            weaker,
+            defaults,
             **own
             | {
-                "modules": (*weaker.modules, *self.modules),
-                "directives": (*weaker.directives, *self.directives),
-                "exports": tuple(dict((*weaker.exports, *self.exports)).items()),
+                "modules": (*defaults.modules, *self.modules),
+                "directives": (*defaults.directives, *self.directives),
+                "exports": tuple(dict((*defaults.exports, *self.exports)).items()),
             },
         )
 
 
-def parse_export(text: str) -> Export:
-    """Name and value of an ``--export``. Raises UsageError.
-
-    >>> parse_export("NCCL_SHM_DISABLE=1")
-    ('NCCL_SHM_DISABLE', '1')
-    """
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise UsageError(
-            f"--export is NAME=VALUE, got {text!r}: write --export {name or 'NAME'}=VALUE."
-        )
-    return name, value
+def settings_from_table(table: Mapping[str, object]) -> Settings:
+    """The settings in a TOML table. Raises UsageError or UnknownNameError."""
+    known = {each.name: each for each in fields(Settings)}
+    values = {}
+    for key, value in table.items():
+        if key not in known:
+            raise UnknownNameError("key", key, known)
+        values[key] = _value(known[key], value)
+    return Settings(**values)
 
 
-def _raise_if_not_one_word(what: str, text: str | None) -> None:
-    if text is not None and not re.fullmatch(r"[^\s#]+", text):
-        raise UsageError(f"A {what} is one word, got {text!r}: write it without blanks.")
-
-
-def _raise_if_no_walltime(text: str | None) -> None:
-    if text is None:
-        return
-    if not re.fullmatch(r"\d+:[0-5]\d:[0-5]\d", text) or not re.search(r"[1-9]", text):
-        raise UsageError(
-            f"The walltime is hours:minutes:seconds and more than nothing, got {text!r}: for ten "
-            "minutes write 00:10:00."
-        )
-
-
-def _raise_if_unfit_for_directives(what: str, text: str | None) -> None:
-    """Directives know no quotes, and each scheduler gives ``%``, ``$`` or ``:`` a meaning."""
-    if text is not None and not re.fullmatch(r"[\w./+=@-]+", text):
-        raise UsageError(
-            f"The {what} stands in a directive, where schedulers take letters, digits and "
-            f"_ . / + = @ - only: got {text!r}. Choose another one."
-        )
+def _value(setting: Field[Any], value: object) -> Any:
+    """A value of TOML as the field has it. Raises UsageError: it is of another type."""
+    if setting.name == "exports":
+        # numbers too: ``NCCL_SHM_DISABLE = 1`` is what people write
+        if isinstance(value, dict) and all(type(v) in (str, int, float) for v in value.values()):
+            return tuple((name, str(item)) for name, item in value.items())
+        rule = 'a table, as in { NCCL_SHM_DISABLE = "1" }'
+    elif setting.default == ():
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            return tuple(value)
+        rule = 'a list of strings, as in ["first", "second"]'
+    else:
+        kind, rule = {
+            "threads": (int, "a whole number"),
+            "join_output": (bool, "true or false"),
+        }.get(setting.name, (str, "a string in quotes"))
+        if type(value) is kind:
+            return value
+    raise UsageError(f"{setting.name} must be {rule}, got {value!r}.")

@@ -1,15 +1,15 @@
-"""Slurm: `sbatch` reads ``#SBATCH`` lines, `scontrol show job` tells the state."""
+"""Slurm: `sbatch` reads ``#SBATCH`` lines, `scontrol show job` reports the state."""
 
 from __future__ import annotations
 
 import re
 
 from torchmn.launch.submit.request import JobRequest
-from torchmn.launch.submit.requeue import GOES_ON
-from torchmn.launch.submit.scheduler import Answer, Ask, JobState
+from torchmn.launch.submit.requeue import RESUBMITTED
+from torchmn.launch.submit.scheduler import Answer, Ask, JobState, Scheduler
 
 REQUEUE_DIRECTIVES = ("--requeue", "--open-mode=append")
-"""What a job asks for that may go on later. A signal before its time limit is asked for here."""
+"""Directives of a job that may be requeued. A signal before the time limit would be added here."""
 
 _ENDED = frozenset(
     [
@@ -19,7 +19,7 @@ _ENDED = frozenset(
 )
 
 
-class Slurm:
+class Slurm(Scheduler):
     """Slurm."""
 
     name = "slurm"
@@ -27,10 +27,10 @@ class Slurm:
     prefix = "#SBATCH"
     submit_command = ("sbatch", "--parsable")
     cancel_command = "scancel"
-    sign = "sbatch"
+    probe_command = "sbatch"
     job_id = "$SLURM_JOB_ID"
     folder = "$SLURM_SUBMIT_DIR"
-    tells_job_end = True
+    exports_end_time = True
 
     def directives(self, job: JobRequest) -> list[str]:
         """The lines of the header. ``%x.%j`` is the job's name and number."""
@@ -56,22 +56,22 @@ class Slurm:
     def resubmission(self, job: JobRequest) -> list[str]:
         """The same job with the same number. Slurm may end this shell before the next line."""
         return [
-            f'echo "{GOES_ON} $SLURM_JOB_ID"',
+            f'echo "{RESUBMITTED} $SLURM_JOB_ID"',
             'scontrol requeue "$SLURM_JOB_ID" ||',
-            '  echo "torchmn: Slurm refused: submit this job again by hand" >&2',
+            '  echo "torchmn: scontrol failed: submit this job again by hand" >&2',
         ]
 
     def state(self, job_id: str, ask: Ask) -> JobState | None:
-        """`scontrol` forgets a job some minutes after its end; then only its log says how."""
+        """`scontrol` forgets a job some minutes after its end; then only its log has the status."""
         answer = ask(["scontrol", "--oneliner", "show", "job", job_id])
         if answer.returncode == 0:
             return _state_of(answer)
-        if "Invalid job id" in answer.words:
+        if "Invalid job id" in answer.text:
             return JobState(word="gone", has_ended=True)
         return None
 
     def own_output(self, job: JobRequest, job_id: str) -> tuple[str, ...]:
-        """None besides those that are named like the job's own, and so are found with them."""
+        """None: its files are named like the job's own, and so are found with them."""
         return ()
 
 

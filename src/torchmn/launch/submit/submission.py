@@ -1,4 +1,4 @@
-"""Write a job script and hand it to its scheduler."""
+"""Write a job script, and submit it to its scheduler."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torchmn.launch.submit.scheduler import Ask, Scheduler, ask
 
 
 def write_script(text: str, path: Path) -> Path | None:
-    """Write the script. A file of that name that says something else is kept as ``NAME~``.
+    """Write the script. An existing file with other content is renamed to ``NAME~``.
 
-    It may have been edited: the path of what was kept is returned. Raises UsageError.
+    It may have been edited. Returns the new path of the old file, if any. Raises UsageError.
     """
     kept = path.with_name(f"{path.name}~")
     try:
@@ -24,38 +24,38 @@ def write_script(text: str, path: Path) -> Path | None:
         path.chmod(path.stat().st_mode | 0o100)
     except OSError as error:
         raise UsageError(
-            f"The job script {path} cannot be written ({error.strerror}): name another file with "
-            "--output."
+            f"The job script {path} cannot be written ({error.strerror}): choose another file "
+            "with --output."
         ) from None
     return kept if has_other else None
 
 
 def submit(job: JobRequest, scheduler: Scheduler, *, ask: Ask = ask) -> str:
-    """Hand the job script in ``job.file`` to the scheduler, and return what it calls the job.
+    """Submit the job script in ``job.file``, and return the job's id.
 
-    The log folder is made before: PBS, Slurm and Grid Engine open files in it and make no folder.
-    Raises LaunchError with the scheduler's own words.
+    The log folder is created first: PBS, Slurm and Grid Engine open files in it. Raises LaunchError
+    with the output of the scheduler.
     """
     try:
         Path(job.log_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
-            f"The log folder {job.log_dir} cannot be made ({error.strerror}): name another with "
-            "--log-dir."
+            f"The log folder {job.log_dir} cannot be created ({error.strerror}): choose another "
+            "with --log-dir."
         ) from None
     command = [*scheduler.submit_command, job.file]
     answer = ask(command)
     if answer.returncode != 0:
         raise LaunchError(
-            f"{scheduler.title} refused the job: `{' '.join(command)}` ended with exit status "
-            f"{answer.returncode} and these words:\n{answer.words}\nThe script is kept in "
-            f"{job.file}; correct the options, or edit it and submit it by hand."
+            f"{scheduler.title} rejected the job: `{' '.join(command)}` exited with status "
+            f"{answer.returncode} and this output:\n{answer.text}\nThe script is kept in "
+            f"{job.file}: correct the options, or edit it and submit it by hand."
         )
     last = answer.out.strip().splitlines()[-1:] or [""]
     found = re.match(r"\s*(\d[^\s;]*)", last[0])
     if found is None:
         raise LaunchError(
-            f"`{' '.join(command)}` ended well but named no job; it said:\n{answer.words}\nSee in "
-            "the scheduler's queue whether the job is there."
+            f"`{' '.join(command)}` succeeded but printed no job id:\n{answer.text}\nCheck the "
+            "scheduler's queue."
         )
     return found[1]

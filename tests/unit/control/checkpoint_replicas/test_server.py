@@ -10,8 +10,6 @@ from torchmn.control.authenticated_listener import connect_authenticated
 from torchmn.control.checkpoint_replicas.client import ReplicaClient
 from torchmn.control.checkpoint_replicas.server import (
     ROLE,
-    ROUND_VARIABLE,
-    SOCKET_VARIABLE,
     ReplicaServer,
 )
 from torchmn.control.messages.elastic import (
@@ -23,6 +21,7 @@ from torchmn.control.messages.elastic import (
     RoundMember,
     StagedCheckpoint,
 )
+from torchmn.environment_variables import REPLICA_SOCKET_VARIABLE, ROUND_VARIABLE
 from torchmn.errors import LaunchError
 
 SECRET = "the secret of the job"
@@ -43,7 +42,9 @@ class OneHost:
         self.server.start()
 
     def rank(self, number: int = 1) -> ReplicaClient:
-        found = ReplicaClient.of({SOCKET_VARIABLE: self.server.name, ROUND_VARIABLE: str(number)})
+        found = ReplicaClient.of(
+            {REPLICA_SOCKET_VARIABLE: self.server.name, ROUND_VARIABLE: str(number)}
+        )
         assert found is not None
         return found
 

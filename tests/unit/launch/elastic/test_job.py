@@ -9,49 +9,50 @@ from torchmn.launch import RunOptions, dry_run_elastic, plan_elastic, plan_job
 from torchmn.launch.elastic.job import parse_elastic, parse_rendezvous
 
 
-def wish(**more: object) -> RunOptions:
+def run_options(**more: object) -> RunOptions:
     return RunOptions(**{"argv": ("true",), "elastic": "1:1", "backend": "gloo", **more})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["", "2", ":", "a:b", "2:", "-1:2", "1:2:3"])
-def test_what_is_no_range_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="--elastic is MIN:MAX"):
+def test_invalid_host_range(text: str) -> None:
+    with pytest.raises(UsageError, match="--elastic must be MIN:MAX"):
         parse_elastic(text)
 
 
 @pytest.mark.parametrize("text", ["", "n0", ":1", "n0:", "n0:x", "n0:65536"])
-def test_what_is_no_address_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="--rendezvous is HOST:PORT"):
+def test_invalid_rendezvous(text: str) -> None:
+    with pytest.raises(UsageError, match="--rendezvous must be HOST:PORT"):
         parse_rendezvous(text)
 
 
 def test_one_machine_is_one_host() -> None:
-    elastic, _ = plan_elastic(wish(num_ranks=4, max_restarts=7), {})
+    elastic, _ = plan_elastic(run_options(num_ranks=4, max_restarts=7), {})
     assert [str(host) for host in elastic.job.hosts] == ["localhost:4"]
-    assert (elastic.limits.least, elastic.limits.most, elastic.limits.max_restarts) == (1, 1, 7)
-    with pytest.raises(UsageError, match="counts hosts, of which there are 1.*--elastic 1:1"):
-        plan_elastic(wish(elastic="2:4", num_ranks=4), {})
+    limits = elastic.limits
+    assert (limits.min_hosts, limits.max_hosts, limits.max_restarts) == (1, 1, 7)
+    with pytest.raises(UsageError, match="there are 1.*--elastic 1:1"):
+        plan_elastic(run_options(elastic="2:4", num_ranks=4), {})
 
 
 def test_several_hosts_keep_their_names() -> None:
-    elastic, _ = plan_elastic(wish(elastic="1:2", hosts="a:2,b:4", rendezvous="a:2900"), {})
+    elastic, _ = plan_elastic(run_options(elastic="1:2", hosts="a:2,b:4", rendezvous="a:2900"), {})
     assert [str(host) for host in elastic.job.hosts] == ["a:2", "b:4"]
     assert (elastic.rendezvous, elastic.rendezvous_port) == ("a", 2900)
-    with pytest.raises(UsageError, match="counts hosts, of which there are 2"):
-        plan_elastic(wish(elastic="1:3", hosts="a:2,b:4"), {})
+    with pytest.raises(UsageError, match="asks for up to 3 hosts, but there are 2"):
+        plan_elastic(run_options(elastic="1:3", hosts="a:2,b:4"), {})
 
 
 @pytest.mark.parametrize("more", [{"backend": "mpi"}, {"launcher": "mpirun"}])
-def test_mpi_is_refused_with_the_reason(more: dict[str, str]) -> None:
+def test_mpi_raises(more: dict[str, str]) -> None:
     with pytest.raises(UnsupportedError, match="MPI_COMM_WORLD is fixed"):
-        plan_elastic(wish(**more), {})
+        plan_elastic(run_options(**more), {})
 
 
-def test_a_launcher_with_a_fixed_set_of_hosts_is_refused() -> None:
+def test_launchers_with_fixed_hosts_raise() -> None:
     with pytest.raises(UnsupportedError, match="srun has a fixed set"):
-        plan_elastic(wish(launcher="srun"), {})
+        plan_elastic(run_options(launcher="srun"), {})
     with pytest.raises(UnsupportedError, match="--launcher-args"):
-        plan_elastic(wish(launcher_args=("-x",)), {})
+        plan_elastic(run_options(launcher_args=("-x",)), {})
 
 
 @pytest.mark.parametrize(
@@ -62,13 +63,13 @@ def test_a_launcher_with_a_fixed_set_of_hosts_is_refused() -> None:
         ("--join-timeout", {"join_timeout_s": 1.0}),
     ],
 )
-def test_its_options_do_not_stand_alone(option: str, more: dict[str, object]) -> None:
-    with pytest.raises(UsageError, match=f"{option} says how --elastic works"):
-        plan_job(wish(elastic=None, **more), {})
+def test_options_that_require_elastic(option: str, more: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match=f"{option} requires --elastic"):
+        plan_job(run_options(elastic=None, **more), {})
 
 
-def test_a_dry_run_shows_the_rendezvous_and_the_hosts_without_the_secret() -> None:
-    elastic, _ = plan_elastic(wish(elastic="1:2", hosts="10.9.9.1:1,10.9.9.2:1"), {})
+def test_dry_run_does_not_show_the_secret() -> None:
+    elastic, _ = plan_elastic(run_options(elastic="1:2", hosts="10.9.9.1:1,10.9.9.2:1"), {})
     shown = dry_run_elastic(elastic, {"PATH": "/bin"})
     assert "torchmn.launch.elastic.rendezvous_main" in shown
     assert shown.count("torchmn.launch.elastic.host_main") == 2
@@ -76,11 +77,11 @@ def test_a_dry_run_shows_the_rendezvous_and_the_hosts_without_the_secret() -> No
     assert elastic.job.secret not in shown
 
 
-def test_a_rendezvous_that_cannot_listen_says_where_and_why(tmp_path: Path) -> None:
-    elastic, _ = plan_elastic(wish(rendezvous="a:29", log_dir=tmp_path), {})
-    assert elastic.read_store_answer('{"address": "1.2.3.4:29"}') == "1.2.3.4:29"
+def test_rendezvous_that_cannot_listen(tmp_path: Path) -> None:
+    elastic, _ = plan_elastic(run_options(rendezvous="a:29", log_dir=tmp_path), {})
+    assert elastic.parse_address('{"address": "1.2.3.4:29"}') == "1.2.3.4:29"
     with pytest.raises(LaunchError, match="cannot listen at a:29: in use"):
-        elastic.read_store_answer('{"error": "in use"}')
+        elastic.parse_address('{"error": "in use"}')
     for said in ("", "noise", "[]"):
         with pytest.raises(LaunchError, match="a:29 did not start"):
-            elastic.read_store_answer(said)
+            elastic.parse_address(said)

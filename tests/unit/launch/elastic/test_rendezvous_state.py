@@ -26,10 +26,10 @@ VERSIONS = {"torch": "2.13"}
 class Play:
     """RendezvousState, a clock, and what was said to whom."""
 
-    def __init__(self, *hosts: str, least: int = 1, most: int | None = None, **more: float) -> None:
+    def __init__(self, *hosts: str, min_hosts: int = 1, max_hosts: int = 0, **more: float) -> None:
         limits = Limits(
-            least=least,
-            most=most or len(hosts),
+            min_hosts=min_hosts,
+            max_hosts=max_hosts or len(hosts),
             max_restarts=int(more.pop("max_restarts", 3)),
             join_timeout_s=more.pop("join_timeout_s", 60.0),
         )
@@ -39,20 +39,21 @@ class Play:
     def come(self, *hosts: str, versions: dict[str, str] = VERSIONS) -> None:
         for host in hosts:
             member = HostHello(host=host, slots=2, address="a", replica_port=1, versions=versions)
-            if self.rounds.came(member):
+            if self.rounds.on_host_joined(member):
                 self.arrive(host)
 
     def arrive(self, host: str, *held: FileHeld) -> None:
-        self.rounds.arrived(host, held, self.now)
+        self.rounds.on_host_ready(host, held, self.now)
 
     def lose(self, host: str) -> None:
-        self.rounds.lost(host, "gone", self.now)
+        self.rounds.on_host_lost(host, "gone", self.now)
 
     def store(self, host: str, number: int, step: int, file: str, *needs: str) -> None:
-        self.rounds.stored(host, part(number, step, file, *needs), self.now)
+        self.rounds.on_file_held(host, part(number, step, file, *needs), self.now)
 
     def said(self, host: str, kind: type[ElasticMessage]) -> list[ElasticMessage]:
-        return [each for to, each in self.rounds.take_posts() if to == host and type(each) is kind]
+        messages = self.rounds.drain_messages()
+        return [each for to, each in messages if to == host and type(each) is kind]
 
     def round(self) -> Round | None:
         found = self.said(LAUNCHER, Round)
@@ -83,12 +84,12 @@ def test_starts_when_all_hosts_are_there_in_the_order_of_the_list() -> None:
 def test_does_not_wait_for_a_host_that_cannot_be_reached() -> None:
     play = Play("a", "b")
     play.come("a")
-    play.rounds.absent("b", play.now)
+    play.rounds.on_host_unreachable("b", play.now)
     assert names(play.round()) == ["a"]
 
 
 def test_starts_with_fewer_when_the_time_to_join_is_over() -> None:
-    play = Play("a", "b", "c", least=2)
+    play = Play("a", "b", "c", min_hosts=2)
     play.come("a", "b")
     play.now = 61.0
     play.rounds.tick(play.now)
@@ -96,21 +97,21 @@ def test_starts_with_fewer_when_the_time_to_join_is_over() -> None:
 
 
 def test_too_few_hosts_end_the_job_with_their_names_and_the_limit() -> None:
-    play = Play("a", "b", "c", least=2)
+    play = Play("a", "b", "c", min_hosts=2)
     play.come("a")
     play.now = 61.0
     play.rounds.tick(play.now)
     text = play.over()
     assert text is not None
-    assert "1 host(s) were there (a) and at least 2 are needed" in text
+    assert "1 host(s) joined (a) within" in text
     assert "--join-timeout" in text
 
 
 def test_a_connected_host_whose_agent_still_starts_is_waited_for() -> None:
-    play = Play("a", "b", least=2)
+    play = Play("a", "b", min_hosts=2)
     play.come("a")
     member = HostHello(host="b", slots=2, address="a", replica_port=1, versions=VERSIONS)
-    play.rounds.came(member)
+    play.rounds.on_host_joined(member)
     play.now = 61.0
     play.rounds.tick(play.now)
     assert play.over() is None
@@ -122,7 +123,7 @@ def test_a_connected_host_whose_agent_still_starts_is_waited_for() -> None:
 def test_a_failed_worker_restarts_all_and_counts() -> None:
     play = Play("a", "b", max_restarts=1)
     play.come("a", "b")
-    play.rounds.take_posts()
+    play.rounds.drain_messages()
     play.arrive("a")  # its agent comes back by itself: a worker has failed
     assert play.said("b", Restart)
     play.arrive("b")
@@ -132,7 +133,7 @@ def test_a_failed_worker_restarts_all_and_counts() -> None:
     assert (found.number, found.num_restarts) == (2, 1)
     play.arrive("b")
     play.arrive("a")
-    assert play.over() == "a worker on b failed, and all 1 restarts were used up"
+    assert play.over() == "a rank on b failed, and all 1 restarts are used up"
 
 
 def test_a_lost_host_does_not_count_though_workers_fail_of_it() -> None:
@@ -152,7 +153,7 @@ def test_waits_until_all_workers_of_the_old_round_have_stopped() -> None:
     play = Play("a", "b", "c")
     play.come("a", "b", "c")
     play.lose("c")
-    play.rounds.take_posts()
+    play.rounds.drain_messages()
     play.arrive("a")
     assert play.round() is None
     play.arrive("b")
@@ -163,7 +164,7 @@ def test_a_host_whose_workers_do_not_stop_is_given_up() -> None:
     play = Play("a", "b")
     play.come("a", "b")
     play.arrive("a")
-    play.rounds.take_posts()
+    play.rounds.drain_messages()
     play.now = 36.0
     assert play.rounds.tick(play.now) == ["b"]
     assert names(play.round()) == ["a"]
@@ -176,9 +177,9 @@ def test_a_host_that_comes_back_waits_for_an_announcement() -> None:
     play.arrive("a")
     assert names(play.round()) == ["a"]
     play.come("b")
-    posts = play.rounds.take_posts()
+    posts = play.rounds.drain_messages()
     assert [type(message) for _, message in posts] == [UserMessage]  # nobody is disturbed
-    play.rounds.announced(40, play.now)
+    play.rounds.on_checkpoint_saved(40, play.now)
     assert play.said("a", Restart)
     play.arrive("a")
     assert names(play.round()) == ["a", "b"]
@@ -194,7 +195,7 @@ def test_a_complete_copy_in_memory_is_an_announcement_and_an_old_one_is_not() ->
     assert found is not None
     assert found.restored == (1, 10, "d")
     play.come("b")
-    play.rounds.take_posts()
+    play.rounds.drain_messages()
     play.store("a", 2, 20, "rank0")
     assert not play.said("a", Restart)
     play.store("a", 2, 20, "manifest", "rank0", "manifest")
@@ -232,11 +233,11 @@ def test_goes_on_from_the_newest_whole_copy_that_survivors_hold() -> None:
 
 
 def test_a_waiting_host_replaces_one_that_was_lost() -> None:
-    play = Play("a", "b", "c", most=2)
+    play = Play("a", "b", "c", max_hosts=2)
     play.come("c", "a")
     assert names(play.round()) == ["a", "c"]
     play.come("b")
-    play.rounds.announced(10, play.now)
+    play.rounds.on_checkpoint_saved(10, play.now)
     assert play.round() is None  # there is no room
     play.lose("a")
     play.arrive("c")
@@ -246,9 +247,9 @@ def test_a_waiting_host_replaces_one_that_was_lost() -> None:
 def test_ends_when_all_have_finished() -> None:
     play = Play("a", "b")
     play.come("a", "b")
-    play.rounds.finished("a")
+    play.rounds.on_host_finished("a")
     assert play.over() is None
-    play.rounds.finished("b")
+    play.rounds.on_host_finished("b")
     assert play.over() == ""
     assert play.rounds.is_over
 
@@ -256,7 +257,7 @@ def test_ends_when_all_have_finished() -> None:
 def test_who_has_finished_works_again_if_another_fails() -> None:
     play = Play("a", "b")
     play.come("a", "b")
-    play.rounds.finished("a")
+    play.rounds.on_host_finished("a")
     play.arrive("b")
     assert play.said("a", Restart)
     play.arrive("a")
@@ -266,9 +267,9 @@ def test_who_has_finished_works_again_if_another_fails() -> None:
 def test_a_host_lost_after_it_has_finished_is_not_missed() -> None:
     play = Play("a", "b")
     play.come("a", "b")
-    play.rounds.finished("a")
+    play.rounds.on_host_finished("a")
     play.lose("a")
-    play.rounds.finished("b")
+    play.rounds.on_host_finished("b")
     assert play.over() == ""
 
 
@@ -287,7 +288,7 @@ def test_a_signal_reaches_all_hosts() -> None:
     play = Play("a", "b")
     play.come("a", "b")
     play.rounds.stop(signal.SIGINT)
-    posts = play.rounds.take_posts()
+    posts = play.rounds.drain_messages()
     assert ("a", Shutdown(signum=signal.SIGINT, text="")) in posts
     assert ("b", Shutdown(signum=signal.SIGINT, text="")) in posts
     play.lose("a")
@@ -297,11 +298,11 @@ def test_a_signal_reaches_all_hosts() -> None:
 @pytest.mark.parametrize(("least", "most"), [(0, 1), (3, 2)])
 def test_limits_are_checked(least: int, most: int) -> None:
     with pytest.raises(UsageError, match="MIN:MAX"):
-        Limits(least=least, most=most)
+        Limits(min_hosts=least, max_hosts=most)
 
 
 def test_other_limits_are_checked() -> None:
     with pytest.raises(UsageError, match="--max-restarts"):
-        Limits(least=1, most=1, max_restarts=-1)
+        Limits(min_hosts=1, max_hosts=1, max_restarts=-1)
     with pytest.raises(UsageError, match="--join-timeout"):
-        Limits(least=1, most=1, join_timeout_s=0)
+        Limits(min_hosts=1, max_hosts=1, join_timeout_s=0)

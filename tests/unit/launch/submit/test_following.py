@@ -17,7 +17,7 @@ from torchmn.launch.submit.slurm import Slurm
 WAITING, RUNNING = JobState(word="PENDING"), JobState(word="RUNNING")
 GONE = JobState(word="gone", has_ended=True)
 LOG = "torchmn-logs/multi_node_training.7.20261121-203337.log"
-ENDED = "torchmn: the job ended with exit status {}\n"
+ENDED = "torchmn: job ended with exit status {}\n"
 
 Step = Callable[[], JobState | None]
 
@@ -59,7 +59,7 @@ def followed(scheduler: Scripted, job_id: str = "7") -> tuple[int, str, str, lis
     return follower.follow(job_id), out.getvalue(), err.getvalue(), pauses
 
 
-def test_output_is_shown_once_and_the_states_are_said() -> None:
+def test_output_and_states_are_shown_once() -> None:
     scheduler = Scripted(
         WAITING,
         WAITING,
@@ -118,13 +118,13 @@ def test_an_exit_status_that_comes_late() -> None:
     assert (status, pauses) == (4, [0.2, 0.4])
 
 
-def test_a_job_of_which_nobody_knows_the_end() -> None:
-    with pytest.raises(LaunchError, match=r"neither Slurm nor the job's log says .* killed"):
+def test_unknown_exit_status() -> None:
+    with pytest.raises(LaunchError, match=r"neither Slurm nor the job's log has .* killed"):
         followed(Scripted(GONE))
 
 
-def test_a_scheduler_that_falls_silent() -> None:
-    with pytest.raises(LaunchError, match="does not say any more how job 7 is"):
+def test_scheduler_that_stops_answering() -> None:
+    with pytest.raises(LaunchError, match="no longer reports the state of job 7"):
         followed(Scripted(RUNNING, None))
     assert followed(Scripted(*[None] * 20, writes(LOG, ENDED.format(0), GONE)))[0] == 0
 
@@ -132,7 +132,7 @@ def test_a_scheduler_that_falls_silent() -> None:
 def test_a_job_is_followed_into_the_one_it_goes_on_in() -> None:
     next_log = LOG.replace(".7.", ".8.")
     scheduler = Scripted(
-        writes(LOG, "torchmn: the job goes on as 8.pbs\n" + ENDED.format(85), GONE),
+        writes(LOG, "torchmn: resubmitted as 8.pbs\n" + ENDED.format(85), GONE),
         writes(next_log, "second\n" + ENDED.format(0), GONE),
     )
     status, out, err, _ = followed(scheduler, "7.pbs")
@@ -144,7 +144,7 @@ def test_a_job_is_followed_into_the_one_it_goes_on_in() -> None:
 
 def test_a_job_that_saved_and_goes_on_nowhere() -> None:
     assert followed(Scripted(writes(LOG, ENDED.format(85), GONE)))[0] == 85
-    words = "torchmn: the job goes on as 7\n" + ENDED.format(85)
+    words = "torchmn: resubmitted as 7\n" + ENDED.format(85)
     assert followed(Scripted(writes(LOG, words, GONE)))[0] == 85
 
 
@@ -156,4 +156,4 @@ def test_who_interrupts_learns_how_to_end_the_job() -> None:
     follower = Follower(job=tutorial(), scheduler=Scripted(interrupt), out=io.StringIO(), err=err)
     with pytest.raises(KeyboardInterrupt):
         follower.follow("7")
-    assert "the job goes on; `scancel 7` ends it." in err.getvalue()
+    assert "the job keeps running; `scancel 7` ends it." in err.getvalue()

@@ -38,7 +38,7 @@ def test_threads_count_as_slots() -> None:
 
 
 def test_several_slots_need_a_parallel_environment() -> None:
-    with pytest.raises(UsageError, match="4 slots only through a parallel environment"):
+    with pytest.raises(UsageError, match="needs a parallel environment for 4 slots"):
         GridEngine().directives(tutorial())
     one = replace(tutorial(), num_nodes=1, ranks_per_node=1)
     assert not [line for line in GridEngine().directives(one) if "-pe" in line]

@@ -20,16 +20,16 @@ def request(**options: object) -> JobRequest:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"ranks_per_node": 0}, "--per-node is the number of workers on each node: at least 1"),
-        ({"num_nodes": -1}, "--nodes is the number of nodes: at least 1, got -1"),
-        ({"name": "my job"}, "got 'my job': write --name my_job"),
-        ({"name": "3d"}, "with a letter first, got '3d': write --name job_3d"),
+        ({"ranks_per_node": 0}, "--per-node must be at least 1"),
+        ({"num_nodes": -1}, "--nodes must be at least 1, got -1"),
+        ({"name": "my job"}, "got 'my job': use --name my_job"),
+        ({"name": "3d"}, "with a letter first, got '3d': use --name job_3d"),
         ({"name": ""}, "got ''"),
-        ({"script": ""}, "path of a script is one line, got ''"),
-        ({"file": "a\nrm"}, "path of a job script is one line"),
+        ({"script": ""}, "path of a script must be one line, got ''"),
+        ({"file": "a\nrm"}, "path of a job script must be one line"),
     ],
 )
-def test_refused_with_the_cure(options: dict[str, object], words: str) -> None:
+def test_invalid_requests(options: dict[str, object], words: str) -> None:
     with pytest.raises(UsageError) as caught:
         request(**options)
     assert words in str(caught.value)
@@ -44,7 +44,7 @@ def test_refused_with_the_cure(options: dict[str, object], words: str) -> None:
         ("a.b.py", "a.b"),
     ],
 )
-def test_default_name_is_taken_by_every_scheduler(script: str, name: str) -> None:
+def test_default_name_is_valid(script: str, name: str) -> None:
     assert default_name(script) == name
     assert request(name=name).name == name
 
@@ -55,7 +55,7 @@ def test_log_folder() -> None:
     assert request(settings=Settings(log_dir="/")).log_dir == "/"
 
 
-def test_environments_are_told_apart_by_what_is_in_them(tmp_path: Path) -> None:
+def test_find_environment(tmp_path: Path) -> None:
     (tmp_path / "venv" / "bin").mkdir(parents=True)
     (tmp_path / "venv" / "bin" / "activate").touch()
     (tmp_path / "conda" / "conda-meta").mkdir(parents=True)

@@ -26,7 +26,7 @@ WHOLE = """\
 #PBS -S /bin/bash
 #PBS -l place=scatter
 
-# Made by `torchmn submit` for PBS. Edit it as you like and submit it from
+# Written by `torchmn submit` for PBS. Edit it as you like; submit it in
 # the same folder: qsub multi_node_training.sh
 
 cd "$PBS_O_WORKDIR" || exit 1
@@ -35,7 +35,7 @@ log=torchmn-logs/multi_node_training.$job.$(date +%Y%m%d-%H%M%S)
 mkdir -p torchmn-logs || exit 1
 exec >>"$log.log" 2>&1
 end_job() {
-  echo "torchmn: the job ended with exit status $1"
+  echo "torchmn: job ended with exit status $1"
   exit "$1"
 }
 
@@ -43,7 +43,7 @@ export TORCHMN_JOB_END=$(($(date +%s) + 600))  # the walltime above
 export NCCL_SHM_DISABLE=1
 . ./venv/bin/activate || end_job 1
 command -v torchmn >/dev/null || {
-  echo "torchmn: no torchmn on $(hostname): name its environment with --activate" >&2
+  echo "torchmn: torchmn is not installed on $(hostname): use --activate" >&2
   end_job 127
 }
 
@@ -60,12 +60,12 @@ torchmn run --per-node 2 --threads 1 -x NCCL_SHM_DISABLE --log-dir "$log" \\
   train_cifar_multi_node.py --no_snapshot --epoch 4 --batchsize 32
 status=$?
 
-# Exit status 85: saved before the time limit, go on in a new job.
+# Exit status 85: saved before the time limit, continue in a new job.
 if [ "$status" -eq 85 ]; then
   if next=$(qsub multi_node_training.sh); then
-    echo "torchmn: the job goes on as $next"
+    echo "torchmn: resubmitted as $next"
   else
-    echo "torchmn: qsub refused on $(hostname): submit this job again by hand" >&2
+    echo "torchmn: qsub failed on $(hostname): submit this job again by hand" >&2
   fi
 fi
 end_job "$status"
@@ -77,7 +77,7 @@ def script(scheduler: str = "pbs", *, requeues: bool = False, **settings: object
     return job_script(job, SCHEDULERS[scheduler])
 
 
-def test_the_whole_script() -> None:
+def test_complete_script() -> None:
     job = replace(
         tutorial(
             directives=("#PBS -l place=scatter",),
@@ -129,7 +129,7 @@ def test_each_goes_to_its_folder_and_names_its_log(
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_only_slurm_tells_its_jobs_when_their_time_is_over(scheduler: str) -> None:
+def test_end_time_is_exported_except_under_slurm(scheduler: str) -> None:
     def says(walltime: str | None) -> bool:
         return "TORCHMN_JOB_END" in script(scheduler, walltime=walltime, parallel_environment="mpi")
 
@@ -158,7 +158,7 @@ def test_last_lines_with_and_without_requeue(scheduler: str, words: str) -> None
     assert "85" not in without
 
 
-def test_directives_stand_before_the_first_command() -> None:
+def test_directives_precede_the_first_command() -> None:
     """PBS and Slurm read no directive behind it."""
     lines = script(directives=("#PBS -m abe",)).splitlines()
     first = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
@@ -167,16 +167,14 @@ def test_directives_stand_before_the_first_command() -> None:
 
 
 @pytest.mark.parametrize("line", ["#SBATCH --mem=1G", "-l place=scatter", "#PBSX -q a", "# PBS"])
-def test_a_directive_of_another_scheduler_is_refused(line: str) -> None:
-    with pytest.raises(UsageError, match="A directive for PBS begins with #PBS and a blank"):
+def test_directive_of_another_scheduler_raises(line: str) -> None:
+    with pytest.raises(UsageError, match="A directive for PBS must begin with #PBS and a blank"):
         script(directives=(line,))
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_shells_can_read_it_and_nothing_breaks_out_of_its_quotes(
-    scheduler: str, tmp_path: Path
-) -> None:
+def test_script_is_valid_and_quoted(scheduler: str, tmp_path: Path) -> None:
     """The lines that are free text are run by a shell in which `torchmn` only shows its words."""
     hostile = [
         "$(touch broken)",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from torchmn.errors import UsageError
-from torchmn.launch.submit import Settings, parse_export
+from torchmn.launch.submit import Settings, parse_variable
 
 
-def test_the_stronger_side_wins_and_lists_are_joined() -> None:
+def test_merged_over_defaults() -> None:
     site = Settings(
         queue="h-regular",
         group="gt00",
@@ -20,19 +20,19 @@ def test_the_stronger_side_wins_and_lists_are_joined() -> None:
     user = Settings(
         queue="h-tutorial", modules=("hdf5",), exports=(("HOME", "/tmp"),), join_output=False
     )
-    both = user.over(site)
+    both = user.merged_over(site)
     assert (both.queue, both.group, both.join_output) == ("h-tutorial", "gt00", False)
     assert both.modules == ("cuda/12", "hdf5")
     assert both.directives == ("#PBS -l place=scatter",)
     assert dict(both.exports) == {"HOME": "/tmp", "NCCL_SHM_DISABLE": "1"}
-    assert Settings().over(site) == site
-    assert site.over(Settings()) == site
+    assert Settings().merged_over(site) == site
+    assert site.merged_over(Settings()) == site
 
 
 @pytest.mark.parametrize(
     "walltime", ["10 minutes", "00:10", "0:60:00", "1-00:00:00", "00:00:00", "-1:00:00", ""]
 )
-def test_walltime_of_a_wrong_form(walltime: str) -> None:
+def test_invalid_walltime(walltime: str) -> None:
     with pytest.raises(UsageError, match="hours:minutes:seconds") as caught:
         Settings(walltime=walltime)
     assert repr(walltime) in str(caught.value)
@@ -47,39 +47,41 @@ def test_walltime(walltime: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"queue": "a b"}, "A queue is one word, got 'a b'"),
+        ({"queue": "a b"}, "queue must be one word without blanks or #, got 'a b'"),
         ({"queue": "a\n#PBS -l walltime=99:00:00"}, "one word"),
-        ({"group": ""}, "A group is one word, got ''"),
-        ({"chunk": "ncpus=36 ngpus=2"}, "A chunk is one word"),
-        ({"parallel_environment": "my pe"}, "A parallel environment is one word"),
+        ({"group": ""}, "group must be one word without blanks or #, got ''"),
+        ({"chunk": "ncpus=36 ngpus=2"}, "chunk must be one word"),
+        ({"parallel_environment": "my pe"}, "parallel_environment must be one word"),
         ({"threads": 0}, "at least 1, got 0"),
-        ({"log_dir": "my logs"}, "log folder stands in a directive"),
+        ({"log_dir": "my logs"}, "log_dir must be made of letters"),
         ({"log_dir": "logs%j"}, "got 'logs%j'"),
-        ({"modules": ("cuda/12\nrm",)}, "one line each"),
-        ({"modules": (" ",)}, "one line each"),
-        ({"directives": ("",)}, "one line each"),
-        ({"activate": "a\nb"}, "one line each"),
-        ({"exports": (("1A", "x"),)}, "'1A' is no name of a variable"),
-        ({"exports": (("A B", "x"),)}, "'A B' is no name of a variable"),
+        ({"modules": ("cuda/12\nrm",)}, "a single line"),
+        ({"modules": (" ",)}, "a single line"),
+        ({"directives": ("",)}, "a single line"),
+        ({"activate": "a\nb"}, "a single line"),
+        ({"exports": (("1A", "x"),)}, "'1A' is not the name of a variable"),
+        ({"exports": (("A B", "x"),)}, "'A B' is not the name of a variable"),
     ],
 )
-def test_what_would_break_the_script_is_refused(settings: dict[str, object], words: str) -> None:
+def test_invalid_settings(settings: dict[str, object], words: str) -> None:
     with pytest.raises(UsageError) as caught:
         Settings(**settings)  # type: ignore[arg-type]
     assert words in str(caught.value)
 
 
 def test_exports() -> None:
-    assert parse_export("NCCL_SHM_DISABLE=1") == ("NCCL_SHM_DISABLE", "1")
-    assert parse_export("A=b=c d") == ("A", "b=c d")
-    assert parse_export("EMPTY=") == ("EMPTY", "")
-    with pytest.raises(UsageError, match="NAME=VALUE, got 'HOME': write --export HOME=VALUE"):
-        parse_export("HOME")
-    with pytest.raises(UsageError, match="got '=1'"):
-        parse_export("=1")
+    env = {"HOME": "/root"}
+    assert parse_variable("NCCL_SHM_DISABLE=1", env) == ("NCCL_SHM_DISABLE", "1")
+    assert parse_variable("A=b=c d", env) == ("A", "b=c d")
+    assert parse_variable("EMPTY=", env) == ("EMPTY", "")
+    assert parse_variable("HOME", env) == ("HOME", "/root")
+    with pytest.raises(UsageError, match="-x MISSING: this variable is not set"):
+        parse_variable("MISSING", env)
+    with pytest.raises(UsageError, match="is not the name of a variable"):
+        parse_variable("=1", env)
 
 
-def test_the_secret_does_not_get_into_a_job_file() -> None:
-    with pytest.raises(UsageError, match="would stand in the job's file") as caught:
+def test_secret_cannot_be_exported() -> None:
+    with pytest.raises(UsageError, match="other users can read") as caught:
         Settings(exports=(("TORCHMN_SECRET", "word"),))
     assert "word" not in str(caught.value)

@@ -82,7 +82,7 @@ def test_the_name_of_the_job(
         ),
     ],
 )
-def test_a_refusal_shows_the_schedulers_own_words(
+def test_rejected_job_shows_the_scheduler_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheduler: str, answer: Answer
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -90,13 +90,13 @@ def test_a_refusal_shows_the_schedulers_own_words(
         submit(tutorial(), SCHEDULERS[scheduler], ask=lambda _: answer)
     message = str(caught.value)
     assert answer.err.strip() in message
-    assert f"exit status {answer.returncode}" in message
+    assert f"exited with status {answer.returncode}" in message
     assert "multi_node_training.sh" in message
 
 
-def test_no_name_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_job_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(LaunchError, match="named no job"):
+    with pytest.raises(LaunchError, match="printed no job id"):
         submit(tutorial(), SCHEDULERS["pbs"], ask=lambda _: Answer(returncode=0, out="welcome\n"))
 
 
@@ -108,11 +108,11 @@ def test_a_log_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.processes
-def test_a_command_that_cannot_be_run_is_an_answer(tmp_path: Path) -> None:
+def test_command_that_cannot_be_run(tmp_path: Path) -> None:
     missing = ask([str(tmp_path / "qsub")])
     assert missing.returncode == 127
-    assert "cannot be run" in missing.words
+    assert "cannot be run" in missing.text
     slow = ask(["sleep", "5"], limit_s=0.05)
     assert slow.returncode == 124
-    assert "did not end within" in slow.words
-    assert ask(["true"]).words == "nothing"
+    assert "did not end within" in slow.text
+    assert ask(["true"]).text == "nothing"

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from torchmn.control.ports import reserve_port
 from torchmn.control.processes import python_module
 from torchmn.errors import LaunchError, UsageError
 from torchmn.launch import Job, python_command
 from torchmn.launch.job import Command, worker_command
-from torchmn.launch.starters import local, mpirun, srun, ssh, torchrun
+from torchmn.launch.starters import local, mpirun, remote, srun, torchrun
 from torchmn.launch.starters.remote import SSH, remote_shell, to_host
+from torchmn.launch.worker_environment import worker_environment
 from torchmn.topology import Host
 
 
@@ -42,8 +44,8 @@ def test_local_ranks_have_the_variables_of_torchrun() -> None:
     assert [command.ranks for command in commands] == [range(rank, rank + 1) for rank in range(3)]
 
 
-def test_reserved_port_is_for_rank_0_and_for_nobody_else() -> None:
-    keeper, port = local.reserve_port()
+def test_reserved_port_can_only_be_used_by_rank_0() -> None:
+    keeper, port = reserve_port()
     with closing(keeper):
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("127.0.0.1", port))
@@ -72,7 +74,7 @@ def test_open_mpi(num_ranks: int, num_cores: int, yields: bool) -> None:
 
 
 @pytest.mark.parametrize("env", [{}, {"OMPI_MCA_btl": "self,tcp"}])
-def test_wheel_does_not_look_for_fabrics_unless_told(env: dict[str, str]) -> None:
+def test_mpirun_of_the_wheel_disables_ofi_by_default(env: dict[str, str]) -> None:
     def started(path: Path) -> Command:
         return mpirun.command(
             job(), env, mpirun=str(path), flavour="Open MPI", num_cores=2, is_root=False
@@ -83,14 +85,14 @@ def test_wheel_does_not_look_for_fabrics_unless_told(env: dict[str, str]) -> Non
     assert started(Path("/opt/site/bin/mpirun")).env == env
 
 
-def test_root_is_allowed_only_to_root() -> None:
+def test_allow_run_as_root_only_for_root() -> None:
     command = mpirun.command(
         job(), {}, mpirun="mpirun", flavour="Open MPI", num_cores=2, is_root=True
     )
     assert "--allow-run-as-root" in command.argv
 
 
-def test_hydra_knows_no_option_of_open_mpi() -> None:
+def test_hydra_options() -> None:
     command = mpirun.command(
         job(), {}, mpirun="mpiexec", flavour="Hydra", num_cores=1, is_root=True
     )
@@ -116,7 +118,7 @@ def test_flavours(tmp_path: Path, words: str, flavour: str) -> None:
 
 
 @pytest.mark.processes
-def test_unknown_mpirun_is_refused(tmp_path: Path) -> None:
+def test_unknown_mpirun_raises(tmp_path: Path) -> None:
     tool = tmp_path / "mpirun"
     tool.write_text("#!/bin/sh\necho 'something else'\n")
     tool.chmod(0o755)
@@ -129,11 +131,11 @@ def test_unknown_mpirun_is_refused(tmp_path: Path) -> None:
 def test_clean_environment_keeps_the_users_settings() -> None:
     left = {"OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}
     kept = {"OMPI_MCA_btl": "self", "PRTE_MCA_plm": "ssh", "PATH": "/bin", "RANKING": "1"}
-    cleaned = mpirun.clean_environment({**left, **kept})
-    assert cleaned == kept
+    cleaned = worker_environment(job(), {**left, **kept})
+    assert {name: text for name, text in cleaned.items() if not name.startswith("TORCHMN_")} == kept
 
 
-def test_command_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a b.py").touch()
     assert python_command("a b.py", ["-n"]) == [sys.executable, "a b.py", "-n"]
@@ -141,15 +143,15 @@ def test_command_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("num_ranks", [0, -1])
-def test_number_of_workers(num_ranks: int) -> None:
+def test_number_of_ranks(num_ranks: int) -> None:
     with pytest.raises(UsageError, match=f"got {num_ranks}"):
         job(num_ranks)
 
 
 def test_environment_of_the_job() -> None:
-    env = job(backend="nccl").environment({"A": "1"})
+    env = worker_environment(job(backend="nccl"), {"A": "1"})
     assert (env["A"], env["TORCHMN_TRANSPORT"], env["TORCHMN_BACKEND"]) == ("1", "torch", "nccl")
-    assert job(backend="mpi").environment({})["TORCHMN_TRANSPORT"] == "mpi"
+    assert worker_environment(job(backend="mpi"), {})["TORCHMN_TRANSPORT"] == "mpi"
     assert env["TORCHMN_SECRET"] not in repr(job())
     assert len(env["TORCHMN_SECRET"]) == 64
 
@@ -167,9 +169,10 @@ def order_of(command: Command) -> list[dict[str, Any]]:
     return commands
 
 
-def test_ssh_gives_each_host_its_ranks_and_no_secret_to_a_command_line() -> None:
-    env = on_hosts(launcher="ssh").environment({"MINE": "1", "OTHERS": "2", "NCCL_DEBUG": "INFO"})
-    first, second = ssh.commands(on_hosts(launcher="ssh"), {**env, "PATH": "/bin"})
+def test_ssh_commands_do_not_show_the_secret() -> None:
+    given = {"MINE": "1", "OTHERS": "2", "NCCL_DEBUG": "INFO"}
+    env = worker_environment(on_hosts(launcher="ssh"), given)
+    first, second = remote.commands(on_hosts(launcher="ssh"), {**env, "PATH": "/bin"})
     assert first.argv[:6] == (*SSH, "a")
     assert "torchmn.launch.starters.node_main" in first.argv[-1]
     assert (first.ranks, second.ranks) == (range(2), range(2, 3))
@@ -186,7 +189,7 @@ def test_ssh_gives_each_host_its_ranks_and_no_secret_to_a_command_line() -> None
     assert not any(env["TORCHMN_SECRET"] in word for word in (*first.argv, *second.argv))
 
 
-def test_another_remote_shell(tmp_path: Path) -> None:
+def test_remote_shell(tmp_path: Path) -> None:
     assert remote_shell({}) == SSH
     assert remote_shell({"TORCHMN_RSH": "'my rsh' -v"}) == ("my rsh", "-v")
     for name in ("pbs_tmrsh", "qrsh", "srun"):
@@ -202,17 +205,17 @@ def test_another_remote_shell(tmp_path: Path) -> None:
     assert words == (*remote_shell(slurm), "a.invalid", *python_module("a.module"))
 
 
-def test_this_host_needs_no_remote_shell() -> None:
+def test_no_remote_shell_for_this_host() -> None:
     assert to_host({}, "localhost", "a.module") == python_module("a.module")
     assert to_host({}, "a.invalid", "a.module")[: len(SSH)] == SSH
 
 
-def test_one_torchrun_for_each_host() -> None:
+def test_torchrun_per_host() -> None:
     commands = torchrun.commands(
         on_hosts(launcher="torchrun", launcher_args=("--max-restarts", "2")),
         {},
-        meeting_host="a",
-        meeting_port=1234,
+        master_addr="a",
+        master_port=1234,
     )
     assert [command.ranks for command in commands] == [range(2), range(2, 3)]
     for node, (command, count) in enumerate(zip(commands, ("2", "1"), strict=True)):
@@ -277,6 +280,6 @@ def test_srun_with_unequal_hosts(srun_path: str) -> None:
     assert "--distribution=arbitrary --nodelist a,a,b" in words
 
 
-def test_no_srun() -> None:
+def test_missing_srun_raises() -> None:
     with pytest.raises(LaunchError, match="no srun on the PATH"):
         srun.command(on_hosts(), {"PATH": "/nowhere"})

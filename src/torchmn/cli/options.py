@@ -1,0 +1,57 @@
+"""Options of a subcommand from the fields of a dataclass, so that each is declared once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+Command = Callable[..., None]
+
+
+def add_options(kind: type[Any]) -> Callable[[Command], Command]:
+    """Give a command that takes ``**options`` an option for each field of a dataclass.
+
+    The metadata of a field has ``help`` if it gets an option, and may have ``flags``, the names of
+    the option, and ``metavar``. A field that holds a tuple gets a repeatable option.
+    """
+
+    def add(command: Command) -> Command:
+        signature = inspect.signature(command, eval_str=True)
+        hints = get_type_hints(kind)
+        parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        for each in fields(kind):
+            if not each.metadata.get("help"):
+                continue
+            is_repeatable = each.default == ()
+            option = typer.Option(
+                *(each.metadata.get("flags") or (f"--{each.name.replace('_', '-')}",)),
+                metavar=each.metadata.get("metavar"),
+                help=each.metadata["help"],
+            )
+            parameters.append(
+                inspect.Parameter(
+                    each.name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=None if is_repeatable else each.default,
+                    annotation=Annotated[
+                        list[str] | None if is_repeatable else hints[each.name], option
+                    ],
+                )
+            )
+        setattr(command, "__signature__", signature.replace(parameters=parameters))  # noqa: B010
+        return command
+
+    return add
+
+
+def given(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given, lists as tuples."""
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in options.items()
+        if value is not None
+    }
