@@ -82,15 +82,17 @@ class Runner:
     def processes(self, *words: str) -> list[psutil.Process]:
         """The living processes of the job whose command holds all of the words."""
         found = []
-        for process in psutil.process_iter():
+        mark = f"{MARK}={self.mark}".encode()
+        for entry in Path("/proc").glob("[0-9]*"):
             try:
-                if (
-                    process.environ().get(MARK) == self.mark
-                    and process.status() != psutil.STATUS_ZOMBIE
-                    and all(word in " ".join(process.cmdline()) for word in words)
+                if mark not in (entry / "environ").read_bytes().split(b"\0"):
+                    continue
+                process = psutil.Process(int(entry.name))
+                if process.status() != psutil.STATUS_ZOMBIE and all(
+                    word in " ".join(process.cmdline()) for word in words
                 ):
                     found.append(process)
-            except psutil.Error:
+            except (OSError, psutil.Error):
                 continue
         return found
 

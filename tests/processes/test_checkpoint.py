@@ -238,7 +238,9 @@ def test_rank_that_is_stopped_ends_the_wait(start: Start, tmp_path: Path) -> Non
 def test_disk_that_fails_on_one_rank(start: Start, tmp_path: Path) -> None:
     for status, _, err in start("small files"):
         assert status == 1
-        assert "the checkpoint of step 3 was aborted; earlier checkpoints are kept: rank 1 of 2" in err
+        assert (
+            "the checkpoint of step 3 was aborted; earlier checkpoints are kept: rank 1 of 2" in err
+        )
         assert "File too large (errno 27)" in err
     assert start("resume")[0][1].startswith("resumed 2")
 

@@ -112,7 +112,7 @@ def test_others_go_on_without_a_worker_that_dies(start) -> None:
     for status, _, err in said.values():
         assert status == 0, err
         assert "Traceback" not in err
-        assert err.count("rank 1 is gone. Training goes on without it.") == 1
+        assert err.count("rank 1 is lost. Training continues without it.") == 1
     first = said[0][1].splitlines()[0]
     assert first.endswith("lost [1]")
     assert all(out.splitlines()[0] == first for _, out, _ in said.values())

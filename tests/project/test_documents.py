@@ -6,11 +6,14 @@ import ast
 import re
 import textwrap
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 import torchmn
+
+from .test_public_names import INTERNAL
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
@@ -34,9 +37,15 @@ def test_where_is_table_names_files_that_exist() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_documented_names_exist(page: Path) -> None:
     """As after a plain ``import torchmn``: by attribute, without another import before."""
-    names = re.findall(r"\btorchmn((?:\.[A-Za-z]\w*)+)", page.read_text())
+    names = re.findall(r"(?<!-m )\btorchmn((?:\.[A-Za-z]\w*)+)", page.read_text())
     names = [name for name in names if name != ".toml"]  # a site's file
     assert [name for name in sorted(set(names)) if not _resolves(name[1:].split("."))] == []
+
+
+def test_documented_modules_exist() -> None:
+    """Those that are run: ``python -m torchmn.testing.netlab``."""
+    names = {n for page in PAGES for n in re.findall(r"-m (torchmn\.[\w.]*\w)", page.read_text())}
+    assert [name for name in sorted(names) if find_spec(name) is None] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -57,6 +66,8 @@ def test_code_in_documents_is_python_and_imports_what_it_uses(page: Path) -> Non
 
 
 def _resolves(path: list[str]) -> bool:
+    if path[0] in INTERNAL:  # a module that the page explains, not a name to use
+        return find_spec(".".join(["torchmn", *path])) is not None
     # Not by getattr at first: other tests have imported the submodules already.
     try:
         value = torchmn.__getattr__(path[0]) if path[0] in LAZY else getattr(torchmn, path[0])

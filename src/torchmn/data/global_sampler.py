@@ -227,7 +227,7 @@ class GlobalSampler(Sampler[list[int]]):
         self._start, self._pass = SamplerState(epoch=epoch, position=position), None
 
     def _reached(self, *, is_left: bool) -> SamplerState:
-        """The state now; ``is_left``: no more batches of the pass will be requested."""
+        """The state now; ``is_left``: the loop has left the pass."""
         if self._pass is None:
             return self._normalised(self._start)
         num = self._pass.num_handed_out

@@ -70,7 +70,7 @@ class SamplerPass:
 
     @property
     def was_left(self) -> bool:
-        """Whether no more batches of it can be requested."""
+        """Whether the loop has left it, so that its last batch was requested."""
         return self._owner is not None and self._owner() is None
 
     @property

@@ -20,6 +20,7 @@ from torchmn.communicators.allreduce import ReduceBlock
 from torchmn.communicators.base import Granularity
 from torchmn.communicators.engine import Work
 from torchmn.compression import Codec, Layout, StripeCodec
+from torchmn.gradients.gradient_memory import CAN_COUNT, num_references
 from torchmn.units import KiB
 
 NamedParameter = tuple[str, nn.Parameter]
@@ -44,18 +45,49 @@ class Slot:
     """The first element in the buffer, and one past the last."""
     end: int
     address: int = 0
+    may_lend: bool = False
+    """Whether the buffer can be given up to a script: ordinary CPU memory."""
     buckets: list[Bucket] = field(default_factory=list)
     """Those that hold elements of it, in the order of the memory."""
     is_packed: bool = False
     """Whether this rank's part of the exchange being filled has been written."""
     has_gradient: bool = False
     """Whether there was a gradient to write."""
+    unused: tuple[int, int] | None = None
+    """`num_references` before ``p.grad`` was first `tensor`; None if it never was."""
 
     def current_tensor(self) -> Tensor:
         """`tensor`, made again if it was given other memory, as ``p.grad.data = ...`` does."""
         if self.tensor.data_ptr() != self.address:
             self.tensor = _alias(self.buffer, self.start, self.parameter)
         return self.tensor
+
+    def lend(self) -> None:
+        """Make ``p.grad`` the tensor, until the script has let go of it."""
+        tensor = self.current_tensor()
+        if self.parameter.grad is not tensor:
+            del tensor
+            if self.unused is None:
+                self.unused = num_references(self)
+            self.parameter.grad = self.tensor
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a script keeps the tensor, a view of it or an array in its memory.
+
+        A ``p.grad`` that was not cleared does not count: a backward pass changes it in place.
+        """
+        return (
+            self.unused is not None
+            and self.parameter.grad is not self.tensor
+            and (num_references(self) != self.unused or self.tensor.data_ptr() != self.address)
+        )
+
+    def move_to(self, buffer: Tensor) -> None:
+        """Continue in other memory of the same layout; ``p.grad`` stays where it is."""
+        self.buffer = buffer
+        self.tensor = _alias(buffer, self.start, self.parameter)
+        self.address, self.unused = self.tensor.data_ptr(), None
 
 
 @dataclass(eq=False, slots=True)
@@ -182,10 +214,12 @@ def _lay_out(group: Sequence[NamedParameter], num_footer: int, allocate: Allocat
         starts.append(end)
         end += math.ceil(size / _ALIGNMENT) * _ALIGNMENT
     buffer = allocate(end + num_footer, dtype, first.device)
+    is_ordinary = buffer.device.type == "cpu" and buffer.untyped_storage().resizable()
     slots = []
     for start, size, (name, parameter) in zip(starts, sizes, group, strict=True):
         tensor = _alias(buffer, start, parameter)
         slots.append(Slot(name, parameter, tensor, buffer, start, start + size, tensor.data_ptr()))
+        slots[-1].may_lend = CAN_COUNT and is_ordinary
     layout = Layout.of(((s.name, s.start, shape_in_memory(s.tensor)) for s in slots), dtype)
     return Bucket(0, ReduceBlock(buffer, layout, num_footer), slots)
 
@@ -251,12 +285,21 @@ def _cut_below(layout: Layout, position: int, grain: int) -> int:
 def _alias(buffer: Tensor, start: int, parameter: nn.Parameter) -> Tensor:
     """A tensor in the buffer's memory with the parameter's shape and, if dense, its strides.
 
-    It is an alias made with `set_`, not a view: `detach_` and `zero_grad` treat it as any gradient.
+    It is not a view: `detach_` and `zero_grad` treat it as any gradient. On the CPU it has a storage
+    of its own, which begins and ends with it.
     """
     shape = parameter.shape
     strides = (
         parameter.stride() if is_dense(parameter) else torch.empty(shape, device="meta").stride()
     )
+    if buffer.device.type == "cpu" and parameter.numel():
+        alias = torch.frombuffer(
+            buffer.view(torch.uint8).numpy(),
+            dtype=parameter.dtype,
+            count=parameter.numel(),
+            offset=start * buffer.itemsize,
+        )
+        return alias.set_(alias.untyped_storage(), 0, shape, strides)
     alias = torch.empty(0, dtype=parameter.dtype, device=buffer.device)
     offset = buffer.storage_offset() + start
     if parameter.dtype.is_complex:

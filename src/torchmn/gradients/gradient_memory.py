@@ -1,21 +1,25 @@
 """The memory of the means that scripts see as ``p.grad``.
 
-Every ``p.grad`` is a tensor of its own, as after a plain backward pass: what a script keeps across
-``zero_grad()`` (PCGrad, a gradient's similarity to the one before) keeps its values, and what it
-saves holds one gradient. Memory is reused only where nothing else holds it, so that a step of a
-usual script allocates nothing. What this costs is one copy of the gradients per step; see
-``gradient_as_bucket_view`` of `create_multi_node_optimizer`.
+Every ``p.grad`` has a storage of its own, as after a plain backward pass: what a script keeps over
+``zero_grad()`` (PCGrad, the similarity to an earlier gradient) keeps its values, and what it saves
+holds one gradient. In ordinary CPU memory the storage is a part of a bucket (`Slot.lend`), so that
+means need no copy; a bucket gets new memory before it is filled again if a script still uses the
+old one. In other memory (GPUs, buffers that the ranks of a node share) means are copied, and the
+copies are reused where nothing else refers to them (`GradientMemory`).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-_USE_COUNT = getattr(torch._C, "_storage_Use_Count", None)
+_USE_COUNT: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda storage: 0)
+CAN_COUNT = hasattr(torch._C, "_storage_Use_Count")
+"""Whether this torch can say who else uses a storage; if not, no memory is used again."""
 
 
 class GradientMemory:
@@ -56,21 +60,19 @@ class GradientMemory:
 
 
 class _Kept:
-    """A tensor, and its number of references while nothing else holds it."""
+    """A copy of a mean, and how often it is referred to while only we do."""
 
-    __slots__ = ("_address", "_num_objects", "_num_tensors", "_storage", "tensor")
+    __slots__ = ("_address", "_unused", "tensor")
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.tensor = torch.empty_like(parameter, requires_grad=False)
         self._address = self.tensor.data_ptr()
-        self._storage = self.tensor.untyped_storage()
-        self._num_objects = sys.getrefcount(self.tensor)
-        self._num_tensors = 0 if _USE_COUNT is None else _USE_COUNT(self._storage._cdata)
+        self._unused = num_references(self)
 
     def is_usable(self, parameter: nn.Parameter, grad: Tensor | None) -> bool:
         """Whether the tensor can be the gradient of the parameter as it is now.
 
-        Not if anything else holds the tensor, a view of it or an array in its memory.
+        Not if anything else refers to the tensor, a view of it or an array in its memory.
         """
         return (
             self.tensor.dtype == parameter.dtype
@@ -79,10 +81,19 @@ class _Kept:
             and (
                 grad is self.tensor
                 or (
-                    _USE_COUNT is not None
-                    and sys.getrefcount(self.tensor) == self._num_objects
-                    and _USE_COUNT(self._storage._cdata) == self._num_tensors
+                    CAN_COUNT
+                    and num_references(self) == self._unused
                     and self.tensor.data_ptr() == self._address  # else by p.grad.data = ...
                 )
             )
         )
+
+
+class _HasTensor(Protocol):
+    tensor: Tensor
+
+
+def num_references(holder: _HasTensor) -> tuple[int, int]:
+    """How often ``holder.tensor`` and its storage are referred to. Compare, do not interpret."""
+    tensor = holder.tensor
+    return sys.getrefcount(tensor), _USE_COUNT(tensor.untyped_storage()._cdata)

@@ -372,7 +372,7 @@ class GradientReducer:
                     "twice in one pass, as torch.utils.checkpoint with use_reentrant=True does. "
                     "Use use_reentrant=False."
                 )
-            is_mean = self.memory.is_mean(slot.parameter)
+            is_mean = self._is_mean(slot.parameter)
             filling.pack(slot)
             # What was copied is freed at once: the next layer's gradient then takes its memory,
             # where all of them together would cost 10,000 page faults a step for 60 MB.
@@ -573,7 +573,7 @@ class GradientReducer:
         for slot in filling.slots:
             if not slot.is_packed:
                 filling.pack(slot)
-                if self.memory.is_mean(slot.parameter):
+                if self._is_mean(slot.parameter):
                     filling.is_accumulating = True
         is_active = filling.context.is_active
         filling.write_footer(
@@ -633,24 +633,42 @@ class GradientReducer:
         try:
             if not is_view:
                 for bucket in means.buckets:
-                    means.await_bucket(bucket)
-                    self._copy([slot for slot in bucket.slots if slot.buckets[-1] is bucket])
+                    copied = [
+                        slot
+                        for slot in bucket.slots
+                        if slot.buckets[-1] is bucket and not slot.may_lend
+                    ]
+                    if copied:
+                        means.await_bucket(bucket)
+                        self._copy(copied)
             was_scaled = means.wait()
         except BaseException:
             for slot in means.slots:
                 slot.parameter.grad = None  # what was copied are no means
             raise
-        if is_view:
-            for slot in means.slots:
-                parameter, tensor = slot.parameter, slot.current_tensor()
-                if parameter.grad is not tensor and (
-                    parameter.requires_grad or parameter.grad is not None
-                ):
-                    parameter.grad = tensor
-        elif was_scaled:
-            self._copy(means.slots)
+        for slot in means.slots:
+            parameter = slot.parameter
+            if not (parameter.requires_grad or parameter.grad is not None):
+                continue
+            if is_view:
+                parameter.grad = slot.current_tensor()
+            elif slot.may_lend:
+                slot.lend()
+        if was_scaled and not is_view:
+            self._copy([slot for slot in means.slots if not slot.may_lend])
         self._clear_absent(means)
         self.record_nonfinite(means)
+
+    def _is_mean(self, parameter: nn.Parameter) -> bool:
+        """Whether ``p.grad`` is the mean of an earlier pass, maybe with a later one added."""
+        grad = parameter.grad
+        return grad is not None and (
+            self.memory.is_mean(parameter)
+            or any(
+                (slot := each.slot_of.get(parameter)) is not None and slot.tensor is grad
+                for each in self.sets
+            )
+        )
 
     def _copy(self, slots: Sequence[Slot]) -> None:
         """Make every ``p.grad`` a copy of its slot."""

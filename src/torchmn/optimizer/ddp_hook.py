@@ -159,7 +159,6 @@ class DdpHook:
                 + "."
             )
         self._is_open = True
-        self._forget_buckets()
 
     def _raise_if_nameless(self) -> None:
         if not self._is_named:

@@ -7,7 +7,7 @@ the name of a codec, and raises `ContractError` where the contract is broken. Ra
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,8 +48,10 @@ def check_means(comm: Communicator, make: MakeSchedule, codec: str | None) -> No
         len(run.applied) == NUM_STEPS,
         f"{NUM_STEPS} backward passes and a flush gave {len(run.applied)} steps",
     )
-    for step, (got, local) in enumerate(zip(run.applied, run.local, strict=True)):
-        run.require_mean(got, local, comm.size, f"step {step}")
+    run.require_means(
+        (got, local, comm.size, f"step {step}")
+        for step, (got, local) in enumerate(zip(run.applied, run.local, strict=True))
+    )
 
 
 def check_staleness(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
@@ -59,6 +61,7 @@ def check_staleness(comm: Communicator, make: MakeSchedule, codec: str | None) -
     """
     run = TrackedRun(comm, make, codec)
     late = run.optimizer.schedule.staleness_steps
+    means: list[tuple[Gradients, Gradients, int, str]] = []
     for step in range(NUM_STEPS):
         run.backward(step)
         if isinstance(run.optimizer.schedule, DefersUpdates):
@@ -67,13 +70,14 @@ def check_staleness(comm: Communicator, make: MakeSchedule, codec: str | None) -
         if step < late:
             require(not got, f"backward pass {step} left gradients, of which step?")
         elif comm.size > 1 or late:
-            run.require_mean(got, run.local[step - late], comm.size, f"backward pass {step}")
+            means.append((got, run.local[step - late], comm.size, f"backward pass {step}"))
         run.optimizer.step()
         num_expected = max(0, step + 1 - late)
         require(
             len(run.applied) == num_expected,
             f"after {step + 1} iterations there were {len(run.applied)} steps, not {num_expected}",
         )
+    run.require_means(means)
     for _ in range(2):
         run.optimizer.flush()
         require(len(run.applied) == NUM_STEPS, f"flush() led to {len(run.applied)} steps")
@@ -82,9 +86,11 @@ def check_staleness(comm: Communicator, make: MakeSchedule, codec: str | None) -
 def check_replicas(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
     """All ranks hold the same bits after every step, in parameters and optimizer state."""
     run = TrackedRun(comm, make, codec)
+    held: dict[str, Tensor] = {}
     for step in range(NUM_STEPS):
         run.step(step)
-        run.require_replicas(f"after step {step}")
+        held |= {f"{name} after step {step}": t.clone() for name, t in run.replicated().items()}
+    run.require_same(held, "in a run")
     run.optimizer.flush()
     run.require_replicas("after flush()")
 
@@ -126,8 +132,10 @@ def check_accumulation(comm: Communicator, make: MakeSchedule, codec: str | None
     run.optimizer.flush()
     applied = run.applied
     require(len(applied) == NUM_STEPS, f"{NUM_STEPS} steps of two passes gave {len(applied)}")
-    for step, (got, local) in enumerate(zip(applied, sums, strict=True)):
-        run.require_mean(got, local, comm.size, f"step {step}")
+    run.require_means(
+        (got, local, comm.size, f"step {step}")
+        for step, (got, local) in enumerate(zip(applied, sums, strict=True))
+    )
 
 
 def check_join(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
@@ -141,9 +149,15 @@ def check_join(comm: Communicator, make: MakeSchedule, codec: str | None) -> Non
     applied = comm.bcast_obj(run.applied, longest)
     require(len(applied) == comm.size, f"the longest loop led to {len(applied)} steps")
     nothing = [torch.zeros_like(p) for p in run.model.parameters()]
-    for step, got in enumerate(applied):
-        local = run.local[step] if step <= comm.rank else nothing
-        run.require_mean(got, local, comm.size - step, f"round {step} of uneven loops")
+    run.require_means(
+        (
+            got,
+            run.local[step] if step <= comm.rank else nothing,
+            comm.size - step,
+            f"round {step} of uneven loops",
+        )
+        for step, got in enumerate(applied)
+    )
 
 
 def check_sums_up(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
@@ -506,24 +520,33 @@ class TrackedRun:
         """As they are, by name."""
         return {name: p.detach() for name, p in self.model.named_parameters()}
 
-    def require_mean(self, got: Gradients, local: Gradients, num_ranks: int, what: str) -> None:
-        """``got`` is the sum of all ranks' ``local`` over ``num_ranks``. *Collective.*"""
-        everybody = self.comm.allgather_obj(local)
-        require(len(got) == len(local), f"{what}: {len(got)} gradients instead of {len(local)}")
-        if self.codec not in TOLERANCE:
-            return
-        for index, mine in enumerate(got):
-            parts = torch.stack([rank_local[index] for rank_local in everybody])
-            error = float((mine - parts.sum(0) / num_ranks).abs().max())
-            bound = TOLERANCE[self.codec] * float(parts.abs().max())
-            require(error <= bound, f"{what}: gradient {index} is off by {error}, bound {bound}")
+    def require_means(self, means: Iterable[tuple[Gradients, Gradients, int, str]]) -> None:
+        """Check each ``(got, local, num_ranks, what)``. *Collective*: one exchange for all of them.
+
+        ``got`` is the sum of all ranks' ``local`` over ``num_ranks``.
+        """
+        means = list(means)
+        gathered = self.comm.allgather_obj([local for _, local, _, _ in means])
+        for number, (got, local, num_ranks, what) in enumerate(means):
+            require(len(got) == len(local), f"{what}: {len(got)} gradients instead of {len(local)}")
+            if self.codec not in TOLERANCE:
+                continue
+            for index, mine in enumerate(got):
+                parts = torch.stack([theirs[number][index] for theirs in gathered])
+                error = float((mine - parts.sum(0) / num_ranks).abs().max())
+                bound = TOLERANCE[self.codec] * float(parts.abs().max())
+                require(error <= bound, f"{what}: gradient {index} is off by {error}, {bound=}")
 
     def require_replicas(self, when: str) -> None:
         """Parameters and optimizer state. *Collective.*"""
+        self.require_same(self.replicated(), when)
+
+    def replicated(self) -> dict[str, Tensor]:
+        """Parameters and optimizer state, by name."""
         held = dict(self.model.state_dict())
         for index, state in enumerate(self.optimizer.state.values()):
             held.update({f"{key} {index}": v for key, v in state.items() if v is not None})
-        self.require_same(held, when)
+        return held
 
     def require_same(self, held: dict[str, Tensor], when: str) -> None:
         """The same bits on all ranks. *Collective.*"""

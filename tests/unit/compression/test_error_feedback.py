@@ -210,7 +210,7 @@ def test_invalid_arguments() -> None:
         ErrorFeedback(ErrorFeedback(Quantized(8)))
     with pytest.raises(UsageError, match="PowerSGD has its own error feedback"):
         ErrorFeedback(PowerSGD())
-    with pytest.raises(UnsupportedError, match="keeps residuals by the names of parameters"):
+    with pytest.raises(UnsupportedError, match="stores residuals by parameter name"):
         create_codec("int8").encode_stripe(
             torch.zeros(10), anonymous_layout(10, torch.float32), torch.zeros(24, dtype=torch.uint8)
         )

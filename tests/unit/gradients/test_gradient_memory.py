@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from tests.unit.models import batch, equal, grads, loss_of, mlp, near
 from torchmn import create_multi_node_optimizer
 from torchmn.gradients.gradient_memory import GradientMemory
+from torchmn.schedules import EveryStepNextForward
 from torchmn.testing import run_ranks
 
 HOLDERS = {
@@ -76,7 +78,7 @@ class TestReuse:
         assert parameter.grad.tolist() == [0.0, 0.0]
 
     def test_a_build_that_cannot_count_shares_nothing(self, monkeypatch) -> None:
-        monkeypatch.setattr("torchmn.gradients.gradient_memory._USE_COUNT", None)
+        monkeypatch.setattr("torchmn.gradients.gradient_memory.CAN_COUNT", False)
         parameter, memory = nn.Parameter(torch.zeros(2)), GradientMemory()
         memory.set_all([parameter], [torch.ones(2)])
         held = parameter.grad.detach()
@@ -108,7 +110,7 @@ def test_gradients_of_earlier_passes_keep_their_values(name: str, schedule: str)
     run_ranks(rank_main, 2, name=name)
 
 
-def test_as_views_they_are_those_of_the_bucket_and_the_same_numbers() -> None:
+def test_views_of_the_bucket_are_overwritten_by_the_next_pass() -> None:
     def rank_main(comm, *, is_view):
         model = mlp()
         optimizer = create_multi_node_optimizer(
@@ -117,18 +119,73 @@ def test_as_views_they_are_those_of_the_bucket_and_the_same_numbers() -> None:
             model,
             gradient_as_bucket_view=is_view,
         )
+        held = []
         for step in range(3):
             optimizer.zero_grad()
             loss_of(model, batch(comm.rank, step)).backward()
-            assert {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
+            held.append(model[0].weight.grad)
             optimizer.step()
-        storages = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
-        assert (len(storages) == 1) is is_view
+        addresses = {gradient.data_ptr() for gradient in held}
+        assert len(addresses) == (1 if is_view else 3)
         return [p.detach().clone() for p in model.parameters()]
 
     views = run_ranks(lambda comm: rank_main(comm, is_view=True), 2)
     copies = run_ranks(lambda comm: rank_main(comm, is_view=False), 2)
     assert equal(views[0], copies[0])
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_bucket_in_use_by_the_script_gets_new_memory(holder: str, is_cut: bool) -> None:
+    """And only then: without it the same memory holds every mean, with no copy."""
+
+    def rank_main(comm):
+        model = mlp()
+        schedule = EveryStepNextForward(chunk_bytes=64) if is_cut else "every_step"
+        optimizer = create_multi_node_optimizer(
+            torch.optim.SGD(model.parameters(), 0.1), comm, model, schedule=schedule
+        )
+        addresses, held, copy = [], None, None
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of(model, batch(comm.rank, step)).backward()
+            optimizer.synchronize()
+            gradient = model[0].weight.grad
+            addresses.append(gradient.data_ptr())
+            if step == 2 and comm.rank == 0:
+                held, copy = HOLDERS[holder](gradient), gradient.clone()
+            del gradient
+            optimizer.step()
+        if held is not None and holder not in ("a graph", "a row"):
+            assert torch.equal(torch.as_tensor(held).view(-1), copy.view(-1))
+        if not is_cut:
+            assert len(set(addresses)) == (2 if comm.rank == 0 else 1)
+        return [p.detach().clone() for p in model.parameters()]
+
+    first, second = run_ranks(rank_main, 2)
+    assert equal(first, second)
+
+
+def test_gradients_that_were_not_cleared_survive_a_move() -> None:
+    """One gradient is kept, the others accumulate: as in one process."""
+
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(
+            torch.optim.SGD(model.parameters(), 0.1), comm, model
+        )
+        loss_of(model, batch(0, 0)).backward()
+        kept = model[0].weight.grad
+        before = kept.clone()
+        model[0].weight.grad = None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # more than one backward pass per step
+            loss_of(model, batch(0, 1)).backward()
+        assert torch.equal(kept, before)
+        del optimizer
+        return grads(model)
+
+    assert near(run_ranks(rank_main, 2)[0], run_ranks(rank_main, 1)[0])
 
 
 def test_a_saved_gradient_is_one_gradient_in_size() -> None:

@@ -33,8 +33,9 @@ class _Update:
 class DeferredUpdates:
     """Updates that `begin` has noted and `apply` has not made yet. Local; waits for sums."""
 
-    def __init__(self, rank_label: str) -> None:
-        self._rank_label = rank_label
+    def __init__(self) -> None:
+        self.rank_label = ""
+        """How errors name this rank; set when the schedule is attached."""
         self._pending: dict[nn.Parameter, _Update] = {}
         self._means: MeansUnderWay | None = None
         self._step: PartialStep | None = None
@@ -129,7 +130,7 @@ class DeferredUpdates:
             changed = [p for p, same in zip(known, (then == now).tolist(), strict=True) if not same]
         if changed:
             raise UsageError(
-                f"{self._rank_label}: '{self.name_of(changed[0])}' was changed between step() and "
+                f"{self.rank_label}: '{self.name_of(changed[0])}' was changed between step() and "
                 "its update, which comes just before its layer runs again, by code that holds the "
                 "parameter itself. Get it from the model there (model.parameters()), or call "
                 "optimizer.flush() before you change parameters."
@@ -181,7 +182,7 @@ class DeferredUpdates:
         update = self._pending.get(parameter)  # type: ignore[call-overload]
         if update is not None:
             raise UnsupportedError(
-                f"{self._rank_label}: '{update.name}' was used before the update of the last step "
+                f"{self.rank_label}: '{update.name}' was used before the update of the last step "
                 "was applied to it: its values were read by a module that did not read them in the "
                 "first steps, or without the hooks of modules. Name it in "
                 f"EveryStepNextForward(eager_parameters=[{update.name!r}]), or call "

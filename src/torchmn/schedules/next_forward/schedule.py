@@ -53,7 +53,6 @@ class EveryStepNextForward(Schedule):
     name = "every_step_next_forward"
     num_warm_up_steps = NUM_MEASURED + 1
     """Before steps take the time that they will take."""
-    _updates: DeferredUpdates
 
     def __init__(self, *, chunk_bytes: int = 2 * MiB, eager_parameters: Sequence[str] = ()) -> None:
         if chunk_bytes <= 0:
@@ -67,6 +66,7 @@ class EveryStepNextForward(Schedule):
         self._models: list[nn.Module] = []
         self._sync_reason: str | None = None
         self._tuner: OrderTuner | None = None
+        self._updates = DeferredUpdates()
         self._readers: dict[nn.Parameter, set[nn.Module]] = {}
         # From backward to step: the sums under way, and the gradients that are in them.
         self._sums: BucketSet | None = None
@@ -87,7 +87,7 @@ class EveryStepNextForward(Schedule):
     def attach(self, reducer: GradientReducer, inner: Optimizer) -> None:
         """See `Schedule.attach`."""
         super().attach(reducer, inner)
-        self._updates = DeferredUpdates(reducer.comm.rank_label)
+        self._updates.rank_label = reducer.comm.rank_label
         if not is_separable(inner):
             self._sync_reason = (
                 f"{type(inner).__name__} may look at all gradients at once (a class that updates "
