@@ -270,7 +270,8 @@ class TestHosts:
         announced = re.search(r"n1 joined, and step (\d+) is saved", run.text)
         assert announced is not None
         assert together[0] == int(announced[1]) + 1
-        order = [run.text.index(words) for words in ("n1 joined; waiting", "n1 joined, and", "in round 3")]
+        texts = ("n1 joined; waiting", "n1 joined, and", "in round 3")
+        order = [run.text.index(text) for text in texts]
         assert order == sorted(order)
         num_steps = together[-1]
         assert_every_sample_once(run, num_steps)

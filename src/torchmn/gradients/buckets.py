@@ -285,7 +285,7 @@ def _cut_below(layout: Layout, position: int, grain: int) -> int:
 def _alias(buffer: Tensor, start: int, parameter: nn.Parameter) -> Tensor:
     """A tensor in the buffer's memory with the parameter's shape and, if dense, its strides.
 
-    It is not a view: `detach_` and `zero_grad` treat it as any gradient. On the CPU it has a storage
+    Not a view: `detach_` and `zero_grad` treat it as any gradient. On the CPU it has a storage
     of its own, which begins and ends with it.
     """
     shape = parameter.shape
