@@ -60,7 +60,7 @@ def _compare(
     from torchmn.compression.kernels import cuda
 
     plan = codec.plan(stripe)
-    noise = Noise(3, 5, "worker") if codec.grid.is_stochastic else None
+    noise = Noise(3, 5, "worker") if codec.spec.is_stochastic else None
     encoded = torch.zeros(plan.nbytes, dtype=torch.uint8)
     rest = None if residual is None else torch.zeros_like(residual)
     flags = reference.encode(values, residual, rest, encoded, plan, noise)
@@ -73,7 +73,7 @@ def _compare(
     ).cpu()
     what = f"{codec!r}, {stripe.dtype}, {[s.numel for s in stripe.segments]}, {values[:3].tolist()}"
     assert torch.equal(flags_there, flags), what
-    if codec.grid.bits == 8 and device == "cpu":
+    if codec.spec.bits == 8 and device == "cpu":
         assert torch.equal(there, encoded), f"{what}: {(there != encoded).nonzero().flatten()[:9]}"
 
     for source, add in itertools.product((encoded, there.cpu()), (False, True)):
@@ -131,7 +131,7 @@ def compile_all() -> int:
     shared = {"flags": "*u8", "table": "*i64"}
     for bits, is_stochastic in itertools.product((8, 4, 2, 1), (False, True)):
         plan = Quantized(bits).plan(layout((700,), torch.float32))
-        grid = {"BITS": bits, "LEVELS": max(plan.grid.levels, 1), "PLANES": 8 // bits}
+        grid = {"BITS": bits, "LEVELS": max(plan.spec.levels, 1), "PLANES": 8 // bits}
         grid["BYTES"] = cuda._columns(plan)
         wide = "*fp64" if is_stochastic else "*fp32"
         compile_one(

@@ -22,7 +22,7 @@ def test_round_trip_rounds_once(codec, dtype: torch.dtype, size: int) -> None:
     codec.encode_stripe(values, anonymous_layout(len(values), values.dtype), encoded)
     decoded = torch.full((size,), 9.0, dtype=dtype)
     codec.decode_stripe(encoded, anonymous_layout(len(decoded), decoded.dtype), decoded)
-    assert torch.equal(decoded, values.to(codec.wire_dtype).to(dtype))
+    assert torch.equal(decoded, values.to(codec.dtype).to(dtype))
     again = torch.empty_like(encoded)
     codec.encode_stripe(decoded, anonymous_layout(len(decoded), decoded.dtype), again)
     if dtype not in (torch.float16, torch.bfloat16):

@@ -193,5 +193,5 @@ def test_names_come_with_error_feedback() -> None:
         codec = create_codec(name)
         assert codec is not None
         assert codec.name == f"{name}+residual"
-        assert codec.codec.grid.bits == bits
+        assert codec.codec.spec.bits == bits
         assert create_codec(name) is not codec
