@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.contracts.suites.resume_contracts import Recipe
 from torchmn.compression import ErrorFeedback, Quantized
 from torchmn.gradients.reducer import GradientReducer
-from torchmn.optimizer import MultiNodeOptimizer, multi_node_optimizer
+from torchmn.optimizer import MultiNodeOptimizer, resume
 from torchmn.schedules import DoubleBuffering, PeriodicAverage
 
 # ---- other bits on as many ranks ----
@@ -52,7 +52,7 @@ class ForgetsLocalPasses:
 
     @classmethod
     def recipe(cls, monkeypatch):
-        monkeypatch.setattr(MultiNodeOptimizer, "_load_accumulated", lambda self, state: None)
+        monkeypatch.setattr(resume, "load_accumulated", lambda reducer, state: None)
         return Recipe(num_passes=2)
 
 
@@ -179,10 +179,7 @@ class GivesEachRankItsOwnGradients(MultiNodeOptimizer):
 
     @classmethod
     def recipe(cls, monkeypatch):
-
-        monkeypatch.setattr(
-            multi_node_optimizer, "_shared_out", lambda accumulated, *_: accumulated[0]
-        )
+        monkeypatch.setattr(resume, "_shared_out", lambda accumulated, *_: accumulated[0])
         return Recipe(has_noise=False, num_passes=3, num_samples=48)
 
 
