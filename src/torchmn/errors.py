@@ -71,7 +71,7 @@ class SharedMemoryError(TorchmnError):
 
 
 class NonFiniteGradientError(TorchmnError):
-    """A gradient holds NaN or infinity, on some rank: all ranks raise it alike."""
+    """A gradient holds NaN or infinity, on some rank: all ranks raise it."""
 
 
 class DataError(TorchmnError):

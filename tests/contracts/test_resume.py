@@ -84,7 +84,7 @@ def placed(label: str, function):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_every_codec_goes_on_with_the_same_bits(codec: str) -> None:
+def test_every_codec_continues_with_the_same_bits(codec: str) -> None:
     placed("2", lambda comm: check_resume_is_exact(comm, Recipe(codec=codec)))
     for label in ("1", "3+1"):
         placed(label, lambda comm: check_resume_is_exact(comm, Recipe(codec=codec), FEW))
@@ -92,7 +92,7 @@ def test_every_codec_goes_on_with_the_same_bits(codec: str) -> None:
 
 @pytest.mark.parametrize("codec", [None, "1bit"])
 @pytest.mark.parametrize("name", EVERY)
-def test_every_schedule_goes_on_with_the_same_bits(name: str, codec: str | None) -> None:
+def test_every_schedule_continues_with_the_same_bits(name: str, codec: str | None) -> None:
     recipe = replace(EVERY[name], codec=codec)
     placed("2", lambda comm: check_resume_is_exact(comm, recipe))
 
@@ -133,7 +133,7 @@ PLACEMENTS["4"] = ("flat", Topology.blocks([4]))
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_other_numbers_of_ranks_go_on_as_before(name: str) -> None:
+def test_other_numbers_of_ranks_continue_as_before(name: str) -> None:
     """Without what differs between ranks by chance: to rounding."""
     recipe = replace(EVERY[name], has_noise=False)
     if name == "every_step":
@@ -144,7 +144,7 @@ def test_other_numbers_of_ranks_go_on_as_before(name: str) -> None:
 
 
 @pytest.mark.parametrize("codec", ["int8", "1bit", "power_sgd"])
-def test_what_is_owed_stays_owed(codec: str) -> None:
+def test_what_is_lost_stays_in_the_residual(codec: str) -> None:
     on_others(Recipe(codec=codec), 7, ("2", "3"), ("1", "2", "3+1"))
     on_others(Recipe(codec=codec), 7, ("3+1",), ("3",))
 
@@ -155,7 +155,7 @@ def test_where_each_rank_encodes_a_part() -> None:
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_what_blocks_owe_stays_owed(name: str) -> None:
+def test_what_blocks_lose_stays_in_the_residual(name: str) -> None:
     recipe = replace(BLOCKS[name], codec="1bit")
     on_others(recipe, 8, ("2",), ("1", "3"))
 

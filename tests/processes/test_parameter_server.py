@@ -106,7 +106,7 @@ def start(tmp_path: Path) -> Iterator[object]:
         process.communicate()
 
 
-def test_others_go_on_without_a_worker_that_dies(start) -> None:
+def test_others_continue_without_a_worker_that_dies(start) -> None:
     job = start(4, "dies", 1)
     said = {rank: job.outcome(rank) for rank in (0, 2, 3)}
     for status, _, err in said.values():

@@ -69,7 +69,7 @@ def test_a_killed_job_ends_with_the_same_bits(tmp_path: Path, schedule: str, cod
 
 @pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore")
-def test_a_killed_job_goes_on_with_one_rank_less(tmp_path: Path) -> None:
+def test_a_killed_job_continues_with_one_rank_less(tmp_path: Path) -> None:
     assert run(tmp_path, "diloco", "int8", "again", kill_at=9, n=3).returncode != 0
     done = run(tmp_path, "diloco", "int8", "again", n=2)
     assert done.returncode == 0, done.stderr

@@ -128,7 +128,7 @@ def test_killed_rank(runner: Runner, backend: str) -> None:
     assert "SIGKILL" in done.stderr
 
 
-def test_traceback_of_the_culprit_comes_last(runner: Runner) -> None:
+def test_traceback_of_the_first_failure_comes_last(runner: Runner) -> None:
     script = runner.script(
         "import signal, sys, time\n"
         "def last_will(*_): print('bye', file=sys.stderr); sys.exit(0)\n"

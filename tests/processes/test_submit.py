@@ -208,7 +208,7 @@ def test_an_unknown_queue_is_refused_in_the_schedulers_words(cluster: Cluster) -
     assert "Traceback" not in done.stderr
 
 
-def test_a_job_that_saved_goes_on_in_a_new_one_and_is_followed_there(cluster: Cluster) -> None:
+def test_a_job_that_saved_continues_in_a_new_one_and_is_followed_there(cluster: Cluster) -> None:
     (cluster.work / "statuses").write_text("85 85 0")
     done = cluster.submit(*ASKED, "--requeue", "--wait", "train.py")
     assert done.returncode == 0, done.stderr

@@ -164,7 +164,7 @@ def test_a_missing_seed_is_no_pass(load, table_runs) -> None:  # type: ignore[no
     assert bars.failed_limits(runs, {})["every step int8"] == "mnist: not measured"
 
 
-def test_a_rate_that_the_choice_did_not_give_is_not_judged(load, table_runs) -> None:  # type: ignore[no-untyped-def]
+def test_a_rate_that_the_choice_did_not_give_does_not_count(load, table_runs) -> None:  # type: ignore[no-untyped-def]
     bars = load("accuracy.bars")
     side = load("accuracy.sides").SIDES["DiLoCo"]
     runs = table_runs("DiLoCo", mnist=0.0, cifar=0.0)
@@ -176,7 +176,7 @@ def test_a_rate_that_the_choice_did_not_give_is_not_judged(load, table_runs) -> 
         assert bar.holds is None
 
 
-def test_a_seed_that_judged_other_settings_is_spent_for_a_chosen_rate(  # type: ignore[no-untyped-def]
+def test_a_seed_used_with_other_settings_is_spent_for_a_chosen_rate(  # type: ignore[no-untyped-def]
     load, run_of, tmp_path: Path
 ) -> None:
     runs, sides = load("accuracy.runs"), load("accuracy.sides").SIDES

@@ -112,7 +112,7 @@ def test_changed_requirements_are_installed_into_what_is_there(project: Project,
     assert project.calls == ["venv", "pip", "pip"]
 
 
-def test_moved_folder_is_set_up_anew(project: Project) -> None:
+def test_moved_folder_is_set_up_again(project: Project) -> None:
     project.python()
     project.make("setup")
     project.folder = project.folder.rename(project.folder.with_name("moved project"))

@@ -144,7 +144,7 @@ def group_added_later(worker: Worker) -> nn.Module:
     return model
 
 
-@script("The optimizer is made anew over the same parameters: warm-up, then fine-tuning")
+@script("The optimizer is made again over the same parameters: warm-up, then fine-tuning")
 def optimizer_made_anew(worker: Worker) -> nn.Module:
     model = mlp()
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
@@ -299,7 +299,7 @@ def two_steps_of_one_gradient(worker: Worker) -> nn.Module:
     return model
 
 
-@script("Trained by the plain optimizer on all ranks alike, then wrapped; its state goes on")
+@script("Trained by the plain optimizer identically on all ranks, then wrapped; its state is kept")
 def wrapped_after_some_steps(worker: Worker) -> nn.Module:
     model = mlp()
     adam = torch.optim.Adam(model.parameters(), 0.01)
@@ -316,7 +316,7 @@ def wrapped_after_some_steps(worker: Worker) -> nn.Module:
     return model
 
 
-@script("The state goes on in a plain optimizer, after `close()`")
+@script("The state continues in a plain optimizer, after `close()`")
 def state_in_a_plain_optimizer(worker: Worker) -> nn.Module:
     model = mlp()
     optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.01), model)

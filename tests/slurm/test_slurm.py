@@ -161,7 +161,7 @@ def test_an_unknown_partition_is_refused_in_slurms_own_words(
     assert "invalid partition specified: nowhere" in done.stderr
 
 
-def test_a_job_goes_on_in_the_next_one_when_its_time_is_over(
+def test_a_job_continues_in_the_next_one_when_its_time_is_over(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     (tmp_path / "steps.py").write_text(STEPS)

@@ -35,8 +35,8 @@ class ControlChannel:
         *,
         job_ranks: Sequence[int] = (),
     ) -> None:
-        self._journal = FlightRecorder(job_ranks=job_ranks)
-        script_monitor.follow(self._journal)  # so that a missing rank is named
+        self._recorder = FlightRecorder(job_ranks=job_ranks)
+        script_monitor.follow(self._recorder)  # so that a missing rank is named
         self._transport = transport
         self._timeout_s = timeout_s
         self._rank_label = rank_label
@@ -59,7 +59,7 @@ class ControlChannel:
         size = torch.tensor([mine.numel()], device="cpu")
         limit_s = self._timeout_s + nbytes / _SLOWEST_BYTES_PER_S
         self._waiting_since_s = time.monotonic()
-        entry = self._journal.begin("checkpoint", f"the round in which {what}", (), "-", limit_s)
+        entry = self._recorder.begin("checkpoint", f"the round in which {what}", (), "-", limit_s)
         try:
             self._exchange(dict.fromkeys(others, size), sizes, limit_s)
             received = {
@@ -68,13 +68,13 @@ class ControlChannel:
             }
             self._exchange(dict.fromkeys(others, mine), received, self._timeout_s)
         except (PeerLostError, TimeLimitError) as error:
-            self._journal.end(entry, "late" if isinstance(error, TimeLimitError) else "failed")
+            self._recorder.end(entry, "late" if isinstance(error, TimeLimitError) else "failed")
             raise type(error)(
                 f"{self._rank_label}: another rank was lost while {what}: {error}"
             ) from error
         finally:
             self._waiting_since_s = None
-        self._journal.end(entry, "done")
+        self._recorder.end(entry, "done")
         received[transport.rank] = mine
         return [json.loads(received[rank].numpy().tobytes()) for rank in range(transport.size)]
 

@@ -1,7 +1,7 @@
 """Work that takes ranks different times, and longer than the time limit of a collective.
 
 A rank with an empty shard is done at once, one with a large shard after minutes. So ranks at work
-send a heartbeat four times per time limit, and all ranks hear at once when one fails.
+send a heartbeat four times per time limit, and all ranks learn at once when one fails.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class AgentSession(RankSession):
         self._output = output
         self._problems: list[str] = []
         self.has_started = False
-        """Whether the agents were told to start their scripts."""
+        """Whether the agents were ordered to start their scripts."""
 
     def take_problems(self) -> list[str]:
         """Why scripts could not be started, each problem once."""

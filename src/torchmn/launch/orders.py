@@ -1,6 +1,6 @@
 """The orders of the programs that the launcher starts, here or on other hosts.
 
-Each is one line on the program's standard input (`torchmn.control.codec`), since everybody on a
+Each is one line on the program's standard input (`torchmn.control.codec`), since every user of a
 host can read command lines.
 """
 

@@ -43,7 +43,7 @@ def local_address_for(host: str) -> str | None:
     """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, _ANY_PORT))  # of a datagram socket: looks up the route, no more
+            probe.connect((host, _ANY_PORT))  # of a datagram socket: only looks up the route
             address: str = probe.getsockname()[0]
             return address
     except OSError:

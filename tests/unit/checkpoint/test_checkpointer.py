@@ -59,7 +59,7 @@ def test_resumed_run_is_bit_equal(tmp_path: Path, num_ranks: int, is_async: bool
 
 
 @pytest.mark.filterwarnings("ignore:.*starts without residuals")
-def test_the_comparison_sees_a_residue_that_is_lost(tmp_path: Path) -> None:
+def test_the_comparison_sees_a_residual_that_is_lost(tmp_path: Path) -> None:
     """A checkpointer that gave all ranks rank 0's state would not pass."""
     whole = train(tmp_path / "whole", 2, 6)
     train(tmp_path / "parts", 2, 3)

@@ -59,7 +59,7 @@ def flip(file: Path, offset: float, bit: int) -> None:
     file.write_bytes(raw)
 
 
-def test_nothing_is_said_of_what_is_good(path: Path) -> None:
+def test_good_checkpoints_give_no_warning(path: Path) -> None:
     assert resume(path) == [(2, []), (2, [])]
 
 
@@ -128,7 +128,7 @@ def test_none_is_good(path: Path) -> None:
     assert "Move the folder away to start from scratch" in message
 
 
-def test_drafts_and_strangers_are_no_checkpoints(path: Path) -> None:
+def test_unfinished_and_foreign_folders_are_no_checkpoints(path: Path) -> None:
     run = path / "a run"
     shutil.copytree(run / NEWEST, run / ".tmp-00000009-abcd")
     shutil.copytree(run / NEWEST, run / "step-00000009.bak")

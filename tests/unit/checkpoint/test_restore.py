@@ -82,7 +82,7 @@ def draw() -> tuple[float, float, float]:
     return random.random(), float(np.random.rand()), float(torch.rand(1))
 
 
-def test_random_numbers_go_on() -> None:
+def test_random_numbers_continue() -> None:
     before = rng_state.capture(CPU)
     try:
         expected = draw()
@@ -122,7 +122,7 @@ def test_random_numbers_of_a_resumed_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 4), (1, 3)])
-def test_a_training_goes_on_with_another_number_of_workers(
+def test_a_training_continues_with_another_number_of_workers(
     tmp_path: Path, old: int, new: int
 ) -> None:
     """With residuals, which the optimizer shares out; all ranks have the same model."""

@@ -67,7 +67,7 @@ def stop_at(iteration: int) -> Any:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_goes_on_in_the_middle_of_an_epoch(tmp_path: Path, num_ranks: int) -> None:
+def test_continues_in_the_middle_of_an_epoch(tmp_path: Path, num_ranks: int) -> None:
     whole = train(tmp_path / "whole", num_ranks, 3)
     train(tmp_path / "parts", num_ranks, 3, stop=7)
     assert names(tmp_path / "parts") == ["step-00000003", "step-00000006"]  # kept on failure
@@ -84,7 +84,7 @@ def test_best_of_the_observation(tmp_path: Path) -> None:
     assert "step-00000015" in names(tmp_path)
 
 
-def test_the_loop_of_the_page_runs_and_goes_on(
+def test_the_loop_of_the_page_runs_and_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = Path(__file__).parents[3] / "docs" / "how-to" / "checkpoints.md"

@@ -97,7 +97,7 @@ def test_ranks_that_disagree() -> None:
     sizes=st.tuples(st.sampled_from(SIZES), st.sampled_from(SIZES)),
     num_steps=st.integers(0, 12),
 )
-def test_stop_and_go_on_with_other_workers(
+def test_stop_and_continue_with_other_workers(
     length: int, batches: tuple[int, int], sizes: tuple[int, int], num_steps: int
 ) -> None:
     """Nothing is lost or repeated, also with another global batch."""
@@ -204,7 +204,7 @@ def test_a_look_at_the_only_batch_does_not_end_the_epoch() -> None:
 
 
 @pytest.mark.parametrize("options", LOADERS)
-def test_a_pass_that_is_left_after_training_goes_on_where_it_was(
+def test_a_pass_that_is_left_after_training_continues_where_it_was(
     options: dict[str, object],
 ) -> None:
     place = RankPlacement(0, 1)

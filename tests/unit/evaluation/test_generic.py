@@ -68,7 +68,7 @@ class FailsToAggregate(Numbers):
 @pytest.mark.parametrize(
     ("kind", "guilty", "own"), [(Fails, 1, KeyError), (FailsToAggregate, 0, ArithmeticError)]
 )
-def test_one_rank_raises_and_all_hear(kind: Any, guilty: int, own: type[Exception]) -> None:
+def test_one_rank_raises_and_all_ranks_raise(kind: Any, guilty: int, own: type[Exception]) -> None:
     begin_s = time.monotonic()
 
     def body(comm: Communicator) -> Exception | None:
@@ -94,7 +94,7 @@ def test_none_is_no_result() -> None:
         run_ranks(lambda comm: Forgetful(comm, [(1,)], nn.Linear(1, 1))(), 1)
 
 
-def test_the_hook_hears_of_every_batch() -> None:
+def test_the_hook_is_called_for_every_batch() -> None:
     heard: list[int] = []
 
     def body(comm: Communicator) -> None:

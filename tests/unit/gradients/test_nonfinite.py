@@ -105,7 +105,7 @@ def test_large_gradients_whose_sum_overflows_are_fine() -> None:
     run_ranks(rank_main, 2)
 
 
-def test_what_float16_cannot_hold_is_blamed_on_who_sent_it() -> None:
+def test_what_float16_cannot_hold_names_the_rank_that_sent_it() -> None:
     def rank_main(comm):
         model, optimizer = wrap(comm, codec="float16")
         backward(model, comm, 0, 1e9 if comm.rank == 1 else 1.0)

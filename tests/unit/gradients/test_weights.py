@@ -163,7 +163,7 @@ def test_weights_that_are_zero_everywhere(codec: str | None) -> None:
         assert equal(result, results[0])
 
 
-def test_inputs_without_a_batch_dimension_are_told() -> None:
+def test_inputs_without_a_batch_dimension_raise() -> None:
     def rank_main(comm):
         model = OfList()
         create_multi_node_optimizer(sgd(model), comm, model, weight="samples")

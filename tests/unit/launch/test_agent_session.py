@@ -161,7 +161,7 @@ def test_binding_is_shown(make: Callable[..., Agents], shows_binding: bool) -> N
     assert agents.err.getvalue() == shown
 
 
-def test_a_silent_host_is_told_from_a_dead_agent(make: Callable[..., Agents]) -> None:
+def test_a_silent_host_differs_from_a_dead_agent(make: Callable[..., Agents]) -> None:
     agents = make()
     agents.connect(0)
     connection: Any = SilentSocket()

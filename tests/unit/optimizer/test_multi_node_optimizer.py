@@ -324,7 +324,7 @@ def test_a_group_that_is_not_in_the_model_is_refused_and_not_added() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
-def test_closures_decide_alike_on_all_ranks(world_size: int, line_search: str | None) -> None:
+def test_closures_decide_identically_on_all_ranks(world_size: int, line_search: str | None) -> None:
     def lbfgs(model):
         return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=6, line_search_fn=line_search)
 

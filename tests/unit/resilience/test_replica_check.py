@@ -76,7 +76,7 @@ def test_one_flipped_bit_is_named(num_ranks: int) -> None:
         assert ("rank 1 differs from" if num_ranks > 2 else "with no majority") in words
 
 
-def test_warning_goes_on_and_the_report_has_gradients_that_were_not_finite() -> None:
+def test_warning_continues_and_the_report_has_gradients_that_were_not_finite() -> None:
     def rank_main(comm: torchmn.Communicator) -> Any:
         training = Training(comm, on_nonfinite="ignore")
         check = torchmn.ReplicaCheck(

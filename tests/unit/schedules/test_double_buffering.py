@@ -79,7 +79,7 @@ def test_staleness_is_exactly_one(world_size: int, name: str) -> None:
             assert near(mine, theirs)
 
 
-def test_the_exchange_runs_on_behind_the_step() -> None:
+def test_the_exchange_runs_on_after_the_step() -> None:
     """Rank 0 ends its backward pass and its step before rank 1 has begun its own."""
     rank_0_has_stepped = threading.Event()
 
@@ -100,7 +100,7 @@ def test_the_exchange_runs_on_behind_the_step() -> None:
 @pytest.mark.parametrize("zero_fill", [True, False])
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("codec", [None, "float16"])
-def test_going_on_from_a_saved_state_is_bit_identical(
+def test_continuing_from_a_saved_state_is_bit_identical(
     world_size: int, codec: str | None, zero_fill: bool
 ) -> None:
     options = {"codec": codec, "zero_fill": zero_fill, "weight": "samples"}
@@ -229,7 +229,7 @@ def test_flush_between_backward_and_step_applies_both() -> None:
     run_ranks(rank_main, 2)
 
 
-def test_goes_on_after_flush() -> None:
+def test_continues_after_flush() -> None:
     def rank_main(comm):
         model = mlp()
         optimizer = make(comm, model)

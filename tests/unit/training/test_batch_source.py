@@ -67,7 +67,7 @@ def test_an_iterator_that_counts_is_taken_as_it_is() -> None:
     assert float(iterations_per_epoch(iterator) or 0) == 2.5
 
 
-def test_samplers_hear_of_the_epoch() -> None:
+def test_samplers_are_given_the_epoch() -> None:
     sampler = DistributedSampler(range(8), num_replicas=1, rank=0, shuffle=True)
     source = batch_source(DataLoader(range(8), 4, sampler=sampler))
     orders = [torch.cat([next(source), next(source)]).tolist() for _ in range(2)]

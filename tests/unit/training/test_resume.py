@@ -43,7 +43,7 @@ def places(size: int) -> list[Any]:
 
 @pytest.mark.parametrize("num_done", range(10))
 @pytest.mark.parametrize("has_own_generator", [True, False])
-def test_a_pass_that_is_gone_on_with_takes_no_random_number(
+def test_a_pass_that_is_continued_takes_no_random_number(
     num_done: int, has_own_generator: bool
 ) -> None:
     """A DataLoader draws a number when a pass begins, so later dropout would differ."""
@@ -75,7 +75,7 @@ def test_a_pass_that_is_gone_on_with_takes_no_random_number(
 
 @pytest.mark.parametrize("old", [1, 2, 3, 4])
 @pytest.mark.parametrize("new", [1, 2, 3, 4])
-def test_shards_go_on_as_far_as_they_were(old: int, new: int) -> None:
+def test_shards_continue_as_far_as_they_were(old: int, new: int) -> None:
     """The same number of samples is done, but not the same ones: there is a warning."""
     length, num_steps = 120, 7
     before = [SerialIterator(range(length // old), 4, seed=rank) for rank in range(old)]
@@ -186,7 +186,7 @@ def make(comm: Communicator, out: Path, epochs: int) -> tuple[Trainer, Line]:
 
 @pytest.mark.parametrize(("old", "new"), [(2, 2), (1, 3), (3, 2), (2, 4)])
 @pytest.mark.parametrize("stop_after", [3, 6])
-def test_a_trainer_goes_on(tmp_path: Path, old: int, new: int, stop_after: int) -> None:
+def test_a_trainer_continues(tmp_path: Path, old: int, new: int, stop_after: int) -> None:
     """In mid-epoch, between two entries of the log; bit-identical on the same number of ranks."""
 
     def straight(comm: Communicator) -> Any:

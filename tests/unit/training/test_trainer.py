@@ -228,7 +228,7 @@ def test_resuming_is_bit_equal(tmp_path: Path, kind: str, stop_after: int) -> No
         assert all(torch.equal(weight, expected[0]) for weight in run_ranks(in_two_parts, size))
 
 
-def test_elapsed_time_goes_on(tmp_path: Path) -> None:
+def test_elapsed_time_continues(tmp_path: Path) -> None:
     first, _ = make(None, tmp_path, "serial")
     first.run()
     state = first.state_dict()

@@ -306,7 +306,7 @@ class RendezvousState:
     def _newest_copies(self, names: Sequence[str], num_holders: int = 1) -> StagedCheckpoint | None:
         """The newest checkpoint that these hosts hold whole, each file by ``num_holders`` of them.
 
-        A later round is newer even at a lower step: it may have gone on from an older checkpoint.
+        A later round is newer even at a lower step: it may have resumed from an older checkpoint.
         """
         held = Counter(key for name in names if name in self._connected for key in self._held(name))
         manifests = {

@@ -188,7 +188,7 @@ def test_download_once(
     assert {path.name for path in (root / name).iterdir()} == {r.strip("/") for r in requests}
 
 
-def test_a_download_that_was_interrupted_goes_on(
+def test_a_download_that_was_interrupted_continues(
     tmp_path: Path, mirror: tuple[str, list[str]]
 ) -> None:
     address, requests = mirror

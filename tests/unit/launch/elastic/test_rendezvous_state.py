@@ -215,7 +215,7 @@ def test_a_copy_counts_when_all_its_files_are_held_twice() -> None:
     assert play.said("a", PruneOlder) == [PruneOlder(checkpoint=StagedCheckpoint(1, 10, "d"))]
 
 
-def test_goes_on_from_the_newest_whole_copy_that_survivors_hold() -> None:
+def test_continues_from_the_newest_whole_copy_that_survivors_hold() -> None:
     play = Play("a", "b")
     play.come("a", "b")
     needs = ("rank0", "rank1", "manifest")

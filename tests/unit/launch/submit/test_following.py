@@ -129,7 +129,7 @@ def test_scheduler_that_stops_answering() -> None:
     assert followed(Scripted(*[None] * 20, writes(LOG, ENDED.format(0), GONE)))[0] == 0
 
 
-def test_a_job_is_followed_into_the_one_it_goes_on_in() -> None:
+def test_a_job_is_followed_into_the_one_it_continues_in() -> None:
     next_log = LOG.replace(".7.", ".8.")
     scheduler = Scripted(
         writes(LOG, "torchmn: resubmitted as 8.pbs\n" + ENDED.format(85), GONE),
@@ -142,7 +142,7 @@ def test_a_job_is_followed_into_the_one_it_goes_on_in() -> None:
     assert "following Slurm job 8.pbs" in err
 
 
-def test_a_job_that_saved_and_goes_on_nowhere() -> None:
+def test_a_job_that_saved_and_continues_nowhere() -> None:
     assert followed(Scripted(writes(LOG, ENDED.format(85), GONE)))[0] == 85
     words = "torchmn: resubmitted as 7\n" + ENDED.format(85)
     assert followed(Scripted(writes(LOG, words, GONE)))[0] == 85

@@ -33,7 +33,7 @@ def test_separate_output() -> None:
     assert "#SBATCH --error=torchmn-logs/%x.%j.slurm.err" in lines
 
 
-def test_a_job_that_may_go_on_keeps_its_output() -> None:
+def test_a_job_that_may_continue_keeps_its_output() -> None:
     lines = Slurm().directives(replace(tutorial(), requeues=True))
     assert lines[-2:] == ["#SBATCH --requeue", "#SBATCH --open-mode=append"]
 

@@ -63,7 +63,7 @@ def test_a_gradient_may_be_a_little_late_without_holding_up_others() -> None:
     assert plan_order([times[0], times[1], times[2]], backward_s=1.0).order[:2] == (2, 0)
 
 
-def test_routes_that_block_send_nothing_behind_backward() -> None:
+def test_routes_that_block_send_nothing_after_backward() -> None:
     plan = plan_order(layers(0.1, 0.1), backward_s=1.0, overlaps_backward=False)
     assert plan.order == (2, 1, 0)
     assert plan.num_early == 0

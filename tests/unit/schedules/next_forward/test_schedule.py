@@ -125,7 +125,9 @@ def test_the_bits_are_those_of_every_step(kind: str, world_size: int) -> None:
 
 @pytest.mark.parametrize("codec", ["float16", "int8", "int4", "1bit", "power_sgd"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_the_bits_of_a_codec_are_those_of_every_step_cut_alike(codec: str, world_size: int) -> None:
+def test_the_bits_of_a_codec_are_those_of_every_step_with_the_same_cuts(
+    codec: str, world_size: int
+) -> None:
     def train(comm, make):
         model = network()
         optimizer = wrap(comm, make(), model, codec=codec)
@@ -554,7 +556,7 @@ def test_max_grad_norm_says_at_once_that_it_waits() -> None:
     both(train)
 
 
-def test_a_grad_scaler_waits_and_skips_on_all_ranks_alike() -> None:
+def test_a_grad_scaler_waits_and_skips_on_all_ranks() -> None:
     def train(comm, schedule):
         model = network().float()
         optimizer = wrap(comm, schedule, model)
