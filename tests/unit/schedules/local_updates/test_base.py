@@ -964,7 +964,7 @@ def test_by_default_a_block_is_512_samples_per_worker() -> None:
 
 def test_two_exchanges_at_a_time_are_rejected_over_mpi() -> None:
     def rank_main(comm):
-        comm.world.transport.name = "mpi"
+        comm.world.transport.is_concurrent = False  # as MPI
         with pytest.raises(UnsupportedError, match="one thread at a time. Use overlap_steps=0"):
             wrap(comm, PeriodicAverage(8, intra_node="every_step", overlap_steps=1))
 
