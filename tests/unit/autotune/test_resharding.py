@@ -74,7 +74,7 @@ def test_residuals_without_a_codec_are_dropped_with_a_warning() -> None:
         other = create_multi_node_optimizer(torch.optim.SGD(model.parameters(), 0.1), comm, model)
         other.load_state_dict(state)
 
-    with pytest.warns(RuntimeWarning, match="has residuals of a codec, and here is none"):
+    with pytest.warns(RuntimeWarning, match="has residuals of a codec, which are dropped"):
         run_ranks(rank_main, 2)
 
 
