@@ -35,7 +35,7 @@ ROWS = [
     {"control"},
     {"topology"},
     {"script"},
-    {"errors", "exit_status", "units", "version"},
+    {"environment_variables", "errors", "exit_status", "units", "version"},
 ]
 LEVEL = {unit: level for level, row in enumerate(ROWS) for unit in row}
 MAY_IMPORT_LAUNCH = {"cli", "testing", ROOT}

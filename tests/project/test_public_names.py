@@ -22,6 +22,7 @@ INTERNAL = {
     "autotune",
     "cli",
     "control",
+    "environment_variables",
     "exit_status",
     "gradients",
     "monitor",
