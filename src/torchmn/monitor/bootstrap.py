@@ -73,6 +73,8 @@ def main() -> None:
         raise  # the interpreter turns it into an end by SIGINT
     except BaseException as error:
         status = 1
+        if monitor is not None:
+            monitor.note_fatal(error)
         try:
             _show(error)
         finally:

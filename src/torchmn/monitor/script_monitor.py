@@ -106,6 +106,10 @@ class ScriptMonitor:
             self._has_joined = True
             self._post(Joined())
 
+    def note_fatal(self, error: BaseException) -> None:
+        """Report this exception in place of the stack of what prints it, from now on. Local."""
+        self._fatal = error
+
     def script_failed(self, error: BaseException, text: str = "") -> None:
         """Report an exception that ends this process, and what was printed if not its traceback.
 
