@@ -254,6 +254,7 @@ def install_exit_hooks(monitor: ScriptMonitor) -> None:
     def report_exception(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
+        monitor.note_fatal(error)
         show(kind, error, trace)
         if not isinstance(error, KeyboardInterrupt):
             monitor.script_failed(error)
