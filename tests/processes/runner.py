@@ -18,9 +18,13 @@ import torchmn
 
 MARK = "TORCHMN_TEST_MARK"
 PYTHON_PATH = os.pathsep.join(
-    [str(Path(__file__).with_name("light")), str(Path(torchmn.__file__).parents[1])]
+    [
+        str(Path(__file__).with_name("light")),
+        str(Path(torchmn.__file__).parents[1]),
+        str(Path(__file__).parents[2]),
+    ]
 )
-"""For the Python of every rank: torchmn, and a start without torch's compiler."""
+"""For the Python of every rank: a start without torch's compiler, torchmn, and the tests."""
 RANK = 'import os; rank = int(os.environ.get("RANK") or os.environ["OMPI_COMM_WORLD_RANK"])\n'
 
 

@@ -11,7 +11,11 @@ from torchmn.launch.orders import ProbeHost, RendezvousStarted, ServeRendezvous
 from torchmn.monitor.rank_monitor import Order
 
 ORDER = ServeRendezvous(
-    secret="s", host="n0", port=1, hosts=["n0", "n1"], limits=Limits(least=1, most=2, grace_s=3)
+    secret="s",
+    host="n0",
+    port=1,
+    hosts=["n0", "n1"],
+    limits=Limits(min_hosts=1, max_hosts=2, grace_s=3),
 )
 
 
@@ -39,7 +43,7 @@ def test_values_survive_as_one_line(value: object) -> None:
         encode(RendezvousStarted()),
         encode(ORDER).replace(b'"port": 1', b'"port": "1"'),
         encode(ORDER).replace(b'"n1"', b"7"),
-        encode(ORDER).replace(b'"most": 2', b'"most": null'),
+        encode(ORDER).replace(b'"max_hosts": 2', b'"max_hosts": null'),
         encode(ORDER).replace(b'"port"', b'"other"'),
     ],
 )
