@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes.runner import PYTHON_PATH
 from torchmn.launch.backend import find_mpirun
 
 SCRIPT = """
@@ -35,7 +36,7 @@ def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         pytest.skip(reason="no mpirun: install it with 'make setup'")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    env = dict(os.environ, OMP_NUM_THREADS="1", OMPI_MCA_btl="^ofi")
+    env = dict(os.environ, OMP_NUM_THREADS="1", OMPI_MCA_btl="^ofi", PYTHONPATH=PYTHON_PATH)
     if os.geteuid() == 0:
         env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     command = [mpirun, "-n", "2", "--map-by", ":OVERSUBSCRIBE", sys.executable, str(script)]
