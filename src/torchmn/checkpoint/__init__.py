@@ -4,11 +4,10 @@ from torchmn.checkpoint.checkpointer import MultiNodeCheckpointer, SaveRecord
 from torchmn.checkpoint.create import create_multi_node_checkpointer
 from torchmn.checkpoint.dcp import export_dcp, import_dcp
 from torchmn.checkpoint.rank_seeds import RandomStreams, seed_ranks
-from torchmn.checkpoint.restore import HasResumeWarnings
 from torchmn.checkpoint.retention import Best
 from torchmn.checkpoint.snapshot import HasReplicatedTensors, Stateful
 from torchmn.checkpoint.storage import FolderStorage, Storage
-from torchmn.resharding import Resharding
+from torchmn.resharding import HasResumeWarnings, Resharding
 
 __all__ = [
     "Best",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import Tensor
 
@@ -13,15 +13,7 @@ from torchmn.checkpoint.reader import SavedCheckpoint
 from torchmn.checkpoint.snapshot import RANDOM, Stateful
 from torchmn.communicators import Communicator
 from torchmn.errors import UsageError
-from torchmn.resharding import Resharding
-
-
-@runtime_checkable
-class HasResumeWarnings(Protocol):
-    """An object that does not resume exactly on another number of ranks."""
-
-    def resume_warnings(self) -> list[str]:
-        """Return warnings, one each for what is not restored. Local; those of rank 0 are shown."""
+from torchmn.resharding import Resharding, warnings_of
 
 
 class RestoreOperation:
@@ -84,9 +76,8 @@ class RestoreOperation:
         """Warnings about this restore."""
         notes = []
         if self._unread:
-            notes.append(f"the checkpoint also has {', '.join(self._unread)}, not options for.")
+            notes.append(f"the checkpoint also has {', '.join(self._unread)}, which was not requested.")
         if not self._is_same_size:
             for obj in state.values():
-                if isinstance(obj, HasResumeWarnings):
-                    notes += obj.resume_warnings()
+                notes += warnings_of(obj)
         return notes
