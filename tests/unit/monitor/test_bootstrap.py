@@ -94,9 +94,7 @@ def test_a_script_sees_what_plain_python_shows_it(
     folder: Path, words: list[str], safe_path: str
 ) -> None:
     if safe_path and (words[0] == "-m" or sys.version_info < (3, 11)):
-        pytest.skip(
-            reason="the folder is not in sys.path then, or Python does not know the variable"
-        )
+        pytest.skip(reason="the folder is not in sys.path, or the variable is unknown")
     command = [sys.executable, *words]
     plain = subprocess.run(
         command,
