@@ -76,7 +76,9 @@ class RestoreOperation:
         """Warnings about this restore."""
         notes = []
         if self._unread:
-            notes.append(f"the checkpoint also has {', '.join(self._unread)}, which was not requested.")
+            notes.append(
+                f"the checkpoint also has {', '.join(self._unread)}, which was not requested."
+            )
         if not self._is_same_size:
             for obj in state.values():
                 notes += warnings_of(obj)

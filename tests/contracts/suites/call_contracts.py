@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from tests.contracts.suites.communicator_contracts import require, seeded
+from tests.contracts.suites.communicator_contracts import ContractError, require, seeded
 from torchmn.communicators import ANY_SOURCE, ANY_TAG, Communicator, Status
 from torchmn.errors import RankMismatchError, UsageError
 
@@ -228,7 +228,11 @@ def _error_of(call: Callable[[], object]) -> Exception | None:
 
 
 def _check_together(comm: Communicator) -> None:
-    require(comm.allgather_obj(comm.rank) == list(range(comm.size)), "ranks are not together")
+    try:
+        ranks = comm.allgather_obj(comm.rank)
+    except RankMismatchError as error:
+        raise ContractError(f"ranks are in different calls: {error}") from error
+    require(ranks == list(range(comm.size)), "ranks are not together")
 
 
 def _near(got: object, expected: Tensor, what: str) -> None:
