@@ -6,6 +6,7 @@ contract is broken. After every one of them the ranks are still together.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -88,9 +89,11 @@ def check_handles(comm: Communicator) -> None:
     parts = [seeded(comm.rank, 4, salt=peer) for peer in range(size)]
     large = seeded(comm.rank, 40_003)
     given = x.clone()
+    if comm.rank == size - 1:
+        time.sleep(0.05)  # so that the first one of the others is under way until all are started
     handles = [
-        comm.start_allreduce(given),
         comm.start_allreduce(large, "max"),
+        comm.start_allreduce(given),
         comm.start_bcast(given, root=size - 1),
         comm.start_reduce_scatter(parts),
     ]
@@ -98,8 +101,8 @@ def check_handles(comm: Communicator) -> None:
     given.zero_()  # it was taken when the collective was started
     blocking = comm.allreduce(x, "min")
     expected = [
-        torch.stack(all_ranks).sum(0),
         torch.stack([seeded(rank, 40_003) for rank in range(size)]).amax(0),
+        torch.stack(all_ranks).sum(0),
         all_ranks[-1],
         torch.stack([seeded(rank, 4, salt=comm.rank) for rank in range(size)]).sum(0),
     ]
