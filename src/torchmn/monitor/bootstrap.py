@@ -30,6 +30,7 @@ from importlib.machinery import SourceFileLoader
 from types import TracebackType
 
 from torchmn.monitor import script_monitor
+from torchmn.script import show_exception
 
 _FLAGS = re.compile("-[bBdEIOPqsSuvx]+")
 """Options of the interpreter that take no argument."""
@@ -135,7 +136,7 @@ def _show(error: BaseException) -> None:
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     if sys.version_info >= (3, 12):
         sys.last_exc = error
-    sys.excepthook(type(error), error, trace)
+    show_exception(error, sys.excepthook)
 
 
 if __name__ == "__main__":

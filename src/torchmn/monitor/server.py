@@ -11,7 +11,6 @@ from __future__ import annotations
 import selectors
 import signal
 import sys
-import time
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -31,6 +30,8 @@ _PERIOD_S = 0.2
 _CONNECT_LIMIT_S = 120.0
 _REPORT_DELAY_S = 1.0
 """How long other ranks may take to report that they lost a peer, so that the cause comes last."""
+_OWN_END_S = 5.0
+"""How long a rank that failed may take to exit by itself."""
 _END_LIMIT_S = 20.0
 
 
@@ -48,8 +49,9 @@ class MonitorServer:
 
     def __init__(self, listener: AuthenticatedListener, num_ranks: int, log_dir: Path) -> None:
         self._session = RankSession(listener, num_ranks, log_dir)
-        self._complete_by = time.monotonic() + _CONNECT_LIMIT_S
+        self._complete_by = self._session.clock.now + _CONNECT_LIMIT_S
         self._report_at: float | None = None
+        self._end_at: float | None = None
         self._leave_at: float | None = None
 
     def run(self) -> None:
@@ -60,11 +62,11 @@ class MonitorServer:
                 for key, _ in selector.select(_PERIOD_S):
                     key.data()
             self._session.accept()
-            self._act(time.monotonic())
+            self._act(self._session.clock.tick())
         self._session.close()
 
     def _is_over(self) -> bool:
-        now = time.monotonic()
+        now = self._session.clock.now
         if self._leave_at is not None and now >= self._leave_at:
             return True
         if not self._session.is_complete and now < self._complete_by:
@@ -77,8 +79,19 @@ class MonitorServer:
             if session.must_end(now) and self._report_at is None:
                 self._report_at = now + _REPORT_DELAY_S
             have_reported = all(r.has_ended or r.failed is not None for r in session.records)
-            if self._report_at is not None and (now >= self._report_at or have_reported):
+            if (
+                self._report_at is not None
+                and self._end_at is None
+                and (now >= self._report_at or have_reported)
+            ):
                 self._report()
+                self._end_at = now + _OWN_END_S
+            # a rank that failed ends by itself, and before others: its launcher names the first
+            failed = [r for r in session.records if r.failed_at is not None]
+            if self._end_at is not None and (
+                now >= self._end_at or all(r.has_ended for r in failed)
+            ):
+                session.end()
                 self._leave_at = now + _END_LIMIT_S
         connected = session.connections.values()
         if all(each.record.has_ended for each in connected) and (
@@ -100,12 +113,11 @@ class MonitorServer:
         for problem in problems:
             if problem:
                 print(f"torchmn: {problem}", file=sys.stderr)
-        self._session.end()
 
 
 def main() -> int:
     """Read the order, print the address, and monitor all ranks until they have ended."""
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)  # meant for the ranks, whose ends are awaited
     order = decode(sys.stdin.readline(), Order)
     listener = listen(order.address)
