@@ -108,7 +108,7 @@ ROWS = (
     ),
     Row(
         what="SIGKILL to the launcher",
-        sees="SIGKILL",
+        sees="SIGTERM",
         script="saves",
         signum="SIGKILL",
         statuses=same(137, plain_mpirun=-1, plain_torchrun=-1),

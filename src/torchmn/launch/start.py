@@ -13,6 +13,7 @@ from contextlib import closing
 
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener
+from torchmn.control.heartbeat import heartbeat_limit_s
 from torchmn.control.ports import find_free_port
 from torchmn.environment_variables import SECRET_VARIABLE
 from torchmn.errors import LaunchError
@@ -33,6 +34,7 @@ def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
 
     Raises LaunchError: the job could not be started.
     """
+    heartbeat_limit_s()  # raises before anything has started
     output = RankOutput(*open_standard_streams())
     route = route_between(job)
     master_port = _check_hosts(job, worker_environment(job, env))
@@ -72,6 +74,7 @@ def dry_run(job: Job, env: Mapping[str, str]) -> str:
 
 def run_elastic_job(elastic: ElasticJob, env: Mapping[str, str], *, why: str = "") -> int:
     """As `run_job`, for a job whose hosts may be lost and come back. Raises LaunchError."""
+    heartbeat_limit_s()
     base = worker_environment(elastic.job, env)
     _make_log_dir(elastic.job)
     output, limits = RankOutput(*open_standard_streams()), elastic.limits
