@@ -118,6 +118,15 @@ raise SystemExit(run_job(job, os.environ))
     assert "as long as the scheduler gives" in err
 
 
+def test_the_ranks_of_an_elastic_job_save(runner: Runner) -> None:
+    process = start(runner, "--backend", "gloo", "--elastic", "1:1", "0.5")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 85, err
+    assert received(runner.folder) == ["SIGTERM", "SIGTERM"]
+    runner.wait_until_nothing_is_left()
+
+
 EARLY = """
 import pathlib, signal, sys, time
 pathlib.Path(f"started{rank}").touch()
