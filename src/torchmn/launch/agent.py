@@ -109,7 +109,7 @@ class Agent:
         while not self._is_over():
             self._wait()
             self._enforce_deadlines()
-        self._output.drain(self._wait_for_messages)
+        self._output.drain(self._wait_for_messages, is_urgent=self._must_leave)
         if self._returncode is None:  # cannot be: `_is_over` waits for it
             raise LaunchError("The script has no exit code.")
         self._write_exit_file(self._returncode)

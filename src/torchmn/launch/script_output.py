@@ -26,6 +26,7 @@ _MAX_MEMORY_BYTES = 1 << 20
 """Of output that waits and is in no file: with more the script has to wait."""
 _CHUNK_BYTES = 1 << 13
 _REFRESH_PERIOD_S = 0.2
+_URGENT_S = 2.0
 
 
 @dataclass
@@ -61,6 +62,7 @@ class ScriptOutput:
     _waiting: deque[_Part] = field(default_factory=deque)
     _num_unshown: int = 0
     _refreshed_at: float = 0.0
+    _shown_at: float = 0.0
 
     def open_log(self) -> None:
         """Open the log file; without it the output is only sent."""
@@ -84,6 +86,7 @@ class ScriptOutput:
 
     def on_shown(self, num_bytes: int) -> None:
         """The supervisor has shown this much."""
+        self._shown_at = time.monotonic()
         self._num_unshown = max(0, self._num_unshown - num_bytes)
         self.send()
 
@@ -97,8 +100,11 @@ class ScriptOutput:
             self._post(part.stream, self._splitters[part.stream].feed(chunk))
         self._refresh()
 
-    def drain(self, wait: Callable[[], None]) -> None:
-        """Read what is left in the streams and send everything; ``wait`` waits for messages."""
+    def drain(self, wait: Callable[[], None], *, is_urgent: bool) -> None:
+        """Read what is left in the streams and send everything; ``wait`` waits for messages.
+
+        What is urgent, the end of an interrupted job, does not wait for a reader that pauses.
+        """
         for pipe in list(self._pipes):
             while pipe in self._pipes:
                 try:
@@ -106,7 +112,10 @@ class ScriptOutput:
                 except BlockingIOError:  # a process outside our tree holds the other end
                     self._on_chunk(pipe, b"")
         self.send()
+        self._shown_at = time.monotonic()
         while self._waiting and self.channel.is_open:
+            if is_urgent and time.monotonic() - self._shown_at > _URGENT_S:
+                return
             wait()
         for stream, splitter in self._splitters.items():
             self._post(stream, splitter.finish())

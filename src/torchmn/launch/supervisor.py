@@ -79,7 +79,7 @@ class Supervisor:
                 self._on_process_end(command, returncode)
 
     def _on_process_end(self, command: Command, returncode: int) -> None:
-        if returncode:
+        if returncode and not self._launcher_problem:  # else we have ended it
             self._launcher_returncode = self._launcher_returncode or returncode
         served = self._session.records
         if command.ranks is not None:

@@ -51,12 +51,14 @@ _UNKNOWN_END = (
 class Order(Record, frozen=True, kw_only=True):
     """The rank and process to monitor, and the address of the monitor server.
 
-    ``descriptor`` is the inherited end of the connection to the script.
+    ``server_pid`` is the server's process if it is on this host, else 0. ``descriptor`` is the
+    inherited end of the connection to the script.
     """
 
     rank: int
     pid: int
     server: str
+    server_pid: int
     secret: str
     grace_s: float
     descriptor: int
@@ -120,7 +122,9 @@ class RankMonitor:
             elif isinstance(message, Terminate):
                 self._terminate(message)
         if self._heartbeat.silent_s(self._clock.tick()) >= self._heartbeat.limit_s:
-            self._server.close()  # it is stopped
+            self._server.close()
+            if is_stopped(self._order.server_pid):  # it would outlive the job
+                send(self._order.server_pid, signal.SIGKILL)
         is_lost = was_open and not self._server.is_open
         if is_lost and self._kill_at is None and self._leaving is None:
             print(
@@ -190,7 +194,9 @@ def main() -> int:
         signal.signal(signum, signal.SIG_IGN)  # meant for the script, whose end is reported
     order = decode(sys.stdin.readline(), Order)
     connection = socket.socket(fileno=order.descriptor)
-    identity = MonitorHello(rank=order.rank, host=socket.gethostname(), pid=order.pid)
+    identity = MonitorHello(
+        rank=order.rank, host=socket.gethostname(), pid=order.pid, monitor_pid=os.getpid()
+    )
     try:
         server = connect_authenticated(
             order.server, secret=order.secret, role=ROLE, identity=identity

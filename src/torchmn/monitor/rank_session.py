@@ -203,20 +203,19 @@ class RankSession:
     def _describe_silence(self, connection: RankConnection, silent_s: float) -> str:
         """Why the agent does not answer; empty if it may still do so: its host is busy."""
         identity, host = connection.identity, connection.record.host
+        if isinstance(identity, AgentHello):
+            what, pid = "agent", identity.pid
+        else:
+            what, pid = "monitor", identity.monitor_pid
         silence = f"has not answered for {silent_s:.0f} s"
-        if isinstance(identity, MonitorHello):
-            return f"its monitor {silence}"
         others = [each for each in self.connections.values() if each.record.host == host]
+        reported = {process.pid for each in others for process in each.stopped}
         is_here = host == socket.gethostname()
-        if (
-            is_here
-            and is_stopped(identity.pid)
-            or any(process.pid == identity.pid for each in others for process in each.stopped)
-        ):
+        if pid in reported or (is_here and is_stopped(pid)):
             silence = STOPPED
         elif is_here and silent_s < _BUSY_LIMITS * connection.heartbeat.limit_s:
             return ""
-        return f"its agent (process {identity.pid}) {silence}"
+        return f"its {what} (process {pid}) {silence}"
 
     def _on_stopped(self, reporter: RankConnection, process: StoppedProcess) -> None:
         """A process on the host of ``reporter`` has been stopped for too long."""

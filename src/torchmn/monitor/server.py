@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import selectors
 import signal
+import socket
 import sys
 from contextlib import closing, suppress
 from pathlib import Path
@@ -17,7 +18,10 @@ from pathlib import Path
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.codec import Record, decode
 from torchmn.control.connection import address_of, listen
+from torchmn.control.messages.monitor import MonitorHello
+from torchmn.control.processes import is_stopped, send
 from torchmn.monitor.rank_session import (
+    RankConnection,
     RankSession,
     stderr_tail,
     write_failure_report,
@@ -44,11 +48,23 @@ class Order(Record, frozen=True, kw_only=True):
     log_dir: str
 
 
+class _Session(RankSession):
+    """The monitors of all ranks."""
+
+    def on_lost(self, connection: RankConnection) -> None:
+        """A monitor on this host that was stopped would outlive the job, and its script as well."""
+        identity = connection.identity
+        is_here = connection.record.host == socket.gethostname()
+        if is_here and isinstance(identity, MonitorHello) and is_stopped(identity.monitor_pid):
+            send(identity.monitor_pid, signal.SIGKILL)
+            send(identity.pid, signal.SIGTERM)
+
+
 class MonitorServer:
     """Monitors ``num_ranks`` ranks until all have ended. One thread."""
 
     def __init__(self, listener: AuthenticatedListener, num_ranks: int, log_dir: Path) -> None:
-        self._session = RankSession(listener, num_ranks, log_dir)
+        self._session = _Session(listener, num_ranks, log_dir)
         self._complete_by = self._session.clock.now + _CONNECT_LIMIT_S
         self._report_at: float | None = None
         self._end_at: float | None = None

@@ -50,11 +50,11 @@ def install_crash_handler(comm: Communicator, *, grace_s: float = 5.0) -> None:
         monitor.follow(comm.flight_recorder)
     if any(comm.allgather_obj(monitor is not None)) or comm.size == 1:
         return
-    secret, address, problem = "", "", ""
+    secret, address, problem, server_pid = "", "", "", 0
     if comm.rank == 0:
         secret = os.environ.get(SECRET_VARIABLE) or secrets.token_hex(32)
         try:
-            address = _start_server(comm, secret)
+            address, server_pid = _start_server(comm, secret)
         except OSError as error:
             problem = f"{comm.rank_label}: the monitor server did not start: {error}"
     secret, address, problem = comm.bcast_obj((secret, address, problem))
@@ -65,6 +65,7 @@ def install_crash_handler(comm: Communicator, *, grace_s: float = 5.0) -> None:
         rank=comm.rank,
         pid=os.getpid(),
         server=address,
+        server_pid=server_pid,
         secret=secret,
         grace_s=grace_s,
         descriptor=other.fileno(),
@@ -76,8 +77,8 @@ def install_crash_handler(comm: Communicator, *, grace_s: float = 5.0) -> None:
     monitor.follow(comm.flight_recorder)
 
 
-def _start_server(comm: Communicator, secret: str) -> str:
-    """Start it on the interface towards the other hosts; its address. Raises OSError."""
+def _start_server(comm: Communicator, secret: str) -> tuple[str, int]:
+    """Start it on the interface towards the other hosts; address and process. Raises OSError."""
     others = [name for name in comm.topology.hosts if name != comm.host]
     routes = [route for name in others if (route := route_to(name)) is not None]
     if others and not routes:
@@ -96,7 +97,7 @@ def _start_server(comm: Communicator, secret: str) -> str:
             address = answer.readline().decode().strip()
     if not address:
         raise OSError(f"it cannot listen on {order.address}")
-    return address
+    return address, process.pid
 
 
 def _start(

@@ -15,7 +15,7 @@ from torchmn.control.messages.job import Output
 from torchmn.launch import script_output
 from torchmn.launch.script_output import ScriptOutput
 
-NUM_LINES = 60_000
+NUM_LINES = 150_000
 TEXT = "".join(f"line {i}\n" for i in range(NUM_LINES)).encode()
 
 
@@ -70,7 +70,7 @@ def test_a_script_waits_only_where_there_is_no_log(tmp_path: Path, has_log: bool
         script.write()
     os.close(script.pipe)
     script.output.on_shown(1 << 20)
-    script.output.drain(script.acknowledge)
+    script.output.drain(script.acknowledge, is_urgent=False)
     script.acknowledge()
     assert script.shown == TEXT.decode().splitlines()
     script.supervisor.close()

@@ -27,11 +27,15 @@ class ProcessState(Enum):
 
 
 class MonitorHello(Record, frozen=True, kw_only=True):
-    """Rank monitor, to authenticate: the rank, host and process of the script that it monitors."""
+    """Rank monitor, to authenticate: the rank, host and process of the script that it monitors.
+
+    ``monitor_pid`` is its own process.
+    """
 
     rank: int
     host: str
     pid: int
+    monitor_pid: int
 
 
 class Failed(Record, frozen=True, kw_only=True):
