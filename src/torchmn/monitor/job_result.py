@@ -189,7 +189,12 @@ def _failure_of(first_failure: RankRecord, output_dir: Path | None) -> JobResult
 
 def _first_that_left(ranks: Sequence[RankRecord]) -> RankRecord | None:
     """The rank that came to the end of its script first, if any did."""
-    left = [r for r in ranks if r.failed is None and (r.has_left or (r.is_leaving and not r.exit))]
+    left = [
+        r
+        for r in ranks
+        if r.failed is None
+        and (r.has_left or (r.is_leaving and r.leaving_status in (0, SAVED_STATUS)))
+    ]
     ends = [(r.exit.ended_at if r.exit else math.inf, r.rank) for r in left]
     return ranks[min(ends)[1]] if ends else None
 
@@ -206,7 +211,8 @@ def _early_exit_of(early: RankRecord, reporter: RankRecord) -> JobResult:
 
 
 def _how_it_left(record: RankRecord) -> str:
-    code = record.exit.returncode if record.exit else record.leaving_status
+    # one that waited for the others at exit was ended there
+    code = record.exit.returncode if record.exit and record.has_left else record.leaving_status
     return f"left with exit code {code}"
 
 

@@ -29,6 +29,7 @@ from torchmn.gradients.replicas import (
 )
 from torchmn.gradients.sparse_gradients import sparse_parameters
 from torchmn.gradients.weights import Contribution
+from torchmn.monitor import script_monitor
 from torchmn.optimizer import resume
 from torchmn.optimizer.closure import over_ranks
 from torchmn.optimizer.join import joined
@@ -85,6 +86,7 @@ class MultiNodeOptimizer(Optimizer):
         self._models = list(models)
         self._is_joining = False
         self._on_nonfinite = on_nonfinite
+        self._num_nonfinite = 0
         self._max_grad_norm = max_grad_norm
         self._step_hook: RemovableHandle | None = None
         self._has_closure = False
@@ -550,6 +552,7 @@ class MultiNodeOptimizer(Optimizer):
     def _act_on_problem(self) -> None:
         problem = self.reducer.take_problem()
         if problem is None or self._on_nonfinite == "ignore":
+            self._num_nonfinite = 0
             return
         text = (
             f"{self.communicator.rank_label}: {problem}. Lower the learning rate, clip "
@@ -557,7 +560,11 @@ class MultiNodeOptimizer(Optimizer):
             "'warn' or 'ignore' training continues."
         )
         if self._on_nonfinite == "raise":
-            raise NonFiniteGradientError(text)
+            error = NonFiniteGradientError(text)
+            self._num_nonfinite += 1
+            if self._num_nonfinite == _MAX_NONFINITE:
+                script_monitor.exchange_failed(error)
+            raise error
         warnings.warn(text, RuntimeWarning, stacklevel=4)
 
     def _await_gradients(self, reason: str | None) -> None:
