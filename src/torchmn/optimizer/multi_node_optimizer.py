@@ -289,7 +289,7 @@ class MultiNodeOptimizer(Optimizer):
         result = self.schedule.step(closure)
         if reducer.is_needed and not self._has_checked_untrained:
             self._has_checked_untrained = True
-            warn_of_untrained_parameters(self.communicator, reducer.untrained)
+            warn_of_untrained_parameters(self.communicator, reducer.parameters.untrained)
         reducer.end_step()
         self.communicator.num_steps = (self.communicator.num_steps or 0) + 1
         self._has_local_passes = False
@@ -482,7 +482,7 @@ class MultiNodeOptimizer(Optimizer):
     @property
     def nonfinite(self) -> list[NonfiniteGradients]:
         """Every step whose gradients were not finite on some rank: step, ranks, parameters."""
-        return self.reducer.problems
+        return self.reducer.nonfinite.problems
 
     def close(self) -> None:
         """Release the model, to train it by itself or make another optimizer for it. Local."""
@@ -541,14 +541,14 @@ class MultiNodeOptimizer(Optimizer):
             return
         names = [  # unless only a sum was too large
             name
-            for name, parameter in self.reducer.parameters()
+            for name, parameter in self.reducer.parameters.trained()
             if parameter in grads and not bool(grads[parameter].isfinite().all())
         ]
         if names:
-            self.reducer.record_problem(NonfiniteGradients(self.reducer.step, {0: names}))
+            self.reducer.nonfinite.record(NonfiniteGradients(self.reducer.step, {0: names}))
 
     def _act_on_problem(self) -> None:
-        problem = self.reducer.take_problem()
+        problem = self.reducer.nonfinite.take()
         if problem is None or self._on_nonfinite == "ignore":
             return
         text = (

@@ -78,7 +78,7 @@ def _accumulated(reducer: GradientReducer) -> State:
     return {
         "gradients": {
             name: parameter.grad.detach().clone()
-            for name, parameter in reducer.parameters()
+            for name, parameter in reducer.parameters.trained()
             if parameter.grad is not None
         },
         "weight": own.weight,
@@ -93,7 +93,7 @@ def load_accumulated(reducer: GradientReducer, state: State | None) -> None:
     own.reset()
     if state is None:
         return
-    for name, parameter in reducer.parameters():
+    for name, parameter in reducer.parameters.trained():
         gradient = state["gradients"].get(name)
         parameter.grad = None if gradient is None else gradient.to(parameter).clone()
     own.resume(state["num_samples"])

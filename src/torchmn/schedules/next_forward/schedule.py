@@ -137,7 +137,7 @@ class EveryStepNextForward(Schedule):
             else:
                 reducer.record_nonfinite(sums)
         if self._late_problem is not None:
-            reducer.record_problem(self._late_problem, is_known=True)
+            reducer.nonfinite.record(self._late_problem, is_known=True)
             self._late_problem = None
         self._inner.step()
         return None
@@ -332,7 +332,7 @@ class EveryStepNextForward(Schedule):
             return
         means.drain()
         self._reducer.record_nonfinite(means)
-        problem = self._reducer.take_problem()
+        problem = self._reducer.nonfinite.take()
         if self._is_applied:  # only its sum was not finite: the next step reports it
             self._late_problem = problem
 
