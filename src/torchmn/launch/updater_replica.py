@@ -103,8 +103,8 @@ class Replica:
         for name, value in scalars_of(observation).items() if self._order.observes else ():
             own.add(name, value)
         weight = float(1 if num is None else num)
-        everyone = self._comm.allgather_obj((weight, own.sums()))
-        share = weight / (sum(weight for weight, _ in everyone) or 1.0)
+        gathered = self._comm.allgather_obj((weight, own.sums()))
+        share = weight / (sum(weight for weight, _ in gathered) or 1.0)
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(share * self._order.size)
@@ -112,7 +112,7 @@ class Replica:
         if optimizer is not None:
             optimizer.step()
         self._broadcast_parameters()
-        return merge_sums([sums for _, sums in everyone])
+        return merge_sums([sums for _, sums in gathered])
 
     @torch.no_grad()
     def _broadcast_parameters(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -15,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from torchmn.autotune.tuner import Autotuner
 from torchmn.communicators import Communicator
 from torchmn.compression import Codec, ErrorFeedback
-from torchmn.errors import NonFiniteGradientError, TorchmnError, UnsupportedError, UsageError
+from torchmn.errors import TorchmnError, UnsupportedError, UsageError
 from torchmn.gradients.bucket_set import Reduction
 from torchmn.gradients.model_hooks import ModelHooks
 from torchmn.gradients.nonfinite import NonfiniteGradients
@@ -32,6 +31,11 @@ from torchmn.gradients.weights import Contribution
 from torchmn.optimizer import resume
 from torchmn.optimizer.closure import over_ranks
 from torchmn.optimizer.join import joined
+from torchmn.optimizer.nonfinite_policy import (
+    OnNonfinite,
+    act_on_nonfinite,
+    record_own_nonfinite,
+)
 from torchmn.optimizer.untrained_parameters import (
     untrained_parameters,
     warn_of_untrained_parameters,
@@ -40,7 +44,6 @@ from torchmn.resharding import warnings_of
 from torchmn.schedules.base import USED_BY_SCALER, DefersUpdates, Schedule
 
 Weight = Literal["rank", "samples"]
-OnNonfinite = Literal["raise", "warn", "ignore"]
 
 
 class MultiNodeOptimizer(Optimizer):
@@ -526,39 +529,13 @@ class MultiNodeOptimizer(Optimizer):
     def _make_ready_for_step(self) -> None:
         """All that is done to gradients before the inner optimizer sees them."""
         if not (self.reducer.is_needed or self.reducer.is_suspended):
-            self._check_own_gradients()
+            record_own_nonfinite(self.reducer)
         self._act_on_problem()
         if self._max_grad_norm is not None:
             self.clip_grad_norm_(self._max_grad_norm)
 
-    def _check_own_gradients(self) -> None:
-        """One rank alone exchanges nothing, but what is not finite is found all the same."""
-        grads = {
-            p: p.grad.detach().to_dense() for p in _parameters_of(self.inner) if p.grad is not None
-        }
-        sums = [grad.sum().abs().double().cpu() for grad in grads.values()]
-        if not sums or bool(torch.stack(sums).isfinite().all()):
-            return
-        names = [  # unless only a sum was too large
-            name
-            for name, parameter in self.reducer.parameters.trained()
-            if parameter in grads and not bool(grads[parameter].isfinite().all())
-        ]
-        if names:
-            self.reducer.nonfinite.record(NonfiniteGradients(self.reducer.step, {0: names}))
-
     def _act_on_problem(self) -> None:
-        problem = self.reducer.nonfinite.take()
-        if problem is None or self._on_nonfinite == "ignore":
-            return
-        text = (
-            f"{self.communicator.rank_label}: {problem}. Lower the learning rate, clip "
-            "(max_grad_norm=), or scale the loss with torch.amp.GradScaler; with on_nonfinite="
-            "'warn' or 'ignore' training continues."
-        )
-        if self._on_nonfinite == "raise":
-            raise NonFiniteGradientError(text)
-        warnings.warn(text, RuntimeWarning, stacklevel=4)
+        act_on_nonfinite(self.reducer, self._on_nonfinite)
 
     def _await_gradients(self, reason: str | None) -> None:
         if self.tuner is not None:

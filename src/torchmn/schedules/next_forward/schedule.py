@@ -131,8 +131,8 @@ class EveryStepNextForward(Schedule):
                 self._expose(why)
                 self._unchecked = None
             if sums.has_finite_gradients and sums.algorithm.codec is not None:
-                # Whether the wire was too narrow is looked at together: on other ranks the script
-                # may not have used a gradient.
+                # Whether a codec met values that are not finite is checked on all ranks together:
+                # on other ranks the script may not have used a gradient.
                 self._check_later(sums, is_applied=True)
             else:
                 reducer.record_nonfinite(sums)
