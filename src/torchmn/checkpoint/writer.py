@@ -27,6 +27,7 @@ from torchmn.checkpoint.retention import (
     checkpoints_to_delete,
     is_checkpoint,
     name_of,
+    order_of,
 )
 from torchmn.checkpoint.shard_assignment import owners
 from torchmn.checkpoint.shard_file import TensorEntry, header_of, in_file_order
@@ -113,11 +114,12 @@ class Writer:
         if self.rank == 0:
             if problems:
                 self._discard(staged)
+                result["note"] = self._newest()
             else:
                 result = self._commit(staged, request, gathered, reports)
         result = self.channel.all_gather(result, "a checkpoint was completed", nbytes=nbytes)[0]
         if problems or result["problem"]:
-            return self._failed(request, problems or [result["problem"]])
+            return self._failed(request, problems or [result["problem"]], result["note"])
         return Outcome(
             step=request.step,
             name=result["name"],
@@ -200,12 +202,13 @@ class Writer:
                 metric=gathered[0]["metric"],
                 files=files,
             )
-            self.storage.commit(staged, name, manifest.to_bytes())
+            replaced = self.storage.commit(staged, name, manifest.to_bytes())
         except Exception as error:
             self._discard(staged)
-            return {"problem": self._describe(error), "name": None, "note": None}
+            return {"problem": self._describe(error), "name": None, "note": self._newest()}
         self.announce(request.step)
-        return {"problem": None, "name": name, "note": self._remove_old(name)}
+        notes = [note for note in (replaced, self._remove_old(name)) if note]
+        return {"problem": None, "name": name, "note": " ".join(notes) or None}
 
     def _raise_if_incomplete(self, staged: str, files: Mapping[str, FileEntry]) -> None:
         """Check every file from this host: ranks of other hosts may write elsewhere."""
@@ -216,7 +219,8 @@ class Writer:
                 raise DataError(f"{name} has {reader.nbytes} of {entry.nbytes} bytes")
 
     def _remove_old(self, newest: str) -> str | None:
-        """Remove what need not be kept; return a warning if that fails."""
+        """Remove what need not be kept; return a warning if that fails for some."""
+        failed: list[str] = []
         try:
             names = self.storage.names()
             good, bad = {}, [name for name in names if name.startswith(TEMPORARY)]
@@ -228,12 +232,22 @@ class Writer:
                 except DataError:
                     bad.append(name)
             for name in checkpoints_to_delete(good, bad, newest, keep=self.keep, best=self.best):
-                self.storage.remove(name)
+                try:
+                    self.storage.remove(name)
+                except OSError as error:
+                    failed.append(self._describe(error))
         except OSError as error:
-            return (
-                f"{self.rank_label}: old checkpoints could not be removed: {self._describe(error)}."
-            )
-        return None
+            failed.append(self._describe(error))
+        return f"old checkpoints could not be removed: {'; '.join(failed)}." if failed else None
+
+    def _newest(self) -> str | None:
+        """The newest checkpoint that is left, or why none is known."""
+        try:
+            names = filter(is_checkpoint, self.storage.names())
+        except OSError as error:
+            return f"earlier checkpoints cannot be seen ({error.strerror or error})"
+        newest = max(names, key=order_of, default=None)
+        return f"the newest one is {newest}" if newest else "there is no earlier one"
 
     def _discard(self, staged: str) -> None:
         """Free the space: a full disk may be the cause."""
@@ -254,12 +268,13 @@ class Writer:
             return f"{self.rank_label}: {self.where}: {error}"
         return f"{self.rank_label}: {type(error).__name__}: {error}"
 
-    def _failed(self, request: Request, problems: Sequence[str]) -> Outcome:
-        text = "; ".join(problems)
+    def _failed(
+        self, request: Request, problems: Sequence[str], newest: str | None = None
+    ) -> Outcome:
+        aborted = f"the checkpoint of step {request.step} was aborted"
         return Outcome(
             step=request.step,
-            problem=f"the checkpoint of step {request.step} was aborted; earlier checkpoints "
-            f"are kept: {text}",
+            problem=f"{f'{aborted}; {newest}' if newest else aborted}: {'; '.join(problems)}",
         )
 
 
