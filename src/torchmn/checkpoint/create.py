@@ -103,7 +103,7 @@ def create_multi_node_checkpointer(
         access = FolderStorage(where, gid=gid)
         if _is_writable(comm, access):
             owner = _own(comm, access)
-    storage = FolderStorage(where, gid=gid, confirm=owner and owner.confirm)
+    storage = FolderStorage(where, gid=gid, confirm=None if owner is None else owner.confirm)
     transport = comm.new_transport("checkpoint") if comm.size > 1 else None
     memory, announce = _memory_of_hosts(comm, is_async, check_replicas)
     return MultiNodeCheckpointer(

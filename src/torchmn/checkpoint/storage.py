@@ -31,6 +31,25 @@ class Reader(Protocol):
         """Close the file."""
 
 
+_MAX_TEXT_NBYTES = 1_000_000_000
+
+
+def read_text(reader: Reader, file: str, begin: bytes) -> bytes:
+    """All of a file of JSON that begins so. Local. Raises DataError: it is something else.
+
+    A file of any size, such as one that consists of a hole, is rejected before memory is taken.
+    """
+    head = bytearray(min(len(begin), reader.nbytes))
+    reader.read_into(0, memoryview(head))
+    if head != begin or reader.nbytes > _MAX_TEXT_NBYTES:
+        raise DataError(
+            f"{file} is damaged: it has {reader.nbytes} bytes and begins with {bytes(head)!r}"
+        )
+    raw = bytearray(reader.nbytes)
+    reader.read_into(0, memoryview(raw))
+    return bytes(raw)
+
+
 class Storage(Protocol):
     """Stores checkpoints. Every method is local; each says which ranks call it.
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from torchmn.checkpoint.control_channel import ControlChannel
-from torchmn.checkpoint.manifest import FileEntry, Manifest, parse
+from torchmn.checkpoint.manifest import BEGIN, FileEntry, Manifest, parse
 from torchmn.checkpoint.retention import (
     TEMPORARY,
     Best,
@@ -31,14 +31,12 @@ from torchmn.checkpoint.retention import (
 )
 from torchmn.checkpoint.shard_assignment import owners
 from torchmn.checkpoint.shard_file import TensorEntry, header_of, in_file_order
-from torchmn.checkpoint.snapshot import Copy
-from torchmn.checkpoint.storage import MANIFEST, Storage
+from torchmn.checkpoint.snapshot import Copy, SavedRank
+from torchmn.checkpoint.storage import MANIFEST, Storage, read_text
 from torchmn.communicators.checksums import describe_differences, differences, digest
 from torchmn.communicators.object_codec import as_bytes
 from torchmn.errors import DataError
 from torchmn.version import __version__
-
-_MAX_MANIFEST_NBYTES = 1_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,8 +155,8 @@ class Writer:
     ) -> dict[str, Any]:
         """Write this rank's files; return its report for round 2."""
         stem = f"rank{self.rank:04d}"
-        described = {label: asdict(saved) for label, saved in copy.objects.items()}
-        text = json.dumps({"objects": described, "where": owned}, separators=(",", ":")).encode()
+        described = SavedRank(objects=copy.objects, where=dict(owned))
+        text = json.dumps(asdict(described), separators=(",", ":")).encode()
         files = {f"{stem}.json": FileEntry(nbytes=len(text), checksum=digest(text))}
         own = in_file_order([entry for entry in catalogue if owned[entry.name] == self.rank])
         header = header_of(own)
@@ -282,13 +280,9 @@ def read_manifest(storage: Storage, checkpoint: str) -> Manifest:
     """The manifest of a checkpoint. Local. Raises DataError: it has none that is valid."""
     reader = storage.open(checkpoint, MANIFEST)
     try:
-        if reader.nbytes > _MAX_MANIFEST_NBYTES:
-            raise DataError(f"{MANIFEST} has {reader.nbytes} bytes")
-        raw = bytearray(reader.nbytes)
-        reader.read_into(0, memoryview(raw))
+        return parse(read_text(reader, MANIFEST, BEGIN))
     finally:
         reader.close()
-    return parse(bytes(raw))
 
 
 def _pieces(
