@@ -14,6 +14,7 @@ import torch
 import torchmn
 from tests.unit.checkpoint.training import assert_same, checkpointer_of, on_ranks, train
 from torchmn.checkpoint import rng_state
+from torchmn.errors import UsageError
 
 CPU = torch.device("cpu")
 
@@ -169,7 +170,7 @@ def one_step(path: Path, create: Any, num_ranks: int) -> list[Any]:
         checkpointer = checkpointer_of(comm, path)
         try:
             step = checkpointer.resume(state)
-        except torchmn.UsageError as error:
+        except UsageError as error:
             is_unchanged = all(
                 torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)
             )
@@ -208,7 +209,7 @@ def test_optimizer_of_another_class_without_a_checkpointer(tmp_path: Path) -> No
     def rank_main(comm: torchmn.Communicator) -> None:
         model = torch.nn.Linear(3, 2)
         saved = multi_node_sgd(model, comm).state_dict()
-        with pytest.raises(torchmn.UsageError, match="saved by SGD and cannot be loaded by Adam"):
+        with pytest.raises(UsageError, match="saved by SGD and cannot be loaded by Adam"):
             multi_node_adam(model, comm).load_state_dict(saved)
 
     on_ranks(rank_main, 1)
