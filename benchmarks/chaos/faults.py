@@ -52,6 +52,7 @@ MAY_CONTINUE: frozenset[Kind] = frozenset(
 MUST_CONTINUE: frozenset[Kind] = frozenset(("clock jump", "second job"))
 Moment = Literal["start", "step", "write"]
 _INSIDE = ("start", "forward", "backward", "step", "save")
+ALL_RANKS = -1
 _CLOCK_JUMPS_S = (-86_400, -3600, 3600, 86_400 * 400)
 
 
@@ -82,6 +83,8 @@ class Fault:
         """The value of the script's ``--fault``; empty if the fault is injected from outside."""
         if self.kind == "exception":
             return f"exception:{self.rank}:{self.step}:{self.place}"
+        if self.kind == "second job":
+            return f"pause:{ALL_RANKS}:{self.step}:{self.place}"
         if self.kind == "lock":
             return f"lock:{self.rank}:{self.step}:{self.place}"
         if self.kind == "clock jump":
@@ -170,7 +173,9 @@ def fault_of(kind: Kind, setting: Setting, source: random.Random) -> Fault:
         )
     lasts_s = source.uniform(0.5, 6) if kind == "network pause" else None
     moments: tuple[Moment, ...] = ("step", "step", "step", "write", "start")
-    if kind in ("second job", "loader killed", "agent killed"):
+    if kind == "second job":
+        return Fault(kind=kind, rank=rank, step=step, place="step")
+    if kind in ("loader killed", "agent killed"):
         moments = ("step",)
     if kind in ("no file handles", "shm full"):  # neither while the script is being imported
         moments = ("step", "step", "write")

@@ -37,7 +37,11 @@ class TooLateError(Exception):
 def inject(fault: Fault, job: Job, setting: Setting, testbed: Testbed, folder: Path) -> float:
     """Inject the fault at its moment; returns the time (monotonic). Raises TooLateError."""
     if fault.script_fault:
-        return _wait_for_inside(job, folder)
+        began = _wait_for_inside(job, folder)
+        if fault.kind == "second job":
+            _start_second(setting, testbed, folder)
+            (folder / "continue").touch()
+        return began
     pid = _wait_for_moment(fault, job, setting, folder)
     now = time.monotonic()
     try:
@@ -62,8 +66,6 @@ def inject(fault: Fault, job: Job, setting: Setting, testbed: Testbed, folder: P
                 _write_until_full(filler.fileno())
         elif fault.kind == "stdout closed":
             job.close_output()
-        elif fault.kind == "second job":
-            _start_second(setting, testbed, folder)
         elif fault.kind.startswith("network"):
             _cut(fault, job, setting, testbed)
         else:

@@ -208,7 +208,11 @@ class _Run:
         if self._fault.kind == "flipped byte" and len(complete(self._folder)) > 1:
             source = random.Random(repr(self._fault))
             self._seen["flipped"] = flip_one_bit(self._folder, source)
-        for path in (self._folder / "injected", *self._folder.glob("final-*")):
+        for path in (
+            self._folder / "continue",
+            self._folder / "injected",
+            *self._folder.glob("final-*"),
+        ):
             path.unlink(missing_ok=True)
 
     def _resume(self) -> None:

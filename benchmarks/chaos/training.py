@@ -42,25 +42,30 @@ class InsideFault:
     """A fault that the script raises itself, at the place and step of ``--fault``.
 
     ``KIND:RANK:STEP:PLACE``; the kind is ``exception``, ``exit<status>``, ``_exit<status>``,
-    ``lock`` or ``clock<seconds>``. It is raised once, also if ranks are restarted.
+    ``lock``, ``clock<seconds>`` or ``pause``, until there is a file ``continue``; the rank is -1 for
+    all of them. It is raised once, also if ranks are restarted.
     """
 
     def __init__(self, text: str, folder: Path) -> None:
-        kind, rank, step, place = text.split(":") if text else ("", "-1", "-1", "")
+        kind, rank, step, place = text.split(":") if text else ("", "-2", "-1", "")
         self._kind, self._place = kind, place
         self._rank, self._step = int(rank), int(step)
         self._folder = folder
 
     def raise_if_due(self, rank: int, step: int, place: str) -> None:
         """Called at every place where a fault can be raised."""
-        if (rank, place) == (self._rank, self._place) and step >= self._step:
-            self._rank = -1
+        if self._rank in (rank, -1) and place == self._place and step >= self._step:
+            is_for_all, self._rank = self._rank == -1, -2
             injected = self._folder / "injected"
-            if not injected.exists():
+            if is_for_all or not injected.exists():
                 injected.write_text(str(time.time()))
                 self._raise()
 
     def _raise(self) -> None:
+        if self._kind == "pause":
+            while not (self._folder / "continue").exists():
+                time.sleep(0.02)
+            return
         if self._kind == "lock":  # of the script's own, held by a thread that has forgotten it
             lock = threading.Lock()
             lock.acquire()
