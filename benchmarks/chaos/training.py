@@ -42,8 +42,8 @@ class InsideFault:
     """A fault that the script raises itself, at the place and step of ``--fault``.
 
     ``KIND:RANK:STEP:PLACE``; the kind is ``exception``, ``exit<status>``, ``_exit<status>``,
-    ``lock``, ``clock<seconds>`` or ``pause``, until there is a file ``continue``; the rank is -1 for
-    all of them. It is raised once, also if ranks are restarted.
+    ``lock``, ``clock<seconds>`` or ``pause``, until there is a file ``continue``; the rank is -1
+    for all of them. It is raised once, also if ranks are restarted.
     """
 
     def __init__(self, text: str, folder: Path) -> None:
