@@ -40,7 +40,7 @@ from torchmn.optimizer.untrained_parameters import (
     untrained_parameters,
     warn_of_untrained_parameters,
 )
-from torchmn.resharding import warnings_of
+from torchmn.resharding import raise_if_other_optimizer, warnings_of
 from torchmn.schedules.base import USED_BY_SCALER, DefersUpdates, Schedule
 
 Weight = Literal["rank", "samples"]
@@ -345,9 +345,11 @@ class MultiNodeOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load our own state or a plain optimizer's. All ranks must call it, or none.
 
-        Local, but *collective* under ``auto``. Raises UsageError: another schedule's state.
+        Local, but *collective* under ``auto``. Raises UsageError: the state of another schedule or
+        of another class of optimizer.
         """
         ours = state_dict.get("torchmn", {})
+        raise_if_other_optimizer(self.inner, state_dict, ours.get("optimizer", ""))
         self._complete()
         if self.tuner is not None:
             self.tuner.load_state_dict(ours.get("tuner", {}))
