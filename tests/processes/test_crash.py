@@ -384,7 +384,7 @@ def memory_group() -> Path:
 
 
 @pytest.mark.root
-def test_memory_full_is_told_from_kill(runner: Runner) -> None:
+def test_memory_full_differs_from_kill(runner: Runner) -> None:
     group = memory_group() / f"torchmn-{os.getpid()}"
     try:
         group.mkdir()

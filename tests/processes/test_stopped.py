@@ -85,7 +85,7 @@ def test_a_launcher(runner: Runner, launcher: str) -> None:
 
 @pytest.mark.parametrize("module", ["rendezvous_main", "host_main"])
 def test_a_process_of_an_elastic_job(runner: Runner, module: str) -> None:
-    """The job goes on without the host, if there are others; here there are none."""
+    """The job continues without the host, if there are others; here there are none."""
     process = begin(
         runner,
         "--backend",

@@ -19,7 +19,7 @@ from torchmn.monitor import script_monitor
 
 Result = TypeVar("Result")
 _MAX_REFUSED = 3
-"""After so many calls of a script that has caught the error, it will not end by itself."""
+"""A script that has caught the error and makes this many calls will not end by itself."""
 
 
 class Work(Generic[Result]):
@@ -76,8 +76,8 @@ class Engine:
     queue; the jobs then run on the thread that waits, without overlap.
 
     A job that fails on this rank alone may have left others in the middle of it: no further one is
-    run, whatever the script does with the error, and the launcher is told. With ``has_peers`` it is
-    told at once, else when the script goes on calling.
+    run, whatever the script does with the error, and the launcher gets a report: with ``has_peers``
+    at once, else when the script continues to call.
     """
 
     def __init__(

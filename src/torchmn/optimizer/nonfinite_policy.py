@@ -14,7 +14,7 @@ from torchmn.monitor import script_monitor
 
 OnNonfinite = Literal["raise", "warn", "ignore"]
 _MAX_IN_A_ROW = 100
-"""A script that catches the error and meets it in so many steps does not train any longer."""
+"""A script that catches the error and meets it in this many steps does not train any longer."""
 
 
 def record_own_nonfinite(reducer: GradientReducer) -> None:

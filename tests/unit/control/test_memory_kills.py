@@ -1,4 +1,4 @@
-"""Memory full told from kill -9, by the counters of control groups."""
+"""Memory full distinguished from kill -9, by the counters of control groups."""
 
 from __future__ import annotations
 
