@@ -1,7 +1,7 @@
 """The orders of the programs that the launcher starts, here or on other hosts.
 
-Each is one line on the program's standard input (`torchmn.control.codec`), or in a file where it has
-none, since every user of a host can read command lines.
+Each is one line on the program's standard input (`torchmn.control.codec`), or in a private file
+where it has none, since every user of a host can read command lines.
 """
 
 from __future__ import annotations
