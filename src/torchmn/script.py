@@ -21,7 +21,8 @@ def on_error(callback: Callable[[BaseException], None]) -> None:
 def record_progress(line: str) -> None:
     """Append a line to the file of ``torchmn submit --requeue``, if this is such a job. Rank 0.
 
-    ``checkpoint ...`` names one that is complete, ``exit ...`` says why all ranks save and exit.
+    ``checkpoint ...`` names one that is complete, ``limit ...`` is when the scheduler ends the job,
+    in seconds since 1970, and ``exit ...`` says why all ranks save and exit.
     Without the latter exit status 85 is the script's own; see `torchmn.launch.submit.requeue`.
     """
     path = os.environ.get(PROGRESS_VARIABLE)

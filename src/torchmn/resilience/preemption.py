@@ -77,6 +77,7 @@ class Preemption:
         self._leave_at = None if known is None else known - margin_s
         if known is not None and comm.rank == 0:
             _warn_if_short(known - time.time(), margin_s)
+            record_progress(f"limit {known:.0f}")
         self.reason = ""
         """Why this rank must exit; empty as long as it need not."""
         self._num_steps = 0

@@ -75,10 +75,16 @@ class PBS(Scheduler):
         return [f"{self.prefix} {option}" for option in options]
 
     def resubmission(self, job: JobRequest) -> list[str]:
-        """Submit the same file again; the log says so if a site forbids `qsub` on compute nodes."""
+        """Submit the same file again; the log says so if a site forbids `qsub` on compute nodes.
+
+        SIGTERM before the time limit is that of `qdel`, or of a requeue by PBS itself.
+        """
         file = shlex.quote(job.file)
         return [
-            f"if next=$(qsub {file}); then",
+            "limit=$(sed -n 's/^limit //p' \"$log.progress\")",
+            'if [ "$last" = TERM ] && [ "$(date +%s)" -lt "${limit:-9999999999}" ]; then',
+            '  echo "torchmn: not resubmitted: PBS deletes or requeues this job" >&2',
+            f"elif next=$(qsub {file}); then",
             f'  mv "$history" "$logs/{job.name}.${{next%%.*}}.requeues"',
             f"  {resubmitted('$next')}",
             "else",

@@ -136,14 +136,14 @@ def _work(job: JobRequest) -> list[str]:
     command = shlex.join([*(["-m"] if job.is_module else []), job.script, *job.args])
     return [
         "# A signal of the scheduler goes to all ranks; this shell waits for their end.",
-        'pass_on() { signaled=1; kill -s "$1" "$run"; }',
+        'pass_on() { signaled=$1; kill -s "$1" "$run"; }',
         'for name in TERM USR1 USR2; do trap "pass_on $name" "$name"; done',
         f'torchmn run {options} --log-dir "$log" \\',
         f"  {command} &",
         "run=$!",
-        "signaled=1",
-        'while [ -n "$signaled" ]; do',
-        "  signaled=",
+        "signaled=no",
+        'until [ -z "$signaled" ]; do',
+        "  last=$signaled signaled=",
         '  wait "$run"',
         "  status=$?",
         "done",

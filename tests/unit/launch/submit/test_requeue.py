@@ -25,10 +25,13 @@ class JobScript:
         job = replace(tutorial(), name="a", max_requeues=max_requeues)
         self.lines = "\n".join(last_lines(job, SCHEDULERS["pbs"]))
 
-    def end(self, status: int, progress: str, *, qsub: str = "echo $((job + 1)).pbs") -> str:
+    def end(
+        self, status: int, progress: str, *, qsub: str = "echo $((job + 1)).pbs", last: str = "no"
+    ) -> str:
         """The words of the script, where the ranks wrote ``progress`` and ended with ``status``."""
         (self.folder / "log.progress").write_text(progress)
-        begin = f"job={self.number} status={status} logs=. log=log\nqsub() {{ {qsub}; }}\n"
+        begin = f"job={self.number} status={status} logs=. log=log last={last}\n"
+        begin += f"qsub() {{ {qsub}; }}\n"
         done = subprocess.run(
             ["bash", "-c", begin + self.lines],
             cwd=self.folder,
@@ -71,6 +74,23 @@ def test_a_script_that_exits_with_85_by_chance_is_not_resubmitted(tmp_path: Path
 def test_another_end_is_the_end(tmp_path: Path, status: int) -> None:
     job = JobScript(tmp_path, max_requeues=10)
     assert job.end(status, f"checkpoint of step 1\n{EXIT}") == ""
+
+
+@pytest.mark.parametrize(
+    ("progress", "last", "continues"),
+    [
+        ("limit 100\n", "TERM", True),  # the time is over
+        ("limit 9000000000\n", "TERM", False),  # qdel, or PBS requeues the job itself
+        ("", "TERM", False),
+        ("limit 9000000000\n", "USR1", True),
+    ],
+)
+def test_a_job_that_is_deleted_is_not_resubmitted(
+    tmp_path: Path, progress: str, last: str, continues: bool
+) -> None:
+    said = JobScript(tmp_path, max_requeues=10).end(85, progress + EXIT, last=last)
+    assert (RESUBMITTED in said) == continues
+    assert ("PBS deletes or requeues this job" in said) != continues
 
 
 def test_a_scheduler_that_refuses(tmp_path: Path) -> None:

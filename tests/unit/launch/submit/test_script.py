@@ -60,14 +60,14 @@ VERSIONS
 
 export TORCHMN_PROGRESS_FILE="$(realpath "$log").progress"
 # A signal of the scheduler goes to all ranks; this shell waits for their end.
-pass_on() { signaled=1; kill -s "$1" "$run"; }
+pass_on() { signaled=$1; kill -s "$1" "$run"; }
 for name in TERM USR1 USR2; do trap "pass_on $name" "$name"; done
 torchmn run -n 4 --threads 1 -x NCCL_SHM_DISABLE --log-dir "$log" \\
   train_cifar_multi_node.py --no_snapshot --epoch 4 --batchsize 32 &
 run=$!
-signaled=1
-while [ -n "$signaled" ]; do
-  signaled=
+signaled=no
+until [ -z "$signaled" ]; do
+  last=$signaled signaled=
   wait "$run"
   status=$?
 done
@@ -89,7 +89,10 @@ submit this job by hand to continue" >&2
 job by hand to continue" >&2
   else
     echo "${saved:-unknown $log}" >>"$history"
-    if next=$(qsub multi_node_training.sh); then
+    limit=$(sed -n 's/^limit //p' "$log.progress")
+    if [ "$last" = TERM ] && [ "$(date +%s)" -lt "${limit:-9999999999}" ]; then
+      echo "torchmn: not resubmitted: PBS deletes or requeues this job" >&2
+    elif next=$(qsub multi_node_training.sh); then
       mv "$history" "$logs/multi_node_training.${next%%.*}.requeues"
       echo "torchmn: resubmitted as $next"
     else
