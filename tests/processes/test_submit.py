@@ -6,7 +6,6 @@ The job's `torchmn` is a stand-in too: it writes down how it was called and runs
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket

@@ -31,7 +31,7 @@ set server scheduling = True
 set server scheduler_iteration = 2
 set server node_fail_requeue = 5
 set server managers = root@*
-set sched default throughput_mode = True
+set queue workq kill_delay = 30
 """
 
 
@@ -86,7 +86,7 @@ class PBS(Cluster):
             self.ask("qmgr", "-c", line)
         for node in self.nodes:
             config = self.home / node.name / "mom_priv" / "config"
-            config.write_text(f"$clienthost {self.login.name}\n$usecp *:/ /\n$kill_delay 30\n")
+            config.write_text(f"$clienthost {self.login.name}\n$usecp *:/ /\n")
             self._start_mom(node)
             self.ask("qmgr", "-c", f"create node {node.name} resources_available.ncpus=4")
         self.wait_for(self._are_free, "free nodes")
