@@ -184,9 +184,9 @@ def _serve(file: Path) -> int:
     channels.set_timeouts(streams["status"])
     process = subprocess.Popen(
         ["/bin/sh", "-c", order.command],
-        stdin=streams["stdio"],
-        stdout=streams["stdio"],
-        stderr=streams["stderr"],
+        stdin=streams["stdio"].fileno(),
+        stdout=streams["stdio"].fileno(),
+        stderr=streams["stderr"].fileno(),
     )
     streams.pop("stdio").close()
     streams.pop("stderr").close()

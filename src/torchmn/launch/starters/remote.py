@@ -51,7 +51,7 @@ def remote_shell(env: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def remote_shell_name(env: Mapping[str, str]) -> str:
-    """The name of the program behind `remote_shell`, for messages."""
+    """The program that `remote_shell` uses, for messages."""
     return _chosen_shell(env)[0]
 
 

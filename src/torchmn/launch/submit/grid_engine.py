@@ -54,7 +54,7 @@ class GridEngine(Scheduler):
     def resubmission(self, job: JobRequest) -> list[str]:
         """The same job with the same number, unless the site has set FORBID_RESCHEDULE.
 
-        Grid Engine decides when this script has ended, so nothing can be said before.
+        Grid Engine decides when this script has ended, so no report of success is possible before.
         """
         return [
             f'echo "torchmn: exit with {_REQUEUE_STATUS}: Grid Engine runs job $JOB_ID again"',
