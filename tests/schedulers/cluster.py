@@ -137,6 +137,7 @@ class Cluster(ABC):
         command = [sys.executable, "-m", "torchmn", "submit", "--scheduler", self.name]
         command += ["--activate", sys.prefix, "-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS"]
         command += ["--site", str(self.site_file)]
+        command += [word for name in self.variables for word in ("-x", name)]
         return [*command, *words]
 
     @property

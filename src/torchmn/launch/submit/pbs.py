@@ -37,6 +37,11 @@ class PBS(Scheduler):
     cancel_command = "qdel"
     probe_command = "pbsnodes"
     job_id = "${PBS_JOBID%%.*}"
+    finds_commands = (
+        "command -v qstat >/dev/null || {",
+        '  . "${PBS_CONF_FILE:-/etc/pbs.conf}" && PATH="$PATH:$PBS_EXEC/bin"',
+        "}",
+    )
     folder = "$PBS_O_WORKDIR"
 
     def directives(self, job: JobRequest) -> list[str]:

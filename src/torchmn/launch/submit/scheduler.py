@@ -70,6 +70,7 @@ class Scheduler(Protocol):
     cancel_command: str
     probe_command: str  # only this scheduler has it: PBS and Grid Engine share qsub
     job_id: str  # the job's number inside the job, as a shell word
+    finds_commands: tuple[str, ...]  # shell lines that add its commands to the PATH of a job
     folder: str  # from which the job was submitted, as a shell word
 
     def directives(self, job: JobRequest) -> list[str]:

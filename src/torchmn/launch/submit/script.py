@@ -40,6 +40,7 @@ def job_script(job: JobRequest, scheduler: Scheduler) -> str:
         *_output(job, scheduler),
         *_modules(job.settings.modules),
         *[f"export {name}={shlex.quote(value)}" for name, value in job.settings.exports],
+        *scheduler.finds_commands,
         *_activation(job.environment),
         "command -v torchmn >/dev/null || {",
         '  echo "torchmn: torchmn is not installed on $(hostname): use --activate" >&2',

@@ -26,6 +26,7 @@ class Slurm(Scheduler):
     cancel_command = "scancel"
     probe_command = "sbatch"
     job_id = "$SLURM_JOB_ID"
+    finds_commands = ()
     folder = "$SLURM_SUBMIT_DIR"
 
     def directives(self, job: JobRequest) -> list[str]:

@@ -43,6 +43,9 @@ end_job() {
 }
 
 export NCCL_SHM_DISABLE=1
+command -v qstat >/dev/null || {
+  . "${PBS_CONF_FILE:-/etc/pbs.conf}" && PATH="$PATH:$PBS_EXEC/bin"
+}
 . ./venv/bin/activate || end_job 1
 command -v torchmn >/dev/null || {
   echo "torchmn: torchmn is not installed on $(hostname): use --activate" >&2
