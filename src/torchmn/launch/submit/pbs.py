@@ -38,8 +38,8 @@ class PBS(Scheduler):
     probe_command = "pbsnodes"
     job_id = "${PBS_JOBID%%.*}"
     finds_commands = (
-        "command -v qstat >/dev/null || {",
-        '  . "${PBS_CONF_FILE:-/etc/pbs.conf}" && PATH="$PATH:$PBS_EXEC/bin"',
+        "command -v pbsnodes >/dev/null || {",
+        '  . "${PBS_CONF_FILE:-/etc/pbs.conf}" && PATH="$PBS_EXEC/bin:$PATH"',
         "}",
     )
     folder = "$PBS_O_WORKDIR"

@@ -43,8 +43,8 @@ end_job() {
 }
 
 export NCCL_SHM_DISABLE=1
-command -v qstat >/dev/null || {
-  . "${PBS_CONF_FILE:-/etc/pbs.conf}" && PATH="$PATH:$PBS_EXEC/bin"
+command -v pbsnodes >/dev/null || {
+  . "${PBS_CONF_FILE:-/etc/pbs.conf}" && PATH="$PBS_EXEC/bin:$PATH"
 }
 . ./venv/bin/activate || end_job 1
 command -v torchmn >/dev/null || {
