@@ -27,7 +27,7 @@ class GridEngine(Scheduler):
     cancel_command = "qdel"
     probe_command = "qconf"
     job_id = "$JOB_ID"
-    finds_commands = ('command -v qstat >/dev/null || PATH="$PATH:$SGE_ROOT/bin/$SGE_ARCH"',)
+    finds_commands = ('command -v qconf >/dev/null || PATH="$SGE_ROOT/bin/$SGE_ARCH:$PATH"',)
     folder = "$SGE_O_WORKDIR"
 
     def directives(self, job: JobRequest) -> list[str]:
