@@ -60,14 +60,14 @@ ROWS = (
         sees="SIGTERM, once",
         script="waits",
         signum="SIGTERM",
-        statuses=same(143, plain_torchrun=1),
+        statuses=same(143, plain_mpirun=1, plain_torchrun=1),
     ),
     Row(
         what="SIGTERM to the launcher, the ranks save",
         sees="SIGTERM, once",
         script="saves",
         signum="SIGTERM",
-        statuses=same(85, plain_mpirun=143, plain_torchrun=1),
+        statuses=same(85, plain_mpirun=1, plain_torchrun=1),
     ),
     Row(
         what="SIGUSR1 to the launcher, the ranks save",
@@ -97,7 +97,7 @@ ROWS = (
         sees="SIGINT",
         script="waits",
         signum="SIGINT",
-        statuses=same(130, plain_mpirun=130, plain_torchrun=1),
+        statuses=same(130, plain_mpirun=1, plain_torchrun=1),
     ),
     Row(
         what="SIGHUP to the launcher",

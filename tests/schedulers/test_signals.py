@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import Cluster, slurm, why_no_slurm
+from tests.schedulers.cluster import Cluster, running
+from tests.schedulers.slurm import Slurm
 
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.root,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(bool(why_no_slurm()), reason=str(why_no_slurm())),
+    pytest.mark.skipif(bool(Slurm.why_not()), reason=str(Slurm.why_not())),
 ]
 
 SCRIPT = """
@@ -35,7 +36,7 @@ sys.exit(85)
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with slurm(tmp_path_factory.mktemp("slurm")) as started:
+    with running(Slurm, tmp_path_factory.mktemp("slurm")) as started:
         yield started
 
 
