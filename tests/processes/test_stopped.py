@@ -140,6 +140,11 @@ def test_under_another_launcher(runner: Runner, module: str) -> None:
     )
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    (server,) = runner.processes("torchmn.monitor.server")
+    runner.wait_until(
+        lambda: [c.status for c in server.net_connections()].count("ESTABLISHED") == 2,
+        "the monitors did not connect",
+    )
     if module == "script":
         found = [p for p in runner.processes("script.py") if "mpirun" not in p.cmdline()[0]]
     else:
