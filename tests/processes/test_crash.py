@@ -79,7 +79,7 @@ def test_the_rank_that_failed_first_is_reported_last(
     sentence = done.stderr.splitlines()[-1]
     assert "rank 1 on " in sentence
     assert words in sentence
-    kept = (runner.folder / "logs" / "failure.txt").read_text().splitlines()
+    kept = (runner.logs / "failure.txt").read_text().splitlines()
     assert kept[-1] in sentence
     if fault == "exception":
         assert "ValueError: the cause" in done.stderr.splitlines()[-2]
@@ -114,7 +114,7 @@ def test_a_hang_is_reported(runner: Runner, backend: str, fault: str, words: str
     assert "has not completed within 2 s" in sentence
     host = os.uname().nodename
     assert words.format(host=host, folder=runner.folder) in sentence
-    report = (runner.folder / "logs" / "hang.txt").read_text()
+    report = (runner.logs / "hang.txt").read_text()
     assert f"rank 0 on {host}:" in report
     assert "in backward_ended" in report  # the stacks of the ranks that wait
     runner.wait_until_nothing_is_left()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
@@ -32,7 +31,8 @@ class Job:
     The slots of ``hosts`` are the numbers of ranks on them. ``exported`` names variables that go to
     all hosts, and ``launcher_args`` are passed verbatim to the launcher. The time
     between asking a rank to end and killing it is ``grace_s``; a rank whose agent does not
-    connect within ``start_limit_s`` has not started.
+    connect within ``start_limit_s`` has not started. Each run makes a folder of its own in
+    ``log_dir``.
     """
 
     argv: tuple[str, ...]
@@ -112,8 +112,3 @@ def python_command(target: str, args: Sequence[str] = (), *, is_module: bool = F
     if not os.access(script, os.R_OK):
         raise UsageError(f"The script {target!r} is not readable: change its permissions.")
     return [sys.executable, target, *args]
-
-
-def default_log_dir() -> Path:
-    """``torchmn-logs/<date>-<time>-<process>`` below the current folder."""
-    return Path("torchmn-logs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"

@@ -13,7 +13,8 @@ from torchmn.launch.backend import choose_backend, this_machine
 from torchmn.launch.elastic.job import ElasticJob, parse_elastic, parse_rendezvous
 from torchmn.launch.elastic.rendezvous_state import Limits
 from torchmn.launch.exported_variables import parse_variable
-from torchmn.launch.job import THIS_HOST, Backend, Job, Launcher, default_log_dir
+from torchmn.launch.job import THIS_HOST, Backend, Job, Launcher
+from torchmn.monitor.job_result import LOG_DIR
 from torchmn.topology import (
     Allocation,
     Host,
@@ -60,7 +61,10 @@ class RunOptions:
         "Threads of each rank (default: its share of the cores).", "--threads"
     )
     shows_binding: bool = _option("Print the cores of each rank.", "--show-binding", default=False)
-    log_dir: Path | None = _option("Folder for rank0.log, rank0.exit.json, ...")
+    log_dir: Path | None = _option(
+        "Folder in which this run makes its own for rank0.log, rank0.exit.json, ... "
+        "(default: torchmn-logs)."
+    )
     grace_s: float = _option(
         "Seconds between terminating a rank and killing it.", "--grace", default=5.0
     )
@@ -100,7 +104,7 @@ class RunOptions:
             exported=tuple(text.partition("=")[0] for text in self.exported),
             backend=backend,
             shows_binding=self.shows_binding,
-            log_dir=self.log_dir or default_log_dir(),
+            log_dir=self.log_dir or LOG_DIR,
             grace_s=self.grace_s,
         )
 

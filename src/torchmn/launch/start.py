@@ -7,9 +7,9 @@ import os
 import shlex
 import socket
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import replace
 
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener
@@ -21,10 +21,10 @@ from torchmn.launch.console import RankOutput
 from torchmn.launch.elastic.job import ElasticJob, host_process, rendezvous_process
 from torchmn.launch.elastic.launcher import ElasticLauncher
 from torchmn.launch.job import Command, Job
+from torchmn.launch.log_folder import make_log_folder
 from torchmn.launch.starters import local, mpirun, remote, srun, torchrun
 from torchmn.launch.supervisor import Supervisor
 from torchmn.launch.worker_environment import worker_environment
-from torchmn.monitor.job_result import FAILURE_FILE, HANG_FILE
 from torchmn.topology import Route, available_processors, route_to
 
 
@@ -42,7 +42,7 @@ def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
     ) as authenticated:
         base = worker_environment(job, env, supervisor=channels.address_of(listener))
         commands = commands_of(job, base, route=route, master_port=master_port)
-        _make_log_dir(job)
+        job = make_log_folder(job)
         reason = f" ({why})" if why else ""
         output.say(
             f"{job.num_ranks} rank(s) with {job.backend}{reason} on {_places(job)}, logs in "
@@ -72,7 +72,7 @@ def dry_run(job: Job, env: Mapping[str, str]) -> str:
 def run_elastic_job(elastic: ElasticJob, env: Mapping[str, str], *, why: str = "") -> int:
     """As `run_job`, for a job whose hosts may be lost and come back. Raises LaunchError."""
     base = worker_environment(elastic.job, env)
-    _make_log_dir(elastic.job)
+    elastic = replace(elastic, job=make_log_folder(elastic.job))
     output, limits = RankOutput(sys.stdout, sys.stderr), elastic.limits
     output.say(
         f"{limits.min_hosts} to {limits.max_hosts} of {len(elastic.job.hosts)} host(s) with "
@@ -168,31 +168,3 @@ def _places(job: Job) -> str:
     if not job.has_other_hosts:
         return socket.gethostname()
     return f"{', '.join(map(str, job.hosts))} through {job.launcher}"
-
-
-def _make_log_dir(job: Job) -> None:
-    """Create the folder, delete the files of an earlier job in it, and write ``job.json``."""
-    record = {
-        "argv": list(job.argv),
-        "cwd": str(job.cwd),
-        "host": socket.gethostname(),
-        "hosts": [str(host) for host in job.hosts],
-        "launcher": job.launcher,
-        "num_ranks": job.num_ranks,
-        "backend": job.backend,
-        "python": sys.version.split()[0],
-        "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
-    try:
-        job.log_dir.mkdir(parents=True, exist_ok=True)
-        kinds = ("rank*.log", "rank*.exit.json", HANG_FILE, FAILURE_FILE)
-        for pattern in (*kinds, "host-*.log", "round*/*"):
-            for old in job.log_dir.glob(pattern):
-                old.unlink()
-        (job.log_dir / "launcher.log").write_bytes(b"")
-        (job.log_dir / "job.json").write_text(json.dumps(record, indent=1) + "\n")
-    except OSError as error:
-        raise LaunchError(
-            f"The log folder {str(job.log_dir)!r} cannot be used: {error.strerror or error}. "
-            "Choose another with --log-dir."
-        ) from None

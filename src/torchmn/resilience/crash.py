@@ -16,8 +16,6 @@ import os
 import secrets
 import socket
 import subprocess
-import time
-from pathlib import Path
 
 from torchmn.communicators import Communicator
 from torchmn.control.codec import Record, encode
@@ -25,6 +23,7 @@ from torchmn.control.processes import python_module
 from torchmn.environment_variables import SECRET_VARIABLE
 from torchmn.errors import CommunicationError
 from torchmn.monitor import rank_monitor, script_monitor, server
+from torchmn.monitor.job_result import LOG_DIR, run_name
 from torchmn.topology import route_to
 
 
@@ -82,7 +81,7 @@ def _start_server(comm: Communicator, secret: str) -> str:
     routes = [route for name in others if (route := route_to(name)) is not None]
     if others and not routes:
         raise OSError(f"no route from this host to {others[0]}, so its ranks could not connect")
-    log_dir = Path("torchmn-logs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    log_dir = LOG_DIR / run_name()
     order = server.Order(
         address=routes[0].address if routes else "127.0.0.1",
         secret=secret,
