@@ -20,6 +20,7 @@ from torchmn.launch.backend import find_mpirun
 from torchmn.launch.console import RankOutput
 from torchmn.launch.elastic.job import ElasticJob, host_process, rendezvous_process
 from torchmn.launch.elastic.launcher import ElasticLauncher
+from torchmn.launch.host_checks import HostFacts
 from torchmn.launch.job import Command, Job
 from torchmn.launch.log_folder import make_log_folder
 from torchmn.launch.starters import local, mpirun, remote, srun, torchrun
@@ -35,13 +36,13 @@ def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
     """
     output = RankOutput(sys.stdout, sys.stderr)
     route = route_between(job)
-    master_port = _check_hosts(job, worker_environment(job, env))
+    facts = _check_hosts(job, worker_environment(job, env))
     listener = channels.listen(route.address if route else "127.0.0.1")
     with closing(
         AuthenticatedListener(listener, secret=job.secret, role=channels.SUPERVISOR)
     ) as authenticated:
         base = worker_environment(job, env, supervisor=channels.address_of(listener))
-        commands = commands_of(job, base, route=route, master_port=master_port)
+        commands = commands_of(job, base, route=route, facts=facts)
         job = make_log_folder(job)
         reason = f" ({why})" if why else ""
         output.say(
@@ -55,7 +56,7 @@ def dry_run(job: Job, env: Mapping[str, str]) -> str:
     """The commands that `run_job` would run, in shell syntax, without contacting any host."""
     base = worker_environment(job, env, supervisor="HOST:PORT")
     shown = []
-    for command in commands_of(job, base, route=route_between(job), master_port=0):
+    for command in commands_of(job, base, route=route_between(job)):
         new = {
             name: "..." if name == SECRET_VARIABLE else text
             for name, text in sorted(command.env.items())
@@ -121,9 +122,17 @@ def route_between(job: Job) -> Route | None:
 
 
 def commands_of(
-    job: Job, env: Mapping[str, str], *, route: Route | None, master_port: int
+    job: Job,
+    env: Mapping[str, str],
+    *,
+    route: Route | None,
+    facts: Mapping[str, HostFacts] | None = None,
 ) -> list[Command]:
-    """The commands that start all ranks with the job's launcher. Raises LaunchError."""
+    """The commands that start all ranks with the job's launcher. Raises LaunchError.
+
+    ``route`` is that of this host to the others, ``facts`` are those of the hosts by name.
+    """
+    first = (facts or {}).get(job.hosts[0].name)
     if job.launcher == "local":
         return local.commands(job, env)
     if job.launcher == "ssh":
@@ -135,7 +144,7 @@ def commands_of(
             job,
             env,
             master_addr=job.hosts[0].name if route else "127.0.0.1",
-            master_port=master_port,
+            master_port=first.port if first else 0,
         )
     path = find_mpirun(env)
     if path is None:
@@ -150,18 +159,26 @@ def commands_of(
             major=major,
             num_cores=len(available_processors().logical),
             is_root=os.geteuid() == 0,
-            network=route.network if route else None,
+            between=mpirun.Between(route=route, networks=_networks(route, facts or {}))
+            if route
+            else None,
         )
     ]
 
 
-def _check_hosts(job: Job, env: Mapping[str, str]) -> int:
-    """Check whether the other hosts can run the job. Returns a free port of the first host."""
+def _check_hosts(job: Job, env: Mapping[str, str]) -> dict[str, HostFacts]:
+    """Check whether the hosts can run the job; what they answer, by name. Raises LaunchError."""
     if job.launcher == "srun":
-        return 0  # Slurm knows its nodes, and agents are checked when they connect
+        return {}  # Slurm knows its nodes, and agents are checked when they connect
     if job.has_other_hosts:
-        return remote.check_hosts(job, env)[job.hosts[0].name].port
-    return find_free_port()
+        return remote.check_hosts(job, env)
+    return {job.hosts[0].name: HostFacts(versions={}, port=find_free_port())}
+
+
+def _networks(route: Route, facts: Mapping[str, HostFacts]) -> tuple[str, ...]:
+    """The networks by which the hosts reach each other; unknown, that by which this host does."""
+    found = [each.network for each in facts.values() if each.network]
+    return tuple(dict.fromkeys(found)) or (route.network,)
 
 
 def _places(job: Job) -> str:

@@ -16,7 +16,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from torchmn.control import port_discovery
-from torchmn.control.ports import find_free_port
+from torchmn.control.ports import find_free_port, listen_on
 from torchmn.environment_variables import SECRET_VARIABLE, TRANSPORT_VARIABLE
 from torchmn.errors import (
     LaunchError,
@@ -27,6 +27,7 @@ from torchmn.errors import (
 )
 from torchmn.topology import route_to
 from torchmn.topology.launcher_env import LauncherInfo, raise_if_contradicted, read_launcher_env
+from torchmn.topology.network import addresses_of_host, is_loopback
 from torchmn.transports.base import TimeLimit, Transport
 from torchmn.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.transports.mpi import MpiTransport
@@ -184,20 +185,16 @@ def _store_listener(launched: LauncherInfo, address: str, port: int) -> socket.s
     finds a server that the user has made in this process, or raises.
     """
     is_alone = launched.intra_size == launched.size
-    if port_discovery.is_loopback(address) and _names_own_host(address) and not is_alone:
+    if is_loopback(address) and _names_own_host(address) and not is_alone:
         return None
     with contextlib.suppress(OSError):
-        return socket.create_server((socket.gethostbyname(address), port), backlog=_STORE_BACKLOG)
+        return listen_on(address, port, backlog=_STORE_BACKLOG)
     return None
 
 
 def _raise_if_address_is_local(launched: LauncherInfo, address: str) -> None:
     """Raise TopologyError: the address is that of each host itself, and there are several."""
-    if (
-        _spans_nodes(launched)
-        and port_discovery.is_loopback(address)
-        and not _names_own_host(address)
-    ):
+    if _spans_nodes(launched) and is_loopback(address) and not _names_own_host(address):
         raise TopologyError(
             f"MASTER_ADDR={address} is a loopback address, but {launched}, on several hosts. "
             "Export the name or address of rank 0's host as MASTER_ADDR on all ranks."
@@ -228,7 +225,7 @@ def _own_address(launched: LauncherInfo, leader: str, store: PrefixStore) -> str
     if route is None or not _spans_nodes(launched):
         return None if route is None else route.address
     if not route.is_loopback:
-        store.set("leader_address", socket.gethostbyname(leader))
+        store.set("leader_address", addresses_of_host(leader)[0])
         return route.address
     return bytes(store.get("leader_address")).decode()
 
