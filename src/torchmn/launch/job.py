@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
+import shlex
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -108,7 +111,16 @@ def python_command(target: str, args: Sequence[str] = (), *, is_module: bool = F
             f"{target!r} is a folder: name the script in it, or use -m to run a package."
         )
     if not script.exists():
-        raise UsageError(f"There is no script {target!r} (looked in {Path.cwd()}).")
+        raise UsageError(
+            f"There is no script {target!r} (looked in {Path.cwd()}).{_hint(target, args)}"
+        )
     if not os.access(script, os.R_OK):
         raise UsageError(f"The script {target!r} is not readable: change its permissions.")
     return [sys.executable, target, *args]
+
+
+def _hint(target: str, args: Sequence[str]) -> str:
+    """What to write instead of a command, such as ``python x.py``."""
+    if re.fullmatch(r"python[0-9.]*", Path(target).name):
+        return f" Leave {target!r} out, Python is started for you: torchmn run {shlex.join(args)}"
+    return " Name a Python script, not a command." if shutil.which(target) else ""

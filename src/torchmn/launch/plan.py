@@ -145,6 +145,11 @@ def plan_job(options: RunOptions, env: Mapping[str, str]) -> tuple[Job, str]:
     backend, reasons = _backend(options, wanted, env, hosts, given)
     launcher = _launcher(wanted, backend, is_remote=is_remote)
     _check_launcher_backend(launcher, backend, is_remote=is_remote)
+    if options.launcher_args and launcher in ("local", "ssh"):
+        raise UnsupportedError(
+            f"--launcher-args is for mpirun, torchrun and srun, and --launcher {launcher} was "
+            "chosen: leave it out, or put the options of the remote shell into TORCHMN_RSH."
+        )
     if not is_remote:
         hosts = (Host(name=THIS_HOST, slots=sum(host.slots for host in hosts)),)
     return options.job(hosts, launcher, backend), reasons
@@ -174,10 +179,13 @@ def plan_elastic(options: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJo
     hosts = assign_slots(options, given)
     if max_hosts > len(hosts):
         has_list = given is not None or options.names_hosts
-        cure = "" if has_list else " Without a list of hosts only this one is used: --elastic 1:1."
+        largest = f"--elastic {min(min_hosts, len(hosts))}:{len(hosts)}"
+        cure = f"Use {largest}, or name more hosts."
+        if not has_list:
+            cure = f"Name them with --hosts or --hostfile; without a list there is only {largest}."
         raise UsageError(
             f"--elastic {options.elastic} asks for up to {max_hosts} hosts, but there are "
-            f"{len(hosts)}.{cure}"
+            f"{len(hosts)}. {cure}"
         )
     limits = Limits(
         min_hosts=min_hosts,

@@ -67,7 +67,7 @@ def dry_run(job: Job, env: Mapping[str, str]) -> str:
         if command.stdin:
             order = command.stdin.decode().replace(job.secret, "...")
             shown.append(f"  # on its standard input: {order.strip()}")
-    return "\n".join(shown)
+    return "\n".join([*shown, _shown_script(job, env)])
 
 
 def run_elastic_job(elastic: ElasticJob, env: Mapping[str, str], *, why: str = "") -> int:
@@ -97,7 +97,14 @@ def dry_run_elastic(elastic: ElasticJob, env: Mapping[str, str]) -> str:
         order["secret"] = "..."
         order.pop("env", None)
         shown += [shlex.join(command.argv), f"  # on its standard input: {json.dumps(order)}"]
-    return "\n".join(shown)
+    return "\n".join([*shown, _shown_script(elastic.job, env)])
+
+
+def _shown_script(job: Job, env: Mapping[str, str]) -> str:
+    """What every rank runs, with the variables of ``-x``; the agents receive it later."""
+    exported = [f"{name}={shlex.quote(env[name])}" for name in job.exported]
+    command = " ".join([*exported, shlex.join(job.argv)])
+    return f"  # each rank runs, in {job.cwd}: {command}"
 
 
 def _address_for(job: Job) -> str:

@@ -82,7 +82,7 @@ def rank_variables(job: Job, inter_rank: int, intra_rank: int) -> dict[str, str]
 def torchrun_variables(hosts: Sequence[str]) -> list[dict[str, str]]:
     """What torchrun sets for each rank, from the names of the ranks' hosts, for any launcher.
 
-    Without GROUP_WORLD_SIZE, by which a world of torchrun's own agents is told from one of MPI.
+    Without GROUP_WORLD_SIZE, which marks a world of torchrun's own agents.
     """
     groups, sizes = list(dict.fromkeys(hosts)), Counter(hosts)
     started: Counter[str] = Counter()

@@ -264,6 +264,11 @@ def test_remote_shell(tmp_path: Path) -> None:
     assert words == (*remote_shell(slurm), "a.invalid", *python_module("a.module"))
 
 
+def test_a_quote_that_is_not_closed() -> None:
+    with pytest.raises(UsageError, match="TORCHMN_RSH cannot be split into words"):
+        remote_shell({"TORCHMN_RSH": "ssh -i 'my key"})
+
+
 def test_no_remote_shell_for_this_host() -> None:
     assert to_host({}, "localhost", "a.module") == python_module("a.module")
     assert to_host({}, "a.invalid", "a.module")[: len(SSH)] == SSH

@@ -16,6 +16,7 @@ from torchmn.control.codec import decode, encode
 from torchmn.control.processes import python_module
 from torchmn.environment_variables import RSH_VARIABLE
 from torchmn.errors import LaunchError
+from torchmn.launch.exported_variables import split_words
 from torchmn.launch.host_checks import HostFacts, differences
 from torchmn.launch.job import Command, Job
 from torchmn.launch.orders import ProbeHost, ProcessOrder, StartProcesses
@@ -44,8 +45,9 @@ def remote_shell(env: Mapping[str, str]) -> tuple[str, ...]:
 
     ``TORCHMN_RSH``, else the scheduler's own where it has one (inside a job of PBS or Grid Engine:
     it counts and ends what it starts, and many sites allow no other), else ssh without questions.
+    Raises UsageError: TORCHMN_RSH has a quote that is not closed.
     """
-    chosen = tuple(shlex.split(env.get(RSH_VARIABLE, "")))
+    chosen = split_words(env.get(RSH_VARIABLE, ""), source=RSH_VARIABLE)
     if chosen:
         return chosen
     for variables, command in _OF_SCHEDULERS:
