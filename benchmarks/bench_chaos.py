@@ -20,7 +20,7 @@ from chaos import table
 from chaos.expectations import hang_limit_s
 from chaos.faults import draw
 from chaos.run import ReferenceFailedError, References, run
-from chaos.testbed import has_disks, has_hosts, open_testbed
+from chaos.testbed import has_cgroups, has_disks, has_hosts, open_testbed
 from record import OUT, RECORDS, environment, report
 
 RESULTS = RECORDS / "chaos.jsonl"
@@ -51,13 +51,12 @@ def main() -> int:
 
 def run_all(options: argparse.Namespace) -> None:
     """The runs, one after another."""
-    available = {"has_hosts": has_hosts(), "has_disks": has_disks()}
-    for name, is_there in available.items():
-        if not is_there:
-            print(
-                f"chaos: running without {name.removeprefix('has_')}, which require root.",
-                file=sys.stderr,
-            )
+    available = []
+    for name, is_there in (("hosts", has_hosts), ("disks", has_disks), ("cgroups", has_cgroups)):
+        if is_there():
+            available.append(name)
+        else:
+            print(f"chaos: running without {name}, which require root.", file=sys.stderr)
     references = References(WORK / "references")
     options.results.parent.mkdir(parents=True, exist_ok=True)
     transcripts = WORK / "transcripts"
@@ -67,7 +66,7 @@ def run_all(options: argparse.Namespace) -> None:
     with open_testbed() as testbed:
         while num_left:
             number += 1
-            setting, fault = draw(options.seed, number, **available)
+            setting, fault = draw(options.seed, number, available)
             if options.only not in fault.kind and options.only not in setting.name:
                 continue
             num_left -= 1

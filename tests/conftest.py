@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +20,9 @@ from torchmn.testing import MpiPool
 ROOT = Path(__file__).parents[1]
 
 torch.set_num_threads(1)  # ranks are threads, several of them for each core
+# A thread that waits for the interpreter, to answer another rank, gets it after half a millisecond:
+# with the default of 5 ms four ranks as threads need more than twice the time.
+sys.setswitchinterval(5e-4)
 
 LIBRARIES_SET = {
     "KMP_DUPLICATE_LIB_OK",

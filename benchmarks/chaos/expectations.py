@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Sequence
 
 from chaos.faults import Fault
 from chaos.injection import NO_SPACE
 from chaos.job import Line
 from chaos.settings import Setting
+from torchmn.control.messages.monitor import ProcessState
+from torchmn.exit_status import shell_code
 
 _OURS = "torchmn: "
 HANG_MARGIN_S = 5.0
+_NOT_NAMED = ("launcher killed", "store killed", "stdout closed", "shm full")
+"""After these faults nobody is left to say what was met, or any rank may meet it."""
+_STATUS = {
+    "kill": shell_code(-signal.SIGKILL),
+    "out of memory": shell_code(-signal.SIGKILL),
+    "flipped byte": shell_code(-signal.SIGKILL),
+    "disk full": shell_code(-signal.SIGKILL),
+    "SIGTERM": shell_code(-signal.SIGTERM),
+}
+_ANY_STATUS = ("agent killed", "store killed", "stdout closed", "shm full", "no file handles")
 
 
 def names_cause(text: str, fault: Fault, setting: Setting) -> bool:
@@ -20,7 +33,8 @@ def names_cause(text: str, fault: Fault, setting: Setting) -> bool:
     if fault.kind.startswith("network"):
         return re.search(r"\bn1\b|network", text) is not None and "hosts n" not in text
     if fault.kind == "SIGSTOP":
-        return re.search(rf"\brank {rank}\b( on \S+)?[^;]*stopped", text) is not None
+        stopped = ProcessState.STOPPED.value
+        return re.search(rf"\brank {rank}\b( on \S+)?[^;]*{stopped}", text) is not None
     if fault.kind == "exit" and fault.status == 0:
         return re.search(rf"\brank {rank}\b.*(ended|end of its script)", text) is not None
     return re.search(rf"\brank {rank}\b", text) is not None
@@ -38,7 +52,7 @@ def is_named(lines: Sequence[Line], fault: Fault, setting: Setting) -> bool | No
     A job of another launcher is observed from `install_crash_handler` on, and a killed process
     reports nothing.
     """
-    if fault.kind == "launcher killed":
+    if fault.kind in _NOT_NAMED:
         return None
     is_right = names_cause(last_message(lines), fault, setting)
     if not is_right and setting.launcher != "torchmn run" and fault.when == "start":
@@ -66,13 +80,12 @@ def detection_s(
 def has_right_status(status: int, fault: Fault, setting: Setting) -> bool:
     """Whether the job has the expected exit status."""
     if fault.kind == "launcher killed":
-        return status in (-9, 137)
-    if setting.launcher != "torchmn run" or fault.kind.startswith("network"):
+        return shell_code(status) == shell_code(-signal.SIGKILL)
+    if setting.launcher != "torchmn run" or fault.kind.startswith(("network", *_ANY_STATUS)):
         return status != 0
-    expected = {"kill": 137, "flipped byte": 137, "disk full": 137, "SIGTERM": 143}
     if fault.kind == "exit":
         return status == abs(fault.status) if fault.status else status != 0
-    return status == expected.get(fault.kind, 1)
+    return status == _STATUS.get(fault.kind, 1)
 
 
 def hang_limit_s(fault: Fault, setting: Setting) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from chaos.faults import Fault
-from chaos.job import Job
+from chaos.job import Job, children_of, parent_of
 from chaos.settings import Setting
 from chaos.testbed import Testbed
 
@@ -25,7 +26,8 @@ _SIGNALS = {
     "SIGTERM": signal.SIGTERM,
 }
 FULL = "filler"
-NO_SPACE = "No space left"
+NO_SPACE = os.strerror(errno.ENOSPC)
+SECOND = "second.txt"
 
 
 class TooLateError(Exception):
@@ -35,7 +37,11 @@ class TooLateError(Exception):
 def inject(fault: Fault, job: Job, setting: Setting, testbed: Testbed, folder: Path) -> float:
     """Inject the fault at its moment; returns the time (monotonic). Raises TooLateError."""
     if fault.script_fault:
-        return _wait_for_inside(job, folder)
+        began = _wait_for_inside(job, folder)
+        if fault.kind == "second job":
+            _start_second(setting, testbed, folder)
+            (folder / "continue").touch()
+        return began
     pid = _wait_for_moment(fault, job, setting, folder)
     now = time.monotonic()
     try:
@@ -43,13 +49,44 @@ def inject(fault: Fault, job: Job, setting: Setting, testbed: Testbed, folder: P
             os.kill(pid, _SIGNALS[fault.kind])
         elif fault.kind == "launcher killed":
             os.kill(job.process.pid, signal.SIGKILL)
+        elif fault.kind == "agent killed":
+            os.kill(parent_of(pid), signal.SIGKILL)
+        elif fault.kind == "store killed":
+            os.kill(_only(job.pids_of("elastic.rendezvous_main")), signal.SIGKILL)
+        elif fault.kind == "loader killed":
+            _wait_for(lambda: bool(children_of(pid)), job)
+            os.kill(children_of(pid)[-1], signal.SIGKILL)
+        elif fault.kind == "out of memory":
+            testbed.limit_memory(pid)
+        elif fault.kind == "no file handles":
+            num_open = len(os.listdir(f"/proc/{pid}/fd"))
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (num_open, num_open))
+        elif fault.kind == "shm full":
+            with open(f"/proc/{pid}/root/dev/shm/{FULL}", "wb", buffering=0) as filler:
+                _write_until_full(filler.fileno())
+        elif fault.kind == "stdout closed":
+            job.close_output()
         elif fault.kind.startswith("network"):
             _cut(fault, job, setting, testbed)
         else:
             _fill(fault, job, pid, folder)
-    except ProcessLookupError:
-        raise TooLateError("the rank had ended") from None
+    except (ProcessLookupError, FileNotFoundError):
+        raise TooLateError("the process had ended") from None
     return now
+
+
+def _only(pids: list[int]) -> int:
+    if not pids:
+        raise ProcessLookupError
+    return pids[0]
+
+
+def _start_second(setting: Setting, testbed: Testbed, folder: Path) -> None:
+    """The same job again, beside the first; its output goes to the file `SECOND`."""
+    job = testbed.start(setting, folder)
+    gone_at = job.wait_until_gone(_LIMIT_S)
+    (folder / SECOND).write_text(f"{gone_at is not None} {job.process.returncode}\n{job.text}")
+    job.kill_all()
 
 
 def _wait_for_inside(job: Job, folder: Path) -> float:

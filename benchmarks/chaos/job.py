@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import threading
@@ -59,6 +60,7 @@ class Job:
         self._bystanders = frozenset(_on_networks(self._networks))
         self._known: list[int] = []
         self.lines: list[Line] = []
+        self._is_closed = threading.Event()
         self.started_at = time.monotonic()
         self.process = start(
             command, env=env, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -67,9 +69,23 @@ class Job:
         self._reader.start()
 
     def _read(self, pipe: IO[str]) -> None:
+        rest = b""
         with pipe:
-            for line in pipe:
-                self.lines.append(Line(time.monotonic(), line.rstrip("\n")))
+            while not self._is_closed.is_set():
+                if not select.select([pipe], [], [], 0.05)[0]:
+                    continue
+                if not (chunk := os.read(pipe.fileno(), 1 << 16)):
+                    break
+                *lines, rest = (rest + chunk).split(b"\n")
+                now = time.monotonic()
+                self.lines += [Line(now, line.decode(errors="replace")) for line in lines]
+        if rest:
+            self.lines.append(Line(time.monotonic(), rest.decode(errors="replace")))
+
+    def close_output(self) -> None:
+        """Nobody reads its output any more: what it prints next fails."""
+        self._is_closed.set()
+        self._reader.join()
 
     @property
     def text(self) -> str:
@@ -100,6 +116,10 @@ class Job:
             if any(f"{name}={rank}".encode() in variables for name in _RANK_VARIABLES):
                 return pid
         return None
+
+    def pids_of(self, word: str) -> list[int]:
+        """The processes of the job whose command line has this word."""
+        return [pid for pid in self.processes() if any(word in arg for arg in _arguments(pid))]
 
     def wait_for_pid(self, rank: int, limit_s: float) -> int:
         """Wait for `pid_of`. Raises TimeoutError."""
@@ -160,8 +180,22 @@ def _arguments(pid: int) -> list[str]:
     return _read_bytes(f"/proc/{pid}/cmdline").decode(errors="replace").split("\0")[:-1] or [""]
 
 
+def parent_of(pid: int) -> int:
+    """The parent of a process; 0 if it is gone."""
+    return int((_stat(pid) or ["", "0"])[1])
+
+
+def children_of(pid: int) -> list[int]:
+    """The living children of a process."""
+    return [child for child in _all_pids() if parent_of(child) == pid and _is_alive(child)]
+
+
+def _stat(pid: int) -> list[str]:
+    return _read_bytes(f"/proc/{pid}/stat").decode(errors="replace").rpartition(") ")[2].split()
+
+
 def _state(pid: int) -> str:
-    return _read_bytes(f"/proc/{pid}/stat").decode(errors="replace").rpartition(") ")[2][:1]
+    return "".join(_stat(pid)[:1])
 
 
 def _is_alive(pid: int) -> bool:

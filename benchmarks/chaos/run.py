@@ -17,14 +17,15 @@ from safetensors.torch import load_file
 
 import torchmn
 from chaos import expectations
-from chaos.faults import Fault
-from chaos.injection import TooLateError, complete, flip_one_bit, free, inject
+from chaos.faults import MAY_CONTINUE, MUST_CONTINUE, Fault
+from chaos.injection import SECOND, TooLateError, complete, flip_one_bit, free, inject
 from chaos.job import Job
 from chaos.settings import Setting
 from chaos.testbed import TRAINING, Testbed, small_disk
 
 LIMIT_S = 90.0
 _DISK_MEGABYTES = 8
+_SHM_MEGABYTES = 64
 _DETERMINE_BITS = (
     *("communicators", "compression", "data", "gradients", "optimizer", "schedules", "transports"),
 )
@@ -130,7 +131,8 @@ class _Run:
     def _inject(self) -> None:
         fault, setting, seen = self._fault, self._setting, self._seen
         script_fault = ("--fault", fault.script_fault) if fault.script_fault else ()
-        job = self._testbed.start(setting, self._folder, *script_fault)
+        shm_megabytes = _SHM_MEGABYTES if fault.kind == "shm full" else 0
+        job = self._testbed.start(setting, self._folder, *script_fault, shm_megabytes=shm_megabytes)
         injected_at = None
         try:
             injected_at = inject(fault, job, setting, self._testbed, self._folder)
@@ -165,7 +167,10 @@ class _Run:
 
     def _check_end(self, job: Job, status: int) -> None:
         fault, setting, seen = self._fault, self._setting, self._seen
-        may_continue = fault.kind in ("disk full", "network pause")
+        if fault.kind == "second job":
+            self._check_second()
+        can_continue = MAY_CONTINUE | MUST_CONTINUE
+        may_continue = fault.kind in can_continue or setting.launcher == "elastic"
         if may_continue and status == 0:
             if fault.kind == "disk full" and fault.lasts_s is None and not seen["detection_s"]:
                 self._problems.append("no message about the full disk")
@@ -175,6 +180,8 @@ class _Run:
         if status == 0:
             self._problems.append("exited with status 0")
             return
+        if fault.kind in MUST_CONTINUE:
+            self._problems.append(f"did not continue: status {status}")
         if not expectations.has_right_status(status, fault, setting):
             self._problems.append(f"status {status}")
         seen["named"] = expectations.is_named(job.lines, fault, setting)
@@ -183,6 +190,14 @@ class _Run:
         limit_s = expectations.hang_limit_s(fault, setting)
         if fault.kind == "SIGSTOP" and (seen["detection_s"] or 0) > limit_s:
             self._problems.append(f"hang reported after {seen['detection_s']} s")
+
+    def _check_second(self) -> None:
+        """It is refused by a sentence with the name of the file that says so."""
+        result, _, text = (self._folder / SECOND).read_text().partition("\n")
+        if not result.startswith("True ") or result == "True 0":
+            self._problems.append(f"the second job: {result}")
+        elif str(self._folder / "checkpoints") not in text.replace("\n", " "):
+            self._problems.append(f"the second job was not refused: {text[-300:]}")
 
     def _repair(self) -> None:
         if self._fault.kind == "network cut":
@@ -193,7 +208,11 @@ class _Run:
         if self._fault.kind == "flipped byte" and len(complete(self._folder)) > 1:
             source = random.Random(repr(self._fault))
             self._seen["flipped"] = flip_one_bit(self._folder, source)
-        for path in (self._folder / "injected", *self._folder.glob("final-*")):
+        for path in (
+            self._folder / "continue",
+            self._folder / "injected",
+            *self._folder.glob("final-*"),
+        ):
             path.unlink(missing_ok=True)
 
     def _resume(self) -> None:
@@ -213,7 +232,7 @@ class _Run:
             seen["resumed_at"] = int((self._folder / "resumed").read_text())
         if seen.get("resumed_at") != max(good, default=0):
             self._problems.append(f"resumed at {seen.get('resumed_at')} and not at {good[-1:]}")
-        if "flipped" in seen and "not every checkpoint is valid" not in job.text:
+        if "flipped" in seen and seen["flipped"].partition("/")[0] not in job.text:
             self._problems.append("no message about the flipped byte")
         seen["accuracy"] = float((self._folder / "accuracy").read_text())
         self._compare("resumed to other bits")

@@ -119,6 +119,7 @@ def bars(records: Sequence[Record]) -> list[Bar]:
             if r["fault"]["kind"] in ("kill", "flipped byte")
             and where_of(r) == where
             and r["end_s"] is not None
+            and not r["continued"]
         ]
         if ends:
             median = statistics.median(ends)

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -44,8 +44,18 @@ class Testbed:
             self._lab = self._stack.enter_context(netlab(NUM_HOSTS, None))
         return self._lab
 
-    def start(self, setting: Setting, folder: Path, *args: str | Path) -> Job:
-        """Start the training; ``folder`` receives its logs and files."""
+    def limit_memory(self, pid: int) -> None:
+        """Give a process no more memory than it has: the kernel kills it when it asks for some."""
+        group = self._stack.enter_context(memory_group(1 << 20))
+        (group / "cgroup.procs").write_text(str(pid))
+
+    def start(
+        self, setting: Setting, folder: Path, *args: str | Path, shm_megabytes: int = 0
+    ) -> Job:
+        """Start the training; ``folder`` receives its logs and files.
+
+        With ``shm_megabytes`` the job has a /dev/shm of its own, of this size.
+        """
         mark = uuid.uuid4().hex
         env = {**os.environ, "PYTHONPATH": _SOURCES, MARK: mark, "OMP_NUM_THREADS": "1"}
         env |= _of_launcher(setting)
@@ -63,9 +73,12 @@ class Testbed:
         ]
         script += ["--codec", setting.codec, "--steps", str(setting.num_steps)]
         script += ["--period", str(setting.period_steps)]
+        script += ["--loaders", str(setting.num_loaders)]
         script += ["--timeout", str(setting.timeout_s), *args]
+        mount = f'mount -t tmpfs -o size={shm_megabytes}m chaos /dev/shm && exec "$@"'
+        private = ["unshare", "-m", "sh", "-c", mount, "sh"] if shm_megabytes else []
         job = Job(
-            [*_launch(setting), *script],
+            [*private, *_launch(setting), *script],
             start=self.lab.hosts[0].popen if setting.has_hosts else _popen,
             env=env,
             folder=folder,
@@ -108,6 +121,30 @@ def small_disk(path: Path, megabytes: int) -> Iterator[Path]:
         subprocess.run(["umount", "-l", path], check=True)
 
 
+def has_cgroups() -> bool:
+    """Whether the memory of a process can be limited on this machine."""
+    try:
+        with memory_group(1 << 30):
+            return True
+    except OSError:
+        return False
+
+
+@contextmanager
+def memory_group(limit_bytes: int) -> Iterator[Path]:
+    """A control group whose processes get no more memory than this, of either version."""
+    old = Path("/sys/fs/cgroup/memory")
+    path = (old if old.is_dir() else Path("/sys/fs/cgroup")) / f"chaos-{uuid.uuid4().hex[:8]}"
+    path.mkdir()
+    try:
+        name = "memory.limit_in_bytes" if old.is_dir() else "memory.max"
+        (path / name).write_text(str(limit_bytes))
+        yield path
+    finally:
+        with suppress(OSError):  # a process is still in it
+            path.rmdir()
+
+
 def _write_digits(path: Path) -> Path:
     """scikit-learn's digits in one file, because importing it takes as long as the training."""
     images = load_images("digits").normalised()
@@ -137,6 +174,8 @@ def _launch(setting: Setting) -> list[str | Path]:
     if setting.has_hosts:
         hosts = ",".join(f"n{index}:{num}" for index, num in enumerate(setting.workers))
         where = ["--hosts", hosts, "-x", MARK]
+    if setting.launcher == "elastic":
+        where += ["--elastic", "1:1"]
     options = ["--backend", setting.backend, "--log-dir", "logs"]
     return [sys.executable, "-m", "torchmn", "run", *where, *options]
 

@@ -13,14 +13,15 @@ import argparse
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
 
 import torchmn
 from torchmn.errors import TorchmnError
@@ -40,23 +41,39 @@ SCHEDULES = {"block_momentum": BlockMomentum, "diloco": DiLoCo, "periodic_averag
 class InsideFault:
     """A fault that the script raises itself, at the place and step of ``--fault``.
 
-    ``KIND:RANK:STEP:PLACE``; the kind is ``exception``, ``exit<status>`` or ``_exit<status>``.
+    ``KIND:RANK:STEP:PLACE``; the kind is ``exception``, ``exit<status>``, ``_exit<status>``,
+    ``lock``, ``clock<seconds>`` or ``pause``, until there is a file ``continue``; the rank is -1
+    for all of them. It is raised once, also if ranks are restarted.
     """
 
     def __init__(self, text: str, folder: Path) -> None:
-        kind, rank, step, place = text.split(":") if text else ("", "-1", "-1", "")
+        kind, rank, step, place = text.split(":") if text else ("", "-2", "-1", "")
         self._kind, self._place = kind, place
         self._rank, self._step = int(rank), int(step)
         self._folder = folder
 
     def raise_if_due(self, rank: int, step: int, place: str) -> None:
         """Called at every place where a fault can be raised."""
-        if (rank, place) == (self._rank, self._place) and step >= self._step:
-            self._rank = -1
-            (self._folder / "injected").write_text(str(time.time()))
-            self._raise()
+        if self._rank in (rank, -1) and place == self._place and step >= self._step:
+            is_for_all, self._rank = self._rank == -1, -2
+            injected = self._folder / "injected"
+            if is_for_all or not injected.exists():
+                injected.write_text(str(time.time()))
+                self._raise()
 
-    def _raise(self) -> NoReturn:
+    def _raise(self) -> None:
+        if self._kind == "pause":
+            while not (self._folder / "continue").exists():
+                time.sleep(0.02)
+            return
+        if self._kind == "lock":  # of the script's own, held by a thread that has forgotten it
+            lock = threading.Lock()
+            lock.acquire()
+            lock.acquire()
+        if self._kind.startswith("clock"):
+            now, jump_s = time.time, int(self._kind.removeprefix("clock"))
+            time.time = lambda: now() + jump_s
+            return
         if self._kind.startswith("_exit"):
             os._exit(int(self._kind.removeprefix("_exit")))
         if self._kind.startswith("exit"):
@@ -89,6 +106,7 @@ def parse_options() -> argparse.Namespace:
     add("--codec", default="float32")
     add("--steps", type=int, default=100)
     add("--period", type=int, default=8, help="steps between checkpoints")
+    add("--loaders", type=int, default=0, help="DataLoader workers of each rank")
     add("--timeout", type=float, default=10.0, help="seconds; doubled for the first exchange")
     add("--fault", default="", help="KIND:RANK:STEP:PLACE")
     return parser.parse_args()
@@ -138,11 +156,17 @@ def main() -> None:
     if comm.rank == 0:
         os.write(progress, b"." * (1 + step))  # one more: the run has started
     model.train()
-    inputs, labels = digits["images"], digits["labels"]
+    digits_of_training = TensorDataset(digits["images"], digits["labels"])
+    loader = DataLoader(
+        digits_of_training,
+        batch_sampler=sampler,
+        num_workers=options.loaders,
+        generator=torch.Generator(),  # else each pass draws from the default one
+    )
     while step < options.steps:
-        for batch in sampler:
+        for inputs, labels in loader:
             fault.raise_if_due(comm.rank, step, "step")
-            loss = cross_entropy(model(inputs[batch]), labels[batch])
+            loss = cross_entropy(model(inputs), labels)
             fault.raise_if_due(comm.rank, step, "forward")
             optimizer.zero_grad()
             loss.backward()

@@ -16,9 +16,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from torchmn.communicators import Communicator
 from torchmn.compression import reshard
+from torchmn.errors import UsageError
 
 State = dict[str, Any]
 
@@ -41,6 +43,22 @@ class HasResumeWarnings(Protocol):
 
     def resume_warnings(self) -> Sequence[str]:
         """What does not hold when its state is loaded by another number of ranks. Local."""
+
+
+def raise_if_other_optimizer(target: Optimizer, state: Any, saved_class: str) -> None:
+    """Raise UsageError if the state is that of another class, with other options. Local.
+
+    Classes that share their options, as Adam and AdamW do, load each other's state.
+    """
+    own_class = type(getattr(target, "inner", target)).__name__
+    groups = state.get("param_groups") if isinstance(state, Mapping) else None
+    missing = set(target.defaults).difference(*(groups or [target.defaults]))
+    if saved_class not in ("", own_class) and missing:
+        raise UsageError(
+            f"The state was saved by {saved_class} and cannot be loaded by {own_class}, which also "
+            f"needs {', '.join(sorted(missing))}. Resume with {saved_class}, or without the "
+            "optimizer's state: leave it out of what is resumed."
+        )
 
 
 def reshard_object(target: object, states: Sequence[State], comm: Communicator) -> State:

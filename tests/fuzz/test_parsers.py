@@ -11,7 +11,9 @@ import socket
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from torchmn.checkpoint import manifest, shard_file
+from torchmn.checkpoint.memory_storage import _MemoryReader
+from torchmn.checkpoint.reader import SavedCheckpoint
 from torchmn.communicators import object_codec
 from torchmn.communicators.object_codec import Trust
 from torchmn.control import connection as channels
@@ -201,15 +205,30 @@ MANIFEST = {
     "created": "now",
     "versions": {"torch": "2"},
     "metric": 0.5,
-    "files": {"a": {"nbytes": 1, "checksum": "0", "tensors": {"w": "0"}}},
+    "files": {
+        "rank0000.json": {"nbytes": 1, "checksum": "0" * 64},
+        "rank0000.safetensors": {"nbytes": 1, "checksum": "0" * 64, "tensors": {"w": "0" * 64}},
+    },
 }
+FILES = st.dictionaries(
+    st.sampled_from(["rank0000.json", "rank0000.safetensors", "rank1.json", "../x"]),
+    st.fixed_dictionaries(
+        {
+            "nbytes": st.integers(-1, 2**70) | JSON,
+            "checksum": st.sampled_from(["0" * 64, "0" * 63, "0" * 64 + "\n"]) | JSON,
+        },
+        optional={"tensors": st.dictionaries(st.text(max_size=3), st.just("a" * 64)) | JSON},
+    )
+    | JSON,
+    max_size=2,
+)
 
 
 @fuzzed
 @given(
     st.binary(max_size=80)
     | JSON.map(lambda value: json.dumps(value).encode())
-    | st.tuples(st.sampled_from(sorted(MANIFEST)), JSON).map(
+    | st.tuples(st.sampled_from(sorted(MANIFEST)), JSON | FILES).map(
         lambda pair: json.dumps({**MANIFEST, "format": manifest.FORMAT, pair[0]: pair[1]}).encode()
     )
 )
@@ -219,7 +238,15 @@ def test_manifests(body: bytes) -> None:
     framed = b'{"checksum":"%s","manifest":%s}\n' % (manifest.digest(body).encode(), body)
     for raw in (body, framed):
         with suppress(DataError):
-            manifest.parse(raw)
+            parsed = manifest.parse(raw)
+            assert manifest.parse(parsed.to_bytes()) == parsed
+
+
+def test_the_manifest_that_is_varied_is_valid() -> None:
+    """So that what is varied is what is wrong."""
+    body = json.dumps(MANIFEST).encode()
+    framed = b'{"checksum":"%s","manifest":%s}\n' % (manifest.digest(body).encode(), body)
+    assert manifest.parse(framed).step == 3
 
 
 @fuzzed
@@ -275,6 +302,73 @@ def test_descriptions_of_objects(head: bytes) -> None:
             _, body, tensors = object_codec.unpack_head(head, torch.device("cpu"))
             if all(tensor.numel() < 1000 for tensor in tensors):
                 object_codec.unpack(body, [tensor.zero_() for tensor in tensors], trust)
+
+
+class InMemory:
+    """A `Storage` of one checkpoint, to read from."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self.files = files
+
+    def open(self, checkpoint: str, file: str) -> Any:
+        if file not in self.files:
+            raise DataError(f"{file} is missing")
+        return _MemoryReader(file, bytearray(self.files[file]))
+
+
+def written(described: object, header: bytes, content: bytes) -> tuple[InMemory, manifest.Manifest]:
+    """A checkpoint of one rank with these files, and checksums that fit."""
+    text = json.dumps(described).encode()
+    head = len(header).to_bytes(8, "little") + header
+    files = {"rank0000.json": text, "rank0000.safetensors": head + content}
+    tensors = {name: manifest.digest(content) for name in ("w", "v")}
+    entries = {
+        "rank0000.json": manifest.FileEntry(nbytes=len(text), checksum=manifest.digest(text)),
+        "rank0000.safetensors": manifest.FileEntry(
+            nbytes=len(head + content), checksum=manifest.digest(head), tensors=tensors
+        ),
+    }
+    body = {**MANIFEST, "files": {name: asdict(entry) for name, entry in entries.items()}}
+    raw = json.dumps(body).encode()
+    framed = b'{"checksum":"%s","manifest":%s}\n' % (manifest.digest(raw).encode(), raw)
+    return InMemory(files), manifest.parse(framed)
+
+
+TENSOR = ["tensor", "float32", [2], False]
+OFFSETS = st.just([0, 8]) | st.lists(JSON | st.integers(-1, 2**65), max_size=3)
+OBJECTS = st.fixed_dictionaries(
+    {"body": st.just(TENSOR) | DESCRIPTIONS, "parts": st.lists(st.sampled_from(["w", "v", "x"]))}
+)
+
+
+@settings(fuzzed, max_examples=300)
+@given(
+    st.fixed_dictionaries(
+        {
+            "objects": st.fixed_dictionaries({"model": OBJECTS | JSON}) | JSON,
+            "where": st.just({"w": 0, "v": 0}) | st.just({"w": 7}) | JSON,
+        }
+    )
+    | JSON,
+    OFFSETS,
+)
+@example({"objects": {"model": {"body": TENSOR, "parts": ["w"]}}, "where": {"w": 0}}, [0, 8])
+def test_checkpoints(described: object, offsets: list[Any]) -> None:
+    """From the manifest to the state, with all checksums right: a state, or DataError."""
+    header = json.dumps({"w": {"data_offsets": offsets}}).encode()
+    storage, listed = written(described, header, bytes(8))
+    with (
+        little_memory(),
+        suppress(DataError, CommunicationError),
+        SavedCheckpoint(storage, "step-00000003", listed) as saved,
+    ):
+        for label in saved.labels(0):
+            saved.state_of(0, label)
+            saved.optimizer_of(0, label)
+    if described == {"objects": {"model": {"body": TENSOR, "parts": ["w"]}}, "where": {"w": 0}}:
+        with SavedCheckpoint(storage, "step-00000003", listed) as saved:
+            if offsets == [0, 8]:
+                assert saved.state_of(0, "model").tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("is_listener", [True, False])

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+EVERYTHING = ("hosts", "disks", "cgroups")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -25,15 +26,14 @@ def load(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
 
 def test_a_seed_and_a_number_repeat_a_run(load) -> None:
     faults = load("chaos.faults")
-    everything = {"has_hosts": True, "has_disks": True}
-    first = [faults.draw(7, number, **everything) for number in range(50)]
-    assert first == [faults.draw(7, number, **everything) for number in range(50)]
-    assert first != [faults.draw(8, number, **everything) for number in range(50)]
+    first = [faults.draw(7, number, EVERYTHING) for number in range(50)]
+    assert first == [faults.draw(7, number, EVERYTHING) for number in range(50)]
+    assert first != [faults.draw(8, number, EVERYTHING) for number in range(50)]
 
 
 def test_every_fault_and_setting_is_drawn_in_a_valid_combination(load) -> None:
     faults, settings = load("chaos.faults"), load("chaos.settings")
-    drawn = [faults.draw(1, number, has_hosts=True, has_disks=True) for number in range(600)]
+    drawn = [faults.draw(1, number, EVERYTHING) for number in range(1500)]
     assert {fault.kind for _, fault in drawn} == set(faults.KINDS)
     assert {setting for setting, _ in drawn} == set(settings.SETTINGS)
     assert Counter(fault.moment for _, fault in drawn).keys() == {"start", "step", "write"}
@@ -41,15 +41,31 @@ def test_every_fault_and_setting_is_drawn_in_a_valid_combination(load) -> None:
         assert 0 <= fault.rank < setting.num_workers
         assert 0 <= fault.step < setting.num_steps
         assert setting.has_hosts or not fault.kind.startswith("network")
-        assert setting.launcher == "torchmn run" or fault.kind != "launcher killed"
+        assert faults.fits(fault.kind, setting)
         assert (fault.step == 0) == (fault.when == "start")
+
+
+def test_launchers_have_equal_parts(load) -> None:
+    """Of the faults that can meet all of them: torchrun once had 6 runs of 206."""
+    faults, settings = load("chaos.faults"), load("chaos.settings")
+    drawn = [faults.draw(2, number, EVERYTHING) for number in range(3000)]
+    counts = Counter(
+        setting.launcher
+        for setting, fault in drawn
+        if all(
+            any(faults.fits(fault.kind, s) for s in settings.SETTINGS if s.launcher == launcher)
+            for launcher in settings.LAUNCHERS
+        )
+    )
+    assert counts.keys() == set(settings.LAUNCHERS)
+    assert max(counts.values()) < 1.3 * min(counts.values())
 
 
 def test_without_root_no_test_hosts_or_disks_are_drawn(load) -> None:
     faults = load("chaos.faults")
-    drawn = [faults.draw(1, number, has_hosts=False, has_disks=False) for number in range(300)]
+    drawn = [faults.draw(1, number, ()) for number in range(300)]
     assert not any(setting.has_hosts for setting, _ in drawn)
-    assert not {fault.kind for _, fault in drawn} & {"disk full", "network cut", "network pause"}
+    assert not {fault.kind for _, fault in drawn} & faults.NEEDS.keys()
 
 
 def test_the_last_message_must_name_the_cause(load) -> None:

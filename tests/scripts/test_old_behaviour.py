@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-import torch
+from torch import Tensor, nn
 
 from torchmn.errors import TorchmnError
 from torchmn.gradients.bucket_set import BucketSet
 from torchmn.gradients.buckets import Slot
+from torchmn.gradients.exchanged_parameters import ExchangedParameters
 from torchmn.gradients.reducer import GradientReducer
-from torchmn.optimizer import multi_node_optimizer
+from torchmn.gradients.weights import Contribution
+from torchmn.optimizer import closure, create, multi_node_optimizer
 
 from .running import check_exact, on_ranks
 from .suite import all_scripts
@@ -34,7 +36,7 @@ def nobody_takes_over(patch: pytest.MonkeyPatch) -> None:
 
 
 def layouts_stay(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(GradientReducer, "_is_other_layout", lambda self: False)
+    patch.setattr(ExchangedParameters, "have_changed", lambda self: False)
 
 
 def passes_cannot_be_repeated(patch: pytest.MonkeyPatch) -> None:
@@ -48,6 +50,32 @@ def missing_gradients_are_zeros(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BucketSet, "presence", property(lambda self: [True for _ in self.slots]))
 
 
+def recomputed_forwards_count(patch: pytest.MonkeyPatch) -> None:
+    def count(
+        self: Contribution, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
+    ) -> None:
+        self.num_samples += args[0].shape[0]
+        self.was_ever_known = self._has_counted = True
+
+    patch.setattr(Contribution, "count", count)
+
+
+def losses_of_closures_are_unweighted(patch: pytest.MonkeyPatch) -> None:
+    def plain_mean(loss: Tensor, reducer: GradientReducer) -> Tensor:
+        return reducer.comm.allreduce(loss.detach(), "mean")
+
+    patch.setattr(closure, "_loss_over_ranks", plain_mean)
+
+
+def auto_may_choose_any_schedule(patch: pytest.MonkeyPatch) -> None:
+    search_space = create._search_space
+
+    def of_all(*arguments: object, excluded: set[str], **options: object) -> object:
+        return search_space(*arguments, excluded=set(), **options)
+
+    patch.setattr(create, "_search_space", of_all)
+
+
 OLD: dict[Patch, str] = {
     gradients_are_slots: "pcgrad",
     slots_are_not_looked_at: "replace_data_of_gradients",
@@ -55,15 +83,14 @@ OLD: dict[Patch, str] = {
     layouts_stay: "frozen_then_unfrozen",
     passes_cannot_be_repeated: "out_of_memory_in_backward",
     missing_gradients_are_zeros: "unused_parameters_rest",
+    recomputed_forwards_count: "checkpointing_weighted_by_samples",
+    losses_of_closures_are_unweighted: "lbfgs_weighted_by_samples",
+    auto_may_choose_any_schedule: "clip_by_norm",
 }
 
 
-@pytest.fixture(autouse=True)
-def _float64() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+def _schedule_of(old: Patch) -> str:
+    return "auto" if old is auto_may_choose_any_schedule else "every_step"
 
 
 @pytest.mark.filterwarnings("ignore:More than one backward pass before step")
@@ -72,10 +99,10 @@ def test_is_noticed(old: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
     script = next(script for script in all_scripts() if script.name == OLD[old])
     old(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError, TorchmnError)):
-        check_exact(script, on_ranks(script, 2, "every_step"))
+        check_exact(script, on_ranks(script, 2, _schedule_of(old)))
 
 
-@pytest.mark.parametrize("name", OLD.values())
-def test_and_is_right_today(name: str) -> None:
-    script = next(script for script in all_scripts() if script.name == name)
-    check_exact(script, on_ranks(script, 2, "every_step"))
+@pytest.mark.parametrize("old", OLD, ids=lambda old: old.__name__)
+def test_and_is_right_today(old: Patch) -> None:
+    script = next(script for script in all_scripts() if script.name == OLD[old])
+    check_exact(script, on_ranks(script, 2, _schedule_of(old)))

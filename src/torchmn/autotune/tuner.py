@@ -187,7 +187,7 @@ class Autotuner:
                 self.trials.append(Trial(self._trying, self._slowest_s()))
                 self._try_next()
         elif num_steps == NUM_WARM_UP:
-            self._timer.record_gradients(list(self._optimizer.reducer.parameters()))
+            self._timer.record_gradients(list(self._optimizer.reducer.parameters.trained()))
         elif num_steps == NUM_WARM_UP + NUM_TIMED:
             self._predict()
 

@@ -18,6 +18,7 @@ from pytorch_pfn_extras.training.extension import Extension
 from torchmn.checkpoint import rng_state
 from torchmn.checkpoint.control_channel import ControlChannel
 from torchmn.checkpoint.dcp import export_dcp
+from torchmn.checkpoint.folder_owner import FolderOwner
 from torchmn.checkpoint.manifest import Manifest, parse
 from torchmn.checkpoint.reader import SavedCheckpoint
 from torchmn.checkpoint.restore import RestoreOperation
@@ -79,8 +80,12 @@ class MultiNodeCheckpointer(Extension):
         on_failure: OnFailure,
         memory: MultiNodeCheckpointer | None = None,
         announce: Callable[[int], None] = lambda _: None,
+        owner: FolderOwner | None = None,
+        read_only: bool = False,
     ) -> None:
         self._comm = comm
+        self._owner = owner
+        self._is_read_only = read_only
         self._in_memory = memory
         self._storage = storage
         self._channel = channel
@@ -135,12 +140,18 @@ class MultiNodeCheckpointer(Extension):
         by DataError.
 
         Raises:
-            UsageError: an object has no ``state_dict``, or the step is negative.
+            UsageError: an object has no ``state_dict``, the step is negative, or the checkpointer
+                was created with ``read_only=True``.
             UnsupportedError: a state holds something that would have to be pickled.
             RankMismatchError: replicas that must be equal differed when the previous checkpoint was
                 taken, which is aborted; with ``check_replicas="warn"`` this is a warning.
         """
         self._raise_if_unusable()
+        if self._is_read_only:
+            raise UsageError(
+                f"{self._comm.rank_label}: save() was called on a checkpointer of {self._where} "
+                "that was created with read_only=True."
+            )
         if type(step) is not int or step < 0:
             raise UsageError(f"step={step!r} must be a number of steps, at least 0.")
         began_s = time.monotonic()
@@ -212,6 +223,8 @@ class MultiNodeCheckpointer(Extension):
         if thread is None or not thread.is_alive():
             self._channel.close(self._comm)
             self._memory = CopyMemory()
+        if self._owner is not None:
+            self._owner.release()
         outcome = self._outcome
         if isinstance(outcome, Exception):
             self._warn(str(outcome))

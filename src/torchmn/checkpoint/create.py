@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grp
 import os
 import secrets
 import time
@@ -13,6 +14,7 @@ from typing import Any, Literal
 
 from torchmn.checkpoint.checkpointer import MultiNodeCheckpointer, OnFailure
 from torchmn.checkpoint.control_channel import ControlChannel
+from torchmn.checkpoint.folder_owner import FolderOwner
 from torchmn.checkpoint.memory_storage import MemoryStorage
 from torchmn.checkpoint.retention import Best
 from torchmn.checkpoint.storage import FolderStorage
@@ -34,6 +36,8 @@ def create_multi_node_checkpointer(
     is_async: bool = True,
     check_replicas: bool | Literal["warn"] = True,
     on_failure: OnFailure = "warn",
+    group: str | None = None,
+    read_only: bool = False,
 ) -> MultiNodeCheckpointer:
     """Keep checkpoints of all ranks in the folder ``path/name``. *Collective.*
 
@@ -52,7 +56,8 @@ def create_multi_node_checkpointer(
     Args:
         comm: the ranks that train together.
         path: a folder on a file system that all ranks see; it is created if it does not exist.
-        name: the folder of this training in it. One job at a time.
+        name: the folder of this training in it. It belongs to one job at a time: see
+            docs/reference/checkpoint.md#the-owner-of-a-folder.
         keep: how many of the last checkpoints are kept.
         best: a further checkpoint to keep: the best one.
         is_async: write while training continues.
@@ -60,15 +65,20 @@ def create_multi_node_checkpointer(
             checkpoint needs anyway. A difference aborts the checkpoint and raises; with ``"warn"``
             the checkpoint is kept and rank 0 warns.
         on_failure: whether the next save raises or warns if a checkpoint could not be written.
+        group: a group of users that may read the checkpoints; without it only this user may.
+        read_only: only resume, also from checkpoints of a job that is running; `save` raises.
 
     Raises:
-        UsageError: an argument is out of range.
+        UsageError: an argument is out of range, or another job owns the folder.
         RankMismatchError: ranks gave different arguments.
         DataError: the folder cannot be created or read.
         UnsupportedError: the ranks do not share the file system.
     """
     _check(name, keep, best, check_replicas, on_failure)
-    options = repr((str(path), name, keep, best, is_async, check_replicas, on_failure))
+    gid, problem = _gid_of(group)
+    options = repr(
+        (str(path), name, keep, best, is_async, check_replicas, on_failure, group, gid, read_only)
+    )
     gathered = comm.allgather_obj(options)
     if len(set(gathered)) > 1:
         raise RankMismatchError(
@@ -76,6 +86,8 @@ def create_multi_node_checkpointer(
             f"arguments: {sorted(set(gathered))}. "
             "All ranks must give the same arguments."
         )
+    if problem is not None:
+        raise UsageError(f"{comm.rank_label}: {problem}")
     where = Path(path).absolute() / name  # the working directory may change
     if is_async and not comm.engine.is_threaded:
         is_async = False
@@ -86,12 +98,17 @@ def create_multi_node_checkpointer(
                 RuntimeWarning,
                 stacklevel=2,
             )
-    _raise_if_not_shared(comm, where)
+    owner = None
+    if not read_only:
+        access = FolderStorage(where, gid=gid)
+        if _is_writable(comm, access):
+            owner = _own(comm, access)
+    storage = FolderStorage(where, gid=gid, confirm=None if owner is None else owner.confirm)
     transport = comm.new_transport("checkpoint") if comm.size > 1 else None
     memory, announce = _memory_of_hosts(comm, is_async, check_replicas)
     return MultiNodeCheckpointer(
         comm,
-        FolderStorage(where),
+        storage,
         ControlChannel(
             transport, comm.rank_label, comm.timeout_s, job_ranks=comm.flight_recorder.job_ranks
         ),
@@ -103,6 +120,8 @@ def create_multi_node_checkpointer(
         on_failure=on_failure,
         memory=memory,
         announce=announce,
+        owner=owner,
+        read_only=read_only,
     )
 
 
@@ -155,18 +174,52 @@ def _check(name: str, keep: int, best: object, check_replicas: object, on_failur
         raise UsageError(f"on_failure={on_failure!r} must be 'warn' or 'raise'.")
 
 
-def _raise_if_not_shared(comm: Communicator, where: Path) -> None:
+def _gid_of(group: str | None) -> tuple[int | None, str | None]:
+    """The number of a group, and what is wrong with it."""
+    if group is None:
+        return None, None
+    try:
+        return grp.getgrnam(group).gr_gid, None
+    except (KeyError, TypeError):
+        return None, f"group={group!r} must be the name of a group of users, or None."
+
+
+def _own(comm: Communicator, access: FolderStorage) -> FolderOwner | None:
+    """Make the folder this job's; the object is rank 0's. *Collective.*
+
+    Waits for another owner's sign of life in short turns, so that no rank meets its time limit.
+    """
+    owner = FolderOwner(access.folder, access.make_file) if comm.rank == 0 else None
+    while True:
+        answer = "owned", ""
+        if owner is not None:
+            try:
+                answer = owner.attempt(comm.timeout_s / 4)
+            except OSError as error:
+                text = f"{error.filename or access.folder}: {error.strerror or error}"
+                answer = "refused", f"the folder for checkpoints cannot be owned: {text}."
+        state, text = comm.bcast_obj(answer)
+        if state == "refused":
+            raise UsageError(f"{comm.rank_label}: {text}")
+        if text and comm.rank == 0:
+            warnings.warn(f"{comm.rank_label}: {text}", RuntimeWarning, stacklevel=3)
+        if state == "owned":
+            return owner
+
+
+def _is_writable(comm: Communicator, access: FolderStorage) -> bool:
     """Rank 0 creates the folder and a file in it, which all ranks must see.
 
     Where rank 0 may not write, checkpoints can still be read: it warns that none can be written.
     """
+    where = access.folder
     token, problem, is_readable = f"{_TOKEN}{secrets.token_hex(8)}", None, True
     if comm.rank == 0:
         try:
-            where.mkdir(parents=True, exist_ok=True)
+            access.make_folder(where, parents=True)
             for old in where.glob(f"{_TOKEN}*"):
                 old.unlink(missing_ok=True)
-            (where / token).touch(exist_ok=False)
+            access.make_file(where / token, b"")
         except OSError as error:
             problem = f"{error.filename or where}: {error.strerror} (errno {error.errno})"
             is_readable = where.is_dir()
@@ -184,7 +237,7 @@ def _raise_if_not_shared(comm: Communicator, where: Path) -> None:
                 RuntimeWarning,
                 stacklevel=3,
             )
-        return
+        return False
     seen = comm.allgather_obj(_sees(where / token, comm))
     blind = [rank for rank, sees in enumerate(seen) if not sees]
     if comm.rank == 0:
@@ -196,6 +249,7 @@ def _raise_if_not_shared(comm: Communicator, where: Path) -> None:
             "rank 0 has created. Checkpoints need a folder on a file system that all hosts share: "
             "each rank writes a part, and on another number of ranks reads the parts of others."
         )
+    return True
 
 
 def _sees(token: Path, comm: Communicator) -> bool:

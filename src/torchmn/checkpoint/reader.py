@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
+from msgspec import MsgspecError, convert
 from torch import Tensor
 
 from torchmn.checkpoint.manifest import Manifest
 from torchmn.checkpoint.shard_file import ShardReader
-from torchmn.checkpoint.storage import Reader, Storage
+from torchmn.checkpoint.snapshot import SavedRank
+from torchmn.checkpoint.storage import Reader, Storage, read_text
 from torchmn.communicators import object_codec
 from torchmn.communicators.checksums import digest
 from torchmn.errors import DataError
@@ -30,7 +32,7 @@ class SavedCheckpoint:
         self.manifest = manifest
         self._storage = storage
         self._readers: dict[str, ShardReader] = {}
-        self._ranks: dict[int, dict[str, Any]] = {}
+        self._ranks: dict[int, SavedRank] = {}
 
     def __enter__(self) -> SavedCheckpoint:
         return self
@@ -46,7 +48,11 @@ class SavedCheckpoint:
 
     def labels(self, rank: int) -> list[str]:
         """The names of the objects that a rank has saved."""
-        return list(self._rank(rank)["objects"])
+        return list(self._rank(rank).objects)
+
+    def optimizer_of(self, rank: int, label: str) -> str:
+        """The class of an optimizer that a rank has saved; "" for something else."""
+        return self._rank(rank).objects[label].optimizer
 
     def state_of(self, rank: int, label: str, shared: dict[str, Tensor] | None = None) -> Any:
         """What ``state_dict()`` of an object was on a rank, all of it on the CPU.
@@ -55,12 +61,14 @@ class SavedCheckpoint:
         caller must not change them.
         """
         saved = self._rank(rank)
-        if label not in saved["objects"]:
+        if label not in saved.objects:
             raise DataError(f"rank{rank:04d}.json has no object '{label}'")
         try:
-            entry = saved["objects"][label]
-            body, names = entry["body"], entry["parts"]
-            places = [(name, f"rank{saved['where'][name]:04d}.safetensors") for name in names]
+            body = saved.objects[label].body
+            places = [
+                (name, f"rank{saved.where[name]:04d}.safetensors")
+                for name in saved.objects[label].parts
+            ]
             kinds = list(object_codec.kinds_of(body))
         except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
             raise DataError(f"rank{rank:04d}.json does not describe a state: {error}") from error
@@ -77,7 +85,7 @@ class SavedCheckpoint:
             tensors.append(_shaped(memory, kind, name))
         return object_codec.build(body, tensors)
 
-    def _rank(self, rank: int) -> dict[str, Any]:
+    def _rank(self, rank: int) -> SavedRank:
         if rank not in self._ranks:
             name = f"rank{rank:04d}.json"
             entry = self.manifest.files.get(name)
@@ -85,13 +93,16 @@ class SavedCheckpoint:
                 raise DataError(f"manifest.json lists no {name}")
             reader = self._open(name)
             try:
-                raw = bytearray(entry.nbytes)
-                reader.read_into(0, memoryview(raw))
+                raw = read_text(reader, name, b"{")
             finally:
                 reader.close()
-            if digest(bytes(raw)) != entry.checksum:
+            if digest(raw) != entry.checksum:
                 raise DataError(f"{name} is damaged: it does not match its checksum")
-            self._ranks[rank] = _described(name, bytes(raw))
+            try:
+                self._ranks[rank] = convert(json.loads(raw), SavedRank)
+            except (MsgspecError, ValueError, RecursionError) as error:
+                text = str(error)[:200]
+                raise DataError(f"{name} does not describe a state: {text}") from error
         return self._ranks[rank]
 
     def _read(self, file: str, name: str) -> Tensor:
@@ -116,16 +127,6 @@ class SavedCheckpoint:
             reader.close()
             raise DataError(f"{file} has {reader.nbytes} bytes instead of {nbytes}")
         return reader
-
-
-def _described(name: str, raw: bytes) -> dict[str, Any]:
-    try:
-        described = json.loads(raw)
-        if not isinstance(described["objects"], dict) or not isinstance(described["where"], dict):
-            raise TypeError("objects and where must be objects")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"{name} does not describe a state: {error}") from error
-    return dict(described)
 
 
 def _shaped(memory: Tensor, kind: Sequence[Any], name: str) -> Tensor:

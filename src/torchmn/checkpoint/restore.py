@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from torchmn.checkpoint import rng_state
 from torchmn.checkpoint.manifest import Manifest
@@ -13,7 +14,7 @@ from torchmn.checkpoint.reader import SavedCheckpoint
 from torchmn.checkpoint.snapshot import RANDOM, Stateful
 from torchmn.communicators import Communicator
 from torchmn.errors import UsageError
-from torchmn.resharding import Resharding, warnings_of
+from torchmn.resharding import Resharding, raise_if_other_optimizer, warnings_of
 
 
 class RestoreOperation:
@@ -29,7 +30,7 @@ class RestoreOperation:
         self._unread: list[str] = []
 
     def read(self, saved: SavedCheckpoint, state: Mapping[str, Stateful]) -> None:
-        """Read what these objects need. Raises DataError: damaged; UsageError: other names."""
+        """Read what these objects need. Raises DataError: damaged; UsageError: other objects."""
         comm, num_old = self._comm, self._manifest.world_size
         source = comm.rank if self._is_same_size else 0
         labels = saved.labels(source)
@@ -47,6 +48,9 @@ class RestoreOperation:
                 ]
             else:
                 self._states[label] = saved.state_of(source, label)
+            if isinstance(obj, Optimizer):
+                theirs = self._old_states.get(label, [self._states.get(label)])[0]
+                raise_if_other_optimizer(obj, theirs, saved.optimizer_of(source, label))
         self._random = saved.state_of(comm.rank if comm.rank < num_old else 0, RANDOM)
         rng_state.check(self._random)
 
@@ -80,6 +84,6 @@ class RestoreOperation:
                 f"the checkpoint also has {', '.join(self._unread)}, which was not requested."
             )
         if not self._is_same_size:
-            for obj in state.values():
+            for obj in (*state.values(), self._comm):
                 notes += warnings_of(obj)
-        return notes
+        return list(dict.fromkeys(notes))

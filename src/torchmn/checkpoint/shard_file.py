@@ -98,7 +98,12 @@ class ShardReader:
         begin, end = self._places[tensor]
         if not 0 <= begin <= end <= self._file.nbytes - self._begin:
             raise DataError(f"{self._name} ends before its tensor '{tensor}'")
-        memory = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
+        try:
+            memory = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
+        except RuntimeError as error:
+            raise DataError(
+                f"'{tensor}' in {self._name}, of {end - begin} bytes, does not fit into memory"
+            ) from error
         self._file.read_into(self._begin + begin, memory.numpy().data)
         if digest(memory) != checksum:
             raise DataError(f"{self._name} is damaged: '{tensor}' does not match its checksum")

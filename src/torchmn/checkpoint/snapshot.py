@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from torchmn.communicators import object_codec
 from torchmn.communicators.object_codec import Part
@@ -46,6 +47,16 @@ class SavedObject:
 
     body: Any
     parts: list[str]
+    optimizer: str = ""
+    """The class, of an optimizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedRank:
+    """What a rank has saved: its objects by name, and by tensor the rank that wrote it."""
+
+    objects: dict[str, SavedObject]
+    where: dict[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +95,11 @@ class CopyMemory:
         described[RANDOM] = object_codec.describe(random_state, RANDOM)
         names = _Names()
         listed = {
-            label: SavedObject(body=body, parts=[names.of(label, part) for part in parts])
+            label: SavedObject(
+                body=body,
+                parts=[names.of(label, part) for part in parts],
+                optimizer=_optimizer_class(state.get(label)),
+            )
             for label, (body, parts) in described.items()
         }
         replicated = {
@@ -149,6 +164,10 @@ class _Names:
 def _plain(key: str) -> str:
     """``'weight'`` without its quotes; other keys as they are."""
     return key[1:-1] if key[:1] in "'\"" else key
+
+
+def _optimizer_class(obj: object) -> str:
+    return type(getattr(obj, "inner", obj)).__name__ if isinstance(obj, Optimizer) else ""
 
 
 def _state_of(name: str, obj: Any) -> object:

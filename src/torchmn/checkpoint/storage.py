@@ -6,9 +6,10 @@ checkpoint atomically. What has no manifest is not a checkpoint.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -30,6 +31,25 @@ class Reader(Protocol):
         """Close the file."""
 
 
+_MAX_TEXT_NBYTES = 1_000_000_000
+
+
+def read_text(reader: Reader, file: str, begin: bytes) -> bytes:
+    """All of a file of JSON that begins so. Local. Raises DataError: it is something else.
+
+    A file of any size, such as one that consists of a hole, is rejected before memory is taken.
+    """
+    head = bytearray(min(len(begin), reader.nbytes))
+    reader.read_into(0, memoryview(head))
+    if head != begin or reader.nbytes > _MAX_TEXT_NBYTES:
+        raise DataError(
+            f"{file} is damaged: it has {reader.nbytes} bytes and begins with {bytes(head)!r}"
+        )
+    raw = bytearray(reader.nbytes)
+    reader.read_into(0, memoryview(raw))
+    return bytes(raw)
+
+
 class Storage(Protocol):
     """Stores checkpoints. Every method is local; each says which ranks call it.
 
@@ -45,8 +65,11 @@ class Storage(Protocol):
     def open(self, checkpoint: str, file: str) -> Reader:
         """Open one file. Any rank. Raises DataError: it is missing or cannot be read."""
 
-    def commit(self, staged: str, checkpoint: str, manifest: bytes) -> None:
-        """Make a staged checkpoint a checkpoint, atomically. Rank 0, after all have written."""
+    def commit(self, staged: str, checkpoint: str, manifest: bytes) -> str | None:
+        """Make a staged checkpoint a checkpoint, atomically. Rank 0, after all have written.
+
+        Returns a warning, or None.
+        """
 
     def names(self) -> list[str]:
         """The names of all checkpoints, also staged and incomplete ones. Rank 0."""
@@ -56,18 +79,31 @@ class Storage(Protocol):
 
 
 class FolderStorage:
-    """A folder with one folder for each checkpoint, on a file system that all ranks see."""
+    """A folder with one folder for each checkpoint, on a file system that all ranks see.
+
+    Only the user may read what is written, and the members of the group with the number ``gid`` if
+    it is given. ``confirm`` is called before a checkpoint becomes one, and raises if it must not.
+    """
 
     sees_all_ranks = True
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, *, gid: int | None = None, confirm: Callable[[], None] | None = None
+    ) -> None:
         self.folder = folder
+        self._gid = gid
+        self._confirm = confirm
+        self._identity = _identity(folder)
 
     def write(self, staged: str, file: str, pieces: Iterable[bytes | memoryview]) -> None:
         """See `Storage.write`."""
         path = self.folder / staged / file
-        path.parent.mkdir(exist_ok=True)
-        with path.open("wb", buffering=0) as out:
+        try:
+            self.make_folder(path.parent)
+        except FileNotFoundError:
+            self._make_again()
+            self.make_folder(path.parent)
+        with open(path, "wb", buffering=0, opener=self._open_private) as out:
             for piece in pieces:
                 remaining = memoryview(piece).cast("B")
                 while remaining:  # a large write may be cut short
@@ -78,12 +114,21 @@ class FolderStorage:
         """See `Storage.open`."""
         return FileReader(self.folder / checkpoint / file)
 
-    def commit(self, staged: str, checkpoint: str, manifest: bytes) -> None:
+    def commit(self, staged: str, checkpoint: str, manifest: bytes) -> str | None:
         """See `Storage.commit`: the checkpoint exists from the rename on."""
         self.write(staged, MANIFEST, [manifest])
         _sync_folder(self.folder / staged)
+        if self._confirm is not None:
+            self._confirm()
         (self.folder / staged).rename(self.folder / checkpoint)
         _sync_folder(self.folder)
+        before, self._identity = self._identity, _identity(self.folder)
+        if before in (None, self._identity):
+            return None
+        return (
+            f"{self.folder} was removed or replaced during training and has been made again: "
+            f"{checkpoint} is the only checkpoint in it that is certain."
+        )
 
     def names(self) -> list[str]:
         """See `Storage.names`."""
@@ -98,6 +143,41 @@ class FolderStorage:
         with suppress(FileNotFoundError):  # from here on it is not a checkpoint
             (path / MANIFEST).unlink()
         shutil.rmtree(path)
+
+    def make_folder(self, path: Path, *, parents: bool = False) -> None:
+        """Make a folder unless it exists, for those who may read checkpoints."""
+        try:
+            path.mkdir(mode=0o700, parents=parents)
+        except FileExistsError:
+            if not path.is_dir():
+                raise
+            return
+        if self._gid is not None:
+            os.chown(path, -1, self._gid)
+            path.chmod(0o2750)  # files in it get its group
+
+    def make_file(self, path: Path, content: bytes) -> None:
+        """Make a small file, for the same. Raises FileExistsError."""
+        with open(path, "xb", buffering=0, opener=self._open_private) as out:
+            out.write(content)
+
+    def _open_private(self, path: str, flags: int) -> int:
+        descriptor = os.open(path, flags, 0o600)
+        if self._gid is not None:
+            os.fchown(descriptor, -1, self._gid)
+            os.fchmod(descriptor, 0o640)
+        return descriptor
+
+    def _make_again(self) -> None:
+        """Make the folder, which was removed; but not where its file system is no longer mounted.
+
+        There, below the mount point, checkpoints would fill another disk and be found by nobody.
+        """
+        above = next(path for path in self.folder.parents if path.exists())
+        if self._identity is None or above.stat().st_dev != self._identity[0]:
+            text = "No such folder, and its file system is no longer mounted"
+            raise OSError(errno.ENOENT, text, str(self.folder))
+        self.make_folder(self.folder, parents=True)
 
 
 class FileReader:
@@ -129,6 +209,15 @@ class FileReader:
     def close(self) -> None:
         """See `Reader.close`."""
         self._file.close()
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """Device and number of a folder, which another one in its place does not have."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _sync_folder(path: Path) -> None:

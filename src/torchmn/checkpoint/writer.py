@@ -20,24 +20,23 @@ from typing import Any
 import torch
 
 from torchmn.checkpoint.control_channel import ControlChannel
-from torchmn.checkpoint.manifest import FileEntry, Manifest, parse
+from torchmn.checkpoint.manifest import BEGIN, FileEntry, Manifest, parse
 from torchmn.checkpoint.retention import (
     TEMPORARY,
     Best,
     checkpoints_to_delete,
     is_checkpoint,
     name_of,
+    order_of,
 )
 from torchmn.checkpoint.shard_assignment import owners
 from torchmn.checkpoint.shard_file import TensorEntry, header_of, in_file_order
-from torchmn.checkpoint.snapshot import Copy
-from torchmn.checkpoint.storage import MANIFEST, Storage
+from torchmn.checkpoint.snapshot import Copy, SavedRank
+from torchmn.checkpoint.storage import MANIFEST, Storage, read_text
 from torchmn.communicators.checksums import describe_differences, differences, digest
 from torchmn.communicators.object_codec import as_bytes
 from torchmn.errors import DataError
 from torchmn.version import __version__
-
-_MAX_MANIFEST_NBYTES = 1_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,11 +112,12 @@ class Writer:
         if self.rank == 0:
             if problems:
                 self._discard(staged)
+                result["note"] = self._newest()
             else:
                 result = self._commit(staged, request, gathered, reports)
         result = self.channel.all_gather(result, "a checkpoint was completed", nbytes=nbytes)[0]
         if problems or result["problem"]:
-            return self._failed(request, problems or [result["problem"]])
+            return self._failed(request, problems or [result["problem"]], result["note"])
         return Outcome(
             step=request.step,
             name=result["name"],
@@ -155,8 +155,8 @@ class Writer:
     ) -> dict[str, Any]:
         """Write this rank's files; return its report for round 2."""
         stem = f"rank{self.rank:04d}"
-        described = {label: asdict(saved) for label, saved in copy.objects.items()}
-        text = json.dumps({"objects": described, "where": owned}, separators=(",", ":")).encode()
+        described = SavedRank(objects=copy.objects, where=dict(owned))
+        text = json.dumps(asdict(described), separators=(",", ":")).encode()
         files = {f"{stem}.json": FileEntry(nbytes=len(text), checksum=digest(text))}
         own = in_file_order([entry for entry in catalogue if owned[entry.name] == self.rank])
         header = header_of(own)
@@ -200,12 +200,13 @@ class Writer:
                 metric=gathered[0]["metric"],
                 files=files,
             )
-            self.storage.commit(staged, name, manifest.to_bytes())
+            replaced = self.storage.commit(staged, name, manifest.to_bytes())
         except Exception as error:
             self._discard(staged)
-            return {"problem": self._describe(error), "name": None, "note": None}
+            return {"problem": self._describe(error), "name": None, "note": self._newest()}
         self.announce(request.step)
-        return {"problem": None, "name": name, "note": self._remove_old(name)}
+        notes = [note for note in (replaced, self._remove_old(name)) if note]
+        return {"problem": None, "name": name, "note": " ".join(notes) or None}
 
     def _raise_if_incomplete(self, staged: str, files: Mapping[str, FileEntry]) -> None:
         """Check every file from this host: ranks of other hosts may write elsewhere."""
@@ -216,7 +217,8 @@ class Writer:
                 raise DataError(f"{name} has {reader.nbytes} of {entry.nbytes} bytes")
 
     def _remove_old(self, newest: str) -> str | None:
-        """Remove what need not be kept; return a warning if that fails."""
+        """Remove what need not be kept; return a warning if that fails for some."""
+        failed: list[str] = []
         try:
             names = self.storage.names()
             good, bad = {}, [name for name in names if name.startswith(TEMPORARY)]
@@ -228,12 +230,22 @@ class Writer:
                 except DataError:
                     bad.append(name)
             for name in checkpoints_to_delete(good, bad, newest, keep=self.keep, best=self.best):
-                self.storage.remove(name)
+                try:
+                    self.storage.remove(name)
+                except OSError as error:
+                    failed.append(self._describe(error))
         except OSError as error:
-            return (
-                f"{self.rank_label}: old checkpoints could not be removed: {self._describe(error)}."
-            )
-        return None
+            failed.append(self._describe(error))
+        return f"old checkpoints could not be removed: {'; '.join(failed)}." if failed else None
+
+    def _newest(self) -> str | None:
+        """The newest checkpoint that is left, or why none is known."""
+        try:
+            names = filter(is_checkpoint, self.storage.names())
+        except OSError as error:
+            return f"earlier checkpoints cannot be seen ({error.strerror or error})"
+        newest = max(names, key=order_of, default=None)
+        return f"the newest one is {newest}" if newest else "there is no earlier one"
 
     def _discard(self, staged: str) -> None:
         """Free the space: a full disk may be the cause."""
@@ -254,12 +266,13 @@ class Writer:
             return f"{self.rank_label}: {self.where}: {error}"
         return f"{self.rank_label}: {type(error).__name__}: {error}"
 
-    def _failed(self, request: Request, problems: Sequence[str]) -> Outcome:
-        text = "; ".join(problems)
+    def _failed(
+        self, request: Request, problems: Sequence[str], newest: str | None = None
+    ) -> Outcome:
+        aborted = f"the checkpoint of step {request.step} was aborted"
         return Outcome(
             step=request.step,
-            problem=f"the checkpoint of step {request.step} was aborted; earlier checkpoints "
-            f"are kept: {text}",
+            problem=f"{f'{aborted}; {newest}' if newest else aborted}: {'; '.join(problems)}",
         )
 
 
@@ -267,13 +280,9 @@ def read_manifest(storage: Storage, checkpoint: str) -> Manifest:
     """The manifest of a checkpoint. Local. Raises DataError: it has none that is valid."""
     reader = storage.open(checkpoint, MANIFEST)
     try:
-        if reader.nbytes > _MAX_MANIFEST_NBYTES:
-            raise DataError(f"{MANIFEST} has {reader.nbytes} bytes")
-        raw = bytearray(reader.nbytes)
-        reader.read_into(0, memoryview(raw))
+        return parse(read_text(reader, MANIFEST, BEGIN))
     finally:
         reader.close()
-    return parse(bytes(raw))
 
 
 def _pieces(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
@@ -61,7 +61,7 @@ class ReduceBlock:
 
     def with_buffer(self, buffer: Tensor) -> ReduceBlock:
         """The same block in another buffer, such as a copy of it in other memory."""
-        return replace(self, buffer=buffer)
+        return ReduceBlock(buffer, self.bucket_layout, self.num_exact, self.start)
 
 
 class AllReduceAlgorithm(Protocol):

@@ -117,6 +117,7 @@ class Communicator(Collectives, ABC):
         self._subgroups: list[Group] = []
         self._shared_memory: SharedMemoryTransport | None = None
         self._on_finalize: list[Callable[[], None]] = []
+        self._resume_warnings: list[str] = []
         self.check_placement()
         self._connect()
 
@@ -381,6 +382,14 @@ class Communicator(Collectives, ABC):
             first_timeout_s=self.first_timeout_s,
             job_ranks=[self.flight_recorder.job_ranks[rank] for rank in ranks],
         )
+
+    def add_resume_warning(self, text: str) -> None:
+        """Of something that is not saved and differs on another number of ranks. Local."""
+        self._resume_warnings.append(text)
+
+    def resume_warnings(self) -> list[str]:
+        """What does not hold when a state is loaded by another number of ranks. Local."""
+        return self._resume_warnings
 
     def on_finalize(self, callback: Callable[[], None]) -> None:
         """Register a callback to run at the start of `finalize`, last registered first. Local."""

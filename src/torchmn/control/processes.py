@@ -100,6 +100,11 @@ def is_running(pid: int) -> bool:
     return True
 
 
+def start_time(pid: int) -> str:
+    """When the process started, in ticks since the machine did; "" if it is gone. Linux only."""
+    return "".join(_stat(pid)[19:20])
+
+
 def zombie_returncode(pid: int) -> int | None:
     """The return code of a process that has exited and was not reaped yet. Linux only."""
     fields = _stat(pid)

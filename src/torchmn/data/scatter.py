@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from torchmn.communicators import Communicator
 
 Sample = TypeVar("Sample")
+SHARDS_DIFFER = (
+    "The shards of another number of ranks have other samples: a loop that trains on one sees some "
+    "samples of the current epoch twice and some not at all. With GlobalSampler none are lost or "
+    "repeated."
+)
+"""Where a training with fixed shards resumes on another number of ranks."""
 
 
 def shard_bounds(
@@ -149,6 +155,7 @@ def scatter_dataset(
     begin, end = shard_bounds(
         lengths[root], comm.size, comm.rank, force_equal_length=chosen["force_equal_length"]
     )
+    comm.add_resume_warning(SHARDS_DIFFER)
     return SubDataset(samples, begin, end, order)
 
 

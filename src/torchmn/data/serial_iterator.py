@@ -9,6 +9,7 @@ import numpy as np
 from torch.utils.data import default_collate
 
 from torchmn.data.permutations import Order, draw_seed, epoch_permutation
+from torchmn.data.scatter import SHARDS_DIFFER
 from torchmn.data.sub_dataset import SizedDataset
 from torchmn.errors import UsageError
 
@@ -175,10 +176,7 @@ class SerialIterator(Generic[Batch]):
 
     def resume_warnings(self) -> list[str]:
         """Warnings for loading a state of another number of ranks."""
-        return [
-            "The shards of another number of ranks have other samples: in the current epoch, "
-            "some are seen twice and some not at all. With GlobalSampler none are lost or repeated."
-        ]
+        return [SHARDS_DIFFER]
 
     def _begin_epoch(self, epoch: int) -> None:
         self.epoch = epoch

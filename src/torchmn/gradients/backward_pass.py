@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 import torch
 
+from torchmn.errors import CommunicationError, UsageError
+
 
 class BackwardPass:
     """A backward pass that has begun."""
@@ -24,12 +26,39 @@ class BackwardPass:
         self.is_nested = _runs_inside_another()
         self.is_cleared = False
         """Whether the gradients were cleared since it raised."""
+        self.failure: BaseException | None = None
+        """Why its exchange failed, after which the ranks no longer agree."""
         self._callback = weakref.ref(callback)
 
     @property
     def is_running(self) -> bool:
         """Whether autograd will still call back: it lets go of the callback of one that raised."""
         return self._callback() is not None
+
+    def raise_if_unfinished(self, rank_label: str) -> None:
+        """Raise unless its gradients were cleared since it raised.
+
+        UsageError: they were not, or this is called inside of the pass; CommunicationError: its
+        exchange failed.
+        """
+        if self.failure is not None:
+            raise CommunicationError(
+                f"{rank_label}: the previous backward pass did not complete ({self.failure}), so "
+                "the ranks no longer agree on what was exchanged. End the job and continue from "
+                "the last checkpoint."
+            )
+        if self.is_running:
+            raise UsageError(
+                f"{rank_label}: step() or an exchange is called inside of a backward pass, whose "
+                "means are there when backward() has returned. Call step() after backward(), not "
+                "in a hook of a gradient."
+            )
+        if not self.is_cleared:
+            raise UsageError(
+                f"{rank_label}: the previous backward pass raised an exception, so the gradients "
+                "are not complete. Call optimizer.zero_grad() and run forward and backward again, "
+                "or leave this step out; on all ranks."
+            )
 
 
 class AtEnd:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -14,6 +13,7 @@ from torchmn.communicators import Communicator
 from torchmn.communicators.allreduce import AllReduceAlgorithm
 from torchmn.errors import UnsupportedError, UsageError
 from torchmn.gradients.buckets import Bucket, Slot
+from torchmn.gradients.finiteness import Finiteness
 from torchmn.gradients.footer import (
     ACTIVE,
     GIVEN_UP,
@@ -30,7 +30,6 @@ from torchmn.gradients.weights import PassContext, WeightAgreement, weight_scale
 
 Reduction = Literal["mean", "sum"]
 """How the ranks' gradients are combined."""
-_NARROW = (torch.float16, torch.bfloat16)
 _NO_DATA = PassContext(step=0, weight=0.0, num_samples=0.0, is_active=False)
 
 
@@ -74,18 +73,14 @@ class BucketSet:
         self._overlaps_backward = comm.overlaps_backward
         self._order: Sequence[Bucket] = buckets
         self._num_early = max(0, len(buckets) - 1)  # no computation hides the last one
-        self._footer = buckets[-1].footer if buckets else torch.zeros(NUM_FOOTER, device="cpu")
+        self._footer = buckets[-1].exact if buckets else torch.zeros(NUM_FOOTER, device="cpu")
         self._row: list[float] = [0.0] * self._footer.numel()
         """The footer, as it was when it was last awaited or written."""
         self._scale = 1.0
         self._factor = 1.0
         self._holds_means = True
         self._agreement: WeightAgreement | None = None
-        self._sums: list[tuple[Slot, Tensor]] = []
-        self._nonfinite_here: list[str] = []
-        self._nonfinite_encoded: list[str] = []
-        self._nonfinite_decoded: list[str] = []
-        self._is_valid = True
+        self.finiteness = Finiteness()
         self.restart()
 
     @property
@@ -100,7 +95,7 @@ class BucketSet:
         codec = self.algorithm.codec
         if codec is None or self.comm.size == 1:
             return
-        layouts = {bucket.block.layout.dtype: bucket.block.layout for bucket in self.buckets}
+        layouts = {bucket.layout.dtype: bucket.layout for bucket in self.buckets}
         for layout in layouts.values():
             if layout.numel:
                 codec.warm_up(layout, self.buckets[0].buffer.device)
@@ -210,26 +205,13 @@ class BucketSet:
             if grad is tensor:
                 self.is_accumulating = True
         slot.is_packed = True
-        # Straight after the copy the slot is in the cache: a sum costs a fifth of the copy.
-        if tensor.device.type == "cpu" and tensor.dtype not in _NARROW:
-            self._sums.append((slot, tensor.sum()))
-        else:
-            self.note(slot)
+        self.finiteness.note(slot)
         is_full = False
         for bucket in slot.buckets:
             bucket.num_packed += 1
             is_full = is_full or bucket.num_packed == len(bucket.slots)
         if is_full and self._overlaps_backward:
             self.start_full()
-
-    def note(self, slot: Slot) -> None:
-        """Remember whether what was written into a slot is finite."""
-        tensor = slot.tensor
-        if tensor.device.type != "cpu" and tensor.numel():  # a sum that overflows is final there
-            total = torch.linalg.vector_norm(tensor, float("inf"))
-        else:
-            total = tensor.sum(dtype=torch.float32) if tensor.dtype in _NARROW else tensor.sum()
-        self._sums.append((slot, total))
 
     def _refuse(self, name: str, grad: Tensor) -> None:
         if grad.layout is not torch.strided:
@@ -259,22 +241,9 @@ class BucketSet:
             row = footer_row(self.context, self.comm.rank, presence, flag)
             self._row = row + [0.0] * (self._footer.numel() - len(row))
             self._footer.copy_(torch.tensor(self._row, dtype=torch.float64, device="cpu"))
-            if self._sums:
-                self._footer[NONFINITE] = self._count_nonfinite()
-
-    def _count_nonfinite(self) -> Tensor | float:
-        """How many gradients of this rank are not finite; a GPU is not waited for."""
-        if self._footer.device.type != "cpu":
-            totals = torch.stack([total.abs().to(torch.float32) for _, total in self._sums])
-            return (~torch.isfinite(totals)).sum()
-        self._nonfinite_here = [
-            slot.name
-            for slot, total in self._sums
-            if not math.isfinite(abs(total.item()))
-            and not torch.isfinite(slot.tensor).all()  # or large values that overflow in their sum
-        ]
-        self._sums.clear()
-        return float(len(self._nonfinite_here))
+            num_nonfinite = self.finiteness.count(self._footer.device)
+            if num_nonfinite is not None:
+                self._footer[NONFINITE] = num_nonfinite
 
     # ---- sending ----
 
@@ -295,7 +264,7 @@ class BucketSet:
         """Do all other sums, on the calling thread if nothing else is under way."""
         for bucket in self._order[self._num_started :]:
             self.comm.sum_(
-                bucket.block,
+                bucket,
                 self.algorithm,
                 bucket=bucket.index,
                 step=self.context.step,
@@ -313,7 +282,7 @@ class BucketSet:
 
     def _start(self, bucket: Bucket) -> None:
         bucket.work = self.comm.start_sum_(
-            bucket.block,
+            bucket,
             self.algorithm,
             bucket=bucket.index,
             step=self.context.step,
@@ -331,14 +300,15 @@ class BucketSet:
         codec = self.algorithm.codec
         if codec is None:
             return
-        self._nonfinite_decoded = codec.nonfinite.names("decoding")
-        self._nonfinite_encoded = codec.nonfinite.names("encoding")
-        is_decoded = self.comm.all_valid(not self._nonfinite_decoded)
+        finiteness = self.finiteness
+        finiteness.in_decoding = codec.nonfinite.names("decoding")
+        finiteness.in_encoding = codec.nonfinite.names("encoding")
+        is_decoded = self.comm.all_valid(not finiteness.in_decoding)
         # A sum that is thrown away has lost nothing, and what was added to it is still lost.
         row = self._footer.tolist()
-        self._is_valid = is_decoded and row[NONFINITE] == 0
+        finiteness.is_valid = is_decoded and row[NONFINITE] == 0
         is_used = row[WEIGHT] > 0 and not row[GIVEN_UP] and not row[OTHER_LAYOUT]
-        codec.finish(is_valid=self._is_valid and is_used)
+        codec.finish(is_valid=finiteness.is_valid and is_used)
 
     # ---- what has arrived ----
 
@@ -368,7 +338,7 @@ class BucketSet:
         self._check_footer()
         if self._factor != 1.0:
             for bucket in self.buckets:
-                bucket.buffer[: bucket.buffer.numel() - bucket.block.num_exact].mul_(self._factor)
+                bucket.buffer[: bucket.buffer.numel() - bucket.num_exact].mul_(self._factor)
         self._holds_means = True
         return self._factor != 1.0
 
@@ -435,7 +405,7 @@ class BucketSet:
     @property
     def is_finite(self) -> bool:
         """Whether what was summed is finite on all ranks, after the sum was awaited."""
-        return self._is_valid and self.has_finite_gradients
+        return self.finiteness.is_valid and self.has_finite_gradients
 
     @property
     def total_weight(self) -> float:
@@ -462,16 +432,12 @@ class BucketSet:
 
         Nothing is sent unless something was not finite.
         """
-        is_valid = self.is_finite
-        here, self._nonfinite_here = self._nonfinite_here, []
-        encoded, self._nonfinite_encoded = self._nonfinite_encoded, []
-        decoded, self._nonfinite_decoded = self._nonfinite_decoded, []
-        sums, self._sums = self._sums, []
-        self._is_valid = True
-        if is_valid:
+        is_finite, own = self.is_finite, self.finiteness
+        names = None if is_finite else (own.here, own.in_encoding, own.in_decoding)
+        own.clear()
+        if names is None:
             return None
-        here += [slot.name for slot, total in sums if not torch.isfinite(total)]
-        gathered = self.comm.allgather_obj((list(dict.fromkeys(here)), encoded, decoded))
+        gathered = self.comm.allgather_obj(names)
         # A rank that encodes for a node meets what is not finite in others' gradients too, so its
         # report counts only if all gradients were finite: then narrowing them was too much.
         by_rank = {rank: own for rank, (own, _, _) in enumerate(gathered) if own}
@@ -492,14 +458,11 @@ class BucketSet:
 
     def record(self) -> dict[str, Any]:
         """What is known of the sums that were awaited, beside their means: to be saved."""
-        narrow = [slot.name for slot, total in self._sums if not torch.isfinite(total)]
         return {
             "step": self.context.step,
             "next_scale": self.next_scale,
             "is_finite": self.is_finite,
-            "here": list(dict.fromkeys([*self._nonfinite_here, *narrow])),
-            "encoded": self._nonfinite_encoded,
-            "decoded": self._nonfinite_decoded,
+            **self.finiteness.record(),
         }
 
     def load_means(
@@ -520,8 +483,8 @@ class BucketSet:
         for slot in self.slots:
             mean = means[slot.name]
             slot.tensor.zero_() if mean is None else slot.tensor.copy_(mean)
-        self._sums.clear()
         record = record or {}
+        self.finiteness.load(record)
         self.write_footer(
             presence=[means[name] is not None for name in names][: len(self._row) - NUM_FOOTER],
             context=PassContext(
@@ -533,7 +496,3 @@ class BucketSet:
         )
         self.next_scale = record.get("next_scale")
         self._holds_means = True
-        self._is_valid = record.get("is_finite", self._is_valid)
-        self._nonfinite_here = list(record.get("here", ()))
-        self._nonfinite_encoded = list(record.get("encoded", ()))
-        self._nonfinite_decoded = list(record.get("decoded", ()))

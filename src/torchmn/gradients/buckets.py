@@ -90,27 +90,16 @@ class Slot:
         self.address, self.unused = self.tensor.data_ptr(), None
 
 
-@dataclass(eq=False, slots=True)
-class Bucket:
+@dataclass(eq=False)
+class Bucket(ReduceBlock):
     """A flat buffer or a part of one, which is sent at once."""
 
-    index: int
-    block: ReduceBlock
-    slots: list[Slot]
+    index: int = 0
+    slots: list[Slot] = field(default_factory=list)
     """Of the parameters that have elements in it."""
     num_packed: int = 0
     work: Work[None] | None = None
     """Its sum under way."""
-
-    @property
-    def buffer(self) -> Tensor:
-        """The elements, with those of the footer."""
-        return self.block.buffer
-
-    @property
-    def footer(self) -> Tensor:
-        """What is never encoded; empty but for the last bucket."""
-        return self.block.exact
 
 
 def new_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -169,7 +158,7 @@ def plan_buckets(
     ]
     if has_own_footer:
         footer = allocate(num_footer, footer_dtype, footer_device)
-        buckets.append(Bucket(0, ReduceBlock(footer, Layout((), footer_dtype), num_footer), []))
+        buckets.append(Bucket(footer, Layout((), footer_dtype), num_footer))
     if chunk_bytes is not None:
         buckets = _cut_buffers(buckets, chunk_bytes, codec)
     for index, bucket in enumerate(buckets):
@@ -221,7 +210,7 @@ def _lay_out(group: Sequence[NamedParameter], num_footer: int, allocate: Allocat
         slots.append(Slot(name, parameter, tensor, buffer, start, start + size, tensor.data_ptr()))
         slots[-1].may_lend = CAN_COUNT and is_ordinary and size > 0
     layout = Layout.of(((s.name, s.start, shape_in_memory(s.tensor)) for s in slots), dtype)
-    return Bucket(0, ReduceBlock(buffer, layout, num_footer), slots)
+    return Bucket(buffer, layout, num_footer, slots=slots)
 
 
 def _cut_buffers(buffers: Sequence[Bucket], chunk_bytes: int, codec: Codec | None) -> list[Bucket]:
@@ -241,7 +230,7 @@ def _cut_buffers(buffers: Sequence[Bucket], chunk_bytes: int, codec: Codec | Non
         while True:
             size = min(size, chunk_bytes)
             wanted = size // whole.buffer.itemsize
-            start = _cut_below(whole.block.layout, stop - wanted, grain)
+            start = _cut_below(whole.layout, stop - wanted, grain)
             start = 0 if start < wanted // 4 else start  # not worth a message of its own
             size *= 2 if whole.slots else 1  # not for the footer's
             if (start, stop) == (0, numel):
@@ -253,7 +242,16 @@ def _cut_buffers(buffers: Sequence[Bucket], chunk_bytes: int, codec: Codec | Non
                     if (slot.start < stop or stop == numel)
                     and (slot.end > start or slot.start == slot.end >= start)
                 ]
-                parts.append(Bucket(0, whole.block.between(start, stop), members))
+                part = whole.between(start, stop)
+                parts.append(
+                    Bucket(
+                        part.buffer,
+                        part.bucket_layout,
+                        part.num_exact,
+                        part.start,
+                        slots=members,
+                    )
+                )
             if start == 0:
                 break
             stop = start

@@ -1,4 +1,4 @@
-"""Gradients that are not finite: the report, the same on all ranks."""
+"""Gradients that are not finite: the report and the log, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -22,3 +22,26 @@ class NonfiniteGradients:
             for rank, names in self.by_rank.items()
         )
         return f"at step {self.step} {self.what} were not finite ({ranks or 'in the sum only'})"
+
+
+class NonfiniteLog:
+    """What was not finite in the means so far, and in the current ones."""
+
+    def __init__(self) -> None:
+        self.current: NonfiniteGradients | None = None
+        """In the current means; None once it was dealt with."""
+        self.problems: list[NonfiniteGradients] = []
+
+    def record(
+        self, problem: NonfiniteGradients | None, *, is_known: bool = False
+    ) -> NonfiniteGradients | None:
+        """Make this the problem of the current means; ``is_known``: it is listed already."""
+        self.current = problem
+        if problem is not None and not is_known:
+            self.problems.append(problem)
+        return problem
+
+    def take(self) -> NonfiniteGradients | None:
+        """The problem of the current means, which is then dealt with."""
+        problem, self.current = self.current, None
+        return problem

@@ -21,14 +21,15 @@ from torch.utils.hooks import RemovableHandle
 
 from torchmn.communicators import Communicator
 from torchmn.compression import Codec
-from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
+from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.gradients.backward_pass import AtEnd, BackwardPass
 from torchmn.gradients.bucket_set import BucketSet, Reduction
 from torchmn.gradients.buckets import NamedParameter, Slot, plan_buckets
 from torchmn.gradients.codec_state import codec_state, load_codec_state
+from torchmn.gradients.exchanged_parameters import ExchangedParameters
 from torchmn.gradients.footer import GIVEN_UP, NUM_FOOTER, OTHER_LAYOUT
 from torchmn.gradients.gradient_memory import GradientMemory
-from torchmn.gradients.nonfinite import NonfiniteGradients
+from torchmn.gradients.nonfinite import NonfiniteGradients, NonfiniteLog
 from torchmn.gradients.parameter_hook import has_later_hook, watch_gradient
 from torchmn.gradients.sparse_gradients import mean_sparse_gradients
 from torchmn.gradients.weights import Contribution, PassContext
@@ -70,7 +71,7 @@ class GradientReducer:
             those that require a gradient are exchanged as well.
         on_backward_end: called when the gradients of a backward pass are packed and all buckets but
             the last were handed over: a schedule's `backward_ended`.
-        on_nonfinite: raises or warns about `problem`, as the user has asked. *Collective.*
+        on_nonfinite: raises or warns about what is not finite, as the user has asked. *Collective.*
         owner: the optimizer, for those that find the reducer by a parameter's hook.
 
     Only its own methods change a reducer. What this rank puts into an exchange is a frozen
@@ -101,7 +102,7 @@ class GradientReducer:
     ) -> None:
         self.comm = comm
         self.codec = codec
-        self.parameters = parameters
+        self.parameters = ExchangedParameters(parameters, find_sparse, find_untrained)
         self.zero_fill = zero_fill
         self.reduction = reduction
         self.gradient_as_bucket_view = gradient_as_bucket_view
@@ -117,9 +118,7 @@ class GradientReducer:
         """Exchanges with data of this rank since `restart_counts`."""
         self.passes_weight = 0.0
         """The sum of this rank's weights in them."""
-        self.problem: NonfiniteGradients | None = None
-        """What was not finite in the current means."""
-        self.problems: list[NonfiniteGradients] = []
+        self.nonfinite = NonfiniteLog()
         self.memory = GradientMemory()
         """Of what scripts see as ``p.grad``."""
         self._is_syncing = True
@@ -132,10 +131,6 @@ class GradientReducer:
         self._num_sets = max(1, num_sets)
         self._bucket_bytes: int | None = None
         """If it is not the communicator's."""
-        self._find_sparse = find_sparse
-        self._find_untrained = find_untrained
-        self._untrained: list[NamedParameter] | None = None
-        """None before the first exchange: until then another optimizer may be made for them."""
         self._on_backward_end = on_backward_end
         self._watcher: PassWatcher | None = None
         self._chunk_bytes: int | None = None
@@ -144,7 +139,6 @@ class GradientReducer:
         """Autograd has a thread for each device."""
         self._pass: BackwardPass | None = None
         """The backward pass that has begun and not ended."""
-        self._failure: BaseException | None = None
         self.rebuild()
 
     # ---- state ----
@@ -158,7 +152,7 @@ class GradientReducer:
         return {
             "step": self.step,
             "scale": self._scale,
-            "problems": [asdict(problem) for problem in self.problems],
+            "problems": [asdict(problem) for problem in self.nonfinite.problems],
         }
 
     def load_state_dict(self, codec: dict[str, Any], progress: dict[str, Any]) -> None:
@@ -177,7 +171,7 @@ class GradientReducer:
         if not progress:
             return
         self.step = progress["step"]
-        self.problems[:] = [NonfiniteGradients(**problem) for problem in progress["problems"]]
+        self.nonfinite.problems[:] = [NonfiniteGradients(**p) for p in progress["problems"]]
         if self.filling.is_narrow:
             self._scale = progress["scale"]
 
@@ -197,18 +191,10 @@ class GradientReducer:
     def rebuild(self) -> None:
         """Lay out the buckets again, for the parameters that are trainable now. *Collective.*"""
         self.close()
-        known = self._known_parameters()
-        trainable = [
-            (n, p)
-            for n, p in known
-            if (p.requires_grad or p in self._unexchanged) and not self.is_suspended
-        ]
-        sparse = set(self._find_sparse())
-        self._sparse = [(n, p) for n, p in trainable if p in sparse]
-        trainable = [(n, p) for n, p in trainable if p not in sparse]
-        self._known = [p for _, p in known]
-        self._facts = [_layout_facts(p) for p in self._known]
-        self._addresses = [(p.requires_grad, p.data_ptr()) for p in self._known]
+        trainable = self.parameters.lay_out(self._unexchanged)
+        sparse = self.parameters.sparse
+        if self.is_suspended:
+            trainable, sparse = [], []
         self._num_exchanges = 0
         self.memory.clear()
         algorithm = self.comm.allreduce_algorithm(self.codec)
@@ -223,7 +209,7 @@ class GradientReducer:
                     chunk_bytes=self._chunk_bytes,
                     codec=self.codec,
                     num_footer=NUM_FOOTER + (0 if self.zero_fill else len(trainable)),
-                    footer_device=self._sparse[0][1].device if self._sparse else None,
+                    footer_device=sparse[0][1].device if sparse else None,
                     allocate=self.comm.new_buffer,
                 ),
                 reduction=self.reduction,
@@ -235,28 +221,15 @@ class GradientReducer:
         self.filling.warm_up()
         if self.is_needed:
             self._hooks = [
-                watch_gradient(p, self._on_gradient)
-                for _, p in known
-                if p.is_floating_point() or p.is_complex()
+                watch_gradient(p, self._on_gradient) for p in self.parameters.differentiable
             ]
         self.forget_weights()
         if self._watcher is not None:
             self._watcher.layout_changed()
 
-    def _known_parameters(self) -> list[NamedParameter]:
-        trained = list(self.parameters())
-        held = {parameter for _, parameter in trained}
-        return trained + [(n, p) for n, p in self._untrained or () if p not in held]
-
-    @property
-    def untrained(self) -> Sequence[NamedParameter]:
-        """Parameters of the model that no optimizer trains, since the first exchange."""
-        return self._untrained or ()
-
     def release(self, parameters: Collection[nn.Parameter]) -> None:
         """Stop exchanging these: another optimizer trains them. *Collective.*"""
-        if any(parameter in parameters for _, parameter in self.untrained):
-            self._untrained = [(n, p) for n, p in self.untrained if p not in parameters]
+        if self.parameters.release(parameters):
             self.rebuild()
 
     def set_chunk_size(self, chunk_bytes: int, watcher: PassWatcher | None = None) -> None:
@@ -386,18 +359,18 @@ class GradientReducer:
     def _open_backward(self) -> BackwardPass:
         """The first gradient of a backward pass, or of one that runs inside of it."""
         backward_id = torch._C._current_graph_task_id()
-        if self._pass is not None and self._pass.is_running and self._failure is None:
-            self._pass.ids.add(backward_id)
-            return self._pass
-        if self._failure is not None:
-            self.raise_if_unfinished()
         if self._pass is not None:
+            if self._pass.failure is not None:
+                self.raise_if_unfinished()
+            if self._pass.is_running:
+                self._pass.ids.add(backward_id)
+                return self._pass
             self._give_up_pass()
         if self._watcher is not None:
             self._watcher.filling_begins()
-        self.problem = None
+        self.nonfinite.take()
         callback = AtEnd(self._end_backward)
-        packs_early = self._scale is not None and not self._is_other_layout()
+        packs_early = self._scale is not None and not self.parameters.have_changed()
         self._pass = BackwardPass(backward_id, callback, packs_early=packs_early)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
         self._begin_exchange()
@@ -440,7 +413,9 @@ class GradientReducer:
         except BaseException as error:
             # Ranks that gave up a pass use the same buckets again, others the next ones.
             if self._num_sets > 1 or not isinstance(error, RankMismatchError):
-                self._pass, self._failure = ended, error
+                self._pass = ended
+                if ended is not None:
+                    ended.failure = error
             raise
 
     def raise_if_unfinished(self) -> None:
@@ -449,27 +424,8 @@ class GradientReducer:
         UsageError: it raised, and the gradients were not cleared since; CommunicationError: an
         exchange failed, or this is called inside of a pass.
         """
-        if self._pass is None:
-            return
-        if self._failure is None and not self._pass.is_running:
-            if self._pass.is_cleared:
-                return
-            raise UsageError(
-                f"{self.comm.rank_label}: the previous backward pass raised an exception, so the "
-                "gradients are not complete. Call optimizer.zero_grad() and run forward and "
-                "backward again, or leave this step out; on all ranks."
-            )
-        if self._failure is None:
-            raise UsageError(
-                f"{self.comm.rank_label}: step() or an exchange is called inside of a backward "
-                "pass, whose means are there when backward() has returned. Call step() after "
-                "backward(), not in a hook of a gradient."
-            )
-        raise CommunicationError(
-            f"{self.comm.rank_label}: the previous backward pass did not complete "
-            f"({self._failure}), so the ranks no longer agree on what was exchanged. End the job "
-            "and continue from the last checkpoint."
-        )
+        if self._pass is not None:
+            self._pass.raise_if_unfinished(self.comm.rank_label)
 
     def _give_up_pass(self) -> None:
         """End the exchange of a pass that raised, and discard it. *Collective.*
@@ -500,26 +456,6 @@ class GradientReducer:
     def has_unexchanged(self) -> bool:
         """Whether some ``p.grad`` holds passes under no_sync() that no exchange has taken."""
         return bool(self._unexchanged)
-
-    def _is_other_layout(self) -> bool:
-        """Whether parameters are not as they were when the buckets were laid out.
-
-        `nn.Module.to`, `half`, `requires_grad_` and an assignment to ``.data`` change parameters in
-        place, at any time. What has the same address as before is not looked at again.
-        """
-        if self._untrained is None:
-            self._untrained = list(self._find_untrained())
-            for _, parameter in self._untrained:  # as if they had been frozen until now
-                self._known.append(parameter)
-                self._facts.append((False, *_layout_facts(parameter)[1:]))
-                self._addresses.append((False, 0))
-        addresses = [(p.requires_grad, p.data_ptr()) for p in self._known]
-        if addresses == self._addresses:
-            return False
-        if [_layout_facts(p) for p in self._known] != self._facts:
-            return True
-        self._addresses = addresses
-        return False
 
     # ---- at the end of backward ----
 
@@ -561,7 +497,7 @@ class GradientReducer:
     def finish_filling(self) -> None:
         """Pack what is not packed yet and hand over what may be sent early."""
         self.raise_if_unfinished()
-        if self._is_other_layout():
+        if self.parameters.have_changed():
             self._lay_out_again()
         filling = self.filling
         if self._watcher is not None:
@@ -597,10 +533,10 @@ class GradientReducer:
 
     def _exchange_sparse(self, weight: float) -> None:
         """The sparse gradients of this pass, after all sums on every rank."""
-        if self._sparse:
+        if self.parameters.sparse:
             self.filling.sparse_means = mean_sparse_gradients(
                 self.comm,
-                [parameter for _, parameter in self._sparse],
+                [parameter for _, parameter in self.parameters.sparse],
                 weight,
                 zero_fill=self.zero_fill,
                 reduction=self.reduction,
@@ -703,31 +639,13 @@ class GradientReducer:
 
     def record_nonfinite(self, means: BucketSet) -> NonfiniteGradients | None:
         """Take note of what is not finite in them. *Collective*, if there is something."""
-        problem = means.nonfinite() or self._nonfinite_sparse(means)
-        self.problem = problem
-        if problem is not None:
-            self.problems.append(problem)
-        return problem
-
-    def record_problem(self, problem: NonfiniteGradients | None, *, is_known: bool = False) -> None:
-        """Make this the `problem` of the current gradients. Local.
-
-        ``is_known``: it is among `problems` already.
-        """
-        self.problem = problem
-        if problem is not None and not is_known:
-            self.problems.append(problem)
-
-    def take_problem(self) -> NonfiniteGradients | None:
-        """The `problem` of the current gradients, which is then dealt with. Local."""
-        problem, self.problem = self.problem, None
-        return problem
+        return self.nonfinite.record(means.nonfinite() or self._nonfinite_sparse(means))
 
     def _nonfinite_sparse(self, means: BucketSet) -> NonfiniteGradients | None:
         """What is not finite among the sparse means, which are the same on all ranks. Local."""
         names = [
             name
-            for name, parameter in self._sparse
+            for name, parameter in self.parameters.sparse
             if (mean := means.sparse_means.get(parameter)) is not None
             and not mean._values().isfinite().all()
         ]
@@ -754,11 +672,6 @@ class GradientReducer:
     def _fill_missing(self) -> None:
         """One rank alone treats a missing gradient as several do."""
         if self.zero_fill:
-            for _, parameter in self.parameters():
+            for _, parameter in self.parameters.trained():
                 if parameter.grad is None and parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter)
-
-
-def _layout_facts(parameter: nn.Parameter) -> tuple[bool, torch.dtype, torch.device, torch.Size]:
-    """What the place of a parameter in a bucket depends on."""
-    return parameter.requires_grad, parameter.dtype, parameter.device, parameter.shape

@@ -20,53 +20,39 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 from pytorch_pfn_extras import reporting
 from torch import Tensor, nn
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import TCPStore
 from torch.optim import Optimizer
 
-from torchmn.communicators import ROUTES, Communicator
-from torchmn.communicators.object_codec import Trust
 from torchmn.errors import (
     CommunicationError,
     LaunchError,
     PeerLostError,
     UnknownNameError,
-    UnsupportedError,
     UsageError,
 )
 from torchmn.evaluation import (
     Ratio,
-    Sums,
-    WeightedSums,
-    batch_to,
-    merge_sums,
-    num_samples,
-    scalars_of,
 )
 from torchmn.gradients.replicas import named_parameters
 from torchmn.launch.launch_local import LocalRanks, launch_local, raise_if_imported_by_rank
+from torchmn.launch.updater_devices import Device, named_devices
+from torchmn.launch.updater_replica import MAIN, Order, Replica, run_worker
 from torchmn.optimizer import MultiNodeOptimizer
 from torchmn.topology import Topology
 from torchmn.topology.cpus import assign_cpus, available_processors
-from torchmn.training.batch_source import BatchSource, batch_source
+from torchmn.training.batch_source import batch_source
 from torchmn.training.log_report import OBSERVATIONS, Observations
-from torchmn.training.standard_updater import StandardUpdater, compute_gradients
-from torchmn.transports.gloo_nccl import TorchDistributedTransport
+from torchmn.training.standard_updater import StandardUpdater
 
-Device = int | str | torch.device
-
-_MAIN = 0
 _START_LIMIT_S = 300.0
 _REPORT_LIMIT_S = 5.0
 _END_LIMIT_S = 10.0
-_NO_LIMIT_S = 30 * 24 * 3600.0
-"""Workers wait this long for a command: main may evaluate or write between two updates."""
 
 
 class MultiprocessParallelUpdater(StandardUpdater):
@@ -109,7 +95,7 @@ class MultiprocessParallelUpdater(StandardUpdater):
         timeout_s: float = 60.0,
     ) -> None:
         raise_if_imported_by_rank()
-        self.devices = _named_devices(devices)
+        self.devices = named_devices(devices)
         _raise_if_parts_differ(iterators, self.devices)
         if isinstance(optimizer, MultiNodeOptimizer):
             raise UsageError(
@@ -125,7 +111,7 @@ class MultiprocessParallelUpdater(StandardUpdater):
         self.timeout_s = timeout_s
         self._sources = [self.source, *map(batch_source, iterators[1:])]
         self._workers: LocalRanks | None = None
-        self._replica: _Replica | None = None
+        self._replica: Replica | None = None
         self._has_ended = self._has_failed = False
         self._random_states: dict[int, Any] = {}
         """Of the workers, by rank, as they were saved."""
@@ -137,7 +123,7 @@ class MultiprocessParallelUpdater(StandardUpdater):
         if self._replica is None:
             raise UsageError("This updater has ended. Make a new one to train again.")
         with self._report_of_failure():
-            self._replica.control.bcast_obj("update", _MAIN)
+            self._replica.control.bcast_obj("update", MAIN)
             sums = self._replica.update(self.optimizer)
         num_ranks = len(self.devices) if self.observations == "mean" else 1
         means: dict[str, Any] = {  # what each rank reported once is a number
@@ -158,7 +144,7 @@ class MultiprocessParallelUpdater(StandardUpdater):
         orders = [self._order(rank, store.port, secret) for rank in range(len(self.devices))]
         is_cpu = self.devices["main"].type == "cpu"
         processors = available_processors()
-        own = assign_cpus(processors, intra_rank=_MAIN, intra_size=len(orders))
+        own = assign_cpus(processors, intra_rank=MAIN, intra_size=len(orders))
         self._has_ended = self._has_failed = True  # until all ranks have joined
         atexit.register(self.finalize)
         if is_cpu:
@@ -166,14 +152,14 @@ class MultiprocessParallelUpdater(StandardUpdater):
             torch.set_num_threads(own.num_threads)
         if orders[1:]:
             self._workers = launch_local(
-                _run_worker,
+                run_worker,
                 [(order,) for order in orders[1:]],
                 backend="gloo" if is_cpu else "nccl",
                 cores=set(processors.logical) - set(own.cores),
             )
             self._wait_for_start(self._workers, store)
         with self._report_of_failure():
-            self._replica = _Replica(orders[_MAIN], store, self.model, self.loss_func, self.source)
+            self._replica = Replica(orders[MAIN], store, self.model, self.loss_func, self.source)
             self._load_into_workers(self._replica)
         self._has_ended = self._has_failed = False
 
@@ -185,7 +171,7 @@ class MultiprocessParallelUpdater(StandardUpdater):
         if replica is not None:
             with contextlib.suppress(CommunicationError):
                 if not self._has_failed:
-                    replica.control.bcast_obj("end", _MAIN)
+                    replica.control.bcast_obj("end", MAIN)
             replica.finalize()
         if workers is not None:
             workers.end(0.0 if self._has_failed else _END_LIMIT_S)
@@ -201,8 +187,8 @@ class MultiprocessParallelUpdater(StandardUpdater):
         states = [dict(source.state_dict()) for source in self._sources]
         random_states = dict(self._random_states)
         if self._replica is not None:
-            self._replica.control.bcast_obj("state", _MAIN)
-            gathered = self._replica.control.gather_obj(None, _MAIN) or []
+            self._replica.control.bcast_obj("state", MAIN)
+            gathered = self._replica.control.gather_obj(None, MAIN) or []
             for rank in range(1, len(gathered)):
                 states[rank], random_states[rank] = gathered[rank]
         return {"iteration": self.iteration, "sources": states, "random_states": random_states}
@@ -226,8 +212,8 @@ class MultiprocessParallelUpdater(StandardUpdater):
 
     # ---- inside ----
 
-    def _order(self, rank: int, port: int, secret: bytes) -> _Order:
-        return _Order(
+    def _order(self, rank: int, port: int, secret: bytes) -> Order:
+        return Order(
             rank=rank,
             size=len(self.devices),
             device=list(self.devices.values())[rank],
@@ -235,8 +221,8 @@ class MultiprocessParallelUpdater(StandardUpdater):
             secret=secret,
             timeout_s=self.timeout_s,
             seed=(torch.initial_seed() + rank) % 2**63,
-            observes=rank == _MAIN or self.observations == "mean",
-            payload=b"" if rank == _MAIN else self._pickled(rank),
+            observes=rank == MAIN or self.observations == "mean",
+            payload=b"" if rank == MAIN else self._pickled(rank),
         )
 
     def _pickled(self, rank: int) -> bytes:
@@ -281,10 +267,10 @@ class MultiprocessParallelUpdater(StandardUpdater):
             self._has_failed = True
             raise
 
-    def _load_into_workers(self, replica: _Replica) -> None:
+    def _load_into_workers(self, replica: Replica) -> None:
         states = [dict(source.state_dict()) for source in self._sources]
-        replica.control.bcast_obj("load", _MAIN)
-        replica.control.bcast_obj((states, self._random_states), _MAIN)
+        replica.control.bcast_obj("load", MAIN)
+        replica.control.bcast_obj((states, self._random_states), MAIN)
 
     def _resharded(self, states: Sequence[Any]) -> list[Any]:
         """One state for each iterator, from those of another number of devices."""
@@ -301,151 +287,6 @@ class MultiprocessParallelUpdater(StandardUpdater):
             for rank, reshard in enumerate(reshards)
             if reshard is not None
         ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Order:
-    """What a rank needs to know to begin."""
-
-    rank: int
-    size: int
-    device: torch.device
-    port: int
-    """Of the store at which the ranks join."""
-    secret: bytes
-    timeout_s: float
-    seed: int
-    """Of the default random generator: dropout differs between ranks."""
-    observes: bool
-    payload: bytes
-    """Pickled (model, loss function, source of batches)."""
-
-
-class _Replica:
-    """What all ranks do in an iteration. Every method is *collective*, and so is making one."""
-
-    def __init__(
-        self,
-        order: _Order,
-        store: Store,
-        model: nn.Module,
-        loss_func: Callable[..., Tensor],
-        source: BatchSource,
-    ) -> None:
-        self._order = order
-        self._model = model
-        self._loss_func = loss_func
-        self._source = source
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._reporter = reporting.Reporter()
-        self._reporter.add_observer("main", model)
-        self._reporter.add_observers("main", list(model.named_modules()))
-        self._comm = self._join(PrefixStore("gradients", store), order.timeout_s)
-        self.control = self._join(PrefixStore("control", store), _NO_LIMIT_S)
-        self._comm.bcast_data(model)
-
-    def _join(self, store: Store, timeout_s: float) -> Communicator:
-        order = self._order
-        transport = TorchDistributedTransport(
-            store,
-            order.rank,
-            order.size,
-            timeout_s=order.timeout_s,
-            cuda_device=order.device if order.device.type == "cuda" else None,
-        )
-        return ROUTES["flat"](
-            transport,
-            Topology(("localhost",) * order.size),
-            device=order.device,
-            timeout_s=timeout_s,
-            trust=Trust(secret=order.secret),
-        )
-
-    def update(self, optimizer: Optimizer | None) -> Sums:
-        """Do one iteration; main passes its optimizer.
-
-        Returns the sums of what the ranks reported, the same on all. Raises UsageError: the model
-        did not return a loss.
-        """
-        for parameter in self._parameters:
-            parameter.grad = None
-        batch = next(self._source)
-        num = num_samples(batch)
-        observation: dict[str, Any] = {}
-        if num != 0:
-            with self._reporter.scope(observation):
-                compute_gradients(self._loss_func, batch_to(batch, self._order.device))
-        own = WeightedSums()
-        for name, value in scalars_of(observation).items() if self._order.observes else ():
-            own.add(name, value)
-        weight = float(1 if num is None else num)
-        everyone = self._comm.allgather_obj((weight, own.sums()))
-        share = weight / (sum(weight for weight, _ in everyone) or 1.0)
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(share * self._order.size)
-        self._comm.multi_node_mean_grad(self._model, zero_fill=True)
-        if optimizer is not None:
-            optimizer.step()
-        self._broadcast_parameters()
-        return merge_sums([sums for _, sums in everyone])
-
-    @torch.no_grad()
-    def _broadcast_parameters(self) -> None:
-        """Give all ranks the parameters of main, one message per dtype."""
-        for dtype in dict.fromkeys(p.dtype for p in self._parameters):
-            group = [p for p in self._parameters if p.dtype == dtype]
-            flat = self._comm.bcast(torch.cat([p.reshape(-1) for p in group]), _MAIN)
-            if self._order.rank != _MAIN:
-                for parameter, part in zip(
-                    group, flat.split([p.numel() for p in group]), strict=True
-                ):
-                    parameter.copy_(part.view_as(parameter))
-
-    def work(self) -> None:
-        """Follow main's commands until it ends; of the workers."""
-        while (command := self.control.bcast_obj(None, _MAIN)) != "end":
-            if command == "update":
-                self.update(None)
-            elif command == "state":
-                random_state = _random_state(self._order.device)
-                self.control.gather_obj((dict(self._source.state_dict()), random_state), _MAIN)
-            elif command == "load":
-                states, random_states = self.control.bcast_obj(None, _MAIN)
-                self._source.load_state_dict(states[self._order.rank])
-                if self._order.rank in random_states:
-                    _load_random_state(random_states[self._order.rank], self._order.device)
-
-    def finalize(self) -> None:
-        """Close the connections."""
-        self._comm.finalize()
-        self.control.finalize()
-
-
-def _run_worker(order: _Order) -> None:
-    if order.device.type == "cuda":
-        torch.cuda.set_device(
-            order.device
-        )  # before any tensor, so that no context is made elsewhere
-    torch.manual_seed(order.seed)
-    model, loss_func, source = pickle.loads(order.payload)
-    store = TCPStore("127.0.0.1", order.port, is_master=False, wait_for_workers=False)
-    store.set(f"started{order.rank}", "")
-    replica = _Replica(order, store, model.to(order.device), loss_func, source)
-    replica.work()
-    replica.finalize()
-
-
-def _random_state(device: torch.device) -> list[Tensor]:
-    """The states of torch's default generators, which dropout uses."""
-    states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
-
-
-def _load_random_state(states: Sequence[Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda" and len(states) > 1:
-        torch.cuda.set_rng_state(states[1], device)
 
 
 def _serve_store(timeout_s: float) -> TCPStore:
@@ -474,42 +315,6 @@ def _pickle_problem(parts: Mapping[str, object], error: Exception) -> str:
                 "threads."
             )
     return f"The model cannot be copied for the worker ranks: {type(error).__name__}: {error}"
-
-
-def _named_devices(devices: Mapping[str, Device] | Sequence[Device]) -> dict[str, torch.device]:
-    if isinstance(devices, Mapping):
-        if "main" not in devices:
-            raise UsageError(
-                f"devices has the keys {', '.join(map(repr, devices))}. One must be 'main': the "
-                "device that steps the optimizer."
-            )
-        named = {"main": devices["main"], **devices}
-    elif isinstance(devices, (list, tuple)) and devices:
-        named = {("main" if i == 0 else f"gpu{i}"): device for i, device in enumerate(devices)}
-    else:
-        raise UsageError(
-            f"devices={devices!r} should be a dict with 'main', or a list with main first."
-        )
-    found = {name: _device(device) for name, device in named.items()}
-    kinds = {device.type for device in found.values()}
-    if len(kinds) > 1 or not kinds <= {"cpu", "cuda"}:
-        raise UnsupportedError(
-            f"devices are {', '.join(map(str, found.values()))}. All must be GPUs or all CPUs."
-        )
-    gpus = [device.index for device in found.values() if device.type == "cuda"]
-    if len(set(gpus)) < len(gpus):
-        raise UnsupportedError(f"GPUs {gpus}: NCCL needs one rank per GPU. Name each GPU once.")
-    num_gpus = torch.cuda.device_count() if gpus else 0
-    if gpus and max(gpus) >= num_gpus:
-        raise UsageError(f"There is no GPU {max(gpus)}: this machine shows {num_gpus}.")
-    return found
-
-
-def _device(device: Device) -> torch.device:
-    if isinstance(device, int):
-        return torch.device("cpu") if device < 0 else torch.device("cuda", device)
-    found = torch.device(device)
-    return torch.device("cuda", 0) if found.type == "cuda" and found.index is None else found
 
 
 def _raise_if_parts_differ(iterators: Sequence[Any], devices: Mapping[str, torch.device]) -> None:

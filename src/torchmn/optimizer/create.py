@@ -15,7 +15,8 @@ from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
 from torchmn.gradients.bucket_set import Reduction
 from torchmn.gradients.codec_state import own_codec, warn_if_it_encodes_nothing
 from torchmn.optimizer.equal_dropout import warn_of_equal_dropout
-from torchmn.optimizer.multi_node_optimizer import MultiNodeOptimizer, OnNonfinite, Weight
+from torchmn.optimizer.multi_node_optimizer import MultiNodeOptimizer, Weight
+from torchmn.optimizer.nonfinite_policy import OnNonfinite
 from torchmn.schedules.base import Schedule
 from torchmn.schedules.double_buffering import DoubleBuffering
 from torchmn.schedules.every_step import EveryStep

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -15,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from torchmn.autotune.tuner import Autotuner
 from torchmn.communicators import Communicator
 from torchmn.compression import Codec, ErrorFeedback
-from torchmn.errors import NonFiniteGradientError, TorchmnError, UnsupportedError, UsageError
+from torchmn.errors import TorchmnError, UnsupportedError, UsageError
 from torchmn.gradients.bucket_set import Reduction
 from torchmn.gradients.model_hooks import ModelHooks
 from torchmn.gradients.nonfinite import NonfiniteGradients
@@ -32,15 +31,19 @@ from torchmn.gradients.weights import Contribution
 from torchmn.optimizer import resume
 from torchmn.optimizer.closure import over_ranks
 from torchmn.optimizer.join import joined
+from torchmn.optimizer.nonfinite_policy import (
+    OnNonfinite,
+    act_on_nonfinite,
+    record_own_nonfinite,
+)
 from torchmn.optimizer.untrained_parameters import (
     untrained_parameters,
     warn_of_untrained_parameters,
 )
-from torchmn.resharding import warnings_of
+from torchmn.resharding import raise_if_other_optimizer, warnings_of
 from torchmn.schedules.base import USED_BY_SCALER, DefersUpdates, Schedule
 
 Weight = Literal["rank", "samples"]
-OnNonfinite = Literal["raise", "warn", "ignore"]
 
 
 class MultiNodeOptimizer(Optimizer):
@@ -289,7 +292,7 @@ class MultiNodeOptimizer(Optimizer):
         result = self.schedule.step(closure)
         if reducer.is_needed and not self._has_checked_untrained:
             self._has_checked_untrained = True
-            warn_of_untrained_parameters(self.communicator, reducer.untrained)
+            warn_of_untrained_parameters(self.communicator, reducer.parameters.untrained)
         reducer.end_step()
         self.communicator.num_steps = (self.communicator.num_steps or 0) + 1
         self._has_local_passes = False
@@ -342,9 +345,11 @@ class MultiNodeOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load our own state or a plain optimizer's. All ranks must call it, or none.
 
-        Local, but *collective* under ``auto``. Raises UsageError: another schedule's state.
+        Local, but *collective* under ``auto``. Raises UsageError: the state of another schedule or
+        of another class of optimizer.
         """
         ours = state_dict.get("torchmn", {})
+        raise_if_other_optimizer(self.inner, state_dict, ours.get("optimizer", ""))
         self._complete()
         if self.tuner is not None:
             self.tuner.load_state_dict(ours.get("tuner", {}))
@@ -482,7 +487,7 @@ class MultiNodeOptimizer(Optimizer):
     @property
     def nonfinite(self) -> list[NonfiniteGradients]:
         """Every step whose gradients were not finite on some rank: step, ranks, parameters."""
-        return self.reducer.problems
+        return self.reducer.nonfinite.problems
 
     def close(self) -> None:
         """Release the model, to train it by itself or make another optimizer for it. Local."""
@@ -526,39 +531,13 @@ class MultiNodeOptimizer(Optimizer):
     def _make_ready_for_step(self) -> None:
         """All that is done to gradients before the inner optimizer sees them."""
         if not (self.reducer.is_needed or self.reducer.is_suspended):
-            self._check_own_gradients()
+            record_own_nonfinite(self.reducer)
         self._act_on_problem()
         if self._max_grad_norm is not None:
             self.clip_grad_norm_(self._max_grad_norm)
 
-    def _check_own_gradients(self) -> None:
-        """One rank alone exchanges nothing, but what is not finite is found all the same."""
-        grads = {
-            p: p.grad.detach().to_dense() for p in _parameters_of(self.inner) if p.grad is not None
-        }
-        sums = [grad.sum().abs().double().cpu() for grad in grads.values()]
-        if not sums or bool(torch.stack(sums).isfinite().all()):
-            return
-        names = [  # unless only a sum was too large
-            name
-            for name, parameter in self.reducer.parameters()
-            if parameter in grads and not bool(grads[parameter].isfinite().all())
-        ]
-        if names:
-            self.reducer.record_problem(NonfiniteGradients(self.reducer.step, {0: names}))
-
     def _act_on_problem(self) -> None:
-        problem = self.reducer.take_problem()
-        if problem is None or self._on_nonfinite == "ignore":
-            return
-        text = (
-            f"{self.communicator.rank_label}: {problem}. Lower the learning rate, clip "
-            "(max_grad_norm=), or scale the loss with torch.amp.GradScaler; with on_nonfinite="
-            "'warn' or 'ignore' training continues."
-        )
-        if self._on_nonfinite == "raise":
-            raise NonFiniteGradientError(text)
-        warnings.warn(text, RuntimeWarning, stacklevel=4)
+        act_on_nonfinite(self.reducer, self._on_nonfinite)
 
     def _await_gradients(self, reason: str | None) -> None:
         if self.tuner is not None:

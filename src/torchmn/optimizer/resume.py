@@ -15,7 +15,7 @@ from torchmn.resharding import mean_state, reshard_codec, reshard_inner, reshard
 from torchmn.schedules.base import Schedule
 
 State = dict[str, Any]
-_NOT_THE_SCHEDULES = ("schedule", "codec", "progress", "accumulated", "tuner")
+_NOT_THE_SCHEDULES = ("schedule", "optimizer", "codec", "progress", "accumulated", "tuner")
 """The keys under ``torchmn`` that are not the schedule's."""
 
 
@@ -27,6 +27,7 @@ def save(
     state = inner.state_dict()
     state["torchmn"] = {
         "schedule": schedule.name,
+        "optimizer": type(inner).__name__,
         "codec": reducer.state_dict(),
         "progress": reducer.progress(),
         **({"accumulated": _accumulated(reducer)} if has_local_passes else {}),
@@ -61,6 +62,7 @@ def reshard(
     is_same = ours[0]["schedule"] == schedule.name
     state["torchmn"] = {
         "schedule": ours[0]["schedule"],
+        "optimizer": ours[0].get("optimizer", ""),
         "codec": reshard_codec([own["codec"] for own in ours], comm),
         # The scale of weights suits the old number of ranks; the new ones agree on theirs.
         "progress": {**ours[0]["progress"], "scale": None} if "progress" in ours[0] else {},
@@ -78,7 +80,7 @@ def _accumulated(reducer: GradientReducer) -> State:
     return {
         "gradients": {
             name: parameter.grad.detach().clone()
-            for name, parameter in reducer.parameters()
+            for name, parameter in reducer.parameters.trained()
             if parameter.grad is not None
         },
         "weight": own.weight,
@@ -93,7 +95,7 @@ def load_accumulated(reducer: GradientReducer, state: State | None) -> None:
     own.reset()
     if state is None:
         return
-    for name, parameter in reducer.parameters():
+    for name, parameter in reducer.parameters.trained():
         gradient = state["gradients"].get(name)
         parameter.grad = None if gradient is None else gradient.to(parameter).clone()
     own.resume(state["num_samples"])

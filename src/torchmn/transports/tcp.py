@@ -32,7 +32,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -40,7 +39,7 @@ from torch import Tensor
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect
 from torchmn.control.ports import listen_on
 from torchmn.environment_variables import SECRET_VARIABLE
-from torchmn.errors import CommunicationError, LaunchError, PeerLostError, TimeLimitError
+from torchmn.errors import CommunicationError, LaunchError, TimeLimitError
 from torchmn.topology.network import address_of
 from torchmn.transports.base import (
     COMBINE,
@@ -52,16 +51,15 @@ from torchmn.transports.base import (
     fold,
 )
 from torchmn.transports.gloo_nccl import TorchDistributedTransport
+from torchmn.transports.tcp_stream import Stream, memory_of
 from torchmn.units import KiB, MiB
 
 MAX_PEERS = 15
 """With more peers the many connections of an all-to-all cost more than they save."""
 
 _LARGE_BYTES = 64 * KiB
-_WAKE_BYTES = 512 * KiB
 _PIECE_BYTES = MiB  # summed and sent on at a time; smaller pieces cost more than they hide
 _CONNECT_S = 5.0
-_HEAD = struct.Struct("<QQ")  # tag, bytes: the next message on a connection
 _TOKEN_BYTES = 16
 _ADDRESS_BYTES = 16
 _ROW_BYTES = 256
@@ -99,8 +97,8 @@ class TcpTransport(WrappingTransport):
         self.fallback_reason = fallback_reason
         if fallback_reason:
             self.name = inner.name
-        self._streams = {peer: _Stream(peer, each) for peer, each in connections.items()}
-        self._early = {peer: _Stream(peer, each) for peer, each in early_connections.items()}
+        self._streams = {peer: Stream(peer, each) for peer, each in connections.items()}
+        self._early = {peer: Stream(peer, each) for peer, each in early_connections.items()}
         self._by_descriptor = {
             stream.socket.fileno(): stream
             for stream in (*self._streams.values(), *self._early.values())
@@ -239,7 +237,7 @@ class TcpTransport(WrappingTransport):
             stream.num_needed = stream.post_head(own.nbytes, tag + 1) + own.nbytes
         parts[self.rank] = own
         in_rank_order = [parts[peer] for peer in range(self.size)]
-        memory, itemsize = _memory(own), own.element_size()
+        memory, itemsize = memory_of(own), own.element_size()
         num_summed = 0
 
         def sum_arrived() -> None:
@@ -296,146 +294,10 @@ class TcpTransport(WrappingTransport):
         self.inner.close()
 
 
-@dataclass(slots=True, eq=False)
-class _Incoming:
-    """A message that is expected on a stream."""
-
-    head: bytes
-    body: memoryview
-    num_bytes: int = 0
-    """Received so far, head and body."""
-
-    @property
-    def num_body_bytes(self) -> int:
-        """Received so far of the body."""
-        return max(0, self.num_bytes - _HEAD.size)
-
-
-class _Stream:
-    """One connection: the messages still to be sent and received on it, in order.
-
-    Any one thread may `post_send`; all else is done by the thread that runs the exchanges.
-    """
-
-    def __init__(self, peer: int, connection: socket.socket) -> None:
-        self.peer = peer
-        self.socket = connection
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.num_needed = 0
-        """The bytes to send, since the beginning, before this stream is done."""
-        self._num_posted = 0
-        self._num_sent = 0
-        self._out: deque[memoryview] = deque()
-        self._in: deque[_Incoming] = deque()
-        self._head = bytearray(_HEAD.size)
-        self._wake_bytes = 1
-
-    def post_send(self, tensor: Tensor, tag: int) -> int:
-        """Send a tensor after what was posted before; returns where it ends in the stream."""
-        self.post_head(tensor.nbytes, tag)
-        return self.post_body(_memory(tensor))
-
-    def post_head(self, nbytes: int, tag: int) -> int:
-        """Begin a message whose body of ``nbytes`` is posted later."""
-        return self.post_body(memoryview(_HEAD.pack(tag, nbytes)))
-
-    def post_body(self, memory: memoryview) -> int:
-        """Send a part of the body of a message."""
-        self._num_posted += len(memory)
-        self._out.append(memory)
-        return self._num_posted
-
-    def post_recv(self, tensor: Tensor, tag: int) -> _Incoming:
-        """Receive a tensor after what was posted before."""
-        incoming = _Incoming(_HEAD.pack(tag, tensor.nbytes), _memory(tensor))
-        self._in.append(incoming)
-        return incoming
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all expected messages are complete."""
-        return self._num_sent >= self.num_needed and not self._in
-
-    @property
-    def events(self) -> int:
-        """The events to poll for."""
-        return (select.POLLOUT if self._out else 0) | (select.POLLIN if self._in else 0)
-
-    def advance(self, events: int) -> None:
-        """Move what can be moved without waiting. Raises PeerLostError."""
-        try:
-            if events & ~select.POLLIN and self._out:
-                self._send()
-            if events & ~select.POLLOUT and self._in:
-                self._receive()
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            raise PeerLostError(
-                f"rank {self.peer} of the group closed its connection ({error.strerror or error})."
-            ) from error
-
-    def _send(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while self._out:
-                # By index: another thread may append.
-                parts = [self._out[i] for i in range(min(len(self._out), 4))]
-                num_sent = self.socket.sendmsg(parts)
-                self._num_sent += num_sent
-                for part in parts:
-                    if num_sent < len(part):
-                        self._out[0] = part[num_sent:]
-                        return  # until there is room again
-                    num_sent -= len(part)
-                    self._out.popleft()
-
-    def _receive(self) -> None:
-        while self._in:
-            message = self._in[0]
-            size = _HEAD.size + len(message.body)
-            self._wake_at(size - message.num_bytes)
-            is_head_new = message.num_bytes < _HEAD.size
-            if is_head_new:
-                parts = [memoryview(self._head)[message.num_bytes :], message.body]
-                num_bytes = self.socket.recvmsg_into(parts)[0]
-            else:
-                num_bytes = self.socket.recv_into(message.body[message.num_bytes - _HEAD.size :])
-            if num_bytes == 0:
-                raise PeerLostError(f"rank {self.peer} of the group closed its connection.")
-            message.num_bytes += num_bytes
-            if is_head_new and message.num_bytes >= _HEAD.size:
-                self._raise_if_other(message.head)
-            if message.num_bytes < size:
-                self._wake_at(size - message.num_bytes)
-                return  # until enough has arrived
-            self._in.popleft()
-
-    def _wake_at(self, num_left: int) -> None:
-        """Set how many bytes must have arrived before poll returns: at most what is missing."""
-        wake_bytes = min(num_left, _WAKE_BYTES)
-        if wake_bytes != self._wake_bytes:
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake_bytes)
-            self._wake_bytes = wake_bytes
-
-    def _raise_if_other(self, expected: bytes) -> None:
-        if self._head == expected:
-            return
-        (tag, nbytes), (own_tag, own_nbytes) = _HEAD.unpack(self._head), _HEAD.unpack(expected)
-        raise PeerLostError(
-            f"rank {self.peer} of the group sent {nbytes} bytes with tag {tag} where {own_nbytes} "
-            f"with tag {own_tag} were expected: it is in a different collective."
-        )
-
-
 def _is_large(message: Message) -> bool:
     """The same on both sides, for the sizes of what is sent and received must match."""
     _, tensor = message
     return tensor.nbytes >= _LARGE_BYTES and not tensor.is_cuda
-
-
-def _memory(tensor: Tensor) -> memoryview:
-    return memoryview(cast(Any, tensor.view(torch.uint8).numpy()))
 
 
 # ---- connecting ----

@@ -129,7 +129,7 @@ class HidesWhatIsNotFinite(EveryStep):
 
     def backward_ended(self):
         super().backward_ended()
-        self._reducer.take_problem()
+        self._reducer.nonfinite.take()
         for slot in self._reducer.sets[0].slots:
             slot.parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
 
@@ -262,7 +262,7 @@ class GoesOnWithNan(SmallBlocks):
     """Takes no note of movements that are not finite."""
 
     def _discard_block(self, fragment):
-        self._reducer.take_problem()
+        self._reducer.nonfinite.take()
         fragment.reset_to_anchors()
 
 

@@ -263,7 +263,7 @@ def _weighted_mean(comm: Communicator, local: Tensor, weight: float) -> Tensor:
 
 def _lost(optimizer: MultiNodeOptimizer) -> Tensor:
     """What the codec of this rank keeps, one behind the other for all parameters. Local."""
-    sizes = {name: parameter.numel() for name, parameter in optimizer.reducer.parameters()}
+    sizes = {name: parameter.numel() for name, parameter in optimizer.reducer.parameters.trained()}
     optimizer.state_dict()  # it waits for what is under way
     return _residues_of(optimizer.reducer.codec, sizes)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,6 +100,28 @@ def test_missing_and_longer(path: Path, file: str) -> None:
     (step, warned), _ = resume(path)
     assert step == 1
     assert f"{file} is missing" in warned[0]
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "rank0000.json", "rank0000.safetensors"])
+@pytest.mark.parametrize("nbytes", [4 << 40, 900_000_000])
+def test_file_that_is_a_hole(path: Path, file: str, nbytes: int) -> None:
+    """Nothing of this size is allocated, even where the manifest says the same."""
+    target = path / "a run" / NEWEST / file
+    manifest = target.with_name("manifest.json")
+    target.write_bytes(b"")
+    os.truncate(target, nbytes)
+    if file != "manifest.json":
+        body = json.loads(manifest.read_bytes())["manifest"]
+        body["files"][file]["nbytes"] = nbytes
+        manifest.write_bytes(sealed(json.dumps(body).encode()))
+    tracemalloc.start()
+    try:
+        (step, (warned,)), _ = resume(path)
+        assert tracemalloc.get_traced_memory()[1] < 100_000_000
+    finally:
+        tracemalloc.stop()
+    assert step == 1
+    assert file in warned
 
 
 def test_swapped_files(path: Path) -> None:
@@ -228,7 +252,7 @@ def test_mutated_manifests_with_the_right_checksum(path: Path) -> None:
 def test_names_of_files_are_those_of_shards(path: Path, name: str) -> None:
     body = json.loads(manifest_of(path))["manifest"]
     body["files"][name] = next(iter(body["files"].values()))
-    with pytest.raises(DataError, match="not the name of a shard"):
+    with pytest.raises(DataError, match="not a valid manifest"):
         manifest_file.parse(sealed(json.dumps(body).encode()))
 
 

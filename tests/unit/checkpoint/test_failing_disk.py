@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import grp
 import os
+import shutil
+import stat
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +18,7 @@ from torch import nn
 
 import torchmn
 from tests.unit.checkpoint.training import checkpointer_of, names, on_ranks
-from torchmn.errors import DataError
+from torchmn.errors import DataError, UsageError
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
 
@@ -65,7 +68,9 @@ def test_full_disk(small_disk: Path, is_async: bool) -> None:
     results = on_ranks(rank_main, 2)
     warned, error, step, records = results[0]
     assert len(warned) >= 1
-    assert "the checkpoint of step 2 was aborted; earlier checkpoints are kept" in warned[0]
+    assert (
+        "the checkpoint of step 2 was aborted; the newest one is step-00000001: rank" in warned[0]
+    )
     assert f"No space left on device (errno {errno.ENOSPC})" in warned[0]
     assert str(small_disk) in warned[0]
     assert "step 4 was aborted" in error
@@ -121,20 +126,78 @@ def test_path_below_a_file(tmp_path: Path) -> None:
         on_ranks(lambda comm: checkpointer_of(comm, tmp_path / "file" / "below"), 2)
 
 
-def test_folder_that_is_removed_meanwhile(tmp_path: Path) -> None:
-    """A save makes no folder above its own: a mount that is gone is not written under."""
+def test_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
+    def rank_main(comm: torchmn.Communicator) -> list[str]:
+        warned: list[str] = []
+        checkpointer = checkpointer_of(comm, tmp_path / "above")
+        checkpointer._warn = warned.append
+        checkpointer.save(1, {"model": model_of(9, 1.0)})
+        checkpointer.finish()
+        if comm.rank == 0:
+            shutil.rmtree(tmp_path / "above")
+        comm.barrier()
+        for step in (2, 3):
+            checkpointer.save(step, {"model": model_of(9, 1.0)})
+        checkpointer.finish()
+        return warned
 
-    def rank_main(comm: torchmn.Communicator) -> None:
-        checkpointer = checkpointer_of(comm, tmp_path)
+    (warned,), nothing = on_ranks(rank_main, 2)
+    assert "removed or replaced during training and has been made again" in warned
+    assert "step-00000002 is the only checkpoint" in warned
+    assert nothing == []
+    assert names(tmp_path / "above") == ["step-00000002", "step-00000003"]
+
+
+@pytest.mark.root
+@needs_root
+def test_mount_that_is_gone_is_not_written_under(small_disk: Path) -> None:
+    def rank_main(comm: torchmn.Communicator) -> str:
+        checkpointer = checkpointer_of(comm, small_disk)
         comm.barrier()
         if comm.rank == 0:
-            (tmp_path / "a run").rename(tmp_path / "gone")
+            subprocess.run(["umount", "-l", str(small_disk)], check=True)
         comm.barrier()
         checkpointer.save(1, {"model": model_of(9, 1.0)})
-        with pytest.raises(DataError, match=r"No such file or directory \(errno 2\)"):
+        with pytest.raises(DataError) as caught:
             checkpointer.finish()
+        return str(caught.value)
 
-    on_ranks(rank_main, 2)
+    for text in on_ranks(rank_main, 2):
+        assert "was aborted; there is no earlier one" in text
+        assert "its file system is no longer mounted (errno 2)" in text
+    assert list(small_disk.iterdir()) == []
+    mount("-t", "tmpfs", "tmpfs", str(small_disk))  # for the fixture to remove
+
+
+def test_who_may_read(tmp_path: Path) -> None:
+    """Only the user, whatever the umask; and a group if it is named."""
+    group = grp.getgrgid(os.getgid()).gr_name
+
+    def save(comm: torchmn.Communicator) -> None:
+        for where, options in (("own", {}), ("shared", {"group": group})):
+            checkpointer = checkpointer_of(comm, tmp_path / where, **options)
+            checkpointer.save(1, {"model": model_of(9, comm.rank)})
+            checkpointer.finish()
+            if comm.rank == 0:
+                modes[where, "owner"] = (tmp_path / where / "a run" / ".owner").stat().st_mode
+
+    modes: dict[tuple[str, str], int] = {}
+    before = os.umask(0)
+    try:
+        on_ranks(save, 2)
+    finally:
+        os.umask(before)
+    for where, of_folders, of_files in (("own", 0o700, 0o600), ("shared", 0o2750, 0o640)):
+        folder = tmp_path / where / "a run"
+        files = list((folder / "step-00000001").iterdir())
+        assert len(files) == 5
+        found = {path: path.stat().st_mode for path in (folder, folder / "step-00000001", *files)}
+        for path, mode in found.items():
+            assert stat.S_IMODE(mode) == (of_folders if path.is_dir() else of_files), path
+            assert path.stat().st_gid == os.getgid()
+        assert stat.S_IMODE(modes[where, "owner"]) == of_files
+    with pytest.raises(UsageError, match="name of a group"):
+        on_ranks(lambda comm: checkpointer_of(comm, tmp_path, group="no such group"), 2)
 
 
 class OneRankFails:
@@ -177,24 +240,30 @@ def test_one_rank_fails(tmp_path: Path, failing: int) -> None:
 
 
 def test_old_one_that_cannot_be_removed(tmp_path: Path) -> None:
-    """The new one counts all the same."""
+    """The new one counts all the same, and the others that are too old are removed."""
 
     class NoRemoval(OneRankFails):
         def write(self, draft: str, file: str, pieces: Any) -> None:
             self.storage.write(draft, file, pieces)
 
         def remove(self, name: str) -> None:
-            raise OSError(errno.EBUSY, "Device or resource busy", name)
+            if name == "step-00000001":
+                raise OSError(errno.EBUSY, "Device or resource busy", name)
+            self.storage.remove(name)
 
     def rank_main(comm: torchmn.Communicator) -> list[str]:
         warned: list[str] = []
         checkpointer = checkpointer_of(comm, tmp_path, keep=1)
         checkpointer._warn = warned.append
         checkpointer._writer.storage = NoRemoval(checkpointer._writer.storage)
-        for step in (1, 2):
+        for step in (1, 2, 3, 4):
             checkpointer.save(step, {"model": model_of(9, 1.0)})
         checkpointer.finish()
         return warned
 
-    assert "old checkpoints could not be removed" in on_ranks(rank_main, 1)[0][0]
-    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+    (warned,) = on_ranks(rank_main, 1)
+    assert len(warned) == 3
+    for text in warned:
+        assert "old checkpoints could not be removed: rank 0 of 1" in text
+        assert "step-00000001: Device or resource busy (errno 16)." in text
+    assert names(tmp_path) == ["step-00000001", "step-00000004"]

@@ -14,6 +14,7 @@ import torch
 import torchmn
 from tests.unit.checkpoint.training import assert_same, checkpointer_of, on_ranks, train
 from torchmn.checkpoint import rng_state
+from torchmn.errors import UsageError
 
 CPU = torch.device("cpu")
 
@@ -133,3 +134,105 @@ def test_a_training_continues_with_another_number_of_workers(
     assert_same(results[1:], [results[0]] * (new - 1))
     with pytest.warns(RuntimeWarning, match="1bit.residual"):
         assert [start for start, _ in train(tmp_path, old, 4)] == [4] * old
+
+
+# ---- what cannot be continued ----
+
+
+def sgd(model: torch.nn.Module, comm: torchmn.Communicator) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+def multi_node_sgd(model: torch.nn.Module, comm: torchmn.Communicator) -> torch.optim.Optimizer:
+    return torchmn.create_multi_node_optimizer(sgd(model, comm), comm, model)
+
+
+def adam(model: torch.nn.Module, comm: torchmn.Communicator) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), 0.1)
+
+
+def multi_node_adam(model: torch.nn.Module, comm: torchmn.Communicator) -> torch.optim.Optimizer:
+    return torchmn.create_multi_node_optimizer(adam(model, comm), comm, model)
+
+
+def multi_node_adamw(model: torch.nn.Module, comm: torchmn.Communicator) -> torch.optim.Optimizer:
+    inner = torch.optim.AdamW(model.parameters(), 0.1)
+    return torchmn.create_multi_node_optimizer(inner, comm, model)
+
+
+def one_step(path: Path, create: Any, num_ranks: int) -> list[Any]:
+    """Resume, take a step, save: the step it resumed at, or the error, and the model's values."""
+
+    def rank_main(comm: torchmn.Communicator) -> Any:
+        model = torch.nn.Linear(3, 2)
+        state = {"model": model, "optimizer": create(model, comm)}
+        before = [p.detach().clone() for p in model.parameters()]
+        checkpointer = checkpointer_of(comm, path)
+        try:
+            step = checkpointer.resume(state)
+        except UsageError as error:
+            is_unchanged = all(
+                torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)
+            )
+            return str(error), is_unchanged
+        model(torch.ones(4, 3)).sum().backward()
+        state["optimizer"].step()
+        checkpointer.save(step + 1, state)
+        checkpointer.finish()
+        return step
+
+    return on_ranks(rank_main, num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("before", "after"), [(sgd, adam), (multi_node_sgd, multi_node_adam), (multi_node_adam, sgd)]
+)
+def test_another_class_of_optimizer(
+    tmp_path: Path, before: Any, after: Any, num_ranks: int
+) -> None:
+    """One sentence instead of a KeyError in the first step, and nothing is loaded."""
+    assert one_step(tmp_path, before, 1) == [0]
+    names = ["SGD", "Adam"] if before is not multi_node_adam else ["Adam", "SGD"]
+    for text, is_unchanged in one_step(tmp_path, after, num_ranks):
+        assert f"saved by {names[0]} and cannot be loaded by {names[1]}" in text
+        assert ("betas" if names[1] == "Adam" else "momentum") in text
+        assert is_unchanged
+
+
+def test_optimizers_with_the_same_options(tmp_path: Path) -> None:
+    assert one_step(tmp_path, multi_node_adam, 2) == [0, 0]
+    assert one_step(tmp_path, multi_node_adamw, 2) == [1, 1]
+
+
+def test_optimizer_of_another_class_without_a_checkpointer(tmp_path: Path) -> None:
+    def rank_main(comm: torchmn.Communicator) -> None:
+        model = torch.nn.Linear(3, 2)
+        saved = multi_node_sgd(model, comm).state_dict()
+        with pytest.raises(UsageError, match="saved by SGD and cannot be loaded by Adam"):
+            multi_node_adam(model, comm).load_state_dict(saved)
+
+    on_ranks(rank_main, 1)
+
+
+@pytest.mark.parametrize("num_new", [1, 2, 3])
+def test_plain_loop_over_fixed_shards(tmp_path: Path, num_new: int) -> None:
+    """scatter_dataset and a DataLoader, of which the checkpointer knows nothing."""
+
+    def rank_main(comm: torchmn.Communicator) -> list[str]:
+        warned: list[str] = []
+        model = torch.nn.Linear(1, 1)
+        torch.utils.data.DataLoader(torchmn.scatter_dataset(list(range(12)), comm), 2)
+        torchmn.scatter_dataset(list(range(4)), comm)  # of the evaluation
+        checkpointer = checkpointer_of(comm, tmp_path)
+        checkpointer._warn = warned.append
+        checkpointer.resume({"model": model})
+        checkpointer.save(1, {"model": model})
+        checkpointer.finish()
+        return warned
+
+    assert on_ranks(rank_main, 2) == [[], []]
+    first, *others = on_ranks(rank_main, num_new)
+    assert others == [[]] * (num_new - 1)
+    assert len(first) == (num_new != 2)
+    assert all("shards of another number of ranks have other samples" in text for text in first)

@@ -33,7 +33,7 @@ def test_buckets_are_filled_from_the_last_parameter() -> None:
     buckets = plan(parameters((10,), (20,), (30,), (5,)))
     assert names(buckets) == [["p3", "p2"], ["p1", "p0"]]
     assert [b.index for b in buckets] == [0, 1]
-    assert [b.footer.numel() for b in buckets] == [0, 2]
+    assert [b.exact.numel() for b in buckets] == [0, 2]
 
 
 def test_one_bucket_per_parameter_sorted_by_name() -> None:
@@ -56,8 +56,8 @@ def test_nothing_to_lay_out() -> None:
 def test_a_footer_counts_exactly_beside_16_bits(dtype: torch.dtype) -> None:
     buckets = plan(parameters((3,), dtype=dtype))
     assert [b.buffer.dtype for b in buckets] == [dtype, torch.float32]
-    buckets[-1].footer[0] = 70_001.0
-    assert float(buckets[-1].footer[0]) == 70_001.0
+    buckets[-1].exact[0] = 70_001.0
+    assert float(buckets[-1].exact[0]) == 70_001.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.float16])
@@ -87,7 +87,7 @@ def test_slots_are_in_the_buffer_without_overlap(dtype: torch.dtype) -> None:
     for index in (0, 3, 4):  # dense: as the parameter is stored
         assert slots[index].stride() == tensors[index].stride()
     assert slots[5].is_contiguous()
-    assert not bucket.footer.any()
+    assert not bucket.exact.any()
 
 
 class OneRank:
@@ -172,7 +172,7 @@ def chunks_of(*numels: int, kib: int = 64, codec=None, bucket_bytes=1 << 20, dty
 
 def test_chunks_are_smaller_towards_the_first_parameters() -> None:
     chunks = chunks_of(1_000_000, kib=1024)
-    sizes = [chunk.block.buffer.nbytes // KiB for chunk in chunks[:-1]]
+    sizes = [chunk.buffer.nbytes // KiB for chunk in chunks[:-1]]
     assert sizes[-3:] == pytest.approx([512, 256, 128], abs=8)
     assert all(size <= 1024 + 8 for size in sizes)
 
@@ -186,13 +186,13 @@ def test_every_element_travels_once(codec: str | None, dtype: torch.dtype) -> No
     assert len(chunks) > 3 or codec == "power_sgd"
     for chunk in chunks:
         chunk.buffer.add_(1)
-        assert chunk.block.layout.end <= chunk.buffer.numel()
+        assert chunk.layout.end <= chunk.buffer.numel()
     slots = {id(slot): slot for chunk in chunks for slot in chunk.slots}.values()
     assert all((slot.buffer == 1).all() for slot in slots)
-    assert sum(chunk.block.layout.numel for chunk in chunks) == sum(numels)
+    assert sum(chunk.layout.numel for chunk in chunks) == sum(numels)
     assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
-    assert chunks[-1].block.num_exact == 3
-    assert not any(chunk.block.num_exact for chunk in chunks[:-1])
+    assert chunks[-1].num_exact == 3
+    assert not any(chunk.num_exact for chunk in chunks[:-1])
     assert len(slots) == len(numels)
     assert all(slot.buckets for slot in slots)
 
@@ -201,11 +201,11 @@ def test_every_element_travels_once(codec: str | None, dtype: torch.dtype) -> No
 def test_cuts_are_where_blocks_begin(codec: str) -> None:
     made = create_codec(codec)
     for chunk in chunks_of(500_001, codec=made)[:-1]:
-        for segment in chunk.block.layout.segments:
+        for segment in chunk.layout.segments:
             assert segment.offset % made.block_length == 0
 
 
 def test_power_sgd_gets_whole_parameters() -> None:
     chunks = chunks_of(100_000, 200_000, 50, codec=create_codec("power_sgd"))
-    assert all(segment.is_whole for chunk in chunks for segment in chunk.block.layout.segments)
+    assert all(segment.is_whole for chunk in chunks for segment in chunk.layout.segments)
     assert len(chunks) == 3  # the tiny one goes with its neighbour, then the footer

@@ -161,7 +161,7 @@ def test_several_groups_and_a_list_of_modules() -> None:
     def rank_main(comm):
         first, second, inner = build()
         optimizer = create_multi_node_optimizer(inner, comm, [first, second])
-        assert [name for name, _ in optimizer.reducer.parameters()] == [
+        assert [name for name, _ in optimizer.reducer.parameters.trained()] == [
             *(f"0.{n}" for n, _ in first.named_parameters()),
             *(f"1.{n}" for n, _ in second.named_parameters()),
         ]
@@ -337,7 +337,7 @@ def test_shared_parameters_are_exchanged_once() -> None:
     def rank_main(comm):
         model = Tied()
         optimizer = create_multi_node_optimizer(sgd(model), comm, model)
-        assert len(optimizer.reducer.parameters()) == 3
+        assert len(optimizer.reducer.parameters.trained()) == 3
         loss_of(model, batch(comm.rank, 0)).backward()
         assert near(grads(model), mean_over_ranks(model, comm.size))
         optimizer.step()

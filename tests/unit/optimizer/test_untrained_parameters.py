@@ -53,10 +53,10 @@ def test_a_newer_optimizer_takes_them_over() -> None:
         head = create_multi_node_optimizer(torch.optim.SGD(model[2].parameters(), 0.1), comm, model)
         loss_of(model, batch(comm.rank, 0)).backward()
         head.step()
-        assert {name for name, _ in head.reducer.untrained} == {"0.weight", "0.bias"}
+        assert {name for name, _ in head.reducer.parameters.untrained} == {"0.weight", "0.bias"}
         expected = comm.allreduce(local_grads(model, batch(comm.rank, 1))[0], "mean")
         body = create_multi_node_optimizer(torch.optim.SGD(model[0].parameters(), 0.1), comm, model)
-        assert not head.reducer.untrained
+        assert not head.reducer.parameters.untrained
         model.zero_grad()
         loss_of(model, batch(comm.rank, 1)).backward()
         assert near([model[0].weight.grad], [expected])

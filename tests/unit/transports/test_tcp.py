@@ -18,7 +18,7 @@ from torchmn.communicators import create_communicator
 from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError
 from torchmn.testing.ranks import run_threads
 from torchmn.topology import Topology
-from torchmn.transports import tcp
+from torchmn.transports import tcp, tcp_stream
 from torchmn.transports.base import TimeLimit, Transport
 from torchmn.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.transports.tcp import TcpTransport
@@ -62,7 +62,7 @@ def test_sums_are_right_and_the_same_bits_everywhere(size, dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_sums_by_pieces_are_those_by_two_steps(monkeypatch, size, dtype) -> None:
     monkeypatch.setattr(tcp, "_PIECE_BYTES", 10_001)
-    monkeypatch.setattr(tcp, "_WAKE_BYTES", 5_000)
+    monkeypatch.setattr(tcp_stream, "_WAKE_BYTES", 5_000)
     monkeypatch.setattr(tcp, "_LARGE_BYTES", 10_000)
 
     def rank_main(transport):

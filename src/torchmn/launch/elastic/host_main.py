@@ -8,6 +8,7 @@ all processes below it.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import socket
@@ -23,7 +24,12 @@ from torchmn.control.codec import decode
 from torchmn.control.messages.elastic import ElasticMessage, HostHello, Round
 from torchmn.control.ports import listen_on
 from torchmn.control.processes import adopt_orphans, kill_descendants
-from torchmn.environment_variables import REPLICA_SOCKET_VARIABLE, ROUND_VARIABLE, SECRET_VARIABLE
+from torchmn.environment_variables import (
+    JOB_VARIABLE,
+    REPLICA_SOCKET_VARIABLE,
+    ROUND_VARIABLE,
+    SECRET_VARIABLE,
+)
 from torchmn.errors import LaunchError, TorchmnError
 from torchmn.launch.elastic.host import Host, round_secret
 from torchmn.launch.elastic.rendezvous import ROLE
@@ -88,6 +94,7 @@ def _take_part(order: RunHost, hosts: list[Host]) -> None:
     host = Host(channel, held=copies.held, on_keep=copies.prune_older, stdin=sys.stdin.fileno())
     hosts.append(host)
     os.environ[REPLICA_SOCKET_VARIABLE] = copies.name
+    os.environ[JOB_VARIABLE] = hashlib.sha256(f"job {secret}".encode()).hexdigest()
 
     def on_round(found: Round) -> None:
         copies.begin(found)

@@ -189,7 +189,7 @@ class LocalUpdateSchedule(Schedule):
             self._reducer.suspend()
 
     def rebuild(self) -> None:
-        parameters = averageable(self._reducer.parameters())
+        parameters = averageable(self._reducer.parameters.trained())
         self.anchors = {
             name: self.anchors.get(name, torch.empty_like(p, requires_grad=False))
             for name, p in parameters

@@ -100,7 +100,7 @@ class Fragment:
             else:
                 anchor = self._anchor_of[slot.name]
                 torch.sub(anchor, slot.parameter, out=slot.tensor).mul_(factor)
-            buckets.note(slot)
+            buckets.finiteness.note(slot)
         buckets.write_footer()
         self.num_samples = 0.0
 

@@ -131,13 +131,13 @@ class EveryStepNextForward(Schedule):
                 self._expose(why)
                 self._unchecked = None
             if sums.has_finite_gradients and sums.algorithm.codec is not None:
-                # Whether the wire was too narrow is looked at together: on other ranks the script
-                # may not have used a gradient.
+                # Whether a codec met values that are not finite is checked on all ranks together:
+                # on other ranks the script may not have used a gradient.
                 self._check_later(sums, is_applied=True)
             else:
                 reducer.record_nonfinite(sums)
         if self._late_problem is not None:
-            reducer.record_problem(self._late_problem, is_known=True)
+            reducer.nonfinite.record(self._late_problem, is_known=True)
             self._late_problem = None
         self._inner.step()
         return None
@@ -332,7 +332,7 @@ class EveryStepNextForward(Schedule):
             return
         means.drain()
         self._reducer.record_nonfinite(means)
-        problem = self._reducer.take_problem()
+        problem = self._reducer.nonfinite.take()
         if self._is_applied:  # only its sum was not finite: the next step reports it
             self._late_problem = problem
 

@@ -154,7 +154,7 @@ class ParameterServer(Schedule):
         num_servers = comm.size if self.servers == "all" else self.servers
         servers = list(range(comm.size - num_servers, comm.size))
         self.is_server = self.servers != "all" and comm.rank in servers
-        self._parameters = list(reducer.parameters())
+        self._parameters = list(reducer.parameters.trained())
         shards = dict(zip(servers, assign_shards(self._parameters, num_servers), strict=True))
         self._memory = {server: ShardMemory(shard) for server, shard in shards.items()}
         self._places: list[tuple[int, str, nn.Parameter, Tensor]] = [
@@ -423,7 +423,7 @@ class ParameterServer(Schedule):
         reducer, problem = self._reducer, None
         if nonfinite:
             problem = NonfiniteGradients(reducer.step, {self._comm.rank: nonfinite})
-        reducer.record_problem(problem)
+        reducer.nonfinite.record(problem)
         self._call_hooks("_optimizer_step_pre_hooks")
 
     def _call_hooks(self, which: str) -> None:

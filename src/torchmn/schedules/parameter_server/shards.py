@@ -49,7 +49,7 @@ class ShardMemory:
         )
         self._buckets = [bucket for bucket in planned if bucket.slots]
         self.buffers = [bucket.buffer for bucket in self._buckets]
-        self.layouts = [bucket.block.layout for bucket in self._buckets]
+        self.layouts = [bucket.layout for bucket in self._buckets]
         self.slots = {slot.name: slot.tensor for bucket in self._buckets for slot in bucket.slots}
 
     def copy_(self, other: ShardMemory) -> None:

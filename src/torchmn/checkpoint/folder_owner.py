@@ -1,0 +1,237 @@
+"""The owner of a checkpoint folder: the one process that may add checkpoints to it.
+
+Two jobs that save in one folder would each resume with the model of the other. So rank 0 keeps a
+file in the folder that names its process, and changes the file's time every few seconds. No clocks
+are compared and no locks of the file system are used, which differ between NFS, Lustre and local
+disks. A process that finds the file of another one
+
+    of an earlier round of its own elastic job    takes it over
+    of this machine, which has ended              takes it over, with a warning
+    of this machine, which is alive               is refused
+    whose time changes while it watches           is refused
+    whose time does not change for 30 s           takes it over, with a warning
+
+The owner looks at the file again before it completes a checkpoint: one that was taken for dead,
+because it was suspended for a long time, adds nothing to the folder of its successor.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Literal
+
+from torchmn.control.codec import Record, decode, encode
+from torchmn.control.processes import is_running, start_time
+from torchmn.environment_variables import JOB_VARIABLE, ROUND_VARIABLE
+from torchmn.errors import DataError, TopologyError
+from torchmn.topology import allocation
+
+OWNER = ".owner"
+PERIOD_S = 5.0
+STALE_S = 30.0
+_PAUSE_S = 0.5
+_RACE_S = 0.2
+_MAX_NBYTES = 10_000
+
+
+class Owner(Record, frozen=True, kw_only=True):
+    """A process. ``machine`` is one space of process numbers, of one boot of one kernel."""
+
+    machine: str
+    pid: int
+    started: str
+    host: str
+    user: str
+    command: str
+    scheduled_as: str
+    since: str
+    job: str
+    round: int
+
+    def __str__(self) -> str:
+        by = f"{self.scheduled_as}, " if self.scheduled_as else ""
+        return (
+            f"{by}process {self.pid} on {self.host} ({self.command}; user {self.user}, since "
+            f"{self.since})"
+        )
+
+    def is_same_process(self, other: Owner) -> bool:
+        """Whether both are one process."""
+        return (self.machine, self.pid, self.started) == (other.machine, other.pid, other.started)
+
+    def continues(self, other: Owner) -> bool:
+        """Whether this is a later round of the same elastic job, which has ended the other."""
+        return bool(self.job) and self.job == other.job and self.round > other.round
+
+
+def this_process() -> Owner:
+    """The owner that this process would be."""
+    scheduled_as = ""
+    with suppress(TopologyError):
+        if (given := allocation(os.environ)) is not None:
+            scheduled_as = f"{given.scheduler} job {given.job_id}"
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container has no name for it
+        user = str(os.getuid())
+    return Owner(
+        machine=_machine(),
+        pid=os.getpid(),
+        started=start_time(os.getpid()),
+        host=socket.gethostname(),
+        user=user,
+        command=" ".join(sys.argv)[:200] or "python",
+        scheduled_as=scheduled_as,
+        since=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        job=os.environ.get(JOB_VARIABLE, ""),
+        round=int(os.environ.get(ROUND_VARIABLE) or 0),
+    )
+
+
+class FolderOwner:
+    """The ownership of one folder by this process. Leader only.
+
+    ``make_file`` creates a file with the permissions of checkpoints.
+    """
+
+    def __init__(self, folder: Path, make_file: Callable[[Path, bytes], None]) -> None:
+        self._folder = folder
+        self._path = folder / OWNER
+        self._make_file = make_file
+        self._own = this_process()
+        self._watched: tuple[tuple[int, int], float] | None = None
+        self._lost: str | None = None
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="torchmn-owner", daemon=True)
+
+    def attempt(self, limit_s: float) -> tuple[Literal["owned", "waiting", "refused"], str]:
+        """Try to own the folder for at most ``limit_s``; returns a sentence as well, or "".
+
+        Call it again while it returns "waiting". Raises OSError.
+        """
+        found = self._look()
+        if found is None:
+            try:
+                self._make_file(self._path, encode(self._own))
+            except FileExistsError:  # another job was faster
+                return "waiting", ""
+            return self._owned("")
+        other, stamp = found
+        if other is not None and other.is_same_process(self._own):
+            return self._owned("")
+        if other is not None and self._own.continues(other):
+            return self._take_over("")
+        name = other or "an unknown process"
+        if other is not None and other.machine == self._own.machine:
+            if is_running(other.pid) and start_time(other.pid) == other.started:
+                return "refused", self._refusal(name)
+            return self._take_over(
+                f"{self._folder} was taken over from {name}, which has ended without leaving it."
+            )
+        now_s = time.monotonic()
+        if self._watched is None:
+            self._watched = stamp, now_s
+            time.sleep(min(limit_s, _PAUSE_S))
+            return "waiting", (
+                f"{self._folder} was left in the name of {name}. If that shows no sign of life for "
+                f"{STALE_S:g} s, it is taken over."
+            )
+        first, since_s = self._watched
+        if stamp != first:
+            return "refused", self._refusal(name)
+        if now_s - since_s >= STALE_S:
+            return self._take_over(
+                f"{self._folder} was taken over from {name}, which has shown no sign of life for "
+                f"{STALE_S:g} s."
+            )
+        time.sleep(min(limit_s, _PAUSE_S))
+        return "waiting", ""
+
+    def confirm(self) -> None:
+        """Before a checkpoint is completed. Raises DataError: another process owns the folder."""
+        if self._lost is None:
+            found = self._look()
+            if found is None:  # the folder was removed, or could not be written to before
+                self._make_file(self._path, encode(self._own))
+                return
+            other, _ = found
+            if other is not None and (
+                other.is_same_process(self._own) or self._own.continues(other)
+            ):
+                return
+            self._lost = (
+                f"the folder was taken over by {other or 'an unknown process'}, after this process "
+                "had shown no sign of life"
+            )
+        raise DataError(self._lost)
+
+    def release(self) -> None:
+        """Leave the folder to others. Never raises; a forked child leaves nothing."""
+        if os.getpid() != self._own.pid:
+            return
+        self._end.set()
+        if self._thread.is_alive():
+            self._thread.join(PERIOD_S)  # no longer, on a file system that hangs
+        with suppress(OSError):
+            found = self._look()
+            if found is not None and found[0] is not None and found[0].is_same_process(self._own):
+                self._path.unlink()
+
+    def _owned(self, text: str) -> tuple[Literal["owned"], str]:
+        self._thread.start()
+        return "owned", text
+
+    def _take_over(self, text: str) -> tuple[Literal["owned", "waiting"], str]:
+        draft = self._folder / f"{OWNER}-{self._own.machine[:8]}-{self._own.pid}"
+        draft.unlink(missing_ok=True)
+        self._make_file(draft, encode(self._own))
+        draft.replace(self._path)
+        time.sleep(_RACE_S)  # another job may do the same now
+        found = self._look()
+        if found is not None and found[0] is not None and found[0].is_same_process(self._own):
+            return self._owned(text)
+        self._watched = None
+        return "waiting", ""
+
+    def _refusal(self, name: object) -> str:
+        return (
+            f"{self._folder} belongs to another job: {name}. Only one job at a time may save in a "
+            "folder, or each would resume with the model of the other. Give this training a name= "
+            "of its own, or end the other job. With read_only=True its checkpoints can be read."
+        )
+
+    def _look(self) -> tuple[Owner | None, tuple[int, int]] | None:
+        """What the file says, None if that is nothing, and what a change of it changes."""
+        try:
+            with self._path.open("rb") as file:  # opened each time, for NFS looks again only then
+                state, text = os.fstat(file.fileno()), file.read(_MAX_NBYTES)
+        except FileNotFoundError:
+            return None
+        stamp = state.st_ino, state.st_mtime_ns
+        try:
+            return decode(text, Owner), stamp
+        except ValueError:  # it is being written, or of another version
+            return None, stamp
+
+    def _beat(self) -> None:
+        while not self._end.wait(PERIOD_S):
+            with suppress(OSError, DataError):
+                self.confirm()
+                os.utime(self._path)  # needs no space on a full disk
+
+
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
