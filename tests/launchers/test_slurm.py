@@ -10,16 +10,17 @@ import pytest
 
 from tests.launchers.test_one_script import SCRIPT, expected, pytestmark, raise_if_different
 from tests.launchers.ways import NUM_RANKS
-from tests.slurm.cluster import Cluster, slurm, why_no_slurm
+from tests.schedulers.cluster import Cluster, running
+from tests.schedulers.slurm import Slurm
 
 __all__ = ["expected", "pytestmark"]
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    if reason := why_no_slurm():
+    if reason := Slurm.why_not():
         pytest.skip(reason=reason)
-    with slurm(tmp_path_factory.mktemp("slurm")) as made:
+    with running(Slurm, tmp_path_factory.mktemp("slurm")) as made:
         yield made
 
 

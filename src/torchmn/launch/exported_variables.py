@@ -30,7 +30,9 @@ def split_words(text: str, *, source: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
-        raise UsageError(f"{source} cannot be split into words ({error}): {text!r}.") from None
+        raise UsageError(
+            f"{source} cannot be split into words ({error}): {text!r}. Correct its quotes."
+        ) from None
 
 
 def check_variable_name(name: str) -> None:

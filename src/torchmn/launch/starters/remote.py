@@ -25,8 +25,9 @@ from torchmn.launch.worker_environment import deciding_hosts
 from torchmn.topology import is_this_host
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
+PBS_COMMAND, PBS_SHELL = "pbs_tmrsh", "torchmn.launch.starters.pbs_shell"
 _OF_SCHEDULERS = (
-    (("PBS_JOBID", "PBS_NODEFILE"), ("pbs_tmrsh",)),
+    (("PBS_JOBID", "PBS_NODEFILE"), (PBS_COMMAND,)),
     (("JOB_ID", "PE_HOSTFILE"), ("qrsh", "-inherit")),
     (("SLURM_JOB_ID", "SLURM_JOB_NODELIST"), ("srun", "--overlap", "-Q", "-N1", "-n1", "-w")),
 )
@@ -45,8 +46,19 @@ def remote_shell(env: Mapping[str, str]) -> tuple[str, ...]:
 
     ``TORCHMN_RSH``, else the scheduler's own where it has one (inside a job of PBS or Grid Engine:
     it counts and ends what it starts, and many sites allow no other), else ssh without questions.
-    Raises UsageError: TORCHMN_RSH has a quote that is not closed.
+    PBS's `pbs_tmrsh` is no remote shell; `torchmn.launch.starters.pbs_shell` makes one of it.
+    Raises UsageError: ``TORCHMN_RSH`` has unbalanced quotes.
     """
+    shell = _chosen_shell(env)
+    return python_module(PBS_SHELL) if shell == (PBS_COMMAND,) else shell
+
+
+def remote_shell_name(env: Mapping[str, str]) -> str:
+    """The program that `remote_shell` uses, for messages."""
+    return _chosen_shell(env)[0]
+
+
+def _chosen_shell(env: Mapping[str, str]) -> tuple[str, ...]:
     chosen = split_words(env.get(RSH_VARIABLE, ""), source=RSH_VARIABLE)
     if chosen:
         return chosen
@@ -97,7 +109,7 @@ def node_command(
     return Command(
         to_host(env, host.name, "torchmn.launch.starters.node_main"),
         env,
-        name=f"{remote_shell(env)[0]} to {host.name}",
+        name=f"{remote_shell_name(env)} to {host.name}",
         ranks=job.ranks_on(inter_rank),
         stdin=encode(order),
     )
@@ -155,7 +167,7 @@ def _check_host(job: Job, host: str, env: Mapping[str, str]) -> HostFacts | str:
     except subprocess.TimeoutExpired:
         return f"no response within {_ANSWER_S:g} s"
     except OSError as error:
-        return f"{remote_shell(env)[0]} cannot be run ({error.strerror})"
+        return f"{remote_shell_name(env)} cannot be run ({error.strerror})"
     if answer.returncode == 0:
         try:
             return decode(answer.stdout.splitlines()[-1], HostFacts)
