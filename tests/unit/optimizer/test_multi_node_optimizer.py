@@ -474,10 +474,10 @@ def test_a_backward_that_raises_on_one_rank_ends_the_others_in_time() -> None:
             optimizer.step()
         return str(caught.value)
 
-    died, waited = run_ranks(rank_main, 2, name="hierarchical", timeout_s=1)
+    died, waited = run_ranks(rank_main, 2, name="hierarchical", timeout_s=3)
     assert "raised an exception" in died
     assert "rank 1 of 2" in waited
-    assert re.search("within 1 s|closed its connection", waited), waited
+    assert re.search("within 3 s|closed its connection", waited), waited
 
 
 class Raises(nn.Module):
