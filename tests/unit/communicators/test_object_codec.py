@@ -18,7 +18,7 @@ from torchmn.communicators.object_codec import Trust
 from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError
 from torchmn.testing import run_ranks
 
-NOBODY = Trust()
+NO_TRUST = Trust()
 CPU = torch.device("cpu")
 SECRET = Trust(secret=b"of this job")
 
@@ -35,7 +35,7 @@ class Own:
     __hash__ = None
 
 
-def carry(obj: object, sender: Trust = NOBODY, receiver: Trust = NOBODY) -> object:
+def carry(obj: object, sender: Trust = NO_TRUST, receiver: Trust = NO_TRUST) -> object:
     """Through a message, as between ranks."""
     message = object_codec.pack(obj, sender, note="n")
     note, body, tensors = object_codec.unpack_head(message.head, torch.device("cpu"))

@@ -359,7 +359,7 @@ def test_closures_decide_identically_on_all_ranks(world_size: int, line_search: 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_closure_without_backward_on_one_rank(schedule: str) -> None:
-    """A rank whose batch is empty takes part with zeros, in the same order as the others."""
+    """A rank whose batch is empty participates with zeros, in the same order as the others."""
 
     def rank_main(comm):
         model = mlp()
@@ -501,7 +501,7 @@ class _Raise(torch.autograd.Function):
         raise ValueError("broken layer")
 
 
-def test_use_after_finalize_is_a_sentence() -> None:
+def test_use_after_finalize_is_an_error_with_the_cure() -> None:
     def rank_main(comm):
         model = mlp()
         create_multi_node_optimizer(momentum(model), comm, model)

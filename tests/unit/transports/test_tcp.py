@@ -300,10 +300,11 @@ def test_groups_of_too_many_ranks_may_have_connections(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks_per_node", "is_said"), [("flat", [2, 1], True), ("hierarchical", [2, 1], False)]
+    ("name", "ranks_per_node", "is_warned"),
+    [("flat", [2, 1], True), ("hierarchical", [2, 1], False)],
 )
 def test_the_fallback_to_gloo_is_a_reason_on_all_ranks(
-    monkeypatch, name, ranks_per_node, is_said
+    monkeypatch, name, ranks_per_node, is_warned
 ) -> None:
     monkeypatch.setattr(tcp, "MAX_PEERS", 1)
 
@@ -317,11 +318,11 @@ def test_the_fallback_to_gloo_is_a_reason_on_all_ranks(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         reasons = run(rank_main, 3)
-    said = [str(w.message) for w in caught if "TCP connections" in str(w.message)]
-    assert len(said) == is_said  # of rank 0 alone
+    texts = [str(w.message) for w in caught if "TCP connections" in str(w.message)]
+    assert len(texts) == is_warned  # of rank 0 alone
     for reason in reasons:
-        assert ("no TCP connections between hosts: 3 ranks are more than 2" in reason) is is_said
-    for text in said:
+        assert ("no TCP connections between hosts: 3 ranks are more than 2" in reason) is is_warned
+    for text in texts:
         assert text.startswith("rank 0 of 3")
         assert "large messages use gloo, which is slower" in text
 

@@ -81,7 +81,7 @@ def test_bits_are_the_reference(
     bits: int,
     block_length: int,
     dtype: torch.dtype,
-    has_residue: bool,
+    has_residual: bool,
     is_stochastic: bool,
     seed: int,
 ) -> None:
@@ -96,7 +96,7 @@ def test_bits_are_the_reference(
     values = torch.randn(stripe.end, generator=generator, dtype=dtype)
     values *= torch.rand(stripe.end, generator=generator, dtype=dtype) ** 4  # small ones too
     values[torch.rand(stripe.end, generator=generator) < 0.1] = 0
-    residual = torch.randn(stripe.end, generator=generator, dtype=dtype) if has_residue else None
+    residual = torch.randn(stripe.end, generator=generator, dtype=dtype) if has_residual else None
     noise = Noise(seed, 3, "worker") if is_stochastic else None
     both(compiled, codec, stripe, values, residual, noise)
 
