@@ -139,7 +139,7 @@ def test_warm_start_finds_the_largest_singular_vectors() -> None:
     assert errors[-1] < 1.01
 
 
-def test_zeros_stay_zeros_and_do_not_stop_it_for_good() -> None:
+def test_zeros_stay_zeros_and_do_not_stop_it_permanently() -> None:
     def train(comm: Communicator) -> list[Tensor]:
         codec, returned = PowerSGD(rank=2), []
         for scale in (0.0, 0.0, 1.0):
