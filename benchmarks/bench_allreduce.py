@@ -1,4 +1,4 @@
-"""All-reduce of 4 KB to 64 MB, per transport, beside the raw call of its library, on 2 workers."""
+"""All-reduce of 4 KB to 64 MB, per transport, and the raw call of its library, on 2 workers."""
 
 from __future__ import annotations
 

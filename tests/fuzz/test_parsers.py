@@ -215,7 +215,7 @@ MANIFEST = {
 )
 @example(b"[" * 100_000)
 def test_manifests(body: bytes) -> None:
-    """Also with a checksum that is right: whoever writes one can count it as well."""
+    """Also with a checksum that is right: a writer of hostile data can compute it as well."""
     framed = b'{"checksum":"%s","manifest":%s}\n' % (manifest.digest(body).encode(), body)
     for raw in (body, framed):
         with suppress(DataError):

@@ -135,7 +135,7 @@ def test_another_python_by_name(project: Project) -> None:
     project.make("setup")
     assert project.make("setup", "PYTHON=other").returncode == 0
     assert project.calls == ["venv", "pip", "venv", "pip"]
-    assert project.make("setup").stderr == ""  # without a name what is there is good
+    assert project.make("setup").stderr == ""  # without a name the existing one is valid
 
 
 def test_python_that_is_in_range_is_preferred(project: Project) -> None:
@@ -235,7 +235,7 @@ def test_disk_that_is_full(project: Project) -> None:
 
 
 def test_continuous_integration_runs_the_tests_with_real_samples(tmp_path: Path) -> None:
-    """`.ci/run` calls make test, with a folder of samples where there is one beside the project."""
+    """`.ci/run` calls make test, with a folder of samples if there is one next to the project."""
     project = tmp_path / "a project"
     (project / ".ci").mkdir(parents=True)
     shutil.copy(ROOT / ".ci" / "run", project / ".ci" / "run")

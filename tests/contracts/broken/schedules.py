@@ -168,7 +168,7 @@ class LooksUpOptionsLater(RunsOnOldParameters):
 
 
 class ForgetsALayer(EveryStepNextForward):
-    """Gives up the update of one parameter when that of another is waited for."""
+    """Drops the update of one parameter when that of another is waited for."""
 
     def attach(self, reducer, inner):
         super().attach(reducer, inner)

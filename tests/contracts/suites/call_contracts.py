@@ -90,7 +90,7 @@ def check_handles(comm: Communicator) -> None:
     large = seeded(comm.rank, 40_003)
     given = x.clone()
     if comm.rank == size - 1:
-        time.sleep(0.05)  # so that the first one of the others is under way until all are started
+        time.sleep(0.05)  # so that the first one of the others is pending until all are started
     handles = [
         comm.start_allreduce(large, "max"),
         comm.start_allreduce(given),

@@ -256,7 +256,7 @@ class Left:
     states: States
     num_ranks: int
     flushed: list[Tensor]
-    """The parameters if it is flushed at once."""
+    """The parameters if it is flushed immediately."""
     finished: list[Tensor]
     """The parameters some steps later, flushed."""
     residuals: dict[str, Tensor]
@@ -307,7 +307,7 @@ def check_other_ranks(comm: Communicator, recipe: Recipe, left: Left) -> None:
     # block momentum takes its gain from the number of ranks
     if is_exact and isinstance(schedule, LocalUpdateSchedule) and schedule.name != "block_momentum":
         run.optimizer.flush()
-        _require_near(run.parameters(), left.flushed, "flushed at once")
+        _require_near(run.parameters(), left.flushed, "flushed immediately")
     elif is_exact and not isinstance(schedule, LocalUpdateSchedule):
         run.go_to(states["num_passes"] + 4 * recipe.num_passes)
         run.optimizer.flush()

@@ -264,7 +264,7 @@ def _weighted_mean(comm: Communicator, local: Tensor, weight: float) -> Tensor:
 def _lost(optimizer: MultiNodeOptimizer) -> Tensor:
     """The residuals of this rank, one after the other for all parameters. Local."""
     sizes = {name: parameter.numel() for name, parameter in optimizer.reducer.parameters.trained()}
-    optimizer.state_dict()  # it waits for what is under way
+    optimizer.state_dict()  # it waits for what is pending
     return _residuals_of(optimizer.reducer.codec, sizes)
 
 

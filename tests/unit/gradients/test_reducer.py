@@ -457,7 +457,7 @@ def test_a_model_without_anything_to_train() -> None:
 
 
 def test_what_is_deleted_is_freed() -> None:
-    """torch's own hook on a parameter would keep all that the exchange holds for ever."""
+    """torch's own hook on a parameter would keep all that the exchange holds forever."""
 
     def rank_main(comm):
         model = mlp()

@@ -35,7 +35,7 @@ def test_host_file_of_the_source_documents() -> None:
     ]
 
 
-def test_a_line_per_worker_counts_as_schedulers_mean_it() -> None:
+def test_a_line_per_worker_counts_as_in_schedulers() -> None:
     assert texts(parse_hostfile("b\na\nb\nb\n", source="nodes")) == ["b:3", "a:1"]
 
 
@@ -50,7 +50,7 @@ def test_a_line_per_worker_counts_as_schedulers_mean_it() -> None:
         ("a slots = 4", "'slots' should|slots should be a whole number"),
     ],
 )
-def test_a_bad_line_is_named_with_its_number_and_text(line: str, message: str) -> None:
+def test_an_invalid_line_is_named_with_its_number_and_text(line: str, message: str) -> None:
     with pytest.raises(UsageError, match=f"hosts, line 2: {line!r}: .*({message})"):
         parse_hostfile(f"good slots=1\n{line}\n", source="hosts")
 
@@ -61,7 +61,7 @@ def test_an_empty_host_file_is_refused() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a:", ":2", "a:x", "a,,b", "a:2,-b:1"])
-def test_bad_lists_of_the_command_line(text: str) -> None:
+def test_invalid_lists_of_the_command_line(text: str) -> None:
     with pytest.raises(UsageError):
         parse_hosts(text)
 

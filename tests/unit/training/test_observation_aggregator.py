@@ -57,7 +57,7 @@ def test_values_are_kept_until_it_is_time(tmp_path: Path) -> None:
 
 
 def test_ranks_without_a_value(tmp_path: Path) -> None:
-    """Where Chainer divided by zero at rank 0 and the others waited for ever."""
+    """Where Chainer divided by zero at rank 0 and the others waited forever."""
 
     def body(comm: Communicator) -> list[Any]:
         return observed(comm, tmp_path, lambda rank, k: k if rank == 1 and k != 2 else None)
@@ -102,7 +102,7 @@ def test_an_aggregator_that_raises_ends_all(tmp_path: Path) -> None:
 
 
 def early_stop(comm: Communicator, out: Path, **options: Any) -> tuple[int, list[float]]:
-    """Epoch of the end. Rank 0's value falls for ever, rank 1's rises: their mean turns at 3."""
+    """Epoch of the end. Rank 0's value falls forever, rank 1's rises: their mean turns at 3."""
     stop = MultiNodeEarlyStoppingTrigger(
         comm, monitor="value", check_trigger=(1, "epoch"), **options
     )

@@ -183,7 +183,7 @@ def test_a_late_rank_is_named_when_the_time_limit_passes() -> None:
     run(rank_main, 2)
 
 
-def test_a_closed_connection_is_noticed_at_once() -> None:
+def test_a_closed_connection_is_detected_immediately() -> None:
     def rank_main(transport):
         if transport.rank == 0:
             with pytest.raises(PeerLostError, match="rank 1 of the group closed"):
@@ -195,7 +195,7 @@ def test_a_closed_connection_is_noticed_at_once() -> None:
 def test_a_message_of_another_collective_is_rejected() -> None:
     def rank_main(transport):
         if transport.rank == 1:
-            # The other rank gives up, and closes, perhaps before all was sent.
+            # The other rank aborts and closes, perhaps before all was sent.
             with contextlib.suppress(PeerLostError):
                 transport.exchange([(0, torch.zeros(2 * LARGE))], [], TimeLimit(20), tag=7)
         else:
@@ -220,7 +220,7 @@ def test_where_ranks_cannot_connect_all_continue_without(monkeypatch) -> None:
 
 
 class DisturbedTransport(TorchDistributedTransport):
-    """A transport beside which clients without the secret connect to the listener of rank 0."""
+    """A transport during whose setup clients without the secret connect to rank 0's listener."""
 
     def all_gather_stripes_(self, buffer, limit) -> None:
         super().all_gather_stripes_(buffer, limit)

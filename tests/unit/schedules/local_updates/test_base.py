@@ -31,7 +31,7 @@ SCHEDULES = [PeriodicAverage, BlockMomentum, DiLoCo]
 INNER = {"sgd": sgd, "momentum": momentum, "adam": adam}
 
 
-# ---- when a block ends, and what is agreed ----
+# ---- when a block ends, and the means ----
 
 
 @pytest.mark.parametrize("inner", INNER)

@@ -190,7 +190,7 @@ def test_whenever_gradients_are_cleared(how: str) -> None:
     both(train)
 
 
-def test_accumulation_and_passes_that_are_given_up() -> None:
+def test_accumulation_and_aborted_passes() -> None:
     def train(comm, schedule):
         model = network()
         optimizer = wrap(comm, schedule, model)
@@ -279,7 +279,7 @@ class Held:
 
 @pytest.fixture
 def nothing_arrives(monkeypatch) -> None:
-    """step() applies nothing at once, as if the link were slow."""
+    """step() applies nothing immediately, as if the link were slow."""
     monkeypatch.setattr(BucketSet, "has_arrived", lambda self, parameter: False)
 
 
@@ -698,7 +698,7 @@ def test_shared_parameters_and_those_that_another_module_reads() -> None:
 
 
 class Changing(nn.Module):
-    """Reads a parameter that it holds beside its module, but not in the first steps."""
+    """Reads a parameter that it holds outside its module, but not in the first steps."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -133,7 +133,7 @@ def test_a_step_without_gradient_counts_as_a_step() -> None:
     pulled, _ = bench.push(0, torch.ones(3), has_gradients=False)
     assert torch.equal(pulled, BEGIN)
     bench.push(1, torch.ones(3))
-    bench.push(0, torch.ones(3))  # would wait for ever were the first not counted
+    bench.push(0, torch.ones(3))  # would wait forever if the first were not counted
 
 
 def run_aside(function: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
