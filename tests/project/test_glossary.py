@@ -78,39 +78,43 @@ REMAINING: dict[str, int] = {
 """How often a word may still be used, in another sense or not yet replaced. Only to be lowered."""
 
 
-def places(pattern: str) -> Iterator[str]:
-    """File, line and text where a pattern is found, over the ends of lines too."""
+@functools.cache
+def places() -> dict[str, list[str]]:
+    """By retired word, where it is used: file, line and text."""
+    found: dict[str, list[str]] = {word: [] for word in RETIRED}
     for path in _files():
-        if _matches(pattern, _separated(path.stem)):
-            yield f"{path.relative_to(ROOT)}: the name"
-        text = _checked_text(path)
-        for found in _matches(pattern, text):
-            number = text.count("\n", 0, found.start()) + 1
-            line = path.read_text().splitlines()[number - 1].strip()
-            yield f"{path.relative_to(ROOT)}:{number}: {line}"
+        name, lines = path.relative_to(ROOT), path.read_text().splitlines()
+        for word, _ in _words_in(path.stem):
+            found[word].append(f"{name}: the name")
+        for word, number in _words_in(_checked_text(path)):
+            found[word].append(f"{name}:{number}: {lines[number - 1].strip()}")
+    return found
 
 
-def _matches(pattern: str, text: str) -> list[re.Match[str]]:
-    return [*re.finditer(rf"(?<![A-Za-z])(?:{pattern})(?![A-Za-z])", text, re.IGNORECASE)]
-
-
-def _separated(text: str) -> str:
-    """``_goes_on`` and ``GoesOn`` as words, on the same line as before."""
-    return re.sub("(?<=[a-z])(?=[A-Z])", " ", text.replace("_", " "))
+def _words_in(text: str) -> Iterator[tuple[str, int]]:
+    """Retired words with their lines: also in identifiers, and over the end of a line."""
+    words = tuple(RETIRED)
+    text = re.sub("(?<=[a-z])(?=[A-Z])", " ", text.replace("_", " "))  # GoesOn, goes_on
+    for found in _any_word().finditer(text):
+        yield words[int(str(found.lastgroup)[1:])], text.count("\n", 0, found.start()) + 1
 
 
 @functools.cache
+def _any_word() -> re.Pattern[str]:
+    groups = [f"(?P<_{i}>{retired.pattern})" for i, retired in enumerate(RETIRED.values())]
+    return re.compile(f"(?<![A-Za-z])(?:{'|'.join(groups)})(?![A-Za-z])", re.IGNORECASE)
+
+
 def _checked_text(path: Path) -> str:
     text = path.read_text()
     if any(path.is_relative_to(each) for each in NAMES_ONLY):
         name = re.compile(r"\s*(?:async )?(?:def|class) ([Tt]est\w*)")
         found = [name.match(line) for line in text.splitlines()]
         text = "\n".join(each[1] if each else "" for each in found)
-    return _separated(text)
+    return text
 
 
-@functools.cache
-def _files() -> tuple[Path, ...]:
+def _files() -> list[Path]:
     found: list[Path] = []
     for folder, endings in (
         ("src", ("py",)),
@@ -122,12 +126,12 @@ def _files() -> tuple[Path, ...]:
         for ending in endings:
             found += sorted((ROOT / folder).rglob(f"*.{ending}"))
     found += (ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"))
-    return tuple(path for path in found if path not in LEFT_OUT)
+    return [path for path in found if path not in LEFT_OUT]
 
 
 @pytest.mark.parametrize("word", RETIRED)
 def test_retired_words_stay_retired(word: str) -> None:
-    found = list(places(RETIRED[word].pattern))
+    found = places()[word]
     assert len(found) <= REMAINING.get(word, 0), f"write '{RETIRED[word].instead}':\n" + "\n".join(
         found
     )
@@ -168,14 +172,12 @@ def test_terms_have_one_line_each() -> None:
     ],
 )
 def test_patterns(text: str, is_found: bool) -> None:
-    patterns = "|".join(f"(?:{retired.pattern})" for retired in RETIRED.values())
-    assert bool(_matches(patterns, _separated(text))) == is_found
+    assert bool([*_words_in(text)]) == is_found
 
 
 if __name__ == "__main__":
-    for name, retired in RETIRED.items():
-        lines = list(places(retired.pattern))
-        if name in sys.argv[1:]:
+    for word, lines in places().items():
+        if word in sys.argv[1:]:
             print("\n".join(lines))
         elif len(sys.argv) == 1 and lines:
-            print(f'    "{name}": {len(lines)},')
+            print(f'    "{word}": {len(lines)},')

@@ -270,7 +270,7 @@ def leave(comm: Communicator, recipe: Recipe, num_passes: int) -> Left:
     run.go_to(num_passes)
     states = comm.allgather_obj(run.save())
     other = Run(comm, recipe)
-    other.load(described(states[comm.rank]))  # torch's optimizers change the tensors they load
+    other.load(described(states[comm.rank]))  # torch's optimizers keep the tensors they load
     other.optimizer.flush()
     flushed = other.parameters()
     _close(other)
