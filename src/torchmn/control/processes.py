@@ -101,6 +101,15 @@ def process_name(pid: int) -> str:
         return ""
 
 
+def command_of(pid: int) -> list[str]:
+    """The words of a process's command; empty if there is no such process. Linux only."""
+    try:
+        with open(f"/proc/{pid}/cmdline", errors="replace") as file:
+            return file.read().split("\0")[:-1]
+    except OSError:
+        return []
+
+
 def process_state(pid: int) -> tuple[ProcessState, str]:
     """The state of a process, and the kernel's function it waits in if known. Linux only."""
     if not IS_LINUX:

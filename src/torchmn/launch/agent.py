@@ -37,6 +37,7 @@ from torchmn.control.messages.job import (
     Terminate,
 )
 from torchmn.control.messages.monitor import HeartbeatRequest, StatusRequest
+from torchmn.control.private_files import open_private
 from torchmn.control.processes import (
     descendants,
     expects_signal,
@@ -323,7 +324,8 @@ class Agent:
         }
         try:
             temporary = path.with_suffix(".tmp")
-            temporary.write_text(json.dumps(record, indent=1) + "\n")
+            with open(temporary, "w", opener=open_private) as file:
+                file.write(json.dumps(record, indent=1) + "\n")
             temporary.replace(path)
         except OSError as error:
             self._channel.post(LogWarning(text=f"cannot write {path}: {error}"))

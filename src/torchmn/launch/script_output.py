@@ -19,6 +19,7 @@ from typing import IO
 
 from torchmn.control.connection import Channel
 from torchmn.control.messages.job import LogWarning, Output, Refresh, Stream
+from torchmn.control.private_files import make_private_folder, open_private
 from torchmn.launch.line_splitter import LineSplitter
 
 _MAX_UNSHOWN_BYTES = 1 << 14
@@ -67,8 +68,10 @@ class ScriptOutput:
     def open_log(self) -> None:
         """Open the log file; without it the output is only sent."""
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)  # another host's disk may lack it
-            self._log = open(self.path, "w+b", buffering=0)  # noqa: SIM115 - for the agent's life
+            make_private_folder(self.path.parent)  # another host's disk may lack it
+            self._log = open(  # noqa: SIM115 - lives as long as the agent
+                self.path, "w+b", buffering=0, opener=open_private
+            )
         except OSError as error:
             self.channel.post(LogWarning(text=f"cannot write {self.path}: {error}"))
 

@@ -32,12 +32,21 @@ from torchmn.control.messages.monitor import (
     MonitorHello,
     StatusRequest,
 )
-from torchmn.control.processes import exists, is_running, is_stopped, send, zombie_returncode
+from torchmn.control.processes import (
+    children,
+    command_of,
+    exists,
+    is_running,
+    is_stopped,
+    send,
+    zombie_returncode,
+)
 from torchmn.errors import LaunchError
 from torchmn.monitor.script_link import ScriptLink
 from torchmn.monitor.server import ROLE
 
 _PERIOD_S = 0.2
+_SERVER_MODULE = "torchmn.monitor.server"
 _DISCONNECT_S = 10.0
 _REAPED_S = 2.0
 """How long the parent of the script may take to see its end. Ranks that the server ends later than
@@ -51,14 +60,12 @@ _UNKNOWN_END = (
 class Order(Record, frozen=True, kw_only=True):
     """The rank and process to monitor, and the address of the monitor server.
 
-    ``server_pid`` is the server's process if it is on this host, else 0. ``descriptor`` is the
-    inherited end of the connection to the script.
+    ``descriptor`` is the inherited end of the connection to the script.
     """
 
     rank: int
     pid: int
     server: str
-    server_pid: int
     secret: str
     grace_s: float
     descriptor: int
@@ -123,8 +130,9 @@ class RankMonitor:
                 self._terminate(message)
         if self._heartbeat.silent_s(self._clock.tick()) >= self._heartbeat.limit_s:
             self._server.close()
-            if is_stopped(self._order.server_pid):  # it would outlive the job
-                send(self._order.server_pid, signal.SIGKILL)
+            for pid in children(self._order.pid):  # of rank 0: the server would outlive the job
+                if is_stopped(pid) and _SERVER_MODULE in command_of(pid):
+                    send(pid, signal.SIGKILL)
         is_lost = was_open and not self._server.is_open
         if is_lost and self._kill_at is None and self._leaving is None:
             print(

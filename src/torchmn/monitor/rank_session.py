@@ -30,6 +30,7 @@ from torchmn.control.messages.monitor import (
     StatusRequest,
     StoppedProcess,
 )
+from torchmn.control.private_files import make_private_folder, open_private
 from torchmn.control.processes import ancestors, is_stopped
 from torchmn.monitor.failure_detector import FailureDetector
 from torchmn.monitor.job_result import FAILURE_FILE, HANG_FILE, JobResult, RankRecord, summarize
@@ -278,8 +279,9 @@ def stderr_tail(result: JobResult) -> list[str]:
 
 def _write(path: Path, text: str) -> str:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        make_private_folder(path.parent)
+        with open(path, "w", opener=open_private) as file:
+            file.write(text)
     except OSError as error:
         return f"cannot write {path}: {error}"
     return ""

@@ -26,7 +26,7 @@ ORDER = ServeRendezvous(
         ProbeHost(cwd="/a\nb", script="\udcff.py"),
         HostFacts(versions={"torch": "2"}, port=3),
         RendezvousStarted(error="in use"),
-        Order(rank=1, pid=2, server="a:1", server_pid=0, secret="s", grace_s=0.5, descriptor=7),
+        Order(rank=1, pid=2, server="a:1", secret="s", grace_s=0.5, descriptor=7),
     ],
 )
 def test_values_survive_as_one_line(value: object) -> None:
