@@ -3,12 +3,12 @@
 
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: help setup train test test-slurm bench chaos pages lint clean
+.PHONY: help setup train test test-schedulers bench chaos pages lint clean
 
 help:
 	@echo 'make train       train a network on real images with one worker, then two'
 	@echo 'make test        run the tests'
-	@echo 'make test-slurm  install Slurm (Debian, root) and run the tests under it'
+	@echo 'make test-schedulers  install Slurm, Grid Engine and OpenPBS (root) and run the tests under them'
 	@echo 'make bench       run all benchmarks; make bench-NAME runs benchmarks/bench_NAME.py'
 	@echo 'make chaos       strike a training RUNS=50 times by random faults of SEED=... and resume it'
 	@echo 'make pages      write the pages of docs/reference that are made from the source'
@@ -26,9 +26,9 @@ train: setup
 test: setup
 	@$(VENV_PYTHON) -m pytest -n auto --dist worksteal $(ARGS)
 
-test-slurm: setup
-	@bash scripts/setup_slurm.sh
-	@$(VENV_PYTHON) -m pytest tests/slurm $(ARGS)
+test-schedulers: setup
+	@bash scripts/setup_schedulers.sh
+	@$(VENV_PYTHON) -m pytest tests/schedulers $(ARGS)
 
 # One after another, for they measure time; all of them, even if one does not hold its limit.
 bench: setup

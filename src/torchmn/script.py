@@ -1,4 +1,5 @@
-"""How a script ends: one line for an error of torchmn, and callbacks before the process exits."""
+"""How a script ends: one line for an error of torchmn, callbacks before the process exits, and what
+the job script needs to know to decide whether the job is resubmitted."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from torchmn.environment_variables import TRACEBACK_VARIABLE
+from torchmn.environment_variables import PROGRESS_VARIABLE, TRACEBACK_VARIABLE
 from torchmn.errors import TorchmnError
 
 _on_error: list[Callable[[BaseException], None]] = []
@@ -15,6 +16,27 @@ _on_error: list[Callable[[BaseException], None]] = []
 def on_error(callback: Callable[[BaseException], None]) -> None:
     """Call ``callback`` with the error for which `run_main` is about to end this process. Local."""
     _on_error.append(callback)
+
+
+def record_progress(line: str) -> None:
+    """Append a line to the file of ``torchmn submit --requeue``, if this is such a job. Rank 0.
+
+    ``checkpoint ...`` names one that is complete, ``limit ...`` is when the scheduler ends the job,
+    in seconds since 1970, and ``exit ...`` says why all ranks save and exit.
+    Without the latter exit status 85 is the script's own; see `torchmn.launch.submit.requeue`.
+    """
+    path = os.environ.get(PROGRESS_VARIABLE)
+    if path:
+        try:
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
+        except OSError as error:
+            print(
+                f"torchmn: {path} cannot be written ({error.strerror}): this job will not be "
+                "resubmitted.",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def run_main(main: Callable[[], object]) -> None:

@@ -249,8 +249,9 @@ class StandIn:
         return options, resources
 
     def known_options(self) -> tuple[str, ...]:
-        both = ("-N", "-S", "-e", "-j", "-l", "-o", "-q")
-        return (*both, "-W") if self.flavour == "pbs" else (*both, "-P", "-cwd", "-pe")
+        both = ("-N", "-S", "-e", "-j", "-l", "-o", "-q", "-r")
+        own = ("-W",) if self.flavour == "pbs" else ("-P", "-cwd", "-notify", "-pe")
+        return (*both, *own)
 
 
 def wait_for_the_record(stand_in: StandIn, number: str) -> None:

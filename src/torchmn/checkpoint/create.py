@@ -21,6 +21,7 @@ from torchmn.checkpoint.storage import FolderStorage
 from torchmn.communicators import Communicator
 from torchmn.control.checkpoint_replicas.client import ReplicaClient
 from torchmn.errors import DataError, LaunchError, RankMismatchError, UnsupportedError, UsageError
+from torchmn.script import record_progress
 
 _TOKEN = ".token-"
 _VISIBILITY_LIMIT_S = 5.0  # network file systems cache absence for seconds
@@ -134,7 +135,7 @@ def _memory_of_hosts(
     """
     copies = ReplicaClient.of(os.environ)
     if copies is None:
-        return None, lambda _: None
+        return None, _record
     comm.on_finalize(copies.close)
     transport = comm.new_transport("copies") if comm.size > 1 else None
     memory = MultiNodeCheckpointer(
@@ -152,10 +153,15 @@ def _memory_of_hosts(
     )
 
     def announce(step: int) -> None:
+        _record(step)
         with suppress(LaunchError):  # the round is over, and no reply is expected
             copies.announce(step)
 
     return memory, announce
+
+
+def _record(step: int) -> None:
+    record_progress(f"checkpoint of step {step}")
 
 
 def _check(name: str, keep: int, best: object, check_replicas: object, on_failure: object) -> None:

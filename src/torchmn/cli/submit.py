@@ -18,7 +18,9 @@ CONTEXT = {"allow_interspersed_args": False}
 
 @add_options(Settings)
 def submit(
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The training script.")],
+    script: Annotated[
+        str, typer.Argument(metavar="SCRIPT", help="The training script, or a module with -m.")
+    ],
     args: Annotated[
         list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")
     ] = None,
@@ -44,6 +46,12 @@ def submit(
     requeues: Annotated[
         bool, typer.Option("--requeue", help="Resubmit if the job checkpointed before the limit.")
     ] = False,
+    max_requeues: Annotated[
+        int, typer.Option(help="Maximum number of resubmissions by --requeue.")
+    ] = 10,
+    is_module: Annotated[
+        bool, typer.Option("-m", "--module", help="Run a Python module: SCRIPT is its name.")
+    ] = False,
     **settings: Any,
 ) -> None:
     """Write a job script that runs SCRIPT on the nodes of a cluster, print it and submit it.
@@ -60,7 +68,7 @@ def submit(
     chosen = jobs.choose_scheduler(scheduler or found.scheduler, jobs.installed_schedulers(path))
     if not dry_run:
         jobs.raise_if_no_command(chosen, path)
-    python_command(script)  # raises if there is no such script
+    python_command(script, is_module=is_module)  # raises if there is no such script
     exports = [jobs.parse_variable(text, os.environ) for text in settings.pop("exports") or ()]
     merged = Settings(exports=tuple(exports), **given(settings)).merged_over(
         found.settings_for(chosen.name)
@@ -73,13 +81,17 @@ def submit(
         file=str(output or f"{name}.{chosen.name}.sh"),
         num_nodes=num_nodes,
         ranks_per_node=per_node,
-        requeues=requeues,
-        environment=jobs.find_environment(merged.activate, folder) if merged.activate else None,
+        is_module=is_module,
+        max_requeues=max_requeues if requeues else 0,
+        environment=jobs.find_environment(merged.activate, folder, is_here=not dry_run)
+        if merged.activate
+        else None,
         settings=merged,
     )
     text = jobs.job_script(job, chosen)
     typer.echo(text, nl=False)
     if not dry_run or output is not None:
+        jobs.make_log_dir(job)
         kept = jobs.write_script(text, Path(job.file))
         _say(f"job script written to {job.file}" + (f"; the old one is {kept}" if kept else ""))
     if not dry_run:

@@ -37,7 +37,7 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         if connection.family != socket.AF_UNIX:
-            _set_timeouts(connection)
+            set_timeouts(connection)
         self._socket = connection
         self._inbox = bytearray()
         self._outbox = bytearray()
@@ -126,7 +126,7 @@ class Channel:
         self._socket.close()
 
 
-def _set_timeouts(connection: socket.socket) -> None:
+def set_timeouts(connection: socket.socket) -> None:
     """Send without delay, and end the connection with an error once the peer's host is lost.
 
     The kernel of the host answers for as long as the host is up, so a process that is stopped is

@@ -1,7 +1,7 @@
 """The orders of the programs that the launcher starts, here or on other hosts.
 
-Each is one line on the program's standard input (`torchmn.control.codec`), since every user of a
-host can read command lines.
+Each is one line on the program's standard input (`torchmn.control.codec`), or in a private file
+where it has none, since every user of a host can read command lines.
 """
 
 from __future__ import annotations
@@ -28,6 +28,14 @@ class StartProcesses(Record, frozen=True, kw_only=True):
     """To `torchmn.launch.starters.node_main`: start these commands."""
 
     commands: list[ProcessOrder]
+
+
+class RunForShell(Record, frozen=True, kw_only=True):
+    """To `torchmn.launch.starters.pbs_shell`: run this line of a shell for who listens there."""
+
+    command: str
+    address: str
+    secret: str
 
 
 class RunHost(Record, frozen=True, kw_only=True):

@@ -208,7 +208,7 @@ def assign_slots(options: RunOptions, given: Allocation | None) -> tuple[Host, .
             raise UsageError(f"The host file {path!r} cannot be read: {error}.") from None
         return select_hosts(parse_hostfile(text, source=path), **wanted)
     if given is not None:
-        return select_hosts(given.hosts, **wanted)
+        return select_hosts(given.hosts_for(options.num_threads), **wanted)
     if (options.num_nodes or 1) > 1:
         raise UsageError(
             f"--nodes {options.num_nodes} needs a list of hosts: use --hostfile or --hosts, or "

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from torchmn.communicators import Communicator
 from torchmn.errors import UsageError
 from torchmn.exit_status import SAVED_STATUS
+from torchmn.script import record_progress
 from torchmn.topology.walltime import job_end
 
 __all__ = ["SAVED_STATUS", "Preemption"]
@@ -73,6 +75,9 @@ class Preemption:
         self._period_s = period_s
         known = end if end is not None else (job_end(os.environ) if comm.rank == 0 else None)
         self._leave_at = None if known is None else known - margin_s
+        if known is not None and comm.rank == 0:
+            _warn_if_short(known - time.time(), margin_s)
+            record_progress(f"limit {known:.0f}")
         self.reason = ""
         """Why this rank must exit; empty as long as it need not."""
         self._num_steps = 0
@@ -97,7 +102,10 @@ class Preemption:
         )
         self._synced_at_s, self._synced_at_step = now, self._num_steps
         self._sync_at = self._num_steps - int(row[1])
-        return bool(row[0])
+        is_due = bool(row[0])
+        if is_due and self._comm.rank == 0:
+            record_progress(f"exit: {self.reason or 'another rank must exit'}")
+        return is_due
 
     def step_ended(self) -> None:
         """Save and exit with `SAVED_STATUS` on all ranks if it is time. *Collective*."""
@@ -127,3 +135,15 @@ class Preemption:
 
     def _on_signal(self, signum: int, _: FrameType | None) -> None:
         self.reason = f"received {signal.Signals(signum).name}"
+
+
+def _warn_if_short(left_s: float, margin_s: float) -> None:
+    """Such a job saves after its first step, and so does each one that continues it."""
+    if left_s <= margin_s:
+        warnings.warn(
+            f"The scheduler ends this job in {left_s:.0f} s, and margin_s={margin_s:g}: all ranks "
+            "save and exit after their first step. Ask for a longer time limit, or pass a smaller "
+            "margin_s.",
+            RuntimeWarning,
+            stacklevel=3,
+        )

@@ -27,6 +27,16 @@ class Allocation:
     hosts: tuple[Host, ...]
     source: str
 
+    def hosts_for(self, num_threads: int | None) -> tuple[Host, ...]:
+        """The hosts, with a slot for each rank of this number of threads.
+
+        A slot of Grid Engine is a core. PBS and Slurm count ranks.
+        """
+        if self.scheduler != "Grid Engine" or not num_threads:
+            return self.hosts
+        ranks = [(host.name, host.slots // num_threads) for host in self.hosts]
+        return tuple(Host(name=name, slots=number) for name, number in ranks if number)
+
     def __str__(self) -> str:
         return f"{self.scheduler} job {self.job_id} on {', '.join(map(str, self.hosts))}"
 

@@ -19,7 +19,7 @@ from torchmn.errors import LaunchError, UsageError
 from torchmn.launch import Job, python_command
 from torchmn.launch.job import Command, worker_command
 from torchmn.launch.starters import local, mpirun, remote, srun, torchrun
-from torchmn.launch.starters.remote import SSH, remote_shell, to_host
+from torchmn.launch.starters.remote import PBS_SHELL, SSH, remote_shell, to_host
 from torchmn.launch.worker_environment import worker_environment
 from torchmn.topology import Host
 
@@ -195,7 +195,11 @@ def test_remote_shell(tmp_path: Path) -> None:
     for name in ("pbs_tmrsh", "qrsh", "srun"):
         (tmp_path / name).touch(mode=0o755)
     path = {"PATH": str(tmp_path)}
-    assert remote_shell({**path, "PBS_JOBID": "1", "PBS_NODEFILE": "x"}) == ("pbs_tmrsh",)
+    pbs = {**path, "PBS_JOBID": "1", "PBS_NODEFILE": "x"}
+    assert remote_shell(pbs) == remote_shell({"TORCHMN_RSH": "pbs_tmrsh"})
+    assert remote_shell(pbs) == python_module(PBS_SHELL)  # pbs_tmrsh itself is no remote shell
+    with pytest.raises(UsageError, match="correct its quotes"):
+        remote_shell({"TORCHMN_RSH": "'ssh -p 22"})
     assert remote_shell({**path, "JOB_ID": "1", "PE_HOSTFILE": "x"}) == ("qrsh", "-inherit")
     assert remote_shell({"PBS_JOBID": "1", "PBS_NODEFILE": "x", "PATH": "/nowhere"}) == SSH
     assert remote_shell(path) == SSH

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import time
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 
@@ -55,12 +57,21 @@ def test_the_time_left_counts_and_only_rank_0_reads_it(monkeypatch: pytest.Monke
 
     def rank_main(comm):
         saved = []
-        preemption = Preemption(comm, lambda: saved.append(comm.rank), margin_s=100)
+        with nullcontext() if comm.rank else pytest.warns(RuntimeWarning, match="first step"):
+            preemption = Preemption(comm, lambda: saved.append(comm.rank), margin_s=100)
         with pytest.raises(SystemExit) as left:
             preemption.step_ended()
         return left.value.code, saved
 
     assert run_ranks(rank_main, 2) == [(SAVED_STATUS, [0]), (SAVED_STATUS, [1])]
+
+
+def test_the_job_script_learns_why_ranks_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHMN_PROGRESS_FILE", str(tmp_path / "progress"))
+    run_ranks(lambda comm: steps_until_due(comm, (1, 40), slow_rank=0), 2)
+    assert (tmp_path / "progress").read_text() == "exit: another rank must exit\n"
 
 
 def test_a_signal_counts_and_handlers_are_put_back() -> None:

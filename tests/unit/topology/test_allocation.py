@@ -35,6 +35,9 @@ def test_grid_engine_has_a_row_per_host(tmp_path: Path) -> None:
     rows.write_text("n1 2 all.q@n1 UNDEFINED\nn2 1 all.q@n2 <NULL>\n")
     given = allocation({"PE_HOSTFILE": str(rows), "JOB_ID": "5"})
     assert str(given) == "Grid Engine job 5 on n1:2, n2:1"
+    assert given is not None
+    assert [str(host) for host in given.hosts_for(None)] == ["n1:2", "n2:1"]
+    assert [str(host) for host in given.hosts_for(2)] == ["n1:1"]  # a slot is a core
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -25,12 +26,41 @@ def test_a_variable_says(name: str) -> None:
 def test_squeue_says(tmp_path: Path) -> None:
     """A stand-in for Slurm's command, which answers as the manual says ``%L`` does."""
     squeue = tmp_path / "squeue"
-    squeue.write_text('#!/bin/sh\n[ "$3" = 12 ] && echo 1:30:00\n')
+    squeue.write_text('#!/bin/sh\n[ "$5" = 12 ] && echo 1:30:00\n')
     squeue.chmod(0o755)
     end = job_end({"PATH": f"{tmp_path}:/bin:/usr/bin", "SLURM_JOB_ID": "12"})
     assert end is not None
     assert 5395 < end - time.time() <= 5400
-    assert job_end({"PATH": f"{tmp_path}:/bin:/usr/bin", "SLURM_JOB_ID": "13"}) is None
+    with pytest.warns(RuntimeWarning, match="export TORCHMN_JOB_END"):
+        assert job_end({"PATH": f"{tmp_path}:/bin:/usr/bin", "SLURM_JOB_ID": "13"}) is None
+
+
+@pytest.mark.parametrize(
+    ("inside", "text", "seconds"),
+    [
+        (
+            {"PBS_JOBID": "12"},
+            "    Resource_List.walltime = 00:10:00\n    stime = Sun Nov 22 15:00:00 2026\n",
+            600,
+        ),
+        ({"JOB_ID": "12"}, "hard resource_list:         h_rt=300,s_rt=50\n", 300),
+    ],
+)
+def test_qstat_says(tmp_path: Path, inside: dict[str, str], text: str, seconds: float) -> None:
+    """A stand-in with the lines of the real ones."""
+    qstat = tmp_path / "qstat"
+    qstat.write_text(f"#!/bin/sh\ncat {tmp_path}/answer\n")
+    qstat.chmod(0o755)
+    start = time.mktime(time.strptime("Sun Nov 22 15:00:00 2026"))
+    (tmp_path / "config").touch()
+    os.utime(tmp_path / "config", (start, start))
+    env = {"PATH": f"{tmp_path}:/bin:/usr/bin", "SGE_JOB_SPOOL_DIR": str(tmp_path), **inside}
+    if "PBS_JOBID" in inside:
+        del env["SGE_JOB_SPOOL_DIR"]
+    (tmp_path / "answer").write_text(text)
+    assert job_end(env) == start + seconds
+    (tmp_path / "answer").write_text("    job_state = R\n")
+    assert job_end(env) is None  # no limit
 
 
 @pytest.mark.parametrize(

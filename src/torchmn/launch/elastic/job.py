@@ -11,7 +11,7 @@ from torchmn.errors import LaunchError, UsageError
 from torchmn.launch.elastic.rendezvous_state import Limits
 from torchmn.launch.job import Command, Job
 from torchmn.launch.orders import RendezvousStarted, RunHost, ServeRendezvous
-from torchmn.launch.starters.remote import is_carried, remote_shell, to_host
+from torchmn.launch.starters.remote import is_carried, remote_shell_name, to_host
 from torchmn.topology import is_this_host
 
 
@@ -115,6 +115,6 @@ def host_process(
     return Command(
         to_host(env, host, "torchmn.launch.elastic.host_main"),
         env,
-        name=f"{remote_shell(env)[0]} to {host}",
+        name=f"{remote_shell_name(env)} to {host}",
         stdin=encode(order),
     )

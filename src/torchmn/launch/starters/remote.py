@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from torchmn.control.codec import decode, encode
 from torchmn.control.processes import python_module
 from torchmn.environment_variables import RSH_VARIABLE
-from torchmn.errors import LaunchError
+from torchmn.errors import LaunchError, UsageError
 from torchmn.launch.host_checks import HostFacts, differences
 from torchmn.launch.job import Command, Job
 from torchmn.launch.orders import ProbeHost, ProcessOrder, StartProcesses
@@ -23,8 +23,9 @@ from torchmn.launch.starters import local
 from torchmn.topology import is_this_host
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
+PBS_COMMAND, PBS_SHELL = "pbs_tmrsh", "torchmn.launch.starters.pbs_shell"
 _OF_SCHEDULERS = (
-    (("PBS_JOBID", "PBS_NODEFILE"), ("pbs_tmrsh",)),
+    (("PBS_JOBID", "PBS_NODEFILE"), (PBS_COMMAND,)),
     (("JOB_ID", "PE_HOSTFILE"), ("qrsh", "-inherit")),
     (("SLURM_JOB_ID", "SLURM_JOB_NODELIST"), ("srun", "--overlap", "-Q", "-N1", "-n1", "-w")),
 )
@@ -42,8 +43,27 @@ def remote_shell(env: Mapping[str, str]) -> tuple[str, ...]:
 
     ``TORCHMN_RSH``, else the scheduler's own where it has one (inside a job of PBS or Grid Engine:
     it counts and ends what it starts, and many sites allow no other), else ssh without questions.
+    PBS's `pbs_tmrsh` is no remote shell; `torchmn.launch.starters.pbs_shell` makes one of it.
+    Raises UsageError: ``TORCHMN_RSH`` has unbalanced quotes.
     """
-    chosen = tuple(shlex.split(env.get(RSH_VARIABLE, "")))
+    shell = _chosen_shell(env)
+    return python_module(PBS_SHELL) if shell == (PBS_COMMAND,) else shell
+
+
+def remote_shell_name(env: Mapping[str, str]) -> str:
+    """The program that `remote_shell` uses, for messages."""
+    return _chosen_shell(env)[0]
+
+
+def _chosen_shell(env: Mapping[str, str]) -> tuple[str, ...]:
+    text = env.get(RSH_VARIABLE, "")
+    try:
+        chosen = tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(
+            f"{RSH_VARIABLE}={text!r} is not a command as a shell reads it ({error}): correct its "
+            "quotes, or unset it."
+        ) from None
     if chosen:
         return chosen
     for variables, command in _OF_SCHEDULERS:
@@ -93,7 +113,7 @@ def node_command(
     return Command(
         to_host(env, host.name, "torchmn.launch.starters.node_main"),
         env,
-        name=f"{remote_shell(env)[0]} to {host.name}",
+        name=f"{remote_shell_name(env)} to {host.name}",
         ranks=job.ranks_on(inter_rank),
         stdin=encode(order),
     )
@@ -150,7 +170,7 @@ def _check_host(job: Job, host: str, env: Mapping[str, str]) -> HostFacts | str:
     except subprocess.TimeoutExpired:
         return f"no response within {_ANSWER_S:g} s"
     except OSError as error:
-        return f"{remote_shell(env)[0]} cannot be run ({error.strerror})"
+        return f"{remote_shell_name(env)} cannot be run ({error.strerror})"
     if answer.returncode == 0:
         try:
             return decode(answer.stdout.splitlines()[-1], HostFacts)

@@ -12,7 +12,7 @@ from torchmn.launch.submit.request import JobRequest, default_name, find_environ
 from torchmn.launch.submit.script import job_script
 from torchmn.launch.submit.settings import Settings
 from torchmn.launch.submit.site import Site, find_site, read_site
-from torchmn.launch.submit.submission import submit, write_script
+from torchmn.launch.submit.submission import make_log_dir, submit, write_script
 
 __all__ = [
     "SCHEDULERS",
@@ -26,6 +26,7 @@ __all__ = [
     "find_site",
     "installed_schedulers",
     "job_script",
+    "make_log_dir",
     "parse_variable",
     "raise_if_no_command",
     "read_site",

@@ -89,6 +89,8 @@ class Follower:
                 log.show()
             status = log.exit_status if state.exit_status is None else state.exit_status
             if status is not None:
+                if state.reason:
+                    self.say(f"{self.scheduler.title} job {log.job_id}: {state.reason}")
                 return status
         raise LaunchError(
             f"{self.scheduler.title} job {log.job_id} ended, but neither {self.scheduler.title} "

@@ -10,8 +10,8 @@ import re
 
 from torchmn.errors import UsageError
 from torchmn.launch.submit.request import JobRequest
-from torchmn.launch.submit.requeue import RESUBMITTED
 from torchmn.launch.submit.scheduler import Ask, JobState, Scheduler
+from torchmn.topology.walltime import parse_duration
 
 _REQUEUE_STATUS = 99
 """A job with this exit status is requeued (sge_shepherd(8))."""
@@ -27,8 +27,8 @@ class GridEngine(Scheduler):
     cancel_command = "qdel"
     probe_command = "qconf"
     job_id = "$JOB_ID"
+    finds_commands = ('command -v qconf >/dev/null || PATH="$SGE_ROOT/bin/$SGE_ARCH:$PATH"',)
     folder = "$SGE_O_WORKDIR"
-    exports_end_time = False
 
     def directives(self, job: JobRequest) -> list[str]:
         """The lines of the header. ``-S``: queues have a shell of their own, often csh.
@@ -42,7 +42,9 @@ class GridEngine(Scheduler):
             *([f"-q {settings.queue}"] if settings.queue else []),
             *([f"-P {settings.group}"] if settings.group else []),
             *_slots(job),
-            *([f"-l h_rt={settings.walltime}"] if settings.walltime else []),
+            *_limits(job),
+            *_gpus(job),
+            *(["-r y", "-notify"] if job.max_requeues else []),
             "-cwd",
             "-S /bin/bash",
             *(["-j y", f"-o {own}.log"] if job.joins_output else [f"-o {own}.out"]),
@@ -51,8 +53,14 @@ class GridEngine(Scheduler):
         return [f"{self.prefix} {option}" for option in options]
 
     def resubmission(self, job: JobRequest) -> list[str]:
-        """The same job with the same number, unless the site has set FORBID_RESCHEDULE."""
-        return [f'echo "{RESUBMITTED} $JOB_ID"', f"status={_REQUEUE_STATUS}"]
+        """The same job with the same number, unless the site has set FORBID_RESCHEDULE.
+
+        Grid Engine decides when this script has ended, so no report of success is possible before.
+        """
+        return [
+            f'echo "torchmn: exit with {_REQUEUE_STATUS}: Grid Engine runs job $JOB_ID again"',
+            f"status={_REQUEUE_STATUS}",
+        ]
 
     def state(self, job_id: str, ask: Ask) -> JobState | None:
         """`qacct` needs a while to learn of an end: until then the exit status is ``None``."""
@@ -64,15 +72,53 @@ class GridEngine(Scheduler):
             return None
         account = ask(["qacct", "-j", job_id])
         status = _exit_status(account.out) if account.returncode == 0 else None
-        return JobState(word="gone", has_ended=True, exit_status=status)
+        failures = re.findall(r"^failed\s+([1-9].*\S)", account.out, re.MULTILINE)
+        reason = failures[-1] if failures and status else ""
+        return JobState(word="gone", has_ended=True, exit_status=status, reason=reason)
 
     def own_output(self, job: JobRequest, job_id: str) -> tuple[str, ...]:
         """None: its files are named like the job's own, and so are found with them."""
         return ()
 
 
+def _limits(job: JobRequest) -> list[str]:
+    """``s_rt`` sends SIGUSR1 (queue_conf(5))."""
+    settings = job.settings
+    if settings.walltime is None:
+        if settings.signal is not None:
+            raise UsageError("--signal counts from the time limit: pass --walltime too.")
+        return []
+    if settings.signal is None:
+        return [f"-l h_rt={settings.walltime}"]
+    soft_s = round(parse_duration(settings.walltime) or 0) - settings.signal
+    if soft_s < 1:
+        raise UsageError(
+            f"--signal {settings.signal} is not less than the time limit {settings.walltime}."
+        )
+    return [f"-l h_rt={settings.walltime}", f"-l s_rt={soft_s}"]
+
+
+def _gpus(job: JobRequest) -> list[str]:
+    """Grid Engine has no GPUs of its own: a site counts them as a resource of each slot."""
+    num_gpus, resource = job.settings.gpus, job.settings.gpu_resource
+    if num_gpus is None:
+        return []
+    if resource is None:
+        raise UsageError(
+            "Grid Engine has no GPUs of its own: `qconf -sc` shows the resource by which the site "
+            'counts them; write gpu_resource = "NAME" into torchmn.toml.'
+        )
+    if num_gpus % job.cores_per_node:
+        raise UsageError(
+            f"Grid Engine counts GPUs for each slot, and --gpus {num_gpus} cannot be divided among "
+            f"{job.cores_per_node} slots of a node (--per-node times --threads): change one of "
+            f'them, or use --directive "#$ -l {resource}=...".'
+        )
+    return [f"-l {resource}={num_gpus // job.cores_per_node}"]
+
+
 def _slots(job: JobRequest) -> list[str]:
-    num_slots = job.num_nodes * job.ranks_per_node * (job.settings.threads or 1)
+    num_slots = job.num_nodes * job.cores_per_node
     if job.settings.parallel_environment:
         return [f"-pe {job.settings.parallel_environment} {num_slots}"]
     if num_slots == 1:

@@ -9,10 +9,21 @@ from __future__ import annotations
 import re
 import shlex
 
+from torchmn.errors import UsageError
 from torchmn.launch.submit.request import JobRequest
-from torchmn.launch.submit.requeue import RESUBMITTED
+from torchmn.launch.submit.requeue import refused, resubmitted
 from torchmn.launch.submit.scheduler import Answer, Ask, JobState, Scheduler
 
+_DELETED, _DELETED_STATUS = "91", 143
+"""The substate of a job that was deleted, and what its exit status is then."""
+_LIMITS = {
+    "-24": "ncpus",
+    "-25": "ncpus",
+    "-26": "vmem",
+    "-27": "mem",
+    "-28": "cput",
+    "-29": "walltime",
+}
 _GONE = re.compile(r"unknown job|has finished", re.IGNORECASE)
 
 
@@ -26,24 +37,42 @@ class PBS(Scheduler):
     cancel_command = "qdel"
     probe_command = "pbsnodes"
     job_id = "${PBS_JOBID%%.*}"
+    finds_commands = (
+        "command -v pbsnodes >/dev/null || {",
+        '  . "${PBS_CONF_FILE:-/etc/pbs.conf}" && PATH="$PBS_EXEC/bin:$PATH"',
+        "}",
+    )
     folder = "$PBS_O_WORKDIR"
-    exports_end_time = False
 
     def directives(self, job: JobRequest) -> list[str]:
-        """The lines of the header. ``-S``: without it the login shell would read the script."""
+        """The lines of the header. ``-S``: without it the login shell would read the script.
+
+        Raises UsageError: PBS sends no signal before the limit.
+        """
         settings = job.settings
+        if settings.signal is not None:
+            raise UsageError(
+                "PBS sends no signal before the time limit, so --signal cannot be used: "
+                "torchmn.Preemption(margin_s=...) reads the limit from PBS."
+            )
+        chosen = settings.chunk or ""
         chunk = [
             f"select={job.num_nodes}",
-            *([settings.chunk] if settings.chunk else []),
+            *([chosen] if chosen else []),
+            *([] if "ncpus=" in chosen else [f"ncpus={job.cores_per_node}"]),
+            *([f"ngpus={settings.gpus}"] if settings.gpus else []),
             f"mpiprocs={job.ranks_per_node}",
             *([f"ompthreads={settings.threads}"] if settings.threads else []),
         ]
         options = [
             *([f"-q {settings.queue}"] if settings.queue else []),
             f"-l {':'.join(chunk)}",
+            # else two chunks may be on one node
+            *([] if "place=" in " ".join(settings.directives) else ["-l place=scatter"]),
             *([f"-W group_list={settings.group}"] if settings.group else []),
             *([f"-l walltime={settings.walltime}"] if settings.walltime else []),
             f"-N {job.name}",
+            *(["-r y"] if job.max_requeues else []),
             *(["-j oe"] if job.joins_output else [f"-e {job.log_dir}/"]),
             f"-o {job.log_dir}/",
             "-S /bin/bash",
@@ -51,13 +80,20 @@ class PBS(Scheduler):
         return [f"{self.prefix} {option}" for option in options]
 
     def resubmission(self, job: JobRequest) -> list[str]:
-        """Submit the same file again; the log says so if a site forbids `qsub` on compute nodes."""
+        """Submit the same file again; the log says so if a site forbids `qsub` on compute nodes.
+
+        SIGTERM before the time limit is that of `qdel`, or of a requeue by PBS itself.
+        """
         file = shlex.quote(job.file)
         return [
-            f"if next=$(qsub {file}); then",
-            f'  echo "{RESUBMITTED} $next"',
+            "limit=$(sed -n 's/^limit //p' \"$log.progress\")",
+            'if [ "$last" = TERM ] && [ "$(date +%s)" -lt "${limit:-9999999999}" ]; then',
+            '  echo "torchmn: not resubmitted: PBS deletes or requeues this job" >&2',
+            f"elif next=$(qsub {file}); then",
+            f'  mv "$history" "$logs/{job.name}.${{next%%.*}}.requeues"',
+            f"  {resubmitted('$next')}",
             "else",
-            '  echo "torchmn: qsub failed on $(hostname): submit this job again by hand" >&2',
+            f"  {refused('qsub')}",
             "fi",
         ]
 
@@ -70,9 +106,7 @@ class PBS(Scheduler):
             return None
         history = ask(["qstat", "-x", "-f", job_id])
         remembered = _state_of(history) if history.returncode == 0 else None
-        return JobState(
-            word="F", has_ended=True, exit_status=remembered.exit_status if remembered else None
-        )
+        return remembered or JobState(word="F", has_ended=True)
 
     def own_output(self, job: JobRequest, job_id: str) -> tuple[str, ...]:
         """Output of PBS and of the shell, before the script opens its log or when it is killed."""
@@ -85,10 +119,16 @@ def _state_of(answer: Answer) -> JobState | None:
     if word is None:
         return None
     status = re.search(r"^\s*exit_status = (-?\d+)", answer.out, re.MULTILINE | re.IGNORECASE)
+    substate = re.search(r"^\s*substate = (\d+)", answer.out, re.MULTILINE)
+    code = _shell_status(int(status[1])) if status else None
+    limit = _LIMITS.get(status[1]) if status else None
+    is_deleted = substate is not None and substate[1] == _DELETED
     return JobState(
         word=word[1],
         has_ended=word[1] in ("F", "C"),
-        exit_status=_shell_status(int(status[1])) if status else None,
+        # PBS reports status 0 for some of those that were deleted
+        exit_status=(code or _DELETED_STATUS) if is_deleted else code,
+        reason="deleted" if is_deleted else f"exceeded its {limit}" if limit else "",
     )
 
 

@@ -26,8 +26,8 @@ class JobRequest:
     """Run ``script`` with ``args`` as ``ranks_per_node`` ranks on each of ``num_nodes`` nodes.
 
     ``file`` is the path of the job script, absolute or relative to the folder in which it is
-    submitted. With ``requeues`` the job is resubmitted if it saved before its time limit. Raises
-    UsageError.
+    submitted. The job is resubmitted up to ``max_requeues`` times if it saved before its limit.
+    Raises UsageError.
     """
 
     script: str
@@ -36,7 +36,8 @@ class JobRequest:
     file: str
     num_nodes: int = 1
     ranks_per_node: int = 1
-    requeues: bool = False
+    is_module: bool = False
+    max_requeues: int = 0
     environment: PythonEnvironment | None = None
     settings: Settings = field(default_factory=Settings)
 
@@ -44,6 +45,8 @@ class JobRequest:
         for option, number in (("--nodes", self.num_nodes), ("--per-node", self.ranks_per_node)):
             if number < 1:
                 raise UsageError(f"{option} must be at least 1, got {number}.")
+        if self.max_requeues < 0:
+            raise UsageError(f"--max-requeues must be at least 0, got {self.max_requeues}.")
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_.-]*", self.name):
             raise UsageError(
                 f"--name must be letters, digits, _ . and -, with a letter first, got "
@@ -52,6 +55,16 @@ class JobRequest:
         for what, path in (("script", self.script), ("job script", self.file)):
             if len(path.splitlines()) != 1:
                 raise UsageError(f"The path of a {what} must be one line, got {path!r}: rename it.")
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks."""
+        return self.num_nodes * self.ranks_per_node
+
+    @property
+    def cores_per_node(self) -> int:
+        """One core for each thread of each rank."""
+        return self.ranks_per_node * (self.settings.threads or 1)
 
     @property
     def log_dir(self) -> str:
@@ -74,11 +87,12 @@ def default_name(script: str) -> str:
     return name if re.match("[A-Za-z]", name) else f"job_{name}"
 
 
-def find_environment(text: str, folder: Path) -> PythonEnvironment:
+def find_environment(text: str, folder: Path, *, is_here: bool = True) -> PythonEnvironment:
     """The environment that ``--activate`` names, relative to ``folder``.
 
     A folder with ``bin/activate`` is a virtual environment, one with ``conda-meta`` a conda
-    environment, and a name without a slash is the name of one. Raises UsageError.
+    environment, and a name without a slash is the name of one. Raises UsageError, unless the script
+    is for another machine (``is_here`` is false): then another folder is a virtual environment.
     """
     path = Path(text).expanduser()
     where = str(path) if "/" in str(path) else f"./{path}"
@@ -86,6 +100,8 @@ def find_environment(text: str, folder: Path) -> PythonEnvironment:
         return PythonEnvironment(kind="venv", where=where)
     if (folder / path / "conda-meta").is_dir():
         return PythonEnvironment(kind="conda", where=where)
+    if "/" in text and not is_here:
+        return PythonEnvironment(kind="venv", where=where)
     if "/" in text:
         raise UsageError(
             f"--activate {text}: there is neither {path}/bin/activate (a virtual environment) nor "

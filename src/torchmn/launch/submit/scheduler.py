@@ -49,11 +49,15 @@ def ask(argv: Sequence[str], *, limit_s: float = 60.0) -> Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """The state of a job in the scheduler's word, and its exit status if the scheduler has it."""
+    """The state of a job in the scheduler's word, and its exit status if the scheduler has it.
+
+    ``reason`` is why the scheduler itself ended the job, empty if the job ended by itself.
+    """
 
     word: str
     has_ended: bool = False
     exit_status: int | None = None
+    reason: str = ""
 
 
 class Scheduler(Protocol):
@@ -66,8 +70,8 @@ class Scheduler(Protocol):
     cancel_command: str
     probe_command: str  # only this scheduler has it: PBS and Grid Engine share qsub
     job_id: str  # the job's number inside the job, as a shell word
+    finds_commands: tuple[str, ...]  # shell lines that add its commands to the PATH of a job
     folder: str  # from which the job was submitted, as a shell word
-    exports_end_time: bool  # whether a job can learn from the scheduler when its time is over
 
     def directives(self, job: JobRequest) -> list[str]:
         """The header of the script. Raises UsageError: this scheduler cannot run such a job."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import shlex
 
-from torchmn.environment_variables import JOB_END_VARIABLE
 from torchmn.errors import UsageError
 from torchmn.launch.submit.request import JobRequest, PythonEnvironment
-from torchmn.launch.submit.requeue import last_lines
+from torchmn.launch.submit.requeue import first_lines, last_lines
 from torchmn.launch.submit.scheduler import Scheduler
 
 ENDED = "torchmn: job ended with exit status"
@@ -29,18 +28,19 @@ def job_script(job: JobRequest, scheduler: Scheduler) -> str:
     """The whole script. Pure. Raises UsageError: this scheduler cannot run such a job."""
     _raise_if_foreign(job, scheduler)
     by_hand = shlex.join([scheduler.submit_command[0], job.file])
+    log_dir = shlex.quote(job.log_dir)
     lines = [
         "#!/bin/bash",
         *scheduler.directives(job),
         *job.settings.directives,
         "",
         f"# Written by `torchmn submit` for {scheduler.title}. Edit it as you like; submit it in",
-        f"# the same folder: {by_hand}",
+        f"# the same folder, with the folder of its logs: mkdir -p {log_dir} && {by_hand}",
         "",
         *_output(job, scheduler),
-        *_end(job, scheduler),
         *_modules(job.settings.modules),
         *[f"export {name}={shlex.quote(value)}" for name, value in job.settings.exports],
+        *scheduler.finds_commands,
         *_activation(job.environment),
         "command -v torchmn >/dev/null || {",
         '  echo "torchmn: torchmn is not installed on $(hostname): use --activate" >&2',
@@ -50,8 +50,8 @@ def job_script(job: JobRequest, scheduler: Scheduler) -> str:
         f"echo \"{scheduler.title} job $job on $(hostname), $(date '+%Y-%m-%d %H:%M:%S %z')\"",
         _VERSIONS,
         "",
+        *first_lines(job),
         *_work(job),
-        "status=$?",
         *last_lines(job, scheduler),
         'end_job "$status"',
     ]
@@ -73,14 +73,14 @@ def _output(job: JobRequest, scheduler: Scheduler) -> list[str]:
 
     PBS only makes a job's own standard output readable after the job has ended.
     """
-    log_dir = shlex.quote(job.log_dir)
     # appended, since a requeued job may run twice within a second
     to = 'exec >>"$log.log" 2>&1' if job.joins_output else 'exec >>"$log.out" 2>>"$log.err"'
     return [
         f'cd "{scheduler.folder}" || exit 1',
         f"job={scheduler.job_id}",
-        f"log={log_dir}/{job.name}.$job.$(date +%Y%m%d-%H%M%S)",
-        f"mkdir -p {log_dir} || exit 1",
+        f"logs={shlex.quote(job.log_dir)}",
+        f'log="$logs/{job.name}.$job.$(date +%Y%m%d-%H%M%S)"',
+        'mkdir -m 700 -p "$logs" || exit 1',
         to,
         "end_job() {",
         f'  echo "{ENDED} $1"',
@@ -88,15 +88,6 @@ def _output(job: JobRequest, scheduler: Scheduler) -> list[str]:
         "}",
         "",
     ]
-
-
-def _end(job: JobRequest, scheduler: Scheduler) -> list[str]:
-    """Export when the job's time is over (`torchmn.topology.walltime`)."""
-    if job.settings.walltime is None or scheduler.exports_end_time:
-        return []
-    hours, minutes, seconds = map(int, job.settings.walltime.split(":"))
-    limit_s = (hours * 60 + minutes) * 60 + seconds
-    return [f"export {JOB_END_VARIABLE}=$(($(date +%s) + {limit_s}))  # the walltime above"]
 
 
 def _modules(modules: tuple[str, ...]) -> list[str]:
@@ -132,9 +123,29 @@ def _activation(environment: PythonEnvironment | None) -> list[str]:
 
 
 def _work(job: JobRequest) -> list[str]:
-    """`torchmn run`, which reads the nodes from the scheduler; its logs are in ``$log``."""
-    threads = ["--threads", str(job.settings.threads)] if job.settings.threads else []
-    exported = [word for name, _ in job.settings.exports for word in ("-x", name)]
-    options = shlex.join(["--per-node", str(job.ranks_per_node), *threads, *exported])
-    command = shlex.join([job.script, *job.args])
-    return [f'torchmn run {options} --log-dir "$log" \\', f"  {command}"]
+    """`torchmn run`, which reads the nodes from the scheduler; its logs are in ``$log``.
+
+    The number of all ranks, since it refuses to start where the scheduler gave fewer slots. The
+    shell must receive the scheduler's signals, which it would defer until a command has ended, and
+    survive them: the lines after this decide what becomes of the job.
+    """
+    settings = job.settings
+    threads = ["--threads", str(settings.threads)] if settings.threads else []
+    grace = ["--grace", str(settings.grace)] if settings.grace else []
+    exported = [word for name, _ in settings.exports for word in ("-x", name)]
+    options = shlex.join(["-n", str(job.num_ranks), *threads, *grace, *exported])
+    command = shlex.join([*(["-m"] if job.is_module else []), job.script, *job.args])
+    return [
+        "# A signal of the scheduler goes to all ranks; this shell waits for their end.",
+        'pass_on() { signaled=$1; kill -s "$1" "$run"; }',
+        'for name in TERM USR1 USR2; do trap "pass_on $name" "$name"; done',
+        f'torchmn run {options} --log-dir "$log" \\',
+        f"  {command} &",
+        "run=$!",
+        "signaled=no",
+        'until [ -z "$signaled" ]; do',
+        "  last=$signaled signaled=",
+        '  wait "$run"',
+        "  status=$?",
+        "done",
+    ]

@@ -15,6 +15,7 @@ from typing import Any
 from torchmn.errors import UnknownNameError, UsageError
 from torchmn.launch.exported_variables import check_variable_name
 
+_NUMBERS = ("threads", "gpus", "signal", "grace")
 Export = tuple[str, str]
 Rule = tuple[Callable[[str], object], str]
 
@@ -46,15 +47,22 @@ class Settings:
     """What a job gets besides its size and its script; ``None`` or empty where not given.
 
     ``chunk`` is what PBS adds to every node of its select, such as ``ncpus=36:ngpus=2``;
-    ``parallel_environment`` is what Grid Engine needs for more than one slot. Raises UsageError.
+    ``parallel_environment`` is what Grid Engine needs for more than one slot, and ``gpu_resource``
+    its resource that counts GPUs for each slot. Raises UsageError.
     """
 
     queue: str | None = _setting(_WORD, "Queue, or Slurm's partition.")
     group: str | None = _setting(_WORD, "Account or project to charge.")
     walltime: str | None = _setting(_WALLTIME, "Time limit as hours:minutes:seconds.")
     threads: int | None = _setting(None, "Number of threads of each rank.")
+    gpus: int | None = _setting(None, "Number of GPUs on each node.")
+    signal: int | None = _setting(
+        None, "Send SIGUSR1 to the script this number of seconds before the time limit."
+    )
+    grace: int | None = _setting(None, "Seconds that ranks have for saving after SIGTERM.")
     chunk: str | None = _setting(_WORD)
     parallel_environment: str | None = _setting(_WORD)
+    gpu_resource: str | None = _setting(_WORD)
     activate: str | None = _setting(_LINE, "Folder of a venv, or a conda environment.")
     log_dir: str | None = _setting(_PATH, "Folder for the output of the job.")
     join_output: bool | None = _setting(
@@ -79,8 +87,10 @@ class Settings:
             for item in value if isinstance(value, tuple) else (value,):
                 if not is_valid(item):
                     raise UsageError(f"{each.name} must be {text}, got {item!r}.")
-        if self.threads is not None and self.threads < 1:
-            raise UsageError(f"threads must be at least 1, got {self.threads}.")
+        for name in _NUMBERS:
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise UsageError(f"{name} must be at least 1, got {number}.")
         for name, _ in self.exports:
             check_variable_name(name)
 
@@ -130,7 +140,7 @@ def _value(setting: Field[Any], value: object) -> Any:
         rule = 'a list of strings, as in ["first", "second"]'
     else:
         kind, rule = {
-            "threads": (int, "a whole number"),
+            **dict.fromkeys(_NUMBERS, (int, "a whole number")),
             "join_output": (bool, "true or false"),
         }.get(setting.name, (str, "a string in quotes"))
         if type(value) is kind:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import re
 
 from torchmn.launch.submit.request import JobRequest
-from torchmn.launch.submit.requeue import RESUBMITTED
+from torchmn.launch.submit.requeue import refused, resubmitted
 from torchmn.launch.submit.scheduler import Answer, Ask, JobState, Scheduler
-
-REQUEUE_DIRECTIVES = ("--requeue", "--open-mode=append")
-"""Directives of a job that may be requeued. A signal before the time limit would be added here."""
 
 _ENDED = frozenset(
     [
@@ -29,8 +26,8 @@ class Slurm(Scheduler):
     cancel_command = "scancel"
     probe_command = "sbatch"
     job_id = "$SLURM_JOB_ID"
+    finds_commands = ()
     folder = "$SLURM_SUBMIT_DIR"
-    exports_end_time = True
 
     def directives(self, job: JobRequest) -> list[str]:
         """The lines of the header. ``%x.%j`` is the job's name and number."""
@@ -42,6 +39,7 @@ class Slurm(Scheduler):
             f"--nodes={job.num_nodes}",
             f"--ntasks-per-node={job.ranks_per_node}",
             *([f"--cpus-per-task={settings.threads}"] if settings.threads else []),
+            *([f"--gpus-per-node={settings.gpus}"] if settings.gpus else []),
             *([f"--time={settings.walltime}"] if settings.walltime else []),
             f"--job-name={job.name}",
             *(
@@ -49,16 +47,20 @@ class Slurm(Scheduler):
                 if job.joins_output
                 else [f"--output={own}.out", f"--error={own}.err"]
             ),
-            *(REQUEUE_DIRECTIVES if job.requeues else []),
+            *(["--requeue", "--open-mode=append"] if job.max_requeues else []),
+            # to the batch shell, which passes it on, since not every launcher makes a step
+            *([f"--signal=B:USR1@{settings.signal}"] if settings.signal else []),
         ]
         return [f"{self.prefix} {option}" for option in options]
 
     def resubmission(self, job: JobRequest) -> list[str]:
-        """The same job with the same number. Slurm may end this shell before the next line."""
+        """The same job with the same number. Slurm ends this shell with a signal, see `script`."""
         return [
-            f'echo "{RESUBMITTED} $SLURM_JOB_ID"',
-            'scontrol requeue "$SLURM_JOB_ID" ||',
-            '  echo "torchmn: scontrol failed: submit this job again by hand" >&2',
+            'if scontrol requeue "$SLURM_JOB_ID"; then',
+            f"  {resubmitted('$SLURM_JOB_ID')}",
+            "else",
+            f"  {refused('scontrol requeue')}",
+            "fi",
         ]
 
     def state(self, job_id: str, ask: Ask) -> JobState | None:
@@ -87,4 +89,9 @@ def _state_of(answer: Answer) -> JobState | None:
     code, signal = (int(status[1]), int(status[2])) if status else (0, 0)
     if word != "COMPLETED" and (code, signal) == (0, 0):
         code = 1  # Slurm ended it for a reason of its own
-    return JobState(word=word, has_ended=True, exit_status=128 + signal if signal else code)
+    return JobState(
+        word=word,
+        has_ended=True,
+        exit_status=128 + signal if signal else code,
+        reason="" if word in ("COMPLETED", "FAILED") else word,
+    )

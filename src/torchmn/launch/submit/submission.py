@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -11,17 +12,19 @@ from torchmn.launch.submit.scheduler import Ask, Scheduler, ask
 
 
 def write_script(text: str, path: Path) -> Path | None:
-    """Write the script. An existing file with other content is renamed to ``NAME~``.
+    """Write the script, for this user only, since exported variables may be secrets.
 
-    It may have been edited. Returns the new path of the old file, if any. Raises UsageError.
+    An existing file with other content is renamed to ``NAME~``: it may have been edited. Returns
+    the new path of the old file, if any. Raises UsageError.
     """
     kept = path.with_name(f"{path.name}~")
     try:
         has_other = path.exists() and path.read_bytes() != text.encode()
         if has_other:
             path.replace(kept)
-        path.write_text(text, encoding="utf-8")
-        path.chmod(path.stat().st_mode | 0o100)
+        path.unlink(missing_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o700), "wb") as file:
+            file.write(text.encode())
     except OSError as error:
         raise UsageError(
             f"The job script {path} cannot be written ({error.strerror}): choose another file "
@@ -30,19 +33,22 @@ def write_script(text: str, path: Path) -> Path | None:
     return kept if has_other else None
 
 
-def submit(job: JobRequest, scheduler: Scheduler, *, ask: Ask = ask) -> str:
-    """Submit the job script in ``job.file``, and return the job's id.
-
-    The log folder is created first: PBS, Slurm and Grid Engine open files in it. Raises LaunchError
-    with the output of the scheduler.
-    """
+def make_log_dir(job: JobRequest) -> None:
+    """Create the log folder: PBS, Slurm and Grid Engine open files in it. Raises UsageError."""
     try:
-        Path(job.log_dir).mkdir(parents=True, exist_ok=True)
+        Path(job.log_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
             f"The log folder {job.log_dir} cannot be created ({error.strerror}): choose another "
             "with --log-dir."
         ) from None
+
+
+def submit(job: JobRequest, scheduler: Scheduler, *, ask: Ask = ask) -> str:
+    """Submit the job script in ``job.file``, and return the job's id.
+
+    Raises LaunchError with the output of the scheduler.
+    """
     command = [*scheduler.submit_command, job.file]
     answer = ask(command)
     if answer.returncode != 0:

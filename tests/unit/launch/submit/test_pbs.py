@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.unit.launch.submit.examples import PBS_OF_ROW_3_12, PBS_OF_ROW_4_10, tutorial
+from torchmn.errors import UsageError
 from torchmn.launch.submit import JobRequest, Settings
 from torchmn.launch.submit.pbs import PBS
 from torchmn.launch.submit.scheduler import Answer
@@ -42,7 +43,8 @@ def asked(*answers: Answer):  # type: ignore[no-untyped-def]
 
 def test_header_of_row_4_10() -> None:
     lines = PBS().directives(tutorial())
-    assert lines[:5] == PBS_OF_ROW_4_10.splitlines()
+    lines.remove("#PBS -l place=scatter")
+    assert [line.replace(":ncpus=2", "") for line in lines[:5]] == PBS_OF_ROW_4_10.splitlines()
     assert lines[5:] == ["#PBS -j oe", "#PBS -o torchmn-logs/", "#PBS -S /bin/bash"]
 
 
@@ -57,7 +59,7 @@ def test_header_of_row_3_12() -> None:
         settings=settings,
     )
     lines = PBS().directives(job)
-    assert set(PBS_OF_ROW_3_12.splitlines()) <= set(lines)
+    assert set(PBS_OF_ROW_3_12.splitlines()) <= {line.replace(":ncpus=2", "") for line in lines}
     assert "#PBS -j oe" not in lines
     assert {"#PBS -o torchmn-logs/", "#PBS -e torchmn-logs/"} <= set(lines)
 
@@ -65,6 +67,20 @@ def test_header_of_row_3_12() -> None:
 def test_resources_of_a_site_stand_in_the_chunk() -> None:
     lines = PBS().directives(tutorial(chunk="ncpus=36:ngpus=2"))
     assert "#PBS -l select=2:ncpus=36:ngpus=2:mpiprocs=2:ompthreads=1" in lines
+
+
+def test_nodes_are_whole_nodes() -> None:
+    """By default PBS puts two chunks on one node, and gives a chunk one core."""
+    lines = PBS().directives(tutorial(gpus=2, threads=3))
+    assert "#PBS -l select=2:ncpus=6:ngpus=2:mpiprocs=2:ompthreads=3" in lines
+    assert "#PBS -l place=scatter" in lines
+    own = tutorial(directives=("#PBS -l place=pack",))
+    assert not [line for line in PBS().directives(own) if "place" in line]
+
+
+def test_no_signal() -> None:
+    with pytest.raises(UsageError, match="Preemption\\(margin_s"):
+        PBS().directives(tutorial(signal=60))
 
 
 def test_state_while_it_runs() -> None:
@@ -88,6 +104,15 @@ def test_exit_status_from_the_history(said: int, status: int) -> None:
     assert state.has_ended
     assert state.exit_status == status
     assert questions[1] == ["qstat", "-x", "-f", "4256957.pbs02"]
+
+
+def test_a_deleted_job_has_not_succeeded() -> None:
+    """OpenPBS keeps ``Exit_status = 0`` for a job that qdel ended."""
+    text = FINISHED.format(0) + "    substate = 91\n"
+    ask, _ = asked(Answer(returncode=35, err=HAS_FINISHED), Answer(returncode=0, out=text))
+    state = PBS().state("4256957.pbs02", ask)
+    assert state is not None
+    assert (state.exit_status, state.reason) == (143, "deleted")
 
 
 def test_a_site_without_history_leaves_the_exit_status_open() -> None:

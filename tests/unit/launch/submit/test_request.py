@@ -70,3 +70,8 @@ def test_find_environment(tmp_path: Path) -> None:
     assert found("chainerMN") == PythonEnvironment(kind="conda", where="chainerMN")
     with pytest.raises(UsageError, match="neither missing/venv/bin/activate"):
         found("missing/venv")
+
+
+def test_a_script_for_another_machine_needs_no_environment_here(tmp_path: Path) -> None:
+    found = find_environment("/lustre/me/venv", tmp_path, is_here=False)
+    assert found == PythonEnvironment(kind="venv", where="/lustre/me/venv")

@@ -17,30 +17,35 @@ from torchmn.launch.submit.request import PythonEnvironment
 WHOLE = """\
 #!/bin/bash
 #PBS -q h-tutorial
-#PBS -l select=2:mpiprocs=2:ompthreads=1
+#PBS -l select=2:ncpus=2:mpiprocs=2:ompthreads=1
+#PBS -l place=scatter
 #PBS -W group_list=gt00
 #PBS -l walltime=00:10:00
 #PBS -N multi_node_training
+#PBS -r y
 #PBS -j oe
 #PBS -o torchmn-logs/
 #PBS -S /bin/bash
-#PBS -l place=scatter
+#PBS -m abe
 
 # Written by `torchmn submit` for PBS. Edit it as you like; submit it in
-# the same folder: qsub multi_node_training.sh
+# the same folder, with the folder of its logs: mkdir -p torchmn-logs && qsub multi_node_training.sh
 
 cd "$PBS_O_WORKDIR" || exit 1
 job=${PBS_JOBID%%.*}
-log=torchmn-logs/multi_node_training.$job.$(date +%Y%m%d-%H%M%S)
-mkdir -p torchmn-logs || exit 1
+logs=torchmn-logs
+log="$logs/multi_node_training.$job.$(date +%Y%m%d-%H%M%S)"
+mkdir -m 700 -p "$logs" || exit 1
 exec >>"$log.log" 2>&1
 end_job() {
   echo "torchmn: job ended with exit status $1"
   exit "$1"
 }
 
-export TORCHMN_JOB_END=$(($(date +%s) + 600))  # the walltime above
 export NCCL_SHM_DISABLE=1
+command -v pbsnodes >/dev/null || {
+  . "${PBS_CONF_FILE:-/etc/pbs.conf}" && PATH="$PBS_EXEC/bin:$PATH"
+}
 . ./venv/bin/activate || end_job 1
 command -v torchmn >/dev/null || {
   echo "torchmn: torchmn is not installed on $(hostname): use --activate" >&2
@@ -56,16 +61,46 @@ versions = [f"{name} {found[name]}" for name in sorted(found) if name.startswith
 print(", ".join([f"python {sys.version.split()[0]}", *versions]))
 VERSIONS
 
-torchmn run --per-node 2 --threads 1 -x NCCL_SHM_DISABLE --log-dir "$log" \\
-  train_cifar_multi_node.py --no_snapshot --epoch 4 --batchsize 32
-status=$?
+export TORCHMN_PROGRESS_FILE="$(realpath "$log").progress"
+# A signal of the scheduler goes to all ranks; this shell waits for their end.
+pass_on() { signaled=$1; kill -s "$1" "$run"; }
+for name in TERM USR1 USR2; do trap "pass_on $name" "$name"; done
+torchmn run -n 4 --threads 1 -x NCCL_SHM_DISABLE --log-dir "$log" \\
+  train_cifar_multi_node.py --no_snapshot --epoch 4 --batchsize 32 &
+run=$!
+signaled=no
+until [ -z "$signaled" ]; do
+  last=$signaled signaled=
+  wait "$run"
+  status=$?
+done
 
 # Exit status 85: saved before the time limit, continue in a new job.
 if [ "$status" -eq 85 ]; then
-  if next=$(qsub multi_node_training.sh); then
-    echo "torchmn: resubmitted as $next"
+  history="$logs/multi_node_training.$job.requeues"
+  touch "$history" "$log.progress"
+  num_requeues=$(wc -l <"$history")
+  saved=$(grep '^checkpoint' "$log.progress" | tail -n 1)
+  if ! grep -q '^exit' "$log.progress"; then
+    echo "torchmn: not resubmitted: a rank exited with 85, but not because torchmn.Preemption \
+ended it" >&2
+  elif [ -n "$saved" ] && [ "$saved" = "$(tail -n 1 "$history")" ]; then
+    echo "torchmn: not resubmitted: no progress since the last time, the newest is the $saved; \
+submit this job by hand to continue" >&2
+  elif [ "$num_requeues" -ge 10 ]; then
+    echo "torchmn: not resubmitted: this was done 10 times already (--max-requeues); submit this \
+job by hand to continue" >&2
   else
-    echo "torchmn: qsub failed on $(hostname): submit this job again by hand" >&2
+    echo "${saved:-unknown $log}" >>"$history"
+    limit=$(sed -n 's/^limit //p' "$log.progress")
+    if [ "$last" = TERM ] && [ "$(date +%s)" -lt "${limit:-9999999999}" ]; then
+      echo "torchmn: not resubmitted: PBS deletes or requeues this job" >&2
+    elif next=$(qsub multi_node_training.sh); then
+      mv "$history" "$logs/multi_node_training.${next%%.*}.requeues"
+      echo "torchmn: resubmitted as $next"
+    else
+      echo "torchmn: qsub failed on $(hostname): submit this job by hand to continue" >&2
+    fi
   fi
 fi
 end_job "$status"
@@ -73,17 +108,17 @@ end_job "$status"
 
 
 def script(scheduler: str = "pbs", *, requeues: bool = False, **settings: object) -> str:
-    job = replace(tutorial(**settings), requeues=requeues)
+    job = replace(tutorial(**settings), max_requeues=10 if requeues else 0)
     return job_script(job, SCHEDULERS[scheduler])
 
 
 def test_complete_script() -> None:
     job = replace(
         tutorial(
-            directives=("#PBS -l place=scatter",),
+            directives=("#PBS -m abe",),
             exports=(("NCCL_SHM_DISABLE", "1"),),
         ),
-        requeues=True,
+        max_requeues=10,
         environment=PythonEnvironment(kind="venv", where="./venv"),
     )
     assert job_script(job, SCHEDULERS["pbs"]) == WHOLE
@@ -125,16 +160,25 @@ def test_each_goes_to_its_folder_and_names_its_log(
     scheduler: str, folder: str, number: str
 ) -> None:
     text = script(scheduler, parallel_environment="mpi")
-    assert f"cd {folder} || exit 1\njob={number}\nlog=" in text
+    assert f"cd {folder} || exit 1\njob={number}\nlogs=" in text
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_end_time_is_exported_except_under_slurm(scheduler: str) -> None:
-    def says(walltime: str | None) -> bool:
-        return "TORCHMN_JOB_END" in script(scheduler, walltime=walltime, parallel_environment="mpi")
+def test_the_time_limit_has_one_place(scheduler: str) -> None:
+    text = script(scheduler, walltime="17:23:42", parallel_environment="mpi")
+    assert text.count("17:23:42") == 1
+    assert str((17 * 60 + 23) * 60 + 42) not in text
 
-    assert says("00:10:00") == (scheduler != "slurm")
-    assert not says(None)
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_the_world_that_was_asked_for_is_started(scheduler: str) -> None:
+    assert "torchmn run -n 4 --threads 1" in script(scheduler, parallel_environment="mpi")
+
+
+def test_a_module() -> None:
+    job = replace(tutorial(), script="package.train", is_module=True)
+    text = job_script(job, SCHEDULERS["slurm"])
+    assert '--log-dir "$log" \\\n  -m package.train --no_snapshot' in text
 
 
 def test_separate_output() -> None:
@@ -193,14 +237,14 @@ def test_script_is_valid_and_quoted(scheduler: str, tmp_path: Path) -> None:
         ),
         script="my train.py",
         args=tuple(hostile),
-        requeues=True,
+        max_requeues=10,
         environment=PythonEnvironment(kind="venv", where="./my $(touch broken) venv"),
     )
     text = job_script(job, SCHEDULERS[scheduler])
     checked = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
     assert (checked.returncode, checked.stderr) == (0, "")
     place = text.index("torchmn run")
-    rest = text[place : text.index("status=$?")]
+    rest = text[place : text.index(" &\nrun=")]
     harmless = "\n".join(
         [
             "module() { :; }",

@@ -34,8 +34,14 @@ def test_separate_output() -> None:
 
 
 def test_a_job_that_may_continue_keeps_its_output() -> None:
-    lines = Slurm().directives(replace(tutorial(), requeues=True))
+    lines = Slurm().directives(replace(tutorial(), max_requeues=1))
     assert lines[-2:] == ["#SBATCH --requeue", "#SBATCH --open-mode=append"]
+
+
+def test_gpus_and_a_warning() -> None:
+    lines = Slurm().directives(tutorial(gpus=2, signal=90))
+    assert "#SBATCH --gpus-per-node=2" in lines
+    assert lines[-1] == "#SBATCH --signal=B:USR1@90"
 
 
 @pytest.mark.parametrize("word", ["PENDING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED"])

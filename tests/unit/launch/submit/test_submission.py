@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,14 +9,14 @@ import pytest
 
 from tests.unit.launch.submit.examples import tutorial
 from torchmn.errors import LaunchError, UsageError
-from torchmn.launch.submit import SCHEDULERS, submit, write_script
+from torchmn.launch.submit import SCHEDULERS, make_log_dir, submit, write_script
 from torchmn.launch.submit.scheduler import Answer, ask
 
 
 def test_an_edited_script_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "job.sh"
     assert write_script("one\n", path) is None
-    assert os.access(path, os.X_OK)
+    assert path.stat().st_mode & 0o777 == 0o700  # it may hold secrets that are exported
     assert write_script("one\n", path) is None
     path.write_text("one, edited\n")
     kept = write_script("two\n", path)
@@ -53,7 +52,6 @@ def test_the_name_of_the_job(
 
     def answering(argv: Sequence[str]) -> Answer:
         asked.append(list(argv))
-        assert (tmp_path / "torchmn-logs").is_dir()  # before the scheduler opens a file there
         return Answer(returncode=0, out=said)
 
     assert submit(tutorial(), SCHEDULERS[scheduler], ask=answering) == job_id
@@ -104,7 +102,13 @@ def test_a_log_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "logs").touch()
     with pytest.raises(UsageError, match="--log-dir"):
-        submit(tutorial(log_dir="logs"), SCHEDULERS["pbs"])
+        make_log_dir(tutorial(log_dir="logs"))
+
+
+def test_the_log_folder_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_log_dir(tutorial(log_dir="a/b"))
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.processes

@@ -1,4 +1,4 @@
-"""torchmn under a real Slurm: srun, sbatch by `torchmn submit`, and a limit of time."""
+"""What only Slurm has: `srun` as a launcher, and `torchmn run` in an allocation."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import Cluster, slurm, why_no_slurm
+from tests.schedulers.cluster import Cluster, running
+from tests.schedulers.slurm import Slurm
 
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.root,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(bool(why_no_slurm()), reason=str(why_no_slurm())),
+    pytest.mark.skipif(bool(Slurm.why_not()), reason=str(Slurm.why_not())),
 ]
 
 PLACE = """
@@ -27,30 +28,6 @@ place = [comm.rank, comm.size, comm.intra_rank, comm.intra_size, comm.inter_rank
 total = float(comm.allreduce(torch.ones(1)))
 with open(f"{sys.argv[1]}/{comm.rank}.json", "w") as file:
     json.dump([socket.gethostname(), *place, total], file)
-"""
-STEPS = """
-import json, os, pathlib, sys, time, torch, torchmn
-out, num_steps, margin_s = pathlib.Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-comm = torchmn.create_communicator("naive")
-state = out / "state.json"
-step = json.loads(state.read_text()) if state.exists() else 0
-job = os.environ["SLURM_JOB_ID"] + "." + os.environ.get("SLURM_RESTART_COUNT", "0")
-
-def save():
-    if comm.rank == 0:
-        draft = state.with_suffix(".draft")
-        draft.write_text(json.dumps(step))
-        draft.replace(state)
-
-preemption = torchmn.Preemption(comm, save, margin_s=margin_s, period_s=0.3)
-while step < num_steps:
-    time.sleep(0.1)
-    step += 1
-    with open(out / f"steps-{comm.rank}", "a") as file:
-        file.write(f"{step} {job}\\n")
-    preemption.step_ended()
-if comm.rank == 0:
-    (out / "finished").touch()
 """
 CRASH = """
 import os, signal, sys, torch, torchmn
@@ -72,7 +49,7 @@ EXPECTED = [
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with slurm(tmp_path_factory.mktemp("slurm")) as started:
+    with running(Slurm, tmp_path_factory.mktemp("slurm")) as started:
         yield started
 
 
@@ -126,15 +103,6 @@ def test_worlds_of_one_are_refused_on_every_rank(cluster: Cluster, tmp_path: Pat
     assert places(tmp_path) == []
 
 
-def test_a_job_that_torchmn_submits(cluster: Cluster, tmp_path: Path) -> None:
-    (tmp_path / "place.py").write_text(PLACE)
-    command = [sys.executable, "-m", "torchmn", "submit", "--scheduler", "slurm", "--nodes", 2]
-    command += ["--per-node", 2, "--walltime", "00:05:00", "--name", "places", "--wait"]
-    done = cluster.run([*command, "place.py", tmp_path], tmp_path, timeout_s=180)
-    assert done.returncode == 0, (done.stdout, done.stderr)
-    assert places(tmp_path) == EXPECTED
-
-
 def test_all_end_with_the_rank_that_failed_though_srun_lets_them_wait(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -148,32 +116,3 @@ def test_all_end_with_the_rank_that_failed_though_srun_lets_them_wait(
         said = [line for line in done.stderr.splitlines() if line.startswith("torchmn:")]
         assert "rank 2 on n2" in said[-1]
         assert words in said[-1]
-
-
-def test_an_unknown_partition_is_refused_in_slurms_own_words(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    (tmp_path / "place.py").write_text(PLACE)
-    command = [sys.executable, "-m", "torchmn", "submit", "--scheduler", "slurm", "--nodes", 1]
-    command += ["--per-node", 1, "--walltime", "00:05:00", "--queue", "nowhere", "place.py"]
-    done = cluster.run(command, tmp_path)
-    assert done.returncode == 1
-    assert "invalid partition specified: nowhere" in done.stderr
-
-
-def test_a_job_continues_in_the_next_one_when_its_time_is_over(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    (tmp_path / "steps.py").write_text(STEPS)
-    command = [sys.executable, "-m", "torchmn", "submit", "--scheduler", "slurm", "--nodes", 2]
-    command += ["--per-node", 1, "--walltime", "00:01:00", "--name", "steps", "--requeue"]
-    done = cluster.run([*command, "steps.py", tmp_path, 300, 40], tmp_path)
-    assert done.returncode == 0, (done.stdout, done.stderr)
-    deadline = time.monotonic() + 400
-    while not (tmp_path / "finished").exists():
-        assert time.monotonic() < deadline, [p.read_text() for p in tmp_path.glob("*.log")]
-        time.sleep(1)
-    for rank in (0, 1):
-        rows = [line.split() for line in (tmp_path / f"steps-{rank}").read_text().splitlines()]
-        assert [int(step) for step, _ in rows] == list(range(1, 301))
-        assert len({job for _, job in rows}) > 1

@@ -1,0 +1,261 @@
+"""Jobs of `torchmn submit` under the real Slurm, Grid Engine and OpenPBS, on two nodes each."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.schedulers import train
+from tests.schedulers.cluster import Cluster, running
+from tests.schedulers.grid_engine import GridEngine
+from tests.schedulers.pbs import PBS
+from tests.schedulers.slurm import Slurm
+
+pytestmark = [pytest.mark.processes, pytest.mark.root, pytest.mark.timeout(300)]
+
+PLACE = """
+import json, socket, sys, torch, torchmn
+comm = torchmn.create_communicator("naive")
+place = [comm.rank, comm.size, comm.intra_rank, comm.intra_size, comm.inter_rank, comm.inter_size]
+total = float(comm.allreduce(torch.ones(1)))
+with open(f"{sys.argv[1]}/{comm.rank}.json", "w") as file:
+    json.dump([socket.gethostname(), *place, total], file)
+sys.exit(int(sys.argv[2]))
+"""
+STUBBORN = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open(sys.argv[1] + "/steps", "w").close()
+time.sleep(600)
+"""
+NUM_STEPS = 60
+PATIENCE_S = 150
+
+
+@pytest.fixture(scope="module", params=[Slurm, GridEngine, PBS], ids=lambda kind: kind.name)
+def cluster(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    kind: type[Cluster] = request.param
+    if reason := kind.why_not():
+        pytest.skip(reason)
+    with running(kind, tmp_path_factory.mktemp(kind.name)) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The parameters of a training that was never stopped."""
+    folder = tmp_path_factory.mktemp("reference")
+    run = [sys.executable, "-m", "torchmn", "run", "-n", "2", "--backend", "gloo"]
+    subprocess.run(
+        [*run, "--log-dir", folder / "logs", train.__file__, folder, str(NUM_STEPS), "1"],
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    return torch.load(folder / "finished")
+
+
+class Training:
+    """One job in a folder of its own."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self.cluster, self.folder = cluster, folder
+        (folder / "slow").touch()
+        self.process: subprocess.Popen[str] | None = None
+
+    def submit(self, *options: object, margin_s: float = 1) -> None:
+        """Submit it, one rank on each node, and follow it."""
+        words = ["--nodes", 2, "--per-node", 1, "--name", "train", "--wait", "--join-output"]
+        command = [*words, *options, train.__file__, self.folder, NUM_STEPS, margin_s]
+        self.process = self.cluster.popen(self.cluster.submission(*command), self.folder)
+
+    def steps(self) -> list[tuple[int, str]]:
+        """The steps that were taken, and by which run."""
+        path = self.folder / "steps"
+        rows = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+        return [(int(row[0]), row[1]) for row in rows]
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < deadline, self.output()
+            assert self.process is None or self.process.poll() is None, self.output()
+            time.sleep(0.1)
+
+    def wait_for_steps(self, number: int = 3) -> None:
+        self.wait_until(lambda: len(self.steps()) >= number)
+
+    @property
+    def number(self) -> str:
+        """The number of the job that runs, as the names of its logs have it."""
+        return sorted(self.folder.glob("torchmn-logs/train.*.log"))[-1].name.split(".")[1]
+
+    def hurry(self) -> None:
+        """Let the training take the steps that are left at once."""
+        (self.folder / "slow").unlink()
+
+    def end(self) -> tuple[int, str]:
+        """Wait for its end: the exit status of ``--wait``, and all output."""
+        assert self.process is not None
+        try:
+            out, err = self.process.communicate(timeout=PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError(self.output()) from None
+        return self.process.returncode, out + err
+
+    def output(self) -> str:
+        """Everything that was written, for messages."""
+        if self.process is not None:
+            self.process.send_signal(signal.SIGINT)
+            out, err = self.process.communicate(timeout=30)
+        logs = {path.name: path.read_text() for path in self.folder.glob("torchmn-logs/*.*")}
+        return json.dumps({"out": out, "err": err, **logs}, indent=1).replace("\\n", "\n")
+
+    def assert_finished(self, expected: dict[str, torch.Tensor], num_runs: int) -> None:
+        """All steps once and in order, by this number of runs, and the same parameters."""
+        found = self.steps()
+        assert [step for step, _ in found] == list(range(1, NUM_STEPS + 1))
+        assert len({run for _, run in found}) == num_runs
+        assert_equal(torch.load(self.folder / "finished"), expected)
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, parameter in found.items():
+        assert torch.equal(parameter, expected[name]), name
+
+
+@pytest.fixture
+def training(cluster: Cluster, tmp_path: Path) -> Iterator[Training]:
+    started = Training(cluster, tmp_path)
+    yield started
+    if started.process is not None and started.process.poll() is None:
+        started.process.kill()
+        started.process.communicate()
+
+
+def test_all_ranks_are_placed_and_their_exit_status_is_that_of_wait(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    (tmp_path / "place.py").write_text(PLACE)
+    command = cluster.submission("--nodes", 2, "--per-node", 2, "--walltime", "00:05:00")
+    done = cluster.run([*command, "--wait", "place.py", tmp_path, 3], tmp_path)
+    assert done.returncode == 3, (done.stdout, done.stderr)
+    places = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("[0-9].json"))]
+    assert places == [
+        *([["n1", 0, 4, 0, 2, 0, 2, 4.0], ["n1", 1, 4, 1, 2, 0, 2, 4.0]]),
+        *([["n2", 2, 4, 0, 2, 1, 2, 4.0], ["n2", 3, 4, 1, 2, 1, 2, 4.0]]),
+    ]
+
+
+def test_a_queue_that_is_not_there(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "place.py").write_text(PLACE)
+    done = cluster.run(cluster.submission("--queue", "nowhere", "place.py", "."), tmp_path)
+    assert done.returncode == 1
+    assert cluster.unknown_queue in done.stderr
+    assert (tmp_path / f"place.{cluster.name}.sh").exists()
+
+
+def test_a_script_that_was_only_written_runs_when_it_is_submitted_by_hand(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    (tmp_path / "place.py").write_text(PLACE)
+    command = cluster.submission("--dry-run", "--output", "job.sh", "place.py", tmp_path, 0)
+    written = cluster.run(command, tmp_path)
+    assert written.returncode == 0, written.stderr
+    assert oct((tmp_path / "job.sh").stat().st_mode & 0o777) == "0o700"
+    done = cluster.run([cluster.submit_command, "job.sh"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    cluster.wait_for((tmp_path / "0.json").exists, f"result in {os.listdir(tmp_path)}")
+
+
+def test_a_job_that_is_cancelled_stays_so(cluster: Cluster, training: Training) -> None:
+    """It saves and leaves with 85, and is not resubmitted all the same."""
+    training.submit("--requeue", "--walltime", "00:05:00")
+    training.wait_for_steps()
+    cluster.cancel(training.number)
+    status, said = training.end()
+    assert status != 0, said
+    num_steps = len(training.steps())
+    assert num_steps < NUM_STEPS
+    assert not cluster.has_jobs(), said
+    assert "resubmitted as" not in said
+
+
+def test_a_time_limit_ends_a_job(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    command = cluster.submission("--walltime", cluster.shortest_limit, "--wait", "stubborn.py")
+    done = cluster.run([*command, tmp_path], tmp_path, timeout_s=200)
+    assert done.returncode != 0, (done.stdout, done.stderr)
+    assert cluster.words_of_limit in done.stderr, done.stderr
+
+
+def test_a_job_continues_when_its_time_is_over(
+    training: Training, expected: dict[str, torch.Tensor]
+) -> None:
+    training.submit("--requeue", "--walltime", "00:02:00", margin_s=112)
+    training.wait_until(lambda: len({run for _, run in training.steps()}) == 2)
+    training.hurry()
+    status, said = training.end()
+    assert status == 0, said
+    training.assert_finished(expected, num_runs=2)
+
+
+def test_a_job_continues_after_a_signal(
+    cluster: Cluster, training: Training, expected: dict[str, torch.Tensor]
+) -> None:
+    training.submit("--requeue", "--walltime", "00:02:00", *cluster.signal_options)
+    training.wait_for_steps()
+    cluster.send_signal(training.number)
+    training.wait_until(lambda: len({run for _, run in training.steps()}) == 2)
+    training.hurry()
+    status, said = training.end()
+    assert status == 0, said
+    training.assert_finished(expected, num_runs=2)
+    assert "received SIGUSR1" in said
+
+
+def test_a_job_whose_nodes_are_taken_away_continues(
+    cluster: Cluster, training: Training, expected: dict[str, torch.Tensor]
+) -> None:
+    training.submit("--requeue", "--walltime", "00:05:00")
+    training.wait_for_steps()
+    cluster.preempt(training.number)
+    training.wait_until(lambda: len({run for _, run in training.steps()}) == 2)
+    training.hurry()
+    status, said = training.end()
+    assert status == 0, said
+    assert_equal(torch.load(training.folder / "finished"), expected)
+
+
+def test_a_node_that_fails(
+    cluster: Cluster, training: Training, expected: dict[str, torch.Tensor]
+) -> None:
+    """The job ends and names the host; submitted again it continues from the last checkpoint."""
+    training.submit("--walltime", "00:05:00")
+    training.wait_for_steps(12)
+    cluster.fail_node(cluster.nodes[1])
+    try:
+        status, said = training.end()
+        assert status != 0, said
+        assert "n2" in said
+    finally:
+        cluster.repair_node(cluster.nodes[1])
+    training.hurry()
+    training.submit("--walltime", "00:05:00")
+    status, said = training.end()
+    assert status == 0, said
+    assert 1 not in [step for step, _ in training.steps()[12:]]
+    assert_equal(torch.load(training.folder / "finished"), expected)
