@@ -3,12 +3,13 @@
 
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: help setup train test test-schedulers bench chaos pages lint clean
+.PHONY: help setup train test test-schedulers test-launchers bench chaos pages lint clean
 
 help:
 	@echo 'make train       train a network on real images with one worker, then two'
 	@echo 'make test        run the tests'
 	@echo 'make test-schedulers  install Slurm, Grid Engine and OpenPBS (root) and run the tests under them'
+	@echo 'make test-launchers  install MPICH, Debian'"'"'s Open MPI and sshd and run one script under all launchers'
 	@echo 'make bench       run all benchmarks; make bench-NAME runs benchmarks/bench_NAME.py'
 	@echo 'make chaos       strike a training RUNS=50 times by random faults of SEED=... and resume it'
 	@echo 'make pages      write the pages of docs/reference that are made from the source'
@@ -29,6 +30,10 @@ test: setup
 test-schedulers: setup
 	@bash scripts/setup_schedulers.sh
 	@$(VENV_PYTHON) -m pytest tests/schedulers $(ARGS)
+
+test-launchers: setup
+	@bash scripts/setup_launchers.sh
+	@TORCHMN_TEST_LAUNCHERS=1 $(VENV_PYTHON) -m pytest tests/launchers $(ARGS)
 
 # One after another, for they measure time; all of them, even if one does not hold its limit.
 bench: setup
@@ -53,4 +58,4 @@ lint: setup
 	@$(VENV_PYTHON) -m mypy
 
 clean:
-	rm -rf .venv .venv-setup.log
+	rm -rf .venv .venv-mpich .venv-setup.log

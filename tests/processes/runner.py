@@ -77,11 +77,16 @@ class Runner:
         out, err = process.communicate(timeout=limit_s)
         return subprocess.CompletedProcess(args, process.returncode, out, err)
 
+    @property
+    def logs(self) -> Path:
+        """The log folder of the last run."""
+        return self.folder / "logs" / "latest"
+
     def log(self, rank: int) -> str:
-        return (self.folder / "logs" / f"rank{rank}.log").read_text()
+        return (self.logs / f"rank{rank}.log").read_text()
 
     def exit_record(self, rank: int) -> dict[str, object]:
-        return json.loads((self.folder / "logs" / f"rank{rank}.exit.json").read_text())
+        return json.loads((self.logs / f"rank{rank}.exit.json").read_text())
 
     def processes(self, *words: str) -> list[psutil.Process]:
         """The living processes of the job whose command holds all of the words."""

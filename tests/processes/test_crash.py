@@ -79,7 +79,7 @@ def test_the_rank_that_failed_first_is_reported_last(
     sentence = done.stderr.splitlines()[-1]
     assert "rank 1 on " in sentence
     assert words in sentence
-    kept = (runner.folder / "logs" / "failure.txt").read_text().splitlines()
+    kept = (runner.logs / "failure.txt").read_text().splitlines()
     assert kept[-1] in sentence
     if fault == "exception":
         assert "ValueError: the cause" in done.stderr.splitlines()[-2]
@@ -114,7 +114,7 @@ def test_a_hang_is_reported(runner: Runner, backend: str, fault: str, words: str
     assert "has not completed within 2 s" in sentence
     host = os.uname().nodename
     assert words.format(host=host, folder=runner.folder) in sentence
-    report = (runner.folder / "logs" / "hang.txt").read_text()
+    report = (runner.logs / "hang.txt").read_text()
     assert f"rank 0 on {host}:" in report
     assert "in backward_ended" in report  # the stacks of the ranks that wait
     runner.wait_until_nothing_is_left()
@@ -209,14 +209,14 @@ def test_a_stopped_rank_under_mpirun(runner: Runner) -> None:
     runner.wait_until_nothing_is_left()
 
 
-def test_a_killed_rank_under_a_launcher_that_does_nothing(runner: Runner) -> None:
-    """Ranks started by hand, as by srun without --kill-on-bad-exit."""
+def by_hand(runner: Runner, text: str, *args: str) -> tuple[list[int], list[str]]:
+    """Exit codes and errors of three ranks that no launcher ends: srun without its -K."""
     environment = {**os.environ, "PYTHONPATH": PYTHON_PATH, MARK: runner.mark}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
-    script = runner.script(TRAINING)
+    script = runner.script(text)
     ranks = [
         subprocess.Popen(
-            [sys.executable, script, "kill"],
+            [sys.executable, script, *args],
             cwd=runner.folder,
             env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             | {"LOCAL_WORLD_SIZE": "3"},
@@ -226,10 +226,55 @@ def test_a_killed_rank_under_a_launcher_that_does_nothing(runner: Runner) -> Non
         for rank in range(3)
     ]
     errors = [rank.communicate(timeout=50)[1] for rank in ranks]
-    assert [rank.returncode != 0 for rank in ranks] == [True] * 3
-    assert ranks[1].returncode == -9
+    return [rank.returncode for rank in ranks], errors
+
+
+def test_a_killed_rank_under_a_launcher_that_does_nothing(runner: Runner) -> None:
+    codes, errors = by_hand(runner, TRAINING, "kill")
+    assert 0 not in codes
+    assert codes[1] == -9
     assert "torchmn: rank 1 on " in errors[0]
     assert "SIGKILL" in errors[0].splitlines()[-1]
+    runner.wait_until_nothing_is_left()
+
+
+BEFORE_THE_COMMUNICATOR = """
+from torchmn.resilience import install_crash_handler
+install_crash_handler()
+if rank == 1:
+    raise ValueError("no data")
+import torchmn
+torchmn.create_communicator("naive", first_timeout_s=300)
+"""
+
+
+def test_a_rank_that_fails_before_there_is_a_communicator(runner: Runner) -> None:
+    codes, errors = by_hand(runner, BEFORE_THE_COMMUNICATOR)
+    assert 0 not in codes
+    assert errors[0].splitlines()[-1].endswith("failed with exit code 1 (ValueError: no data).")
+    runner.wait_until_nothing_is_left()
+
+
+WITH_THE_COMMUNICATOR_LATER = """
+import sys
+from torchmn.resilience import install_crash_handler
+install_crash_handler()
+import torch, torchmn
+comm = torchmn.create_communicator("naive", timeout_s=2, first_timeout_s=2)
+print(float(comm.allreduce(torch.ones(1))), flush=True)
+if rank == 1 and len(sys.argv) > 1:
+    import time
+    time.sleep(1000)
+comm.barrier()
+"""
+
+
+def test_the_same_handler_follows_the_communicator(runner: Runner) -> None:
+    codes, errors = by_hand(runner, WITH_THE_COMMUNICATOR_LATER)
+    assert codes == [0, 0, 0], errors
+    codes, errors = by_hand(runner, WITH_THE_COMMUNICATOR_LATER, "sleep")
+    assert 0 not in codes
+    assert "rank 1 did not reach it" in errors[0].splitlines()[-1]
     runner.wait_until_nothing_is_left()
 
 

@@ -323,12 +323,13 @@ def test_dry_run_starts_nothing_and_tells_no_secret(lab: Lab, tmp_path: Path) ->
     words = ("--hosts", "n0:1,n1:1", "--backend", "gloo", "-x", "A=1", "--dry-run", "place.py")
     done = torchmn_run(lab, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    first, read_by_first, second, read_by_second = done.stdout.splitlines()
+    first, read_by_first, second, read_by_second, script = done.stdout.splitlines()
     assert str(lab.rsh_agent) not in first.rpartition("-m torchmn")[2]
     assert f"{lab.rsh_agent} n1 " in second
     for order in (read_by_first, read_by_second):
         assert '"A": "1"' in order
         assert '"TORCHMN_SECRET": "..."' in order
+    assert script.endswith(f" runs, in {tmp_path}: A=1 {sys.executable} place.py")
     assert not (tmp_path / "logs").exists()
 
 

@@ -86,3 +86,39 @@ def test_groups_are_closed_before_python_takes_itself_apart(tmp_path: Path) -> N
     )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0] groups None", "[1] groups None"]
+
+
+PLAIN = """
+import os
+import torch
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")  # env://
+local = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+assert dist.is_torchelastic_launched() and os.environ["GROUP_RANK"] == "0", local
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(3, 1))
+model(torch.full((1, 3), float(dist.get_rank()))).sum().backward()
+print(dist.get_rank(), dist.get_world_size(), *local, *model.module.weight.grad[0].tolist())
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_script_of_torch_distributed_alone(tmp_path: Path, backend: str) -> None:
+    if backend == "mpi":
+        launcher("mpirun")
+    (tmp_path / "script.py").write_text(PLAIN)
+    done = subprocess.run(
+        [PYTHON, "-m", "torchmn", "run", "-n", "2", "--backend", backend, "script.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "[0] 0 2 0 2 0.5 0.5 0.5",
+        "[1] 1 2 1 2 0.5 0.5 0.5",
+    ]

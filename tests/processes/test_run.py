@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+import stat
 import subprocess
 import time
 from pathlib import Path
@@ -43,7 +44,7 @@ def test_output_is_prefixed_and_kept(runner: Runner, backend: str) -> None:
         assert lines_of(done.stderr, rank) == [f"err {rank}"]
         assert sorted(runner.log(rank).splitlines()) == [f"err {rank}", f"out {rank}"]
         assert runner.exit_record(rank)["exit_code"] == 0
-    assert "logs" in done.stderr.splitlines()[0]
+    assert done.stderr.splitlines()[0].endswith(f"logs in logs/{runner.logs.readlink()}")
 
 
 def test_lines_of_many_ranks_stay_whole(runner: Runner, backend: str) -> None:
@@ -67,7 +68,7 @@ def test_module_and_path_with_spaces(runner: Runner, backend: str) -> None:
     runner.script("import sys; print(sys.argv[1:])", "a b/c d.py")
     done = runner.run("-n", "2", "--backend", backend, "--log-dir", "my logs", "a b/c d.py", "-m")
     assert lines_of(done.stdout, 1) == ["['-m']"]
-    assert (runner.folder / "my logs" / "rank1.log").read_text() == "['-m']\n"
+    assert (runner.folder / "my logs/latest/rank1.log").read_text() == "['-m']\n"
     runner.script('import sys; print("module", sys.argv[1:])', "package/tool.py")
     done = runner.run("-n", "1", "--backend", backend, "-m", "package.tool", "--lr", "1")
     assert lines_of(done.stdout, 0) == ["module ['--lr', '1']"]
@@ -114,7 +115,7 @@ def test_exit_code_of_the_first_rank_that_fails(runner: Runner, backend: str) ->
     sentence = done.stderr.splitlines()[-1]
     assert "rank 1 on " in sentence
     assert "exit code 3" in sentence
-    assert str(Path("logs") / "rank1.log") in sentence
+    assert str(Path("logs") / runner.logs.readlink() / "rank1.log") in sentence
     assert runner.exit_record(1)["exit_code"] == 3
     assert runner.exit_record(0)["ended_by"] == "supervisor"
     assert runner.exit_record(0)["signal"] == "SIGTERM"
@@ -166,9 +167,7 @@ def test_launcher_speaks_when_no_rank_did(runner: Runner) -> None:
     assert done.returncode != 0
     assert "mpirun ended with exit code" in done.stderr.splitlines()[-1]
     assert "before its ranks had started" in done.stderr
-    assert (runner.folder / "logs" / "launcher.log").read_text().strip().splitlines()[0] in (
-        done.stderr
-    )
+    assert (runner.logs / "launcher.log").read_text().strip().splitlines()[0] in (done.stderr)
 
 
 # ---- nothing is left ----------------------------------------------------------------------------
@@ -194,7 +193,7 @@ def test_agents_say_nothing_of_their_own(runner: Runner) -> None:
     process = runner.start("-n", "2", "--backend", "gloo", runner.script(""))
     assert process.communicate(timeout=50) is not None
     assert process.returncode == 0
-    assert (runner.folder / "logs/launcher.log").read_text() == ""
+    assert (runner.logs / "launcher.log").read_text() == ""
 
 
 @pytest.mark.parametrize(
@@ -377,6 +376,35 @@ def test_run_in_every_rank_of_another_job_is_refused(runner: Runner) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_the_files_of_the_log_folder_stay(runner: Runner) -> None:
+    logs = runner.folder / "logs"
+    names = ("rank7.log", "rank0.exit.json", "host-a.log", "hang.txt", "failure.txt", "job.json")
+    own = {logs / name: name for name in (*names, "rounds/results.csv", "roundtrip/x", "latest")}
+    for path, text in own.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    script = runner.script("print('hello')")
+    for _ in range(2):
+        assert runner.run("--backend", "gloo", script).returncode == 0
+    assert {path: path.read_text() for path in own} == own
+    runs = [path for path in logs.iterdir() if path.is_dir() and not path.name.startswith("round")]
+    assert [(run / "rank0.log").read_text() for run in runs] == ["hello\n", "hello\n"]
+
+
+def test_logs_are_private_and_latest_leads_to_the_last_run(runner: Runner) -> None:
+    script = runner.script("import sys; sys.exit(int(sys.argv[1]))")
+    assert runner.run("--backend", "gloo", script, "0").returncode == 0
+    assert runner.exit_record(0)["exit_code"] == 0
+    first = runner.logs.resolve()
+    assert runner.run("--backend", "gloo", script, "3").returncode == 3
+    assert runner.exit_record(0)["exit_code"] == 3
+    assert (first / "rank0.exit.json").exists()
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in runner.logs.iterdir()}
+    assert {"launcher.log", "job.json", "rank0.log", "rank0.exit.json", "failure.txt"} <= set(modes)
+    assert set(modes.values()) == {0o600}
+    assert stat.S_IMODE(runner.logs.stat().st_mode) == 0o700
+
+
 def test_log_folder_that_cannot_be_made(runner: Runner) -> None:
     script = runner.script("")
     (runner.folder / "file").touch()
@@ -397,4 +425,4 @@ def test_full_disk_costs_the_log_and_not_the_job(runner: Runner) -> None:
     assert len(lines_of(out, 0)) == 2000
     assert err.count("stopped writing") == 1
     assert runner.log(0).startswith("0\n1\n2\n")
-    assert (runner.folder / "logs" / "rank0.log").stat().st_size == 2048
+    assert (runner.logs / "rank0.log").stat().st_size == 2048

@@ -291,7 +291,7 @@ def test_the_real_torchmn_run_takes_its_node_from_the_scheduler(cluster: Cluster
     assert {"[0] done by rank 0", "[1] done by rank 1"} <= set(done.stdout.splitlines())
     assert len(re.findall(r"resubmitted as \d|runs job 1 again\n", done.stdout)) == 1
     folders = [path for path in cluster.work.glob("torchmn-logs/train.*") if path.is_dir()]
-    assert all((folder / "rank1.log").exists() for folder in folders)
+    assert all((folder / "latest/rank1.log").exists() for folder in folders)
 
 
 REFUSED = {

@@ -275,7 +275,7 @@ def looked(folder: Path) -> list[tuple[str, list[str], list[str]]]:
 
 def raise_if_disclosed(secret: str, folder: Path, *texts: str) -> None:
     for path in folder.rglob("*"):
-        if path.is_file() and path.parent.name == "logs":
+        if path.is_file() and path.parent.parent.name == "logs":
             assert secret not in path.read_text(errors="replace"), path
     for text in texts:
         assert secret not in text

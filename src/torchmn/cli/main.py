@@ -17,8 +17,6 @@ from torchmn.version import __version__
 app = typer.Typer(
     name="torchmn",
     help="Distributed training of PyTorch models.",
-    no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command("run", context_settings=run.CONTEXT)(run.run)
@@ -27,17 +25,21 @@ app.command("submit", context_settings=submit.CONTEXT)(submit.submit)
 
 @app.callback(invoke_without_command=True)
 def _root(
-    version: bool = typer.Option(False, "--version", help="Show the version and exit."),
+    context: typer.Context,
+    version: bool = typer.Option(False, "-V", "--version", help="Show the version and exit."),
 ) -> None:
     if version:
         typer.echo(f"torchmn {__version__}")
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit: 2 for an invalid request, 1 if the job did not start."""
     try:
-        code = app(args=None if args is None else list(args), standalone_mode=False)
+        words = None if args is None else list(args)
+        code = app(args=words, standalone_mode=False, prog_name="torchmn")
     except TorchmnError as error:
         if os.environ.get(TRACEBACK_VARIABLE):
             raise

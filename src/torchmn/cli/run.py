@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from typing import Annotated, Any
 
 import typer
@@ -44,7 +43,7 @@ def run(
     request = launch.RunOptions(
         argv=tuple(launch.python_command(target, args or [], is_module=is_module)),
         script="" if is_module else target,
-        launcher_args=tuple(shlex.split(launcher_args)),
+        launcher_args=launch.split_words(launcher_args, source="--launcher-args"),
         **given(options),
     )
     env = request.environment(os.environ)

@@ -14,6 +14,7 @@ import time
 from typing import TypeVar
 
 from torchmn.control.messages import Message, decode, encode
+from torchmn.control.ports import listen_on
 from torchmn.errors import LaunchError
 
 SUPERVISOR = "supervisor"
@@ -146,7 +147,7 @@ def set_timeouts(connection: socket.socket) -> None:
 
 def listen(host: str = "127.0.0.1") -> socket.socket:
     """A listening socket on a free port of ``host``."""
-    listener = socket.create_server((host, 0), backlog=1024)
+    listener = listen_on(host)
     listener.setblocking(False)
     return listener
 

@@ -1,30 +1,36 @@
-"""How ranks find rank 0's port when their launcher gives the host of rank 0, but no port.
+"""How ranks find rank 0's port when their launcher gives the ranks, but no port.
 
-With a fixed port, two jobs on one host would connect to each other. So rank 0 listens on a port
-that the system chose, and publishes it on one of a few other ports that are derived from the name
-of the job, which all its ranks know. It replies only to clients that know the name of the job, and
-``TORCHMN_SECRET`` where that is set. The port itself is not secret: every user of the host can list
-its sockets.
+With a fixed port, two jobs on one host would connect to each other, and anyone could wait there for
+ranks. So rank 0 listens on a port that the system chose, and publishes it in a file that only the
+user of the job can read: in the temporary folder if all ranks are on one host, else in the user's
+cache folder, which clusters share between hosts. The file has the address of a listener of rank 0
+and the listener's secret; a file that an earlier job left leads nowhere.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
+import secrets
 import selectors
 import socket
 import struct
+import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect
-from torchmn.errors import LaunchError, TopologyError
+from torchmn.control.connection import address_of
+from torchmn.control.ports import listen_on
+from torchmn.control.private_files import make_private_folder, open_private
+from torchmn.errors import LaunchError
 from torchmn.topology import LauncherInfo, allocation, route_of
 from torchmn.topology.hostlists import parse_node_list
+from torchmn.topology.network import addresses_of_host, is_loopback
 
-_NUM_PORTS = 8
-_FIRST_PORT, _LAST_PORT = 20_000, 32_000  # below what systems give to connections
 _LOOKUP_S = 2.0
 _PAUSE_S = 0.05
 _PORT = struct.Struct("!H")
@@ -49,113 +55,124 @@ def job_name(env: Mapping[str, str]) -> str:
     return " ".join(f"{name}={env[name]}" for name in names)
 
 
-def leader_host(place: LauncherInfo, env: Mapping[str, str]) -> str | None:
-    """The host of rank 0 according to the launcher or the scheduler, or ``None``.
+def leader_host(place: LauncherInfo, env: Mapping[str, str]) -> str:
+    """The name by which the other ranks know this host, that of rank 0.
 
-    It is this host if all ranks run on one host. Ranks are assumed to follow the order of the list
-    of hosts; where they do not, MASTER_ADDR must be set.
+    Ranks are assumed to follow the order of the launcher's or the scheduler's list of hosts; where
+    they do not, MASTER_ADDR must be set. Without a list it is the host's own name.
     """
-    if place.inter_size == 1 or (place.intra_size is not None and place.intra_size == place.size):
+    if place.is_on_one_host:
         return "127.0.0.1"
     nodes = env.get("SLURM_STEP_NODELIST") if place.launcher == "Slurm" else None
     if nodes:
         return parse_node_list(nodes, variable="SLURM_STEP_NODELIST")[0]
     given = allocation(env)
-    return given.hosts[0].name if given is not None else None
+    return given.hosts[0].name if given is not None else socket.gethostname()
 
 
-def publish_port(job: str, port: int, *, host: str = "127.0.0.1", secret: str = "") -> None:
-    """Rank 0: publish ``port`` for as long as this process lives, in a daemon thread.
+def meeting_folder(place: LauncherInfo, env: Mapping[str, str]) -> Path:
+    """The folder of the files, which all ranks of the job see and no other user. Creates it.
 
-    ``host`` is the name by which the other ranks know this host, ``secret`` the job's if it has
-    one. Raises LaunchError: all ports of this job are in use.
+    Raises LaunchError: it cannot be created, or other users have access to it.
     """
-    for candidate in _candidates(job):
-        with suppress(OSError):
-            listener = socket.create_server((_interface(host), candidate), backlog=1024)
-            authenticated = AuthenticatedListener(
-                listener, secret=_discovery_secret(job, secret), role=_ROLE
-            )
-            threading.Thread(
-                target=_serve, args=(authenticated, port), name="port-discovery", daemon=True
-            ).start()
-            return
-    raise LaunchError(
-        f"All of the ports {', '.join(map(str, _candidates(job)))} are in use on "
-        f"{socket.gethostname()}: export MASTER_ADDR and MASTER_PORT (a free port of rank 0's "
-        "host) on all ranks."
-    )
-
-
-def lookup_port(host: str, job: str, limit_s: float, *, secret: str = "") -> int | None:
-    """The other ranks: the port that rank 0 has published, or ``None`` after the limit.
-
-    Raises TopologyError: the name of the host is unknown here.
-    """
+    if place.is_on_one_host:
+        folder = Path(tempfile.gettempdir()) / f"torchmn-{os.geteuid()}"
+    else:
+        cache = env.get("XDG_CACHE_HOME")
+        folder = (Path(cache) if cache else Path.home() / ".cache") / "torchmn"
+    cure = "Export MASTER_ADDR and MASTER_PORT on all ranks"
     try:
-        address = socket.gethostbyname(host)
+        make_private_folder(folder)
+        status = folder.lstat()
     except OSError as error:
-        raise TopologyError(
-            f"Rank 0 should be on {host!r}, a name that {socket.gethostname()} does not know "
-            f"({error}). Export MASTER_ADDR and MASTER_PORT on all ranks."
+        raise LaunchError(
+            f"The ranks meet in the folder {folder}, which cannot be created: {error.strerror}. "
+            f"{cure}, or set XDG_CACHE_HOME to a folder that all hosts share."
         ) from None
-    deadline = time.monotonic() + limit_s
+    if status.st_uid != os.geteuid() or status.st_mode & 0o77 or folder.is_symlink():
+        raise LaunchError(
+            f"The ranks would meet in the folder {folder}, but another user has access to it "
+            f"(owner {status.st_uid}, mode {status.st_mode & 0o777:o}) and could take the place of "
+            f"a rank. Remove it, or make it yours alone (chmod 700). Otherwise: {cure}."
+        )
+    return folder
+
+
+def publish_port(job: str, port: int, *, host: str, folder: Path) -> Callable[[], None]:
+    """Rank 0: publish ``port`` in a daemon thread until the returned function is called.
+
+    ``host`` is the name by which the other ranks know this host. Raises LaunchError: the file
+    cannot be written.
+    """
+    secret = secrets.token_hex(32)
+    listener = listen_on(_interface(host))
+    own_port = address_of(listener).rpartition(":")[2]
+    path = _file_of(job, folder)
+    draft = path.with_suffix(f".{os.getpid()}")
+    try:
+        with open(draft, "w", opener=open_private) as file:
+            file.write(f"{host}:{own_port} {secret}\n")
+        draft.replace(path)
+    except OSError as error:
+        listener.close()
+        raise LaunchError(
+            f"Rank 0 cannot write {path}, by which the other ranks find it: {error.strerror}. "
+            "Export MASTER_ADDR and MASTER_PORT on all ranks."
+        ) from None
+    authenticated = AuthenticatedListener(listener, secret=secret, role=_ROLE)
+    is_over = threading.Event()
+    thread = threading.Thread(
+        target=_serve, args=(authenticated, port, is_over), name="port-discovery", daemon=True
+    )
+    thread.start()
+
+    def withdraw() -> None:
+        is_over.set()
+        thread.join()
+        path.unlink(missing_ok=True)
+
+    return withdraw
+
+
+def lookup_port(job: str, limit_s: float, *, folder: Path) -> tuple[str, int] | None:
+    """The other ranks: host and port that rank 0 has published, or ``None`` after the limit."""
+    path, deadline = _file_of(job, folder), time.monotonic() + limit_s
     while time.monotonic() < deadline:
-        for candidate in _candidates(job):
-            with (
-                suppress(OSError, struct.error, LaunchError),
-                connect(
-                    f"{address}:{candidate}",
-                    secret=_discovery_secret(job, secret),
-                    role=_ROLE,
-                    line=b"a rank\n",
-                    limit_s=_LOOKUP_S,
-                    retries=False,  # it may be the listener of another job
-                ) as connection,
-            ):
+        with suppress(OSError, ValueError, struct.error, LaunchError):
+            os.utime(folder)  # over NFS: look at the folder itself, not at what is remembered of it
+            address, secret = path.read_text().split()
+            with connect(
+                address,
+                secret=secret,
+                role=_ROLE,
+                line=b"a rank\n",
+                limit_s=_LOOKUP_S,
+                retries=False,  # an earlier job may have left the file
+            ) as connection:
                 connection.settimeout(_LOOKUP_S)
-                return int(_PORT.unpack(connection.recv(_PORT.size, socket.MSG_WAITALL))[0])
+                return address.rpartition(":")[0], _PORT.unpack(connection.recv(_PORT.size))[0]
         time.sleep(_PAUSE_S)
     return None
 
 
-def is_loopback(name: str) -> bool:
-    """Whether a name or address is one by which every host reaches itself. Local."""
-    try:
-        return socket.gethostbyname(name).startswith("127.")
-    except OSError:
-        return False
-
-
-def _serve(listener: AuthenticatedListener, port: int) -> None:
+def _serve(listener: AuthenticatedListener, port: int, is_over: threading.Event) -> None:
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
-        while True:
-            selector.select(1.0)
+        while not is_over.is_set():
+            selector.select(0.1)
             for connection, _ in listener.accept():
                 with connection, suppress(OSError):
                     connection.send(_PORT.pack(port))
+    listener.close()
 
 
 def _interface(host: str) -> str:
     """This host's address that ``host`` names; empty (all) if it is another one on other hosts."""
-    with suppress(OSError):
-        address = socket.gethostbyname(host)
-        is_plain = host in (address, "localhost") or not address.startswith("127.")
-        if is_plain and route_of(address) is not None:
-            return address
+    found = addresses_of_host(host)
+    if found and (found[0] == host or not is_loopback(host)) and route_of(found[0]) is not None:
+        return found[0]
     return ""
 
 
-def _discovery_secret(job: str, secret: str) -> str:
-    """The secret of the listener: without one of the job, only its name, which others may know."""
-    return hashlib.sha256(f"torchmn port discovery {job} {secret}".encode()).hexdigest()
-
-
-def _candidates(job: str) -> list[int]:
-    numbers = hashlib.sha256(f"torchmn ports {job}".encode()).digest()
-    span = _LAST_PORT - _FIRST_PORT
-    return [
-        _FIRST_PORT + int.from_bytes(numbers[i : i + 4], "big") % span
-        for i in range(0, 4 * _NUM_PORTS, 4)
-    ]
+def _file_of(job: str, folder: Path) -> Path:
+    return folder / hashlib.sha256(job.encode()).hexdigest()[:32]

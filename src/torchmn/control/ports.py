@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 
+from torchmn.topology.network import addresses_of_host, family_of
+
 
 def reserve_port(host: str = "127.0.0.1") -> tuple[socket.socket, int]:
     """A free port of ``host``, empty for all addresses, and the socket that reserves it.
@@ -12,11 +14,17 @@ def reserve_port(host: str = "127.0.0.1") -> tuple[socket.socket, int]:
     if both set SO_REUSEADDR, as torch's store does, while no other process is given the port. So
     it can stay open for the life of the job.
     """
-    keeper = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    keeper = socket.socket(family_of(host), socket.SOCK_STREAM)
     keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     keeper.bind((host, 0))
     port: int = keeper.getsockname()[1]
     return keeper, port
+
+
+def listen_on(host: str, port: int = 0, *, backlog: int = 1024) -> socket.socket:
+    """A listening socket at a name or address, empty for all of IPv4. Raises OSError."""
+    address = next(iter(addresses_of_host(host)), host) if host else ""
+    return socket.create_server((address, port), family=family_of(address), backlog=backlog)
 
 
 def find_free_port(host: str = "127.0.0.1") -> int:

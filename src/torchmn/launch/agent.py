@@ -34,6 +34,7 @@ from torchmn.control.messages.job import (
     Terminate,
 )
 from torchmn.control.messages.monitor import StatusRequest
+from torchmn.control.private_files import make_private_folder, open_private
 from torchmn.control.processes import (
     descendants,
     is_stopped,
@@ -122,8 +123,10 @@ class Agent:
     def _open_log(self) -> None:
         path = Path(self._order.log_dir) / f"rank{self._rank}.log"
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)  # another host's disk may lack it
-            self._log = open(path, "wb", buffering=0)  # noqa: SIM115 - lives as long as the agent
+            make_private_folder(path.parent)  # another host's disk may lack it
+            self._log = open(  # noqa: SIM115 - lives as long as the agent
+                path, "wb", buffering=0, opener=open_private
+            )
         except OSError as error:
             self._channel.post(LogWarning(text=f"cannot write {path}: {error}"))
 
@@ -311,7 +314,8 @@ class Agent:
         }
         try:
             temporary = path.with_suffix(".tmp")
-            temporary.write_text(json.dumps(record, indent=1) + "\n")
+            with open(temporary, "w", opener=open_private) as file:
+                file.write(json.dumps(record, indent=1) + "\n")
             temporary.replace(path)
         except OSError as error:
             self._channel.post(LogWarning(text=f"cannot write {path}: {error}"))

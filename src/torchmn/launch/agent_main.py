@@ -19,7 +19,7 @@ from torchmn.control.connection import Channel
 from torchmn.control.messages.job import AgentHello, StartRefused, StartScript
 from torchmn.control.ports import reserve_port
 from torchmn.control.processes import adopt_orphans, signal_socket
-from torchmn.environment_variables import SECRET_VARIABLE, SUPERVISOR_VARIABLE
+from torchmn.environment_variables import HOSTS_VARIABLE, SECRET_VARIABLE, SUPERVISOR_VARIABLE
 from torchmn.errors import LaunchError, TorchmnError
 from torchmn.launch.agent import Agent
 from torchmn.launch.host_checks import find_problem, versions
@@ -27,6 +27,7 @@ from torchmn.launch.rank_environment import bind_cores, script_environment
 from torchmn.topology import (
     Route,
     available_processors,
+    local_address_among,
     local_address_for,
     read_launcher_env,
     route_of,
@@ -64,8 +65,8 @@ def connect_to_supervisor(
 ) -> tuple[Channel, StartScript, Route | None, socket.socket]:
     """Authenticate to the supervisor and receive the command.
 
-    Also returns the route to it, and the socket that reserves the port on which rank 0 may serve
-    the rendezvous of all ranks.
+    Also returns the route to the other hosts, and the socket that reserves the port on which rank 0
+    may serve the rendezvous of all ranks.
 
     Raises LaunchError: there is no supervisor, or it does not know the secret of the job, or it
     does not expect this rank.
@@ -75,7 +76,8 @@ def connect_to_supervisor(
         raise LaunchError(
             f"{SUPERVISOR_VARIABLE} or {SECRET_VARIABLE} is not set: use `torchmn run`."
         )
-    own_address = local_address_for(address.rpartition(":")[0])
+    hosts = filter(None, env.get(HOSTS_VARIABLE, "").split(","))
+    own_address = local_address_among(hosts) or local_address_for(address.rpartition(":")[0])
     if own_address is None:
         raise LaunchError(f"No route from {socket.gethostname()} to the supervisor, {address}.")
     keeper, port = reserve_port(own_address)

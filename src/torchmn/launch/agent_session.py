@@ -26,6 +26,7 @@ from torchmn.control.processes import send_group
 from torchmn.launch.console import RankOutput
 from torchmn.launch.host_checks import differences
 from torchmn.launch.job import Job
+from torchmn.launch.worker_environment import torchrun_variables
 from torchmn.monitor.job_result import JobResult, RankRecord
 from torchmn.monitor.rank_session import (
     RankConnection,
@@ -81,18 +82,21 @@ class AgentSession(RankSession):
             )
             return
         self.has_started = True
-        job = self._job
-        self.post(
-            StartScript(
-                argv=list(job.argv),
-                cwd=str(job.cwd),
-                log_dir=str(self.log_dir.absolute()),
-                grace_s=job.grace_s,
-                wants_refreshes=self._output.shows_bars,
-                script=job.script,
-                env={"MASTER_ADDR": hellos[0].address, "MASTER_PORT": str(hellos[0].port)},
+        job, first = self._job, hellos[0]
+        rendezvous = {"MASTER_ADDR": first.address, "MASTER_PORT": str(first.port)}
+        variables = torchrun_variables([hello.host for hello in hellos])
+        for rank, own in enumerate(variables):
+            self.connections[rank].channel.post(
+                StartScript(
+                    argv=list(job.argv),
+                    cwd=str(job.cwd),
+                    log_dir=str(self.log_dir.absolute()),
+                    grace_s=job.grace_s,
+                    wants_refreshes=self._output.shows_bars,
+                    script=job.script,
+                    env={**own, **rendezvous},
+                )
             )
-        )
 
     def on_message(self, connection: RankConnection, message: Message) -> None:
         """Show output and warnings; everything else as in `RankSession`."""

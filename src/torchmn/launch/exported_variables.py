@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 
 from torchmn.environment_variables import SECRET_VARIABLE
@@ -22,6 +23,16 @@ def parse_variable(text: str, env: Mapping[str, str]) -> tuple[str, str]:
     if not equals and name not in env:
         raise UsageError(f"-x {name}: this variable is not set. Set it, or use -x {name}=VALUE.")
     return name, value if equals else env[name]
+
+
+def split_words(text: str, *, source: str) -> tuple[str, ...]:
+    """The words of a command, quoted as for a shell. Raises UsageError: a quote is not closed."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(
+            f"{source} cannot be split into words ({error}): {text!r}. Correct its quotes."
+        ) from None
 
 
 def check_variable_name(name: str) -> None:

@@ -14,10 +14,14 @@ COMPARED = ("python", "torch", "torchmn")
 
 @dataclass(frozen=True, kw_only=True)
 class HostFacts:
-    """Versions, a port that was free a moment ago, and why the command cannot run, if it cannot."""
+    """Versions, a port that was free a moment ago, and why the command cannot run, if it cannot.
+
+    ``network`` is that of the address from which this host reaches the others of the job.
+    """
 
     versions: dict[str, str]
     port: int = 0
+    network: str = ""
     problem: str = ""
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
+import shlex
+import shutil
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
@@ -32,7 +34,8 @@ class Job:
     The slots of ``hosts`` are the numbers of ranks on them. ``exported`` names variables that go to
     all hosts, and ``launcher_args`` are passed verbatim to the launcher. The time
     between asking a rank to end and killing it is ``grace_s``; a rank whose agent does not
-    connect within ``start_limit_s`` has not started.
+    connect within ``start_limit_s`` has not started. Each run makes a folder of its own in
+    ``log_dir``.
     """
 
     argv: tuple[str, ...]
@@ -108,12 +111,16 @@ def python_command(target: str, args: Sequence[str] = (), *, is_module: bool = F
             f"{target!r} is a folder: name the script in it, or use -m to run a package."
         )
     if not script.exists():
-        raise UsageError(f"There is no script {target!r} (looked in {Path.cwd()}).")
+        raise UsageError(
+            f"There is no script {target!r} (looked in {Path.cwd()}).{_hint(target, args)}"
+        )
     if not os.access(script, os.R_OK):
         raise UsageError(f"The script {target!r} is not readable: change its permissions.")
     return [sys.executable, target, *args]
 
 
-def default_log_dir() -> Path:
-    """``torchmn-logs/<date>-<time>-<process>`` below the current folder."""
-    return Path("torchmn-logs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+def _hint(target: str, args: Sequence[str]) -> str:
+    """What to write instead of a command, such as ``python x.py``."""
+    if re.fullmatch(r"python[0-9.]*", Path(target).name):
+        return f" Leave {target!r} out, Python is started for you: torchmn run {shlex.join(args)}"
+    return " Name a Python script, not a command." if shutil.which(target) else ""

@@ -25,6 +25,7 @@ from typing import Any
 from torchmn.control.processes import kill_on_parent_death, python_module
 from torchmn.errors import UsageError
 from torchmn.launch.job import Backend, Job
+from torchmn.launch.log_folder import LATEST
 from torchmn.launch.start import run_job
 from torchmn.monitor.job_result import FAILURE_FILE
 
@@ -52,7 +53,7 @@ class LocalRanks:
         """Why the ranks ended: the launcher's report; empty if they run or succeeded."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             if self._process.wait(limit_s) != 0:
-                for file in (self._folder / FAILURE_FILE, self._folder / "stderr"):
+                for file in (self._folder / LATEST / FAILURE_FILE, self._folder / "stderr"):
                     if file.exists():
                         self._is_reported = True
                         return file.read_text(errors="replace").strip()

@@ -15,6 +15,7 @@ class ProbeHost(Record, frozen=True, kw_only=True):
 
     cwd: str
     script: str
+    hosts: list[str] = []
 
 
 class ProcessOrder(Record, frozen=True, kw_only=True):

@@ -13,7 +13,8 @@ from torchmn.launch.backend import choose_backend, this_machine
 from torchmn.launch.elastic.job import ElasticJob, parse_elastic, parse_rendezvous
 from torchmn.launch.elastic.rendezvous_state import Limits
 from torchmn.launch.exported_variables import parse_variable
-from torchmn.launch.job import THIS_HOST, Backend, Job, Launcher, default_log_dir
+from torchmn.launch.job import THIS_HOST, Backend, Job, Launcher
+from torchmn.monitor.job_result import LOG_DIR
 from torchmn.topology import (
     Allocation,
     Host,
@@ -60,7 +61,10 @@ class RunOptions:
         "Threads of each rank (default: its share of the cores).", "--threads"
     )
     shows_binding: bool = _option("Print the cores of each rank.", "--show-binding", default=False)
-    log_dir: Path | None = _option("Folder for rank0.log, rank0.exit.json, ...")
+    log_dir: Path | None = _option(
+        "Folder in which this run makes its own for rank0.log, rank0.exit.json, ... "
+        "(default: torchmn-logs)."
+    )
     grace_s: float = _option(
         "Seconds between terminating a rank and killing it.", "--grace", default=5.0
     )
@@ -100,7 +104,7 @@ class RunOptions:
             exported=tuple(text.partition("=")[0] for text in self.exported),
             backend=backend,
             shows_binding=self.shows_binding,
-            log_dir=self.log_dir or default_log_dir(),
+            log_dir=self.log_dir or LOG_DIR,
             grace_s=self.grace_s,
         )
 
@@ -141,6 +145,11 @@ def plan_job(options: RunOptions, env: Mapping[str, str]) -> tuple[Job, str]:
     backend, reasons = _backend(options, wanted, env, hosts, given)
     launcher = _launcher(wanted, backend, is_remote=is_remote)
     _check_launcher_backend(launcher, backend, is_remote=is_remote)
+    if options.launcher_args and launcher in ("local", "ssh"):
+        raise UnsupportedError(
+            f"--launcher-args is for mpirun, torchrun and srun, and --launcher {launcher} was "
+            "chosen: leave it out, or put the options of the remote shell into TORCHMN_RSH."
+        )
     if not is_remote:
         hosts = (Host(name=THIS_HOST, slots=sum(host.slots for host in hosts)),)
     return options.job(hosts, launcher, backend), reasons
@@ -170,10 +179,13 @@ def plan_elastic(options: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJo
     hosts = assign_slots(options, given)
     if max_hosts > len(hosts):
         has_list = given is not None or options.names_hosts
-        cure = "" if has_list else " Without a list of hosts only this one is used: --elastic 1:1."
+        largest = f"--elastic {min(min_hosts, len(hosts))}:{len(hosts)}"
+        cure = f"Use {largest}, or name more hosts."
+        if not has_list:
+            cure = f"Name them with --hosts or --hostfile; without a list there is only {largest}."
         raise UsageError(
             f"--elastic {options.elastic} asks for up to {max_hosts} hosts, but there are "
-            f"{len(hosts)}.{cure}"
+            f"{len(hosts)}. {cure}"
         )
     limits = Limits(
         min_hosts=min_hosts,

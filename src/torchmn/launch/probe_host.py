@@ -11,13 +11,21 @@ from torchmn.control.codec import decode, encode
 from torchmn.control.ports import find_free_port
 from torchmn.launch.host_checks import HostFacts, find_problem, versions
 from torchmn.launch.orders import ProbeHost
+from torchmn.topology import local_address_among, route_of
 
 
 def main() -> None:
     """Answer one request."""
     order = decode(sys.stdin.readline(), ProbeHost)
     problem = find_problem(order.cwd, order.script)
-    facts = HostFacts(versions=versions(), port=find_free_port(""), problem=problem)
+    address = local_address_among(order.hosts)
+    route = None if address is None else route_of(address)
+    facts = HostFacts(
+        versions=versions(),
+        port=find_free_port(""),
+        network=route.network if route else "",
+        problem=problem,
+    )
     print(encode(facts).decode(), end="", flush=True)
 
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from torchmn.control.private_files import open_private
 from torchmn.control.processes import (
     adopt_orphans,
     descendants,
@@ -90,7 +91,7 @@ def start_process(
 
     With ``keeps_stdin`` its standard input stays open, and ends when this process does.
     """
-    with open(log, "ab") as file:
+    with open(log, "ab", opener=open_private) as file:
         process = subprocess.Popen(
             command.argv,
             env=command.env,

@@ -20,6 +20,7 @@ from torchmn.topology import (
 )
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_RENDEZVOUS = frozenset({"MASTER_ADDR", "MASTER_PORT"})
 _KEPT_HEAP = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
@@ -70,8 +71,9 @@ def script_environment(
 ) -> dict[str, str]:
     """The script's environment, with one thread per core unless the user chose a number.
 
-    ``ordered`` comes from the supervisor and applies where the launcher has set nothing. gloo and
-    NCCL use the network interface of ``route``, which is known to reach the other hosts.
+    ``ordered`` comes from the supervisor and applies where the launcher has set nothing; of the
+    rendezvous the supervisor's is used, unless torchrun serves one. gloo and NCCL use the network
+    interface of ``route``, which is known to reach the other hosts.
     """
     threads = env.get("OMP_NUM_THREADS") or str(share.num_threads)
     interfaces = {} if route is None else dict.fromkeys(_INTERFACES, route.interface)
@@ -84,7 +86,7 @@ def script_environment(
         "PYTHONUNBUFFERED": "1",  # its output is a pipe: lines are to arrive as they are written
     }
     has_rendezvous = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    left = {SUPERVISOR_VARIABLE, *(() if has_rendezvous else ordered)}
+    left = {SUPERVISOR_VARIABLE, *(() if has_rendezvous else _RENDEZVOUS & ordered.keys())}
     given = {name: text for name, text in env.items() if name not in left}
     return {**chosen, **given, "OMP_NUM_THREADS": threads}
 

@@ -7,9 +7,9 @@ import os
 import shlex
 import socket
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import replace
 
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener
@@ -20,11 +20,12 @@ from torchmn.launch.backend import find_mpirun
 from torchmn.launch.console import RankOutput
 from torchmn.launch.elastic.job import ElasticJob, host_process, rendezvous_process
 from torchmn.launch.elastic.launcher import ElasticLauncher
+from torchmn.launch.host_checks import HostFacts
 from torchmn.launch.job import Command, Job
+from torchmn.launch.log_folder import make_log_folder
 from torchmn.launch.starters import local, mpirun, remote, srun, torchrun
 from torchmn.launch.supervisor import Supervisor
 from torchmn.launch.worker_environment import worker_environment
-from torchmn.monitor.job_result import FAILURE_FILE, HANG_FILE
 from torchmn.topology import Route, available_processors, route_to
 
 
@@ -35,14 +36,14 @@ def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
     """
     output = RankOutput(sys.stdout, sys.stderr)
     route = route_between(job)
-    master_port = _check_hosts(job, worker_environment(job, env))
+    facts = _check_hosts(job, worker_environment(job, env))
     listener = channels.listen(route.address if route else "127.0.0.1")
     with closing(
         AuthenticatedListener(listener, secret=job.secret, role=channels.SUPERVISOR)
     ) as authenticated:
         base = worker_environment(job, env, supervisor=channels.address_of(listener))
-        commands = commands_of(job, base, route=route, master_port=master_port)
-        _make_log_dir(job)
+        commands = commands_of(job, base, route=route, facts=facts)
+        job = make_log_folder(job)
         reason = f" ({why})" if why else ""
         output.say(
             f"{job.num_ranks} rank(s) with {job.backend}{reason} on {_places(job)}, logs in "
@@ -55,7 +56,7 @@ def dry_run(job: Job, env: Mapping[str, str]) -> str:
     """The commands that `run_job` would run, in shell syntax, without contacting any host."""
     base = worker_environment(job, env, supervisor="HOST:PORT")
     shown = []
-    for command in commands_of(job, base, route=route_between(job), master_port=0):
+    for command in commands_of(job, base, route=route_between(job)):
         new = {
             name: "..." if name == SECRET_VARIABLE else text
             for name, text in sorted(command.env.items())
@@ -66,13 +67,13 @@ def dry_run(job: Job, env: Mapping[str, str]) -> str:
         if command.stdin:
             order = command.stdin.decode().replace(job.secret, "...")
             shown.append(f"  # on its standard input: {order.strip()}")
-    return "\n".join(shown)
+    return "\n".join([*shown, _shown_script(job, env)])
 
 
 def run_elastic_job(elastic: ElasticJob, env: Mapping[str, str], *, why: str = "") -> int:
     """As `run_job`, for a job whose hosts may be lost and come back. Raises LaunchError."""
     base = worker_environment(elastic.job, env)
-    _make_log_dir(elastic.job)
+    elastic = replace(elastic, job=make_log_folder(elastic.job))
     output, limits = RankOutput(sys.stdout, sys.stderr), elastic.limits
     output.say(
         f"{limits.min_hosts} to {limits.max_hosts} of {len(elastic.job.hosts)} host(s) with "
@@ -96,7 +97,14 @@ def dry_run_elastic(elastic: ElasticJob, env: Mapping[str, str]) -> str:
         order["secret"] = "..."
         order.pop("env", None)
         shown += [shlex.join(command.argv), f"  # on its standard input: {json.dumps(order)}"]
-    return "\n".join(shown)
+    return "\n".join([*shown, _shown_script(elastic.job, env)])
+
+
+def _shown_script(job: Job, env: Mapping[str, str]) -> str:
+    """What every rank runs, with the variables of ``-x``; the agents receive it later."""
+    exported = [f"{name}={shlex.quote(env[name])}" for name in job.exported]
+    command = " ".join([*exported, shlex.join(job.argv)])
+    return f"  # each rank runs, in {job.cwd}: {command}"
 
 
 def _address_for(job: Job) -> str:
@@ -121,9 +129,17 @@ def route_between(job: Job) -> Route | None:
 
 
 def commands_of(
-    job: Job, env: Mapping[str, str], *, route: Route | None, master_port: int
+    job: Job,
+    env: Mapping[str, str],
+    *,
+    route: Route | None,
+    facts: Mapping[str, HostFacts] | None = None,
 ) -> list[Command]:
-    """The commands that start all ranks with the job's launcher. Raises LaunchError."""
+    """The commands that start all ranks with the job's launcher. Raises LaunchError.
+
+    ``route`` is that of this host to the others, ``facts`` are those of the hosts by name.
+    """
+    first = (facts or {}).get(job.hosts[0].name)
     if job.launcher == "local":
         return local.commands(job, env)
     if job.launcher == "ssh":
@@ -135,7 +151,7 @@ def commands_of(
             job,
             env,
             master_addr=job.hosts[0].name if route else "127.0.0.1",
-            master_port=master_port,
+            master_port=first.port if first else 0,
         )
     path = find_mpirun(env)
     if path is None:
@@ -150,49 +166,29 @@ def commands_of(
             major=major,
             num_cores=len(available_processors().logical),
             is_root=os.geteuid() == 0,
-            network=route.network if route else None,
+            between=mpirun.Between(route=route, networks=_networks(route, facts or {}))
+            if route
+            else None,
         )
     ]
 
 
-def _check_hosts(job: Job, env: Mapping[str, str]) -> int:
-    """Check whether the other hosts can run the job. Returns a free port of the first host."""
+def _check_hosts(job: Job, env: Mapping[str, str]) -> dict[str, HostFacts]:
+    """Check whether the hosts can run the job; what they answer, by name. Raises LaunchError."""
     if job.launcher == "srun":
-        return 0  # Slurm knows its nodes, and agents are checked when they connect
+        return {}  # Slurm knows its nodes, and agents are checked when they connect
     if job.has_other_hosts:
-        return remote.check_hosts(job, env)[job.hosts[0].name].port
-    return find_free_port()
+        return remote.check_hosts(job, env)
+    return {job.hosts[0].name: HostFacts(versions={}, port=find_free_port())}
+
+
+def _networks(route: Route, facts: Mapping[str, HostFacts]) -> tuple[str, ...]:
+    """The networks by which the hosts reach each other; unknown, that by which this host does."""
+    found = [each.network for each in facts.values() if each.network]
+    return tuple(dict.fromkeys(found)) or (route.network,)
 
 
 def _places(job: Job) -> str:
     if not job.has_other_hosts:
         return socket.gethostname()
     return f"{', '.join(map(str, job.hosts))} through {job.launcher}"
-
-
-def _make_log_dir(job: Job) -> None:
-    """Create the folder, delete the files of an earlier job in it, and write ``job.json``."""
-    record = {
-        "argv": list(job.argv),
-        "cwd": str(job.cwd),
-        "host": socket.gethostname(),
-        "hosts": [str(host) for host in job.hosts],
-        "launcher": job.launcher,
-        "num_ranks": job.num_ranks,
-        "backend": job.backend,
-        "python": sys.version.split()[0],
-        "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
-    try:
-        job.log_dir.mkdir(parents=True, exist_ok=True)
-        kinds = ("rank*.log", "rank*.exit.json", HANG_FILE, FAILURE_FILE)
-        for pattern in (*kinds, "host-*.log", "round*/*"):
-            for old in job.log_dir.glob(pattern):
-                old.unlink()
-        (job.log_dir / "launcher.log").write_bytes(b"")
-        (job.log_dir / "job.json").write_text(json.dumps(record, indent=1) + "\n")
-    except OSError as error:
-        raise LaunchError(
-            f"The log folder {str(job.log_dir)!r} cannot be used: {error.strerror or error}. "
-            "Choose another with --log-dir."
-        ) from None

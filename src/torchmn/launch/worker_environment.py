@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from torchmn.environment_variables import (
     BACKEND_VARIABLE,
+    HOSTS_VARIABLE,
     SECRET_VARIABLE,
     SUPERVISOR_VARIABLE,
     TRANSPORT_VARIABLE,
@@ -38,7 +40,8 @@ def worker_environment(job: Job, env: Mapping[str, str], *, supervisor: str = ""
     """The environment of all agents of a job, whatever starts them.
 
     ``env`` without what an outer launcher of a single rank left in it, and the job's secret,
-    transport and backend. ``supervisor`` is the address that agents connect to.
+    transport and backend. ``supervisor`` is the address that agents connect to. Of the hosts two
+    names suffice for every agent to find the way to another one.
     """
     kept = {
         name: text
@@ -51,11 +54,20 @@ def worker_environment(job: Job, env: Mapping[str, str], *, supervisor: str = ""
         TRANSPORT_VARIABLE: "mpi" if job.backend == "mpi" else "torch",
         BACKEND_VARIABLE: job.backend,
         **({SUPERVISOR_VARIABLE: supervisor} if supervisor else {}),
+        **({HOSTS_VARIABLE: ",".join(deciding_hosts(job))} if job.has_other_hosts else {}),
     }
 
 
+def deciding_hosts(job: Job) -> list[str]:
+    """The hosts towards which the others choose their address and interface: the first two.
+
+    Not the host of `torchmn run`, which may be a login node on a network of its own.
+    """
+    return [host.name for host in job.hosts[:2]]
+
+
 def rank_variables(job: Job, inter_rank: int, intra_rank: int) -> dict[str, str]:
-    """The variables of one rank, as torchrun sets them."""
+    """The variables by which an agent knows its rank, named as torchrun names them."""
     ranks = job.ranks_on(inter_rank)
     return {
         "RANK": str(ranks[intra_rank]),
@@ -65,3 +77,28 @@ def rank_variables(job: Job, inter_rank: int, intra_rank: int) -> dict[str, str]
         "GROUP_RANK": str(inter_rank),
         "GROUP_WORLD_SIZE": str(len(job.hosts)),
     }
+
+
+def torchrun_variables(hosts: Sequence[str]) -> list[dict[str, str]]:
+    """What torchrun sets for each rank, from the names of the ranks' hosts, for any launcher.
+
+    Without GROUP_WORLD_SIZE, which marks a world of torchrun's own agents.
+    """
+    groups, sizes = list(dict.fromkeys(hosts)), Counter(hosts)
+    started: Counter[str] = Counter()
+    found = []
+    for rank, host in enumerate(hosts):
+        numbers = {
+            "RANK": rank,
+            "WORLD_SIZE": len(hosts),
+            "LOCAL_RANK": started[host],
+            "LOCAL_WORLD_SIZE": sizes[host],
+            "GROUP_RANK": groups.index(host),
+            "TORCHELASTIC_RESTART_COUNT": 0,
+            "TORCHELASTIC_MAX_RESTARTS": 0,
+        }
+        found.append({name: str(number) for name, number in numbers.items()})
+        # by which other libraries, such as Lightning, recognize torchrun
+        found[-1]["TORCHELASTIC_RUN_ID"] = "torchmn"
+        started[host] += 1
+    return found

@@ -106,7 +106,7 @@ def _status(record: RankRecord) -> RankStatus | None:
     elif record.lost_at is not None:
         text = "is lost with its agent"
     elif record.is_leaving:
-        text = "has reached the end of its script"
+        text = "has reached the end of its script (had it fewer steps? see optimizer.join())"
     if text:
         return RankStatus(text=text, is_halted=True)
     return None if record.status_reply is None else RankStatus.of(record.status_reply)

@@ -5,7 +5,9 @@ Pure functions of the records of all ranks.
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -18,10 +20,17 @@ from torchmn.control.processes import signal_name
 from torchmn.exit_status import SAVED_STATUS, shell_code
 from torchmn.monitor.hang_report import HangReport
 
+LOG_DIR = Path("torchmn-logs")
+"""Where each run makes its log folder, unless the user names another place."""
 HANG_FILE = "hang.txt"
 """In the log folder: what all ranks did when the job was found to hang."""
 FAILURE_FILE = "failure.txt"
 """In the log folder: the summary, and the end of stderr of the rank that failed first."""
+
+
+def run_name() -> str:
+    """``<date>-<time>-<process>``, the name of a run's log folder: they sort by time."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
 @dataclass

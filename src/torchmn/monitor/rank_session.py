@@ -20,6 +20,7 @@ from torchmn.control.connection import Channel
 from torchmn.control.messages import Message
 from torchmn.control.messages.job import AgentHello, Exit, Terminate
 from torchmn.control.messages.monitor import MonitorHello, StatusRequest
+from torchmn.control.private_files import make_private_folder, open_private
 from torchmn.monitor.failure_detector import FailureDetector
 from torchmn.monitor.job_result import FAILURE_FILE, HANG_FILE, JobResult, RankRecord, summarize
 
@@ -192,8 +193,9 @@ def stderr_tail(result: JobResult) -> list[str]:
 
 def _write(path: Path, text: str) -> str:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        make_private_folder(path.parent)
+        with open(path, "w", opener=open_private) as file:
+            file.write(text)
     except OSError as error:
         return f"cannot write {path}: {error}"
     return ""

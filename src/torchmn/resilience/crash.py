@@ -12,57 +12,93 @@ only and called ``MPI_Abort``.
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import socket
 import subprocess
-import time
-from pathlib import Path
+from collections.abc import Sequence
+
+from torch._C._distributed_c10d import PrefixStore
 
 from torchmn.communicators import Communicator
 from torchmn.control.codec import Record, encode
 from torchmn.control.processes import python_module
 from torchmn.environment_variables import SECRET_VARIABLE
-from torchmn.errors import CommunicationError
+from torchmn.errors import CommunicationError, TimeLimitError
 from torchmn.monitor import rank_monitor, script_monitor, server
-from torchmn.topology import route_to
+from torchmn.monitor.job_result import LOG_DIR, run_name
+from torchmn.topology import LauncherInfo, read_launcher_env, route_to
+from torchmn.transports.join import meet
+
+_MEET_S = 300.0
+"""How long ranks wait for each other without a communicator, as in `create_communicator`."""
 
 
-def install_crash_handler(comm: Communicator, *, grace_s: float = 5.0) -> None:
+def install_crash_handler(comm: Communicator | None = None, *, grace_s: float = 5.0) -> None:
     """End all ranks when one fails or hangs, and report which rank and why. *Collective.*
 
-    Call it once, after `create_communicator`. Under ``torchmn run`` scripts are monitored already
-    and it does nothing, except in a script that a command other than Python has started: there it
-    connects to the rank's agent. Under other launchers it starts the monitors, replaces
-    `sys.excepthook` and `sys.exit` and registers a function with `atexit`. The report is printed
-    last, on rank 0's host, and written to ``torchmn-logs/<date>-<process>/failure.txt`` (and
-    ``hang.txt``) there.
+    Call it once: at the beginning of the script without ``comm``, or after `create_communicator`.
+    Under ``torchmn run`` scripts are monitored already and it does nothing, except in a script that
+    a command other than Python has started: there it connects to the rank's agent. Under other
+    launchers it starts the monitors, replaces `sys.excepthook` and `sys.exit` and registers a
+    function with `atexit`. The report is printed last, on rank 0's host, and written to
+    ``torchmn-logs/<date>-<time>-<process>/failure.txt`` (and ``hang.txt``) there.
 
     Args:
-        comm: all ranks of the job.
+        comm: all ranks of the job. Without it the ranks meet as in `create_communicator` with
+            gloo, so that failures before that are reported as well.
         grace_s: seconds between asking a rank to end and killing it.
 
-    Raises CommunicationError on all ranks: the monitor server could not be started.
+    Raises CommunicationError on all ranks: the monitor server could not be started. Without
+    ``comm`` also what `create_communicator` raises when ranks do not meet.
     """
     monitor = script_monitor.current()
     if monitor is None and (monitor := script_monitor.install_from_environment(os.environ)):
         script_monitor.install_exit_hooks(monitor)
-        monitor.follow(comm.flight_recorder)
+        if comm is not None:
+            monitor.follow(comm.flight_recorder)
+    if comm is None:
+        launched = read_launcher_env(os.environ)
+        if monitor is None and launched is not None and launched.size > 1:
+            _monitor(launched.rank, *_server_through_store(launched), grace_s)
+        return
     if any(comm.allgather_obj(monitor is not None)) or comm.size == 1:
         return
-    secret, address, problem = "", "", ""
-    if comm.rank == 0:
-        secret = os.environ.get(SECRET_VARIABLE) or secrets.token_hex(32)
-        try:
-            address = _start_server(comm, secret)
-        except OSError as error:
-            problem = f"{comm.rank_label}: the monitor server did not start: {error}"
-    secret, address, problem = comm.bcast_obj((secret, address, problem))
+    found = _start_server(comm.topology.hosts) if comm.rank == 0 else None
+    secret, address, problem = comm.bcast_obj(found)
+    _monitor(comm.rank, secret, address, problem, grace_s)
+    script_monitor.follow(comm.flight_recorder)
+
+
+def _server_through_store(launched: LauncherInfo) -> tuple[str, str, str]:
+    """As `_start_server`, on rank 0; the others read it from the store of the ranks."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives it
+    store = PrefixStore(f"torchmn crash handler {attempt}", meet(launched, _MEET_S)[1])
+    try:
+        if launched.rank > 0:
+            store.set(f"host {launched.rank}", socket.gethostname())
+            secret, address, problem = json.loads(store.get("server"))
+            return secret, address, problem
+        hosts = [bytes(store.get(f"host {rank}")).decode() for rank in range(1, launched.size)]
+        found = _start_server([socket.gethostname(), *hosts])
+        store.set("server", json.dumps(found))
+    except RuntimeError as error:
+        raise TimeLimitError(
+            f"Rank {launched.rank} of {launched.size} on {socket.gethostname()}: not all ranks "
+            f"called install_crash_handler() within {_MEET_S:g} s "
+            f"({str(error).splitlines()[0]})."
+        ) from error
+    return found
+
+
+def _monitor(rank: int, secret: str, address: str, problem: str, grace_s: float) -> None:
+    """Start the monitor of this rank, which connects to the server. Raises CommunicationError."""
     if problem:
         raise CommunicationError(problem)
     own, other = socket.socketpair()
     order = rank_monitor.Order(
-        rank=comm.rank,
+        rank=rank,
         pid=os.getpid(),
         server=address,
         secret=secret,
@@ -71,32 +107,37 @@ def install_crash_handler(comm: Communicator, *, grace_s: float = 5.0) -> None:
     )
     _start("torchmn.monitor.rank_monitor", order, stdout=subprocess.DEVNULL, keep=(other.fileno(),))
     other.close()
-    monitor = script_monitor.install(own)
-    script_monitor.install_exit_hooks(monitor)
-    monitor.follow(comm.flight_recorder)
+    script_monitor.install_exit_hooks(script_monitor.install(own))
 
 
-def _start_server(comm: Communicator, secret: str) -> str:
-    """Start it on the interface towards the other hosts; its address. Raises OSError."""
-    others = [name for name in comm.topology.hosts if name != comm.host]
+def _start_server(hosts: Sequence[str]) -> tuple[str, str, str]:
+    """Start it on the interface towards the other hosts of these, one for each rank.
+
+    Returns its secret, its address, and why it did not start if it did not.
+    """
+    secret = os.environ.get(SECRET_VARIABLE) or secrets.token_hex(32)
+    others = [name for name in hosts if name != hosts[0]]
     routes = [route for name in others if (route := route_to(name)) is not None]
+    failed = f"Rank 0 on {hosts[0]}: the monitor server did not start:"
     if others and not routes:
-        raise OSError(f"no route from this host to {others[0]}, so its ranks could not connect")
-    log_dir = Path("torchmn-logs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        no_route = f"no route from this host to {others[0]}, so its ranks could not connect"
+        return "", "", f"{failed} {no_route}"
     order = server.Order(
         address=routes[0].address if routes else "127.0.0.1",
         secret=secret,
-        num_ranks=comm.size,
-        log_dir=str(log_dir.absolute()),
+        num_ranks=len(hosts),
+        log_dir=str((LOG_DIR / run_name()).absolute()),
     )
-    process = _start("torchmn.monitor.server", order, stdout=subprocess.PIPE)
     address = ""
-    if process.stdout is not None:
-        with process.stdout as answer:
-            address = answer.readline().decode().strip()
-    if not address:
-        raise OSError(f"it cannot listen on {order.address}")
-    return address
+    try:
+        process = _start("torchmn.monitor.server", order, stdout=subprocess.PIPE)
+        if process.stdout is not None:
+            with process.stdout as answer:
+                address = answer.readline().decode().strip()
+    except OSError as error:
+        return "", "", f"{failed} {error}"
+    problem = "" if address else f"{failed} it cannot listen on {order.address}"
+    return secret, address, problem
 
 
 def _start(

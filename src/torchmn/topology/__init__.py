@@ -12,7 +12,14 @@ from torchmn.topology.gpu_locality import gpu_localities, memory_nodes
 from torchmn.topology.gpus import count_gpus
 from torchmn.topology.hostlists import Host, parse_hostfile, parse_hosts, select_hosts
 from torchmn.topology.launcher_env import LauncherInfo, raise_if_contradicted, read_launcher_env
-from torchmn.topology.network import Route, is_this_host, local_address_for, route_of, route_to
+from torchmn.topology.network import (
+    Route,
+    is_this_host,
+    local_address_among,
+    local_address_for,
+    route_of,
+    route_to,
+)
 from torchmn.topology.placement import RankPlacement, Topology
 
 __all__ = [
@@ -31,6 +38,7 @@ __all__ = [
     "count_gpus",
     "gpu_localities",
     "is_this_host",
+    "local_address_among",
     "local_address_for",
     "memory_nodes",
     "parse_hostfile",

@@ -125,6 +125,13 @@ class LauncherInfo:
         return self.known_size
 
     @property
+    def is_on_one_host(self) -> bool:
+        """Whether the launcher says that all ranks are on this host."""
+        return self.inter_size == 1 or (
+            self.intra_size is not None and self.intra_size == self.known_size
+        )
+
+    @property
     def words(self) -> str:
         """The variables behind rank and size as ``NAME=text`` pairs."""
         return ", ".join(f"{name}={text}" for name, text in self.variables)

@@ -1,4 +1,7 @@
-"""The address and network interface by which this host reaches another. Sends nothing."""
+"""The address and network interface by which this host reaches another. Sends nothing.
+
+Addresses are text. A name that has an IPv4 and an IPv6 address stands for its IPv4 address.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ import fcntl
 import ipaddress
 import socket
 import struct
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
 _ANY_PORT = 9  # nothing is sent to it
@@ -23,14 +29,34 @@ class Route:
     @property
     def is_loopback(self) -> bool:
         """Whether it only leads to this host."""
-        return ipaddress.ip_address(self.address).is_loopback
+        return is_loopback(self.address)
+
+
+def addresses_of_host(host: str) -> list[str]:
+    """The addresses that a name or address stands for, IPv4 first; empty if it is unknown."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError):
+        return []
+    addresses = dict.fromkeys(str(entry[4][0]) for entry in found)
+    return sorted(addresses, key=lambda address: ":" in address)
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    """The family of the sockets of an address."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address is one by which every host reaches itself. Local."""
+    found = addresses_of_host(host)
+    return bool(found) and ipaddress.ip_address(found[0].partition("%")[0]).is_loopback
 
 
 def route_to(host: str) -> Route | None:
     """The route of packets to ``host``, as the kernel would choose it. Local.
 
-    ``None`` if the name is unknown or there is no route. IPv4 only, as gloo's and MPI's own
-    choices can be set for it everywhere.
+    ``None`` if the name is unknown or there is no route.
     """
     address = local_address_for(host)
     return None if address is None else route_of(address)
@@ -41,43 +67,66 @@ def local_address_for(host: str) -> str | None:
 
     It may be a second one of its interface, which `route_of` does not find.
     """
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, _ANY_PORT))  # of a datagram socket: only looks up the route
-            address: str = probe.getsockname()[0]
-            return address
-    except OSError:
-        return None
+    for address in addresses_of_host(host):
+        with (
+            suppress(OSError),
+            socket.socket(family_of(address), socket.SOCK_DGRAM) as probe,
+        ):
+            probe.connect((address, _ANY_PORT))  # of a datagram socket: only looks up the route
+            return str(probe.getsockname()[0])
+    return None
+
+
+def local_address_among(hosts: Iterable[str]) -> str | None:
+    """The local address from which this host reaches the other ``hosts``, or ``None``.
+
+    The first of them that is not this host decides. ``None`` as well if there is no other.
+    """
+    other = next((name for name in hosts if not is_this_host(name)), None)
+    return None if other is None else local_address_for(other)
 
 
 def route_of(address: str) -> Route | None:
     """The interface that has this address, or ``None``: no interface of this host has it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            if _ask(probe, name, _SIOCGIFADDR) == address:
-                mask = _ask(probe, name, _SIOCGIFNETMASK) or "255.255.255.255"
-                network = ipaddress.ip_network(f"{address}/{mask}", strict=False)
-                return Route(address=address, interface=name, network=str(network))
-    if ipaddress.ip_address(address).is_loopback:  # 127.0.1.1 is no interface's own
+    for name, own, length in _interface_addresses(family_of(address)):
+        if own == address:
+            network = ipaddress.ip_network(f"{own}/{length}", strict=False)
+            return Route(address=address, interface=name, network=str(network))
+    if ipaddress.ip_address(address.partition("%")[0]).is_loopback:  # 127.0.1.1: no interface's own
         return Route(address=address, interface="lo", network="127.0.0.0/8")
     return None
 
 
 def address_of(interface: str) -> str | None:
-    """The IPv4 address of an interface of this host, or ``None``: it has none, or is not there."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        return _ask(probe, interface, _SIOCGIFADDR)
+    """The address of an interface of this host, or ``None``: it has none, or is not there."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for name, own, _ in _interface_addresses(family):
+            if name == interface and not own.startswith("fe80:"):  # which needs a scope
+                return own
+    return None
 
 
 def is_this_host(name: str) -> bool:
     """Whether a host name or address is this host's, by name or because packets stay here."""
     if name in ("localhost", socket.gethostname(), socket.gethostname().partition(".")[0]):
         return True
-    try:
-        address = socket.gethostbyname(name)
-    except OSError:
-        return False
-    return route_of(address) is not None
+    return any(route_of(address) is not None for address in addresses_of_host(name))
+
+
+def _interface_addresses(family: socket.AddressFamily) -> Iterator[tuple[str, str, str]]:
+    """Interface, address and netmask or prefix length, of each interface of this host."""
+    if family == socket.AF_INET6:
+        with suppress(OSError):  # IPv6 is switched off
+            for line in Path("/proc/net/if_inet6").read_text().splitlines():
+                digits, _, length, _, _, name = line.split()
+                yield name, str(ipaddress.IPv6Address(int(digits, 16))), str(int(length, 16))
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            address = _ask(probe, name, _SIOCGIFADDR)
+            if address is not None:
+                mask = _ask(probe, name, _SIOCGIFNETMASK) or "255.255.255.255"
+                yield name, address, mask
 
 
 def _ask(probe: socket.socket, interface: str, question: int) -> str | None:

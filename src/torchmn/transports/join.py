@@ -16,7 +16,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from torchmn.control import port_discovery
-from torchmn.control.ports import find_free_port
+from torchmn.control.ports import listen_on
 from torchmn.environment_variables import SECRET_VARIABLE, TRANSPORT_VARIABLE
 from torchmn.errors import (
     LaunchError,
@@ -27,6 +27,7 @@ from torchmn.errors import (
 )
 from torchmn.topology import route_to
 from torchmn.topology.launcher_env import LauncherInfo, raise_if_contradicted, read_launcher_env
+from torchmn.topology.network import addresses_of_host, is_loopback
 from torchmn.transports.base import TimeLimit, Transport
 from torchmn.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.transports.mpi import MpiTransport
@@ -36,6 +37,9 @@ TRANSPORTS = ("auto", "mpi", "torch")
 _STORE_BACKLOG = 4096
 
 _joined: dict[str, Transport] = {}
+_met: list[tuple[str, TCPStore]] = []
+_until_joined = contextlib.ExitStack()
+"""Ends the publication of rank 0's port."""
 
 
 def choose_transport(
@@ -81,27 +85,38 @@ def join_world(kind: str, timeout_s: float) -> Transport:
 
 def _join_torch(launched: LauncherInfo | None, timeout_s: float) -> Transport:
     if launched is None or launched.size == 1:
-        has_secret = bool(_secret())
+        has_secret = bool(os.environ.get(SECRET_VARIABLE))
         return TorchDistributedTransport(
             HashStore(), 0, 1, timeout_s=timeout_s, is_trusted=has_secret
         )
-    address, server = _connect_store(launched, timeout_s)
+    address, server = meet(launched, timeout_s)
     store = PrefixStore("torchmn", server)
-    transport = TorchDistributedTransport(
-        store,
-        launched.rank,
-        launched.size,
-        timeout_s=timeout_s,
-        own_address=_own_address(launched, address, store),
-    )
-    try:
-        transport.barrier(TimeLimit(timeout_s))
-    except (TimeLimitError, PeerLostError) as error:
-        raise type(error)(
-            f"Rank {launched.rank} of {launched.size} on {socket.gethostname()}: not all ranks "
-            f"joined. {error}"
-        ) from error
+    with _until_joined:
+        transport = TorchDistributedTransport(
+            store,
+            launched.rank,
+            launched.size,
+            timeout_s=timeout_s,
+            own_address=_own_address(launched, address, store),
+        )
+        try:
+            transport.barrier(TimeLimit(timeout_s))
+        except (TimeLimitError, PeerLostError) as error:
+            raise type(error)(
+                f"Rank {launched.rank} of {launched.size} on {socket.gethostname()}: not all ranks "
+                f"joined. {error}"
+            ) from error
     return transport
+
+
+def meet(launched: LauncherInfo, timeout_s: float) -> tuple[str, TCPStore]:
+    """Rank 0's address as this rank reaches it, and its store; connected once per process.
+
+    Raises as `join_world`.
+    """
+    if not _met:
+        _met.append(_connect_store(launched, timeout_s))
+    return _met[0]
 
 
 def _connect_store(launched: LauncherInfo, timeout_s: float) -> tuple[str, TCPStore]:
@@ -116,33 +131,32 @@ def _connect_store(launched: LauncherInfo, timeout_s: float) -> tuple[str, TCPSt
         _raise_if_address_is_local(launched, address)
         return address, _store(launched, address, int(port), timeout_s)
     if launched.kind == "mpi" and _has_mpi4py():
-        address, number = _announce_port(join_world("mpi", timeout_s), timeout_s)
-        return address, _store(launched, address, number, timeout_s)
-    host = port_discovery.leader_host(launched, os.environ)
+        return _store_over_mpi(launched, join_world("mpi", timeout_s), timeout_s)
     job = port_discovery.job_name(os.environ)
-    if host is None or not job:
+    if not job:
         raise LaunchError(
             f"Started by {launched.launcher} as rank {launched.rank} of {launched.size}, but there "
             "is no rendezvous address (MASTER_ADDR, MASTER_PORT) for torch.distributed. Export "
             "MASTER_ADDR (the host of rank 0) and MASTER_PORT (a free port) on all ranks, or "
             "install mpi4py."
         )
+    folder = port_discovery.meeting_folder(launched, os.environ)
     if launched.rank == 0:
+        host = port_discovery.leader_host(launched, os.environ)
         store = _store(launched, host, 0, timeout_s)
-        port_discovery.publish_port(job, store.port, host=host, secret=_secret())
+        _until_joined.callback(
+            port_discovery.publish_port(job, store.port, host=host, folder=folder)
+        )
         return host, store
-    found = port_discovery.lookup_port(host, job, timeout_s, secret=_secret())
+    found = port_discovery.lookup_port(job, timeout_s, folder=folder)
     if found is None:
         raise TimeLimitError(
             f"Rank {launched.rank} of {launched.size} on {socket.gethostname()} found no rank 0 of "
-            f"this job ({job}) on {host} within {timeout_s:g} s. Check that rank 0 runs there; "
-            "otherwise export MASTER_ADDR and MASTER_PORT on all ranks."
+            f"this job ({job}) through the folder {folder} within {timeout_s:g} s. Check that "
+            "rank 0 runs, and that its host shares this folder (set XDG_CACHE_HOME to one that "
+            "all hosts share); otherwise export MASTER_ADDR and MASTER_PORT on all ranks."
         )
-    return host, _store(launched, host, found, timeout_s)
-
-
-def _secret() -> str:
-    return os.environ.get(SECRET_VARIABLE, "")
+    return found[0], _store(launched, *found, timeout_s)
 
 
 def _store(launched: LauncherInfo, address: str, port: int, timeout_s: float) -> TCPStore:
@@ -184,20 +198,16 @@ def _store_listener(launched: LauncherInfo, address: str, port: int) -> socket.s
     finds a server that the user has made in this process, or raises.
     """
     is_alone = launched.intra_size == launched.size
-    if port_discovery.is_loopback(address) and _names_own_host(address) and not is_alone:
+    if is_loopback(address) and _names_own_host(address) and not is_alone:
         return None
     with contextlib.suppress(OSError):
-        return socket.create_server((socket.gethostbyname(address), port), backlog=_STORE_BACKLOG)
+        return listen_on(address, port, backlog=_STORE_BACKLOG)
     return None
 
 
 def _raise_if_address_is_local(launched: LauncherInfo, address: str) -> None:
     """Raise TopologyError: the address is that of each host itself, and there are several."""
-    if (
-        _spans_nodes(launched)
-        and port_discovery.is_loopback(address)
-        and not _names_own_host(address)
-    ):
+    if _spans_nodes(launched) and is_loopback(address) and not _names_own_host(address):
         raise TopologyError(
             f"MASTER_ADDR={address} is a loopback address, but {launched}, on several hosts. "
             "Export the name or address of rank 0's host as MASTER_ADDR on all ranks."
@@ -228,22 +238,26 @@ def _own_address(launched: LauncherInfo, leader: str, store: PrefixStore) -> str
     if route is None or not _spans_nodes(launched):
         return None if route is None else route.address
     if not route.is_loopback:
-        store.set("leader_address", socket.gethostbyname(leader))
+        store.set("leader_address", addresses_of_host(leader)[0])
         return route.address
     return bytes(store.get("leader_address")).decode()
 
 
-def _announce_port(mpi_world: Transport, timeout_s: float) -> tuple[str, int]:
-    """Rank 0 finds a free port and broadcasts it over MPI."""
+def _store_over_mpi(
+    launched: LauncherInfo, mpi_world: Transport, timeout_s: float
+) -> tuple[str, TCPStore]:
+    """Rank 0 listens on a free port and broadcasts it over MPI."""
     import torch
 
     row = torch.zeros(256, dtype=torch.uint8, device="cpu")
+    store = None
     if mpi_world.rank == 0:
-        text = f"{socket.gethostname()}:{find_free_port('')}".encode()
+        store = _store(launched, socket.gethostname(), 0, timeout_s)
+        text = f"{socket.gethostname()}:{store.port}".encode()
         row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     mpi_world.broadcast_(row, 0, TimeLimit(timeout_s))
     address, port = row.numpy().tobytes().rstrip(b"\0").decode().rsplit(":", 1)
-    return address, int(port)
+    return address, store or _store(launched, address, int(port), timeout_s)
 
 
 def _has_mpi4py() -> bool:

@@ -22,6 +22,7 @@ before it, over a second connection with an order of its own.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import secrets
 import select
@@ -36,6 +37,7 @@ import torch
 from torch import Tensor
 
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect
+from torchmn.control.ports import listen_on
 from torchmn.environment_variables import SECRET_VARIABLE
 from torchmn.errors import CommunicationError, LaunchError, TimeLimitError
 from torchmn.topology.network import address_of
@@ -59,7 +61,8 @@ _LARGE_BYTES = 64 * KiB
 _PIECE_BYTES = MiB  # summed and sent on at a time; smaller pieces cost more than they hide
 _CONNECT_S = 5.0
 _TOKEN_BYTES = 16
-_ROW_BYTES = 128
+_ADDRESS_BYTES = 16
+_ROW_BYTES = 256
 _ROLE = "tcp"
 
 
@@ -307,14 +310,14 @@ def _connect_all(inner: Transport, limit: TimeLimit) -> dict[int, socket.socket]
     secret of each listener is a token that only the ranks receive, together with the secret of the
     job if there is one: so both sides authenticate each other.
     """
-    addresses = _own_addresses(inner)[: (_ROW_BYTES - _TOKEN_BYTES - 3) // 4]
+    addresses = _own_addresses(inner)[: (_ROW_BYTES - _TOKEN_BYTES - 3) // _ADDRESS_BYTES]
     token = secrets.token_bytes(_TOKEN_BYTES)
-    listener = socket.create_server((addresses[0] if len(addresses) == 1 else "", 0), backlog=1024)
+    listener = listen_on(addresses[0] if len(addresses) == 1 else "")
     with contextlib.closing(
         AuthenticatedListener(listener, secret=_secret(token), role=_ROLE)
     ) as authenticated:
         row = token + struct.pack("<HB", listener.getsockname()[1], len(addresses))
-        row += b"".join(socket.inet_aton(address) for address in addresses)
+        row += b"".join(map(_packed, addresses))
         table = torch.zeros(inner.size, _ROW_BYTES, dtype=torch.uint8, device="cpu")
         table[inner.rank, : len(row)] = torch.frombuffer(bytearray(row), dtype=torch.uint8)
         inner.all_gather_stripes_(table.view(-1), limit)
@@ -333,7 +336,8 @@ def _connect_peer(row: bytes, rank: int, deadline: float) -> socket.socket | Non
     token, rest = row[:_TOKEN_BYTES], row[_TOKEN_BYTES:]
     port, num_addresses = struct.unpack_from("<HB", rest)
     for index in range(num_addresses):
-        address = socket.inet_ntoa(rest[3 + 4 * index : 7 + 4 * index])
+        begin = 3 + _ADDRESS_BYTES * index
+        address = _unpacked(rest[begin : begin + _ADDRESS_BYTES])
         is_last = index == num_addresses - 1
         left_s = (deadline - time.monotonic()) / (1 if is_last else 2)
         if left_s <= 0:
@@ -347,6 +351,17 @@ def _connect_peer(row: bytes, rank: int, deadline: float) -> socket.socket | Non
                 limit_s=left_s,
             )
     return None
+
+
+def _packed(address: str) -> bytes:
+    """An IPv6 address, or an IPv4 address in the form of one."""
+    text = address if ":" in address else f"::ffff:{address}"
+    return socket.inet_pton(socket.AF_INET6, text)
+
+
+def _unpacked(row: bytes) -> str:
+    found = ipaddress.IPv6Address(row)
+    return str(found.ipv4_mapped or found)
 
 
 def _accept_peers(

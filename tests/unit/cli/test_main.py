@@ -13,14 +13,14 @@ import torchmn
 SOURCES = str(Path(torchmn.__file__).parents[1])
 
 
-def run(*args: str) -> subprocess.CompletedProcess[str]:
+def run(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *args],
         capture_output=True,
         text=True,
         timeout=30,
         check=False,
-        env={"PYTHONPATH": SOURCES, "PATH": "/usr/bin:/bin", "COLUMNS": "100"},
+        env={"PYTHONPATH": SOURCES, "PATH": "/usr/bin:/bin", "COLUMNS": "100", **variables},
     )
 
 
@@ -33,9 +33,41 @@ def test_help_lists_the_subcommands() -> None:
 
 
 @pytest.mark.processes
-def test_version() -> None:
-    done = run("-m", "torchmn", "--version")
+@pytest.mark.parametrize("option", ["--version", "-V"])
+def test_version(option: str) -> None:
+    done = run("-m", "torchmn", option)
     assert done.stdout.split() == ["torchmn", torchmn.__version__]
+
+
+@pytest.mark.processes
+def test_the_bare_command_shows_its_help() -> None:
+    bare, asked = run("-m", "torchmn"), run("-m", "torchmn", "--help")
+    assert (bare.returncode, bare.stdout.split()) == (0, asked.stdout.split())
+    assert bare.stderr == ""
+
+
+@pytest.mark.processes
+def test_a_shell_completes_options() -> None:
+    asks = {"_TORCHMN_COMPLETE": "complete_bash", "COMP_WORDS": "torchmn run --laun"}
+    done = run("-m", "torchmn", COMP_CWORD="2", **asks)
+    assert done.stdout.split() == ["--launcher-args", "--launcher"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("words", "cure"),
+    [
+        (("-n", "2", "python3", "x.py", "-a b"), "torchmn run x.py '-a b'"),
+        (("bash", "x.sh"), "Name a Python script, not a command"),
+        (("--launcher-args", "'a", __file__), "--launcher-args cannot be split into words"),
+        (("--launcher-args", "-x", "--backend", "gloo", __file__), "leave it out, or put"),
+    ],
+)
+def test_requests_that_cannot_be_met(words: tuple[str, ...], cure: str) -> None:
+    done = run("-m", "torchmn", "run", *words)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert cure in done.stderr
 
 
 @pytest.mark.processes

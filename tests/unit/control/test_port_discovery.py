@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
 import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+import torchmn
 from torchmn.control import port_discovery
-from torchmn.errors import LaunchError, TopologyError
+from torchmn.errors import LaunchError
 from torchmn.topology import read_launcher_env
 
 SLURM = {
@@ -24,35 +33,69 @@ SLURM = {
 }
 
 
-def test_only_ranks_of_a_job_get_its_port() -> None:
-    one, other = uuid.uuid4().hex, uuid.uuid4().hex
-    port_discovery.publish_port(one, 1111)
-    port_discovery.publish_port(other, 2222)
-    assert port_discovery.lookup_port("127.0.0.1", one, 5) == 1111
-    assert port_discovery.lookup_port("127.0.0.1", other, 5) == 2222
-    assert port_discovery.lookup_port("127.0.0.1", uuid.uuid4().hex, 0.2) is None
+@pytest.fixture
+def publish(tmp_path: Path) -> Iterator[Callable[..., Callable[[], None]]]:
+    """`publish_port` in a folder of this test, withdrawn at its end."""
+    with contextlib.ExitStack() as stack:
+
+        def publish(job: str, port: int, host: str = "127.0.0.1") -> Callable[[], None]:
+            withdraw = port_discovery.publish_port(job, port, host=host, folder=tmp_path)
+            stack.callback(withdraw)
+            return withdraw
+
+        yield publish
 
 
-def test_a_port_in_use_is_skipped() -> None:
-    job = uuid.uuid4().hex
-    with socket.create_server(("", port_discovery._candidates(job)[0])):
-        port_discovery.publish_port(job, 3333)
-        assert port_discovery.lookup_port("127.0.0.1", job, 10) == 3333
+def lookup(job: str, limit_s: float, folder: Path) -> tuple[str, int] | None:
+    return port_discovery.lookup_port(job, limit_s, folder=folder)
 
 
-def test_all_ports_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("", 0)) as taken:
-        monkeypatch.setattr(port_discovery, "_candidates", lambda job: [taken.getsockname()[1]])
-        with pytest.raises(LaunchError, match="export MASTER_ADDR and MASTER_PORT"):
-            port_discovery.publish_port("job", 1)
+def listener_of(job: str, folder: Path) -> tuple[str, int]:
+    """The address in the file of a job."""
+    text = port_discovery._file_of(job, folder).read_text()
+    host, _, port = text.split()[0].rpartition(":")
+    return host, int(port)
 
 
-def test_unauthenticated_clients_receive_nothing() -> None:
-    job = uuid.uuid4().hex
-    port_discovery.publish_port(job, 4444)
-    address = ("127.0.0.1", port_discovery._candidates(job)[0])
+def test_only_ranks_of_a_job_get_its_port(
+    publish: Callable[..., Callable[[], None]], tmp_path: Path
+) -> None:
+    publish("one", 1111)
+    publish("other", 2222)
+    assert lookup("one", 5, tmp_path) == ("127.0.0.1", 1111)
+    assert lookup("other", 5, tmp_path) == ("127.0.0.1", 2222)
+    assert lookup("third", 0.2, tmp_path) is None
+
+
+def test_what_is_withdrawn_is_gone(
+    publish: Callable[..., Callable[[], None]], tmp_path: Path
+) -> None:
+    publish("job", 1111)()
+    assert lookup("job", 0.2, tmp_path) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_a_file_that_an_earlier_job_left_leads_nowhere(
+    publish: Callable[..., Callable[[], None]], tmp_path: Path, is_taken: bool
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        if not is_taken:
+            server.close()
+        port_discovery._file_of("job", tmp_path).write_text(f"{address} {'0' * 64}\n")
+        thread = threading.Timer(0.2, publish, ("job", 1111))
+        thread.start()
+        assert lookup("job", 20, tmp_path) == ("127.0.0.1", 1111)
+        thread.join()
+
+
+def test_unauthenticated_clients_receive_nothing(
+    publish: Callable[..., Callable[[], None]], tmp_path: Path
+) -> None:
+    publish("job", 4444)
     for sent in (b"", b"short", b"x" * 32, b"x" * 100_000):
-        with socket.create_connection(address, timeout=5) as client:
+        with socket.create_connection(listener_of("job", tmp_path), timeout=5) as client:
             client.sendall(sent)
             received = b""
             with contextlib.suppress(OSError):  # it may have hung up already
@@ -60,37 +103,101 @@ def test_unauthenticated_clients_receive_nothing() -> None:
                 while chunk := client.recv(100):
                     received += chunk
             assert len(received.splitlines()) <= 1  # a number to sign
-    assert port_discovery.lookup_port("127.0.0.1", job, 5) == 4444
+    assert lookup("job", 5, tmp_path) == ("127.0.0.1", 4444)
 
 
-def test_slow_clients_do_not_delay_ranks() -> None:
-    job = uuid.uuid4().hex
-    port_discovery.publish_port(job, 4444)
-    address = ("127.0.0.1", port_discovery._candidates(job)[0])
+def test_slow_clients_do_not_delay_ranks(
+    publish: Callable[..., Callable[[], None]], tmp_path: Path
+) -> None:
+    publish("job", 4444)
     with contextlib.ExitStack() as stack:
         for _ in range(200):
+            address = listener_of("job", tmp_path)
             stack.enter_context(socket.create_connection(address, timeout=5))
-        assert port_discovery.lookup_port("127.0.0.1", job, 5) == 4444
+        assert lookup("job", 5, tmp_path) == ("127.0.0.1", 4444)
 
 
-def test_with_a_secret_the_name_of_the_job_is_not_enough() -> None:
-    job = uuid.uuid4().hex
-    port_discovery.publish_port(job, 4444, secret="word")
-    assert port_discovery.lookup_port("127.0.0.1", job, 0.2) is None
-    assert port_discovery.lookup_port("127.0.0.1", job, 0.2, secret="other") is None
-    assert port_discovery.lookup_port("127.0.0.1", job, 5, secret="word") == 4444
+def test_it_listens_on_the_requested_interface_only(
+    publish: Callable[..., Callable[[], None]], tmp_path: Path
+) -> None:
+    publish("job", 4444, host="127.0.0.2")
+    _, port = listener_of("job", tmp_path)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5)
+    assert lookup("job", 5, tmp_path) == ("127.0.0.2", 4444)
 
 
-def test_it_listens_on_the_requested_interface_only() -> None:
-    job = uuid.uuid4().hex
-    port_discovery.publish_port(job, 4444, host="127.0.0.2")
-    assert port_discovery.lookup_port("127.0.0.1", job, 0.2) is None
-    assert port_discovery.lookup_port("127.0.0.2", job, 5) == 4444
+ATTACK = """
+import encodings.idna, os, sys, time
+from pathlib import Path
+from torchmn.control import port_discovery
+from torchmn.topology import read_launcher_env
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+env = eval(sys.argv[1])
+place = read_launcher_env(env)
+folder = port_discovery.meeting_folder(place, env)
+port_discovery.publish_port(port_discovery.job_name(env), 666, host="127.0.0.1", folder=folder)
+print("waits for ranks", flush=True)
+time.sleep(600)
+"""
+ONE_HOST = {
+    "PMIX_NAMESPACE": f"prterun-{uuid.uuid4().hex}@1",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
 
 
-def test_an_unknown_host() -> None:
-    with pytest.raises(TopologyError, match="'no-such.invalid', a name that"):
-        port_discovery.lookup_port("no-such.invalid", "job", 1)
+@pytest.mark.root
+@pytest.mark.processes
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user as well")
+def test_another_user_who_knows_the_job_cannot_take_the_place_of_rank_0() -> None:
+    place = read_launcher_env(ONE_HOST)
+    assert place is not None
+    with subprocess.Popen(
+        [sys.executable, "-c", ATTACK, repr(ONE_HOST)],
+        env={"PYTHONPATH": str(Path(torchmn.__file__).parents[1]), "HOME": "/nowhere"},
+        stdout=subprocess.PIPE,
+    ) as attacker:
+        try:
+            assert attacker.stdout is not None
+            assert attacker.stdout.readline() == b"waits for ranks\n"
+            folder = port_discovery.meeting_folder(place, ONE_HOST)
+            assert lookup(port_discovery.job_name(ONE_HOST), 1, folder) is None
+        finally:
+            attacker.kill()
+
+
+@pytest.mark.parametrize("fault", ["mode", "link", "file"])
+def test_a_folder_that_others_can_use_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    place = read_launcher_env(SLURM)
+    assert place is not None
+    folder = tmp_path / "torchmn"
+    if fault == "link":
+        folder.symlink_to(tmp_path)
+    elif fault == "file":
+        folder.touch()
+    else:
+        folder.mkdir(mode=0o755)
+    words = "cannot be created" if fault == "file" else "another user has access"
+    with pytest.raises(LaunchError, match=f"{words}.*MASTER_ADDR"):
+        port_discovery.meeting_folder(place, {"XDG_CACHE_HOME": str(tmp_path)})
+
+
+def test_the_folder_is_that_of_the_hosts_or_of_this_host(tmp_path: Path) -> None:
+    several, one = read_launcher_env(SLURM), read_launcher_env(ONE_HOST)
+    assert several is not None
+    assert one is not None
+    env = {"XDG_CACHE_HOME": str(tmp_path)}
+    assert port_discovery.meeting_folder(several, env) == tmp_path / "torchmn"
+    shared = port_discovery.meeting_folder(one, env)
+    assert shared == Path(tempfile.gettempdir()) / f"torchmn-{os.geteuid()}"
+    assert stat.S_IMODE(shared.stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize(
@@ -116,8 +223,7 @@ def test_leader_host() -> None:
     alone = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
     place = read_launcher_env(alone)
     assert place is not None
-    assert port_discovery.leader_host(place, alone) is None
-    here = {**alone, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
-    place = read_launcher_env(here)
+    assert port_discovery.leader_host(place, alone) == socket.gethostname()
+    place = read_launcher_env(ONE_HOST)
     assert place is not None
-    assert port_discovery.leader_host(place, here) == "127.0.0.1"
+    assert port_discovery.leader_host(place, ONE_HOST) == "127.0.0.1"

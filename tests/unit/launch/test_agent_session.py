@@ -130,7 +130,9 @@ def test_scripts_start_when_all_agents_have_connected(make: Callable[..., Agents
     assert agents.connect(0)
     (order,) = agents.peers[1].collect()
     assert isinstance(order, StartScript)
-    assert order.env == {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "9"}
+    rendezvous = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "9"}
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "GROUP_RANK": "1"}
+    assert order.env.items() >= {**rendezvous, **place}.items()
 
 
 def test_a_rank_that_is_unknown_or_connected_is_rejected(make: Callable[..., Agents]) -> None:

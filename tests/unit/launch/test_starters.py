@@ -15,13 +15,15 @@ import torch.distributed as dist
 
 from torchmn.control.ports import reserve_port
 from torchmn.control.processes import python_module
-from torchmn.errors import LaunchError, UsageError
+from torchmn.errors import LaunchError, UnsupportedError, UsageError
 from torchmn.launch import Job, python_command
 from torchmn.launch.job import Command, worker_command
 from torchmn.launch.starters import local, mpirun, remote, srun, torchrun
 from torchmn.launch.starters.remote import PBS_SHELL, SSH, remote_shell, to_host
 from torchmn.launch.worker_environment import worker_environment
-from torchmn.topology import Host
+from torchmn.topology import Host, Route
+
+ROUTE = Route(address="10.1.0.1", interface="eth1", network="10.1.0.0/24")
 
 
 def job(num_ranks: int = 2, **options: object) -> Job:
@@ -100,6 +102,63 @@ def test_hydra_options() -> None:
     assert options == ("-rmk", "user", "-bind-to", "none", "-n", "2", "-launcher", "fork")
 
 
+def hydra(flavour: mpirun.Flavour, env: dict[str, str], *launcher_args: str) -> Command:
+    hosts = (Host(name="a", slots=1), Host(name="b", slots=2))
+    return mpirun.command(
+        job(3, hosts=hosts, launcher_args=launcher_args),
+        {"PATH": "/usr/bin:/bin", "EDITOR": "vi", "TORCHMN_RSH": "env -i sh", **env},
+        mpirun="mpiexec",
+        flavour=flavour,
+        num_cores=1,
+        is_root=True,
+        between=mpirun.Between(route=ROUTE, networks=()),
+    )
+
+
+def test_hydra_on_hosts() -> None:
+    command = hydra("Hydra", {"OMP_NUM_THREADS": "1"}, "-l")
+    words = " ".join(command.argv[1 : -len(worker_command())])
+    assert words == (
+        "-rmk user -bind-to none -n 3 -hosts a:1,b:2 -launcher rsh -launcher-exec /usr/bin/env "
+        "-localhost 10.1.0.1 -genvlist PATH,TORCHMN_RSH,OMP_NUM_THREADS -l"
+    )
+    assert command.env["HYDRA_LAUNCHER_EXTRA_ARGS"] == "-i sh"
+
+
+def test_the_last_variable_is_one_that_hydra_may_lose() -> None:
+    chosen = {"HYDRA_LAUNCHER_EXTRA_ARGS": "-q", "OMP_NUM_THREADS": "1"}
+    command = hydra("Hydra", chosen)
+    assert list(command.env.items())[-1] == ("HYDRA_LAUNCHER_EXTRA_ARGS", "-q")
+
+
+def test_intel_mpi_on_hosts() -> None:
+    command = hydra("Intel MPI", {}, "-l")
+    worker = " ".join(worker_command())
+    assert " ".join(command.argv[1:]) == (
+        "-localhost 10.1.0.1 -genvlist PATH,TORCHMN_RSH -l "
+        f"-n 1 -host a {worker} : -n 2 -host b {worker}"
+    )
+    own = {name: text for name, text in command.env.items() if name.startswith("I_MPI")}
+    assert own == {
+        "I_MPI_PIN": "0",
+        "I_MPI_HYDRA_BOOTSTRAP": "rsh",
+        "I_MPI_HYDRA_BOOTSTRAP_EXEC": "/usr/bin/env",
+        "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": "-i sh",
+    }
+
+
+@pytest.mark.parametrize(
+    ("shell", "words"),
+    [
+        ("env -S 'a b'", "splits the arguments of the remote shell at blanks"),
+        ("no-such-shell", "'no-such-shell' is not on the PATH"),
+    ],
+)
+def test_remote_shells_that_hydra_cannot_use(shell: str, words: str) -> None:
+    with pytest.raises((LaunchError, UnsupportedError), match=words):
+        hydra("Hydra", {"TORCHMN_RSH": shell})
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("words", "flavour"),
@@ -107,7 +166,7 @@ def test_hydra_options() -> None:
         ("mpirun (Open MPI) 5.0.11", "Open MPI"),
         ("mpirun (OpenRTE) 1.8", "Open MPI"),
         ("HYDRA build details:", "Hydra"),
-        ("Intel(R) MPI Library for Linux* OS, Version 2021", "Hydra"),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021", "Intel MPI"),
     ],
 )
 def test_flavours(tmp_path: Path, words: str, flavour: str) -> None:
@@ -198,7 +257,7 @@ def test_remote_shell(tmp_path: Path) -> None:
     pbs = {**path, "PBS_JOBID": "1", "PBS_NODEFILE": "x"}
     assert remote_shell(pbs) == remote_shell({"TORCHMN_RSH": "pbs_tmrsh"})
     assert remote_shell(pbs) == python_module(PBS_SHELL)  # pbs_tmrsh itself is no remote shell
-    with pytest.raises(UsageError, match="correct its quotes"):
+    with pytest.raises(UsageError, match="Correct its quotes"):
         remote_shell({"TORCHMN_RSH": "'ssh -p 22"})
     assert remote_shell({**path, "JOB_ID": "1", "PE_HOSTFILE": "x"}) == ("qrsh", "-inherit")
     assert remote_shell({"PBS_JOBID": "1", "PBS_NODEFILE": "x", "PATH": "/nowhere"}) == SSH
@@ -245,7 +304,7 @@ def test_open_mpi_between_hosts(major: int) -> None:
         major=major,
         num_cores=2,
         is_root=False,
-        network="10.0.0.0/24",
+        between=mpirun.Between(route=ROUTE, networks=("10.0.0.0/24",)),
     )
     words = " ".join(command.argv)
     assert "--host a:2,b:1 " in words

@@ -22,6 +22,7 @@ from torchmn.control.checkpoint_replicas.server import (
 )
 from torchmn.control.codec import decode
 from torchmn.control.messages.elastic import ElasticMessage, HostHello, Round
+from torchmn.control.ports import listen_on
 from torchmn.control.processes import adopt_orphans, kill_descendants
 from torchmn.environment_variables import (
     JOB_VARIABLE,
@@ -76,7 +77,7 @@ def _take_part(order: RunHost, hosts: list[Host]) -> None:
     address = local_address_for(order.rendezvous.rpartition(":")[0])
     if address is None:
         raise LaunchError(f"No route from {socket.gethostname()} to {order.rendezvous}.")
-    listener = socket.create_server((address, 0), backlog=64)
+    listener = listen_on(address, backlog=64)
 
     def post(message: ElasticMessage) -> None:
         hosts[0].post(message)

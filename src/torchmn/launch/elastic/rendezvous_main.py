@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
 
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.codec import decode, encode
 from torchmn.control.connection import address_of
+from torchmn.control.ports import listen_on
 from torchmn.launch.elastic.rendezvous import GOODBYE_S, ROLE, Rendezvous
 from torchmn.launch.elastic.rendezvous_state import RendezvousState
 from torchmn.launch.orders import RendezvousStarted, ServeRendezvous
@@ -27,7 +27,7 @@ def main() -> int:
         signal.signal(signum, signal.SIG_IGN)  # the launcher decides what to do
     order = decode(sys.stdin.readline(), ServeRendezvous)
     try:
-        listener = socket.create_server((order.host, order.port), backlog=1024)
+        listener = listen_on(order.host, order.port)
     except OSError as error:
         _print(RendezvousStarted(error=str(error.strerror or error)))
         return 1

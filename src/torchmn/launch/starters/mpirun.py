@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import re
+import shlex
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from torchmn.errors import LaunchError
+from torchmn.environment_variables import RSH_VARIABLE
+from torchmn.errors import LaunchError, UnsupportedError
 from torchmn.launch.job import Command, Job, worker_command
-from torchmn.launch.starters.remote import is_carried, remote_shell
+from torchmn.launch.starters.remote import NO_SHELL, is_carried, remote_shell
+from torchmn.topology import Route
 
-Flavour = Literal["Open MPI", "Hydra"]
+Flavour = Literal["Open MPI", "Hydra", "Intel MPI"]
 
 
 def flavour_of(mpirun: str) -> tuple[Flavour, int]:
@@ -34,13 +39,27 @@ def flavour_of(mpirun: str) -> tuple[Flavour, int]:
     major = int(version[1]) if version else 0
     if "Open MPI" in output or "OpenRTE" in output:
         return "Open MPI", major
-    if "HYDRA" in output or "Intel(R) MPI" in output:
+    if "Intel(R) MPI" in output:
+        return "Intel MPI", major
+    if "HYDRA" in output:
         return "Hydra", major
     first = output.strip().splitlines()[:1]
     raise LaunchError(
         f"{mpirun} is neither Open MPI nor MPICH or Intel MPI (it reports {first}). "
         "Start the script with it directly, or use --backend gloo."
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Between:
+    """How the hosts of a job reach each other.
+
+    ``route`` leads from this host to the others; ``networks``, such as ``10.0.0.0/24``, connect the
+    hosts with each other, and need not have this host.
+    """
+
+    route: Route
+    networks: tuple[str, ...]
 
 
 def command(
@@ -52,25 +71,20 @@ def command(
     num_cores: int,
     is_root: bool,
     major: int = 5,
-    network: str | None = None,
+    between: Between | None = None,
 ) -> Command:
     """One mpirun for all ranks. The agents bind themselves to their cores.
 
-    ``network`` connects the hosts, such as ``10.0.0.0/24``; ``None`` if there is only this one.
+    ``between`` is ``None`` if there is only this host. Raises UnsupportedError: the MPI cannot use
+    the remote shell.
     """
-    count = str(job.num_ranks)
-    hosts = ",".join(f"{host.name}:{host.slots}" for host in job.hosts)
-    carried = [name for name in env if is_carried(job, name)] if network else []
-    if flavour == "Hydra":
-        options = ["-rmk", "user", "-bind-to", "none", "-n", count]
-        if network:
-            # Hydra wants the agent's path alone; what it adds itself is ssh's -x
-            options += ["-hosts", hosts, "-launcher", "ssh", "-genvlist", ",".join(carried)]
-            options += ["-launcher-exec", remote_shell(env)[0]]
-        else:
-            options += ["-launcher", "fork"]
+    carried = [name for name in env if is_carried(job, name)]
+    if flavour == "Intel MPI":
+        options, variables = _intel_mpi(job, env, carried, between)
+    elif flavour == "Hydra":
+        options, variables = _hydra(job, env, carried, between)
     else:
-        options = ["--host", hosts, "--bind-to", "none", "-n", count]
+        options, variables = _open_mpi(job), {}
         if is_root:
             options.insert(0, "--allow-run-as-root")
         if any(host.slots > num_cores for host in job.hosts):
@@ -78,25 +92,100 @@ def command(
         if Path(mpirun).parent == Path(sys.executable).parent:
             # Open MPI's wheel looks for fabrics through libfabric, which takes more than a second
             # of MPI_Init and finds nothing that one machine needs. The user's own choice stays.
-            env = {"OMPI_MCA_btl": "^ofi", **env}
-        if network:
-            options += _between_hosts(mpirun, env, network, major)
+            variables = {"OMPI_MCA_btl": "^ofi"}
+        if between:
+            options += _between_hosts(mpirun, env, between, major)
             options += [word for name in carried for word in ("-x", name)]
+        options += [*job.launcher_args, *worker_command()]
+    chosen = {name: env.get(name, text) for name, text in variables.items()}
+    # ours come last: Hydra loses the last variable of its environment on the way to other hosts
+    rest = {name: text for name, text in env.items() if name not in chosen}
+    return Command((mpirun, *options), {**rest, **chosen}, name="mpirun")
+
+
+def _open_mpi(job: Job) -> list[str]:
+    hosts = ",".join(f"{host.name}:{host.slots}" for host in job.hosts)
+    return ["--host", hosts, "--bind-to", "none", "-n", str(job.num_ranks)]
+
+
+def _hydra(
+    job: Job, env: Mapping[str, str], carried: Sequence[str], between: Between | None
+) -> tuple[list[str], dict[str, str]]:
+    """MPICH and MVAPICH: the options, and variables for what has none."""
+    options, variables = ["-rmk", "user", "-bind-to", "none", "-n", str(job.num_ranks)], {}
+    if between is None:
+        options += ["-launcher", "fork"]
+    else:
+        path, words = _hydras_remote_shell(env)
+        hosts = ",".join(f"{host.name}:{host.slots}" for host in job.hosts)
+        # as rsh: Hydra would give ssh an option -x, which other remote shells do not have
+        options += ["-hosts", hosts, "-launcher", "rsh", "-launcher-exec", path]
+        options += ["-localhost", between.route.address, "-genvlist", ",".join(carried)]
+        variables["HYDRA_LAUNCHER_EXTRA_ARGS"] = words
+    return [*options, *job.launcher_args, *worker_command()], variables
+
+
+def _intel_mpi(
+    job: Job, env: Mapping[str, str], carried: Sequence[str], between: Between | None
+) -> tuple[list[str], dict[str, str]]:
+    """Intel MPI, by its reference of options and variables; it was not tried.
+
+    Its ``-hosts`` takes no numbers of ranks, so each host is a part of a command with several.
+    """
+    variables = {"I_MPI_PIN": "0"}
+    if between is None:
+        options = ["-n", str(job.num_ranks), *job.launcher_args, *worker_command()]
+        return options, {**variables, "I_MPI_HYDRA_BOOTSTRAP": "fork"}
+    path, words = _hydras_remote_shell(env)
+    variables |= {
+        "I_MPI_HYDRA_BOOTSTRAP": "rsh",
+        "I_MPI_HYDRA_BOOTSTRAP_EXEC": path,
+        "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": words,
+    }
+    options = ["-localhost", between.route.address, "-genvlist", ",".join(carried)]
     options += job.launcher_args
-    return Command((mpirun, *options, *worker_command()), env, name="mpirun")
+    for number, host in enumerate(job.hosts):
+        options += [":"] if number else []
+        options += ["-n", str(host.slots), "-host", host.name, *worker_command()]
+    return options, variables
 
 
-def _between_hosts(mpirun: str, env: Mapping[str, str], network: str, major: int) -> list[str]:
-    """Options by which Open MPI starts its daemons on other hosts and uses the right network."""
+def _hydras_remote_shell(env: Mapping[str, str]) -> tuple[str, str]:
+    """The remote shell's path, and its arguments, which Hydra splits at blanks.
+
+    Raises UnsupportedError: an argument has a blank in it, or it does not start a shell.
+    """
+    name, *words = remote_shell(env)
+    path = shutil.which(name, path=env.get("PATH"))
+    command = shlex.join([name, *words])
+    if path is None:
+        raise LaunchError(f"The remote shell {name!r} is not on the PATH: set {RSH_VARIABLE}.")
+    if any(" " in word for word in words):
+        raise UnsupportedError(
+            f"MPICH's mpirun splits the arguments of the remote shell at blanks, and {command} has "
+            f"one with a blank: put the command in a script, and name that in {RSH_VARIABLE}."
+        )
+    if name in NO_SHELL:
+        raise UnsupportedError(
+            f"MPICH's mpirun needs a remote shell, and {name} does not start a shell on the other "
+            "host: use --launcher srun."
+        )
+    return path, " ".join(words)
+
+
+def _between_hosts(mpirun: str, env: Mapping[str, str], between: Between, major: int) -> list[str]:
+    """Options by which Open MPI starts its daemons on other hosts and uses the right networks."""
     shell = remote_shell(env)
     options = []
     if shell[0] != "srun":  # Slurm's it finds itself
         agent = ("--prtemca", "plm_ssh_agent") if major >= 5 else ("--mca", "plm_rsh_agent")
         options += [*agent, " ".join(shell)]
-    names = ["btl_tcp_if_include", *(["oob_tcp_if_include"] if major < 5 else [])]
-    for name in names:
-        if f"OMPI_MCA_{name}" not in env:
-            options += ["--mca", name, network]
+    used = {"btl_tcp_if_include": between.networks}
+    if major < 5:  # also between the daemons and mpirun
+        used["oob_tcp_if_include"] = (*between.networks, between.route.network)
+    for name, networks in used.items():
+        if f"OMPI_MCA_{name}" not in env and not any(":" in network for network in networks):
+            options += ["--mca", name, ",".join(dict.fromkeys(networks))]
     prefix = Path(mpirun).resolve().parent.parent
     if Path(mpirun).parent == Path(sys.executable).parent:
         prefix = Path(mpirun).parent.parent  # the environment, not what its links lead to

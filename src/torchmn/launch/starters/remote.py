@@ -15,11 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from torchmn.control.codec import decode, encode
 from torchmn.control.processes import python_module
 from torchmn.environment_variables import RSH_VARIABLE
-from torchmn.errors import LaunchError, UsageError
+from torchmn.errors import LaunchError
+from torchmn.launch.exported_variables import split_words
 from torchmn.launch.host_checks import HostFacts, differences
 from torchmn.launch.job import Command, Job
 from torchmn.launch.orders import ProbeHost, ProcessOrder, StartProcesses
 from torchmn.launch.starters import local
+from torchmn.launch.worker_environment import deciding_hosts
 from torchmn.topology import is_this_host
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
@@ -29,7 +31,8 @@ _OF_SCHEDULERS = (
     (("JOB_ID", "PE_HOSTFILE"), ("qrsh", "-inherit")),
     (("SLURM_JOB_ID", "SLURM_JOB_NODELIST"), ("srun", "--overlap", "-Q", "-N1", "-n1", "-w")),
 )
-_NO_SHELL = ("srun",)  # runs a command, not a line for a shell
+NO_SHELL = ("srun",)
+"""Remote shells that run a command, not a line for a shell."""
 _ANSWER_S = 10.0
 _CARRIED = (
     *("TORCHMN_", "NCCL_", "GLOO_", "OMP_", "MKL_", "KMP_", "CUDA_", "TORCH_", "PYTORCH_"),
@@ -56,14 +59,7 @@ def remote_shell_name(env: Mapping[str, str]) -> str:
 
 
 def _chosen_shell(env: Mapping[str, str]) -> tuple[str, ...]:
-    text = env.get(RSH_VARIABLE, "")
-    try:
-        chosen = tuple(shlex.split(text))
-    except ValueError as error:
-        raise UsageError(
-            f"{RSH_VARIABLE}={text!r} is not a command as a shell reads it ({error}): correct its "
-            "quotes, or unset it."
-        ) from None
+    chosen = split_words(env.get(RSH_VARIABLE, ""), source=RSH_VARIABLE)
     if chosen:
         return chosen
     for variables, command in _OF_SCHEDULERS:
@@ -81,7 +77,7 @@ def to_host(env: Mapping[str, str], host: str, module: str) -> tuple[str, ...]:
     prefix = ("env", f"PYTHONPATH={path}") if path else ()
     command = (*prefix, *python_module(module))
     shell = remote_shell(env)
-    return (*shell, host, *(command if shell[0] in _NO_SHELL else (shlex.join(command),)))
+    return (*shell, host, *(command if shell[0] in NO_SHELL else (shlex.join(command),)))
 
 
 def is_carried(job: Job, name: str) -> bool:
@@ -157,10 +153,11 @@ def check_hosts(job: Job, env: Mapping[str, str]) -> dict[str, HostFacts]:
 
 def _check_host(job: Job, host: str, env: Mapping[str, str]) -> HostFacts | str:
     """The facts of one host, or why they are unknown."""
+    order = ProbeHost(cwd=str(job.cwd), script=job.script, hosts=deciding_hosts(job))
     try:
         answer = subprocess.run(
             to_host(env, host, "torchmn.launch.probe_host"),
-            input=encode(ProbeHost(cwd=str(job.cwd), script=job.script)).decode(),
+            input=encode(order).decode(),
             env=dict(env),
             capture_output=True,
             text=True,

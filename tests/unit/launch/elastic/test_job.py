@@ -30,7 +30,7 @@ def test_one_machine_is_one_host() -> None:
     assert [str(host) for host in elastic.job.hosts] == ["localhost:4"]
     limits = elastic.limits
     assert (limits.min_hosts, limits.max_hosts, limits.max_restarts) == (1, 1, 7)
-    with pytest.raises(UsageError, match="there are 1.*--elastic 1:1"):
+    with pytest.raises(UsageError, match="there are 1.*--hosts.*--elastic 1:1"):
         plan_elastic(run_options(elastic="2:4", num_ranks=4), {})
 
 
@@ -40,6 +40,8 @@ def test_several_hosts_keep_their_names() -> None:
     assert (elastic.rendezvous, elastic.rendezvous_port) == ("a", 2900)
     with pytest.raises(UsageError, match="asks for up to 3 hosts, but there are 2"):
         plan_elastic(run_options(elastic="1:3", hosts="a:2,b:4"), {})
+    with pytest.raises(UsageError, match="there are 1.* Use --elastic 1:1, or name more"):
+        plan_elastic(run_options(elastic="2:4", hosts="a:2"), {})
 
 
 @pytest.mark.parametrize("more", [{"backend": "mpi"}, {"launcher": "mpirun"}])

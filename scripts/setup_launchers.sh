@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# The launchers of `make test-launchers`: MPICH's wheel in an environment of its own, .venv-mpich,
+# which finds torch and the rest in .venv (mpi4py loads the MPI of its own environment), and with
+# root Debian's Open MPI and sshd. What cannot be had is said, and its tests are skipped.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 1
+
+readonly MPICH_VERSION=5.0.2
+readonly MPICH=.venv-mpich
+
+if [ ! -x "$MPICH/bin/mpiexec" ]; then
+  rm -rf "$MPICH"
+  .venv/bin/python -m venv "$MPICH" &&
+    "$MPICH/bin/pip" install --quiet --disable-pip-version-check \
+      "mpich==$MPICH_VERSION" mpi4py || {
+    rm -rf "$MPICH"
+    echo "setup_launchers: the wheels mpich and mpi4py cannot be installed" >&2
+  }
+fi
+if [ -x "$MPICH/bin/python" ]; then
+  of() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+  echo "import site; site.addsitedir('$(of .venv)')" >"$(of "$MPICH")/packages_of_venv.pth"
+fi
+
+missing=()
+[ -x /usr/bin/mpirun.openmpi ] || missing+=(openmpi-bin)
+[ -x /usr/sbin/sshd ] || missing+=(openssh-server)
+command -v ssh >/dev/null || missing+=(openssh-client)
+[ ${#missing[@]} -eq 0 ] && exit 0
+if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
+  echo "setup_launchers: missing, and only root can install them: ${missing[*]}" >&2
+  exit 0
+fi
+# A policy for this one installation: no service is started.
+policy=/usr/sbin/policy-rc.d
+if [ ! -e "$policy" ]; then
+  printf '#!/bin/sh\nexit 101\n' >"$policy"
+  chmod +x "$policy"
+  trap 'rm -f "$policy"' EXIT
+fi
+export DEBIAN_FRONTEND=noninteractive
+apt-get update -qq
+apt-get install -y -qq --no-install-recommends "${missing[@]}" ||
+  echo "setup_launchers: apt-get cannot install ${missing[*]}" >&2

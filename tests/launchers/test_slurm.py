@@ -1,0 +1,44 @@
+"""The same script under a real Slurm's srun, by itself and through `torchmn run`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launchers.test_one_script import SCRIPT, expected, pytestmark, raise_if_different
+from tests.launchers.ways import NUM_RANKS
+from tests.schedulers.cluster import Cluster, running
+from tests.schedulers.slurm import Slurm
+
+__all__ = ["expected", "pytestmark"]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    if reason := Slurm.why_not():
+        pytest.skip(reason=reason)
+    with running(Slurm, tmp_path_factory.mktemp("slurm")) as made:
+        yield made
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2])
+@pytest.mark.parametrize("name", ["srun", "torchmn run, srun"])
+def test_the_same_losses_under_srun(
+    cluster: Cluster, expected: list[float], tmp_path: Path, name: str, num_hosts: int
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    per_host = NUM_RANKS // num_hosts
+    if name == "srun":
+        command = ["srun", "--overcommit", "-N", num_hosts, "--ntasks-per-node", per_host]
+        command += [sys.executable, script]
+    else:
+        hosts = ",".join(f"{node.name}:{per_host}" for node in cluster.nodes[:num_hosts])
+        command = [sys.executable, "-m", "torchmn", "run", "--launcher", "srun", "--hosts", hosts]
+        command += ["--launcher-args=--overcommit", "--backend", "gloo", script]
+    done = cluster.run(command, tmp_path, timeout_s=150, HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    raise_if_different(name, num_hosts, "torch.distributed", done.stdout, expected)
