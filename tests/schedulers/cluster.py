@@ -76,6 +76,9 @@ class Cluster(ABC):
     def has_jobs(self) -> bool:
         """Whether any job waits or runs."""
 
+    def hasten(self) -> None:
+        """Have jobs that were requeued start without the scheduler's usual delay."""
+
     @abstractmethod
     def preempt(self, job: str) -> None:
         """Have the scheduler take a job's nodes away and put it back into the queue."""

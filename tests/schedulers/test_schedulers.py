@@ -97,6 +97,13 @@ class Training:
     def wait_for_steps(self, number: int = 3) -> None:
         self.wait_until(lambda: len(self.steps()) >= number)
 
+    def wait_for_second_run(self) -> None:
+        def has_two() -> bool:
+            self.cluster.hasten()
+            return len({run for _, run in self.steps()}) == 2
+
+        self.wait_until(has_two)
+
     @property
     def number(self) -> str:
         """The number of the job that runs, as the names of its logs have it."""
@@ -210,7 +217,7 @@ def test_a_job_continues_when_its_time_is_over(
     training: Training, expected: dict[str, torch.Tensor]
 ) -> None:
     training.submit("--requeue", "--walltime", "00:04:00", margin_s=205)  # it has 35 s
-    training.wait_until(lambda: len({run for _, run in training.steps()}) == 2)
+    training.wait_for_second_run()
     training.hurry()
     status, said = training.end()
     assert status == 0, said
@@ -223,7 +230,7 @@ def test_a_job_continues_after_a_signal(
     training.submit("--requeue", "--walltime", "00:05:00", *cluster.signal_options)
     training.wait_for_steps()
     cluster.send_signal(training.number)
-    training.wait_until(lambda: len({run for _, run in training.steps()}) == 2)
+    training.wait_for_second_run()
     training.hurry()
     status, said = training.end()
     assert status == 0, said
@@ -237,7 +244,7 @@ def test_a_job_whose_nodes_are_taken_away_continues(
     training.submit("--requeue", "--walltime", "00:05:00")
     training.wait_for_steps()
     cluster.preempt(training.number)
-    training.wait_until(lambda: len({run for _, run in training.steps()}) == 2)
+    training.wait_for_second_run()
     training.hurry()
     status, said = training.end()
     assert status == 0, said
