@@ -76,6 +76,7 @@ class Cluster(ABC):
     def has_jobs(self) -> bool:
         """Whether any job waits or runs."""
 
+    @abstractmethod
     def hasten(self) -> None:
         """Have jobs that were requeued start without the scheduler's usual delay."""
 

@@ -118,6 +118,9 @@ class PBS(Cluster):
     def has_jobs(self) -> bool:
         return bool(self.ask("qstat").strip())
 
+    def hasten(self) -> None:
+        """They start at once."""
+
     def preempt(self, job: str) -> None:
         self.ask("qrerun", job)
 
