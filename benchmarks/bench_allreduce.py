@@ -1,4 +1,4 @@
-"""All-reduce of 4 KB to 64 MB, per transport, beside the raw call of its library, on 2 workers."""
+"""All-reduce of 4 KB to 64 MB, per transport, and the raw call of its library, on 2 workers."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def main() -> int:
             run_workers(__file__, 2, backend, transport, out)
             samples = json.loads(Path(out).read_text())
         for label, times in samples.items():
-            for who in times:
-                milliseconds = [1e3 * t for t in times[who]]
-                bars.append(median_bar(f"{backend} {label}: {who}", milliseconds, "ms"))
+            for side in times:
+                milliseconds = [1e3 * t for t in times[side]]
+                bars.append(median_bar(f"{backend} {label}: {side}", milliseconds, "ms"))
             if label == "4 KB":
                 extra = [1e6 * (a - b) for a, b in zip(times["ours"], times["raw"], strict=True)]
                 bar = median_bar(f"{backend} {label}: ours - raw", extra, "us")

@@ -4,7 +4,7 @@
 
 Two workers with AdamW: 1.2 GB of state on each, the same on both. In each turn all sides save once,
 each in another order, with a training step before; what a side still writes is waited for, and the
-disk is brought to rest, before the next one begins. A side's time is that of the worker that is
+disk is synchronized, before the next one begins. A side's time is that of the worker that is
 blocked longest. They are compared with a plain copy of the same bytes into existing memory:
 no side that lets training continue can be faster, because what it writes must not change.
 """
@@ -80,7 +80,7 @@ class Sides:
         }[side]()
         return time.perf_counter() - began
 
-    def rest(self) -> None:
+    def finish(self) -> None:
         """Wait for what is still being written, and for the disk."""
         self.pending()
         self.pending = lambda: None
@@ -136,7 +136,7 @@ def worker(folder: Path, num_turns: int) -> None:
         for side in (*SIDES[turn % len(SIDES) :], *SIDES[: turn % len(SIDES)]):
             step()
             slowest = comm.allreduce(torch.tensor([sides.save(side)]), "max")
-            sides.rest()
+            sides.finish()
             if turn:
                 seconds[side].append(float(slowest))
     facts = {

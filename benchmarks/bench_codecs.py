@@ -1,4 +1,4 @@
-"""What encoding and decoding cost on one core, beside a loop that reads and writes the same bytes.
+"""What encoding and decoding cost on one core, relative to a loop over the same bytes.
 
 7.5 million float32 elements (30 MB) in the shapes of a VGG's convolutions, through the public
 methods of the codecs. Encoding with residual reads gradient and residual and writes the new
@@ -31,9 +31,9 @@ CPU = torch.device("cpu")
 
 
 @njit(nogil=True)
-def encoding_loop(values, residual, rest, encoded) -> None:  # type: ignore[no-untyped-def]
+def encoding_loop(values, residual, new_residual, encoded) -> None:  # type: ignore[no-untyped-def]
     for i in range(values.size):
-        rest[i] = values[i] + residual[i]
+        new_residual[i] = values[i] + residual[i]
     for i in range(encoded.size):
         encoded[i] = i
 
@@ -81,7 +81,7 @@ def measure(codec: StripeCodec, bucket: Layout, *, has_limit: bool) -> list[Bar]
     encoded = torch.zeros(codec.stripe_nbytes(bucket), dtype=torch.uint8)
     as_int32 = encoded.numpy()[: encoded.numel() // 4 * 4].view(np.int32)
     total = torch.zeros(bucket.end)
-    residual, rest = torch.zeros(2, bucket.end).numpy()
+    residual, new_residual = torch.zeros(2, bucket.end).numpy()
     codec.warm_up(bucket, CPU)
 
     def encode() -> None:
@@ -92,7 +92,9 @@ def measure(codec: StripeCodec, bucket: Layout, *, has_limit: bool) -> list[Bar]
     times = take_turns(
         {
             "encode": encode,
-            "encoding loop": lambda: encoding_loop(values.numpy(), residual, rest, as_int32),
+            "encoding loop": lambda: encoding_loop(
+                values.numpy(), residual, new_residual, as_int32
+            ),
             "decode": lambda: codec.decode_stripe(encoded, bucket, total, add=True),
             "decoding loop": lambda: decoding_loop(as_int32, total.numpy()),
         }
@@ -120,11 +122,12 @@ def plain_torch(bucket: Layout) -> list[Bar]:
     bars = []
     for bits in (8, 1):
         codec = Quantized(bits)
-        values, residual, rest = torch.randn(3, bucket.end)
+        values, residual, new_residual = torch.randn(3, bucket.end)
         encoded = torch.zeros(codec.stripe_nbytes(bucket), dtype=torch.uint8)
         plan = codec.plan(bucket)
         spent = [
-            1e3 * seconds(lambda: reference.encode(values, residual, rest, encoded, plan, None))  # noqa: B023
+            1e3
+            * seconds(lambda: reference.encode(values, residual, new_residual, encoded, plan, None))  # noqa: B023
             for _ in range(3)
         ]
         bars.append(median_bar(f"{codec.name}: encode by plain torch", spent, "ms"))

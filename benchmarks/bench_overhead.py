@@ -1,4 +1,4 @@
-"""A model too small to gain: the MNIST perceptron 784-1000-1000-10, per-step time beside DDP's."""
+"""A model too small to gain: the MNIST perceptron 784-1000-1000-10, step time over DDP's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one slow step of one worker costs all of them: bounded staleness beside every step.
+"""What one slow step of one worker costs all of them: bounded staleness and every step.
 
 Three workers whose step takes 30 ms, and one time in ten 150 ms, each at its own times. The step is
 a sleep, so that workers do not take the cores from one another, and every schedule meets the same

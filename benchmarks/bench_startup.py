@@ -1,4 +1,4 @@
-"""How long starting takes: to the first step beside torchrun, and what we add to each engine."""
+"""How long starting takes: to the first step, as torchrun does, and what we add to each engine."""
 
 from __future__ import annotations
 

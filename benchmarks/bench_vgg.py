@@ -1,4 +1,4 @@
-"""VGG for CIFAR on 2 workers of this machine: our routes beside DistributedDataParallel on gloo.
+"""VGG for CIFAR on 2 workers of this machine: our routes and DistributedDataParallel on gloo.
 
 All sides live in the same two processes and take turns, one step each, so that a slow spell of the
 machine meets all of them. Real CIFAR-10 images where TORCHMN_TEST_DATA holds them, else random

@@ -24,7 +24,7 @@ SPEED_UP = 5.0
 
 Runs = Mapping[Key, Run]
 Chosen = Mapping[str, Fraction]
-"""By schedule, the share of the baseline's rate that `choice.py` has come to."""
+"""By schedule, the share of the baseline's rate that `choice.py` has selected."""
 
 
 def bars_of(runs: Runs, chosen: Chosen) -> list[Bar]:

@@ -14,7 +14,7 @@ LINES = ("2h-100mbit-lossy", "2h-100mbit-blocks")
 def step_times(lines: Mapping[str, Sequence[Run]]) -> dict[str, float]:
     """By side, the median of its step over that without exchange in the same run.
 
-    Of the newest runs the median. Beside the same baseline two lines of the table can be compared,
+    Of the newest runs the median. With the same baseline two lines of the table can be compared,
     measured at different times.
     """
     times: dict[str, float] = {}

@@ -1,1 +1,1 @@
-"""The parts of `bench_exchange.py`: the table, its sides, the workers, and who conducts them."""
+"""The parts of `bench_exchange.py`: the table, its sides, the workers, and their coordinator."""

@@ -331,7 +331,7 @@ _LINES = (
         workers_per_host=2,
         sides=("mean, gloo in buckets", "mean, flat in buckets", "mean, hierarchical"),
         baseline=None,
-        limits=(  # gloo sends in a ring, the least possible; our flat route sums at owners
+        limits=(  # gloo sends in a ring, the minimum; our flat route sums at owners
             Limit(
                 ours=("mean, hierarchical",),
                 theirs=("mean, gloo in buckets", "mean, flat in buckets"),

@@ -1,4 +1,4 @@
-"""The calls of communicators over gloo, streams and MPI, and implementations that break them."""
+"""The calls of communicators over gloo, TCP and MPI, and implementations that break them."""
 
 import contextlib
 

@@ -76,10 +76,10 @@ CAUGHT_BY = {
     broken.CutsAnywhere: contracts.check_cuts,
     broken.WrongStripe: contracts.check_mean,
     broken.HidesNaN: contracts.check_nonfinite,
-    broken.NeverTakesBack: contracts.check_nonfinite,
+    broken.NeverRollsBack: contracts.check_nonfinite,
     broken.SavesHalf: contracts.check_state,
-    broken.StartsAnewInNewBuckets: contracts.check_other_buckets,
-    broken.HasNoResidue: contracts.check_sums_up,
+    broken.LosesResidualsInNewBuckets: contracts.check_other_buckets,
+    broken.KeepsNoResidual: contracts.check_sums_up,
     broken.ForgetsTheOwner: contracts.check_sums_up,
     broken.ReshardsWorkersOnly: contracts.check_reshard,
 }

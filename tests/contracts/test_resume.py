@@ -1,4 +1,4 @@
-"""Going on from a saved state: every codec and schedule, on as many ranks and on others."""
+"""Resuming from a saved state: every codec and schedule, on the same and other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ OTHERS = {
     "scaled": Recipe(scales=True, inner=adamw),
     "scaled_next_forward": replace(by_name["every_step_next_forward"], scales=True),
     "scaled_in_blocks": replace(BLOCKS["warm"], scales=True),
-    "ranks_weigh_alike": Recipe(codec="1bit", weight="rank"),
+    "ranks_weigh_equally": Recipe(codec="1bit", weight="rank"),
     "cut_small": Recipe(codec="1bit", schedule=lambda _: EveryStepNextForward(chunk_bytes=2048)),
 }
 FEW = (3, 6)
@@ -80,7 +80,7 @@ def placed(label: str, function):  # type: ignore[no-untyped-def]
     return run_ranks(function, topology.size, name=name, topology=topology)
 
 
-# ---- on as many ranks ----
+# ---- on the same number of ranks ----
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -160,7 +160,7 @@ def test_what_blocks_lose_stays_in_the_residual(name: str) -> None:
     on_others(recipe, 8, ("2",), ("1", "3"))
 
 
-@pytest.mark.parametrize("name", ["accumulation", "accumulation_in_blocks", "ranks_weigh_alike"])
+@pytest.mark.parametrize("name", ["accumulation", "accumulation_in_blocks", "ranks_weigh_equally"])
 def test_inside_of_a_step(name: str) -> None:
     on_others(OTHERS[name], 7, ("2",), ("1", "4"))
 

@@ -21,7 +21,7 @@ PLACEMENTS = {
     "3+1": ("hierarchical", Topology.blocks([3, 1])),
 }
 SYNCHRONOUS = [name for name in SCHEDULES if name != "parameter_server"]
-"""That one has contracts of its own: `test_servers.py`."""
+"""The parameter server has contracts of its own: `test_servers.py`."""
 ROUTED = [
     (codec, route)
     for codec in CODECS
@@ -37,24 +37,24 @@ CAUGHT_BY = {
     broken.DriftsApart: schedule_contracts.check_replicas,
     broken.LosesPendingInState: schedule_contracts.check_resume,
     broken.ForgetsLocalPasses: schedule_contracts.check_accumulation,
-    broken.CountsTheAbsent: schedule_contracts.check_join,
-    broken.HasNoResidue: schedule_contracts.check_sums_up,
+    broken.CountsFinishedRanks: schedule_contracts.check_join,
+    broken.KeepsNoResidual: schedule_contracts.check_sums_up,
     broken.AddsNoise: schedule_contracts.check_zeros,
     broken.HidesWhatIsNotFinite: schedule_contracts.check_nonfinite,
     broken.LooksUpOptionsLater: schedule_contracts.check_options,
     broken.RunsOnOldParameters: schedule_contracts.check_trajectory,
     broken.ForgetsALayer: schedule_contracts.check_means,
-    broken.WeighsRanksAlike: schedule_contracts.check_block_means,
+    broken.WeighsRanksEqually: schedule_contracts.check_block_means,
     broken.SubtractsWhatItShouldAdd: schedule_contracts.check_block_means,
     broken.AnchorsDriftApart: schedule_contracts.check_block_replicas,
-    broken.GoesOnAlone: schedule_contracts.check_block_replicas,
+    broken.KeepsLocalParameters: schedule_contracts.check_block_replicas,
     broken.LosesBlockMomentumInState: schedule_contracts.check_resume,
     broken.LosesTheBlockInState: schedule_contracts.check_resume,
     broken.ForgetsLocalPassesOfBlocks: schedule_contracts.check_block_accumulation,
-    broken.LosesWhatTheAbsentLearned: schedule_contracts.check_block_join,
-    broken.OwesNothing: schedule_contracts.check_block_sums_up,
+    broken.LosesUpdatesOfFinishedRanks: schedule_contracts.check_block_join,
+    broken.KeepsNoBlockResidual: schedule_contracts.check_block_sums_up,
     broken.MovesByNoise: schedule_contracts.check_block_zeros,
-    broken.GoesOnWithNan: schedule_contracts.check_block_nonfinite,
+    broken.ContinuesWithNaN: schedule_contracts.check_block_nonfinite,
 }
 
 
@@ -94,12 +94,12 @@ def test_every_codec_on_every_route(codec: str, route: str) -> None:
 
 @pytest.mark.parametrize("wrong", CAUGHT_BY, ids=lambda cls: cls.__name__)
 def test_a_wrong_one_is_caught(wrong: type) -> None:
-    codec = "int4" if wrong in (broken.HasNoResidue, broken.OwesNothing) else None
+    codec = "int4" if wrong in (broken.KeepsNoResidual, broken.KeepsNoBlockResidual) else None
     with pytest.raises(ContractError):
         run_ranks(lambda comm: CAUGHT_BY[wrong](comm, wrong, codec), 3, timeout_s=5)
 
 
-@pytest.mark.parametrize("wrong", [broken_codecs.HasNoResidue, broken_codecs.WrongStripe])
+@pytest.mark.parametrize("wrong", [broken_codecs.KeepsNoResidual, broken_codecs.WrongStripe])
 def test_a_wrong_codec_is_caught(wrong: type) -> None:
     with pytest.raises(ContractError):
         run_ranks(lambda comm: schedule_contracts.check_sums_up(comm, EveryStep, wrong()), 3)

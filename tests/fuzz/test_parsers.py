@@ -1,6 +1,6 @@
-"""Whatever stands in a file, a variable or a message: an answer or our own error, and soon.
+"""Any text in a file, a variable or a message: it is parsed, or our own error is raised, quickly.
 
-Every parser gets text that is random, and text made of the words that it knows, which gets
+Every parser gets text that is random, and text made of the tokens that it accepts, which gets
 further. Memory is limited by what the parsers build: none may make much out of few characters.
 """
 
@@ -51,12 +51,12 @@ fuzzed = settings(
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-MOST_BUILT_BYTES = 64 << 20
+MAX_BUILT_BYTES = 64 << 20
 
-HOST_WORDS = ["a", "n1", "n[1-3]", "slots=2", "max-slots=9", "slots=", "=", "#", ":", ",", "\n"]
-NODE_WORDS = [*"[](),-x", "n", "gpu", "0", "08", "1-3", "(x2)", "999999999", "1-999999999"]
-TIME_WORDS = ["1", "-", ":", "00", "99999999999", "UNLIMITED", "INVALID"]
-SITE_WORDS = [
+HOST_TOKENS = ["a", "n1", "n[1-3]", "slots=2", "max-slots=9", "slots=", "=", "#", ":", ",", "\n"]
+NODE_TOKENS = [*"[](),-x", "n", "gpu", "0", "08", "1-3", "(x2)", "999999999", "1-999999999"]
+TIME_TOKENS = ["1", "-", ":", "00", "99999999999", "UNLIMITED", "INVALID"]
+SITE_TOKENS = [
     *("queue", "threads", "exports", "modules", "walltime", "scheduler", "[pbs]", "[slurm]"),
     *(
         "=",
@@ -76,8 +76,8 @@ SITE_WORDS = [
 ]
 
 
-def text_of(words: list[str]) -> st.SearchStrategy[str]:
-    return st.lists(st.sampled_from(words), max_size=30).map("".join) | st.text(max_size=60)
+def text_of(tokens: list[str]) -> st.SearchStrategy[str]:
+    return st.lists(st.sampled_from(tokens), max_size=30).map("".join) | st.text(max_size=60)
 
 
 @contextmanager
@@ -85,13 +85,13 @@ def little_memory() -> Iterator[None]:
     tracemalloc.start()
     try:
         yield
-        assert tracemalloc.get_traced_memory()[1] < MOST_BUILT_BYTES
+        assert tracemalloc.get_traced_memory()[1] < MAX_BUILT_BYTES
     finally:
         tracemalloc.stop()
 
 
 @fuzzed
-@given(text_of(HOST_WORDS))
+@given(text_of(HOST_TOKENS))
 @example("a slots=" + "9" * 5000)
 @example("a slots=\u00b2")
 def test_host_files(text: str) -> None:
@@ -100,7 +100,7 @@ def test_host_files(text: str) -> None:
 
 
 @fuzzed
-@given(text_of(HOST_WORDS))
+@given(text_of(HOST_TOKENS))
 @example("a:" + "9" * 5000)
 @example("a:\u00b2")
 def test_lists_of_hosts(text: str) -> None:
@@ -109,7 +109,7 @@ def test_lists_of_hosts(text: str) -> None:
 
 
 @fuzzed
-@given(text_of(NODE_WORDS))
+@given(text_of(NODE_TOKENS))
 @example("n[0-99999999999999]")
 @example("n[1-9999][1-9999][1-9999]")
 @example("n[1]" * 5000)
@@ -122,7 +122,7 @@ def test_node_lists(text: str) -> None:
 
 
 @fuzzed
-@given(text_of(NODE_WORDS))
+@given(text_of(NODE_TOKENS))
 @example("1(x999999999)")
 @example("9" * 5000)
 def test_counts_of_tasks(text: str) -> None:
@@ -131,14 +131,14 @@ def test_counts_of_tasks(text: str) -> None:
 
 
 @fuzzed
-@given(text_of(TIME_WORDS))
+@given(text_of(TIME_TOKENS))
 def test_durations(text: str) -> None:
     assert parse_duration(text) is None or parse_duration(text) >= 0
 
 
 @fuzzed
 @given(
-    st.binary(max_size=60) | text_of([*HOST_WORDS, " ", "4 ", "q@n UNDEFINED\n"]).map(str.encode)
+    st.binary(max_size=60) | text_of([*HOST_TOKENS, " ", "4 ", "q@n UNDEFINED\n"]).map(str.encode)
 )
 def test_files_of_schedulers(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "hosts"
@@ -149,9 +149,9 @@ def test_files_of_schedulers(tmp_path: Path, content: bytes) -> None:
 
 
 @fuzzed
-@given(st.binary(max_size=60) | text_of(SITE_WORDS).map(str.encode))
+@given(st.binary(max_size=60) | text_of(SITE_TOKENS).map(str.encode))
 @example(b"a = " + b"[" * 20_000)
-@example(b"exports = { TORCHMN_SECRET = 'word' }")
+@example(b"exports = { TORCHMN_SECRET = 'value' }")
 def test_files_of_sites(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "site.toml"
     file.write_bytes(content)
@@ -234,7 +234,7 @@ FILES = st.dictionaries(
 )
 @example(b"[" * 100_000)
 def test_manifests(body: bytes) -> None:
-    """Also with a checksum that is right: whoever writes one can count it as well."""
+    """Also with a checksum that is right: a writer of hostile data can compute it as well."""
     framed = b'{"checksum":"%s","manifest":%s}\n' % (manifest.digest(body).encode(), body)
     for raw in (body, framed):
         with suppress(DataError):
@@ -390,16 +390,16 @@ def _fuzz_listener() -> None:
     @given(
         st.binary(max_size=MAX_IDENTITY_BYTES + 10)
         | answers
-        | answers.map(lambda words: words + b"\n")
+        | answers.map(lambda message: message + b"\n")
     )
-    def say(words: bytes) -> None:
+    def send(message: bytes) -> None:
         with socket.create_connection(listener.getsockname(), timeout=10) as client:
-            client.sendall(words)
+            client.sendall(message)
             for _ in range(5):
                 assert authenticated.accept() == []
         assert authenticated.num_pending <= 64
 
-    say()
+    send()
     authenticated.close()
 
 
@@ -415,7 +415,7 @@ def _fuzz_client() -> None:
         @given(
             st.binary(max_size=120) | st.tuples(greetings, st.binary(max_size=120)).map(b"".join)
         )
-        def connect_to(words: bytes) -> None:
+        def connect_to(message: bytes) -> None:
             def connect_authenticated() -> None:
                 connect(
                     *(address,),
@@ -426,25 +426,25 @@ def _fuzz_client() -> None:
                     retries=False,
                 )
 
-            _while_saying(listener, words, connect_authenticated)
+            _while_sending(listener, message, connect_authenticated)
 
         connect_to()
 
 
-def _while_saying(
-    listener: socket.socket, words: bytes, connect_authenticated: Callable[[], None]
+def _while_sending(
+    listener: socket.socket, message: bytes, connect_authenticated: Callable[[], None]
 ) -> None:
     import threading
 
-    def say() -> None:
+    def send() -> None:
         connection = listener.accept()[0]
         with connection, suppress(OSError):
-            connection.sendall(words)
+            connection.sendall(message)
             connection.shutdown(socket.SHUT_WR)
             while connection.recv(1000):
                 pass
 
-    thread = threading.Thread(target=say)
+    thread = threading.Thread(target=send)
     thread.start()
     with pytest.raises(LaunchError):
         connect_authenticated()

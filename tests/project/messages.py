@@ -65,7 +65,7 @@ def messages_in(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
         node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
     known_at: dict[int, dict[str, list[ast.expr]]] = {}
-    for function in functions:  # inner ones come later and replace what outer ones said
+    for function in functions:  # inner ones come later and replace the texts of outer ones
         known: dict[str, list[ast.expr]] = {}
         for node in ast.walk(function):
             if isinstance(node, ast.Assign) and is_text(node.value):

@@ -1,4 +1,4 @@
-"""Lists the public names of every package with the first sentence of their documentation.
+"""Lists the public names of every package with the beginning of their documentation.
 
 ``python -m tests.project.names`` writes the page docs/reference/names.md.
 """

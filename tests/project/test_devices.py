@@ -1,4 +1,4 @@
-"""Tensors of our own say where they are: `torch.set_default_device` is the user's."""
+"""Tensors of our own are created with a device: `torch.set_default_device` is the user's."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`make setup` in a copy of the project's build files: what it says when something is missing.
+"""`make setup` in a copy of the project's build files: its messages when something is missing.
 
-The real installation takes minutes and a network, so that most tests stand in a Python and a pip
-of a few lines; one uses the real ones with an index that nobody serves.
+The real installation takes minutes and a network, so that most tests use a Python and a pip of a
+few lines instead; one uses the real ones with an index that does not exist.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PYTHON_OF = """#!/bin/sh
 # A Python: answers the questions of setup.sh and makes environments with a pip that does {pip}.
 case "$1" in
   --version) echo "Python {version}.1" ;;
-  -c) echo "{verdict}" ;;
+  -c) echo "{check}" ;;
   -m) case "$2" in
     venv) echo "venv" >>calls; mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
     pip) echo "pip" >>calls; {pip} ;;
@@ -51,9 +51,9 @@ class Project:
                 (self.tools / tool).symlink_to(path)
 
     def python(
-        self, name: str = "python3", *, version: str = "3.11", verdict: str = "", pip: str = "true"
+        self, name: str = "python3", *, version: str = "3.11", check: str = "", pip: str = "true"
     ) -> None:
-        text = PYTHON_OF.format(version=version, verdict=verdict or version, pip=pip)
+        text = PYTHON_OF.format(version=version, check=check or version, pip=pip)
         (self.tools / name).write_text(text)
         (self.tools / name).chmod(0o755)
 
@@ -85,8 +85,8 @@ def project(tmp_path: Path) -> Project:
     return Project(tmp_path)
 
 
-def sentence(done: subprocess.CompletedProcess[str]) -> str:
-    """The last thing that setup said. Make adds a line of its own behind it."""
+def last_message(done: subprocess.CompletedProcess[str]) -> str:
+    """The last message of setup. Make adds a line of its own after it."""
     assert done.returncode != 0
     ours = [line for line in done.stderr.splitlines() if not line.startswith("make")]
     assert all(line.startswith("setup: ") for line in ours), done.stderr
@@ -135,43 +135,43 @@ def test_another_python_by_name(project: Project) -> None:
     project.make("setup")
     assert project.make("setup", "PYTHON=other").returncode == 0
     assert project.calls == ["venv", "pip", "venv", "pip"]
-    assert project.make("setup").stderr == ""  # without a name what is there is good
+    assert project.make("setup").stderr == ""  # without a name the existing one is valid
 
 
 def test_python_that_is_in_range_is_preferred(project: Project) -> None:
-    project.python(verdict="is 3.9")
+    project.python(check="is 3.9")
     project.python("python3.12", version="3.12")
     done = project.make("setup")
     assert done.returncode == 0
     assert "Python 3.12.1" in done.stderr
 
 
-@pytest.mark.parametrize("verdict", ["is 3.9", "is 3.14", "is 2.7"])
-def test_python_out_of_range(project: Project, verdict: str) -> None:
-    project.python(verdict=verdict)
-    words = sentence(project.make("train"))
-    assert f"needs Python 3.10 to 3.13 and found python3 {verdict}" in words
+@pytest.mark.parametrize("check", ["is 3.9", "is 3.14", "is 2.7"])
+def test_python_out_of_range(project: Project, check: str) -> None:
+    project.python(check=check)
+    message = last_message(project.make("train"))
+    assert f"needs Python 3.10 to 3.13 and found python3 {check}" in message
     assert not (project.folder / ".venv").exists()
 
 
 def test_no_python(project: Project) -> None:
-    assert "found none" in sentence(project.make("test"))
-    words = sentence(project.make("test", "PYTHON=/no/such/python"))
-    assert "/no/such/python, which does not run" in words
+    assert "found none" in last_message(project.make("test"))
+    message = last_message(project.make("test", "PYTHON=/no/such/python"))
+    assert "/no/such/python, which does not run" in message
 
 
 def test_python_without_venv(project: Project) -> None:
-    project.python(verdict="lacks the venv module")
-    words = sentence(project.make("setup"))
-    assert "python3 lacks the venv module" in words
-    assert "apt install python3-venv" in words
+    project.python(check="lacks the venv module")
+    message = last_message(project.make("setup"))
+    assert "python3 lacks the venv module" in message
+    assert "apt install python3-venv" in message
 
 
-def test_environment_of_somebody_else_is_left_alone(project: Project) -> None:
+def test_foreign_environment_is_not_changed(project: Project) -> None:
     project.python()
     (project.folder / ".venv").mkdir()
     (project.folder / ".venv" / "mine").touch()
-    assert "setup did not make it" in sentence(project.make("setup"))
+    assert "setup did not make it" in last_message(project.make("setup"))
     assert (project.folder / ".venv" / "mine").exists()
 
 
@@ -196,13 +196,13 @@ PIPS = {
 
 @pytest.mark.parametrize("case", PIPS)
 def test_failures_of_pip(project: Project, case: str) -> None:
-    pip, words = PIPS[case]
+    pip, message = PIPS[case]
     project.python(pip=pip)
-    assert words in sentence(project.make("train"))
+    assert message in last_message(project.make("train"))
 
 
 @pytest.mark.slow
-def test_index_that_nobody_serves(project: Project) -> None:
+def test_index_that_does_not_exist(project: Project) -> None:
     done = project.make(
         "test",
         f"PYTHON={sys.executable}",
@@ -210,7 +210,7 @@ def test_index_that_nobody_serves(project: Project) -> None:
         PIP_INDEX_URL="http://127.0.0.1:9/simple",
         PIP_RETRIES="1",
     )
-    assert "the package index cannot be reached" in sentence(done)
+    assert "the package index cannot be reached" in last_message(done)
 
 
 @pytest.mark.root
@@ -229,20 +229,20 @@ def test_disk_that_is_full(project: Project) -> None:
         shutil.copytree(project.folder, disk / "project")
         project.folder = disk / "project"
         done = project.make("setup", f"PYTHON={sys.executable}")
-        assert "the disk is full" in sentence(done)
+        assert "the disk is full" in last_message(done)
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_continuous_integration_runs_the_tests_with_real_samples(tmp_path: Path) -> None:
-    """`.ci/run` calls make test, with a folder of samples where there is one beside the project."""
+    """`.ci/run` calls make test, with a folder of samples if there is one next to the project."""
     project = tmp_path / "a project"
     (project / ".ci").mkdir(parents=True)
     shutil.copy(ROOT / ".ci" / "run", project / ".ci" / "run")
     (project / "Makefile").write_text('test:\n\t@echo "$@: $$TORCHMN_TEST_DATA"\n')
 
-    def said() -> str:
-        # These tests run under make themselves, and an inner make would say so.
+    def printed() -> str:
+        # These tests run under make themselves, and an inner make would print that.
         unwanted = {"TORCHMN_TEST_DATA", "MAKELEVEL", "MAKEFLAGS", "MFLAGS"}
         env = {name: text for name, text in os.environ.items() if name not in unwanted}
         command = ["bash", str(project / ".ci" / "run")]
@@ -250,6 +250,6 @@ def test_continuous_integration_runs_the_tests_with_real_samples(tmp_path: Path)
             command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True
         ).stdout.strip()
 
-    assert said() == "test:"
+    assert printed() == "test:"
     (tmp_path / "shared" / "data").mkdir(parents=True)
-    assert said() == f"test: {(tmp_path / 'shared' / 'data').resolve()}"
+    assert printed() == f"test: {(tmp_path / 'shared' / 'data').resolve()}"

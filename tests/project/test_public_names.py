@@ -1,4 +1,4 @@
-"""The public surface is what each package's __all__ says, and every name is documented."""
+"""The public surface is each package's __all__, and every name is documented."""
 
 from __future__ import annotations
 

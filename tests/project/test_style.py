@@ -20,10 +20,10 @@ COMMANDS = {
 @pytest.mark.timeout(600)  # mypy without its cache, on a busy machine
 @pytest.mark.parametrize("name", COMMANDS)
 def test_no_complaint(name: str) -> None:
-    module, *words = COMMANDS[name]
+    module, *arguments = COMMANDS[name]
     if importlib.util.find_spec(module) is None:
         pytest.skip(reason=f"no {module}: install it with 'make setup'")
-    command = [sys.executable, "-m", module, *words]
+    command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 

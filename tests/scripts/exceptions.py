@@ -20,7 +20,7 @@ class _OutOfMemory(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, gradient: Tensor) -> Tensor:
-        raise torch.OutOfMemoryError("out of memory, said by the script")
+        raise torch.OutOfMemoryError("out of memory, raised by the script")
 
 
 @script("Out of memory in `backward()` on all ranks, caught, and a smaller batch tried")
@@ -50,7 +50,7 @@ def out_of_memory_in_forward(worker: Worker) -> nn.Module:
         try:
             model[:2](x)
             if step in (2, 6):
-                raise torch.OutOfMemoryError("out of memory, said by the script")
+                raise torch.OutOfMemoryError("out of memory, raised by the script")
             mse_loss(model(x), y).backward()
         except torch.OutOfMemoryError:
             mse_loss(model(x[::2]), y[::2]).backward()

@@ -145,7 +145,7 @@ def group_added_later(worker: Worker) -> nn.Module:
 
 
 @script("The optimizer is made again over the same parameters: warm-up, then fine-tuning")
-def optimizer_made_anew(worker: Worker) -> nn.Module:
+def optimizer_created_again(worker: Worker) -> nn.Module:
     model = mlp()
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
     for x, y in worker.batches(6):

@@ -1,4 +1,4 @@
-"""What is known of each user script: what it shows, and what must come of it.
+"""What is known of each user script: what it shows, and its expected outcome.
 
 A script is a function of a `Worker`, registered by one line above it:
 
@@ -7,8 +7,8 @@ A script is a function of a `Worker`, registered by one line above it:
         ...
 
 It must give what one process gives that trains on the whole batch, for every schedule of
-`SCHEDULES` and for every number of ranks of `WORLD_SIZES`, unless it says what comes in place of
-that. What a script returns and what it logs is compared.
+`SCHEDULES` and for every number of ranks of `WORLD_SIZES`, unless it declares another outcome.
+What a script returns and what it logs is compared.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Exact:
 
 @dataclass(frozen=True)
 class Refused:
-    """An error of torchmn with a cure, on every rank. ``words`` are part of its message."""
+    """An error of torchmn with a cure, on every rank. ``text`` is part of its message."""
 
-    words: str
+    text: str
     cure: str
     """For the page: what to write in its place."""
     on_one_rank: bool = False
@@ -67,7 +67,7 @@ class Script:
         return self.program.__name__
 
     def outcome(self, schedule: str, world_size: int) -> Outcome:
-        """What must come of it."""
+        """The expected outcome."""
         outcome = self.outcomes.get(schedule, Exact())
         if world_size == 1 and isinstance(outcome, Refused) and not outcome.on_one_rank:
             return Exact()

@@ -17,7 +17,7 @@ from torchmn.testing import run_ranks
 from torchmn.topology import Topology
 
 from .registry import Refused, Script
-from .worker import Rank, Stranger, Worker
+from .worker import IsolatedRank, Rank, Worker
 
 SMALL_BYTES = 256
 """Of a bucket and of a chunk, so that these small models have several."""
@@ -26,7 +26,7 @@ SCHEDULES_MADE: dict[str, Callable[[], str | Schedule]] = {
     "every_step_next_forward": lambda: EveryStepNextForward(chunk_bytes=SMALL_BYTES),
     "auto": lambda: "auto",
 }
-MOST_LINES = 8
+MAX_LINES = 8
 """Of differences that are shown."""
 Outcomes = dict[str, Any]
 """What a script returned and logged, by name."""
@@ -54,13 +54,13 @@ def on_ranks(
     return run_ranks(rank_main, world_size, topology=hosts, timeout_s=timeout_s)
 
 
-def of_strangers(script: Script, world_size: int) -> list[Outcomes]:
+def on_isolated_ranks(script: Script, world_size: int) -> list[Outcomes]:
     """What each rank gets if nothing is exchanged: an optimizer that is broken on purpose."""
-    return [_outcomes(script.program, Stranger(rank, world_size)) for rank in range(world_size)]
+    return [_outcomes(script.program, IsolatedRank(rank, world_size)) for rank in range(world_size)]
 
 
 def differences(script: Script, found: Outcomes) -> list[str]:
-    """Where it is not what one process gets, in sentences."""
+    """Descriptions of where it is not what one process gets."""
     wanted = alone(script)
     if list(found) != list(wanted):
         return [f"one process has {list(wanted)}, the rank has {list(found)}"]
@@ -82,16 +82,16 @@ def check_exact(script: Script, results: list[Outcomes | TorchmnError]) -> None:
         if not isinstance(found, TorchmnError)
         for text in differences(script, found)
     ]
-    more = [f"and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
-    text = "\n".join([*lines[:MOST_LINES], *more])
+    more = [f"and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []
+    text = "\n".join([*lines[:MAX_LINES], *more])
     assert not lines, f"{script.name} differs from one process\n{text}"
 
 
 def check_refused(expected: Refused, results: list[Outcomes | TorchmnError]) -> None:
-    """Raise AssertionError unless every rank refuses in the same words."""
+    """Raise AssertionError unless every rank refuses with the same text."""
     for rank, found in enumerate(results):
         assert isinstance(found, TorchmnError), f"rank {rank} accepted it"
-        assert expected.words in str(found), f"rank {rank} refused in other words: {found}"
+        assert expected.text in str(found), f"rank {rank} refused with another text: {found}"
 
 
 def _outcomes(program: Callable[[Worker], Any], worker: Worker) -> Outcomes:

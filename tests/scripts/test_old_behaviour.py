@@ -1,4 +1,4 @@
-"""What was wrong once, put back: the user scripts notice each of it."""
+"""Defects of earlier versions, put back: the user scripts detect each of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def slots_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Slot, "current_tensor", lambda self: self.tensor)
 
 
-def nobody_takes_over(patch: pytest.MonkeyPatch) -> None:
+def earlier_owners_are_not_found(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(multi_node_optimizer, "owners_of", lambda parameters: [])
 
 
@@ -79,7 +79,7 @@ def auto_may_choose_any_schedule(patch: pytest.MonkeyPatch) -> None:
 OLD: dict[Patch, str] = {
     gradients_are_slots: "pcgrad",
     slots_are_not_looked_at: "replace_data_of_gradients",
-    nobody_takes_over: "cell_run_twice",
+    earlier_owners_are_not_found: "cell_run_twice",
     layouts_stay: "frozen_then_unfrozen",
     passes_cannot_be_repeated: "out_of_memory_in_backward",
     missing_gradients_are_zeros: "unused_parameters_rest",

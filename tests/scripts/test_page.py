@@ -1,4 +1,4 @@
-"""docs/reference/works-with.md says what the tests of the scripts show."""
+"""docs/reference/works-with.md holds what the tests of the scripts show."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .suite import all_scripts
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text() == text(), "write it anew: python -m tests.scripts.page"
+    assert PAGE.read_text() == text(), "write it again: python -m tests.scripts.page"
 
 
 def test_names_are_distinct() -> None:

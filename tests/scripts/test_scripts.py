@@ -10,17 +10,17 @@ import torch
 from . import compiled
 from .known_defects import KNOWN_DEFECTS
 from .registry import SCHEDULES, WORLD_SIZES, Refused, Script
-from .running import check_exact, check_refused, differences, of_strangers, on_ranks
+from .running import check_exact, check_refused, differences, on_isolated_ranks, on_ranks
 from .suite import all_scripts
 
 pytestmark = [
-    # What a user reads once, and what torch says of its own schedulers.
+    # What a user reads once, and torch's warnings about its own schedulers.
     pytest.mark.filterwarnings("ignore:(.|\n)*nothing of it overlaps"),
     pytest.mark.filterwarnings("ignore:More than one backward pass before step"),
     pytest.mark.filterwarnings("ignore:(.|\n)*lr_scheduler"),
     pytest.mark.filterwarnings("ignore:(.|\n)*no multi-node optimizer trains them"),
     pytest.mark.filterwarnings("ignore:`torch.jit"),
-    # Of hooks that it compiles, to be compiled without a word one day.
+    # Of hooks that it compiles, to be compiled without a warning one day.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin"),
     pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True"),
@@ -64,6 +64,6 @@ def test_as_one_process(script: Script, schedule: str, world_size: int) -> None:
         for script in all_scripts()
     ],
 )
-def test_a_script_tells_whether_anything_is_exchanged(script: Script) -> None:
-    for found in of_strangers(script, 2):
+def test_a_script_detects_that_nothing_is_exchanged(script: Script) -> None:
+    for found in on_isolated_ranks(script, 2):
         assert differences(script, found)

@@ -40,7 +40,7 @@ class Worker:
         return whole.tensor_split(self.size)[self.rank]
 
     def mean(self, value: Tensor | float) -> float:
-        """The mean over ranks, of a loss say."""
+        """The mean over ranks, for example of a loss."""
         return torch.as_tensor(value).item()
 
     def no_sync(self, optimizer: Optimizer) -> AbstractContextManager[None]:
@@ -116,8 +116,8 @@ class Rank(Worker):
         optimizer.close()
 
 
-class Stranger(Worker):
-    """One of several ranks that never hear of each other: what every script must tell apart."""
+class IsolatedRank(Worker):
+    """One of several ranks that exchange nothing, which every script must detect."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__()

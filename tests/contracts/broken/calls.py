@@ -34,7 +34,7 @@ class RaisesOnOneRankOnly(FlatCommunicator):
 
 
 class TakesTheInputLater(FlatCommunicator):
-    """Reads what is to be summed when its turn comes."""
+    """Reads the tensor only when its turn comes."""
 
     def start_allreduce(self, x, op="sum", **factors):
         return self.engine.submit(lambda: self._jobs.allreduce(x, op, 1.0, 1.0)())

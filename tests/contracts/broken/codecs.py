@@ -17,8 +17,8 @@ class Base(ErrorFeedback):
         return type(self)()
 
 
-class HasNoResidue(Base):
-    """Encodes the gradient and forgets what that loses."""
+class KeepsNoResidual(Base):
+    """Encodes the gradient and discards the residual."""
 
     def encode_stripe(self, values, stripe, out, side="worker"):
         super().encode_stripe(values, stripe, out, side)
@@ -33,7 +33,7 @@ class ForgetsTheOwner(Base):
 
 
 class WrongStripe(Base):
-    """Sends the elements that are as many places from the buffer's first as its own should be."""
+    """Sends the first elements of the buffer instead of those of the stripe."""
 
     def encode_stripe(self, values, stripe, out, side="worker"):
         rolled = torch.roll(values, stripe.segments[0].start) if stripe.segments else values
@@ -41,7 +41,7 @@ class WrongStripe(Base):
 
 
 class ForgetsABlockStart(Base):
-    """Has blocks that run on from one parameter into the next."""
+    """Has blocks that continue from one parameter into the next."""
 
     def _as_one(self, stripe):
         if not stripe.segments:
@@ -67,7 +67,7 @@ class CutsAnywhere(Base):
 
 
 class WritesTooFar(Base):
-    """Clears a few elements behind its stripe."""
+    """Clears a few elements after its stripe."""
 
     def decode_stripe(self, encoded, stripe, out, *, add=False):
         super().decode_stripe(encoded, stripe, out, add=add)
@@ -95,8 +95,8 @@ class HidesNaN(Base):
         values.nan_to_num_()
 
 
-class NeverTakesBack(Base):
-    """Keeps what an exchange did to residuals though its result is thrown away."""
+class NeverRollsBack(Base):
+    """Keeps the residuals of an exchange whose result is discarded."""
 
     def finish(self, *, is_valid):
         super().finish(is_valid=True)
@@ -111,7 +111,7 @@ class SavesHalf(Base):
         return state
 
 
-class StartsAnewInNewBuckets(Base):
+class LosesResidualsInNewBuckets(Base):
     """Keeps residuals by bucket, as PyTorch's PowerSGD hook: another layout has none."""
 
     def encode_stripe(self, values, stripe, out, side="worker"):
@@ -121,4 +121,4 @@ class StartsAnewInNewBuckets(Base):
 
 
 class ReshardsWorkersOnly(Base):
-    """Gives the mean of the workers' residuals and forgets what owners owe."""
+    """Gives the mean of the workers' residuals and loses those of owners."""

@@ -9,7 +9,7 @@ from torchmn.communicators.flat import FlatCommunicator
 
 
 class ForgetsTheLastRank(FlatCommunicator):
-    """Its sum leaves out what the last rank has."""
+    """Its sum leaves out the values of the last rank."""
 
     def _sum_(self, block, algorithm):
         if self.rank == self.size - 1:

@@ -1,4 +1,4 @@
-"""Wrong ways to save, to load and to share out; each says in which runs it shows."""
+"""Wrong ways to save, load and reshard; each has the recipe of a run that shows it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torchmn.gradients.reducer import GradientReducer
 from torchmn.optimizer import MultiNodeOptimizer, resume
 from torchmn.schedules import DoubleBuffering, PeriodicAverage
 
-# ---- other bits on as many ranks ----
+# ---- other bits on the same number of ranks ----
 
 
-class ForgetsItsResidues(ErrorFeedback):
-    """Saves nothing of what it owes."""
+class ForgetsItsResiduals(ErrorFeedback):
+    """Saves no residuals."""
 
     def new_instance(self):
-        return ForgetsItsResidues(self.codec.new_instance())
+        return ForgetsItsResiduals(self.codec.new_instance())
 
     def state_dict(self):
         return {**super().state_dict(), "residuals": []}
@@ -26,7 +26,7 @@ class ForgetsItsResidues(ErrorFeedback):
 
 
 class DropsItsPendingMean(DoubleBuffering):
-    """Begins again with nothing under way."""
+    """Begins again without the pending mean."""
 
     def load_state_dict(self, state):
         super().load_state_dict({})
@@ -37,7 +37,7 @@ class DropsItsPendingMean(DoubleBuffering):
 
 
 class ForgetsTheUnit:
-    """Agrees anew in which unit weights are counted, and residuals are worth something else."""
+    """Negotiates the unit of weights again, so that residuals have another scale than before."""
 
     @classmethod
     def recipe(cls, monkeypatch):
@@ -56,7 +56,7 @@ class ForgetsLocalPasses:
         return Recipe(num_passes=2)
 
 
-class ForgetsWhereItWasGoing(PeriodicAverage):
+class LosesUpdatesDuringTheExchange(PeriodicAverage):
     """What was learned since the exchange began is not in the state."""
 
     def __init__(self):
@@ -90,7 +90,7 @@ class EndsBlocksLater(PeriodicAverage):
 
 
 class IsNotTheSameAfterSaving(DoubleBuffering):
-    """Saving applies what is under way."""
+    """Saving applies the pending mean."""
 
     def state_dict(self):
         self.flush()
@@ -104,15 +104,15 @@ class IsNotTheSameAfterSaving(DoubleBuffering):
 # ---- something lost or added on another number of ranks ----
 
 
-class OwesOncePerRank(ErrorFeedback):
-    """Every new rank takes over all that is owed: it is paid once by each."""
+class RepeatsResidualsOnEachRank(ErrorFeedback):
+    """Every new rank loads the whole residual, so that it is applied once by each."""
 
     def load_state_dict(self, state):
         entries = [{**e, "values": e["values"] * 3} for e in state.get("residuals", [])]
         super().load_state_dict({**state, "residuals": entries})
 
     def new_instance(self):
-        return OwesOncePerRank(self.codec.new_instance())
+        return RepeatsResidualsOnEachRank(self.codec.new_instance())
 
     @classmethod
     def recipe(cls, monkeypatch):
@@ -120,7 +120,7 @@ class OwesOncePerRank(ErrorFeedback):
 
 
 class TakesTheFirstRanksBlock(PeriodicAverage):
-    """What the others have learned in the block is thrown away."""
+    """What the others have learned in the block is discarded."""
 
     def __init__(self):
         super().__init__(48)
@@ -134,7 +134,7 @@ class TakesTheFirstRanksBlock(PeriodicAverage):
 
 
 class LeavesParametersAlone(PeriodicAverage):
-    """Every new rank trains on with old rank 0's parameters, but all weights are right."""
+    """Every new rank continues with old rank 0's parameters, but all weights are right."""
 
     def __init__(self):
         super().__init__(48)
@@ -149,7 +149,7 @@ class LeavesParametersAlone(PeriodicAverage):
 
 
 class BeginsAnEmptyBlock(PeriodicAverage):
-    """The samples of the block so far are counted no more."""
+    """The samples of the block so far are no longer counted."""
 
     def __init__(self):
         super().__init__(48)
@@ -164,7 +164,7 @@ class BeginsAnEmptyBlock(PeriodicAverage):
 
 
 class LosesThePendingMean(DoubleBuffering):
-    """Only as many ranks as before get it."""
+    """It is restored on the same number of ranks only."""
 
     def reshard_state_dict(self, states, comm):
         return {}
@@ -175,7 +175,7 @@ class LosesThePendingMean(DoubleBuffering):
 
 
 class GivesEachRankItsOwnGradients(MultiNodeOptimizer):
-    """Accumulated gradients of old rank 0 for everybody."""
+    """All ranks load the accumulated gradients of old rank 0."""
 
     @classmethod
     def recipe(cls, monkeypatch):
@@ -184,7 +184,7 @@ class GivesEachRankItsOwnGradients(MultiNodeOptimizer):
 
 
 class WritesIntoOldStates(DoubleBuffering):
-    """What it was given to read is other after that."""
+    """Modifies the states that it reads."""
 
     def reshard_state_dict(self, states, comm):
         for mean in states[0]["pending"].values():
@@ -197,16 +197,16 @@ class WritesIntoOldStates(DoubleBuffering):
 
 
 INEXACT = (
-    ForgetsItsResidues,
+    ForgetsItsResiduals,
     DropsItsPendingMean,
     ForgetsTheUnit,
     ForgetsLocalPasses,
-    ForgetsWhereItWasGoing,
+    LosesUpdatesDuringTheExchange,
     EndsBlocksLater,
     IsNotTheSameAfterSaving,
 )
 LOSING = (
-    OwesOncePerRank,
+    RepeatsResidualsOnEachRank,
     TakesTheFirstRanksBlock,
     LeavesParametersAlone,
     BeginsAnEmptyBlock,

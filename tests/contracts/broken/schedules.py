@@ -71,7 +71,7 @@ class DriftsApart(EveryStep):
 
 
 class LosesPendingInState(DoubleBuffering):
-    """Saves nothing of the gradient under way."""
+    """Saves nothing of the pending gradient."""
 
     def state_dict(self):
         super().state_dict()
@@ -79,7 +79,7 @@ class LosesPendingInState(DoubleBuffering):
 
 
 class _Forgetful:
-    """Throws away what was added under no_sync()."""
+    """Discards what was added under no_sync()."""
 
     def attach(self, reducer, inner):
         super().attach(reducer, inner)
@@ -97,7 +97,7 @@ class ForgetsLocalPasses(_Forgetful, EveryStep):
     """Exchanges the gradient of the last backward pass only."""
 
 
-class CountsTheAbsent(EveryStep):
+class CountsFinishedRanks(EveryStep):
     """Divides by all ranks, also by those that have left their loop."""
 
     def backward_ended(self):
@@ -107,8 +107,8 @@ class CountsTheAbsent(EveryStep):
             slot.parameter.grad.mul_(means.num_active / self._reducer.comm.size)
 
 
-class HasNoResidue(EveryStep):
-    """Forgets at every step what encoding has lost."""
+class KeepsNoResidual(EveryStep):
+    """Discards the residual at every step."""
 
     def backward_ended(self):
         super().backward_ended()
@@ -125,7 +125,7 @@ class AddsNoise(EveryStep):
 
 
 class HidesWhatIsNotFinite(EveryStep):
-    """Takes NaN and infinity for zeros and goes on."""
+    """Takes NaN and infinity for zeros and continues."""
 
     def backward_ended(self):
         super().backward_ended()
@@ -168,7 +168,7 @@ class LooksUpOptionsLater(RunsOnOldParameters):
 
 
 class ForgetsALayer(EveryStepNextForward):
-    """Gives up the update of one parameter when that of another is waited for."""
+    """Drops the update of one parameter when that of another is waited for."""
 
     def attach(self, reducer, inner):
         super().attach(reducer, inner)
@@ -182,13 +182,13 @@ class ForgetsALayer(EveryStepNextForward):
 
 
 class SmallBlocks(PeriodicAverage):
-    """What the broken ones begin with: blocks of three steps of 4 samples on 3 ranks."""
+    """The base of the broken ones: blocks of three steps of 4 samples on 3 ranks."""
 
     def __init__(self):
         super().__init__(36)
 
 
-class WeighsRanksAlike(SmallBlocks):
+class WeighsRanksEqually(SmallBlocks):
     """Whatever their batches."""
 
     def _count_samples(self, num_samples):
@@ -196,7 +196,7 @@ class WeighsRanksAlike(SmallBlocks):
 
 
 class SubtractsWhatItShouldAdd(SmallBlocks):
-    """Moves away from where the ranks went."""
+    """Moves away from the ranks' parameters."""
 
     def outer_step(self, pseudo_gradients, num_samples):
         for each in pseudo_gradients:
@@ -212,8 +212,8 @@ class AnchorsDriftApart(SmallBlocks):
             pseudo_gradients[0].anchor.mul_(1 + 2.0**-50)
 
 
-class GoesOnAlone(SmallBlocks):
-    """Agrees on anchors, and then trains on from where it was."""
+class KeepsLocalParameters(SmallBlocks):
+    """Averages anchors, and continues with the local parameters."""
 
     def _finish_exchange(self):
         held = [p.detach().clone() for f in self._fragments for p in f.parameters]
@@ -249,8 +249,8 @@ class ForgetsLocalPassesOfBlocks(_Forgetful, SmallBlocks):
     """Steps with the gradient of the last backward pass only."""
 
 
-class LosesWhatTheAbsentLearned(SmallBlocks):
-    """A rank that has left its loop brings nothing into the next block."""
+class LosesUpdatesOfFinishedRanks(SmallBlocks):
+    """A rank that has left its loop contributes nothing to the next block."""
 
     def shadow_step(self):
         for fragment in self._fragments:
@@ -258,16 +258,16 @@ class LosesWhatTheAbsentLearned(SmallBlocks):
         return super().shadow_step()
 
 
-class GoesOnWithNan(SmallBlocks):
-    """Takes no note of movements that are not finite."""
+class ContinuesWithNaN(SmallBlocks):
+    """Ignores movements that are not finite."""
 
     def _discard_block(self, fragment):
         self._reducer.nonfinite.take()
         fragment.reset_to_anchors()
 
 
-class OwesNothing(SmallBlocks):
-    """Forgets after every block what encoding has lost."""
+class KeepsNoBlockResidual(SmallBlocks):
+    """Discards the residual after every block."""
 
     def _finish_exchange(self):
         super()._finish_exchange()
@@ -277,7 +277,7 @@ class OwesNothing(SmallBlocks):
 
 
 class MovesByNoise(SmallBlocks):
-    """Even where nobody has moved."""
+    """Even where no rank has moved."""
 
     def outer_step(self, pseudo_gradients, num_samples):
         super().outer_step(pseudo_gradients, num_samples)

@@ -51,9 +51,9 @@ LosesAPush = _with(_LosesAPush)
 StepsTwice = _with(_StepsTwice)
 """Applies every push once more."""
 IgnoresTheBound = _with(_IgnoresTheBound)
-"""Lets everybody go on at once."""
+"""Lets all workers continue at once."""
 AlwaysVersionSeven = _with(_AlwaysVersionSeven)
-"""Says that nothing is new."""
+"""Reports that nothing is new."""
 AddsNoise = _with(_AddsNoise)
 """Changes parameters without a gradient."""
 ForgetsStateWhenItBegins = _with(_ForgetsStateWhenItBegins)
@@ -61,7 +61,7 @@ ForgetsStateWhenItBegins = _with(_ForgetsStateWhenItBegins)
 
 
 class KeepsItsOwn(ParameterServer):
-    """Goes on with the parameters of its last pull after a flush."""
+    """Continues with the parameters of its last pull after a flush."""
 
     def _finish(self):
         before = [p.detach().clone() for _, _, p, _ in self._places]
@@ -79,7 +79,7 @@ class LeavesStateAtServers(ParameterServer):
 
 
 class PushesWhatIsNotFinite(ParameterServer):
-    """Looks at no gradient."""
+    """Checks no gradient."""
 
     def _act_on(self, nonfinite):
         nonfinite.clear()

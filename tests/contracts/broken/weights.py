@@ -5,14 +5,14 @@ from __future__ import annotations
 from torchmn.compression import ErrorFeedback, PowerSGD, Quantized
 from torchmn.schedules import BlockMomentum, DiLoCo, EveryStep
 
-from .schedules import CountsTheAbsent, SmallBlocks
+from .schedules import CountsFinishedRanks, SmallBlocks
 
 
-class KeepsResiduesOfSums(ErrorFeedback):
-    """Adds what was lost of one sum to the next one, whatever part of its mean that is.
+class KeepsResidualsOfSums(ErrorFeedback):
+    """Adds the residual of one sum to the next one, whatever part of its mean that is.
 
-    So it was before residuals had a unit: adrift with unequal weights, 16 times too much one step
-    into a block of 16, W times too much where one of W ranks goes on.
+    This was the rule before residuals had a scale: wrong with unequal weights, 16 times too much
+    one step into a block of 16, W times too much where one of W ranks continues.
     """
 
     def __init__(self):
@@ -25,7 +25,7 @@ class KeepsResiduesOfSums(ErrorFeedback):
         return type(self)()
 
 
-class FactorsResiduesOfSums(PowerSGD):
+class FactorsResidualsOfSums(PowerSGD):
     """The same of matrices."""
 
     def begin(self, total_scale):
@@ -35,8 +35,8 @@ class FactorsResiduesOfSums(PowerSGD):
         return type(self)()
 
 
-class PaysIntoNothing(ErrorFeedback):
-    """Adds what was lost to a sum that nobody has a part in, and which is thrown away."""
+class AddsResidualsToADiscardedSum(ErrorFeedback):
+    """Adds residuals to a sum to which no rank contributes, and which is discarded."""
 
     def __init__(self):
         super().__init__(Quantized(bits=4))
@@ -60,28 +60,28 @@ class KeepsAnOldUnit(EveryStep):
             self._reducer.adopt_scale = adopt
 
 
-class WeighsRanksAlike(EveryStep):
+class WeighsRanksEqually(EveryStep):
     """Whatever their weights."""
 
     def attach(self, reducer, inner):
         super().attach(reducer, inner)
         begin = reducer._begin_exchange
 
-        def begin_alike():
+        def begin_with_equal_weights():
             reducer.contribution.set(1.0, 1.0)
             begin()
 
-        reducer._begin_exchange = begin_alike
+        reducer._begin_exchange = begin_with_equal_weights
 
 
-class WeighsStepsAlike(SmallBlocks):
+class WeighsStepsEqually(SmallBlocks):
     """Whatever their samples."""
 
     def _count_samples(self, num_samples):
         super()._count_samples(4.0)
 
 
-class KicksWhole(BlockMomentum):
+class AppliesFullMomentum(BlockMomentum):
     """Takes a part of a block for a small block of its own: its momentum is that of a full one."""
 
     def __init__(self):
@@ -91,7 +91,7 @@ class KicksWhole(BlockMomentum):
         self.outer_step(pseudo_gradients, part * self._block_size)
 
 
-class StepsWhole(DiLoCo):
+class TakesAFullOuterStep(DiLoCo):
     """Lets the outer optimizer step as far as at the end of a full block."""
 
     def __init__(self):
@@ -102,13 +102,13 @@ class StepsWhole(DiLoCo):
 
 
 __all__ = [
-    "CountsTheAbsent",
-    "FactorsResiduesOfSums",
+    "AddsResidualsToADiscardedSum",
+    "AppliesFullMomentum",
+    "CountsFinishedRanks",
+    "FactorsResidualsOfSums",
     "KeepsAnOldUnit",
-    "KeepsResiduesOfSums",
-    "KicksWhole",
-    "PaysIntoNothing",
-    "StepsWhole",
-    "WeighsRanksAlike",
-    "WeighsStepsAlike",
+    "KeepsResidualsOfSums",
+    "TakesAFullOuterStep",
+    "WeighsRanksEqually",
+    "WeighsStepsEqually",
 ]

@@ -60,7 +60,7 @@ def check_mismatch(comm: Communicator) -> None:
 
 
 def check_rejection(comm: Communicator) -> None:
-    """An argument that is wrong on one rank is its UsageError and all others' disagreement."""
+    """An argument that is wrong on one rank is a UsageError there and a mismatch on all others."""
     is_odd = comm.rank == comm.size - 1
     calls: dict[str, Callable[[], object]] = {
         "op": lambda: comm.allreduce(torch.ones(1), "other" if is_odd else "sum"),  # type: ignore[arg-type]
@@ -90,7 +90,7 @@ def check_handles(comm: Communicator) -> None:
     large = seeded(comm.rank, 40_003)
     given = x.clone()
     if comm.rank == size - 1:
-        time.sleep(0.05)  # so that the first one of the others is under way until all are started
+        time.sleep(0.05)  # so that the first one of the others is pending until all are started
     handles = [
         comm.start_allreduce(large, "max"),
         comm.start_allreduce(given),
@@ -98,7 +98,7 @@ def check_handles(comm: Communicator) -> None:
         comm.start_reduce_scatter(parts),
     ]
     tuples = [comm.start_allgather(given), comm.start_alltoall(parts)]
-    given.zero_()  # it was taken when the collective was started
+    given.zero_()  # it was copied when the collective was started
     blocking = comm.allreduce(x, "min")
     expected = [
         torch.stack([seeded(rank, 40_003) for rank in range(size)]).amax(0),
@@ -112,7 +112,7 @@ def check_handles(comm: Communicator) -> None:
         require(handles[index].done, "a handle is done after wait")
     for handle, them in zip(tuples, expected_tuples, strict=True):
         for got, one in zip(handle.wait(), them, strict=True):
-            _near(got, one, "a started gathering")
+            _near(got, one, "a started allgather")
     _near(blocking, torch.stack(all_ranks).amin(0), "a blocking call after started ones")
 
 
@@ -154,7 +154,7 @@ def check_scaling(comm: Communicator) -> None:
 
 
 def check_messages(comm: Communicator) -> None:
-    """Messages are found by source and tag, whatever came before, and any of them can be asked for.
+    """Messages are matched by source and tag, in any order of arrival, with wildcards for both.
 
     Rank 0 receives, all others send three messages each: small, with a tensor, long.
     """
@@ -190,7 +190,7 @@ def check_subgroup(comm: Communicator) -> None:
     """A list of ranks makes a communicator of these, in this order; None elsewhere."""
     ranks = [rank for rank in reversed(range(comm.size)) if rank != 1]
     part = comm.subgroup(ranks)
-    require((part is None) == (comm.rank not in ranks), "subgroup: who is in it")
+    require((part is None) == (comm.rank not in ranks), "subgroup: members")
     if part is not None:
         require((part.rank, part.size) == (ranks.index(comm.rank), len(ranks)), "subgroup: ranks")
         require(type(part) is type(comm) and part.timeout_s == comm.timeout_s, "subgroup: settings")
@@ -225,7 +225,7 @@ def check_calls(comm: Communicator) -> None:
 def _error_of(call: Callable[[], object]) -> Exception | None:
     try:
         call()
-    except Exception as error:  # a contract says which it must be
+    except Exception as error:  # each contract checks the type
         return error
     return None
 

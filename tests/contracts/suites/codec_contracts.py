@@ -29,14 +29,14 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "dense.weight": (130, 67),
     "table": (9, 1000),
 }
-_GAP = 5  # elements between parameters that are nobody's
+_GAP = 5  # elements between parameters that belong to none
 _PADDING = 3.5  # and what they hold
 
 
 def layout_of(
     dtype: torch.dtype = torch.float32, names: Sequence[str] = tuple(SHAPES), start: int = 0
 ) -> Layout:
-    """Some parameters one behind the other, with gaps between them."""
+    """Some parameters one after the other, with gaps between them."""
     entries = []
     for name in names:
         entries.append((name, start, SHAPES[name]))
@@ -50,14 +50,14 @@ def gradients(layout: Layout, worker: int, step: int, *, scale: float = 1.0) -> 
     for position, segment in enumerate(layout.segments):
         generator = torch.Generator().manual_seed(1000 * step + 10 * worker + position)
         values = torch.randn(segment.numel, generator=generator, dtype=torch.float64)
-        # a part that all workers and steps have alike, as gradients do
+        # a part that all workers and steps share, as gradients do
         common = torch.linspace(-1, 1, segment.numel, dtype=torch.float64)
         buffer[segment.start : segment.end] = (values + common) * scale
     return buffer
 
 
 def exchange_(codecs: Sequence[StripeCodec], buffers: Sequence[Tensor], layout: Layout) -> bool:
-    """The compressed mean as the wire forms it: the sum of all buffers, in place in each.
+    """The compressed mean as all-reduce forms it: the sum of all buffers, in place in each.
 
     Returns whether it was valid: whether all values were finite.
     """
@@ -75,9 +75,9 @@ def exchange_(codecs: Sequence[StripeCodec], buffers: Sequence[Tensor], layout: 
     for codec, buffer in zip(codecs, buffers, strict=True):
         for message, stripe in zip(sums, stripes, strict=True):
             codec.decode_stripe(message, stripe, buffer)
-    verdicts = {not codec.nonfinite.names("decoding") for codec in codecs}
-    require(len(verdicts) == 1, "the workers disagree on whether the sum is finite")
-    return verdicts.pop()
+    are_valid = {not codec.nonfinite.names("decoding") for codec in codecs}
+    require(len(are_valid) == 1, "the workers disagree on whether the sum is finite")
+    return are_valid.pop()
 
 
 def _encoded(codec: StripeCodec, values: Tensor, stripe: Layout, *, owner: bool = False) -> Tensor:
@@ -104,7 +104,7 @@ def check_round_trip(make: Factory) -> None:
         require(torch.equal(values, before), f"{codec.name}: encoding changed the gradient")
         require(
             torch.equal(message, _encoded(make(), values, layout)),
-            f"{codec.name}: not all of the bytes are written, or not always alike",
+            f"{codec.name}: not all of the bytes are written, or not always the same",
         )
         decoded = torch.full_like(values, 9.0)
         codec.decode_stripe(message, layout, decoded)
@@ -130,10 +130,10 @@ def _require_near(got: Tensor, expected: Tensor, what: str, cosine: float = 0.6)
     require(bool(torch.isfinite(a).all()), f"{what}: not finite")
     require(
         float(a @ b) >= cosine * float(a.norm() * b.norm()) and float(a.norm()) <= 3 * b.norm(),
-        f"{what}: what comes out is not what went in",
+        f"{what}: the decoded values are not the encoded ones",
     )
     if bool(b.any()):
-        require(bool(a.any()), f"{what}: nothing comes out")
+        require(bool(a.any()), f"{what}: all decoded values are zero")
 
 
 def check_zeros(make: Factory) -> None:
@@ -204,8 +204,8 @@ def check_mean(make: Factory) -> None:
                     require(torch.equal(buffer[run], buffers[0][run]), f"{what}: bits differ")
 
 
-def owed(codecs: Sequence[StripeCodec], name: str) -> Tensor:
-    """What all workers and owners owe to one parameter, (numel,) float64."""
+def residual_of(codecs: Sequence[StripeCodec], name: str) -> Tensor:
+    """The residuals of all workers and owners for one parameter, (numel,) float64."""
     total = torch.zeros(torch.Size(SHAPES[name]).numel(), dtype=torch.float64)
     for codec in codecs:
         for entry in codec.state_dict().get("residuals", []):
@@ -226,7 +226,7 @@ def check_sums_up(make: Factory) -> None:
             for name in SHAPES:
                 one_step = gradients(layout, 0, 0).double().norm()
                 require(
-                    float(owed(codecs, name).norm()) < 12 * float(one_step),
+                    float(residual_of(codecs, name).norm()) < 12 * float(one_step),
                     f"{codecs[0].name}: the residuals of '{name}' grow",
                 )
 
@@ -255,8 +255,8 @@ def _require_conserved(
     what: str,
 ) -> None:
     for name, total in true.items():
-        off = float((returned[name] + owed(codecs, name) - total).abs().max())
-        require(off < 1e-4, f"{what}: of '{name}' {off} is neither returned nor owed")
+        off = float((returned[name] + residual_of(codecs, name) - total).abs().max())
+        require(off < 1e-4, f"{what}: of '{name}' {off} is neither returned nor in the residual")
 
 
 def check_nonfinite(make: Factory) -> None:
@@ -272,21 +272,21 @@ def check_nonfinite(make: Factory) -> None:
         bad = (float("nan"), float("inf"), float("-inf"))[step % 3]
         buffers[1][segment.end - 1] = bad
         what = f"{codecs[0].name}, {bad} in '{segment.name}'"
-        require(not exchange_(codecs, buffers, layout), f"{what}: nobody noticed")
+        require(not exchange_(codecs, buffers, layout), f"{what}: it was not noticed")
         for worker, (codec, buffer) in enumerate(zip(codecs, buffers, strict=True)):
             run = buffer[segment.start : segment.end]
             require(not torch.isfinite(run).all(), f"{what}: worker {worker} got finite values")
             require(segment.name in codec.nonfinite.names("decoding"), f"{what}: not named")
-            blamed = codec.nonfinite.names("encoding")
+            named = codec.nonfinite.names("encoding")
             expected = [segment.name] if worker == 1 else []
-            require(blamed == expected, f"{what}: worker {worker} is blamed for {blamed}")
+            require(named == expected, f"{what}: worker {worker} is named with {named}")
         _finish(codecs, is_valid=False)
         for codec, state in zip(codecs, before, strict=True):
-            _require_same_residues(codec.state_dict(), state, what)
+            _require_same_residuals(codec.state_dict(), state, what)
         _require_same(_run(codecs, layout, [step])[0], _run(untouched, layout, [step])[0], what)
 
 
-def _require_same_residues(got: State, expected: State, what: str) -> None:
+def _require_same_residuals(got: State, expected: State, what: str) -> None:
     """The same but for the order of entries, and for entries that hold only zeros."""
 
     def nonzero(state: State) -> dict[tuple[str, str, int], Tensor]:
@@ -305,14 +305,14 @@ def _require_same_residues(got: State, expected: State, what: str) -> None:
 
 
 def check_state(make: Factory) -> None:
-    """State goes on bit-equal; an empty one is a new beginning."""
+    """A loaded state continues with the same bits; an empty one starts from scratch."""
     layout = layout_of()
     originals = [make() for _ in range(3)]
     _run(originals, layout, range(3))
     copies = [make() for _ in originals]
     for original, copy in zip(originals, copies, strict=True):
         copy.load_state_dict(original.state_dict())
-        _require_same_residues(copy.state_dict(), original.state_dict(), f"{copy.name} loaded")
+        _require_same_residuals(copy.state_dict(), original.state_dict(), f"{copy.name} loaded")
     expected, _ = _run(originals, layout, [3, 4])
     got, _ = _run(copies, layout, [3, 4])
     _require_same(got, expected, f"{originals[0].name} resumed")
@@ -323,7 +323,7 @@ def check_state(make: Factory) -> None:
 
 
 def check_other_buckets(make: Factory) -> None:
-    """Residuals move along into other buckets and stripes, after loading and while in use."""
+    """Residuals follow into other buckets and stripes, after loading and while in use."""
     half = len(SHAPES) // 2
     names = tuple(SHAPES)
     buckets = [layout_of(names=names[half:]), layout_of(names=names[:half], start=3)]
@@ -335,7 +335,7 @@ def check_other_buckets(make: Factory) -> None:
             codecs = [make() for _ in codecs]
             for codec, state in zip(codecs, states, strict=True):
                 codec.load_state_dict(state)
-        true = {name: owed(codecs, name) for name in SHAPES}
+        true = {name: residual_of(codecs, name) for name in SHAPES}
         returned = {name: torch.zeros_like(value) for name, value in true.items()}
         for bucket in buckets:
             returned_part, true_part = _run_unfinished(codecs, bucket, 5)
@@ -360,7 +360,7 @@ def _run_unfinished(
 
 
 def check_reshard(make: Factory) -> None:
-    """What is owed to the model is conserved from W to W' workers; owners begin with zeros."""
+    """Residuals are conserved from W to W' workers; owners begin with zeros."""
     layout = layout_of()
     for old_size, new_size in ((3, 2), (2, 4), (4, 3)):
         old = [make() for _ in range(old_size)]

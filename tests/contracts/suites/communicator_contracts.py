@@ -104,7 +104,7 @@ def check_started_sums(comm: Communicator) -> None:
         require(torch.allclose(buffer, torch.as_tensor(expected)), f"started sum {i} is wrong")
     if comm.size > 1:
         labels = {e.bucket for e in comm.flight_recorder.entries() if e.step == 7}
-        require(labels == {0, 1, 2}, f"the flight_recorder knows buckets {labels}")
+        require(labels == {0, 1, 2}, f"the flight recorder has buckets {labels}")
 
 
 def check_tensor_collectives(comm: Communicator) -> None:
@@ -135,22 +135,22 @@ def _check_ring(comm: Communicator) -> None:
     """Around the ring, one at a time: tensors, tuples, transposed tensors, empty ones."""
     if comm.size == 1:
         return
-    ahead, behind = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     messages: Sequence[Any] = (
         seeded(comm.rank, 3, 4).t(),
         (seeded(comm.rank, 2), seeded(comm.rank, 0), torch.tensor(comm.rank)),
     )
     for tag, message in enumerate(messages):
         if comm.rank == 0:
-            comm.send(message, ahead, tag)
-            got = comm.recv(behind, tag)
+            comm.send(message, following, tag)
+            got = comm.recv(previous, tag)
         else:
-            got = comm.recv(behind, tag)
-            comm.send(message, ahead, tag)
+            got = comm.recv(previous, tag)
+            comm.send(message, following, tag)
         expected = (
-            (seeded(behind, 3, 4).t(),)
+            (seeded(previous, 3, 4).t(),)
             if tag == 0
-            else (seeded(behind, 2), seeded(behind, 0), torch.tensor(behind))
+            else (seeded(previous, 2), seeded(previous, 0), torch.tensor(previous))
         )
         _same(got if isinstance(got, tuple) else (got,), expected, "the ring")
 
@@ -230,7 +230,7 @@ def _sample(rank: int) -> Any:
 
 
 def _equal(got: Any, expected: Any) -> None:
-    require(type(got) is type(expected), f"{type(got)} came for {type(expected)}")
+    require(type(got) is type(expected), f"{type(got)} instead of {type(expected)}")
     if isinstance(expected, dict):
         require(list(got) == list(expected), "keys differ")
         for key in expected:
@@ -246,7 +246,7 @@ def _equal(got: Any, expected: Any) -> None:
             got.tobytes() == expected.tobytes() and got.shape == expected.shape, "arrays differ"
         )
     else:
-        require(got == expected, f"{got!r} came for {expected!r}")
+        require(got == expected, f"{got!r} instead of {expected!r}")
 
 
 def check_split(comm: Communicator) -> None:

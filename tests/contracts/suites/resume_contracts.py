@@ -1,6 +1,6 @@
-"""What going on from a saved state must give: the same bits, or on other ranks the same debts.
+"""What resuming must give: the same bits, or with other ranks the same residuals.
 
-A run is described by a `Recipe` and made anew as often as needed. What is saved passes through the
+A run is described by a `Recipe` and created as often as needed. What is saved passes through the
 description that checkpoints use (`communicators.objects`), so that only what it can describe is in
 it. Each function is called on every rank and raises `ContractError`. Ranks may be threads: random
 numbers come from a generator of the model's own.
@@ -47,7 +47,7 @@ class Recipe:
     global_batch: int = 12
     num_samples: int = 44
     """Of the data set: an epoch has four steps, whose last batch is of 8. Under the schedules by
-    blocks all ranks must have seen equally many at every place: 48."""
+    blocks all ranks must have seen the same number at every place: 48."""
     num_passes: int = 1
     """Backward passes per step, all but the last under no_sync()."""
     weight: Weight = "samples"
@@ -77,7 +77,7 @@ class Dropout(nn.Module):
         return self.generator.get_state()
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Go on from it."""
+        """Continue from it."""
         self.generator.set_state(state)
 
 
@@ -114,7 +114,7 @@ class Run:
         }
 
     def go_to(self, num_passes: int) -> None:
-        """Train until so many backward passes were done."""
+        """Train until ``num_passes`` backward passes were done."""
         while self.num_passes < num_passes:
             self.do_pass()
 
@@ -148,27 +148,27 @@ class Run:
         self.scaler.scale(loss).backward()
 
     def save(self) -> dict[str, Any]:
-        """The states of all objects, as they come out of a file."""
+        """The states of all objects, as they are read from a file."""
         states = {name: each.state_dict() for name, each in self.objects.items()}
         saved: dict[str, Any] = described({**states, "num_passes": self.num_passes})
         return saved
 
     def load(self, states: dict[str, Any]) -> None:
-        """Go on from `save`, or from `resharded`. *Collective* under some schedules."""
+        """Continue from `save`, or from `resharded`. *Collective* under some schedules."""
         for name, each in self.objects.items():
             each.load_state_dict(states[name])
         self._batches = iter(self.sampler)
         self.num_passes = states["num_passes"]
 
-    def resharded(self, everybody: States) -> dict[str, Any]:
+    def resharded(self, old_states: States) -> dict[str, Any]:
         """What this rank loads of the states of all old ranks, as checkpoints make it. Local."""
         states = {
-            name: each.reshard_state_dict([old[name] for old in everybody], self.comm)
+            name: each.reshard_state_dict([old[name] for old in old_states], self.comm)
             if hasattr(each, "reshard_state_dict")
-            else everybody[0][name]
+            else old_states[0][name]
             for name, each in self.objects.items()
         }
-        own: dict[str, Any] = described({**states, "num_passes": everybody[0]["num_passes"]})
+        own: dict[str, Any] = described({**states, "num_passes": old_states[0]["num_passes"]})
         return own
 
     def parameters(self) -> list[Tensor]:
@@ -178,7 +178,7 @@ class Run:
 
 
 def described(state: Any) -> Any:
-    """What comes back of a state through its description without pickle: tensors are copies."""
+    """A state after packing and unpacking without pickle: tensors are copies."""
     message = pack(state, Trust())
     _, body, tensors = unpack_head(message.head, torch.device("cpu"))
     for tensor, buffer in zip(tensors, message.buffers, strict=True):
@@ -186,16 +186,16 @@ def described(state: Any) -> Any:
     return unpack(body, tensors, Trust())
 
 
-# ---- on as many ranks ----
+# ---- on the same number of ranks ----
 
 
 def check_resume_is_exact(
     comm: Communicator, recipe: Recipe, places: Sequence[int] | None = None
 ) -> None:
-    """Saved behind any pass and built anew, a run ends with the bits of one without a break.
+    """Saved after any pass and built again, a run ends with the bits of one without a break.
 
-    Those are losses, parameters, buffers, and the states of all objects. ``places``: behind how
-    many passes; each if not given.
+    Those are losses, parameters, buffers, and the states of all objects. ``places``: the numbers
+    of passes after which it is saved; each if not given.
     """
     comm.bucket_bytes = 700
     num_passes = NUM_STEPS * recipe.num_passes
@@ -213,7 +213,7 @@ def check_resume_is_exact(
         again = Run(comm, recipe)
         again.load(states)
         again.go_to(num_passes)
-        what = f"after going on from pass {place} of {num_passes}"
+        what = f"resumed from pass {place} of {num_passes}"
         _require_equal(again.losses, untouched.losses[place:], "losses", what)
         _require_equal(again.save(), expected, "state", what)
         _close(again)
@@ -251,15 +251,16 @@ def _require_equal(got: Any, expected: Any, path: str, what: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Left:
-    """What a run leaves for another number of ranks, and what that must come to."""
+    """What a run leaves for another number of ranks, and the results that are expected of them."""
 
     states: States
     num_ranks: int
     flushed: list[Tensor]
-    """The parameters if it is flushed at once."""
+    """The parameters if it is flushed immediately."""
     finished: list[Tensor]
     """The parameters some steps later, flushed."""
-    owed: dict[str, Tensor]
+    residuals: dict[str, Tensor]
+    """By parameter, in units of the mean."""
 
 
 def leave(comm: Communicator, recipe: Recipe, num_passes: int) -> Left:
@@ -269,7 +270,7 @@ def leave(comm: Communicator, recipe: Recipe, num_passes: int) -> Left:
     run.go_to(num_passes)
     states = comm.allgather_obj(run.save())
     other = Run(comm, recipe)
-    other.load(described(states[comm.rank]))  # torch's optimizers go on in the tensors they load
+    other.load(described(states[comm.rank]))  # torch's optimizers keep the tensors they load
     other.optimizer.flush()
     flushed = other.parameters()
     _close(other)
@@ -278,16 +279,16 @@ def leave(comm: Communicator, recipe: Recipe, num_passes: int) -> Left:
     _close(run)
     return Left(
         states=states, num_ranks=comm.size, flushed=flushed, finished=run.parameters(),
-        owed=_owed([state["optimizer"] for state in states]),
+        residuals=_residuals([state["optimizer"] for state in states]),
     )  # fmt: skip
 
 
 def check_other_ranks(comm: Communicator, recipe: Recipe, left: Left) -> None:
-    """What is owed to the model stays owed, all new ranks begin alike, and nobody's part is lost.
+    """Residuals are kept, all new ranks begin with the same state, and no rank's part is lost.
 
-    Without a codec, and where nothing depends on the number of ranks: a block that ends now comes
-    to where it would have come on the old ranks, and a fixed global batch at every step goes on as
-    it would have, both to rounding.
+    Without a codec, and where nothing depends on the number of ranks: a block that ends now has
+    the result that it would have had on the old ranks, and training with a fixed global batch at
+    every step continues as it would have, both to rounding.
     """
     comm.bucket_bytes = 700
     run = Run(comm, recipe)
@@ -296,7 +297,7 @@ def check_other_ranks(comm: Communicator, recipe: Recipe, left: Left) -> None:
     _require_equal(left.states, before, "state", "reshard_state_dict() has changed what it read")
     run.load(states)
     _require_replicas(run)
-    _require_debts(run, left)
+    _require_residuals(run, left)
     schedule = run.optimizer.schedule
     if isinstance(schedule, Warmup):
         schedule = schedule.schedule
@@ -306,7 +307,7 @@ def check_other_ranks(comm: Communicator, recipe: Recipe, left: Left) -> None:
     # block momentum takes its gain from the number of ranks
     if is_exact and isinstance(schedule, LocalUpdateSchedule) and schedule.name != "block_momentum":
         run.optimizer.flush()
-        _require_near(run.parameters(), left.flushed, "flushed at once")
+        _require_near(run.parameters(), left.flushed, "flushed immediately")
     elif is_exact and not isinstance(schedule, LocalUpdateSchedule):
         run.go_to(states["num_passes"] + 4 * recipe.num_passes)
         run.optimizer.flush()
@@ -319,40 +320,41 @@ def check_other_ranks(comm: Communicator, recipe: Recipe, left: Left) -> None:
 
 
 def _require_replicas(run: Run) -> None:
-    everybody = run.comm.allgather_obj(run.parameters())
-    for rank, theirs in enumerate(everybody):
-        for index, (mine, other) in enumerate(zip(everybody[0], theirs, strict=True)):
+    gathered = run.comm.allgather_obj(run.parameters())
+    for rank, theirs in enumerate(gathered):
+        for index, (mine, other) in enumerate(zip(gathered[0], theirs, strict=True)):
             require(torch.equal(mine, other), f"parameter {index} differs on rank {rank}")
 
 
-def _require_debts(run: Run, left: Left) -> None:
-    """What the means have lost is what it was, whatever the ranks' weights were and will be."""
+def _require_residuals(run: Run, left: Left) -> None:
+    """Residuals are the same in units of the mean, whatever the ranks' weights were and will be."""
     comm = run.comm
-    everybody = comm.allgather_obj(described(run.optimizer.state_dict()))
-    # Where ranks of a node each encode a share, each holds all of it until it is asked for a part.
+    gathered = comm.allgather_obj(described(run.optimizer.state_dict()))
+    # Where ranks of a node each encode a share, each holds all residuals until a stripe takes some.
     copies = comm.intra_size if comm.shards_parameters else 1
-    owed = {name: total / copies for name, total in _owed(everybody).items()}
-    require(owed.keys() == left.owed.keys(), f"owed is of other parameters: {owed.keys()}")
-    for name, total in left.owed.items():
-        error = float((owed[name] - total).abs().max() / (total.abs().max() + 1e-30))
-        require(error < 1e-6, f"of what is owed to '{name}' {error} (relative) is lost or added")
+    residuals = {name: total / copies for name, total in _residuals(gathered).items()}
+    expected = left.residuals
+    require(residuals.keys() == expected.keys(), f"residuals of {residuals.keys()}")
+    for name, total in expected.items():
+        error = float((residuals[name] - total).abs().max() / (total.abs().max() + 1e-30))
+        require(error < 1e-6, f"of the residual of '{name}' {error} (relative) is lost or added")
 
 
-def _owed(states: States) -> dict[str, Tensor]:
+def _residuals(states: States) -> dict[str, Tensor]:
     """By parameter, in units of the mean."""
-    owed: dict[str, Tensor] = {}
+    residuals: dict[str, Tensor] = {}
     for state in states:
         ours = state["torchmn"]
         fragments = ours.get("after", ours).get("fragments", [])
         for codec in (ours["codec"], *(fragment["codec"] for fragment in fragments)):
             for entry in codec.get("state", {}).get("residuals", []):
                 first, values = entry["offset"], entry["values"].double() / entry["scale"]
-                total = owed.get(entry["name"], values.new_zeros(0))
+                total = residuals.get(entry["name"], values.new_zeros(0))
                 missing = max(0, first + len(values) - len(total))
                 total = torch.nn.functional.pad(total, (0, missing))
                 total[first : first + len(values)] += values
-                owed[entry["name"]] = total
-    return owed
+                residuals[entry["name"]] = total
+    return residuals
 
 
 def _require_blocks(run: Run, left: Left) -> None:

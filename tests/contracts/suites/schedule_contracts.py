@@ -96,7 +96,7 @@ def check_replicas(comm: Communicator, make: MakeSchedule, codec: str | None) ->
 
 
 def check_resume(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
-    """Going on from a saved state gives the bits of going on without a break."""
+    """Resuming from a saved state gives the bits of a run without a break."""
     run = TrackedRun(comm, make, codec)
     for step in range(NUM_STEPS):
         run.step(step)
@@ -115,7 +115,7 @@ def check_resume(comm: Communicator, make: MakeSchedule, codec: str | None) -> N
     for (name, expected), got in zip(
         run.model.named_parameters(), again.model.parameters(), strict=True
     ):
-        require(torch.equal(got, expected), f"{name} has other bits after going on from a state")
+        require(torch.equal(got, expected), f"{name} has other bits after resuming")
 
 
 def check_accumulation(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
@@ -161,25 +161,25 @@ def check_join(comm: Communicator, make: MakeSchedule, codec: str | None) -> Non
 
 
 def check_sums_up(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
-    """What was applied adds up to the sum of the true means, less the residuals that remain."""
+    """What was applied adds up to the sum of the true means, less the residuals."""
     run = TrackedRun(comm, make, codec)
     for step in range(NUM_STEPS):
         run.step(step)
     run.optimizer.flush()
     if codec in TOLERANCE and codec not in (None, "float32"):
-        return  # rounds, and keeps no account of it
+        return  # rounds, and keeps no residual
     entries = run.optimizer.state_dict()["torchmn"]["codec"].get("state", {}).get("residuals", [])
-    owed = [e for entries in comm.allgather_obj(entries) for e in entries]
+    residuals = [e for entries in comm.allgather_obj(entries) for e in entries]
     for index, (name, parameter) in enumerate(run.model.named_parameters()):
         local = torch.stack([gradients[index] for gradients in run.local]).sum(0)
         total = comm.allreduce(local, "mean").flatten()
-        rest = torch.stack([gradients[index] for gradients in run.applied]).sum(0).flatten()
-        for entry in owed:
+        found = torch.stack([gradients[index] for gradients in run.applied]).sum(0).flatten()
+        for entry in residuals:
             if entry["name"] == name:
                 first = entry["offset"]
-                rest[first : first + len(entry["values"])] += entry["values"] / entry["scale"]
-        off = float((rest - total).abs().max() / (total.abs().max() + 1e-300))
-        require(off < 1e-5, f"of '{name}' {off} (relative) is neither applied nor owed")
+                found[first : first + len(entry["values"])] += entry["values"] / entry["scale"]
+        off = float((found - total).abs().max() / (total.abs().max() + 1e-300))
+        require(off < 1e-5, f"of '{name}' {off} (relative) is neither applied nor in the residual")
         require(bool(parameter.isfinite().all()), f"'{name}' is not finite")
 
 
@@ -200,7 +200,7 @@ def check_zeros(comm: Communicator, make: MakeSchedule, codec: str | None) -> No
 def check_nonfinite(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
     """A gradient that is not finite is refused on all ranks, by name, and leaves no trace."""
     run, untouched = TrackedRun(comm, make, codec), TrackedRun(comm, make, codec)
-    guilty = comm.size - 1
+    failing_rank = comm.size - 1
     refusals = []
     for step in (0, 1, 2, 3, None, 4, 5):
         before = run.values()
@@ -208,7 +208,7 @@ def check_nonfinite(comm: Communicator, make: MakeSchedule, codec: str | None) -
             if step is None:
                 run.optimizer.zero_grad()
                 loss = run.model(seeded(comm.rank, 4, 1, 6, 6) / 10).pow(2).mean()
-                (loss * (float("inf") if comm.rank == guilty else 1.0)).backward()
+                (loss * (float("inf") if comm.rank == failing_rank else 1.0)).backward()
                 run.optimizer.step()
             else:
                 run.step(step)
@@ -222,11 +222,12 @@ def check_nonfinite(comm: Communicator, make: MakeSchedule, codec: str | None) -
         each.optimizer.flush()
     run.require_replicas("after a refused step")
     require(len(refusals) == 1, f"one bad step led to {len(refusals)} refusals")
-    require(f"rank {guilty}: " in refusals[0], f"the guilty rank is not named: {refusals[0]}")
+    require(f"rank {failing_rank}: " in refusals[0], f"the rank is not named: {refusals[0]}")
     require(len(run.optimizer.nonfinite) == 1, "it is not recorded")
-    blamed = run.optimizer.nonfinite[0].by_rank
+    named = run.optimizer.nonfinite[0].by_rank
     names = {name for name, _ in run.model.named_parameters()}
-    require(set(blamed) == {guilty} and set(blamed[guilty]) == names, f"blamed: {blamed}")
+    is_named = set(named) == {failing_rank} and set(named[failing_rank]) == names
+    require(is_named, f"named: {named}")
     if run.optimizer.schedule.staleness_steps:
         return  # later gradients were taken at other parameters
     for (name, expected), got in zip(
@@ -255,7 +256,7 @@ def check_options(comm: Communicator, make: MakeSchedule, codec: str | None) -> 
 
 
 def check_trajectory(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
-    """What is not late comes to where `every_step` does: no layer runs with old parameters."""
+    """What is not late ends where `every_step` does: no layer runs with old parameters."""
     run, plain = TrackedRun(comm, make, codec), TrackedRun(comm, EveryStep, codec)
     if run.optimizer.schedule.staleness_steps or codec not in (None, "float32"):
         return
@@ -286,12 +287,12 @@ def check_block_means(comm: Communicator, make: MakeSchedule, codec: str | None)
     here = [(b - w).double() for b, w in zip(start, run.parameters(), strict=True)]
     run.optimizer.flush()
     moved = _flat([(b - w).double() for b, w in zip(start, run.parameters(), strict=True)])
-    everybody = comm.allgather_obj((2 + comm.rank, _flat(here)))
-    total = sum(num_samples for num_samples, _ in everybody)
-    mean = torch.stack([num_samples * part / total for num_samples, part in everybody]).sum(0)
+    gathered = comm.allgather_obj((2 + comm.rank, _flat(here)))
+    total = sum(num_samples for num_samples, _ in gathered)
+    mean = torch.stack([num_samples * part / total for num_samples, part in gathered]).sum(0)
     factor = float(moved @ mean / (mean @ mean))
     error = float((moved - factor * mean).abs().max())
-    largest = max(float(part.abs().max()) for _, part in everybody)
+    largest = max(float(part.abs().max()) for _, part in gathered)
     require(factor > 0, f"the block moved by {factor} times the mean of the ranks' movements")
     if codec in TOLERANCE:
         bound = 2 * TOLERANCE[codec] * largest * abs(factor)
@@ -343,7 +344,7 @@ def check_block_accumulation(comm: Communicator, make: MakeSchedule, codec: str 
 
 
 def check_block_join(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
-    """Rank r has r + 1 batches: nobody's samples are lost, replicas equal at the end."""
+    """Rank r has r + 1 batches: no rank's samples are lost, replicas equal at the end."""
     run = TrackedRun(comm, make, codec)
     schedule = block_schedule(run.optimizer)
     num_samples = 0
@@ -354,7 +355,7 @@ def check_block_join(comm: Communicator, make: MakeSchedule, codec: str | None) 
         run.require_same(run.named_parameters(), "after join()")
         num_samples += 4 * sum(rank + extra for rank in range(comm.size))
         counted = schedule.num_samples
-        require(counted == num_samples, f"{counted} samples were agreed on of {num_samples}")
+        require(counted == num_samples, f"{counted} samples were counted of {num_samples}")
     require(len(run.applied) == 2 * comm.rank + 4, f"{len(run.applied)} steps of this rank")
 
 
@@ -363,7 +364,7 @@ def check_block_sums_up(comm: Communicator, make: MakeSchedule, codec: str | Non
     run = TrackedRun(comm, make, codec)
     schedule = block_schedule(run.optimizer)
     if schedule.overlap_steps or codec in ("float16", "bfloat16"):
-        return  # nobody sees what is under way; rounds, and keeps no account of it
+        return  # what is pending cannot be seen; rounds, and keeps no residual
     after_steps: list[list[Tensor]] = []
     run.optimizer.inner.register_step_post_hook(lambda *_: after_steps.append(run.parameters()))
     moved = {name: torch.zeros_like(p) for name, p in run.named_parameters().items()}
@@ -380,20 +381,20 @@ def check_block_sums_up(comm: Communicator, make: MakeSchedule, codec: str | Non
     schedule.outer_step = note  # type: ignore[method-assign]
     for step in range(4 * 3):
         run.step(step)
-    owed = [e for entries in comm.allgather_obj(_residues(schedule)) for e in entries]
+    residuals = [e for entries in comm.allgather_obj(_residuals(schedule)) for e in entries]
     for name, local in moved.items():
         total = comm.allreduce(local, "mean").flatten()
-        rest = given[name].flatten()
-        for entry in owed:
+        found = given[name].flatten()
+        for entry in residuals:
             if entry["name"] == name:
                 first = entry["offset"]
-                rest[first : first + len(entry["values"])] += entry["values"] / entry["scale"]
-        off = float((rest - total).abs().max() / (total.abs().max() + 1e-300))
-        require(off < 1e-5, f"of '{name}' {off} (relative) is neither agreed on nor owed")
+                found[first : first + len(entry["values"])] += entry["values"] / entry["scale"]
+        off = float((found - total).abs().max() / (total.abs().max() + 1e-300))
+        require(off < 1e-5, f"of '{name}' {off} (relative) is neither in means nor in residuals")
 
 
 def check_block_zeros(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
-    """Where nobody moves, anchors stay."""
+    """Where no rank moves, anchors stay."""
     run = TrackedRun(comm, make, codec)
     start = run.parameters()
     for _ in range(7):
@@ -415,7 +416,7 @@ def check_block_nonfinite(comm: Communicator, make: MakeSchedule, codec: str | N
         run.step(step)
     run.optimizer.flush()
     name, parameter = max(run.model.named_parameters(), key=lambda item: item[1].numel())
-    start, owed = parameter.detach().clone(), _residues(schedule)
+    start, residuals = parameter.detach().clone(), _residuals(schedule)
     run.backward(2)
     if comm.rank == comm.size - 1 and parameter.grad is not None:
         parameter.grad.view(-1)[0] = float("nan")
@@ -430,19 +431,19 @@ def check_block_nonfinite(comm: Communicator, make: MakeSchedule, codec: str | N
     anchor = schedule.anchors[name]
     require(torch.equal(anchor, start), "a block that is not finite has moved the anchor")
     require(torch.equal(parameter, start), f"{name} has not gone back to the anchor")
-    for before, after in zip(owed, _residues(schedule), strict=True):
+    for before, after in zip(residuals, _residuals(schedule), strict=True):
         if before["name"] == name:
             lost, kept = (each["values"] / each["scale"] for each in (before, after))
             is_same = torch.allclose(kept, lost, rtol=1e-12, atol=0)  # one more conversion
             require(is_same, f"the residuals of {name} have changed")
     run.step(3)
     run.optimizer.flush()
-    run.require_same(run.named_parameters(), "after the block behind it")
-    require(bool(parameter.isfinite().all()), "the block behind it is not finite either")
+    run.require_same(run.named_parameters(), "after the next block")
+    require(bool(parameter.isfinite().all()), "the next block is not finite either")
 
 
-def _residues(schedule: LocalUpdateSchedule) -> list[dict[str, Any]]:
-    """What this rank owes, run by run."""
+def _residuals(schedule: LocalUpdateSchedule) -> list[dict[str, Any]]:
+    """The residuals of this rank, fragment by fragment."""
     codecs = [fragment["codec"] for fragment in schedule.state_dict()["fragments"]]
     return [entry for each in codecs for entry in each.get("state", {}).get("residuals", [])]
 

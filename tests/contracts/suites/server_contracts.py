@@ -1,4 +1,4 @@
-"""What an asynchronous schedule must do, which promises little about replicas.
+"""What an asynchronous schedule must do, which guarantees little about replicas.
 
 As `schedule_contracts`: each function is called on every rank, and ``make`` takes the options of
 `ParameterServer`. Ranks may be threads, or processes of one machine.
@@ -25,12 +25,12 @@ MakeServer = Callable[..., ParameterServer]
 NUM_STEPS = 6
 RATE = 0.01
 ROUNDING = {"float16": 2e-3, "bfloat16": 2e-2}
-"""Relative error of codecs that keep no account of what they lose; else nothing is lost."""
+"""Relative error of codecs that keep no residual; else nothing is lost."""
 _SLOW_S = 0.02
 
 
 def check_sums(comm: Communicator, make: MakeServer, codec: str | None) -> None:
-    """Every push is applied once, whoever pushes when, and all ranks end with the result.
+    """Every push is applied once, in any order of workers, and all ranks end with the result.
 
     The gradients do not depend on the parameters, so the order does not matter. Rank r has 2 r + 1
     batches.
@@ -48,7 +48,7 @@ def check_sums(comm: Communicator, make: MakeServer, codec: str | None) -> None:
 def check_flush(comm: Communicator, make: MakeServer, codec: str | None) -> None:
     """After flush() all pushes are applied and all ranks hold the same model and optimizer state.
 
-    So it is after the next one.
+    The same holds after the next one.
     """
     run = _Run(comm, make(pipeline=True), codec, momentum=0.9)
     for turn in range(2):
@@ -82,7 +82,7 @@ def check_versions(comm: Communicator, make: MakeServer, codec: str | None) -> N
 
 
 def check_bound(comm: Communicator, make: MakeServer, codec: str | None) -> None:
-    """Nobody begins a step more than ``max_staleness`` steps ahead of the slowest living worker.
+    """No worker begins a step more than ``max_staleness`` steps ahead of the slowest live one.
 
     One worker is slow on purpose. A step is counted as made when its push is about to begin, so
     what is measured is never more than what is true.
@@ -90,7 +90,7 @@ def check_bound(comm: Communicator, make: MakeServer, codec: str | None) -> None
     for max_staleness, pipeline in ((0, False), (1, False), (1, True), (3, True)):
         run = _Run(comm, make(max_staleness=max_staleness, pipeline=pipeline), codec)
         began: list[float] = []
-        went_on: list[float] = []
+        continued: list[float] = []
         with run.optimizer.join():
             for step in range(NUM_STEPS if not run.optimizer.is_server else 0):
                 if comm.rank == 0:
@@ -98,20 +98,20 @@ def check_bound(comm: Communicator, make: MakeServer, codec: str | None) -> None
                 run.backward(step)
                 began.append(time.monotonic())
                 run.optimizer.step()
-                went_on.append(time.monotonic())
-        everybody = comm.allgather_obj((began, went_on))
-        for fast, (_, times) in enumerate(everybody):
-            for slow, (pushes, _) in enumerate(everybody):
+                continued.append(time.monotonic())
+        gathered = comm.allgather_obj((began, continued))
+        for fast, (_, times) in enumerate(gathered):
+            for slow, (pushes, _) in enumerate(gathered):
                 for step, at in enumerate(times if pushes else ()):
                     num_made = bisect.bisect_right(pushes, at)
                     require(
                         step + 1 - num_made <= max_staleness or num_made == NUM_STEPS,
-                        f"rank {fast} went on after {step + 1} steps, when rank {slow} had made "
+                        f"rank {fast} continued after {step + 1} steps, when rank {slow} had made "
                         f"{num_made}; allowed are {max_staleness} ahead",
                     )
         met = run.server.staleness()
         for worker in met.workers.values():
-            require(worker.max_steps_ahead <= max_staleness, f"the report says: {met}")
+            require(worker.max_steps_ahead <= max_staleness, f"the report is {met}")
         require(met.histogram, "the report is empty")
         run.optimizer.close()
 
@@ -161,7 +161,7 @@ def check_alone(comm: Communicator, make: MakeServer, codec: str | None) -> None
 
 
 def check_state(comm: Communicator, make: MakeServer, codec: str | None) -> None:
-    """What is saved after flush() is what training goes on with, in an optimizer made anew."""
+    """What is saved after flush() is what a newly created optimizer continues with."""
     run = _Run(comm, make(), codec, momentum=0.9)
     with run.optimizer.join():
         for step in range(NUM_STEPS if not run.optimizer.is_server else 0):
@@ -190,11 +190,11 @@ def check_state(comm: Communicator, make: MakeServer, codec: str | None) -> None
 def check_nonfinite(comm: Communicator, make: MakeServer, codec: str | None) -> None:
     """A gradient that is not finite is refused where it is, and reaches no server."""
     run = _Run(comm, make(), codec)
-    guilty, names = 0, {name for name, _ in run.model.named_parameters()}
+    failing_rank, names = 0, {name for name, _ in run.model.named_parameters()}
     refusal = ""
     with run.optimizer.join():
         for step in range(NUM_STEPS if not run.optimizer.is_server else 0):
-            if step == 3 and comm.rank == guilty:
+            if step == 3 and comm.rank == failing_rank:
                 run.optimizer.zero_grad()
                 sums = [parameter.sum() for parameter in run.model.parameters()]
                 (torch.stack(sums).sum() * float("inf")).backward()
@@ -205,11 +205,11 @@ def check_nonfinite(comm: Communicator, make: MakeServer, codec: str | None) -> 
             else:
                 run.step(step)
     run.require_sum("after a refused step")
-    require(bool(refusal) == (comm.rank == guilty), f"rank {comm.rank} was told {refusal!r}")
-    blamed = [problem.by_rank for problem in run.optimizer.nonfinite]
-    expected = [guilty] if comm.rank == guilty else []
-    require([set(by_rank) for by_rank in blamed] == [{r} for r in expected], f"blamed: {blamed}")
-    require(not blamed or set(blamed[0][guilty]) == names, f"blamed: {blamed}")
+    require(bool(refusal) == (comm.rank == failing_rank), f"rank {comm.rank} got {refusal!r}")
+    named = [problem.by_rank for problem in run.optimizer.nonfinite]
+    expected = [failing_rank] if comm.rank == failing_rank else []
+    require([set(by_rank) for by_rank in named] == [{r} for r in expected], f"named: {named}")
+    require(not named or set(named[0][failing_rank]) == names, f"named: {named}")
     run.optimizer.close()
 
 
@@ -253,16 +253,16 @@ class _Run:
     def require_sum(self, when: str) -> None:
         """The parameters are those of plain SGD with all ranks' gradients. *Collective.*"""
         state = self.optimizer.state_dict()["torchmn"]["codec"].get("state", {})
-        owed = [e for es in self.comm.allgather_obj(state.get("residuals", [])) for e in es]
+        residuals = [e for es in self.comm.allgather_obj(state.get("residuals", [])) for e in es]
         for index, (name, parameter) in enumerate(self.model.named_parameters()):
             total = self.comm.allreduce(self.total[index]).flatten()
-            for entry in owed:
+            for entry in residuals:
                 if entry["name"] == name:
                     first = entry["offset"]
                     total[first : first + len(entry["values"])] -= entry["values"]
             moved = (self.begin[index] - parameter.detach()).flatten() / RATE
             off = float((moved - total).abs().max())
-            bound = ROUNDING.get(str(self.codec), 1e-5 if owed else 1e-10) * 100
+            bound = ROUNDING.get(str(self.codec), 1e-5 if residuals else 1e-10) * 100
             require(off <= bound, f"{when}: '{name}' is off by {off}, bound {bound}")
 
     def require_replicas(self, when: str) -> None:

@@ -1,8 +1,8 @@
 """What schedules and codecs must do whatever the weights of the ranks are, and however they change.
 
 Weights by samples or tokens, short last batches, ranks without data, blocks that end early: in each
-the optimizer is given the true weighted means, but for what encoding loses, and nothing of that is
-lost for good. With R_k for what all ranks keep of it after exchange k, in units of the mean,
+the optimizer is given the true weighted means, but for what encoding loses, and that is kept. With
+R_k for the sum of all ranks' residuals after exchange k, in units of the mean,
 
     applied_k = true mean_k + R_(k-1) - R_k
 
@@ -36,8 +36,8 @@ Weights = Sequence[Sequence[float]]
 """Of each step, by rank."""
 
 LOST_OF_ONE = {"int8": 0.02, "int4": 0.3, "int2": 1.0, "1bit": 1.2, "power_sgd": 1.0}
-"""What an exchange may lose at most: the norm of all that is lost, over the sum of the norms of
-what the ranks gave to it. Workers and owners of stripes may each lose a part."""
+"""The largest part that an exchange may lose: the norm of all that is lost, over the sum of the
+norms of what the ranks gave to it. Workers and owners of stripes may each lose a part."""
 
 
 def weights_of(size: int) -> Weights:
@@ -63,7 +63,7 @@ def weights_of(size: int) -> Weights:
 def check_weighted_means(
     comm: Communicator, make: MakeSchedule, codec: str | None, weights: Weights | None = None
 ) -> None:
-    """Every mean is the weighted one, and what a codec loses of it comes with the next."""
+    """Every mean is the weighted one, and what a codec loses of it is added to the next."""
     weights = weights or weights_of(comm.size)
     run = TrackedRun(comm, make, codec)
     lost = [_lost(run.optimizer)]
@@ -72,14 +72,14 @@ def check_weighted_means(
         run.step(step)
         lost.append(_lost(run.optimizer))
     run.optimizer.flush()
-    require(len(run.applied) == len(weights), f"{len(run.applied)} of {len(weights)} means came")
+    require(len(run.applied) == len(weights), f"{len(run.applied)} of {len(weights)} means arrived")
     for step, (got, by_rank) in enumerate(zip(run.applied, weights, strict=True)):
         own = _Own(_flat(run.local[step]), by_rank[comm.rank], lost[step], lost[step + 1])
         _require_accounted(comm, codec, _flat(got), own, f"step {step}")
 
 
 def check_weighted_join(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
-    """Where one rank alone goes on, the means are its own, and what others have lost is added."""
+    """Where one rank alone continues, the means are its own; other ranks' residuals are added."""
     run = TrackedRun(comm, make, codec)
     longest, num_rounds = comm.size - 1, 7
     num_own = num_rounds if comm.rank == longest else 2
@@ -88,7 +88,7 @@ def check_weighted_join(comm: Communicator, make: MakeSchedule, codec: str | Non
             run.optimizer.set_weight(1.0 + comm.rank + step % 3)
             run.step(step)
     applied = comm.bcast_obj(run.applied, longest)
-    require(len(applied) == num_rounds, f"{len(applied)} of {num_rounds} means came")
+    require(len(applied) == num_rounds, f"{len(applied)} of {num_rounds} means arrived")
     total = torch.zeros_like(_lost(run.optimizer))
     for step in range(num_rounds):
         weight = 1.0 + comm.rank + step % 3 if step < num_own else 0.0
@@ -111,7 +111,7 @@ class _Exchanged:
     mean: Tensor | None = None
     """What the recipe was given; None of a block without samples."""
     lost: Tensor | None = None
-    """What the codec of this rank keeps after it."""
+    """The residuals of this rank after it."""
 
 
 class _Watch:
@@ -134,7 +134,7 @@ class _Watch:
             pseudo_gradients = means()
             sizes = {each.name: each.mean.numel() for each in pseudo_gradients}
             self.exchanges[-1].mean = _flat([each.mean for each in pseudo_gradients])
-            self.exchanges[-1].lost = _residues_of(fragment.codec, sizes)
+            self.exchanges[-1].lost = _residuals_of(fragment.codec, sizes)
             return pseudo_gradients
 
         fragment.pack = pack_and_note  # type: ignore[method-assign]
@@ -146,8 +146,8 @@ def check_weighted_blocks(
 ) -> None:
     """The mean movement of every block is the weighted one, wherever in a block it is taken.
 
-    Batches differ between ranks and steps, `flush` comes at every position of a block, and in the
-    end one rank goes on alone.
+    Batches differ between ranks and steps, `flush` is called at every position of a block, and in
+    the end one rank continues alone.
     """
     run = TrackedRun(comm, make, codec)
     schedule = block_schedule(run.optimizer)
@@ -174,7 +174,7 @@ def check_weighted_blocks(
         before: Tensor | None = None
         for number, exchange in enumerate(watch.exchanges):
             if exchange.mean is None or exchange.lost is None:
-                continue  # nobody had seen a sample
+                continue  # no rank had seen a sample
             num_exchanges += 1
             lost = torch.zeros_like(exchange.lost) if before is None else before
             own = _Own(exchange.pseudo_gradient, exchange.weight, lost, exchange.lost)
@@ -185,7 +185,7 @@ def check_weighted_blocks(
 
 
 def check_parts_of_blocks(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
-    """A block of n of B samples in which nobody moves goes n / B of the way of a full one."""
+    """A block of n of B samples in which no rank moves goes n / B of the way of a full one."""
     if codec not in (None, "float32"):
         return  # what was lost before is added, whatever the block is
     schedule = block_schedule(TrackedRun(comm, make, codec).optimizer)
@@ -213,7 +213,7 @@ def check_parts_of_blocks(comm: Communicator, make: MakeSchedule, codec: str | N
         )
 
 
-# ---- accounts ----
+# ---- means and residuals ----
 
 
 @dataclass
@@ -224,7 +224,7 @@ class _Own:
     """Its gradient or movement."""
     weight: float
     lost_before: Tensor
-    """What its codec keeps, in units of the mean."""
+    """Its residuals, in units of the mean."""
     lost_after: Tensor
 
 
@@ -251,7 +251,7 @@ def _require_small(codec: str | None, error: float, largest: float, what: str) -
     bound = 1e-9 * largest
     if codec in ("float16", "bfloat16"):
         bound = TOLERANCE[codec] * largest + 1e-6
-    require(error <= bound, f"{what}: {error} is neither in the mean nor kept, bound {bound}")
+    require(error <= bound, f"{what}: {error} is in neither mean nor residual, bound {bound}")
 
 
 def _weighted_mean(comm: Communicator, local: Tensor, weight: float) -> Tensor:
@@ -262,13 +262,13 @@ def _weighted_mean(comm: Communicator, local: Tensor, weight: float) -> Tensor:
 
 
 def _lost(optimizer: MultiNodeOptimizer) -> Tensor:
-    """What the codec of this rank keeps, one behind the other for all parameters. Local."""
+    """The residuals of this rank, one after the other for all parameters. Local."""
     sizes = {name: parameter.numel() for name, parameter in optimizer.reducer.parameters.trained()}
-    optimizer.state_dict()  # it waits for what is under way
-    return _residues_of(optimizer.reducer.codec, sizes)
+    optimizer.state_dict()  # it waits for what is pending
+    return _residuals_of(optimizer.reducer.codec, sizes)
 
 
-def _residues_of(codec: Codec | None, sizes: dict[str, int]) -> Tensor:
+def _residuals_of(codec: Codec | None, sizes: dict[str, int]) -> Tensor:
     parts = {name: torch.zeros(numel, dtype=torch.float64) for name, numel in sizes.items()}
     state = {} if codec is None else codec.state_dict()
     for entry in state.get("residuals", []):

@@ -45,7 +45,7 @@ def plan(schedule: str = "every_step", codec: str = "float32", bucket_bytes: int
     ],
 )
 def test_what_backward_does_not_hide_is_added(ready: tuple, expected_s: float) -> None:
-    # two ranks: as many bytes cross as there are
+    # two ranks: each byte is sent once
     assert predict_step_s(plan(), facts(*ready), FLOAT32, LINK, 2) == pytest.approx(expected_s)
 
 

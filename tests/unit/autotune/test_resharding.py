@@ -179,7 +179,7 @@ def test_auto_measures_again_on_other_ranks_and_loses_nothing() -> None:
     run_ranks(new, 3)
 
 
-# ---- what is refused, and what is said ----
+# ---- what is refused, and resume warnings ----
 
 
 def test_plain_states_and_those_of_other_schedules() -> None:

@@ -45,7 +45,7 @@ def wrap(comm, **options):
 @pytest.mark.parametrize("allowed", [(), ("lossy",), ("stale", "deferred"), tuple(ALLOWED)])
 def test_all_ranks_select_the_same_plan_and_report_why(name, nodes, allowed, capfd) -> None:
     topology = Topology.blocks(nodes)
-    options = {f"allow_{word}": True for word in allowed}
+    options = {f"allow_{kind}": True for kind in allowed}
 
     def rank_main(comm):
         model, optimizer = wrap(comm, codec="auto", schedule="auto", **options)
@@ -61,7 +61,7 @@ def test_all_ranks_select_the_same_plan_and_report_why(name, nodes, allowed, cap
         tried = {trial.plan.codec for trial in chosen.trials}
         assert "lossy" in allowed or tried == {"float32"}
         schedules = {trial.plan.schedule for trial in chosen.trials}
-        assert schedules <= {"every_step", *(ALLOWED[word] for word in allowed if word in ALLOWED)}
+        assert schedules <= {"every_step", *(ALLOWED[kind] for kind in allowed if kind in ALLOWED)}
         assert optimizer.reducer._bucket_bytes == chosen.plan.bucket_bytes
         return chosen.plan, chosen.reason, values(model)
 
@@ -112,7 +112,7 @@ def test_schedules_that_cannot_work_in_the_script_are_excluded() -> None:
     """A GradScaler, and two backward passes for a step: no trial of what cannot work with them."""
 
     def rank_main(comm):
-        options = {f"allow_{word}": True for word in ALLOWED}
+        options = {f"allow_{kind}": True for kind in ALLOWED}
         model, optimizer = wrap(comm, schedule="auto", codec="auto", **options)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         with warnings.catch_warnings():

@@ -71,7 +71,7 @@ SHAPES = st.lists(
     num_exact=st.integers(0, 3),
 )
 def test_any_layout_travels(shapes, codec, dtype, size, gap, num_exact) -> None:
-    """All ranks get the same bits, zeros stay zeros, and what is lost is owed, twice in a row."""
+    """All ranks get the same bits, zeros stay zeros, losses are in the residual, twice in a row."""
     entries, start = [], 0
     for index, shape in enumerate(shapes):
         entries.append((f"p{index}", start, shape))
@@ -97,18 +97,19 @@ def test_any_layout_travels(shapes, codec, dtype, size, gap, num_exact) -> None:
         create = create_allreduce(create_codec(codec).new_instance())
         comm.sum_(ReduceBlock(zeros, layout, num_exact), create)
         assert not zeros.any()
-        owed = comm.allgather_obj(own.state_dict().get("residuals", []))
-        return buffer, returned, true, [entry for entries in owed for entry in entries]
+        residuals = comm.allgather_obj(own.state_dict().get("residuals", []))
+        return buffer, returned, true, [entry for entries in residuals for entry in entries]
 
     results = run_ranks(rank_main, size)
     runs = {s.name: slice(s.start, s.end) for s in layout.segments}
-    for buffer, returned, true, owed in results:
+    for buffer, returned, true, residuals in results:
         for name, run in runs.items():
             assert torch.equal(buffer[run], results[0][0][run])
-            rest = torch.zeros_like(true[run])
-            for entry in owed:
+            residual = torch.zeros_like(true[run])
+            for entry in residuals:
                 if entry["name"] == name:
                     first = entry["offset"]
-                    rest[first : first + len(entry["values"])] += entry["values"].double()
+                    residual[first : first + len(entry["values"])] += entry["values"].double()
             is_rounded = "16" in codec or dtype in (torch.float16, torch.bfloat16)
-            assert (returned[run] + rest - true[run]).abs().max() <= (0.05 if is_rounded else 1e-4)
+            error = (returned[run] + residual - true[run]).abs().max()
+            assert error <= (0.05 if is_rounded else 1e-4)

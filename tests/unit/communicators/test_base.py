@@ -1,4 +1,4 @@
-"""What the collectives refuse, and that all ranks learn it."""
+"""What the collectives refuse, on all ranks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ DIFFERENT: dict[str, tuple[Callable, str]] = {
         "ranks 0, 2: allreduce(op=sum, tensor=float32[4]); "
         "rank 1: allreduce(op=sum, tensor=float32[3])",
     ),
-    "allreduce of as many elements": (
+    "allreduce of the same number of elements": (
         lambda comm, odd: comm.allreduce(torch.ones(2, 2) if odd else FOUR),
         "tensor=float32[2, 2]",
     ),
@@ -163,11 +163,11 @@ DIFFERENT: dict[str, tuple[Callable, str]] = {
 
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_different_calls_raise_with_both_versions_on_all_ranks(case: str) -> None:
-    call, said = DIFFERENT[case]
+    call, text = DIFFERENT[case]
     for rank, error in enumerate(errors_of(lambda comm: call(comm, comm.rank == 1))):
         assert isinstance(error, RankMismatchError)
         assert str(error).startswith(f"rank {rank} of 3 on localhost")
-        assert said in str(error)
+        assert text in str(error)
         assert "All ranks must make the same calls with the same arguments" in str(error)
 
 
@@ -255,7 +255,7 @@ WRONG: dict[str, tuple[Callable, type[Exception], str]] = {
         TypeError,
         "'str' object cannot be interpreted as an integer",
     ),
-    "a subgroup of nobody": (
+    "a subgroup without ranks": (
         lambda comm: comm.subgroup([]),
         UsageError,
         "ranks=[]. Give at least one rank, each once, from 0 to 2.",
@@ -385,7 +385,7 @@ def test_a_wrong_number_of_parts_raises_on_all_ranks(way: str) -> None:
     ],
 )
 def test_bad_arguments_of_messages(call: Callable, text: str) -> None:
-    """They are between two ranks, so nobody else hears of them."""
+    """They concern two ranks, so no other rank raises."""
 
     def rank_main(comm):
         with pytest.raises(UsageError, match=text):

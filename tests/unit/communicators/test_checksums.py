@@ -1,4 +1,4 @@
-"""Which ranks differ from which, in words."""
+"""Which ranks differ from which, as text."""
 
 from __future__ import annotations
 

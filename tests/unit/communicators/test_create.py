@@ -1,4 +1,4 @@
-"""From a name to a communicator, or a sentence on every rank."""
+"""From a name to a communicator, or an error on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One collective at a time, in the order in which they were asked for."""
+"""One collective at a time, in the order in which they were submitted."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_may_spin_only_while_no_thread_computes() -> None:
         seen.append(engine.is_eager())
         began.set()
         may_end.wait(timeout=10)
-        while not engine.is_eager():  # until somebody waits
+        while not engine.is_eager():  # until a caller waits
             pass
 
     work = engine.submit(job)

@@ -70,7 +70,7 @@ def test_a_description_has_the_ranks_of_the_job() -> None:
     assert leaders.what == "all_reduce of float32[3]"
     assert leaders.state == "done"
     assert world.ranks == (4, 6, 7)
-    assert world.what == "gather"  # ranks come to it with different shapes
+    assert world.what == "gather"  # ranks may have different shapes
     assert world.where == "bucket 1, step 9"
 
 

@@ -39,7 +39,7 @@ def test_work_may_take_longer_than_the_time_limit() -> None:
 @pytest.mark.parametrize(
     ("error", "kind", "text"),
     [
-        (UsageError("a bad word"), UsageError, "Rank 1 on localhost: a bad word"),
+        (UsageError("a bad value"), UsageError, "Rank 1 on localhost: a bad value"),
         (OSError("disk"), DataError, "Rank 1 on localhost: OSError: disk"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Objects as messages: what travels without pickle, and who may send one."""
+"""Objects as messages: what is sent without pickle, and which ranks may send pickles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchmn.communicators.object_codec import Trust
 from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError
 from torchmn.testing import run_ranks
 
-NOBODY = Trust()
+NO_TRUST = Trust()
 CPU = torch.device("cpu")
 SECRET = Trust(secret=b"of this job")
 
@@ -35,7 +35,7 @@ class Own:
     __hash__ = None
 
 
-def carry(obj: object, sender: Trust = NOBODY, receiver: Trust = NOBODY) -> object:
+def carry(obj: object, sender: Trust = NO_TRUST, receiver: Trust = NO_TRUST) -> object:
     """Through a message, as between ranks."""
     message = object_codec.pack(obj, sender, note="n")
     note, body, tensors = object_codec.unpack_head(message.head, torch.device("cpu"))
@@ -178,7 +178,7 @@ def test_a_modified_pickle_is_not_unpickled() -> None:
     assert object_codec.unpack([kind, payload, seal], [], SECRET) == Own(1)
 
 
-class Boobytrap:
+class MaliciousPickle:
     """Leaves a file where it is unpickled."""
 
     def __init__(self, path: Path) -> None:
@@ -191,16 +191,16 @@ class Boobytrap:
 @pytest.mark.parametrize("trust", [Trust(), SECRET], ids=["none", "secret"])
 @pytest.mark.parametrize("seal", ["", "0" * 64, None, 7, "ü"])
 def test_nothing_without_the_seal_is_unpickled(tmp_path: Path, trust: Trust, seal: object) -> None:
-    payload = base64.b64encode(pickle.dumps(Boobytrap(tmp_path / "sprung"))).decode()
+    payload = base64.b64encode(pickle.dumps(MaliciousPickle(tmp_path / "executed"))).decode()
     bodies = [["pickle", payload, seal], ["list", [["pickle", payload, seal]]]]
     bodies += [["dict", [[1, ["pickle", payload, seal]]]], ["PICKLE", payload, seal]]
     for body in bodies:
         with pytest.raises(CommunicationError):
             object_codec.unpack(body, [], trust)
-    assert not (tmp_path / "sprung").exists()
+    assert not (tmp_path / "executed").exists()
     own = Trust(is_private=True)
-    carry(Boobytrap(tmp_path / "sprung"), own, own)  # the trap works
-    assert (tmp_path / "sprung").exists()
+    carry(MaliciousPickle(tmp_path / "executed"), own, own)  # the pickle does what it should
+    assert (tmp_path / "executed").exists()
 
 
 def test_ranks_do_not_unpickle_from_a_rank_without_the_secret(tmp_path: Path) -> None:
@@ -210,14 +210,14 @@ def test_ranks_do_not_unpickle_from_a_rank_without_the_secret(tmp_path: Path) ->
         if comm.rank == 1:
             comm._jobs.objects._trust = Trust(secret=b"a guess")
         try:
-            comm.gather_obj(Boobytrap(tmp_path / "sprung") if comm.rank else 1)
+            comm.gather_obj(MaliciousPickle(tmp_path / "executed") if comm.rank else 1)
         except CommunicationError as error:
             return str(error)
         return ""
 
     first, _ = run_ranks(rank_main, 2, is_trusted=False)
     assert "does not carry the seal of this job" in first
-    assert not (tmp_path / "sprung").exists()
+    assert not (tmp_path / "executed").exists()
 
 
 @pytest.mark.parametrize("name", ["load", "__name__", "nn", "no such"])

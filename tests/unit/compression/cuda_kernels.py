@@ -62,8 +62,8 @@ def _compare(
     plan = codec.plan(stripe)
     noise = Noise(3, 5, "worker") if codec.spec.is_stochastic else None
     encoded = torch.zeros(plan.nbytes, dtype=torch.uint8)
-    rest = None if residual is None else torch.zeros_like(residual)
-    flags = reference.encode(values, residual, rest, encoded, plan, noise)
+    new_residual = None if residual is None else torch.zeros_like(residual)
+    flags = reference.encode(values, residual, new_residual, encoded, plan, noise)
 
     there = torch.zeros(plan.nbytes, dtype=torch.uint8, device=device)
     residual_there = None if residual is None else residual.to(device)
@@ -93,7 +93,7 @@ def _compare(
             new_residual_there.cpu()[:512], residual[:512]
         ), what
         return
-    # what was sent and what was lost add up to the value, and no more is lost than by the reference
+    # what was sent and what was lost add up to the value; the loss is at most the reference's
     if residual is not None:
         for s in stripe.segments:
             run = slice(s.start, s.end)
@@ -105,7 +105,7 @@ def _compare(
             rounding = 1e-6 * float(v.abs().max())
             torch.testing.assert_close(decoded[run] + lost, v, rtol=0, atol=rounding, msg=what)
             if torch.isfinite(v.square().sum()):
-                assert lost.norm() <= 1.001 * rest[run].norm() + rounding, what
+                assert lost.norm() <= 1.001 * new_residual[run].norm() + rounding, what
 
 
 def compile_all() -> int:
@@ -136,8 +136,8 @@ def compile_all() -> int:
         wide = "*fp64" if is_stochastic else "*fp32"
         compile_one(
             cuda._encode_block,
-            {"values": wide, "residual": wide, "rest": wide, "out": "*u8", "floats": "*fp32"}
-            | {**shared, "keys": "*i64"},
+            {"values": wide, "residual": wide, "new_residual": wide, "out": "*u8"}
+            | {"floats": "*fp32", **shared, "keys": "*i64"},
             {**grid, "IS_STOCHASTIC": is_stochastic, "HAS_RESIDUAL": True},
         )
         compile_one(
@@ -148,7 +148,7 @@ def compile_all() -> int:
     for is_out in (True, False):
         compile_one(
             cuda._copy_small,
-            {"buffer": "*fp32", "wire": "*fp32", **shared},
+            {"buffer": "*fp32", "encoded": "*fp32", **shared},
             {"ADD": not is_out, "OUT": is_out, "CHUNK": 1024},
         )
     return num_compiled

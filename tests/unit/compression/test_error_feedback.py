@@ -1,4 +1,4 @@
-"""Error feedback: nothing is lost for good."""
+"""Error feedback: nothing is lost permanently."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_warm_start_finds_the_largest_singular_vectors() -> None:
     assert errors[-1] < 1.01
 
 
-def test_zeros_stay_zeros_and_do_not_stop_it_for_good() -> None:
+def test_zeros_stay_zeros_and_do_not_stop_it_permanently() -> None:
     def train(comm: Communicator) -> list[Tensor]:
         codec, returned = PowerSGD(rank=2), []
         for scale in (0.0, 0.0, 1.0):
@@ -224,7 +224,7 @@ def test_state_resumes_bit_equal_and_survives_another_number_of_workers() -> Non
         name: residual_of([s for s, _ in results], name, SHAPES[name]) for name in ("dense", "conv")
     }
 
-    def go_on(comm: Communicator) -> tuple[dict[str, Tensor], dict]:
+    def resume_on_two(comm: Communicator) -> tuple[dict[str, Tensor], dict]:
         codec = PowerSGD(rank=2)
         codec.load_state_dict(state)
         named = gradients(comm.rank, 3)
@@ -232,9 +232,9 @@ def test_state_resumes_bit_equal_and_survives_another_number_of_workers() -> Non
         codec.finish(is_valid=True)
         return dict(named), codec.state_dict()
 
-    resumed = run_ranks(go_on, 2)
-    for name, debt in before.items():
-        true = sum(dict(gradients(rank, 3))[name].double() / 2 for rank in range(2)) + debt
+    resumed = run_ranks(resume_on_two, 2)
+    for name, residual in before.items():
+        true = sum(dict(gradients(rank, 3))[name].double() / 2 for rank in range(2)) + residual
         sent = resumed[0][0][name].double() + residual_of(
             [s for _, s in resumed], name, SHAPES[name]
         )

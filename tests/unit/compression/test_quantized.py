@@ -1,4 +1,4 @@
-"""Quantized values: how near, how many bytes, what is refused."""
+"""Quantized values: their error, their size, what is refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def relative_error(codec: Quantized, values: Tensor) -> float:
 
 
 def test_error_on_normal_and_laplace_values() -> None:
-    """Near the best grid of so many levels: 0.0129, 0.190, 0.363 for a normal (Max 1960)."""
+    """Near the best grid with as few levels: 0.0129, 0.190, 0.363 for a normal (Max 1960)."""
     generator = torch.Generator().manual_seed(0)
     normal = torch.randn(100 * 1024, generator=generator)
     uniform = torch.rand(100 * 1024, generator=generator) - 0.5

@@ -221,11 +221,11 @@ def test_a_pass_that_is_left_after_training_continues_where_it_was(
     assert seen == sampler.order(0).tolist()
 
 
-def test_batches_that_nobody_trained_on_are_looked_at_again() -> None:
+def test_batches_without_a_training_step_are_returned_again() -> None:
     place = RankPlacement(0, 1)
     place.num_steps = 7
     sampler = GlobalSampler(40, place, 4)
-    for _ in range(2):  # a statistic of the first batches, say
+    for _ in range(2):  # for example a statistic of the first batches
         looked_at = [i for batch, _ in zip(sampler, range(3), strict=False) for i in batch]
         assert looked_at[:12] == sampler.order(0)[:12].tolist()
     place.num_steps = None  # steps are not counted: more than one batch means training
@@ -333,7 +333,7 @@ def test_state_after_counts_from_where_the_pass_began() -> None:
         sampler.state_after(3)
 
 
-def test_set_epoch_keeps_an_epoch_under_way() -> None:
+def test_set_epoch_keeps_an_epoch_in_progress() -> None:
     (sampler,) = samplers(1, 10, 4)
     sampler.load_state_dict({"epoch": 1, "position": 4})
     sampler.set_epoch(1)

@@ -144,7 +144,7 @@ def test_objects_need_trust() -> None:
     samples = [Fraction(1, i + 1) for i in range(3)]
     with pytest.raises(UnsupportedError, match=r"Sample 0 .* Fraction needs pickle"):
         packed(samples)
-    for trust in (Trust(is_private=True), Trust(secret=b"word")):
+    for trust in (Trust(is_private=True), Trust(secret=b"text")):
         assert list(packed(samples, trust)) == samples
 
 

@@ -311,7 +311,7 @@ ERRORS = {
 
 @pytest.mark.parametrize("case", ERRORS)
 @pytest.mark.parametrize("topology", [Topology.blocks([3]), Topology.blocks([1, 2])], ids=str)
-def test_the_root_s_error_is_everyone_s(case: str, topology: Topology) -> None:
+def test_the_root_s_error_is_raised_on_all_ranks(case: str, topology: Topology) -> None:
     source, kind, message = ERRORS[case]
 
     def attempt(comm):

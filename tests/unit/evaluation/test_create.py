@@ -283,7 +283,7 @@ def test_a_shard_may_take_longer_than_the_time_limit() -> None:
 
 
 class OwnLoop(Evaluator):
-    """As the documentation of pytorch-pfn-extras says to write one; adds values of its own."""
+    """Written as in the documentation of pytorch-pfn-extras; adds values of its own."""
 
     def evaluate(self) -> dict[str, Any]:
         summary = ppe.reporting.DictSummary()

@@ -56,7 +56,7 @@ def test_the_model_goes_back_to_training() -> None:
 class Fails(Numbers):
     def calc_local(self, number: int) -> Any:
         if self.comm.rank == 1 and number == 2:
-            raise KeyError("no such word")
+            raise KeyError("no such key")
         return number
 
 
@@ -66,9 +66,9 @@ class FailsToAggregate(Numbers):
 
 
 @pytest.mark.parametrize(
-    ("kind", "guilty", "own"), [(Fails, 1, KeyError), (FailsToAggregate, 0, ArithmeticError)]
+    ("kind", "failing", "own"), [(Fails, 1, KeyError), (FailsToAggregate, 0, ArithmeticError)]
 )
-def test_one_rank_raises_and_all_ranks_raise(kind: Any, guilty: int, own: type[Exception]) -> None:
+def test_one_rank_raises_and_all_ranks_raise(kind: Any, failing: int, own: type[Exception]) -> None:
     begin_s = time.monotonic()
 
     def body(comm: Communicator) -> Exception | None:
@@ -81,8 +81,8 @@ def test_one_rank_raises_and_all_ranks_raise(kind: Any, guilty: int, own: type[E
     errors = run_ranks(body, 3, timeout_s=30)
     assert time.monotonic() - begin_s < 15
     for rank, error in enumerate(errors):
-        assert isinstance(error, own if rank == guilty else CommunicationError)
-        assert rank == guilty or f"rank {guilty} raised {own.__name__}" in str(error)
+        assert isinstance(error, own if rank == failing else CommunicationError)
+        assert rank == failing or f"rank {failing} raised {own.__name__}" in str(error)
 
 
 def test_none_is_no_result() -> None:
@@ -95,10 +95,10 @@ def test_none_is_no_result() -> None:
 
 
 def test_the_hook_is_called_for_every_batch() -> None:
-    heard: list[int] = []
+    reported: list[int] = []
 
     def body(comm: Communicator) -> None:
-        Numbers(comm, [(1,), (2,)], nn.Linear(1, 1), progress_hook=heard.append)()
+        Numbers(comm, [(1,), (2,)], nn.Linear(1, 1), progress_hook=reported.append)()
 
     run_ranks(body, 1)
-    assert heard == [1, 2]
+    assert reported == [1, 2]

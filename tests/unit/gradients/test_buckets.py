@@ -53,7 +53,7 @@ def test_nothing_to_lay_out() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_footer_counts_exactly_beside_16_bits(dtype: torch.dtype) -> None:
+def test_a_footer_is_exact_with_16_bit_values(dtype: torch.dtype) -> None:
     buckets = plan(parameters((3,), dtype=dtype))
     assert [b.buffer.dtype for b in buckets] == [dtype, torch.float32]
     buckets[-1].exact[0] = 70_001.0

@@ -1,4 +1,4 @@
-"""Sixteen bits on the wire: near, and the same on every rank."""
+"""Messages of sixteen bits: near, and the same on every rank."""
 
 from __future__ import annotations
 

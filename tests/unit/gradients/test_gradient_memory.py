@@ -27,7 +27,7 @@ HOLDERS = {
 
 
 class TestReuse:
-    def test_memory_that_nobody_holds_is_used_again(self) -> None:
+    def test_unreferenced_memory_is_used_again(self) -> None:
         parameter, memory = nn.Parameter(torch.zeros(3, 2)), GradientMemory()
         addresses = set()
         for value in range(4):
@@ -38,7 +38,7 @@ class TestReuse:
         assert len(addresses) == 1
 
     @pytest.mark.parametrize("holder", HOLDERS)
-    def test_what_somebody_holds_keeps_its_values(self, holder: str) -> None:
+    def test_referenced_memory_keeps_its_values(self, holder: str) -> None:
         parameter, memory = nn.Parameter(torch.zeros(3, 2)), GradientMemory()
         memory.set_all([parameter], [torch.ones(3, 2)])
         address = parameter.grad.data_ptr()

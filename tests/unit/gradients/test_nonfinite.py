@@ -1,4 +1,4 @@
-"""Gradients that are not finite: refused on all ranks alike, or left out by a GradScaler."""
+"""Gradients that are not finite: refused on all ranks, or left out by a GradScaler."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_grad_scaler_leaves_the_step_out_everywhere(codec) -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # ranks are threads: seen by `caught`
 @pytest.mark.parametrize(("choice", "num_warnings"), [("warn", 2), ("ignore", 0)])
-def test_warn_and_pass_step_all_the_same(choice: str, num_warnings: int) -> None:
+def test_warn_and_ignore_still_step(choice: str, num_warnings: int) -> None:
     def rank_main(comm):
         model, optimizer = wrap(comm, on_nonfinite=choice)
         backward(model, comm, 0, float("inf"))
@@ -88,8 +88,8 @@ def test_warn_and_pass_step_all_the_same(choice: str, num_warnings: int) -> None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run_ranks(rank_main, 2)
-    said = [str(w.message) for w in caught if "were not finite" in str(w.message)]
-    assert len(said) == num_warnings
+    texts = [str(w.message) for w in caught if "were not finite" in str(w.message)]
+    assert len(texts) == num_warnings
 
 
 def test_large_gradients_whose_sum_overflows_are_fine() -> None:

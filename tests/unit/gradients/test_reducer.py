@@ -97,35 +97,37 @@ def test_all_passes_under_no_sync_are_exchanged_by_step() -> None:
 def test_two_optimizers_in_turn_as_a_gan_has_them(schedule: str) -> None:
     """The generator's pass goes through the discriminator, which is not trained in it."""
 
-    def train(maker, judge, make_opt, judge_opt, ranks):
+    def train(generator, critic, g_optimizer, d_optimizer, ranks):
         for step in range(4):
             noise = [seeded(r, 4, 3, salt=step) / 10 for r in ranks]
             real = [batch(r, step) for r in ranks]
-            judge.requires_grad_(True)
-            judge_opt.zero_grad()
-            fake = [maker(z).detach() for z in noise]
+            critic.requires_grad_(True)
+            d_optimizer.zero_grad()
+            fake = [generator(z).detach() for z in noise]
             pairs = zip(fake, real, strict=True)
             (
-                sum(judge(f).mean() - judge(r).pow(2).mean() for f, r in pairs) / len(ranks)
+                sum(critic(f).mean() - critic(r).pow(2).mean() for f, r in pairs) / len(ranks)
             ).backward()
-            judge_opt.step()
-            judge.requires_grad_(False)
-            make_opt.zero_grad()
-            (sum(judge(maker(z)).pow(2).mean() for z in noise) / len(ranks)).backward()
-            make_opt.step()
-        return values(maker) + values(judge)
+            d_optimizer.step()
+            critic.requires_grad_(False)
+            g_optimizer.zero_grad()
+            (sum(critic(generator(z)).pow(2).mean() for z in noise) / len(ranks)).backward()
+            g_optimizer.step()
+        return values(generator) + values(critic)
 
     def build():
-        maker = fill(nn.Sequential(nn.Linear(3, 5), nn.Tanh()).double(), 1)
-        return maker, mlp(2)
+        generator = fill(nn.Sequential(nn.Linear(3, 5), nn.Tanh()).double(), 1)
+        return generator, mlp(2)
 
     def rank_main(comm):
-        maker, judge = build()
-        make_opt = create_multi_node_optimizer(sgd(maker), comm, maker, schedule=schedule)
-        judge_opt = create_multi_node_optimizer(
-            torch.optim.Adam(judge.parameters(), 0.01), comm, judge, schedule=schedule
+        generator, critic = build()
+        g_optimizer = create_multi_node_optimizer(
+            sgd(generator), comm, generator, schedule=schedule
         )
-        return train(maker, judge, make_opt, judge_opt, [comm.rank])
+        d_optimizer = create_multi_node_optimizer(
+            torch.optim.Adam(critic.parameters(), 0.01), comm, critic, schedule=schedule
+        )
+        return train(generator, critic, g_optimizer, d_optimizer, [comm.rank])
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -133,9 +135,9 @@ def test_two_optimizers_in_turn_as_a_gan_has_them(schedule: str) -> None:
     for result in results[1:]:
         assert equal(result, results[0])
     if schedule == "every_step":
-        maker, judge = build()
+        generator, critic = build()
         alone = train(
-            maker, judge, sgd(maker), torch.optim.Adam(judge.parameters(), 0.01), range(3)
+            generator, critic, sgd(generator), torch.optim.Adam(critic.parameters(), 0.01), range(3)
         )
         assert near(results[0], alone, 1e-10)
 
@@ -215,7 +217,7 @@ def test_frozen_and_later_unfrozen(schedule: str, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("users", "world_size"),
-    [("nobody", 1), ("nobody", 3), ("rank 1", 3), ("everybody", 1), ("everybody", 3)],
+    [("no rank", 1), ("no rank", 3), ("rank 1", 3), ("all ranks", 1), ("all ranks", 3)],
 )
 @pytest.mark.parametrize("zero_fill", [True, False])
 def test_unused_parameters(zero_fill: bool, users: str, world_size: int) -> None:
@@ -224,7 +226,7 @@ def test_unused_parameters(zero_fill: bool, users: str, world_size: int) -> None
         model = nn.ModuleDict({"used": mlp(), "rare": mlp(3)})
         inner = torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.1)
         optimizer = create_multi_node_optimizer(inner, comm, model, zero_fill=zero_fill)
-        uses = users == "everybody" or (users == "rank 1" and comm.rank == 1)
+        uses = users == "all ranks" or (users == "rank 1" and comm.rank == 1)
         before = values(model["rare"])
         for step in range(3):
             optimizer.zero_grad()
@@ -234,10 +236,10 @@ def test_unused_parameters(zero_fill: bool, users: str, world_size: int) -> None
             loss.backward()
             optimizer.step()
         rare = grads(model["rare"])
-        if users == "nobody" and not zero_fill:
+        if users == "no rank" and not zero_fill:
             assert rare == [None] * 4
             assert equal(values(model["rare"]), before)
-        elif users == "nobody":
+        elif users == "no rank":
             assert all(not g.any() for g in rare)
             decayed = [b * (1 - 0.1 * 0.1) ** 3 for b in before]
             assert near(values(model["rare"]), decayed)
@@ -454,8 +456,8 @@ def test_a_model_without_anything_to_train() -> None:
     run_ranks(rank_main, 2, name="hierarchical")
 
 
-def test_what_is_thrown_away_is_freed() -> None:
-    """torch's own hook on a parameter would keep all that the exchange holds for ever."""
+def test_what_is_deleted_is_freed() -> None:
+    """torch's own hook on a parameter would keep all that the exchange holds forever."""
 
     def rank_main(comm):
         model = mlp()
@@ -471,7 +473,7 @@ def test_what_is_thrown_away_is_freed() -> None:
     assert [reference() for reference in kept] == [None] * 4
 
 
-def test_gradients_are_means_even_if_nobody_keeps_the_optimizer() -> None:
+def test_gradients_are_means_even_if_the_optimizer_is_not_kept() -> None:
     def rank_main(comm):
         model = mlp()
         create_multi_node_optimizer(sgd(model), comm, model)

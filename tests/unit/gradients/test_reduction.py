@@ -100,7 +100,7 @@ def test_double_buffering_applies_the_same_sums_late(size: int) -> None:
 
 @pytest.mark.parametrize("codec", ["float16", "bfloat16", "int8", "int4", "1bit", "power_sgd"])
 def test_codecs_lose_of_a_sum_what_they_lose_of_a_mean(codec: str) -> None:
-    """What was applied and what is still owed add up to W times those of the mean."""
+    """What was applied and the residuals add up to W times those of the mean."""
 
     def applied(comm, reduction: str, codec: str | None = codec) -> list[Tensor]:
         model = wide()
@@ -131,15 +131,15 @@ def test_codecs_lose_of_a_sum_what_they_lose_of_a_mean(codec: str) -> None:
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
-def test_what_a_codec_has_lost_is_paid_in_sums_whatever_ranks_take_part(codec: str) -> None:
-    """Sums with and without rank 1 alternate: what is still owed does not grow with the steps."""
+def test_residuals_are_added_to_sums_whatever_ranks_participate(codec: str) -> None:
+    """Sums with and without rank 1 alternate: what is still held does not grow with the steps."""
 
-    def still_owed(comm) -> list[float]:
+    def largest_residuals(comm) -> list[float]:
         model = wide()
         optimizer = create_multi_node_optimizer(
             torch.optim.SGD(model.parameters(), 0.0), comm, model, codec=codec, reduction="sum"
         )
-        owed, largest = [torch.zeros_like(p) for p in model.parameters()], []
+        held, largest = [torch.zeros_like(p) for p in model.parameters()], []
         for step in range(96):
             optimizer.zero_grad()
             is_in = comm.rank == 0 or step % 2 == 0
@@ -152,13 +152,13 @@ def test_what_a_codec_has_lost_is_paid_in_sums_whatever_ranks_take_part(codec: s
                 parts_of_rank = torch.autograd.grad(summed_loss(model, x), list(model.parameters()))
                 for total, part in zip(true, parts_of_rank, strict=True):
                     total += part
-            for rest, expected, parameter in zip(owed, true, model.parameters(), strict=True):
-                rest += expected - parameter.grad
+            for residual, expected, parameter in zip(held, true, model.parameters(), strict=True):
+                residual += expected - parameter.grad
             scale = max(float(t.abs().max()) for t in true)
-            largest.append(max(float(rest.abs().max()) for rest in owed) / scale)
+            largest.append(max(float(residual.abs().max()) for residual in held) / scale)
         return [max(largest[:48]), max(largest[48:])]
 
-    for early, late in run_ranks(still_owed, 2, name="flat"):
+    for early, late in run_ranks(largest_residuals, 2, name="flat"):
         assert 0 < late < 1.5 * early
 
 
@@ -283,7 +283,7 @@ def test_gradients_under_no_sync_keep_their_sum_on_another_number_of_ranks() -> 
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"weight": "samples"}, "weight='samples' and reduction='sum' contradict"),
         ({"schedule": "periodic_average"}, "under periodic_average each rank steps with its own"),
@@ -292,10 +292,10 @@ def test_gradients_under_no_sync_keep_their_sum_on_another_number_of_ranks() -> 
         ({"schedule": "parameter_server"}, "under parameter_server each rank"),
     ],
 )
-def test_what_has_no_sum(options: dict[str, object], words: str) -> None:
+def test_what_has_no_sum(options: dict[str, object], message: str) -> None:
     def attempt(comm):
         model = mlp()
-        with pytest.raises(UnsupportedError, match=words):
+        with pytest.raises(UnsupportedError, match=message):
             create_multi_node_optimizer(sgd(model), comm, model, reduction="sum", **options)
 
     run_ranks(attempt, 2)

@@ -1,4 +1,4 @@
-"""Ranks that would not send the same are told so, all of them, before anything is sent."""
+"""Ranks that would not send the same all raise before anything is sent."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr)
 
 
-def sentences(build: Callable, world_size: int = 3, **options: Callable) -> list[str]:
-    """What every rank is told when ``build(rank)`` gives (model, inner optimizer)."""
+def messages(build: Callable, world_size: int = 3, **options: Callable) -> list[str]:
+    """The error on every rank when ``build(rank)`` gives (model, inner optimizer)."""
 
     def rank_main(comm):
         model, inner = build(comm.rank)
@@ -43,14 +43,14 @@ def linear(out: int = 3, dtype: torch.dtype = torch.float32) -> tuple:
 
 
 def test_other_shapes() -> None:
-    for text in sentences(lambda rank: linear(5 if rank == 2 else 3)):
+    for text in messages(lambda rank: linear(5 if rank == 2 else 3)):
         assert (
             "'0.weight': rank 0 has [3, 4] torch.float32, rank 2 has [5, 4] torch.float32" in text
         )
 
 
 def test_other_dtypes() -> None:
-    for text in sentences(lambda rank: linear(dtype=torch.float64 if rank else torch.float32)):
+    for text in messages(lambda rank: linear(dtype=torch.float64 if rank else torch.float32)):
         assert "rank 0 has [3, 4] torch.float32, rank 1 has [3, 4] torch.float64" in text
 
 
@@ -59,7 +59,7 @@ def test_other_names() -> None:
         model = nn.ModuleDict({"left" if rank else "right": nn.Linear(2, 2)})
         return model, sgd(model)
 
-    for text in sentences(build):
+    for text in messages(build):
         assert "'right.weight': rank 0 has [2, 2] torch.float32, rank 1 has none" in text
 
 
@@ -68,7 +68,7 @@ def test_more_parameters_on_one_rank() -> None:
         model = nn.Sequential(nn.Linear(2, 2), *([nn.Linear(2, 2)] if rank == 1 else []))
         return model, sgd(model)
 
-    for text in sentences(build):
+    for text in messages(build):
         assert "'1.weight': rank 0 has none, rank 1 has [2, 2]" in text
 
 
@@ -80,7 +80,7 @@ def test_another_order() -> None:
             model.add_module(name, nn.Linear(2, 2))
         return model, sgd(model)
 
-    for text in sentences(build):
+    for text in messages(build):
         assert "rank 0 and rank 1 hold the same things in another order" in text
 
 
@@ -91,7 +91,7 @@ def test_another_memory_format() -> None:
         model = nn.Conv2d(2, 3, 2)
         return model.to(memory_format=torch.channels_last) if rank == 1 else model, sgd(model)
 
-    for text in sentences(build):
+    for text in messages(build):
         assert "'weight': rank 0 has [3, 2, 2, 2] torch.float32, rank 1 has" in text
         assert "with strides" in text
 
@@ -102,7 +102,7 @@ def test_other_frozen_parameters() -> None:
         model[0].bias.requires_grad_(rank != 1)
         return model, sgd(model)
 
-    for text in sentences(build):
+    for text in messages(build):
         assert (
             "'0.bias': rank 0 has [7] torch.float64, rank 1 has [7] torch.float64, frozen" in text
         )
@@ -113,7 +113,7 @@ def test_other_parameters_in_the_optimizer() -> None:
         model = mlp()
         return model, torch.optim.SGD(model[2:].parameters() if rank else model.parameters(), 0.1)
 
-    for text in sentences(build):
+    for text in messages(build):
         assert "'0.weight'" in text
         assert "not in the optimizer" in text
 
@@ -123,7 +123,7 @@ def test_other_options_of_the_optimizer() -> None:
         model = mlp()
         return model, sgd(model, 0.1 * (rank + 1))
 
-    for text in sentences(build):
+    for text in messages(build):
         assert "'lr of group 0': rank 0 has 0.1, rank 1 has 0.2" in text
 
 
@@ -132,7 +132,7 @@ def test_another_optimizer() -> None:
         model = mlp()
         return model, (torch.optim.Adam if rank else torch.optim.SGD)(model.parameters(), 0.1)
 
-    for text in sentences(build):
+    for text in messages(build):
         assert "'class': rank 0 has SGD, rank 1 has Adam" in text
 
 
@@ -150,7 +150,7 @@ def test_other_requests(option: str, first: object, second: object) -> None:
         model = mlp()
         return model, sgd(model)
 
-    for text in sentences(build, 2, **{option: lambda rank: second if rank else first}):
+    for text in messages(build, 2, **{option: lambda rank: second if rank else first}):
         assert f"'{option}': rank 0 has {first}, rank 1 has {second}" in text
 
 
@@ -198,16 +198,16 @@ def test_a_broadcast_that_fails_is_noticed() -> None:
 def test_a_parameter_that_is_not_in_the_model_is_named() -> None:
     def rank_main(comm):
         model, other = mlp(), nn.Linear(4, 2)
-        stranger = torch.optim.SGD([{"params": model.parameters()}, {"params": [other.weight]}])
+        unnamed = torch.optim.SGD([{"params": model.parameters()}, {"params": [other.weight]}])
         with pytest.raises(
             UsageError, match=r"number 0 of the optimizer's group 1, shape \[2, 4\], is not in the"
         ):
-            create_multi_node_optimizer(stranger, comm, model)
+            create_multi_node_optimizer(unnamed, comm, model)
         named = torch.optim.SGD([("head.weight", other.weight)], 0.1)
         with pytest.raises(UsageError, match=r"head\.weight"):
             create_multi_node_optimizer(named, comm, model)
         before = values(model)
-        create_multi_node_optimizer(stranger, comm, [model, other])
+        create_multi_node_optimizer(unnamed, comm, [model, other])
         assert equal(values(model), before)
 
     run_ranks(rank_main, 2)

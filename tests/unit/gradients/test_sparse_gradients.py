@@ -40,7 +40,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Both:
-    """SparseAdam for the embeddings and SGD for the rest, in one optimizer's clothes."""
+    """SparseAdam for the embeddings and SGD for the rest, with the interface of one optimizer."""
 
     def __init__(self, comm, model, **options) -> None:
         sparse = [model.words.weight, model.bag.weight]

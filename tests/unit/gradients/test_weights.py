@@ -67,7 +67,7 @@ def test_samples_of_uneven_and_empty_batches(sizes: list[list[int]], name: str) 
 
 @pytest.mark.parametrize("codec", [None, "float16", "bfloat16"])
 def test_tokens_by_set_weight(codec: str | None) -> None:
-    """A mean over the tokens that a mask leaves, with many tokens and 16 bits on the wire."""
+    """A mean over the tokens that a mask leaves, with many tokens and messages of 16 bits."""
     tokens = [[4096, 100_000, 0], [1, 2, 3]]
 
     def rank_main(comm):
@@ -86,7 +86,7 @@ def test_tokens_by_set_weight(codec: str | None) -> None:
                 worst = float((mine - 1000 * mean).abs().max() / (1000 * mean).abs().max())
                 assert worst < tolerance, step
             optimizer.step()
-        # the weight was for one pass: now ranks count alike
+        # the weight was for one pass: now ranks count equally
         optimizer.zero_grad()
         expected = weighted(model, [1, 1, 1], 5)
         loss_of(model, batch(comm.rank, 5, dtype=torch.float32)).backward()
@@ -138,7 +138,7 @@ def test_half_precision_parameters_with_samples() -> None:
 
 @pytest.mark.parametrize("codec", [None, "float16"])
 def test_weights_that_are_zero_everywhere(codec: str | None) -> None:
-    """The same sentence on all ranks, who may then go on with the next batch."""
+    """The same error on all ranks, which may then continue with the next batch."""
 
     def rank_main(comm):
         model = mlp(dtype=torch.float32)

@@ -91,13 +91,13 @@ def test_a_norm_must_be_positive(max_grad_norm: float) -> None:
 
 
 class TestWhatIsEncoded:
-    """A codec that does nothing says so, and how to let it encode all the same."""
+    """A codec that does nothing warns, with the cure."""
 
     @pytest.mark.parametrize("codec", ["1bit", "int8", "float16", "power_sgd"])
     @pytest.mark.parametrize("name", ["single_node", "hierarchical", "non_cuda_aware"])
     def test_all_ranks_on_one_node(self, name: str, codec: str) -> None:
-        words = r"encodes nothing here.*all 2 ranks are on one.*create_communicator\('flat'\)"
-        with pytest.warns(UserWarning, match=words) as caught:
+        text = r"encodes nothing here.*all 2 ranks are on one.*create_communicator\('flat'\)"
+        with pytest.warns(UserWarning, match=text) as caught:
             texts = run_ranks(lambda comm: repr(wrap(comm, codec=codec)), 2, name=name)
         assert len(caught) == 1  # rank 0 alone
         assert all("between no ranks" in text for text in texts)
@@ -123,5 +123,5 @@ class TestWhatIsEncoded:
     @pytest.mark.parametrize(
         "options", [{}, {"codec": "float32"}, {"codec": "int8", "schedule": "parameter_server"}]
     )
-    def test_where_there_is_nothing_to_say(self, options: dict[str, object]) -> None:
+    def test_where_no_warning_is_needed(self, options: dict[str, object]) -> None:
         run_ranks(lambda comm: wrap(comm, **options).close(), 2, name="hierarchical")

@@ -38,8 +38,8 @@ def run(folder: Path, seed: str, p: float = 0.1) -> tuple[str, str]:
         capture_output=True, text=True, timeout=55, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    words = next(w for w in ("equal", "different") if w in done.stdout)
-    return words, "".join(line for line in done.stderr.splitlines() if "same masks" in line)
+    masks = next(text for text in ("equal", "different") if text in done.stdout)
+    return masks, "".join(line for line in done.stderr.splitlines() if "same masks" in line)
 
 
 @pytest.mark.processes

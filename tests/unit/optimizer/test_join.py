@@ -84,7 +84,7 @@ def test_equals_one_process(lengths: list[int], inner: str, schedule: str, name:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_one_epoch_after_the_other(schedule: str) -> None:
-    """Who ran longest so far is not who runs longest now."""
+    """The rank that ran longest so far is not the one that runs longest now."""
     epochs = [[6, 1, 2], [1, 3, 2], [0, 2, 4]]
 
     def rank_main(comm):

@@ -359,7 +359,7 @@ def test_closures_decide_identically_on_all_ranks(world_size: int, line_search: 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_closure_without_backward_on_one_rank(schedule: str) -> None:
-    """A rank whose batch is empty takes part with zeros, in the same order as the others."""
+    """A rank whose batch is empty participates with zeros, in the same order as the others."""
 
     def rank_main(comm):
         model = mlp()
@@ -474,10 +474,10 @@ def test_a_backward_that_raises_on_one_rank_ends_the_others_in_time() -> None:
             optimizer.step()
         return str(caught.value)
 
-    died, waited = run_ranks(rank_main, 2, name="hierarchical", timeout_s=1)
+    died, waited = run_ranks(rank_main, 2, name="hierarchical", timeout_s=3)
     assert "raised an exception" in died
     assert "rank 1 of 2" in waited
-    assert re.search("within 1 s|closed its connection", waited), waited
+    assert re.search("within 3 s|closed its connection", waited), waited
 
 
 class Raises(nn.Module):
@@ -501,7 +501,7 @@ class _Raise(torch.autograd.Function):
         raise ValueError("broken layer")
 
 
-def test_use_after_finalize_is_a_sentence() -> None:
+def test_use_after_finalize_is_an_error_with_the_cure() -> None:
     def rank_main(comm):
         model = mlp()
         create_multi_node_optimizer(momentum(model), comm, model)

@@ -1,4 +1,4 @@
-"""What all ranks must do together: where only some do, all are told which, and none trains on."""
+"""What all ranks must do together: where only some do, all raise and name them."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class TestUnsynced:
 
 
 class TestOneOptimizerPerParameter:
-    def test_a_newer_one_takes_over_and_the_older_says_so(self) -> None:
+    def test_a_newer_one_replaces_the_older_which_then_raises(self) -> None:
         def rank_main(comm):
             model = mlp()
             older = create_multi_node_optimizer(sgd(model), comm, model)
@@ -175,7 +175,7 @@ class TestOneOptimizerPerParameter:
 
         run_ranks(rank_main, 2, name="hierarchical")
 
-    def test_one_that_nobody_holds_does_not_exchange_twice(self) -> None:
+    def test_an_unreferenced_one_does_not_exchange_twice(self) -> None:
         def rank_main(comm):
             model = mlp()
             for _ in range(3):  # the cell of a notebook, run again

@@ -122,7 +122,7 @@ def test_continuing_from_a_saved_state_is_bit_identical(
         )
         go(model, optimizer, comm.rank, range(3))
         written = io.BytesIO()
-        if comm.rank == 0:  # as a snapshot does: the others are not asked
+        if comm.rank == 0:  # as a snapshot does: not on the others
             torch.save({"m": model.state_dict(), "o": optimizer.state_dict()}, written)
         held = optimizer.state_dict()["torchmn"]
         assert held["schedule"] == "double_buffering"

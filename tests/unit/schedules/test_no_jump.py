@@ -1,4 +1,4 @@
-"""A small real training goes on with another number of workers as if nothing had been."""
+"""A small real training continues smoothly with another number of workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What PBS, Slurm and Grid Engine say about the hosts of a job."""
+"""The hosts of a job according to PBS, Slurm and Grid Engine."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def test_pbs_has_a_line_per_worker(tmp_path: Path) -> None:
     assert str(given) == "PBS job 123.server on r1n1:2, r1n2:2"
 
 
-def test_slurm_counts_tasks_if_they_were_asked_for_and_else_processors() -> None:
+def test_slurm_counts_tasks_if_they_were_requested_and_else_processors() -> None:
     assert str(allocation(SLURM)) == "Slurm job 7 on n1:4, n2:4"
-    asked = {**SLURM, "SLURM_NTASKS": "3", "SLURM_TASKS_PER_NODE": "2,1"}
-    assert str(allocation(asked)) == "Slurm job 7 on n1:2, n2:1"
+    requested = {**SLURM, "SLURM_NTASKS": "3", "SLURM_TASKS_PER_NODE": "2,1"}
+    assert str(allocation(requested)) == "Slurm job 7 on n1:2, n2:1"
 
 
 def test_grid_engine_has_a_row_per_host(tmp_path: Path) -> None:
@@ -41,15 +41,15 @@ def test_grid_engine_has_a_row_per_host(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("env", "words"),
+    ("env", "message"),
     [
         ({**SLURM, "SLURM_JOB_CPUS_PER_NODE": "4"}, "names 2 host.* counts 1"),
         ({**SLURM, "SLURM_JOB_NODELIST": "n["}, "SLURM_JOB_NODELIST must look like"),
         ({"PBS_NODEFILE": "/no/such", "PBS_JOBID": "1"}, "PBS_NODEFILE=/no/such cannot be read"),
     ],
 )
-def test_what_cannot_be_read_is_refused(env: dict[str, str], words: str) -> None:
-    with pytest.raises(TopologyError, match=words):
+def test_what_cannot_be_read_is_refused(env: dict[str, str], message: str) -> None:
+    with pytest.raises(TopologyError, match=message):
         allocation(env)
 
 

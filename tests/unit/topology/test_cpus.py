@@ -82,7 +82,7 @@ def test_order_follows_sockets_and_cores(tmp_path: Path) -> None:
     assert order.index(1) < order.index(0)
 
 
-def test_quota_of_version_2_is_the_least_on_the_way_up(tmp_path: Path) -> None:
+def test_quota_of_version_2_is_the_minimum_of_all_levels(tmp_path: Path) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text("0::/a/b\n")
     for level, text in {"": "max 100000", "a": "150000 100000", "a/b": "400000 100000"}.items():

@@ -1,4 +1,4 @@
-"""Lists of hosts: files, command lines, Slurm's node lists, and who gets how many workers."""
+"""Lists of hosts: files, command lines, Slurm's node lists, and the workers of each host."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def test_host_file_of_the_source_documents() -> None:
     ]
 
 
-def test_a_line_per_worker_counts_as_schedulers_mean_it() -> None:
+def test_a_line_per_worker_counts_as_in_schedulers() -> None:
     assert texts(parse_hostfile("b\na\nb\nb\n", source="nodes")) == ["b:3", "a:1"]
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "message"),
     [
         ("a slots=x", "slots should be a whole number but is 'x'"),
         ("a slots=0", "Host a has 0 slots"),
@@ -50,8 +50,8 @@ def test_a_line_per_worker_counts_as_schedulers_mean_it() -> None:
         ("a slots = 4", "'slots' should|slots should be a whole number"),
     ],
 )
-def test_a_bad_line_is_named_with_its_number_and_text(line: str, words: str) -> None:
-    with pytest.raises(UsageError, match=f"hosts, line 2: {line!r}: .*({words})"):
+def test_an_invalid_line_is_named_with_its_number_and_text(line: str, message: str) -> None:
+    with pytest.raises(UsageError, match=f"hosts, line 2: {line!r}: .*({message})"):
         parse_hostfile(f"good slots=1\n{line}\n", source="hosts")
 
 
@@ -61,7 +61,7 @@ def test_an_empty_host_file_is_refused() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a:", ":2", "a:x", "a,,b", "a:2,-b:1"])
-def test_bad_lists_of_the_command_line(text: str) -> None:
+def test_invalid_lists_of_the_command_line(text: str) -> None:
     with pytest.raises(UsageError):
         parse_hosts(text)
 
@@ -94,7 +94,7 @@ def test_parsers_refuse_or_answer_whatever_they_read(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "assign_slots"),
+    ("wanted", "slots"),
     [
         ({}, ["a:4", "b:2"]),
         ({"num_ranks": 3}, ["a:3"]),
@@ -105,12 +105,12 @@ def test_parsers_refuse_or_answer_whatever_they_read(text: str) -> None:
         ({"per_node": 1, "num_nodes": 2, "num_ranks": 2}, ["a:1", "b:1"]),
     ],
 )
-def test_seats(wanted: dict[str, int], assign_slots: list[str]) -> None:
-    assert texts(select_hosts(parse_hosts("a:4,b:2"), **wanted)) == assign_slots
+def test_slots(wanted: dict[str, int], slots: list[str]) -> None:
+    assert texts(select_hosts(parse_hosts("a:4,b:2"), **wanted)) == slots
 
 
 @pytest.mark.parametrize(
-    ("wanted", "words"),
+    ("wanted", "message"),
     [
         ({"num_ranks": 7}, "7 ranks are more than the 6 slot.s. of a:4, b:2"),
         ({"num_nodes": 3}, "--nodes 3, but there are 2 host"),
@@ -123,6 +123,6 @@ def test_seats(wanted: dict[str, int], assign_slots: list[str]) -> None:
         ({"num_nodes": -1}, "--nodes must be at least 1"),
     ],
 )
-def test_seats_that_are_not_there(wanted: dict[str, int], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+def test_slots_that_do_not_exist(wanted: dict[str, int], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         select_hosts(parse_hosts("a:4,b:2"), **wanted)

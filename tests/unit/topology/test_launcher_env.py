@@ -243,11 +243,11 @@ CONTRADICTIONS = {
         slurm_step(1, 2, node=1, nodes=2) | open_mpi(0, 2, per_node=2, daemon=0),
         ["OMPI_COMM_WORLD_SIZE=2", "SLURM_STEP_NUM_TASKS=2"],
     ),
-    "PMIx of somebody else": (
+    "PMIx of another launcher": (
         open_mpi(2, 4) | {"PMIX_RANK": "3"},
         ["OMPI_COMM_WORLD_RANK=2", "PMIX_RANK=3"],
     ),
-    "PALS of somebody else": (
+    "PALS of another launcher": (
         mpich(2, 4) | pals(3),
         ["PMI_RANK=2", "PALS_RANKID=3"],
     ),
@@ -264,11 +264,11 @@ CONTRADICTIONS = {
 
 @pytest.mark.parametrize("case", CONTRADICTIONS)
 def test_contradictions_are_refused(case: str) -> None:
-    env, words = CONTRADICTIONS[case]
+    env, texts = CONTRADICTIONS[case]
     with pytest.raises(TopologyError) as caught:
         read_launcher_env(env)
-    for word in words:
-        assert word in str(caught.value)
+    for text in texts:
+        assert text in str(caught.value)
 
 
 # (change to a good environment, variables and texts the message must hold)
@@ -289,11 +289,11 @@ HOSTILE = {
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_values_are_named(case: str) -> None:
-    change, words = HOSTILE[case]
+    change, texts = HOSTILE[case]
     with pytest.raises(TopologyError) as caught:
         read_launcher_env(torchrun(1, 4, local=1, per_node=2, agents=2) | change)
-    for word in words:
-        assert word in str(caught.value)
+    for text in texts:
+        assert text in str(caught.value)
 
 
 @pytest.mark.parametrize("env", [{"PMIX_RANK": "2"}, pals(2), pals(2) | {"PMIX_RANK": "2"}])
@@ -314,8 +314,8 @@ def test_library_that_sees_another_world() -> None:
     raise_if_contradicted(launched, rank=2, size=4, source="MPI.COMM_WORLD")
     with pytest.raises(TopologyError) as caught:
         raise_if_contradicted(launched, rank=0, size=1, source="MPI.COMM_WORLD")
-    for word in ("SLURM_PROCID=2", "SLURM_STEP_NUM_TASKS=4", "MPI.COMM_WORLD", "rank 0 of 1"):
-        assert word in str(caught.value)
+    for text in ("SLURM_PROCID=2", "SLURM_STEP_NUM_TASKS=4", "MPI.COMM_WORLD", "rank 0 of 1"):
+        assert text in str(caught.value)
     assert "srun --mpi=pmix" in str(caught.value)
 
 

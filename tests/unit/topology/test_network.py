@@ -16,12 +16,12 @@ def test_the_way_to_oneself() -> None:
     assert route.is_loopback
 
 
-def test_names_that_lead_nowhere() -> None:
+def test_names_that_do_not_resolve() -> None:
     assert route_to("no-such-host.invalid") is None
     assert not is_this_host("no-such-host.invalid")
 
 
-def test_addresses_of_nobody_here() -> None:
+def test_addresses_of_no_local_interface() -> None:
     assert route_of("192.0.2.1") is None  # kept for documentation
     assert not is_this_host("192.0.2.1")
 

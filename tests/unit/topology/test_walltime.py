@@ -12,19 +12,19 @@ from torchmn.errors import TopologyError
 from torchmn.topology.walltime import job_end, parse_duration
 
 
-def test_nobody_says() -> None:
+def test_no_source() -> None:
     assert job_end({}) is None
 
 
 @pytest.mark.parametrize("name", ["TORCHMN_JOB_END", "SLURM_JOB_END_TIME"])
-def test_a_variable_says(name: str) -> None:
+def test_a_variable(name: str) -> None:
     assert job_end({name: "1700000000"}) == 1.7e9
     with pytest.raises(TopologyError, match=f"{name} must be a time"):
         job_end({name: "tomorrow"})
 
 
-def test_squeue_says(tmp_path: Path) -> None:
-    """A stand-in for Slurm's command, which answers as the manual says ``%L`` does."""
+def test_squeue(tmp_path: Path) -> None:
+    """A stand-in for Slurm's command, which answers as ``%L`` does by the manual."""
     squeue = tmp_path / "squeue"
     squeue.write_text('#!/bin/sh\n[ "$5" = 12 ] && echo 1:30:00\n')
     squeue.chmod(0o755)

@@ -21,8 +21,8 @@ class Stream(IterableDataset[int]):
         return iter(range(5))
 
 
-class Lies(list[int]):
-    """Says that it is one shorter, or one longer, than it is."""
+class WrongLength(list[int]):
+    """Reports a length of one less, or one more, than it has."""
 
     def __init__(self, values: Any, error: int) -> None:
         super().__init__(values)
@@ -137,8 +137,8 @@ def test_what_cannot_be_iterated_again(loader: Any, message: str) -> None:
     ("loader", "message"),
     [
         (DataLoader([], 2), "returned no batch"),
-        (Lies([1, 2, 3], -1), "returned more batches"),
-        (Lies([1, 2, 3], +1), "returned no batch"),
+        (WrongLength([1, 2, 3], -1), "returned more batches"),
+        (WrongLength([1, 2, 3], +1), "returned no batch"),
     ],
 )
 def test_lengths_that_are_wrong(loader: Any, message: str) -> None:

@@ -57,7 +57,7 @@ def test_values_are_kept_until_it_is_time(tmp_path: Path) -> None:
 
 
 def test_ranks_without_a_value(tmp_path: Path) -> None:
-    """Where Chainer divided by zero at rank 0 and the others waited for ever."""
+    """Where Chainer divided by zero at rank 0 and the others waited forever."""
 
     def body(comm: Communicator) -> list[Any]:
         return observed(comm, tmp_path, lambda rank, k: k if rank == 1 and k != 2 else None)
@@ -65,7 +65,7 @@ def test_ranks_without_a_value(tmp_path: Path) -> None:
     assert run_ranks(body, 2) == [[1.0, None, 3.0, 4.0]] * 2
 
 
-def test_ratios_count_as_often_as_they_say(tmp_path: Path) -> None:
+def test_ratios_count_with_their_denominators(tmp_path: Path) -> None:
     def body(comm: Communicator) -> list[Any]:
         return observed(comm, tmp_path, lambda rank, k: Ratio(rank, 1 + 2 * rank))
 
@@ -102,7 +102,7 @@ def test_an_aggregator_that_raises_ends_all(tmp_path: Path) -> None:
 
 
 def early_stop(comm: Communicator, out: Path, **options: Any) -> tuple[int, list[float]]:
-    """Epoch of the end. Rank 0's value falls for ever, rank 1's rises: their mean turns at 3."""
+    """Epoch of the end. Rank 0's value falls forever, rank 1's rises: their mean turns at 3."""
     stop = MultiNodeEarlyStoppingTrigger(
         comm, monitor="value", check_trigger=(1, "epoch"), **options
     )
@@ -129,7 +129,7 @@ def test_the_latest_end(tmp_path: Path) -> None:
     assert [epoch for epoch, _ in results] == [3, 3]
 
 
-def test_it_speaks_on_rank_0_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_on_rank_0_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_ranks(lambda comm: early_stop(comm, tmp_path, verbose=True, patience=1), 2)
     lines = capsys.readouterr().out.splitlines()
     assert lines == ["early stopping: operator is less", "Epoch 6: early stopping"]

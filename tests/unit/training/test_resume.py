@@ -102,7 +102,7 @@ def test_a_position_that_a_smaller_shard_does_not_have() -> None:
     assert (after.epoch, after.current_position) == (0, 6)
 
 
-def test_loaders_share_out_the_batches_that_were_done() -> None:
+def test_loaders_redistribute_the_batches_that_were_done() -> None:
     before = EpochLoader(DataLoader(range(40), 2))
     for _ in range(9):
         next(before)
@@ -222,7 +222,7 @@ def test_a_trainer_continues(tmp_path: Path, old: int, new: int, stop_after: int
             assert [e["main/loss"] for e in theirs] == [e["main/loss"] for e in log]
 
 
-def test_several_devices_share_out_their_places() -> None:
+def test_several_devices_redistribute_their_positions() -> None:
     def updater(size: int) -> MultiprocessParallelUpdater:
         model = Line()
         parts = [SerialIterator(points(24 // size), 2, seed=rank) for rank in range(size)]

@@ -176,7 +176,7 @@ def test_many_ranks_train_as_one(tmp_path: Path, size: int) -> None:
         assert rest == [iterations, epochs] == [8, 2]
 
 
-def test_a_rank_without_samples_takes_part(tmp_path: Path) -> None:
+def test_a_rank_without_samples_participates(tmp_path: Path) -> None:
     """Four ranks share a last batch of 1: three of them have none."""
     from torchmn.data import EmptyBatchCollate
 
@@ -241,7 +241,7 @@ def test_elapsed_time_continues(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "garbage"])
-def test_a_snapshot_that_cannot_be_read_is_a_sentence_on_all_ranks(
+def test_a_snapshot_that_cannot_be_read_is_an_error_on_all_ranks(
     tmp_path: Path, damage: str
 ) -> None:
     file = tmp_path / "snapshot"

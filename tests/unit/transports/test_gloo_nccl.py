@@ -15,7 +15,7 @@ def rank_main(comm):
     try:
         comm.barrier() if comm.rank == 1 else comm.allgather_obj(1)
     except CommunicationError as error:
-        print("sentence:", error)
+        print("message:", error)
     time.sleep(1)
 run_ranks(rank_main, 3, timeout_s=1)
 """
@@ -26,4 +26,4 @@ def test_ranks_in_different_collectives_raise() -> None:
     """gloo ends the process when the sizes of two messages with one tag differ."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     assert "terminate called" not in done.stderr, done.stderr[-300:]
-    assert done.stdout.count("sentence:") == 3
+    assert done.stdout.count("message:") == 3

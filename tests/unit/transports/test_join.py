@@ -78,7 +78,7 @@ def slurm_step(step: str, size: int) -> dict[str, str]:
 
 @pytest.mark.processes
 def test_two_steps_of_one_job_find_their_own_ranks_without_a_port(tmp_path: Path) -> None:
-    """srun's variables without srun: the meeting needs nothing else of it."""
+    """srun's variables without srun: the rendezvous needs nothing else of it."""
     worlds = [start_ranks(tmp_path, 2, slurm_step(step, 2)) for step in ("0", "1")]
     for processes in worlds:
         found = []

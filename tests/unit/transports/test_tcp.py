@@ -183,7 +183,7 @@ def test_a_late_rank_is_named_when_the_time_limit_passes() -> None:
     run(rank_main, 2)
 
 
-def test_a_closed_connection_is_noticed_at_once() -> None:
+def test_a_closed_connection_is_detected_immediately() -> None:
     def rank_main(transport):
         if transport.rank == 0:
             with pytest.raises(PeerLostError, match="rank 1 of the group closed"):
@@ -195,7 +195,7 @@ def test_a_closed_connection_is_noticed_at_once() -> None:
 def test_a_message_of_another_collective_is_rejected() -> None:
     def rank_main(transport):
         if transport.rank == 1:
-            # The other rank gives up, and closes, perhaps before all was sent.
+            # The other rank aborts and closes, perhaps before all was sent.
             with contextlib.suppress(PeerLostError):
                 transport.exchange([(0, torch.zeros(2 * LARGE))], [], TimeLimit(20), tag=7)
         else:
@@ -220,7 +220,7 @@ def test_where_ranks_cannot_connect_all_continue_without(monkeypatch) -> None:
 
 
 class DisturbedTransport(TorchDistributedTransport):
-    """A transport beside which clients without the secret connect to the listener of rank 0."""
+    """A transport during whose setup clients without the secret connect to rank 0's listener."""
 
     def all_gather_stripes_(self, buffer, limit) -> None:
         super().all_gather_stripes_(buffer, limit)
@@ -300,10 +300,11 @@ def test_groups_of_too_many_ranks_may_have_connections(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks_per_node", "is_said"), [("flat", [2, 1], True), ("hierarchical", [2, 1], False)]
+    ("name", "ranks_per_node", "is_warned"),
+    [("flat", [2, 1], True), ("hierarchical", [2, 1], False)],
 )
 def test_the_fallback_to_gloo_is_a_reason_on_all_ranks(
-    monkeypatch, name, ranks_per_node, is_said
+    monkeypatch, name, ranks_per_node, is_warned
 ) -> None:
     monkeypatch.setattr(tcp, "MAX_PEERS", 1)
 
@@ -317,11 +318,11 @@ def test_the_fallback_to_gloo_is_a_reason_on_all_ranks(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         reasons = run(rank_main, 3)
-    said = [str(w.message) for w in caught if "TCP connections" in str(w.message)]
-    assert len(said) == is_said  # of rank 0 alone
+    texts = [str(w.message) for w in caught if "TCP connections" in str(w.message)]
+    assert len(texts) == is_warned  # of rank 0 alone
     for reason in reasons:
-        assert ("no TCP connections between hosts: 3 ranks are more than 2" in reason) is is_said
-    for text in said:
+        assert ("no TCP connections between hosts: 3 ranks are more than 2" in reason) is is_warned
+    for text in texts:
         assert text.startswith("rank 0 of 3")
         assert "large messages use gloo, which is slower" in text
 

@@ -25,10 +25,10 @@ def test_a_long_wait_polls_less_and_less() -> None:
 
 
 def test_it_can_be_ended_from_another_thread() -> None:
-    patience = BackoffTimeLimit(1000, longest_pause_s=0.01)
-    threading.Timer(0.05, patience.end).start()
+    limit = BackoffTimeLimit(1000, longest_pause_s=0.01)
+    threading.Timer(0.05, limit.end).start()
     began = time.monotonic()
-    assert not poll_until(lambda: False, patience, polls_before_yield=1)
+    assert not poll_until(lambda: False, limit, polls_before_yield=1)
     assert time.monotonic() - began < 100
 
 

@@ -13,11 +13,11 @@ import torch
 
 from tests.unit.compression.cuda_kernels import compare
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
-    reason="triton is not installed (691 MB beside a torch for CPUs)",
+    reason="triton is not installed (691 MB in addition to a torch for CPUs)",
 )
 
 

@@ -39,24 +39,24 @@ def both(
     plan = codec.plan(stripe)
     written = []
     for kernels in (compiled, reference):
-        rest = None if residual is None else torch.full_like(residual, 5.0)
+        new_residual = None if residual is None else torch.full_like(residual, 5.0)
         encoded = torch.zeros(plan.nbytes, dtype=torch.uint8)
-        flags = kernels.encode(values, residual, rest, encoded, plan, noise)
+        flags = kernels.encode(values, residual, new_residual, encoded, plan, noise)
         decoded = torch.full_like(values, 0.25)
         flags_set = kernels.decode(encoded, decoded, plan, add=False)
         added = torch.full_like(values, 0.25)
         flags_added = kernels.decode(encoded, added, plan, add=True)
-        written.append([encoded, flags, decoded, flags_set, added, flags_added, rest])
+        written.append([encoded, flags, decoded, flags_set, added, flags_added, new_residual])
     for ours, theirs in zip(*written, strict=True):
         if ours is not None:
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
-    encoded, flags, decoded, *_, rest = written[0]
+    encoded, flags, decoded, *_, new_residual = written[0]
     if residual is not None and not flags.any():
         for s in stripe.segments:
             if not s.is_small:
                 run = slice(s.start, s.end)
                 v = values[run] + residual[run]
-                assert torch.equal(rest[run], v - decoded[run])
+                assert torch.equal(new_residual[run], v - decoded[run])
 
 
 LENGTHS = st.lists(st.integers(1, 3000), min_size=0, max_size=4)
@@ -81,7 +81,7 @@ def test_bits_are_the_reference(
     bits: int,
     block_length: int,
     dtype: torch.dtype,
-    has_residue: bool,
+    has_residual: bool,
     is_stochastic: bool,
     seed: int,
 ) -> None:
@@ -96,7 +96,7 @@ def test_bits_are_the_reference(
     values = torch.randn(stripe.end, generator=generator, dtype=dtype)
     values *= torch.rand(stripe.end, generator=generator, dtype=dtype) ** 4  # small ones too
     values[torch.rand(stripe.end, generator=generator) < 0.1] = 0
-    residual = torch.randn(stripe.end, generator=generator, dtype=dtype) if has_residue else None
+    residual = torch.randn(stripe.end, generator=generator, dtype=dtype) if has_residual else None
     noise = Noise(seed, 3, "worker") if is_stochastic else None
     both(compiled, codec, stripe, values, residual, noise)
 

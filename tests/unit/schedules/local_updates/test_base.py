@@ -31,7 +31,7 @@ SCHEDULES = [PeriodicAverage, BlockMomentum, DiLoCo]
 INNER = {"sgd": sgd, "momentum": momentum, "adam": adam}
 
 
-# ---- when a block ends, and what is agreed ----
+# ---- when a block ends, and the means ----
 
 
 @pytest.mark.parametrize("inner", INNER)
@@ -239,7 +239,7 @@ def test_what_was_learned_meanwhile_belongs_to_the_next_block(k: int) -> None:
 
 
 def test_steps_continue_while_the_exchange_is_pending() -> None:
-    """Rank 1 comes to the exchange only after rank 0 has made two more steps."""
+    """Rank 1 reaches the exchange only after rank 0 has made two more steps."""
     late = threading.Event()
 
     def rank_main(comm):

@@ -86,13 +86,13 @@ def test_whatever_is_measured_it_is_an_order_that_fits(rows, backward_s) -> None
     times = [BucketTimes(link_s=w, ready_s=r, needed_s=n) for w, r, n in rows]
     plan = plan_order(times, backward_s=backward_s)
     assert sorted(plan.order) == list(range(len(times) + 1))
-    behind, rest = (
+    early, rest = (
         plan.order[: plan.num_early],
         plan.order[plan.num_early + 1 :],
     )
     assert plan.order[plan.num_early] == len(times)
-    assert sum(times[i].link_s for i in behind) <= backward_s + 1e-9
-    assert all(times[i].ready_s <= backward_s for i in behind)
+    assert sum(times[i].link_s for i in early) <= backward_s + 1e-9
+    assert all(times[i].ready_s <= backward_s for i in early)
     assert [times[i].needed_s for i in rest] == sorted(times[i].needed_s for i in rest)
 
 

@@ -1,4 +1,4 @@
-"""The exchange that hides behind the next forward: the same steps, and what waits for what."""
+"""The exchange that overlaps the next forward: the same steps, and what waits for what."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_whenever_gradients_are_cleared(how: str) -> None:
     both(train)
 
 
-def test_accumulation_and_passes_that_are_given_up() -> None:
+def test_accumulation_and_aborted_passes() -> None:
     def train(comm, schedule):
         model = network()
         optimizer = wrap(comm, schedule, model)
@@ -279,7 +279,7 @@ class Held:
 
 @pytest.fixture
 def nothing_arrives(monkeypatch) -> None:
-    """step() applies nothing at once, as if the link were slow."""
+    """step() applies nothing immediately, as if the link were slow."""
     monkeypatch.setattr(BucketSet, "has_arrived", lambda self, parameter: False)
 
 
@@ -313,7 +313,7 @@ def test_a_layer_is_updated_just_before_it_runs(nothing_arrives) -> None:
         lambda run: run.model.load_state_dict(copy.deepcopy(run.model.state_dict())),
     ],
 )
-def test_whoever_needs_all_parameters_waits(nothing_arrives, look) -> None:
+def test_reading_all_parameters_waits(nothing_arrives, look) -> None:
     def rank_main(comm):
         run = Held(comm)
         old = run.values()
@@ -444,7 +444,7 @@ def test_gradients_after_step_are_the_means(nothing_arrives, clears: bool) -> No
     both(train)
 
 
-def test_what_nobody_uses_costs_no_memory() -> None:
+def test_what_is_not_used_costs_no_memory() -> None:
     def rank_main(comm):
         run = Held(comm)
         run.backward(6)
@@ -536,12 +536,12 @@ def test_clipping_waits_for_all_gradients(kind: str) -> None:
             optimizer.step()
         return state_of(model)
 
-    said = both(train)
-    assert len(said) == (kind != "synchronize")
-    assert all("nothing of it overlaps" in text for text in said)
+    texts = both(train)
+    assert len(texts) == (kind != "synchronize")
+    assert all("nothing of it overlaps" in text for text in texts)
 
 
-def test_max_grad_norm_says_at_once_that_it_waits() -> None:
+def test_max_grad_norm_reports_at_once_that_it_waits() -> None:
     def train(comm, schedule):
         model = network()
         optimizer = wrap(comm, schedule, model, max_grad_norm=0.01)
@@ -646,7 +646,7 @@ class Separable(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("kind", [Coupled, Separable])
-def test_an_unknown_optimizer_is_not_taken_apart_unless_it_says_so(kind) -> None:
+def test_an_unknown_optimizer_is_not_split_unless_declared_separable(kind) -> None:
     def train(comm, schedule):
         model = network()
         optimizer = wrap(comm, schedule, model, kind(model.parameters(), 0.1, momentum=0.9))
@@ -661,7 +661,7 @@ def test_an_unknown_optimizer_is_not_taken_apart_unless_it_says_so(kind) -> None
     both(train)
 
 
-# ---- who reads which parameter ----
+# ---- which module reads which parameter ----
 
 
 class Tied(nn.Module):
@@ -698,7 +698,7 @@ def test_shared_parameters_and_those_that_another_module_reads() -> None:
 
 
 class Changing(nn.Module):
-    """Reads a parameter that it holds beside its module, but not in the first steps."""
+    """Reads a parameter that it holds outside its module, but not in the first steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -844,7 +844,7 @@ def test_a_saved_state_is_complete_and_a_loaded_one_is_not_stepped_over(nothing_
     run_ranks(rank_main, 2)
 
 
-def test_values_that_only_overflow_on_the_wire_stop_the_next_step() -> None:
+def test_values_that_only_overflow_when_encoded_stop_the_next_step() -> None:
     def rank_main(comm):
         run = Held(comm, codec="float16")
         run.optimizer.zero_grad()

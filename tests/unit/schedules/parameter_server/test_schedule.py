@@ -480,7 +480,7 @@ class TestNotFinite:
         assert run_ranks(job, 2) == [True, True]
 
 
-class TestPatience:
+class TestWaiting:
     def test_waits_longer_than_the_limit_while_others_make_progress(self) -> None:
         """The second rank is done early; the first needs more than the limit in all."""
 

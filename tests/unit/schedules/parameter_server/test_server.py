@@ -44,7 +44,7 @@ class Bench:
         self.signs = 0
 
     def begin(self, *others: int) -> None:
-        """As if all came: those that a test does not push for are here already."""
+        """As if all had arrived, also those that a test does not push for."""
         self.server.open(0)
         for worker in others or range(len(self.clocks)):
             with self.server._changed:
@@ -109,7 +109,7 @@ def test_every_worker_has_its_own_learning_rate() -> None:
     bench.push(0, g, hyper=[{"lr": 0.5}])
     before, _ = bench.push(1, g, hyper=[{"lr": 0.0}])
     assert torch.allclose(before, BEGIN - 0.5)
-    pulled, _ = bench.push(0, g)  # keeps what it said before
+    pulled, _ = bench.push(0, g)  # with the options of its last push
     assert torch.allclose(pulled, BEGIN - 0.5 - 0.5)
     after, _ = bench.push(1, g)
     assert torch.equal(after, pulled)
@@ -133,7 +133,7 @@ def test_a_step_without_gradient_counts_as_a_step() -> None:
     pulled, _ = bench.push(0, torch.ones(3), has_gradients=False)
     assert torch.equal(pulled, BEGIN)
     bench.push(1, torch.ones(3))
-    bench.push(0, torch.ones(3))  # would wait for ever were the first not counted
+    bench.push(0, torch.ones(3))  # would wait forever if the first were not counted
 
 
 def run_aside(function: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
@@ -208,7 +208,7 @@ def test_notify_of_others_prolong_the_wait() -> None:
     assert isinstance(outcome[0], tuple), outcome
 
 
-def test_it_begins_when_all_came_and_takes_over_what_its_rank_holds() -> None:
+def test_it_begins_when_all_have_arrived_with_the_values_of_its_rank() -> None:
     bench = Bench()
     thread, outcome = run_aside(lambda: bench.push(0, torch.zeros(3)))
     bench.begin(0)
@@ -234,7 +234,7 @@ def test_a_closed_server_reports_it() -> None:
         bench.push(1, torch.ones(3))
 
 
-def test_one_closed_because_it_gave_up_names_whom_it_missed() -> None:
+def test_one_closed_after_a_time_limit_names_the_missing_rank() -> None:
     """Later requests get the cause, not that the server is gone."""
     bench = Bench(max_staleness=0, timeout_s=0.1)
     bench.begin()
