@@ -1,14 +1,23 @@
 """How a script ends: one line for an error of torchmn, callbacks before the process exits, and what
-the job script needs to know to decide whether the job is resubmitted."""
+the job script needs to know to decide whether the job is resubmitted.
+
+An error that only reports the loss of another rank is marked in every line (`FOLLOW_UP`), since its
+cause is elsewhere.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from types import TracebackType
 
 from torchmn.environment_variables import PROGRESS_VARIABLE, TRACEBACK_VARIABLE
-from torchmn.errors import TorchmnError
+from torchmn.errors import CommunicationError, RankMismatchError, TimeLimitError, TorchmnError
+
+FOLLOW_UP = "follow-up: "
+_PEER_ERRORS = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout")
 
 _on_error: list[Callable[[BaseException], None]] = []
 
@@ -51,9 +60,62 @@ def run_main(main: Callable[[], object]) -> None:
     except TorchmnError as error:
         if os.environ.get(TRACEBACK_VARIABLE):
             raise
-        print(f"torchmn: {error}", file=sys.stderr, flush=True)
+        print(_marked(error, f"torchmn: {error}"), file=sys.stderr, flush=True)
         for callback in _on_error:
             callback(error)
         if mpi := sys.modules.get("mpi4py.MPI"):
             mpi.COMM_WORLD.Abort(1)
         raise SystemExit(1) from None
+
+
+def show_exception(
+    error: BaseException,
+    hook: Callable[[type[BaseException], BaseException, TracebackType | None], object],
+) -> None:
+    """Print an uncaught exception by ``hook``; one that is marked instead of by the interpreter."""
+    if hook is sys.__excepthook__ and _is_follow_up(error):
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        print(_marked(error, text.rstrip("\n")), file=sys.stderr, flush=True)
+    else:
+        hook(type(error), error, error.__traceback__)
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether an error only reports that other ranks have ended or do not answer."""
+    for each in _causes(error):
+        if isinstance(each, RankMismatchError):
+            return False
+        if isinstance(each, CommunicationError) or _is_communication_error(each):
+            return True
+    return False
+
+
+def _is_follow_up(error: BaseException) -> bool:
+    """As `is_consequence`, without a time limit, whose error may be the only one of the job."""
+    is_late = any(isinstance(each, TimeLimitError) for each in _causes(error))
+    return is_consequence(error) and not is_late
+
+
+def _marked(error: BaseException, text: str) -> str:
+    mark = FOLLOW_UP if _is_follow_up(error) else ""
+    return "\n".join(f"{mark}{line}" for line in text.split("\n"))
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, its cause, and so on."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__
+
+
+def _is_communication_error(error: BaseException) -> bool:
+    """Whether gloo, NCCL or MPI raised it, in a script that uses them directly."""
+    module, name = type(error).__module__, type(error).__name__
+    if module.startswith("mpi4py"):
+        return True
+    is_distributed = name in ("DistBackendError", "DistNetworkError", "DistStoreError")
+    text = str(error).lower()
+    return (is_distributed or "gloo" in text) and any(part in text for part in _PEER_ERRORS)

@@ -45,6 +45,12 @@ class Runner:
     def start(
         self, *args: str, preexec_fn: Callable[[], None] | None = None, **env: str
     ) -> subprocess.Popen[str]:
+        run = ("-m", "torchmn", "run", "--log-dir", "logs")
+        return self.start_python(*run, *args, preexec_fn=preexec_fn, **env)
+
+    def start_python(
+        self, *args: str, preexec_fn: Callable[[], None] | None = None, **env: str
+    ) -> subprocess.Popen[str]:
         def prepare() -> None:
             # who runs the tests in the background or under nohup ignores these, and so would we
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -53,7 +59,7 @@ class Runner:
                 preexec_fn()
 
         process = subprocess.Popen(
-            [sys.executable, "-m", "torchmn", "run", "--log-dir", "logs", *args],
+            [sys.executable, *args],
             cwd=self.folder,
             env={**os.environ, "PYTHONPATH": PYTHON_PATH, MARK: self.mark, **env},
             stdout=subprocess.PIPE,

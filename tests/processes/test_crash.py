@@ -317,3 +317,138 @@ def test_no_process_is_left_after_a_successful_run(runner: Runner) -> None:
     assert "torchmn:" not in done.stderr
     assert not list(runner.folder.glob("torchmn-logs/*"))
     runner.wait_until_nothing_is_left()
+
+
+FORK = """
+import os, sys, torchmn
+comm = torchmn.create_communicator("naive")
+for ends in (lambda: sys.exit(7), lambda: 1 / 0, lambda: os.kill(os.getpid(), 9)):
+    child = os.fork()
+    if child == 0:
+        ends()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+comm.barrier()
+"""
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"], indirect=True)
+def test_a_forked_child_ends_without_its_parents_connections(runner: Runner, backend: str) -> None:
+    done = runner.run("-n", "2", "--backend", backend, runner.script(FORK), limit_s=50)
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        shown = [line for line in done.stdout.splitlines() if line.startswith(f"[{rank}]")]
+        assert shown == [f"[{rank}] {code}" for code in (7, 1, -9)]
+
+
+LEAVES = """
+import sys, time, torch, torchmn
+comm = torchmn.create_communicator("naive", timeout_s=60)
+comm.barrier()
+if comm.rank == 1:
+    sys.exit(0)
+comm.allreduce(torch.ones(4))
+"""
+
+
+def test_a_rank_that_leaves_too_early_is_the_first_failure(runner: Runner) -> None:
+    done = runner.run("-n", "3", "--backend", "gloo", runner.script(LEAVES), limit_s=50)
+    assert done.returncode == 1, done.stderr
+    sentence = done.stderr.splitlines()[-1]
+    assert sentence.startswith(f"torchmn: rank 1 on {os.uname().nodename} left with exit code 0")
+    assert "failed after it (torchmn.errors.PeerLostError" in sentence
+    assert (runner.logs / "failure.txt").read_text().strip() == sentence[len("torchmn: ") :]
+    errors = [line for line in done.stderr.splitlines() if line.startswith(("[0]", "[2]"))]
+    assert errors
+    assert all(line[4:].startswith("follow-up: ") for line in errors)
+
+
+TORCHRUN = """
+import os, signal, sys, torch, torchmn
+from torchmn.resilience import install_crash_handler
+comm = torchmn.create_communicator("naive", timeout_s=60)
+install_crash_handler(comm)
+comm.barrier()
+if comm.rank == 1:
+    raise ValueError("the cause")
+comm.allreduce(torch.ones(4))
+"""
+
+
+def test_torchrun_names_the_rank_that_failed(runner: Runner) -> None:
+    """Ours end the others after torchrun has seen the end of the first."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3"]
+    done = run_without_torchmn(runner, *command, runner.script(TORCHRUN))
+    assert done.returncode == 1
+    summary = done.stderr[done.stderr.index("Root Cause (first observed failure)") :]
+    assert "rank      : 1 (local_rank: 1)" in summary
+    assert "exitcode  : 1 " in summary
+    runner.wait_until_nothing_is_left()
+
+
+SWALLOWS = """
+import sys, time, torch, torchmn
+comm = torchmn.create_communicator("naive", timeout_s=3, first_timeout_s=3)
+model = torch.nn.Linear(4, 4)
+inner = torch.optim.SGD(model.parameters(), 0.1)
+optimizer = torchmn.create_multi_node_optimizer(inner, comm, model)
+step = 0
+while step < 10:
+    try:
+        optimizer.zero_grad()
+        if step == 3 and comm.rank == 1 and sys.argv[1] == "one rank":
+            raise OSError("No space left on device")
+        x = torch.full((2, 4), float("nan") if step == 3 and comm.rank == 1 else 1.0)
+        model(x).sum().backward()
+        optimizer.step()
+        step += 1
+    except Exception:
+        continue
+"""
+
+
+@pytest.mark.parametrize("fault", ["one rank", "nan"])
+@pytest.mark.parametrize("backend", ["gloo", "mpi"], indirect=True)
+def test_a_job_ends_though_its_script_catches_everything(
+    runner: Runner, backend: str, fault: str
+) -> None:
+    done = runner.run("-n", "2", "--backend", backend, runner.script(SWALLOWS), fault, limit_s=50)
+    assert done.returncode == 1, done.stderr
+    runner.wait_until_nothing_is_left()
+
+
+def memory_group() -> Path:
+    """Where a control group with a memory limit can be made."""
+    own = Path("/proc/self/cgroup").read_text().splitlines()
+    for line in own:
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            return Path("/sys/fs/cgroup") / controllers / path.lstrip("/")
+    return Path("/sys/fs/cgroup") / own[-1].split(":", 2)[2].lstrip("/")
+
+
+@pytest.mark.root
+def test_memory_full_differs_from_kill(runner: Runner) -> None:
+    group = memory_group() / f"torchmn-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(reason=f"no control group can be made: {error}")
+    try:
+        limit = next(
+            (p for p in (group / "memory.max", group / "memory.limit_in_bytes") if p.exists()), None
+        )
+        if limit is None:
+            pytest.skip(reason="the control group has no limit of memory")
+        limit.write_text(str(400 << 20))
+        process = runner.start(
+            *("-n", "2", "--backend", "gloo"),
+            runner.script("import time\nx = bytearray(1 << 30) if rank else time.sleep(60)"),
+            preexec_fn=lambda: (group / "cgroup.procs").write_text(str(os.getpid())) and None,
+        )
+        _, err = process.communicate(timeout=50)
+        assert process.returncode == 137
+        words = "was ended by SIGKILL: the memory limit of its control group, 0.391 GiB, was"
+        assert f"rank 1 on {os.uname().nodename} {words}" in err.splitlines()[-1]
+        runner.wait_until_nothing_is_left()
+    finally:
+        group.rmdir()

@@ -100,7 +100,9 @@ class Communicator(Collectives, ABC):
             job_ranks=range(self.size) if job_ranks is None else job_ranks
         )
         script_monitor.follow(self.flight_recorder)
-        self.engine = Engine(device, is_threaded=transport.is_threaded)
+        self.engine = Engine(
+            device, is_threaded=transport.is_threaded, has_peers=transport.size > 1
+        )
         self.world = Group(
             "world",
             transport,

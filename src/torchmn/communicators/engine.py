@@ -14,9 +14,12 @@ from typing import Generic, TypeVar, cast
 
 import torch
 
-from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError
+from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError, TorchmnError
+from torchmn.monitor import script_monitor
 
 Result = TypeVar("Result")
+_MAX_REFUSED = 3
+"""A script that has caught the error and makes this many calls will not end by itself."""
 
 
 class Work(Generic[Result]):
@@ -71,9 +74,15 @@ class Engine:
 
     ``is_threaded=False`` (an MPI that forbids calls from a second thread) makes `submit` only
     queue; the jobs then run on the thread that waits, without overlap.
+
+    A job that fails on this rank alone may have left others in the middle of it: no further one is
+    run, whatever the script does with the error, and the launcher gets a report: with ``has_peers``
+    at once, else when the script continues to call.
     """
 
-    def __init__(self, device: torch.device, *, is_threaded: bool = True) -> None:
+    def __init__(
+        self, device: torch.device, *, is_threaded: bool = True, has_peers: bool = False
+    ) -> None:
         self.device = device
         self.is_threaded = is_threaded
         self._condition = threading.Condition()
@@ -83,7 +92,9 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._background_id = -1
         self._is_closed = False
-        self._broken: CommunicationError | None = None
+        self._has_peers = has_peers
+        self._broken: BaseException | None = None
+        self._num_refused = 0
         self._stream: torch.cuda.Stream | None = None
 
     @property
@@ -113,8 +124,8 @@ class Engine:
             return self.submit(job).wait()
         try:
             return job()
-        except (TimeLimitError, PeerLostError) as error:
-            self._broken = error
+        except BaseException as error:
+            self._note(error)
             raise
         finally:
             with self._condition:
@@ -160,6 +171,9 @@ class Engine:
 
     def _raise_if_unusable(self) -> None:
         if self._broken is not None:
+            self._num_refused += 1
+            if self._num_refused == _MAX_REFUSED:
+                script_monitor.exchange_failed(self._broken)
             raise CommunicationError(
                 f"This communicator cannot be used after an exchange failed: {self._broken}"
             ) from self._broken
@@ -189,8 +203,17 @@ class Engine:
             work._done.set()
             return
         work.run()
-        if isinstance(work._error, (TimeLimitError, PeerLostError)):
-            self._broken = work._error
+        if work._error is not None:
+            self._note(work._error)
+
+    def _note(self, error: BaseException) -> None:
+        """Remember an error after which the ranks no longer agree on what comes next."""
+        is_peer = isinstance(error, (TimeLimitError, PeerLostError))
+        is_own = type(error) is CommunicationError or not isinstance(error, TorchmnError)
+        if self._broken is None and (is_peer or is_own):
+            self._broken = error
+            if is_own and self._has_peers and isinstance(error, Exception):
+                script_monitor.exchange_failed(error)
 
 
 def _record_event(device: torch.device) -> torch.cuda.Event | None:

@@ -74,6 +74,42 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def children(pid: int) -> list[int]:
+    """The children of a process. Linux only, else []."""
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children") as file:
+            return [int(child) for child in file.read().split()]
+    except OSError:
+        return []
+
+
+def ancestors(pid: int) -> list[int]:
+    """The parent of a process, the parent's parent, and so on. Linux only, else []."""
+    found: list[int] = []
+    while (fields := _stat(pid)) and int(fields[1]) > 1:
+        pid = int(fields[1])
+        found.append(pid)
+    return found
+
+
+def process_name(pid: int) -> str:
+    """The name of a process's program; empty if there is no such process."""
+    try:
+        with open(f"/proc/{pid}/comm", errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def command_of(pid: int) -> list[str]:
+    """The words of a process's command; empty if there is no such process. Linux only."""
+    try:
+        with open(f"/proc/{pid}/cmdline", errors="replace") as file:
+            return file.read().split("\0")[:-1]
+    except OSError:
+        return []
+
+
 def process_state(pid: int) -> tuple[ProcessState, str]:
     """The state of a process, and the kernel's function it waits in if known. Linux only."""
     if not IS_LINUX:
@@ -85,8 +121,8 @@ def process_state(pid: int) -> tuple[ProcessState, str]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal or a debugger has stopped the process. Linux only, else false."""
-    return IS_LINUX and _state_letter(pid) in ("T", "t")
+    """Whether a signal has stopped the process. Linux only, else false."""
+    return IS_LINUX and _state_letter(pid) == "T"
 
 
 def is_running(pid: int) -> bool:
@@ -98,6 +134,22 @@ def is_running(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def exists(pid: int) -> bool:
+    """Whether there is such a process: it runs, or has exited and was not reaped. Linux only."""
+    return bool(_state_letter(pid))
+
+
+def expects_signal(pid: int, signum: int) -> bool:
+    """Whether the process handles or ignores this signal. Linux only, else true."""
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            masks = dict(line.split(":", 1) for line in file)
+        mask = int(masks["SigCgt"], 16) | int(masks["SigIgn"], 16)
+    except (OSError, KeyError):
+        return True
+    return bool(mask >> (signum - 1) & 1)
 
 
 def start_time(pid: int) -> str:

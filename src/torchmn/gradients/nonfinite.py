@@ -41,6 +41,15 @@ class NonfiniteLog:
             self.problems.append(problem)
         return problem
 
+    def num_in_a_row(self) -> int:
+        """How many problems there were up to the last step with nothing else between them."""
+        count = 0
+        for newer, older in zip(self.problems[::-1], self.problems[-2::-1], strict=False):
+            if newer.step - older.step > 1:
+                break
+            count += 1
+        return count + 1 if self.problems else 0
+
     def take(self) -> NonfiniteGradients | None:
         """The problem of the current means, which is then dealt with."""
         problem, self.current = self.current, None

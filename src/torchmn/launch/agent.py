@@ -1,5 +1,8 @@
 """Runs the script of one rank: starts it, forwards its output and signals, and reports its end.
 
+A signal may reach the agent from the supervisor and from the system as well: the script gets it
+once. `_SAVING_SIGNALS` announce the end of the job, and the script may save and exit by itself.
+
 The output is also written to a file. No process that the script starts outlives the script, and the
 script outlives neither its agent nor the supervisor.
 """
@@ -7,6 +10,7 @@ script outlives neither its agent nor the supervisor.
 from __future__ import annotations
 
 import json
+import math
 import os
 import selectors
 import signal
@@ -15,28 +19,28 @@ import subprocess
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import IO
+from typing import Literal
 
 from torchmn.control.connection import Channel
+from torchmn.control.heartbeat import answer
+from torchmn.control.memory_kills import count_memory_kills, describe_sigkill
 from torchmn.control.messages.job import (
     EndedBy,
     Exit,
     ForwardSignal,
     LogWarning,
-    Output,
-    Refresh,
     ScriptStarted,
+    Shown,
     StartScript,
-    Stream,
     Terminate,
 )
-from torchmn.control.messages.monitor import StatusRequest
-from torchmn.control.private_files import make_private_folder, open_private
+from torchmn.control.messages.monitor import HeartbeatRequest, StatusRequest
+from torchmn.control.private_files import open_private
 from torchmn.control.processes import (
     descendants,
+    expects_signal,
     is_stopped,
     kill_descendants,
     kill_on_parent_death,
@@ -48,27 +52,21 @@ from torchmn.control.processes import (
 from torchmn.environment_variables import MONITOR_VARIABLE
 from torchmn.errors import LaunchError
 from torchmn.exit_status import shell_code
-from torchmn.launch.line_splitter import LineSplitter
+from torchmn.launch.script_output import ScriptOutput
 from torchmn.monitor.bootstrap import with_bootstrap
 from torchmn.monitor.script_link import ScriptLink
 from torchmn.topology import CpuAssignment
 
-_MAX_PENDING_BYTES = 1 << 20
-"""With more bytes to be sent, the script's output is not read until the supervisor catches up."""
 _LEFTOVER_S = 1.0
 """How long processes that the script left may take to exit before they get SIGTERM."""
-_REFRESH_PERIOD_S = 0.2
-_DISCONNECT_S = 10.0
-_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGHUP)
+_SAVING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+HANDLED_SIGNALS = (*_ENDING_SIGNALS, *_SAVING_SIGNALS, signal.SIGCHLD)
+_SAME_SIGNAL_S = 5.0
+"""A signal that comes from the supervisor and from the system within this time is one signal."""
+_HANDLER_PERIOD_S = 0.2
 
-
-@dataclass
-class _Pipe:
-    """One output stream of the script."""
-
-    stream: Stream
-    file: IO[bytes]
-    splitter: LineSplitter = field(default_factory=LineSplitter)
+_Source = Literal["supervisor", "system"]
 
 
 class Agent:
@@ -89,51 +87,53 @@ class Agent:
         self._wakeup = wakeup
         self._share = share
         self._beside = beside
-        self._log: IO[bytes] | None = None
-        self._pipes: list[_Pipe] = []
+        path = Path(order.log_dir) / f"rank{rank}.log"
+        self._output = ScriptOutput(path, channel, order.wants_refreshes)
         self._script_pid = 0
         self._returncode: int | None = None
+        self._memory_kills: int | None = None
+        self._note = ""
         self._started_at = self._ended_at = 0.0
         self._ended_by: EndedBy = "itself"
         self._kill_at: float | None = None
+        self._is_leaving_in_time = False
+        self._received: dict[int, tuple[_Source, float]] = {}
+        self._held: set[int] = set()
         self._end_leftovers_at: float | None = None
         self._kill_leftovers_at = 0.0
-        self._refreshed_at = 0.0
         self._link = ScriptLink(channel.post)
 
     def run(self, env: Mapping[str, str]) -> int:
         """Start the script, forward its output and signals, report how it ended; its exit code."""
-        self._open_log()
+        self._output.open_log()
         self._start(env)
         while not self._is_over():
             self._wait()
             self._enforce_deadlines()
-        self._drain()
+        self._output.drain(self._wait_for_messages, is_urgent=self._must_leave)
         if self._returncode is None:  # cannot be: `_is_over` waits for it
             raise LaunchError("The script has no exit code.")
         self._write_exit_file(self._returncode)
         self._channel.post(
-            Exit(returncode=self._returncode, ended_at=self._ended_at, ended_by=self._ended_by)
+            Exit(
+                returncode=self._returncode,
+                ended_at=self._ended_at,
+                ended_by=self._ended_by,
+                note=self._note,
+            )
         )
         self._wait_for_disconnect()
         return shell_code(self._returncode)
 
     # ---- start --------------------------------------------------------------------------------
 
-    def _open_log(self) -> None:
-        path = Path(self._order.log_dir) / f"rank{self._rank}.log"
-        try:
-            make_private_folder(path.parent)  # another host's disk may lack it
-            self._log = open(  # noqa: SIM115 - lives as long as the agent
-                path, "wb", buffering=0, opener=open_private
-            )
-        except OSError as error:
-            self._channel.post(LogWarning(text=f"cannot write {path}: {error}"))
-
     def _start(self, env: Mapping[str, str]) -> None:
         self._started_at = time.time()
+        self._memory_kills = count_memory_kills()
+        command = with_bootstrap(self._order.argv)
+        self._is_python = command != self._order.argv
         process = subprocess.Popen(
-            with_bootstrap(self._order.argv),
+            command,
             cwd=self._order.cwd,
             env={**env, MONITOR_VARIABLE: self._link.variable()},
             stdin=subprocess.DEVNULL,
@@ -147,10 +147,9 @@ class Agent:
         self._script_pid = process.pid
         self._link.script_started(process.pid)
         process.returncode = 0  # this class reaps; without it Popen would warn
-        for stream, pipe in (("out", process.stdout), ("err", process.stderr)):
-            if pipe is not None:
-                os.set_blocking(pipe.fileno(), False)
-                self._pipes.append(_Pipe("out" if stream == "out" else "err", pipe))
+        if process.stdout is not None and process.stderr is not None:
+            self._output.follow("out", process.stdout)
+            self._output.follow("err", process.stderr)
         self._channel.post(
             ScriptStarted(
                 pid=process.pid,
@@ -180,19 +179,16 @@ class Agent:
                 if self._channel.pending_bytes:
                     events |= selectors.EVENT_WRITE
                 selector.register(self._channel, events, self._on_messages)
-            if self._channel.pending_bytes < _MAX_PENDING_BYTES:
-                for pipe in self._pipes:
-                    selector.register(pipe.file, selectors.EVENT_READ, pipe)
+            self._output.register(selector)
             for key, _ in selector.select(self._timeout_s()):
-                if isinstance(key.data, _Pipe):
-                    self._on_output(key.data)
-                else:
-                    key.data()
+                key.data()
 
     def _timeout_s(self) -> float | None:
         if self._returncode is not None:
             return 0.02  # waiting for processes that the script has left
         deadlines = [at for at in (self._kill_at, self._link.reply_by) if at is not None]
+        if self._held:
+            deadlines.append(time.monotonic() + _HANDLER_PERIOD_S)
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def _on_signals(self) -> None:
@@ -200,10 +196,14 @@ class Agent:
         for pid, returncode in reap_children():
             if pid == self._script_pid:
                 self._returncode = returncode
+                if returncode == -signal.SIGKILL:
+                    self._note = describe_sigkill(self._memory_kills)
                 self._ended_at = time.time()
                 self._link.forward_messages()  # its last messages, before its exit is reported
         for number in numbers:
-            if number in _ENDING_SIGNALS:
+            if number in _SAVING_SIGNALS:
+                self._forward(number, "system")
+            elif number in _ENDING_SIGNALS:
                 self._terminate(number, "outside")
 
     def _on_messages(self) -> None:
@@ -212,75 +212,78 @@ class Agent:
             if isinstance(message, Terminate):
                 self._link.post(message)
                 self._terminate(message.signum, "supervisor")
+            elif isinstance(message, HeartbeatRequest):
+                answer(self._channel, self._script_pid, sees_launcher=True)
             elif isinstance(message, StatusRequest):
                 self._link.request_status()
-            elif isinstance(message, ForwardSignal) and self._returncode is None:
-                send(self._script_pid, message.signum)  # not to its children
+            elif isinstance(message, ForwardSignal):
+                self._forward(message.signum, "supervisor")
+            elif isinstance(message, Shown):
+                self._output.on_shown(message.num_bytes)
         if not self._channel.is_open:
             self._terminate(signal.SIGTERM, "outside")  # the supervisor is dead
-
-    def _on_output(self, pipe: _Pipe) -> None:
-        with suppress(BlockingIOError):
-            self._on_chunk(pipe, os.read(pipe.file.fileno(), 1 << 16))
-
-    def _on_chunk(self, pipe: _Pipe, chunk: bytes) -> None:
-        """Write and send a chunk; an empty one is the end of the stream."""
-        if not chunk:
-            self._send_lines(pipe.stream, pipe.splitter.finish())
-            self._pipes.remove(pipe)
-            pipe.file.close()
-            return
-        self._write_log(chunk)
-        self._send_lines(pipe.stream, pipe.splitter.feed(chunk))
-        unfinished = pipe.splitter.unfinished
-        if unfinished and self._order.wants_refreshes:
-            now = time.monotonic()
-            if now - self._refreshed_at > _REFRESH_PERIOD_S:
-                self._refreshed_at = now
-                self._channel.post(Refresh(text=unfinished))
-
-    def _send_lines(self, stream: Stream, lines: list[str]) -> None:
-        if lines:
-            self._channel.post(Output(stream=stream, lines=lines))
-
-    def _write_log(self, chunk: bytes) -> None:
-        """Write to the rank's file. On a full disk the file ends, the training continues."""
-        if self._log is None:
-            return
-        try:
-            while chunk:  # an unbuffered file may take only a part
-                chunk = chunk[self._log.write(chunk) :]
-        except OSError as error:
-            self._channel.post(LogWarning(text=f"stopped writing {self._log.name}: {error}"))
-            self._log.close()
-            self._log = None
 
     # ---- the end ------------------------------------------------------------------------------
 
     def _terminate(self, signum: int, by: EndedBy) -> None:
-        """Send a signal to the script; the first one starts its grace period."""
+        """Send a signal to the script, which must exit within the grace period of a failed job."""
         if self._returncode is not None:
             return
-        if self._kill_at is None:
+        if not self._must_leave:
             self._ended_by = by
-            self._kill_at = time.monotonic() + self._order.grace_s
-            if is_stopped(self._script_pid):  # it would get no other signal
-                self._kill_at = time.monotonic()
+        grace_s = 0.0 if is_stopped(self._script_pid) else self._order.grace_s
+        self._kill_at = min(self._kill_at or math.inf, time.monotonic() + grace_s)
+        self._is_leaving_in_time = False
         send_group(self._script_pid, signum)
+
+    @property
+    def _must_leave(self) -> bool:
+        """Whether the script has been asked to exit."""
+        return self._kill_at is not None or self._is_leaving_in_time
+
+    def _forward(self, signum: int, source: _Source) -> None:
+        """Send the script a signal from outside of the job, once though both sources report it."""
+        now = time.monotonic()
+        before, at = self._received.get(signum, (source, 0.0))
+        self._received[signum] = source, now
+        if self._returncode is not None or (before != source and now - at < _SAME_SIGNAL_S):
+            return
+        if signum != signal.SIGTERM:
+            self._held.add(signum)
+            self._send_held()
+            return
+        if not self._must_leave:
+            self._ended_by = "supervisor" if source == "supervisor" else "outside"
+            self._is_leaving_in_time = True
+            if self._order.signal_grace_s is not None:
+                self._kill_at = now + self._order.signal_grace_s
+        # not to the children of a Python script, such as those that load its data
+        (send if self._is_python else send_group)(self._script_pid, signum)
+
+    def _send_held(self) -> None:
+        """Send signals once the script handles them: before that they would end it."""
+        for signum in list(self._held):
+            if expects_signal(self._script_pid, signum):
+                self._held.discard(signum)
+                send(self._script_pid, signum)
 
     def _enforce_deadlines(self) -> None:
         """Kill what has had its time: first the script, then the processes it has left."""
         now = time.monotonic()
         self._link.reply_if_overdue()
         if self._returncode is None:
+            self._send_held()
             if self._kill_at is not None and now >= self._kill_at:
+                if self._is_leaving_in_time:
+                    self._is_leaving_in_time = False
+                    self._channel.post(LogWarning(text=self._late_text()))
                 send_group(self._script_pid, signal.SIGKILL)
                 kill_descendants(os.getpid())
                 self._kill_at = now + 0.1
             return
         if self._end_leftovers_at is None:
             # the grace period of a script that was terminated is that of its children as well
-            wait_s = 0.0 if self._kill_at is not None else _LEFTOVER_S
+            wait_s = 0.0 if self._must_leave else _LEFTOVER_S
             self._end_leftovers_at = now + wait_s
             self._kill_leftovers_at = self._end_leftovers_at + _LEFTOVER_S
         if now >= self._kill_leftovers_at:
@@ -289,14 +292,21 @@ class Agent:
             for pid in descendants(os.getpid()):
                 send(pid, signal.SIGTERM)
 
-    def _drain(self) -> None:
-        """Read what is still in the pipes. Nothing writes to them any longer."""
-        while self._pipes:
-            pipe = self._pipes[0]
-            try:
-                self._on_chunk(pipe, os.read(pipe.file.fileno(), 1 << 16))
-            except BlockingIOError:  # a process outside our tree holds the other end
-                self._on_chunk(pipe, b"")
+    def _late_text(self) -> str:
+        return (
+            f"it had not exited {self._order.signal_grace_s:g} s after SIGTERM and is killed. "
+            "Raise --grace if it takes longer to save"
+        )
+
+    def _wait_for_messages(self) -> None:
+        """Wait for the supervisor after the end of the script."""
+        with selectors.DefaultSelector() as selector:
+            events = selectors.EVENT_READ
+            if self._channel.pending_bytes:
+                events |= selectors.EVENT_WRITE
+            selector.register(self._channel, events)
+            selector.select(0.5)
+        self._on_messages()
 
     def _write_exit_file(self, returncode: int) -> None:
         """Write ``rank<r>.exit.json``: how the rank ended."""
@@ -323,21 +333,11 @@ class Agent:
     def _wait_for_disconnect(self) -> None:
         """Stay until the supervisor has read everything and closes the connection.
 
-        For a rank that failed it does so late: mpirun must not see the failure before the other
-        ranks have been asked to end.
+        For a rank that failed or saved it does so late: mpirun must not see the exit status before
+        the other ranks have ended.
         """
-        leave_at = time.monotonic() + self._order.grace_s + _DISCONNECT_S
-        while self._channel.is_open and time.monotonic() < leave_at:
-            if self._channel.pending_bytes and self._kill_at is None:
-                leave_at = time.monotonic() + self._order.grace_s + _DISCONNECT_S  # a slow reader
-            with selectors.DefaultSelector() as selector:
-                events = selectors.EVENT_READ
-                if self._channel.pending_bytes:
-                    events |= selectors.EVENT_WRITE
-                selector.register(self._channel, events)
-                selector.select(0.5)
-            self._channel.flush()
-            self._channel.collect()
+        while self._channel.is_open:
+            self._wait_for_messages()
         with suppress(OSError):
             self._channel.close()
 

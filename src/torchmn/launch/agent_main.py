@@ -8,7 +8,6 @@ torch.
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from torchmn.control.ports import reserve_port
 from torchmn.control.processes import adopt_orphans, signal_socket
 from torchmn.environment_variables import HOSTS_VARIABLE, SECRET_VARIABLE, SUPERVISOR_VARIABLE
 from torchmn.errors import LaunchError, TorchmnError
-from torchmn.launch.agent import Agent
+from torchmn.launch.agent import HANDLED_SIGNALS, Agent
 from torchmn.launch.host_checks import find_problem, versions
 from torchmn.launch.rank_environment import bind_cores, script_environment
 from torchmn.topology import (
@@ -40,7 +39,7 @@ _ALL_RANKS_S = 600.0
 def main() -> int:
     """Run one rank and return its exit code as a shell would report it."""
     adopt_orphans()
-    wakeup = signal_socket(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+    wakeup = signal_socket(*HANDLED_SIGNALS)
     try:
         place = read_launcher_env(os.environ)
         if place is None:

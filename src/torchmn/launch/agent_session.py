@@ -5,6 +5,7 @@ Used by the supervisor of a job, and for every round of an elastic job.
 
 from __future__ import annotations
 
+import math
 import signal
 import socket
 from pathlib import Path
@@ -19,6 +20,7 @@ from torchmn.control.messages.job import (
     Output,
     Refresh,
     ScriptStarted,
+    Shown,
     StartRefused,
     StartScript,
 )
@@ -56,6 +58,8 @@ class AgentSession(RankSession):
         self._problems: list[str] = []
         self.has_started = False
         """Whether the agents were ordered to start their scripts."""
+        self.leave_by: float | None = None
+        """Until when ranks may save and exit, of `clock`, once SIGTERM was received."""
 
     def take_problems(self) -> list[str]:
         """Why scripts could not be started, each problem once."""
@@ -92,6 +96,7 @@ class AgentSession(RankSession):
                     cwd=str(job.cwd),
                     log_dir=str(self.log_dir.absolute()),
                     grace_s=job.grace_s,
+                    signal_grace_s=job.signal_grace_s,
                     wants_refreshes=self._output.shows_bars,
                     script=job.script,
                     env={**own, **rendezvous},
@@ -102,6 +107,7 @@ class AgentSession(RankSession):
         """Show output and warnings; everything else as in `RankSession`."""
         record = connection.record
         if isinstance(message, Output):
+            connection.num_unshown_bytes += message.num_bytes
             self._on_output(record, message)
         elif isinstance(message, ScriptStarted):
             connection.script_pid = message.pid
@@ -110,11 +116,21 @@ class AgentSession(RankSession):
         elif isinstance(message, StartRefused):
             self._problems.append(f"rank {record.rank} on {record.host}: {message.text}")
         elif isinstance(message, Refresh):
+            connection.num_unshown_bytes += len(message.text)
             self._output.refresh(record.rank, message.text)
         elif isinstance(message, LogWarning):
             self._output.say(f"rank {record.rank}: {message.text}")
         else:
             super().on_message(connection, message)
+
+    def _check_heartbeats(self, now: float) -> None:
+        """Before the scripts start, agents wait for their order and answer nothing."""
+        if self.has_started:
+            super()._check_heartbeats(now)
+
+    def on_launcher_stopped(self, text: str) -> None:
+        """A problem as those that keep scripts from starting."""
+        self._problems.append(text)
 
     def _on_output(self, record: RankRecord, message: Output) -> None:
         record.num_lines += len(message.lines)
@@ -126,16 +142,30 @@ class AgentSession(RankSession):
                 other.num_lines_of_others_since += len(message.lines)
         self._output.lines(record.rank, message.stream, message.lines)
 
+    def accept(self) -> None:
+        """As in `RankSession`; ranks may send more once their output was shown."""
+        super().accept()
+        if self._output.has_room:
+            for connection in self.connections.values():
+                if connection.num_unshown_bytes:
+                    connection.channel.post(Shown(num_bytes=connection.num_unshown_bytes))
+                    connection.num_unshown_bytes = 0
+
     def on_lost(self, connection: RankConnection) -> None:
         """An agent that was killed leaves its script behind: kill it if it runs on this host."""
         if connection.script_pid and connection.record.host == socket.gethostname():
             send_group(connection.script_pid, signal.SIGKILL)
 
     def forward_signal(self, signum: int) -> None:
-        """Send a scheduler's signal to all scripts, which continue."""
-        for connection in self.connections.values():
-            if connection.script_pid:
-                connection.channel.post(ForwardSignal(signum=signum))
+        """Send a signal from outside of the job to all scripts, which may save and exit."""
+        if not self.has_started:
+            return
+        self.post(ForwardSignal(signum=signum))
+        if signum == signal.SIGTERM and self.leave_by is None:
+            grace_s = self._job.signal_grace_s
+            limit = "the scheduler gives" if grace_s is None else f"--grace, {grace_s:g} s"
+            self._output.say(f"received SIGTERM; the ranks have as long as {limit} to save.")
+            self.leave_by = self.clock.now + (math.inf if grace_s is None else grace_s)
 
     def end(self, signum: int = signal.SIGTERM) -> str:
         """As in `RankSession`; a hang report is shown and written to ``hang.txt``."""

@@ -25,6 +25,10 @@ WORKER_MODULE = "torchmn.launch.agent_main"
 
 THIS_HOST = "localhost"
 
+FAILURE_GRACE_S = 5.0
+SIGNAL_GRACE_S = 30.0
+"""How long ranks may take to exit: when the job fails, and after SIGTERM from outside of it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -32,8 +36,9 @@ class Job:
 
     ``argv`` is the command of every rank and ``script`` the file in it that every host must see.
     The slots of ``hosts`` are the numbers of ranks on them. ``exported`` names variables that go to
-    all hosts, and ``launcher_args`` are passed verbatim to the launcher. The time
-    between asking a rank to end and killing it is ``grace_s``; a rank whose agent does not
+    all hosts, and ``launcher_args`` are passed verbatim to the launcher. When the job fails, the
+    time between asking a rank to end and killing it is ``grace_s``; after SIGTERM from outside it
+    is ``signal_grace_s``, ``None`` to leave that to the scheduler. A rank whose agent does not
     connect within ``start_limit_s`` has not started. Each run makes a folder of its own in
     ``log_dir``.
     """
@@ -50,7 +55,8 @@ class Job:
     shows_binding: bool = False
     cwd: Path = field(default_factory=Path.cwd)
     secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
-    grace_s: float = 5.0
+    grace_s: float = FAILURE_GRACE_S
+    signal_grace_s: float | None = SIGNAL_GRACE_S
     start_limit_s: float = 60.0
 
     def __post_init__(self) -> None:

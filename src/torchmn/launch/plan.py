@@ -13,13 +13,21 @@ from torchmn.launch.backend import choose_backend, this_machine
 from torchmn.launch.elastic.job import ElasticJob, parse_elastic, parse_rendezvous
 from torchmn.launch.elastic.rendezvous_state import Limits
 from torchmn.launch.exported_variables import parse_variable
-from torchmn.launch.job import THIS_HOST, Backend, Job, Launcher
+from torchmn.launch.job import (
+    FAILURE_GRACE_S,
+    SIGNAL_GRACE_S,
+    THIS_HOST,
+    Backend,
+    Job,
+    Launcher,
+)
 from torchmn.monitor.job_result import LOG_DIR
 from torchmn.topology import (
     Allocation,
     Host,
     LauncherInfo,
     allocation,
+    is_scheduled,
     is_this_host,
     parse_hostfile,
     parse_hosts,
@@ -65,8 +73,10 @@ class RunOptions:
         "Folder in which this run makes its own for rank0.log, rank0.exit.json, ... "
         "(default: torchmn-logs)."
     )
-    grace_s: float = _option(
-        "Seconds between terminating a rank and killing it.", "--grace", default=5.0
+    grace_s: float | None = _option(
+        "Seconds between terminating a rank and killing it (default: 5 when the job fails, 30 "
+        "after SIGTERM, in a scheduler's job as long as that gives).",
+        "--grace",
     )
     elastic: str | None = _option(
         "Elastic: minimum and maximum number of hosts.", metavar="MIN:MAX"
@@ -92,8 +102,11 @@ class RunOptions:
         """Whether the hosts are given, not those of a scheduler's job."""
         return self.hosts is not None or self.hostfile is not None
 
-    def job(self, hosts: tuple[Host, ...], launcher: Launcher, backend: Backend) -> Job:
+    def job(
+        self, hosts: tuple[Host, ...], launcher: Launcher, backend: Backend, env: Mapping[str, str]
+    ) -> Job:
         """The job on these hosts."""
+        signal_grace_s = None if is_scheduled(env) else SIGNAL_GRACE_S
         return Job(
             argv=self.argv,
             script=self.script,
@@ -105,7 +118,8 @@ class RunOptions:
             backend=backend,
             shows_binding=self.shows_binding,
             log_dir=self.log_dir or LOG_DIR,
-            grace_s=self.grace_s,
+            grace_s=FAILURE_GRACE_S if self.grace_s is None else self.grace_s,
+            signal_grace_s=signal_grace_s if self.grace_s is None else self.grace_s,
         )
 
 
@@ -152,7 +166,7 @@ def plan_job(options: RunOptions, env: Mapping[str, str]) -> tuple[Job, str]:
         )
     if not is_remote:
         hosts = (Host(name=THIS_HOST, slots=sum(host.slots for host in hosts)),)
-    return options.job(hosts, launcher, backend), reasons
+    return options.job(hosts, launcher, backend, env), reasons
 
 
 def plan_elastic(options: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJob, str]:
@@ -190,13 +204,13 @@ def plan_elastic(options: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJo
     limits = Limits(
         min_hosts=min_hosts,
         max_hosts=max_hosts,
-        grace_s=options.grace_s,
+        grace_s=FAILURE_GRACE_S if options.grace_s is None else options.grace_s,
         max_restarts=3 if options.max_restarts is None else options.max_restarts,
         join_timeout_s=120.0 if options.join_timeout_s is None else options.join_timeout_s,
     )
     is_remote = not all(is_this_host(host.name) for host in hosts)
     backend, reasons = _backend(options, "ssh", env, hosts, given)
-    job = options.job(hosts, "ssh" if is_remote else "local", backend)
+    job = options.job(hosts, "ssh" if is_remote else "local", backend, env)
     host, port = parse_rendezvous(options.rendezvous) if options.rendezvous else ("", 0)
     return ElasticJob(job=job, limits=limits, rendezvous=host, rendezvous_port=port), reasons
 

@@ -21,6 +21,9 @@ from torchmn.exit_status import shell_code
 from torchmn.launch.console import RankOutput
 from torchmn.launch.job import Command
 
+_OUTPUT_S = 1.0
+"""How long the reader of the output may take after a signal."""
+
 
 class ProcessOwner:
     """Replaces the handlers of SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 and SIGCHLD.
@@ -65,9 +68,14 @@ class ProcessOwner:
         return reap_children()
 
     def take_signals_to_forward(self) -> list[int]:
-        """The signals by which a scheduler announces the end, each once; training continues."""
+        """The signals by which a scheduler announces the end, for the scripts, each once."""
         taken, self._to_forward = self._to_forward, []
         return taken
+
+    def finish_output(self) -> None:
+        """Wait until the output was read, unless a signal asks for the end."""
+        while not self._output.finish(_OUTPUT_S) and self._ended_by is None:
+            continue
 
     def kill_all(self) -> None:
         """Kill all processes below this one except those that were there before."""
@@ -78,7 +86,10 @@ class ProcessOwner:
         if self._ended_by == signum == signal.SIGINT:
             self.kill_all()
             os._exit(shell_code(-signum))
-        self._ended_by = self._ended_by or signum
+        if signum == signal.SIGTERM:
+            self._to_forward.append(signum)
+        # Ctrl-C ends a job also while it takes its time to save after SIGTERM
+        self._ended_by = signum if signum == signal.SIGINT else self._ended_by or signum
 
     def _on_warning(self, signum: int, _: FrameType | None) -> None:
         self._to_forward.append(signum)

@@ -6,18 +6,18 @@ import json
 import os
 import shlex
 import socket
-import sys
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener
+from torchmn.control.heartbeat import heartbeat_limit_s
 from torchmn.control.ports import find_free_port
 from torchmn.environment_variables import SECRET_VARIABLE
 from torchmn.errors import LaunchError
 from torchmn.launch.backend import find_mpirun
-from torchmn.launch.console import RankOutput
+from torchmn.launch.console import RankOutput, open_standard_streams
 from torchmn.launch.elastic.job import ElasticJob, host_process, rendezvous_process
 from torchmn.launch.elastic.launcher import ElasticLauncher
 from torchmn.launch.host_checks import HostFacts
@@ -34,7 +34,8 @@ def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
 
     Raises LaunchError: the job could not be started.
     """
-    output = RankOutput(sys.stdout, sys.stderr)
+    heartbeat_limit_s()  # raises before anything has started
+    output = RankOutput(*open_standard_streams())
     route = route_between(job)
     facts = _check_hosts(job, worker_environment(job, env))
     listener = channels.listen(route.address if route else "127.0.0.1")
@@ -49,6 +50,7 @@ def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
             f"{job.num_ranks} rank(s) with {job.backend}{reason} on {_places(job)}, logs in "
             f"{job.log_dir}"
         )
+        output.start()
         return Supervisor(job, output, authenticated).run(commands)
 
 
@@ -72,14 +74,16 @@ def dry_run(job: Job, env: Mapping[str, str]) -> str:
 
 def run_elastic_job(elastic: ElasticJob, env: Mapping[str, str], *, why: str = "") -> int:
     """As `run_job`, for a job whose hosts may be lost and come back. Raises LaunchError."""
+    heartbeat_limit_s()
     base = worker_environment(elastic.job, env)
     elastic = replace(elastic, job=make_log_folder(elastic.job))
-    output, limits = RankOutput(sys.stdout, sys.stderr), elastic.limits
+    output, limits = RankOutput(*open_standard_streams()), elastic.limits
     output.say(
         f"{limits.min_hosts} to {limits.max_hosts} of {len(elastic.job.hosts)} host(s) with "
         f"{elastic.job.backend}{f' ({why})' if why else ''} on "
         f"{', '.join(map(str, elastic.job.hosts))}, logs in {elastic.job.log_dir}"
     )
+    output.start()
     return ElasticLauncher(elastic, output, _address_for(elastic.job), base).run()
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import selectors
 import signal
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from torchmn.control.authenticated_listener import AuthenticatedListener
-from torchmn.control.processes import send_group, signal_name
+from torchmn.control.heartbeat import heartbeat_limit_s
+from torchmn.control.processes import is_stopped, send_group, signal_name
 from torchmn.exit_status import SAVED_STATUS
 from torchmn.launch.agent_session import AgentSession
 from torchmn.launch.console import RankOutput
 from torchmn.launch.job import Command, Job
 from torchmn.launch.process_owner import ProcessOwner, start_process
+from torchmn.monitor.rank_session import STOPPED
 
 _MARGIN_S = 3.0
 """How much longer than the ranks' grace period we wait before we kill the agents themselves."""
@@ -33,8 +35,10 @@ class Supervisor:
         self._owner = ProcessOwner(output)
         self._session = AgentSession(listener, job.num_ranks, job, job.log_dir, output)
         self._processes: dict[int, Command] = {}
-        self._start_by = time.monotonic() + job.start_limit_s
-        self._kill_at: float | None = None
+        self._start_by = self._session.clock.now + job.start_limit_s
+        self._kill_at = math.inf
+        self._is_closing = False
+        self._stopped_since: dict[int, float] = {}
         self._launcher_problem = ""
         self._launcher_returncode = 0
 
@@ -55,7 +59,9 @@ class Supervisor:
         finally:
             self._owner.kill_all()
             self._session.close()
-        return self._report()
+        code = self._report()
+        self._owner.finish_output()
+        return code
 
     def _wait(self) -> None:
         """Wait for messages, connections, the end of a process or a deadline, and handle them."""
@@ -73,7 +79,7 @@ class Supervisor:
                 self._on_process_end(command, returncode)
 
     def _on_process_end(self, command: Command, returncode: int) -> None:
-        if returncode:
+        if returncode and not self._launcher_problem:  # else we have ended it
             self._launcher_returncode = self._launcher_returncode or returncode
         served = self._session.records
         if command.ranks is not None:
@@ -92,9 +98,11 @@ class Supervisor:
 
     def _act(self) -> None:
         """End the job if there is a reason, disconnect ended ranks, kill what exceeds its time."""
-        now, session = time.monotonic(), self._session
+        session = self._session
+        now = session.clock.tick()
         for signum in self._owner.take_signals_to_forward():
             session.forward_signal(signum)
+        self._check_launchers(now)
         for text in session.take_problems():
             self._launcher_problem = text
         if not session.is_ending:
@@ -104,27 +112,45 @@ class Supervisor:
                     f"rank(s) {', '.join(missing)} did not start within "
                     f"{self._job.start_limit_s:g} s"
                 )
-            is_interrupted = self._owner.interrupted_by is not None
+            by = self._owner.interrupted_by
+            is_interrupted = by is not None and (by != signal.SIGTERM or session.leave_by is None)
             if session.must_end(now) or self._launcher_problem or is_interrupted:
                 self._end_all()
         connected = session.connections.values()
         all_have_ended = all(each.record.has_ended for each in connected)
-        # the agent of a failed rank stays until the others were asked to end: mpirun would kill
-        # them when it sees the failure
+        # the agent of a rank that failed or saved stays until the others have ended: mpirun would
+        # kill them when it sees the exit status
         session.disconnect(
             each
             for each in connected
             if each.record.exit and (all_have_ended or each.record.exit.returncode == 0)
         )
-        if self._kill_at is None and all(record.has_ended for record in session.records):
-            self._kill_at = now + self._job.grace_s + _MARGIN_S
-        if self._kill_at is not None and now > self._kill_at:
+        if not self._is_closing and all(record.has_ended for record in session.records):
+            self._is_closing = True
+            self._kill_within(self._job.grace_s)
+        if session.leave_by is not None:
+            self._kill_at = min(self._kill_at, session.leave_by + _MARGIN_S)
+        if now > self._kill_at:
             for pid in self._processes:
                 send_group(pid, signal.SIGKILL)
             self._owner.kill_all()
 
+    def _check_launchers(self, now: float) -> None:
+        """Notice a launcher that is stopped, such as mpirun: it would hold up all ranks."""
+        limit_s = heartbeat_limit_s()
+        for pid, command in self._processes.items():
+            if not is_stopped(pid):
+                self._stopped_since.pop(pid, None)
+            elif now - self._stopped_since.setdefault(pid, now) >= limit_s and (
+                command.ranks is None or len(command.ranks) > 1
+            ):
+                self._launcher_problem = f"{command.name} (process {pid} on this host) {STOPPED}"
+
+    def _kill_within(self, grace_s: float) -> None:
+        self._kill_at = min(self._kill_at, self._session.clock.now + grace_s + _MARGIN_S)
+
     def _end_all(self) -> None:
-        self._kill_at = time.monotonic() + self._job.grace_s + _MARGIN_S
+        self._kill_within(self._job.grace_s)
         self._session.end(self._owner.end_signal)
         if not self._session.connections:
             for pid in self._processes:

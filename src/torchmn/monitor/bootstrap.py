@@ -23,13 +23,17 @@ import os
 import pkgutil
 import re
 import runpy
+import signal
 import sys
 import types
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from types import TracebackType
+from typing import NoReturn
 
 from torchmn.monitor import script_monitor
+from torchmn.script import show_exception
 
 _FLAGS = re.compile("-[bBdEIOPqsSuvx]+")
 """Options of the interpreter that take no argument."""
@@ -54,6 +58,7 @@ def with_bootstrap(argv: Sequence[str]) -> list[str]:
 def main() -> None:
     """Install the monitor and run the command in `sys.argv`. Raises what the script raises."""
     monitor = script_monitor.install_from_environment(os.environ)
+    own_pid = os.getpid()
     del sys.argv[0]
     if not _is_path_safe():
         del sys.path[0]  # the folder of this file
@@ -70,6 +75,7 @@ def main() -> None:
         status = script_monitor.status_of(request.code)
         raise
     except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
         raise  # the interpreter turns it into an end by SIGINT
     except BaseException as error:
         status = 1
@@ -82,8 +88,21 @@ def main() -> None:
                 monitor.script_failed(error)
         raise SystemExit(1) from None
     finally:
+        if os.getpid() != own_pid:
+            _end_child(status)
         if monitor is not None:
-            monitor.script_exits(status)
+            monitor.script_exits(0 if status == 128 + signal.SIGINT else status)
+
+
+def _end_child(status: int) -> NoReturn:
+    """End a process that the script has forked, as `multiprocessing` ends its own.
+
+    The threads of the parent's connections do not exist in it, and to close those would crash it.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(status)
 
 
 def _run_script(path: str) -> None:
@@ -135,7 +154,7 @@ def _show(error: BaseException) -> None:
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     if sys.version_info >= (3, 12):
         sys.last_exc = error
-    sys.excepthook(type(error), error, trace)
+    show_exception(error, sys.excepthook)
 
 
 if __name__ == "__main__":

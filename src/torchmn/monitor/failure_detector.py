@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from torchmn.control.messages import Message
 from torchmn.control.messages.monitor import Failed, Joined, Joining, Leaving, Overdue, StatusReply
+from torchmn.exit_status import SAVED_STATUS
 from torchmn.monitor.hang_report import HangReport, RankStatus, report, report_of_joining
 from torchmn.monitor.job_result import RankRecord
 
@@ -42,7 +43,7 @@ class FailureDetector:
             record.has_joined = True
         elif isinstance(message, Leaving):
             record.is_leaving, record.leaving_status = True, message.status
-            if message.status:
+            if message.status not in (0, SAVED_STATUS):
                 self._suspect(now)
         elif isinstance(message, Overdue):
             if record.overdue is None and self._reporter is None:

@@ -20,16 +20,37 @@ from contextlib import suppress
 from torchmn.control.authenticated_listener import connect_authenticated
 from torchmn.control.codec import Record, decode
 from torchmn.control.connection import Channel
+from torchmn.control.heartbeat import Heartbeat, answer
+from torchmn.control.loop_clock import LoopClock
 from torchmn.control.messages import Message
 from torchmn.control.messages.job import EndedBy, Exit, Terminate
-from torchmn.control.messages.monitor import Failed, Leaving, MonitorHello, StatusRequest
-from torchmn.control.processes import is_running, is_stopped, send, zombie_returncode
+from torchmn.control.messages.monitor import (
+    Alive,
+    Failed,
+    HeartbeatRequest,
+    Leaving,
+    MonitorHello,
+    StatusRequest,
+)
+from torchmn.control.processes import (
+    children,
+    command_of,
+    exists,
+    is_running,
+    is_stopped,
+    send,
+    zombie_returncode,
+)
 from torchmn.errors import LaunchError
 from torchmn.monitor.script_link import ScriptLink
 from torchmn.monitor.server import ROLE
 
 _PERIOD_S = 0.2
+_SERVER_MODULE = "torchmn.monitor.server"
 _DISCONNECT_S = 10.0
+_REAPED_S = 2.0
+"""How long the parent of the script may take to see its end. Ranks that the server ends later than
+that do not take its place in the launcher's own report."""
 _UNKNOWN_END = (
     "terminated without a report: by SIGKILL (sent by another process, or because memory ran out) "
     "or by os._exit; the program that started it may report more"
@@ -56,6 +77,8 @@ class RankMonitor:
     def __init__(self, order: Order, connection: socket.socket, server: Channel) -> None:
         self._order = order
         self._server = server
+        self._clock = LoopClock()
+        self._heartbeat = Heartbeat(server)
         self._link = ScriptLink(self._forward, connection)
         self._link.script_started(order.pid)
         self._failed: Failed | None = None
@@ -97,16 +120,25 @@ class RankMonitor:
         was_open = self._server.is_open
         self._server.flush()
         for message in self._server.collect():
-            if isinstance(message, StatusRequest):
+            if isinstance(message, HeartbeatRequest):
+                answer(self._server, self._order.pid)
+            elif isinstance(message, Alive):
+                self._heartbeat.answered()
+            elif isinstance(message, StatusRequest):
                 self._link.request_status()
             elif isinstance(message, Terminate):
                 self._terminate(message)
+        if self._heartbeat.silent_s(self._clock.tick()) >= self._heartbeat.limit_s:
+            self._server.close()
+            for pid in children(self._order.pid):  # of rank 0: the server would outlive the job
+                if is_stopped(pid) and _SERVER_MODULE in command_of(pid):
+                    send(pid, signal.SIGKILL)
         is_lost = was_open and not self._server.is_open
         if is_lost and self._kill_at is None and self._leaving is None:
             print(
                 f"torchmn: rank {self._order.rank} on {socket.gethostname()} has lost the monitor "
-                "server, which runs on the host of rank 0: that host or the network has failed. "
-                "The rank is ended.",
+                "server, which runs on the host of rank 0: it was killed or stopped, or that host "
+                "or the network has failed. The rank is ended.",
                 file=sys.stderr,
                 flush=True,
             )
@@ -125,6 +157,9 @@ class RankMonitor:
         """Report how the script ended, and stay until the server has closed the connection."""
         self._link.forward_messages()
         code, note = self._returncode()
+        reaped_by = time.monotonic() + _REAPED_S
+        while exists(self._order.pid) and time.monotonic() < reaped_by:
+            time.sleep(0.02)
         self._server.post(
             Exit(returncode=code, ended_at=time.time(), ended_by=self._ended_by, note=note)
         )
@@ -163,11 +198,13 @@ def _unregister(selector: selectors.BaseSelector, channel: Channel | ScriptLink)
 
 def main() -> int:
     """Read the order, connect to the server, and monitor the script."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the script, whose end is reported
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, signal.SIG_IGN)  # meant for the script, whose end is reported
     order = decode(sys.stdin.readline(), Order)
     connection = socket.socket(fileno=order.descriptor)
-    identity = MonitorHello(rank=order.rank, host=socket.gethostname(), pid=order.pid)
+    identity = MonitorHello(
+        rank=order.rank, host=socket.gethostname(), pid=order.pid, monitor_pid=os.getpid()
+    )
     try:
         server = connect_authenticated(
             order.server, secret=order.secret, role=ROLE, identity=identity

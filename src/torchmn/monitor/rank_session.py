@@ -7,32 +7,58 @@ launcher started. Nothing here starts, signals or reaps a process.
 
 from __future__ import annotations
 
+import os
 import selectors
 import signal
+import socket
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.connection import Channel
+from torchmn.control.heartbeat import Heartbeat, answer
+from torchmn.control.loop_clock import LoopClock
 from torchmn.control.messages import Message
 from torchmn.control.messages.job import AgentHello, Exit, Terminate
-from torchmn.control.messages.monitor import MonitorHello, StatusRequest
+from torchmn.control.messages.monitor import (
+    Alive,
+    HeartbeatRequest,
+    MonitorHello,
+    StatusRequest,
+    StoppedProcess,
+)
 from torchmn.control.private_files import make_private_folder, open_private
+from torchmn.control.processes import ancestors, is_stopped
 from torchmn.monitor.failure_detector import FailureDetector
 from torchmn.monitor.job_result import FAILURE_FILE, HANG_FILE, JobResult, RankRecord, summarize
+
+STOPPED = "is stopped by a signal"
+_BUSY_LIMITS = 4
+"""How many limits an agent on this host may take that is not stopped: its disk may block it."""
 
 
 @dataclass
 class RankConnection:
-    """The control connection of one rank; ``script_pid`` is 0 until its script has started."""
+    """The control connection of one rank; ``script_pid`` is 0 until its script has started.
+
+    ``num_unshown_bytes`` is the size of its output that was not acknowledged yet, and ``stopped``
+    the processes that it reports as stopped, with the time of the first report.
+    """
 
     channel: Channel
     record: RankRecord
     identity: AgentHello | MonitorHello
     script_pid: int = 0
+    num_unshown_bytes: int = 0
+    stopped: dict[StoppedProcess, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.heartbeat = Heartbeat(self.channel)
+        if isinstance(self.identity, MonitorHello):
+            self.script_pid = self.identity.pid
 
 
 class RankSession:
@@ -48,6 +74,7 @@ class RankSession:
         self.connections: dict[int, RankConnection] = {}
         self.is_ending = False
         self._listener = listener
+        self.clock = LoopClock()
 
     @property
     def is_complete(self) -> bool:
@@ -109,8 +136,14 @@ class RankSession:
         """Process one message of a rank."""
         if isinstance(message, Exit):
             connection.record.exit = message
+        elif isinstance(message, HeartbeatRequest):
+            answer(connection.channel)
+        elif isinstance(message, Alive):
+            connection.heartbeat.answered()
+            since = connection.stopped
+            connection.stopped = {each: since.get(each, self.clock.now) for each in message.stopped}
         else:
-            self.detector.on_message(connection.record, message, time.monotonic())
+            self.detector.on_message(connection.record, message, self.clock.now)
 
     def on_lost(self, connection: RankConnection) -> None:
         """Called once after the connection of a rank that has not ended was lost."""
@@ -123,10 +156,12 @@ class RankSession:
             connection.channel.post(message)
 
     def must_end(self, now: float) -> bool:
-        """Whether a rank has failed or hangs, so that all must end; ``now`` is monotonic.
+        """Whether a rank has failed or hangs, so that all must end; ``now`` is of `clock`.
 
         If one seems to hang, the status of all ranks is requested first.
         """
+        if not self.is_ending:
+            self._check_heartbeats(now)
         if self.detector.must_query(now):
             self.post(StatusRequest())
         return self.detector.must_end(now)
@@ -148,6 +183,57 @@ class RankSession:
         """Close all connections and the listener."""
         self.disconnect(self.connections.values())
         self._listener.close()
+
+    # ---- processes that are stopped -----------------------------------------------------------
+
+    def _check_heartbeats(self, now: float) -> None:
+        """Give up ranks whose script or agent is stopped, or whose agent does not answer."""
+        for connection in self.connections.values():
+            record, beat = connection.record, connection.heartbeat
+            if record.has_ended or not connection.channel.is_open:
+                continue
+            silent_s = beat.silent_s(now)
+            if silent_s >= beat.limit_s and (text := self._describe_silence(connection, silent_s)):
+                connection.channel.close()
+                record.lost_at, record.lost_text = time.time(), text
+                self.on_lost(connection)
+            for process, since in connection.stopped.items():
+                if now - since >= beat.limit_s:
+                    self._on_stopped(connection, process)
+
+    def _describe_silence(self, connection: RankConnection, silent_s: float) -> str:
+        """Why the agent does not answer; empty if it may still do so: its host is busy."""
+        identity, host = connection.identity, connection.record.host
+        if isinstance(identity, AgentHello):
+            what, pid = "agent", identity.pid
+        else:
+            what, pid = "monitor", identity.monitor_pid
+        silence = f"has not answered for {silent_s:.0f} s"
+        others = [each for each in self.connections.values() if each.record.host == host]
+        reported = {process.pid for each in others for process in each.stopped}
+        is_here = host == socket.gethostname()
+        if pid in reported or (is_here and is_stopped(pid)):
+            silence = STOPPED
+        elif is_here and silent_s < _BUSY_LIMITS * connection.heartbeat.limit_s:
+            return ""
+        return f"its {what} (process {pid}) {silence}"
+
+    def _on_stopped(self, reporter: RankConnection, process: StoppedProcess) -> None:
+        """A process on the host of ``reporter`` has been stopped for too long."""
+        here = [c for c in self.connections.values() if c.record.host == reporter.record.host]
+        for connection in here:
+            if connection.script_pid == process.pid and connection.record.stopped_at is None:
+                connection.record.stopped_at = time.time()
+                connection.record.stopped_text = f"its process {process.pid} {STOPPED}"
+            if process.pid in (connection.script_pid, connection.identity.pid):
+                return  # an agent is noticed by its own silence
+        if process.pid not in (os.getpid(), *ancestors(os.getpid())):
+            self.on_launcher_stopped(
+                f"{process.name} (process {process.pid} on {reporter.record.host}) {STOPPED}"
+            )
+
+    def on_launcher_stopped(self, text: str) -> None:
+        """Called when a process of the launcher, between this one and an agent, is stopped."""
 
     # ---- result -------------------------------------------------------------------------------
 

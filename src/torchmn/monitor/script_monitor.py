@@ -30,7 +30,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
-from torchmn import errors
 from torchmn.control.connection import Channel
 from torchmn.control.messages import Message
 from torchmn.control.messages.job import Terminate
@@ -45,8 +44,7 @@ from torchmn.control.messages.monitor import (
     StatusRequest,
 )
 from torchmn.environment_variables import MONITOR_VARIABLE
-from torchmn.errors import CommunicationError
-from torchmn.script import on_error
+from torchmn.script import is_consequence, on_error, show_exception
 
 """``descriptor:pid``: the inherited connection to the agent, and the agent's process."""
 _PERIOD_S = 0.2
@@ -54,7 +52,6 @@ _STUCK_S = 0.5
 _TERMINATION_S = 10.0
 """How long a rank that failed only because of other ranks waits for the agent to end it."""
 _MAX_CHARS = 16_000
-_PEER_ERRORS = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout")
 _BOOTSTRAP = str(Path(__file__).with_name("bootstrap.py"))
 
 
@@ -123,13 +120,26 @@ class ScriptMonitor:
         self._fatal = error
         if follows:
             self.look_for_hang()
-        text = text or _format(error)
-        self._post(Failed(status=1, traceback=text, is_consequence=follows, at=time.time()))
+        self.report(error, text)
         if follows:
             self._is_waiting = True
             self._must_end.wait(_TERMINATION_S)
         if _is_mpi_in_use():
             _end_now(1)
+
+    def report(self, error: BaseException, text: str = "") -> None:
+        """Report an exception, after which the job cannot continue."""
+        if os.getpid() != self._pid:
+            return
+        self._post(
+            Failed(
+                status=1,
+                traceback=text or _format(error),
+                error=text or "".join(traceback.format_exception_only(error)),
+                is_consequence=is_consequence(error),
+                at=time.time(),
+            )
+        )
 
     def script_exits(self, status: int) -> None:
         """Report that the script has reached its end and asks for this exit status."""
@@ -255,7 +265,7 @@ def install_exit_hooks(monitor: ScriptMonitor) -> None:
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         monitor.note_fatal(error)
-        show(kind, error, trace)
+        show_exception(error, show)
         if not isinstance(error, KeyboardInterrupt):
             monitor.script_failed(error)
 
@@ -285,6 +295,12 @@ def look_for_hang() -> None:
         monitor.look_for_hang()
 
 
+def exchange_failed(error: BaseException) -> None:
+    """Report an error that has made a communicator unusable, whether or not the script ends."""
+    if monitor := current():
+        monitor.report(error)
+
+
 @contextmanager
 def joining(limit_s: float) -> Iterator[None]:
     """Report that inside the block this rank joins all others, within a time limit."""
@@ -310,33 +326,9 @@ def _maker_of(connection: socket.socket) -> int | None:
     return int(struct.unpack("3i", packed)[0])
 
 
-def is_consequence(error: BaseException) -> bool:
-    """Whether an error only reports that other ranks have ended or do not answer."""
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        if isinstance(current, errors.RankMismatchError):
-            return False
-        if isinstance(current, CommunicationError) or _is_communication_error(current):
-            return True
-        current = current.__cause__ or current.__context__
-    return False
-
-
 def _format(error: BaseException) -> str:
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     return text[-_MAX_CHARS:]
-
-
-def _is_communication_error(error: BaseException) -> bool:
-    """Whether gloo, NCCL or MPI raised it, in a script that uses them directly."""
-    module, name = type(error).__module__, type(error).__name__
-    if module.startswith("mpi4py"):
-        return True
-    is_distributed = name in ("DistBackendError", "DistNetworkError", "DistStoreError")
-    text = str(error).lower()
-    return (is_distributed or "gloo" in text) and any(part in text for part in _PEER_ERRORS)
 
 
 def _is_mpi_in_use() -> bool:

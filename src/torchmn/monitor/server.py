@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import selectors
 import signal
+import socket
 import sys
-import time
 from contextlib import closing, suppress
 from pathlib import Path
 
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.codec import Record, decode
 from torchmn.control.connection import address_of, listen
+from torchmn.control.messages.monitor import MonitorHello
+from torchmn.control.processes import is_stopped, send
 from torchmn.monitor.rank_session import (
+    RankConnection,
     RankSession,
     stderr_tail,
     write_failure_report,
@@ -31,6 +34,8 @@ _PERIOD_S = 0.2
 _CONNECT_LIMIT_S = 120.0
 _REPORT_DELAY_S = 1.0
 """How long other ranks may take to report that they lost a peer, so that the cause comes last."""
+_OWN_END_S = 5.0
+"""How long a rank that failed may take to exit by itself."""
 _END_LIMIT_S = 20.0
 
 
@@ -43,13 +48,26 @@ class Order(Record, frozen=True, kw_only=True):
     log_dir: str
 
 
+class _Session(RankSession):
+    """The monitors of all ranks."""
+
+    def on_lost(self, connection: RankConnection) -> None:
+        """A monitor on this host that was stopped would outlive the job, and its script as well."""
+        identity = connection.identity
+        is_here = connection.record.host == socket.gethostname()
+        if is_here and isinstance(identity, MonitorHello) and is_stopped(identity.monitor_pid):
+            send(identity.monitor_pid, signal.SIGKILL)
+            send(identity.pid, signal.SIGTERM)
+
+
 class MonitorServer:
     """Monitors ``num_ranks`` ranks until all have ended. One thread."""
 
     def __init__(self, listener: AuthenticatedListener, num_ranks: int, log_dir: Path) -> None:
-        self._session = RankSession(listener, num_ranks, log_dir)
-        self._complete_by = time.monotonic() + _CONNECT_LIMIT_S
+        self._session = _Session(listener, num_ranks, log_dir)
+        self._complete_by = self._session.clock.now + _CONNECT_LIMIT_S
         self._report_at: float | None = None
+        self._end_at: float | None = None
         self._leave_at: float | None = None
 
     def run(self) -> None:
@@ -60,11 +78,11 @@ class MonitorServer:
                 for key, _ in selector.select(_PERIOD_S):
                     key.data()
             self._session.accept()
-            self._act(time.monotonic())
+            self._act(self._session.clock.tick())
         self._session.close()
 
     def _is_over(self) -> bool:
-        now = time.monotonic()
+        now = self._session.clock.now
         if self._leave_at is not None and now >= self._leave_at:
             return True
         if not self._session.is_complete and now < self._complete_by:
@@ -77,8 +95,19 @@ class MonitorServer:
             if session.must_end(now) and self._report_at is None:
                 self._report_at = now + _REPORT_DELAY_S
             have_reported = all(r.has_ended or r.failed is not None for r in session.records)
-            if self._report_at is not None and (now >= self._report_at or have_reported):
+            if (
+                self._report_at is not None
+                and self._end_at is None
+                and (now >= self._report_at or have_reported)
+            ):
                 self._report()
+                self._end_at = now + _OWN_END_S
+            # a rank that failed ends by itself, and before others: its launcher names the first
+            failed = [r for r in session.records if r.failed_at is not None]
+            if self._end_at is not None and (
+                now >= self._end_at or all(r.has_ended for r in failed)
+            ):
+                session.end()
                 self._leave_at = now + _END_LIMIT_S
         connected = session.connections.values()
         if all(each.record.has_ended for each in connected) and (
@@ -100,12 +129,11 @@ class MonitorServer:
         for problem in problems:
             if problem:
                 print(f"torchmn: {problem}", file=sys.stderr)
-        self._session.end()
 
 
 def main() -> int:
     """Read the order, print the address, and monitor all ranks until they have ended."""
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)  # meant for the ranks, whose ends are awaited
     order = decode(sys.stdin.readline(), Order)
     listener = listen(order.address)

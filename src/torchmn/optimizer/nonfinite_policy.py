@@ -10,8 +10,11 @@ import torch
 from torchmn.errors import NonFiniteGradientError
 from torchmn.gradients.nonfinite import NonfiniteGradients
 from torchmn.gradients.reducer import GradientReducer
+from torchmn.monitor import script_monitor
 
 OnNonfinite = Literal["raise", "warn", "ignore"]
+_MAX_IN_A_ROW = 100
+"""A script that catches the error and meets it in this many steps does not train any longer."""
 
 
 def record_own_nonfinite(reducer: GradientReducer) -> None:
@@ -41,5 +44,8 @@ def act_on_nonfinite(reducer: GradientReducer, policy: OnNonfinite) -> None:
         "continues."
     )
     if policy == "raise":
-        raise NonFiniteGradientError(text)
+        error = NonFiniteGradientError(text)
+        if reducer.nonfinite.num_in_a_row() == _MAX_IN_A_ROW:
+            script_monitor.exchange_failed(error)
+        raise error
     warnings.warn(text, RuntimeWarning, stacklevel=5)

@@ -9,7 +9,7 @@ from typing import TypeVar
 from torch._C._distributed_c10d import HashStore
 
 from torchmn.communicators import Communicator, create_communicator
-from torchmn.monitor.script_monitor import is_consequence
+from torchmn.script import is_consequence
 from torchmn.topology import Topology
 from torchmn.transports.gloo_nccl import TorchDistributedTransport
 

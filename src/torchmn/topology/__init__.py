@@ -1,6 +1,6 @@
 """Cluster topology, read-only: hosts, ranks, cores, GPUs and networks. Starts without torch."""
 
-from torchmn.topology.allocation import Allocation, allocation
+from torchmn.topology.allocation import Allocation, allocation, is_scheduled
 from torchmn.topology.cpus import (
     CpuAssignment,
     Processors,
@@ -37,6 +37,7 @@ __all__ = [
     "cores_near_gpu",
     "count_gpus",
     "gpu_localities",
+    "is_scheduled",
     "is_this_host",
     "local_address_among",
     "local_address_for",

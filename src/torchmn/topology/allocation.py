@@ -55,6 +55,12 @@ def allocation(env: Mapping[str, str]) -> Allocation | None:
     return found[0] if found else None
 
 
+def is_scheduled(env: Mapping[str, str]) -> bool:
+    """Whether a scheduler's job started this process, so that the scheduler ends it in time."""
+    is_grid_engine = bool(env.get("JOB_ID") and env.get("SGE_TASK_ID"))
+    return bool(env.get("SLURM_JOB_ID") or env.get("PBS_JOBID")) or is_grid_engine
+
+
 def _pbs(env: Mapping[str, str]) -> Allocation | None:
     path, job_id = env.get("PBS_NODEFILE"), env.get("PBS_JOBID")
     if not path or not job_id:

@@ -45,7 +45,10 @@ def collect(channel: Channel, count: int) -> list[Message]:
 
 def test_messages_arrive_whole_and_in_order(pair: tuple[Channel, Channel]) -> None:
     one, other = pair
-    sent = [Output(stream="out", lines=["a\nb", "ü", "\x1b[0m", "\x00"]), Terminate(signum=15)] * 50
+    sent = [
+        Output(stream="out", lines=["a\nb", "ü", "\x1b[0m", "\x00"], num_bytes=9),
+        Terminate(signum=15),
+    ] * 50
     for message in sent:
         one.post(message)
     assert collect(other, len(sent)) == sent
@@ -168,6 +171,7 @@ def test_text_that_is_no_unicode_survives() -> None:
         cwd="/",
         log_dir="",
         grace_s=5,
+        signal_grace_s=None,
         wants_refreshes=False,
         script="",
         env={"NAME": "\udc80"},
@@ -176,6 +180,6 @@ def test_text_that_is_no_unicode_survives() -> None:
 
 
 def test_message_is_one_line() -> None:
-    line = encode(Output(stream="err", lines=["a\nb\r"]))
+    line = encode(Output(stream="err", lines=["a\nb\r"], num_bytes=4))
     assert line.count(b"\n") == 1
     assert line.endswith(b"\n")

@@ -190,9 +190,11 @@ def test_first_failure_is_shown_again_after_the_output_of_others(
     agents = make()
     agents.connect(0)
     agents.connect(1)
-    agents.send(1, Output(stream="err", lines=["Traceback (most recent call last):", "Bad: 1"]))
+    agents.send(
+        1, Output(stream="err", lines=["Traceback (most recent call last):", "Bad: 1"], num_bytes=9)
+    )
     agents.send(1, Exit(returncode=3, ended_at=1.0, ended_by="itself"))
-    agents.send(0, Output(stream="out", lines=["step 5"]))
+    agents.send(0, Output(stream="out", lines=["step 5"], num_bytes=7))
     assert agents.session.must_end(time.monotonic())
     assert agents.session.end() == ""
     assert isinstance(agents.peers[0].collect()[-1], Terminate)

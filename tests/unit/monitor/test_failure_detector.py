@@ -19,7 +19,9 @@ OVERDUE = Overdue(group="world", number=1, limit_s=10.0)
 
 
 def failed(*, is_consequence: bool, status: int = 1) -> Failed:
-    return Failed(status=status, traceback="Error: x", is_consequence=is_consequence, at=5.0)
+    return Failed(
+        status=status, traceback="Error: x", error="x", is_consequence=is_consequence, at=5.0
+    )
 
 
 def make_detector(num_ranks: int) -> tuple[FailureDetector, list[RankRecord]]:

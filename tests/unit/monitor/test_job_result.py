@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from torchmn.control.messages.job import EndedBy, Exit
@@ -114,7 +115,11 @@ def test_ranks_that_checkpointed_in_time_did_not_fail() -> None:
 def failed(rank: int, at: float, *, follows: bool, code: int = 1) -> RankRecord:
     record = ended(rank, code, at=at + 0.5)
     record.failed = Failed(
-        status=1, traceback=f"Traceback\nError: of {rank}", is_consequence=follows, at=at
+        status=1,
+        traceback=f"Traceback\nError: of {rank}",
+        error=f"Error: of {rank}",
+        is_consequence=follows,
+        at=at,
     )
     return record
 
@@ -142,18 +147,51 @@ def test_a_terminated_rank_keeps_the_status_that_it_reported() -> None:
     assert "rank 1 on node7 failed with exit code 3" in found.summary
 
 
-def test_without_a_cause_the_first_lost_peer_and_earlier_exits_are_reported() -> None:
+def test_a_rank_that_left_early_is_the_cause_of_lost_peers() -> None:
     ranks = [failed(0, 2.0, follows=True), failed(1, 1.0, follows=True), ended(2, 0)]
     found = summary_of(*ranks)
-    assert found.first_failure is ranks[1]
-    assert "Before that, rank 2 ended with exit code 0" in found.summary
+    assert found.first_failure is ranks[2]
+    assert found.exit_code == 1
+    assert found.summary.startswith(
+        "rank 2 on node7 left with exit code 0 while other ranks still needed it"
+    )
+    assert "Rank 1 failed after it (Error: of 1)" in found.summary
+    assert summary_of(*ranks[:2]).first_failure is ranks[1]
+
+
+def test_one_rank_that_saved_is_not_a_job_that_saved() -> None:
+    found = summary_of(ended(0, 85, at=1.0), failed(1, 2.0, follows=True))
+    assert found.exit_code == 1
+    assert "rank 0 on node7 left with exit code 85 while other ranks" in found.summary
+
+
+def test_ranks_that_saved_after_a_signal_were_not_interrupted() -> None:
+    found = summary_of(ended(0, 85), ended(1, 85), interrupted_by=signal.SIGTERM)
+    assert found.exit_code == 85
+    assert "before SIGTERM (status 85)" in found.summary
+    killed = ended(1, -9, by="supervisor")
+    found = summary_of(ended(0, 85), killed, interrupted_by=signal.SIGTERM)
+    assert found.exit_code == 143
+    assert found.summary == (
+        "interrupted by SIGTERM; rank 1 had not exited in time and was killed."
+    )
+
+
+def test_an_error_of_several_lines_is_shown_whole_and_cut_between_words() -> None:
+    record = failed(0, 1.0, follows=False)
+    assert record.failed is not None
+    error = "ValueError: first line\nsecond line " + "word " * 300
+    record.failed = msgspec.structs.replace(record.failed, error=error)
+    summary = summary_of(record).summary
+    assert "(ValueError: first line second line word word" in summary
+    assert "word ...);" in summary
 
 
 def test_a_launcher_ended_all_after_an_early_exit() -> None:
     """mpirun ends all ranks when one exits before it has called MPI_Init."""
     found = summary_of(ended(0, 0, at=0.5), ended(1, -15, at=1.0, by="outside"))
     assert found.exit_code == 143
-    assert "Before that, rank 0 ended with exit code 0" in found.summary
+    assert "Before that, rank 0 on node7 left with exit code 0" in found.summary
 
 
 def test_the_summary_of_a_hang() -> None:

@@ -21,6 +21,7 @@ from torchmn.errors import (
 )
 from torchmn.monitor import script_monitor
 from torchmn.monitor.script_link import ScriptLink
+from torchmn.script import is_consequence
 from torchmn.testing import run_ranks
 
 
@@ -47,13 +48,13 @@ def chained(error: Exception, cause: Exception) -> Exception:
     ],
 )
 def test_errors_that_are_a_consequence_of_lost_peers(error: Exception, follows: bool) -> None:
-    assert script_monitor.is_consequence(error) is follows
+    assert is_consequence(error) is follows
 
 
 def test_a_cycle_of_causes_terminates() -> None:
     first, second = ValueError("a"), ValueError("b")
     first.__context__, second.__context__ = second, first
-    assert not script_monitor.is_consequence(first)
+    assert not is_consequence(first)
 
 
 def test_without_an_agent_nothing_is_installed() -> None:

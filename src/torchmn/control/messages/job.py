@@ -26,12 +26,17 @@ class AgentHello(Record, frozen=True, kw_only=True):
 
 
 class StartScript(Record, frozen=True, kw_only=True):
-    """Supervisor: the command to run; ``env`` holds variables that the launcher has not set."""
+    """Supervisor: the command to run; ``env`` holds variables that the launcher has not set.
+
+    ``grace_s`` is how long the script may take to exit when the job fails, ``signal_grace_s`` after
+    a signal from outside of the job; ``None`` leaves that to the scheduler.
+    """
 
     argv: list[str]
     cwd: str
     log_dir: str
     grace_s: float
+    signal_grace_s: float | None
     wants_refreshes: bool
     script: str
     env: dict[str, str]
@@ -53,10 +58,17 @@ class ScriptStarted(Record, frozen=True, kw_only=True):
 
 
 class Output(Record, frozen=True, kw_only=True):
-    """Agent: complete lines of the script's output."""
+    """Agent: complete lines of the script's output; the supervisor replies with `Shown`."""
 
     stream: Stream
     lines: list[str]
+    num_bytes: int
+
+
+class Shown(Record, frozen=True, kw_only=True):
+    """Supervisor: output of this size has been shown, so that more may be sent."""
+
+    num_bytes: int
 
 
 class Refresh(Record, frozen=True, kw_only=True):
@@ -76,7 +88,7 @@ class Exit(Record, frozen=True, kw_only=True):
 
     ``returncode`` is minus the signal if a signal ended it. ``ended_at`` is in seconds since the
     epoch. ``ended_by`` is who asked it to end: nobody, the supervisor, or another program, such as
-    mpirun. ``note`` describes the end where the return code is a guess.
+    mpirun. ``note`` describes the end where the return code is a guess, or not all that is known.
     """
 
     returncode: int
@@ -92,7 +104,10 @@ class Terminate(Record, frozen=True, kw_only=True):
 
 
 class ForwardSignal(Record, frozen=True, kw_only=True):
-    """Supervisor: send the script this signal; the script continues."""
+    """Supervisor: send the script this signal, which it received from outside of the job.
+
+    After SIGTERM the script is killed if it has not exited in time; it may continue after others.
+    """
 
     signum: int
 
@@ -103,6 +118,7 @@ JobMessage = (
     | StartRefused
     | ScriptStarted
     | Output
+    | Shown
     | Refresh
     | LogWarning
     | Exit

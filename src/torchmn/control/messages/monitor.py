@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import NamedTuple
 
 from torchmn.control.codec import Record
 
@@ -26,22 +27,28 @@ class ProcessState(Enum):
 
 
 class MonitorHello(Record, frozen=True, kw_only=True):
-    """Rank monitor, to authenticate: the rank, host and process of the script that it monitors."""
+    """Rank monitor, to authenticate: the rank, host and process of the script that it monitors.
+
+    ``monitor_pid`` is its own process.
+    """
 
     rank: int
     host: str
     pid: int
+    monitor_pid: int
 
 
 class Failed(Record, frozen=True, kw_only=True):
     """Script: an error ends it with this status. ``traceback`` is what was printed of it.
 
+    ``error`` is the end of it, the type and the message, which may have several lines.
     ``is_consequence``: the error only reports that another rank has ended or does not answer.
     ``at`` is in seconds since the epoch.
     """
 
     status: int
     traceback: str
+    error: str
     is_consequence: bool
     at: float
 
@@ -102,6 +109,32 @@ class StatusReply(Record, frozen=True, kw_only=True):
     kernel_function: str = ""
 
 
+class HeartbeatRequest(Record, frozen=True):
+    """Requests an `Alive`: either side of a connection may ask."""
+
+
+class StoppedProcess(NamedTuple):
+    """A process that a signal has stopped, and its program."""
+
+    pid: int
+    name: str
+
+
+class Alive(Record, frozen=True, kw_only=True):
+    """The answer to a `HeartbeatRequest`; ``stopped`` are processes near the one that answers."""
+
+    stopped: list[StoppedProcess]
+
+
 MonitorMessage = (
-    MonitorHello | Failed | Leaving | Joining | Joined | Overdue | StatusRequest | StatusReply
+    MonitorHello
+    | Failed
+    | Leaving
+    | Joining
+    | Joined
+    | Overdue
+    | StatusRequest
+    | StatusReply
+    | HeartbeatRequest
+    | Alive
 )

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from torchmn.control.connection import Channel
+from torchmn.control.heartbeat import answer
 from torchmn.control.messages import Message
 from torchmn.control.messages.elastic import (
     ElasticMessage,
@@ -23,6 +24,7 @@ from torchmn.control.messages.elastic import (
     Shutdown,
     StagedCheckpoint,
 )
+from torchmn.control.messages.monitor import HeartbeatRequest
 from torchmn.errors import LaunchError
 
 _POLL_S = 0.2
@@ -123,7 +125,11 @@ class Host:
                     messages = self._channel.collect()
                     is_open = self._channel.is_open
                 for message in messages:
-                    self._on_message(message)
+                    if isinstance(message, HeartbeatRequest):
+                        with self._lock:
+                            answer(self._channel)
+                    else:
+                        self._on_message(message)
                 if not is_open and self._leave is None:
                     text = "the rendezvous was lost: its process ended, or there is no route to it"
                     self._go(Shutdown(signum=signal.SIGTERM, text=text))

@@ -49,6 +49,8 @@ def main() -> int:
     adopt_orphans()
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, _raise_signalled)
+    for signum in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, lambda *_: None)  # the launcher forwards them; not ignored: inherited
     host: list[Host] = []
     try:
         order = decode(sys.stdin.readline(), RunHost)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import signal
 import subprocess
 import time
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ from functools import partial
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect_authenticated
 from torchmn.control.connection import Channel
+from torchmn.control.heartbeat import Heartbeat
+from torchmn.control.loop_clock import LoopClock
 from torchmn.control.messages.elastic import (
     HostLost,
     HostUnreachable,
@@ -26,7 +29,8 @@ from torchmn.control.messages.elastic import (
     Stop,
     UserMessage,
 )
-from torchmn.control.processes import signal_name
+from torchmn.control.messages.monitor import Alive
+from torchmn.control.processes import is_stopped, send_group, signal_name
 from torchmn.errors import LaunchError
 from torchmn.exit_status import SAVED_STATUS, shell_code
 from torchmn.launch.console import RankOutput
@@ -38,7 +42,7 @@ from torchmn.launch.elastic.round_session import RoundSession, num_ranks_of
 from torchmn.launch.job import Command
 from torchmn.launch.process_owner import ProcessOwner, start_process
 from torchmn.monitor.job_result import JobResult
-from torchmn.monitor.rank_session import write_failure_report
+from torchmn.monitor.rank_session import STOPPED, write_failure_report
 
 _RENDEZVOUS_START_S = 20.0
 _MARGIN_S = 10.0
@@ -70,6 +74,9 @@ class ElasticLauncher:
         self._rendezvous = ""
         self._has_lost_rendezvous = False
         self._channel: Channel | None = None
+        self._clock = LoopClock()
+        self._heartbeat: Heartbeat | None = None
+        self._rendezvous_state = ""
         self._end: str | None = None  # why the job ended, empty if it went well
         self._kill_at = float("inf")
         self._shown: set[str] = set()
@@ -91,7 +98,9 @@ class ElasticLauncher:
             self._listener.close()
             if self._channel is not None:
                 self._channel.close()
-        return self._report()
+        code = self._report()
+        self._owner.finish_output()
+        return code
 
     def _start_rendezvous(self) -> Channel:
         """Start the rendezvous and connect to it."""
@@ -158,6 +167,8 @@ class ElasticLauncher:
                     self._ranks.drop_host(message.host)
             elif isinstance(message, UserMessage):
                 self._say_once(message.text)
+            elif isinstance(message, Alive) and self._heartbeat is not None:
+                self._heartbeat.answered()
             elif isinstance(message, JobEnded):
                 self._finish(message.text)
         if not channel.is_open and self._end is None:
@@ -198,16 +209,42 @@ class ElasticLauncher:
         for signum in self._owner.take_signals_to_forward():
             if ranks is not None:
                 ranks.forward_signal(signum)
+        self._check_rendezvous(channel)
         if ranks is not None:
             ranks.act()
-        must_stop = self._owner.interrupted_by is not None or (
-            ranks is not None and ranks.has_saved
-        )
-        if must_stop and not self._has_stopped:
+        if not self._has_stopped and self._must_stop():
             self._has_stopped = True
             channel.post(Stop(signum=self._owner.end_signal))
             self._kill_at = time.monotonic() + self._job.grace_s + 2 * _MARGIN_S
         channel.flush()
+
+    def _check_rendezvous(self, channel: Channel) -> None:
+        """End the job if the process of the rendezvous is stopped."""
+        now = self._clock.tick()
+        if self._heartbeat is None:
+            self._heartbeat = Heartbeat(channel)
+        if self._end is None and self._heartbeat.silent_s(now) >= self._heartbeat.limit_s:
+            limit_s = self._heartbeat.limit_s
+            self._rendezvous_state = f"its process has not answered for {limit_s:g} s"
+            if self._server is not None and is_stopped(self._server.pid):
+                self._rendezvous_state = f"its process {self._server.pid} {STOPPED}"
+            self._has_lost_rendezvous = True
+            channel.close()
+            if self._server is not None:
+                send_group(self._server.pid, signal.SIGKILL)  # at which the hosts end
+            self._finish("")
+
+    def _must_stop(self) -> bool:
+        """Whether the job ends before its training: ranks saved, or a signal asks for it.
+
+        After SIGTERM the ranks of the round first have time to save.
+        """
+        by, ranks = self._owner.interrupted_by, self._ranks
+        if ranks is not None and ranks.has_saved:
+            return True
+        if by != signal.SIGTERM or ranks is None or ranks.leave_by is None:
+            return by is not None
+        return ranks.have_all_ended or ranks.clock.now > ranks.leave_by
 
     def _finish(self, text: str) -> None:
         """The job is over: hosts end by themselves, and are killed if they do not do so in time."""
@@ -256,6 +293,8 @@ class ElasticLauncher:
     def _rendezvous_loss(self) -> str:
         how = signal_name(self._rendezvous_end or 0)
         ended = f" (its process was ended by {how})" if how else ""
+        if self._rendezvous_state:
+            ended = f" ({self._rendezvous_state})"
         return (
             f"the rendezvous at {self._rendezvous} was lost{ended}, so all ranks were ended: the "
             "rendezvous is required. Start the job again: it continues from its last checkpoint"

@@ -15,6 +15,8 @@ from functools import partial
 
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.connection import UNREACHABLE, Channel
+from torchmn.control.heartbeat import Heartbeat, answer
+from torchmn.control.loop_clock import LoopClock
 from torchmn.control.messages import Message
 from torchmn.control.messages.elastic import (
     CheckpointSaved,
@@ -26,6 +28,7 @@ from torchmn.control.messages.elastic import (
     LauncherHello,
     Stop,
 )
+from torchmn.control.messages.monitor import Alive, HeartbeatRequest
 from torchmn.launch.elastic.rendezvous_state import LAUNCHER, RendezvousState
 
 ROLE = "rendezvous"
@@ -44,6 +47,8 @@ class Rendezvous:
         self._goodbye_s = goodbye_s
         self._channels: dict[str, Channel] = {}
         self._leave_at: float | None = None
+        self._clock = LoopClock()
+        self._heartbeats: dict[str, Heartbeat] = {}
 
     def run(self, stdin: int) -> None:
         """Serve until the job is over and all clients have left, or the launcher is gone."""
@@ -63,6 +68,7 @@ class Rendezvous:
                     else:
                         key.data()
             self._accept()
+            self._check_heartbeats(self._clock.tick())
             for name in self._state.tick(time.monotonic()):
                 self._disconnect(name)
             self._deliver()
@@ -91,6 +97,7 @@ class Rendezvous:
             self._state.on_host_lost(member.host, "it connected again", time.monotonic())
             self._deliver()
         self._channels[member.host] = channel
+        self._heartbeats[member.host] = Heartbeat(channel)
         is_in = self._state.on_host_joined(member)
         self._deliver()
         if not is_in:
@@ -113,7 +120,11 @@ class Rendezvous:
 
     def _on_message(self, name: str, message: Message) -> None:
         now = time.monotonic()
-        if isinstance(message, HostUnreachable) and name == LAUNCHER:
+        if isinstance(message, HeartbeatRequest):
+            answer(self._channels[name])
+        elif isinstance(message, Alive):
+            self._heartbeats[name].answered()
+        elif isinstance(message, HostUnreachable) and name == LAUNCHER:
             self._state.on_host_unreachable(message.host, now)
         elif isinstance(message, Stop) and name == LAUNCHER:
             self._state.stop(message.signum)
@@ -128,6 +139,15 @@ class Rendezvous:
         elif isinstance(message, HostFinished):
             self._state.on_host_finished(name)
 
+    def _check_heartbeats(self, now: float) -> None:
+        """Disconnect hosts whose process is stopped. The launcher may be: nothing waits for it."""
+        for name, beat in list(self._heartbeats.items()):
+            silent_s = beat.silent_s(now)
+            if silent_s >= beat.limit_s:
+                self._disconnect(name)
+                why = f"its process has not answered for {silent_s:.0f} s: it is stopped or hangs"
+                self._state.on_host_lost(name, why, time.monotonic())
+
     def _deliver(self) -> None:
         for name, message in self._state.drain_messages():
             channel = self._channels.get(name)
@@ -135,6 +155,7 @@ class Rendezvous:
                 channel.post(message)
 
     def _disconnect(self, name: str) -> None:
+        self._heartbeats.pop(name, None)
         channel = self._channels.pop(name, None)
         if channel is not None:
             channel.close()

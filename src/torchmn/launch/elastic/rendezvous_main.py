@@ -23,7 +23,7 @@ from torchmn.launch.orders import RendezvousStarted, ServeRendezvous
 
 def main() -> int:
     """Serve one job."""
-    for signum in (signal.SIGINT, signal.SIGHUP):
+    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)  # the launcher decides what to do
     order = decode(sys.stdin.readline(), ServeRendezvous)
     try:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.messages.elastic import Round
 from torchmn.exit_status import SAVED_STATUS
 from torchmn.launch.agent_session import AgentSession
 from torchmn.launch.console import RankOutput
 from torchmn.launch.job import Job
+from torchmn.monitor.job_result import RankRecord
 
 
 class RoundSession(AgentSession):
@@ -28,17 +27,30 @@ class RoundSession(AgentSession):
     @property
     def has_saved(self) -> bool:
         """Whether the ranks saved and exited before the job's time limit."""
-        exits = [record.exit for record in self.records if record.exit is not None]
-        return any(each.returncode == SAVED_STATUS for each in exits)
+        return self.have_all_ended and any(map(_has_saved, self.records))
+
+    @property
+    def have_all_ended(self) -> bool:
+        """Whether no rank of the round runs any more."""
+        return all(record.has_ended for record in self.records)
 
     def act(self) -> None:
-        """Accept connections, disconnect ended ranks, and end all if one has failed or hangs."""
+        """Accept connections, disconnect ended ranks, and end all if one has failed or hangs.
+
+        While ranks leave by themselves none is disconnected, or torchrun's agent would start a
+        round.
+        """
         self.accept()
-        self.disconnect(each for each in self.connections.values() if each.record.exit)
+        is_leaving = self.leave_by is not None or any(map(_has_saved, self.records))
+        if self.have_all_ended or not is_leaving:
+            self.disconnect(each for each in self.connections.values() if each.record.exit)
         for text in self.take_problems():
             self._output.say(text)
-        if not self.is_ending and self.must_end(time.monotonic()):
+        if not self.is_ending and self.must_end(self.clock.tick()):
             self.end()
+
+    def on_launcher_stopped(self, text: str) -> None:
+        """The process of a host: the rendezvous notices that it does not answer."""
 
     def disconnect_pending(self) -> None:
         """Disconnect agents that still wait for others, which will not connect."""
@@ -53,6 +65,10 @@ class RoundSession(AgentSession):
             first = ranks.stop
             if member.host == host:
                 self.disconnect(self.connections[r] for r in ranks if r in self.connections)
+
+
+def _has_saved(record: RankRecord) -> bool:
+    return record.exit is not None and record.exit.returncode == SAVED_STATUS
 
 
 def num_ranks_of(found: Round) -> int:

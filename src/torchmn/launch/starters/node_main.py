@@ -12,11 +12,17 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 from torchmn.control.codec import decode
-from torchmn.control.processes import adopt_orphans, kill_descendants
+from torchmn.control.heartbeat import heartbeat_limit_s
+from torchmn.control.loop_clock import LoopClock
+from torchmn.control.processes import adopt_orphans, is_stopped, kill_descendants
 from torchmn.exit_status import shell_code
 from torchmn.launch.orders import StartProcesses
+
+_PERIOD_S = 0.05
+_STOPPED_LIMITS = 2
 
 
 def main() -> int:
@@ -32,13 +38,29 @@ def main() -> int:
         for process in processes:
             process.send_signal(signum)
 
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        signum = signal.Signals[name]
         signal.signal(signum, pass_on)
     try:
-        codes = [process.wait() for process in processes]
+        codes = _wait(processes)
     finally:
         kill_descendants(os.getpid())
     return next((shell_code(code) for code in codes if code), 0)
+
+
+def _wait(processes: list[subprocess.Popen[bytes]]) -> list[int]:
+    """Wait for all. One that stays stopped long after its supervisor has noticed is killed."""
+    clock, limit_s = LoopClock(), _STOPPED_LIMITS * heartbeat_limit_s()
+    stopped_since: dict[int, float] = {}
+    while any(process.poll() is None for process in processes):
+        now = clock.tick()
+        for process in processes:
+            if process.returncode is not None or not is_stopped(process.pid):
+                stopped_since.pop(process.pid, None)
+            elif now - stopped_since.setdefault(process.pid, now) > limit_s:
+                process.kill()
+        time.sleep(_PERIOD_S)
+    return [process.wait() for process in processes]
 
 
 if __name__ == "__main__":

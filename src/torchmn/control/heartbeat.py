@@ -1,0 +1,68 @@
+"""Whether the process at the other end of a connection still runs.
+
+The end of a connection tells that a process is dead, and the kernel of its host that the host is
+up. A process that is stopped is neither: it has to be asked. At most one question is open, so that
+nothing piles up at a process that does not read.
+"""
+
+from __future__ import annotations
+
+import os
+
+from torchmn.control.connection import Channel
+from torchmn.control.messages.monitor import Alive, HeartbeatRequest, StoppedProcess
+from torchmn.control.processes import ancestors, children, is_stopped, process_name
+from torchmn.environment_variables import HEARTBEAT_VARIABLE
+from torchmn.errors import UsageError
+
+_DEFAULT_LIMIT_S = 30.0
+_PERIODS_PER_LIMIT = 15
+
+
+def heartbeat_limit_s() -> float:
+    """How long a process may be stopped or silent. Raises UsageError: no number of seconds."""
+    text = os.environ.get(HEARTBEAT_VARIABLE, "") or str(_DEFAULT_LIMIT_S)
+    try:
+        limit_s = float(text)
+    except ValueError:
+        limit_s = -1.0
+    if not limit_s > 0:
+        raise UsageError(f"{HEARTBEAT_VARIABLE}={text!r} must be a positive number of seconds.")
+    return limit_s
+
+
+class Heartbeat:
+    """Asks one peer again and again. ``now`` is always of one `LoopClock`."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.limit_s = heartbeat_limit_s()
+        self._channel = channel
+        self._asked_at: float | None = None
+        self._ask_at = 0.0
+
+    def silent_s(self, now: float) -> float:
+        """How long the peer has not answered; asks it if that is due."""
+        if self._asked_at is not None:
+            return now - self._asked_at
+        if now >= self._ask_at:
+            self._asked_at, self._ask_at = now, now + self.limit_s / _PERIODS_PER_LIMIT
+            self._channel.post(HeartbeatRequest())
+        return 0.0
+
+    def answered(self) -> None:
+        """The peer has answered."""
+        self._asked_at = None
+
+
+def answer(channel: Channel, *pids: int, sees_launcher: bool = False) -> None:
+    """Answer a request, and report which of these processes are stopped.
+
+    With ``sees_launcher`` also those that have started this one, or others beside it.
+    """
+    watched = dict.fromkeys(pid for pid in pids if pid)
+    if sees_launcher:
+        above = ancestors(os.getpid())
+        beside = children(above[0]) if above else []
+        watched |= dict.fromkeys([*beside, *above])
+    stopped = [StoppedProcess(pid, process_name(pid)) for pid in watched if is_stopped(pid)]
+    channel.post(Alive(stopped=stopped))

@@ -1,0 +1,164 @@
+"""A process of the job that is stopped, whichever it is, is noticed, and the job ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+
+import psutil
+import pytest
+
+from tests.processes.runner import Runner
+from torchmn.launch.backend import find_mpirun, this_machine
+
+pytestmark = pytest.mark.processes
+
+HOST = os.uname().nodename
+WAITING = "import time\nprint('ready', flush=True)\ntime.sleep(600)\n"
+LIMIT_S = "1.5"
+
+
+def needs_mpi() -> None:
+    if this_machine(os.environ).missing_for_mpi:
+        pytest.skip(reason="no MPI: install it with 'make setup'")
+
+
+def begin(runner: Runner, *options: str, script: str = WAITING) -> subprocess.Popen[str]:
+    process = runner.start(
+        *("-n", "2", "--grace", "1", *options, runner.script(script)), TORCHMN_HEARTBEAT_S=LIMIT_S
+    )
+    assert process.stdout is not None
+    assert {process.stdout.readline() for _ in range(2)} == {"[0] ready\n", "[1] ready\n"}
+    return process
+
+
+def scripts(runner: Runner) -> dict[int, psutil.Process]:
+    """The scripts by their ranks."""
+    found = {}
+    for process in runner.processes("bootstrap.py"):
+        env = process.environ()
+        found[int(env.get("RANK") or env["OMPI_COMM_WORLD_RANK"])] = process
+    return found
+
+
+def end_of(process: subprocess.Popen[str], runner: Runner) -> str:
+    _, err = process.communicate(timeout=50)
+    assert process.returncode == 1, err
+    runner.wait_until_nothing_is_left()
+    return err.splitlines()[-1]
+
+
+def test_an_agent(runner: Runner, backend: str) -> None:
+    process = begin(runner, "--backend", backend)
+    agent = scripts(runner)[1].parent()
+    assert agent is not None
+    agent.suspend()
+    sentence = end_of(process, runner)
+    assert sentence.startswith(
+        f"torchmn: rank 1 on {HOST} was lost: its agent (process {agent.pid}) is stopped by a "
+    )
+
+
+def test_a_rank_that_calls_no_collective(runner: Runner, backend: str) -> None:
+    """As after its last one, or before it has joined."""
+    process = begin(runner, "--backend", backend)
+    script = scripts(runner)[1]
+    script.suspend()
+    sentence = end_of(process, runner)
+    assert f"rank 1 on {HOST} does not continue: its process {script.pid} is stopped by" in sentence
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+def test_a_launcher(runner: Runner, launcher: str) -> None:
+    if launcher == "mpirun":
+        needs_mpi()
+    process = begin(
+        runner, "--backend", "mpi" if launcher == "mpirun" else "gloo", "--launcher", launcher
+    )
+    (child,) = [p for p in psutil.Process(process.pid).children() if p.status() != "zombie"]
+    child.suspend()
+    sentence = end_of(process, runner)
+    assert re.search(rf"\(process {child.pid} on .*\) is stopped by a signal", sentence)
+
+
+@pytest.mark.parametrize("module", ["rendezvous_main", "host_main"])
+def test_a_process_of_an_elastic_job(runner: Runner, module: str) -> None:
+    """The job continues without the host, if there are others; here there are none."""
+    process = begin(
+        runner,
+        "--backend",
+        "gloo",
+        "--elastic",
+        "1:1",
+        "--join-timeout",
+        "3",
+        "--max-restarts",
+        "0",
+    )
+    (stopped,) = runner.processes(f"torchmn.launch.elastic.{module}")
+    stopped.suspend()
+    if module == "host_main":
+        assert process.stderr is not None
+        words = "localhost was lost: its process has not answered for"
+        assert any(words in line for line in process.stderr)
+        process.terminate()
+        process.communicate(timeout=50)
+        runner.wait_until_nothing_is_left()
+    else:
+        sentence = end_of(process, runner)
+        assert f"was lost (its process {stopped.pid} is stopped by a signal)" in sentence
+
+
+MONITORED = """
+import time, torchmn
+from torchmn.resilience import install_crash_handler
+comm = torchmn.create_communicator("naive")
+install_crash_handler(comm)
+comm.barrier()
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("module", ["server", "rank_monitor", "script"])
+def test_under_another_launcher(runner: Runner, module: str) -> None:
+    needs_mpi()
+    mpirun = find_mpirun(os.environ)
+    assert mpirun
+    starter = (
+        "import os, sys\n"
+        f"os.execv({mpirun!r}, ['mpirun', '--oversubscribe', '-n', '2', sys.executable, "
+        f"{runner.script(MONITORED)!r}])"
+    )
+    process = runner.start_python(
+        *("-c", starter),
+        TORCHMN_HEARTBEAT_S=LIMIT_S,
+        OMPI_ALLOW_RUN_AS_ROOT="1",
+        OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
+    )
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    (server,) = runner.processes("torchmn.monitor.server")
+    runner.wait_until(
+        lambda: [c.status for c in server.net_connections()].count("ESTABLISHED") == 2,
+        "the monitors did not connect",
+    )
+    if module == "script":
+        found = [p for p in runner.processes("script.py") if "mpirun" not in p.cmdline()[0]]
+    else:
+        found = runner.processes(f"torchmn.monitor.{module}")
+    victim = sorted(found, key=lambda p: p.pid)[-1]
+    victim.suspend()
+    _, err = process.communicate(timeout=50)
+    assert process.returncode != 0
+    words = {
+        "server": "has lost the monitor server, which runs on the host of rank 0: it was killed or",
+        "rank_monitor": f"was lost: its monitor (process {victim.pid}) is stopped by a signal",
+        "script": f"does not continue: its process {victim.pid} is stopped by a signal",
+    }
+    assert words[module] in err
+    if victim.is_running():
+        victim.send_signal(signal.SIGCONT)
+    runner.wait_until_nothing_is_left()

@@ -1,0 +1,38 @@
+"""Memory full distinguished from kill -9, by the counters of control groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from torchmn.control.memory_kills import count_memory_kills, describe_sigkill
+
+V2 = "0::/user.slice/job\n"
+V1 = "5:cpu:/\n4:memory:/slurm/job\n0::/\n"
+
+
+@pytest.mark.parametrize("is_inside", [True, False], ids=["path of the host", "container"])
+@pytest.mark.parametrize("own", [V2, V1])
+def test_the_counter_decides(tmp_path: Path, own: str, is_inside: bool) -> None:
+    mount, path, name = {
+        V2: ("", "user.slice/job", "events"),
+        V1: ("memory", "slurm/job", "oom_control"),
+    }[own]
+    folder = tmp_path / mount / path if is_inside else tmp_path / mount
+    folder.mkdir(parents=True, exist_ok=True)
+    counter = folder / f"memory.{name}"
+    counter.write_text("oom_group_kill 7\noom_kill 2\n")
+    (folder / ("memory.max" if own == V2 else "memory.limit_in_bytes")).write_text(f"{3 << 29}\n")
+    before = count_memory_kills(own, tmp_path)
+    assert before == 2
+    assert "sent by another process" in describe_sigkill(before, own, tmp_path)
+    counter.write_text("oom_kill 3\n")
+    assert describe_sigkill(before, own, tmp_path) == (
+        "was ended by SIGKILL: the memory limit of its control group, 1.5 GiB, was exceeded"
+    )
+
+
+def test_without_counters_nothing_is_claimed(tmp_path: Path) -> None:
+    assert count_memory_kills(V2, tmp_path) is None
+    assert describe_sigkill(None, V2, tmp_path) == ""
