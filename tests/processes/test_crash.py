@@ -356,9 +356,7 @@ def test_a_rank_that_leaves_too_early_is_the_first_failure(runner: Runner) -> No
     sentence = done.stderr.splitlines()[-1]
     assert sentence.startswith(f"torchmn: rank 1 on {os.uname().nodename} left with exit code 0")
     assert "failed after it (torchmn.errors.PeerLostError" in sentence
-    assert (runner.logs / "failure.txt").read_text().strip() == sentence[
-        len("torchmn: ") :
-    ]
+    assert (runner.logs / "failure.txt").read_text().strip() == sentence[len("torchmn: ") :]
     errors = [line for line in done.stderr.splitlines() if line.startswith(("[0]", "[2]"))]
     assert errors
     assert all(line[4:].startswith("follow-up: ") for line in errors)

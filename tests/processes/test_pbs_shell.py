@@ -72,6 +72,16 @@ def test_streams_exit_status_and_a_line_for_a_shell(
     assert not list(tmp_path.glob(".torchmn-*"))
 
 
+def test_a_signal_to_all_processes_of_the_job_ends_neither_half(
+    shell: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    process = shell(f"kill -USR1 $PPID; touch {tmp_path}/up; cat; exit 5")
+    wait_until((tmp_path / "up").exists)
+    process.send_signal(signal.SIGUSR1)
+    out, _ = process.communicate(b"more", timeout=50)
+    assert (process.returncode, out) == (5, b"more")
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_the_command_ends_with_the_shell(
     shell: Callable[..., subprocess.Popen[bytes]], tmp_path: Path, signum: signal.Signals

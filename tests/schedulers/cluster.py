@@ -77,6 +77,10 @@ class Cluster(ABC):
         """Whether any job waits or runs."""
 
     @abstractmethod
+    def hasten(self) -> None:
+        """Have jobs that were requeued start without the scheduler's usual delay."""
+
+    @abstractmethod
     def preempt(self, job: str) -> None:
         """Have the scheduler take a job's nodes away and put it back into the queue."""
 

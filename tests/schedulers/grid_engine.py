@@ -43,10 +43,10 @@ class GridEngine(Cluster):
 
     name = "grid_engine"
     submit_command = "qsub"
-    shortest_limit = "00:00:05"
+    shortest_limit = "00:00:20"
     words_of_limit = "h_rt"
     unknown_queue = 'unknown queue "nowhere"'
-    signal_options = ("--signal", 110)
+    signal_options = ("--signal", 265)  # of five minutes
     tools = ("/usr/sbin/sge_qmaster", "/usr/sbin/sge_execd", "qconf", "qsub", "qacct")
 
     @property
@@ -107,7 +107,7 @@ class GridEngine(Cluster):
             self.ask("qconf", "-Ae", self._file("host", host))
             self.ask("qconf", "-Aconf", self.folder / "conf" / node.name)
         names = " ".join(node.name for node in self.nodes)
-        for name, rule in (("mpi", "2"), ("fill", "$fill_up"), ("pairs", "4")):
+        for name, rule in (("mpi", "$round_robin"), ("pairs", "4")):
             environment = (
                 f"pe_name {name}\nslots 999\nuser_lists NONE\nxuser_lists NONE\n"
                 "start_proc_args /bin/true\nstop_proc_args /bin/true\n"
@@ -120,7 +120,7 @@ class GridEngine(Cluster):
             "qname": "all.q",
             "hostlist": names,
             "slots": "4",
-            "pe_list": "mpi fill pairs",
+            "pe_list": "mpi pairs",
             "shell_start_mode": "unix_behavior",
             "rerun": "TRUE",
             "notify": "00:00:20",
@@ -158,6 +158,9 @@ class GridEngine(Cluster):
 
     def has_jobs(self) -> bool:
         return bool(self.ask("qstat").strip())
+
+    def hasten(self) -> None:
+        """They start at once."""
 
     def preempt(self, job: str) -> None:
         self.ask("qmod", "-rj", job)

@@ -41,7 +41,7 @@ class PBS(Cluster):
     name = "pbs"
     path = f"{PREFIX}/bin:{PREFIX}/sbin"
     submit_command = "qsub"
-    shortest_limit = "00:00:05"
+    shortest_limit = "00:00:20"
     words_of_limit = "exceeded its walltime"
     unknown_queue = "Unknown queue"
     tools = ("pbs_server", "pbs_mom", "pbs_tmrsh", "qmgr", "pbs_sched")
@@ -117,6 +117,9 @@ class PBS(Cluster):
 
     def has_jobs(self) -> bool:
         return bool(self.ask("qstat").strip())
+
+    def hasten(self) -> None:
+        """They start at once."""
 
     def preempt(self, job: str) -> None:
         self.ask("qrerun", job)

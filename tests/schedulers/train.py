@@ -47,7 +47,7 @@ def main(folder: Path, num_steps: int, margin_s: float) -> None:
         if step % 5 == 0 and step < num_steps:
             checkpointer.save(step, state)
         if (folder / "slow").exists():
-            time.sleep(0.2)
+            time.sleep(0.8)
         preemption.step_ended()
     checkpointer.finish()
     if comm.rank == 0:

@@ -45,7 +45,12 @@ _CHUNK_BYTES = 1 << 16
 
 
 def main(args: list[str]) -> int:
-    """Run one half: ``--serve FILE`` on the other host, else the one that is called."""
+    """Run one half: ``--serve FILE`` on the other host, else the one that is called.
+
+    `qsig` signals every process of a job; the ranks hear of it from their launcher.
+    """
+    for signum in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, lambda *_: None)  # not SIG_IGN, which the command would inherit
     try:
         if args[:1] == ["--serve"]:
             return _serve(Path(args[1]))

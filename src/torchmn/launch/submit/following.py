@@ -80,14 +80,19 @@ class Follower:
         )
 
     def _exit_status(self, log: _Log, state: JobState) -> int:
-        """From the scheduler, else from the last line of the log; both may arrive late."""
+        """From the last line of the log, else from the scheduler; both may arrive late.
+
+        PBS reports 0 for a job of which a signal ended the login shell. A job that the scheduler
+        ended itself has the scheduler's status.
+        """
         pauses = _pauses()
         for look in range(_NUM_QUERIES_AFTER_END):
             if look > 0:
                 self.sleep(next(pauses))
                 state = self.scheduler.state(log.job_id, self.ask) or state
                 log.show()
-            status = log.exit_status if state.exit_status is None else state.exit_status
+            own, given = log.exit_status, state.exit_status
+            status = given if own is None or (state.reason and given is not None) else own
             if status is not None:
                 if state.reason:
                     self.say(f"{self.scheduler.title} job {log.job_id}: {state.reason}")
@@ -138,6 +143,8 @@ class _Log:
     def show(self) -> None:
         """Show what is new in all files, and read the status lines of the job script."""
         for path in self._files():
+            if path not in self._shown and re.search(r"\d-\d+\.(log|out)$", path.name):
+                self.exit_status = None  # that of an earlier run of the job
             is_error = path.suffix in (".err", ".ER")
             text = self._new_text(path)
             if not text:

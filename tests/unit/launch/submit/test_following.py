@@ -104,6 +104,27 @@ def test_the_log_tells_the_exit_status_where_the_scheduler_does_not() -> None:
     assert followed(Scripted(writes(LOG, ENDED.format(3), GONE)))[0] == 3
 
 
+@pytest.mark.parametrize(
+    ("reason", "status"), [("", 85), ("deleted", 143)], ids=["ends by itself", "deleted"]
+)
+def test_the_status_of_the_script_counts_unless_the_scheduler_ended_it(
+    reason: str, status: int
+) -> None:
+    """PBS has Exit_status = 0 after SIGUSR1, which ends the login shell that runs the script."""
+    given = 143 if reason else 0
+    end = JobState(word="F", has_ended=True, exit_status=given, reason=reason)
+    found, _, err, _ = followed(Scripted(writes(LOG, ENDED.format(85), end)))
+    assert found == status
+    assert ("Slurm job 7: deleted" in err) == bool(reason)
+
+
+def test_an_earlier_run_does_not_count_for_one_that_was_killed() -> None:
+    later = LOG.replace("203337", "203340")
+    killed = JobState(word="FAILED", has_ended=True, exit_status=137)
+    scheduler = Scripted(writes(LOG, ENDED.format(85), WAITING), writes(later, "a\n", killed))
+    assert followed(scheduler)[0] == 137
+
+
 def test_the_last_of_several_runs_counts() -> None:
     later = LOG.replace("203337", "203340")
     scheduler = Scripted(
