@@ -16,7 +16,7 @@ from torchmn.exit_status import shell_code
 _OURS = "torchmn: "
 HANG_MARGIN_S = 5.0
 _NOT_NAMED = ("launcher killed", "store killed", "stdout closed", "shm full")
-"""After these faults nobody is left to say what was met, or any rank may meet it."""
+"""After these faults no process is left to report it, or any rank may fail first."""
 _STATUS = {
     "kill": shell_code(-signal.SIGKILL),
     "out of memory": shell_code(-signal.SIGKILL),

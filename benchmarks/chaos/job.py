@@ -83,7 +83,7 @@ class Job:
             self.lines.append(Line(time.monotonic(), rest.decode(errors="replace")))
 
     def close_output(self) -> None:
-        """Nobody reads its output any more: what it prints next fails."""
+        """Close the reading end of its output: what it prints next fails."""
         self._is_closed.set()
         self._reader.join()
 

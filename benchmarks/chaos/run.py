@@ -192,7 +192,7 @@ class _Run:
             self._problems.append(f"hang reported after {seen['detection_s']} s")
 
     def _check_second(self) -> None:
-        """It is refused by a sentence with the name of the file that says so."""
+        """It is refused, with the name of the folder."""
         result, _, text = (self._folder / SECOND).read_text().partition("\n")
         if not result.startswith("True ") or result == "True 0":
             self._problems.append(f"the second job: {result}")

@@ -45,7 +45,7 @@ class Testbed:
         return self._lab
 
     def limit_memory(self, pid: int) -> None:
-        """Give a process no more memory than it has: the kernel kills it when it asks for some."""
+        """Limit a process to the memory that it has: the kernel kills it when it asks for some."""
         group = self._stack.enter_context(memory_group(1 << 20))
         (group / "cgroup.procs").write_text(str(pid))
 
@@ -132,7 +132,7 @@ def has_cgroups() -> bool:
 
 @contextmanager
 def memory_group(limit_bytes: int) -> Iterator[Path]:
-    """A control group whose processes get no more memory than this, of either version."""
+    """A control group, of either version, that limits the memory of its processes."""
     old = Path("/sys/fs/cgroup/memory")
     path = (old if old.is_dir() else Path("/sys/fs/cgroup")) / f"chaos-{uuid.uuid4().hex[:8]}"
     path.mkdir()

@@ -114,7 +114,7 @@ class FolderOwner:
         self._thread = threading.Thread(target=self._beat, name="torchmn-owner", daemon=True)
 
     def attempt(self, limit_s: float) -> tuple[Literal["owned", "waiting", "refused"], str]:
-        """Try to own the folder for at most ``limit_s``; returns a sentence as well, or "".
+        """Try to own the folder for at most ``limit_s``; returns a message as well, or "".
 
         Call it again while it returns "waiting". Raises OSError.
         """

@@ -171,7 +171,7 @@ class FolderStorage:
     def _make_again(self) -> None:
         """Make the folder, which was removed; but not where its file system is no longer mounted.
 
-        There, below the mount point, checkpoints would fill another disk and be found by nobody.
+        Below the mount point checkpoints would fill another disk, and no job would find them.
         """
         above = next(path for path in self.folder.parents if path.exists())
         if self._identity is None or above.stat().st_dev != self._identity[0]:

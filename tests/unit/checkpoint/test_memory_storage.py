@@ -144,7 +144,7 @@ def test_the_newest_of_disk_and_memory_is_taken(
         assert run_ranks(go_on, 3) == [(expected, float(expected))] * 3
 
 
-def test_a_damaged_copy_is_passed_over_with_a_sentence(host: OneHost, tmp_path: Path) -> None:
+def test_a_damaged_copy_is_passed_over_with_a_warning(host: OneHost, tmp_path: Path) -> None:
     def train(comm: Communicator) -> None:
         checkpointer = create_multi_node_checkpointer(comm, tmp_path, "x")
         checkpointer.save(5, {"value": Value(5.0)})
