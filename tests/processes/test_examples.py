@@ -144,7 +144,7 @@ def test_make_train(tmp_path: Path) -> None:
         (["--dataset", "digits", "--batchsize", "359"], "a single image"),
     ],
 )
-def test_bad_options_are_a_sentence(tmp_path: Path, options: list[str], words: str) -> None:
+def test_bad_options_are_one_message(tmp_path: Path, options: list[str], words: str) -> None:
     script = EXAMPLES / "cifar/train_cifar_multi_node.py"
     _, stderr = run([script, *options, "--out", tmp_path], exit_code=1)
     assert words in stderr

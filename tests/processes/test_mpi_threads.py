@@ -46,7 +46,7 @@ def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.mpi
 @pytest.mark.processes
 @pytest.mark.parametrize("level", ["single", "funneled"])
-def test_lower_levels_fall_back_with_a_sentence(tmp_path: Path, level: str) -> None:
+def test_lower_levels_fall_back_with_a_message(tmp_path: Path, level: str) -> None:
     done = run(tmp_path, level)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == ["threaded", "False"] * 2

@@ -327,7 +327,7 @@ def test_gone_after_an_error() -> None:
     assert not lab.folder.exists()
 
 
-def test_nobody_enters_a_lab_that_is_being_taken_down(lab: Lab, tmp_path: Path) -> None:
+def test_a_lab_that_is_being_taken_down_cannot_be_entered(lab: Lab, tmp_path: Path) -> None:
     (lab.folder / OPEN).unlink()
     assert lab.hosts[0].run(["touch", tmp_path / "came"], check=False).returncode == 1
     entered = subprocess.run([lab.rsh_agent, "n1", f"touch {tmp_path}/came"])
@@ -442,7 +442,7 @@ def test_up_runs_until_it_is_ended(end: str, lab: Lab) -> None:
     assert lab.folder.exists()
 
 
-def test_the_command_refuses_in_a_sentence() -> None:
+def test_the_command_refuses_with_a_message() -> None:
     with netlab_command("up", "2", "--rate", "fast") as up:
         output, errors = up.communicate(timeout=PATIENCE_S)
     assert up.returncode == 1

@@ -126,7 +126,7 @@ def test_others_continue_without_a_worker_that_dies(start) -> None:
         ("hangs", "within 4 s|for 4 s"),
     ],
 )
-def test_all_end_with_a_sentence_where_they_cannot(start, event: str, sentence: str) -> None:
+def test_all_end_with_a_message_where_they_cannot(start, event: str, sentence: str) -> None:
     job = start(3, event, "all")
     for rank in (0, 2):
         status, out, err = job.outcome(rank)

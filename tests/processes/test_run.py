@@ -351,7 +351,7 @@ BAD_INPUT = {
 
 
 @pytest.mark.parametrize("case", BAD_INPUT)
-def test_bad_input_is_one_sentence(runner: Runner, case: str) -> None:
+def test_bad_input_is_one_message(runner: Runner, case: str) -> None:
     args, words = BAD_INPUT[case]
     runner.script("")
     (runner.folder / "folder").mkdir()

@@ -87,7 +87,7 @@ def test_a_signal_to_the_agents_alone(runner: Runner, backend: str, name: str) -
     runner.wait_until_nothing_is_left()
 
 
-def test_a_save_longer_than_the_grace_is_cut_with_a_sentence(runner: Runner) -> None:
+def test_a_save_longer_than_the_grace_is_cut_with_a_message(runner: Runner) -> None:
     process = start(runner, "--backend", "gloo", "--grace", "0.5", "600")
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=30)

@@ -313,7 +313,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_bad_requests_are_one_sentence_and_exit_status_2(tmp_path: Path, case: str) -> None:
+def test_bad_requests_are_one_message_and_exit_status_2(tmp_path: Path, case: str) -> None:
     args, words = REFUSED[case]
     if case not in ("no scheduler", "command missing"):
         args = ("--dry-run", *(() if "--scheduler" in args else ("--scheduler", "pbs")), *args)

@@ -22,7 +22,7 @@ LEFT_OUT = {PAGE, Path(__file__), *(ROOT / name for name in GENERATED)}
 NAMES_ONLY = tuple(
     ROOT / "tests" / name
     for name in (
-        *("conftest.py", "processes", "slurm", "unit/checkpoint", "unit/cli", "unit/control"),
+        *("conftest.py", "processes", "schedulers", "unit/checkpoint", "unit/cli", "unit/control"),
         *("unit/examples", "unit/launch", "unit/models.py", "unit/resilience"),
     )
 )
@@ -71,8 +71,7 @@ REMAINING: dict[str, int] = {
     "behind (in time)": 12,
     "go on": 2,
     "everybody, everyone": 6,
-    "nobody, somebody": 4,
-    "sentence, last words": 9,
+    "sentence, last words": 1,
 }
 """How often a word may still be used, in another sense or not yet replaced. Only to be lowered."""
 

@@ -197,12 +197,12 @@ def test_a_job_that_is_cancelled_stays_so(cluster: Cluster, training: Training) 
     training.submit("--requeue", "--walltime", "00:05:00")
     training.wait_for_steps()
     cluster.cancel(training.number)
-    status, said = training.end()
-    assert status != 0, said
+    status, output = training.end()
+    assert status != 0, output
     num_steps = len(training.steps())
     assert num_steps < NUM_STEPS
-    assert not cluster.has_jobs(), said
-    assert not re.search(r"resubmitted as \d", said)
+    assert not cluster.has_jobs(), output
+    assert not re.search(r"resubmitted as \d", output)
 
 
 def test_a_time_limit_ends_a_job(cluster: Cluster, tmp_path: Path) -> None:
@@ -219,8 +219,8 @@ def test_a_job_continues_when_its_time_is_over(
     training.submit("--requeue", "--walltime", "00:04:00", margin_s=205)  # it has 35 s
     training.wait_for_second_run()
     training.hurry()
-    status, said = training.end()
-    assert status == 0, said
+    status, output = training.end()
+    assert status == 0, output
     training.assert_finished(expected, num_runs=2)
 
 
@@ -232,10 +232,10 @@ def test_a_job_continues_after_a_signal(
     cluster.send_signal(training.number)
     training.wait_for_second_run()
     training.hurry()
-    status, said = training.end()
-    assert status == 0, said
+    status, output = training.end()
+    assert status == 0, output
     training.assert_finished(expected, num_runs=2)
-    assert "received SIGUSR1" in said
+    assert "received SIGUSR1" in output
 
 
 def test_a_job_whose_nodes_are_taken_away_continues(
@@ -246,8 +246,8 @@ def test_a_job_whose_nodes_are_taken_away_continues(
     cluster.preempt(training.number)
     training.wait_for_second_run()
     training.hurry()
-    status, said = training.end()
-    assert status == 0, said
+    status, output = training.end()
+    assert status == 0, output
     assert_equal(torch.load(training.folder / "finished"), expected)
 
 
@@ -259,14 +259,14 @@ def test_a_node_that_fails(
     training.wait_for_steps(12)
     cluster.fail_node(cluster.nodes[1])
     try:
-        status, said = training.end()
-        assert status != 0, said
-        assert "n2" in said
+        status, output = training.end()
+        assert status != 0, output
+        assert "n2" in output
     finally:
         cluster.repair_node(cluster.nodes[1])
     training.hurry()
     training.submit("--walltime", "00:05:00")
-    status, said = training.end()
-    assert status == 0, said
+    status, output = training.end()
+    assert status == 0, output
     assert 1 not in [step for step, _ in training.steps()[12:]]
     assert_equal(torch.load(training.folder / "finished"), expected)

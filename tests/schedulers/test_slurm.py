@@ -113,6 +113,6 @@ def test_all_end_with_the_rank_that_failed_though_srun_lets_them_wait(
         done = cluster.run(command, tmp_path, TORCHMN_TRANSPORT="torch", timeout_s=100)
         assert time.monotonic() - began < 60  # alone the others would wait for their limit
         assert done.returncode != 0
-        said = [line for line in done.stderr.splitlines() if line.startswith("torchmn:")]
-        assert "rank 2 on n2" in said[-1]
-        assert words in said[-1]
+        notes = [line for line in done.stderr.splitlines() if line.startswith("torchmn:")]
+        assert "rank 2 on n2" in notes[-1]
+        assert words in notes[-1]

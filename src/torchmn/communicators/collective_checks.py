@@ -22,6 +22,7 @@ from typing import NoReturn
 
 import torch
 
+from torchmn.communicators.engine import mark_as_rejection
 from torchmn.communicators.group import Group
 from torchmn.errors import CommunicationError, RankMismatchError, TorchmnError
 
@@ -86,6 +87,7 @@ class CallCheck:
 
         *Collective.*
         """
+        mark_as_rejection(error)
         if self._group.size == 1:
             raise error
         kind = "" if isinstance(error, TorchmnError) else f"{type(error).__name__}: "

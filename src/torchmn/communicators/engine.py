@@ -18,6 +18,7 @@ from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError, To
 from torchmn.monitor import script_monitor
 
 Result = TypeVar("Result")
+_REJECTION = "_is_rejection_on_all_ranks"
 _MAX_REFUSED = 3
 """A script that has caught the error and makes this many calls will not end by itself."""
 
@@ -210,10 +211,16 @@ class Engine:
         """Remember an error after which the ranks no longer agree on what comes next."""
         is_peer = isinstance(error, (TimeLimitError, PeerLostError))
         is_own = type(error) is CommunicationError or not isinstance(error, TorchmnError)
+        is_own = is_own and not getattr(error, _REJECTION, False)
         if self._broken is None and (is_peer or is_own):
             self._broken = error
             if is_own and self._has_peers and isinstance(error, Exception):
                 script_monitor.exchange_failed(error)
+
+
+def mark_as_rejection(error: Exception) -> None:
+    """Note that all ranks know of this error of an argument: the communicator stays usable."""
+    setattr(error, _REJECTION, True)
 
 
 def _record_event(device: torch.device) -> torch.cuda.Event | None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torchmn.communicators import object_codec
+from torchmn.communicators.engine import mark_as_rejection
 from torchmn.communicators.group import Group
 from torchmn.communicators.object_exchange import exchange_tensors
 from torchmn.errors import CommunicationError, RankMismatchError, UsageError
@@ -82,6 +83,7 @@ class PointToPoint:
             message = object_codec.pack(obj, self._trust)
         except Exception as error:
             rejection = error
+            mark_as_rejection(error)
             message = object_codec.pack(str(error), self._trust, note=_REJECTED)
         is_inline = len(message.head) <= _INLINE_BYTES
         envelope = bytearray(ENVELOPE_BYTES)

@@ -1,6 +1,6 @@
 """Show the lines of all ranks on one terminal or in one file.
 
-Nobody need read them: a reader that pauses, a full disk and a closed stream cost output here, which
+They need no reader: a reader that pauses, a full disk and a closed stream cost output here, which
 is also in the log folder, and never the job.
 """
 

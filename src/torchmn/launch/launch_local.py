@@ -136,7 +136,7 @@ def _launch(folder: Path, num_ranks: int, backend: Backend) -> int:
     status = run_job(
         Job(argv=argv, num_ranks=num_ranks, backend=backend, log_dir=folder), os.environ
     )
-    if os.getppid() != parent:  # nobody is left to read the report
+    if os.getppid() != parent:  # there is no reader of the report
         shutil.rmtree(folder, ignore_errors=True)
     return status
 

@@ -246,7 +246,7 @@ def _how_all_ended(ranks: Sequence[RankRecord]) -> str:
 
 
 def brief(text: str) -> str:
-    """A text of several lines as a part of a sentence, shortened between words."""
+    """A text of several lines within one line of text, shortened between words."""
     words = " ".join(text.removeprefix("torchmn: ").split())
     short = textwrap.shorten(words, _MAX_ERROR_CHARS, placeholder=" ...")
     return short if len(short) > len("...") else words[:_MAX_ERROR_CHARS]

@@ -71,7 +71,7 @@ def test_requests_that_cannot_be_met(words: tuple[str, ...], cure: str) -> None:
 
 
 @pytest.mark.processes
-def test_unknown_subcommand_is_one_sentence() -> None:
+def test_unknown_subcommand_is_one_message() -> None:
     done = run("-m", "torchmn", "fly")
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1

@@ -39,7 +39,7 @@ def test_all_ranks_leave_at_the_same_step(world_size: int, rank: int) -> None:
     assert steps[0] >= 40
 
 
-def test_nobody_leaves_without_a_reason() -> None:
+def test_no_rank_leaves_without_a_reason() -> None:
     assert run_ranks(steps_until_due, 2) == [None, None]
 
 

@@ -87,7 +87,7 @@ class Exit(Record, frozen=True, kw_only=True):
     """Agent: the script has exited.
 
     ``returncode`` is minus the signal if a signal ended it. ``ended_at`` is in seconds since the
-    epoch. ``ended_by`` is who asked it to end: nobody, the supervisor, or another program, such as
+    epoch. ``ended_by`` is who asked it to end: empty, the supervisor, or another program, such as
     mpirun. ``note`` describes the end where the return code is a guess, or not all that is known.
     """
 

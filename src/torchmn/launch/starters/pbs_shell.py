@@ -3,7 +3,7 @@
 `pbs_tmrsh` starts a task that PBS counts and ends, but is no remote shell: it runs a program, not a
 line for a shell; the task's standard input is /dev/null and its output goes to the job's own files;
 and a task continues when `pbs_tmrsh` is killed. So it only starts the other half of this program on
-HOST, which reads its order from a file that nobody else can read, connects back, and gives its
+HOST, which reads its order from a file that only this user can read, connects back, and gives its
 connections to the command as standard streams. Either half ends when the other one does.
 """
 
@@ -47,7 +47,7 @@ _CHUNK_BYTES = 1 << 16
 def main(args: list[str]) -> int:
     """Run one half: ``--serve FILE`` on the other host, else the one that is called.
 
-    `qsig` signals every process of a job; the ranks hear of it from their launcher.
+    `qsig` signals every process of a job; their launcher informs the ranks.
     """
     for signum in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, lambda *_: None)  # not SIG_IGN, which the command would inherit
