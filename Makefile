@@ -29,7 +29,7 @@ test: setup
 
 test-schedulers: setup
 	@bash scripts/setup_schedulers.sh
-	@$(VENV_PYTHON) -m pytest tests/schedulers $(ARGS)
+	@TORCHMN_TEST_SCHEDULERS=1 $(VENV_PYTHON) -m pytest tests/schedulers $(ARGS)
 
 test-launchers: setup
 	@bash scripts/setup_launchers.sh

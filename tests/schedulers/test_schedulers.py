@@ -21,7 +21,14 @@ from tests.schedulers.grid_engine import GridEngine
 from tests.schedulers.pbs import PBS
 from tests.schedulers.slurm import Slurm
 
-pytestmark = [pytest.mark.processes, pytest.mark.root, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.root,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(
+        not os.environ.get("TORCHMN_TEST_SCHEDULERS"), reason="'make test-schedulers' runs these"
+    ),
+]
 
 PLACE = """
 import json, socket, sys, torch, torchmn

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 import time
@@ -18,6 +19,9 @@ pytestmark = [
     pytest.mark.processes,
     pytest.mark.root,
     pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        not os.environ.get("TORCHMN_TEST_SCHEDULERS"), reason="'make test-schedulers' runs these"
+    ),
     pytest.mark.skipif(bool(Slurm.why_not()), reason=str(Slurm.why_not())),
 ]
 
