@@ -110,6 +110,7 @@ class FolderOwner:
         self._own = this_process()
         self._watched: tuple[tuple[int, int], float] | None = None
         self._lost: str | None = None
+        self._has_file = self._was_removed = False
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="torchmn-owner", daemon=True)
 
@@ -156,12 +157,21 @@ class FolderOwner:
         time.sleep(min(limit_s, _PAUSE_S))
         return "waiting", ""
 
-    def confirm(self) -> None:
-        """Before a checkpoint is completed. Raises DataError: another process owns the folder."""
+    def confirm(self) -> bool:
+        """Before a checkpoint is completed. Returns whether the folder was removed meanwhile.
+
+        Raises DataError: another process owns the folder.
+        """
+        self._beat_once()
+        was_removed, self._was_removed = self._was_removed, False
+        return was_removed
+
+    def _beat_once(self) -> None:
         if self._lost is None:
             found = self._look()
             if found is None:  # the folder was removed, or could not be written to before
                 self._make_file(self._path, encode(self._own))
+                self._was_removed, self._has_file = self._has_file, True
                 return
             other, _ = found
             if other is not None and (
@@ -187,6 +197,7 @@ class FolderOwner:
                 self._path.unlink()
 
     def _owned(self, text: str) -> tuple[Literal["owned"], str]:
+        self._has_file = True
         self._thread.start()
         return "owned", text
 
@@ -225,7 +236,7 @@ class FolderOwner:
     def _beat(self) -> None:
         while not self._end.wait(PERIOD_S):
             with suppress(OSError, DataError):
-                self.confirm()
+                self._beat_once()
                 os.utime(self._path)  # needs no space on a full disk
 
 

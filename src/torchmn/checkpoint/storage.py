@@ -88,12 +88,13 @@ class FolderStorage:
     sees_all_ranks = True
 
     def __init__(
-        self, folder: Path, *, gid: int | None = None, confirm: Callable[[], None] | None = None
+        self, folder: Path, *, gid: int | None = None, confirm: Callable[[], bool] | None = None
     ) -> None:
         self.folder = folder
         self._gid = gid
         self._confirm = confirm
         self._identity = _identity(folder)
+        self._is_made_again = False
 
     def write(self, staged: str, file: str, pieces: Iterable[bytes | memoryview]) -> None:
         """See `Storage.write`."""
@@ -118,12 +119,13 @@ class FolderStorage:
         """See `Storage.commit`: the checkpoint exists from the rename on."""
         self.write(staged, MANIFEST, [manifest])
         _sync_folder(self.folder / staged)
-        if self._confirm is not None:
-            self._confirm()
+        # A new folder may have the number of the one that was removed.
+        is_other = self._is_made_again | (self._confirm is not None and self._confirm())
+        self._is_made_again = False
         (self.folder / staged).rename(self.folder / checkpoint)
         _sync_folder(self.folder)
         before, self._identity = self._identity, _identity(self.folder)
-        if before in (None, self._identity):
+        if not is_other and before in (None, self._identity):
             return None
         return (
             f"{self.folder} was removed or replaced during training and has been made again: "
@@ -178,6 +180,7 @@ class FolderStorage:
             text = "No such folder, and its file system is no longer mounted"
             raise OSError(errno.ENOENT, text, str(self.folder))
         self.make_folder(self.folder, parents=True)
+        self._is_made_again = True
 
 
 class FileReader:
