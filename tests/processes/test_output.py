@@ -87,8 +87,14 @@ def test_a_full_disk_under_the_output(runner: Runner, streams: tuple[int, ...]) 
 
 @pytest.mark.parametrize("streams", [(1,), (0, 1, 2)])
 def test_closed_streams(runner: Runner, streams: tuple[int, ...]) -> None:
+    script = runner.script(
+        "import sys, time\n"
+        "if rank == 1: time.sleep(600)  # if it ended first, rank 0 might be ended before it prints\n"
+        "print('shown')\n"
+        "sys.exit(3)"
+    )
     process = runner.start(
-        *("-n", "2", "--backend", "gloo", runner.script("import sys\nprint('shown')\nsys.exit(3)")),
+        *("-n", "2", "--backend", "gloo", script),
         preexec_fn=lambda: [os.close(stream) for stream in streams] and None,
     )
     _, err = process.communicate(timeout=30)
