@@ -32,6 +32,7 @@ ROWS = [
     {"communicators"},
     {"transports", "compression"},
     {"monitor"},
+    {"profiling"},
     {"control"},
     {"topology"},
     {"script"},
