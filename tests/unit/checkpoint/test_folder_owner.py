@@ -114,6 +114,22 @@ def test_job_that_ends_leaves_the_folder(tmp_path: Path, other_job: subprocess.P
     create(tmp_path)
 
 
+def test_two_checkpointers_of_one_process(tmp_path: Path) -> None:
+    """A cell of a notebook that was run twice: the folder is owned until both are closed."""
+
+    def rank_main(comm: torchmn.Communicator) -> bool:
+        first, second = checkpointer_of(comm, tmp_path), checkpointer_of(comm, tmp_path)
+        first.close()
+        comm.barrier()
+        is_owned = (tmp_path / "a run" / OWNER).exists()
+        second.save(8, {"model": nn.Linear(2, 2)})  # with a warning if its file is gone
+        second.finish()
+        return is_owned
+
+    assert on_ranks(rank_main, 2) == [True, True]
+    assert names(tmp_path) == ["step-00000008"]
+
+
 @pytest.mark.usefixtures("soon")
 def test_owner_on_another_host_without_a_sign_of_life(tmp_path: Path) -> None:
     """Its file may be of any time: only whether it changes counts."""
