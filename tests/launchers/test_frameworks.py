@@ -14,8 +14,11 @@ import torch
 from tests.processes.test_launchers import launcher
 
 FOLDER = Path(__file__).parent / "frameworks"
-TORCHRUN = (sys.executable, *"-m torch.distributed.run --standalone --nproc-per-node 2".split())
-TORCHMN_RUN = (sys.executable, *"-m torchmn run -n 2 --backend".split())
+TORCHRUN = (
+    sys.executable,
+    *["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+)
+TORCHMN_RUN = (sys.executable, *["-m", "torchmn", "run", "-n", "2", "--backend"])
 
 
 def train(framework: str, folder: Path, *command: str) -> list[torch.Tensor]:

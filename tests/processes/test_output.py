@@ -1,4 +1,4 @@
-"""Nobody need read the output of a job: a slow reader and a full disk cost output only."""
+"""The output of a job need not be read: a slow reader and a full disk cost output only."""
 
 from __future__ import annotations
 

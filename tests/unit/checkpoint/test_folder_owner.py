@@ -102,7 +102,7 @@ def test_job_that_runs_and_is_killed(tmp_path: Path, other_job: subprocess.Popen
 
 
 def test_job_that_is_stopped_is_alive(tmp_path: Path, other_job: subprocess.Popen[str]) -> None:
-    """A scheduler may suspend a job: nobody takes its folder."""
+    """A scheduler may suspend a job: no other takes its folder."""
     other_job.send_signal(signal.SIGSTOP)
     with pytest.raises(UsageError, match="belongs to another job"):
         create(tmp_path)
