@@ -1,10 +1,9 @@
 """The kernels for GPUs: written in Triton, one program per block, one pass over memory.
 
 A block is a matrix of (planes, bytes): the elements whose codes share byte j are column j, see
-`wire_format`. Scales are summed in another order and products may be fused with additions, so
-that with 4, 2 and 1 bits the last digits are not those of `reference`; decoding gives
-the same bits everywhere. ``TRITON_INTERPRET=1``, set before Triton is imported, runs them on CPU
-tensors.
+`wire_format`. Divisions are exact and products are not fused with additions, so that results are
+the bits of `reference`, except that with 4, 2 and 1 bits scales are summed in another order.
+``TRITON_INTERPRET=1``, set before Triton is imported, runs them on CPU tensors.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -36,6 +35,8 @@ from torchmn.compression.kernels.wire_format import (
 
 __all__ = ["decode", "encode", "outer_sum", "subtract_outer_"]
 
+EXACT = {"enable_fp_fusion": False}
+"""Options of each kernel."""
 _SMALL_CHUNK = 1024
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds to even
 _MIN_BLOCK_RANGE = tl.constexpr(MIN_BLOCK_RANGE)
@@ -83,6 +84,7 @@ def encode(
             HAS_RESIDUAL=residual is not None,
             PLANES=8 // spec.bits,
             BYTES=_columns(plan),
+            **EXACT,
         )
     if len(tables.small):
         _copy_small[(len(tables.small),)](
@@ -93,6 +95,7 @@ def encode(
             ADD=False,
             OUT=True,
             CHUNK=_SMALL_CHUNK,
+            **EXACT,
         )
     return flags
 
@@ -113,6 +116,7 @@ def decode(encoded: Tensor, out: Tensor, plan: StripePlan, *, add: bool) -> Tens
             ADD=add,
             PLANES=8 // spec.bits,
             BYTES=_columns(plan),
+            **EXACT,
         )
     if len(tables.small):
         _copy_small[(len(tables.small),)](
@@ -123,6 +127,7 @@ def decode(encoded: Tensor, out: Tensor, plan: StripePlan, *, add: bool) -> Tens
             ADD=add,
             OUT=False,
             CHUNK=_SMALL_CHUNK,
+            **EXACT,
         )
     return flags
 
@@ -227,20 +232,21 @@ def _encode_block(
             is_above = mask & (w >= 0.0)
             num_above = _total(is_above.to(tl.float32))
             num_below = length.to(tl.float32) - num_above
-            low = _total(tl.where(is_above, 0.0, w)) / tl.maximum(num_below, 1.0)
-            high = _total(tl.where(is_above, w, 0.0)) / tl.maximum(num_above, 1.0)
+            low = tl.div_rn(_total(tl.where(is_above, 0.0, w)), tl.maximum(num_below, 1.0))
+            high = tl.div_rn(_total(tl.where(is_above, w, 0.0)), tl.maximum(num_above, 1.0))
     else:
         span = largest
         if BITS < 8 and not IS_STOCHASTIC:
             squares, magnitudes = _total(w * w), _total(magnitude)
-            typical = squares / tl.maximum(magnitudes, 1e-38)
+            typical = tl.div_rn(squares, tl.maximum(magnitudes, 1e-38))
             if BITS == 4:
                 typical *= _CLIP_FACTOR_4BIT
             is_usable = (squares < float("inf")) & (magnitudes > 0.0)
             span = tl.where(is_usable, tl.minimum(span, typical), span)
         is_zero = span < _MIN_BLOCK_RANGE
-        low = tl.where(is_zero, 0.0, span / LEVELS)
-        high = tl.where(is_zero, 0.0, LEVELS / tl.maximum(span, _MIN_BLOCK_RANGE))
+        top = tl.full([], LEVELS, tl.float32)
+        low = tl.where(is_zero, 0.0, tl.div_rn(span, top))
+        high = tl.where(is_zero, 0.0, tl.div_rn(top, tl.maximum(span, _MIN_BLOCK_RANGE)))
     low, high = low.to(tl.float32), high.to(tl.float32)
     is_bad = is_bad | _is_infinite(low) | _is_infinite(high)
     if IS_STOCHASTIC:
