@@ -22,6 +22,7 @@ ROWS = [
     {ROOT},
     {"testing"},
     {"launch"},
+    {"planning"},
     {"training"},
     {"optimizer"},
     {"autotune"},
