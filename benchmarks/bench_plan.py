@@ -16,15 +16,20 @@ import argparse
 import json
 import os
 import statistics
-from contextlib import ExitStack
 from fnmatch import fnmatch
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from record import OUT, Bar, report
 
+if TYPE_CHECKING:
+    from exchange.deployment import Deployment
+    from exchange.table import Line
+    from plan.settings import Case
+
 FILE = OUT / "plan_turns.json"
-NUM_UNITS = 5
+NUM_UNITS = 3
 NUM_FACT_STEPS = 12
+FACTS_RATE = "10gbit"
 MEDIAN_LIMIT, WORST_LIMIT = 0.05, 0.10
 MIN_CASES = 12
 
@@ -42,64 +47,76 @@ def main() -> int:
         if reason := missing_requirement():
             print(f"Test hosts are not available: {reason}.")
             return 2
-        measured = _measure(arguments.cases.split(";"), arguments.units, arguments.quiet_timeout)
-        OUT.mkdir(exist_ok=True)
-        FILE.write_text(json.dumps(measured, indent=1) + "\n")
+        _measure(arguments.cases.split(";"), arguments.units, arguments.quiet_timeout)
     from plan.sources import source_bars
 
     return report("plan", [*_bars(json.loads(FILE.read_text())), *source_bars()])
 
 
-def _measure(patterns: list[str], num_units: int, quiet_timeout_s: float) -> dict[str, Any]:
-    from exchange.deployment import Deployment, deployed
-    from exchange.measurement import MAX_TURNS, QUIET_SHARE, turn, wait_for_quiet
+def _measure(patterns: list[str], num_units: int, quiet_timeout_s: float) -> None:
+    """Measure facts and turns. The file is written after each turn."""
+    from exchange.deployment import deployed
     from exchange.table import BASELINE, Line
     from plan.settings import CASES
 
     cases = [c for c in CASES if c.is_fitted or any(fnmatch(c.name, p) for p in patterns)]
-    with ExitStack() as stack:
-        deployments: dict[int, Deployment] = {}
-        lines: dict[int, Line] = {}
-        for num_hosts in sorted({2, *(case.num_hosts for case in cases)}):
-            sides = dict.fromkeys(c.side for c in cases if c.num_hosts == num_hosts)
-            lines[num_hosts] = Line(
-                name=f"plan-{num_hosts}h",
-                sides=tuple(sides),
-                num_hosts=num_hosts,
-                rate="10gbit",
-                steps={"every step": 4, "next forward": 4, "double buffering": 4},
-            )
-            deployments[num_hosts] = stack.enter_context(deployed(lines[num_hosts], {"torch"}))
-            for side in (BASELINE, *sides) if num_hosts == 2 else sides:
-                print(f"building {num_hosts} hosts: {side}", flush=True)
-                deployments[num_hosts].workers_of(side).request("build", side=side)
-        facts = deployments[2].workers_of(BASELINE).request("facts", num_steps=NUM_FACT_STEPS)
-        turns: list[dict[str, Any]] = []
-        for unit in range(num_units):
-            for case in cases:
-                deployment = deployments[case.num_hosts]
-                deployment.set_rate(case.rate)
-                for _ in range(MAX_TURNS if quiet_timeout_s else 1):
-                    wait_for_quiet(quiet_timeout_s)
-                    before = turn(deployments[2], lines[2], BASELINE, unit)
-                    found = turn(deployment, lines[case.num_hosts], case.side, unit)
-                    foreign_share = max(before["foreign_share"], found["foreign_share"])
-                    if foreign_share <= QUIET_SHARE:
-                        break
-                turns.append(
-                    {
-                        **found,
-                        "case": case.name,
-                        "alone_s": before["seconds"],
-                        "foreign_share": foreign_share,
-                    }
-                )
-                print(
-                    f"unit {unit + 1}: {case.name}: {found['seconds'] * 1e3:.1f} ms, alone "
-                    f"{before['seconds'] * 1e3:.1f} ms, others used {foreign_share:.0%}",
-                    flush=True,
-                )
-    return {"facts": facts, "turns": turns}
+    OUT.mkdir(exist_ok=True)
+    alone = Line(name="alone", sides=(BASELINE,), rate=FACTS_RATE)
+    with deployed(alone, {"torch"}) as reference:
+        workers = reference.workers_of(BASELINE)
+        workers.request("build", side=BASELINE)
+        measured: dict[str, Any] = {
+            "facts": workers.request("facts", num_steps=NUM_FACT_STEPS),
+            "turns": [],
+        }
+        for num_hosts in sorted({case.num_hosts for case in cases}):  # all at once need 15 GB
+            chosen = [case for case in cases if case.num_hosts == num_hosts]
+            sides = tuple(dict.fromkeys(case.side for case in chosen))
+            line = Line(name=f"{num_hosts} hosts", sides=sides, num_hosts=num_hosts)
+            with deployed(line, {"torch"}) as deployment:
+                for side in sides:
+                    print(f"building {line.name}: {side}", flush=True)
+                    deployment.workers_of(side).request("build", side=side)
+                for unit in range(num_units):
+                    for case in chosen:
+                        deployment.set_rate(case.rate)
+                        measured["turns"].append(
+                            _paired_turn(
+                                (reference, alone), (deployment, line), case, unit, quiet_timeout_s
+                            )
+                        )
+                        FILE.write_text(json.dumps(measured, indent=1) + "\n")
+
+
+def _paired_turn(
+    reference: tuple[Deployment, Line],
+    deployment: tuple[Deployment, Line],
+    case: Case,
+    unit: int,
+    quiet_timeout_s: float,
+) -> dict[str, Any]:
+    """A turn of a case just after one without exchange, repeated if others were disturbing."""
+    from exchange.measurement import MAX_TURNS, QUIET_SHARE, turn, wait_for_quiet
+    from exchange.table import BASELINE
+
+    for _ in range(MAX_TURNS if quiet_timeout_s else 1):
+        wait_for_quiet(quiet_timeout_s)
+        before = turn(*reference, BASELINE, unit)
+        found = turn(*deployment, case.side, unit)
+        foreign_share = max(before["foreign_share"], found["foreign_share"])
+        if foreign_share <= QUIET_SHARE:
+            break
+    print(
+        f"unit {unit + 1}: {case.name}: {found['seconds'] * 1e3:.1f} ms, alone "
+        f"{before['seconds'] * 1e3:.1f} ms, others used {foreign_share:.0%}",
+        flush=True,
+    )
+    return {
+        **found,
+        "case": case.name,
+        "alone_s": before["seconds"],
+        "foreign_share": foreign_share,
+    }
 
 
 def _bars(measured: dict[str, Any]) -> list[Bar]:

@@ -10,12 +10,9 @@ import msgspec
 from exchange.table import BATCH
 
 from plan.settings import CASES, Case
-from torchmn.planning.calibration import Observation, calibrated
+from torchmn.planning.calibration import Observation, at_speed, calibrated
 from torchmn.planning.description import Description
 from torchmn.planning.prediction import predict_setting
-
-RATE = "10gbit"
-"""Of the links when the facts were measured."""
 
 
 def described(
@@ -38,7 +35,7 @@ def described(
                 }
                 for name in first["codecs"]
             },
-            "link": {"rate": RATE, **first["link"]},
+            "link": {"rate": "10gbit", **first["link"]},
             "deviations": [
                 s / statistics.median(fact["steps_s"]) - 1
                 for fact in facts
@@ -68,8 +65,7 @@ def ratios(
     found = []
     for turn in turns:
         if turn["case"] == case.name:
-            batches = [msgspec.structs.replace(known.batches[0], compute_s=turn["alone_s"])]
-            then = msgspec.structs.replace(known, batches=batches)
+            then = at_speed(known, turn["alone_s"] / known.batches[0].compute_s)
             predicted = predict_setting(then, case.setting(num_cores))
             found.append(turn["seconds"] / predicted.seconds)
     return found

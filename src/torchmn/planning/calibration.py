@@ -56,15 +56,32 @@ def _misfit(known: Description, observations: Sequence[Observation]) -> float:
 
 
 def known_then(known: Description, observation: Observation) -> Description:
-    """The description with the time that a step without exchange took then."""
+    """The description at the time of an observation, when cores were faster or slower."""
     if observation.compute_s is None:
         return known
-    factor = observation.compute_s / known.compute_of(observation.setting.samples).compute_s
-    batches = [
-        msgspec.structs.replace(batch, compute_s=factor * batch.compute_s)
-        for batch in known.batches
-    ]
-    return msgspec.structs.replace(known, batches=batches)
+    then_s = known.compute_of(observation.setting.samples).compute_s
+    return at_speed(known, observation.compute_s / then_s)
+
+
+def at_speed(known: Description, factor: float) -> Description:
+    """The description where all that cores do takes ``factor`` times as long."""
+    replace = msgspec.structs.replace
+    costs = known.costs
+    return replace(
+        known,
+        batches=[replace(each, compute_s=factor * each.compute_s) for each in known.batches],
+        codecs={
+            name: replace(each, encode_s=factor * each.encode_s, decode_s=factor * each.decode_s)
+            for name, each in known.codecs.items()
+        },
+        costs=None
+        if costs is None
+        else replace(
+            costs,
+            pack_s_per_byte=factor * costs.pack_s_per_byte,
+            send_s_per_byte=factor * costs.send_s_per_byte,
+        ),
+    )
 
 
 def _best(costs: Costs, name: str, misfit: Callable[[Costs], float]) -> Costs:
