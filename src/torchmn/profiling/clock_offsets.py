@@ -29,6 +29,7 @@ from torchmn.profiling.records import ClockOffset
 from torchmn.topology.network import address_of
 
 _ROLE = "clock"
+_LOOPBACK = "127.0.0.1"
 _NUM_TRIPS = 12
 _LIMIT_S = 2.0
 _TIME = struct.Struct("<d")
@@ -47,13 +48,13 @@ class ClockAddress:
 class ClockServer:
     """Answers the other ranks on rank 0. Used by one thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_other_hosts: bool) -> None:
         token = secrets.token_hex(16)
-        listener = listen_on("")
-        names = [name for _, name in socket.if_nameindex() if name != "lo"]
+        listener = listen_on("" if has_other_hosts else _LOOPBACK)
+        names = [name for _, name in socket.if_nameindex() if has_other_hosts and name != "lo"]
         own = [found for name in names if (found := address_of(name))]
         self.address = ClockAddress(
-            socket.gethostname(), (*own, "127.0.0.1"), listener.getsockname()[1], token
+            socket.gethostname(), (*own, _LOOPBACK), listener.getsockname()[1], token
         )
         self._listener = AuthenticatedListener(listener, secret=_secret(token), role=_ROLE)
         self._clients: dict[int, socket.socket] = {}

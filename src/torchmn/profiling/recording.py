@@ -58,6 +58,10 @@ class World(Traffic, Protocol):
         """The node of this rank."""
 
     @property
+    def inter_size(self) -> int:
+        """The number of nodes."""
+
+    @property
     def device(self) -> Any:
         """The GPU of this rank, or the CPU."""
 
@@ -172,7 +176,7 @@ def start(comm: World, folder: Path) -> Recording | None:
         if (folder / FOLDER).exists():
             folder = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         with contextlib.suppress(OSError):  # without sockets clocks are not compared
-            server = ClockServer()
+            server = ClockServer(has_other_hosts=comm.inter_size > 1)
         offer = str(folder), None if server is None else asdict(server.address)
     name, clocks = comm.bcast_obj(offer)
     address = None
