@@ -7,10 +7,11 @@ subclass that defines how a buffer is summed (`_sum_`) and which placements it s
 from __future__ import annotations
 
 import socket
+import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -303,6 +304,31 @@ class Communicator(Collectives, ABC):
     def num_sent_nbytes(self) -> int:
         """Bytes sent so far, as `traffic` counts them. Local."""
         return sum(sum(each.sent.copy().values()) for each, _ in self._counted_transports())
+
+    def recent_collectives(self) -> list[dict[str, Any]]:
+        """The last collectives that have ended, for a profile: what they moved, and when. Local."""
+        to_own_clock_s = time.perf_counter() - time.monotonic()
+        return [
+            {
+                "number": entry.number,
+                "name": entry.name,
+                "group": entry.group,
+                "bucket": entry.bucket,
+                "step": entry.step,
+                "shape": list(entry.shape),
+                "dtype": entry.dtype,
+                "hosts": sorted(
+                    {
+                        self.topology.hosts[rank]
+                        for rank in self.flight_recorder.members(entry.group) or range(self.size)
+                    }
+                ),
+                "started_s": entry.started_s + to_own_clock_s,
+                "ended_s": entry.ended_s + to_own_clock_s,
+            }
+            for entry in self.flight_recorder.entries()
+            if entry.ended_s is not None
+        ]
 
     def _counted_transports(self) -> list[tuple[Transport, list[str]]]:
         """Each transport once, with the host of each of its ranks."""

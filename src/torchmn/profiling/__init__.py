@@ -9,9 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchmn.profiling.recording import Recording, record, report_value
+    from torchmn.profiling.recording import Recording, record, report_value, trace
 
-__all__ = ["Recording", "record", "report_value"]
+__all__ = ["Recording", "record", "report_value", "trace"]
 
 
 def __getattr__(name: str) -> object:

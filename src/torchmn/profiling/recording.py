@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import cProfile
 import os
 import platform
 import socket
@@ -16,22 +17,25 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
+from torchmn.control.private_files import make_private_folder
 from torchmn.environment_variables import RECORD_VARIABLE
 from torchmn.errors import UsageError
 from torchmn.profiling.clock_offsets import ClockAddress, ClockServer, measure_offset
 from torchmn.profiling.observers import Observers
+from torchmn.profiling.profile_request import FOLDER as PROFILE_FOLDER
+from torchmn.profiling.profile_request import ProfileRequest, is_record_off
 from torchmn.profiling.record_file import FOLDER, RecordFile
 from torchmn.profiling.records import FORMAT, ClockOffset, Memory, Phase, RunEnd, RunStart
 from torchmn.profiling.step_recorder import Coding, StepRecorder, Traffic
+from torchmn.profiling.step_trace import RequestedTrace, StepTrace, running
 from torchmn.profiling.timeline import Mark, clock_of
 
-OFF = ("off", "0", "no", "false")
 _PERIOD_S = 1.0
 _MEMORY_PERIOD_S = 10.0
 _CLOCK_PERIOD_S = 60.0
@@ -72,6 +76,9 @@ class World(Traffic, Protocol):
     def bcast_obj(self, obj: object, root: int = 0) -> Any:
         """Give every rank the root's object. *Collective.*"""
 
+    def recent_collectives(self) -> list[dict[str, Any]]:
+        """See `TracedComm.recent_collectives`."""
+
 
 class Recording:
     """The record of one process, from its beginning to `close`.
@@ -89,6 +96,9 @@ class Recording:
         self.recorder = StepRecorder(self._file.write, clock_of(comm.device.type))
         self.recorder.follow(comm)
         self._is_on_gpu = comm.device.type == "cuda"
+        self._offset: ClockOffset | None = None
+        self._requested: RequestedTrace | None = None
+        self._functions: tuple[cProfile.Profile, Path] | None = None
         self._stopping = threading.Event()
         self._observers = Observers(self.recorder)
         self._observers.install()
@@ -112,8 +122,36 @@ class Recording:
         self._observers.remove()
         recorder = self.recorder
         recorder.close()
+        self._end_profile()
         self._file.write(RunEnd(at_s=time.perf_counter(), status=status, phases=recorder.rest()))
         self._file.close()
+
+    def new_trace(self, name: str) -> StepTrace:
+        """A profile of this rank, in a file of this name."""
+        path = self.folder / PROFILE_FOLDER / f"{name}.json"
+        return StepTrace(self.recorder, self.comm, path, self.comm.rank, lambda: self._offset)
+
+    def profile(self, request: ProfileRequest) -> None:
+        """Do what ``torchmn run --profile`` asks for."""
+        name = request.file_name(self.comm.rank)
+        if request.kind == "functions":
+            self._functions = cProfile.Profile(), self.folder / PROFILE_FOLDER / f"{name}.prof"
+            self._functions[0].enable()
+        else:
+            self._requested = RequestedTrace(request, self.new_trace(name))
+            self.recorder.on_step.append(self._requested.step_begins)
+
+    def _end_profile(self) -> None:
+        if self._requested is not None:
+            self._requested.close()
+        if self._functions is not None:
+            profile, path = self._functions
+            profile.disable()
+            try:
+                make_private_folder(path.parent)
+                profile.dump_stats(path)
+            except OSError as error:
+                _say(f"the profile {path} cannot be written: {error.strerror or error}")
 
     def _close_at_exit(self) -> None:
         self.close(1 if getattr(sys, "last_value", None) is not None else 0)
@@ -133,6 +171,7 @@ class Recording:
                     else measure_offset(self._clocks)
                 )
                 if offset is not None:
+                    self._offset = offset
                     self._file.write(offset)
             if self._server is not None:
                 self._server.serve(_PERIOD_S)
@@ -162,8 +201,7 @@ def current() -> StepRecorder | None:
 
 def wants_record(environ: Mapping[str, str]) -> bool:
     """Whether a communicator that is made now should begin the record of this process."""
-    text = environ.get(RECORD_VARIABLE, "")
-    return bool(text) and text.lower() not in OFF and not _current
+    return bool(environ.get(RECORD_VARIABLE)) and not is_record_off(environ) and not _current
 
 
 def start(comm: World, folder: Path) -> Recording | None:
@@ -171,6 +209,7 @@ def start(comm: World, folder: Path) -> Recording | None:
 
     Rank 0 names the folder: one in ``folder`` if that holds a record already.
     """
+    request = ProfileRequest.of(os.environ)
     server, offer = None, None
     if comm.rank == 0:
         if (folder / FOLDER).exists():
@@ -185,17 +224,17 @@ def start(comm: World, folder: Path) -> Recording | None:
     try:
         recording = Recording(comm, Path(name), address, server)
     except OSError as error:
-        print(
-            f"torchmn: rank {comm.rank}: no record of steps is kept, for {name} cannot be written "
-            f"({error.strerror or error}). {RECORD_VARIABLE}=off switches it off.",
-            file=sys.stderr,
-            flush=True,
+        _say(
+            f"rank {comm.rank}: no record of steps is kept, for {name} cannot be written "
+            f"({error.strerror or error}). {RECORD_VARIABLE}=off switches it off."
         )
         if server is not None:
             server.close()
         return None
     _current.append(recording)
     atexit.register(recording._close_at_exit)
+    if request is not None:
+        recording.profile(request)
     return recording
 
 
@@ -214,6 +253,25 @@ def record(comm: World, folder: str | Path = "torchmn-record") -> Recording:
     if recording is None:
         raise UsageError(f"The folder {str(folder)!r} cannot be written. Give another one.")
     return recording
+
+
+def trace(name: str = "%h-%r") -> AbstractContextManager[Path]:
+    """A context in which torch's profiler runs, with our exchanges in its trace. Local.
+
+    The file is ``profile/NAME.json`` in the folder of the record; in ``name`` %h stands for the
+    host, %r for the rank and %p for the process. Begin and end it between two steps, on all ranks
+    at the same ones; ``python -m torchmn.profiling FOLDER`` puts their files together.
+
+    Raises UsageError: nothing is recorded here, or there is no such name.
+    """
+    if not _current:
+        raise UsageError(
+            "trace() needs the record of steps, whose clocks it uses. Call "
+            "torchmn.profiling.record(comm) first, or start the script with torchmn run."
+        )
+    own = _current[0]
+    request = ProfileRequest.parse(f"0:1,{name}")
+    return running(own.new_trace(request.file_name(own.comm.rank)))
 
 
 def end(status: int) -> None:
@@ -293,6 +351,10 @@ def report_value(name: str, value: float, step: int | None = None) -> None:
     """
     if _current:
         _current[0].recorder.value(name, float(value), step)
+
+
+def _say(text: str) -> None:
+    print(f"torchmn: {text}", file=sys.stderr, flush=True)
 
 
 # ---- facts ----

@@ -52,6 +52,19 @@ class Traffic(Protocol):
         """Bytes sent since its beginning."""
 
 
+class Trace(Protocol):
+    """A profile under way."""
+
+    def add_step(
+        self,
+        number: int,
+        marks: Sequence[tuple[Mark, Phase]],
+        end: Mark,
+        exchanges: Sequence[Exchange],
+    ) -> None:
+        """A step has ended, with the marks at which its phases began."""
+
+
 @dataclass(frozen=True)
 class GradientFacts:
     """A parameter whose gradient is timed."""
@@ -65,17 +78,17 @@ class Exchange:
     """One sum of gradients: made when it is handed over, run by the engine. Any thread."""
 
     __slots__ = (
-        *("_comm", "_nbytes", "_number", "_ready", "_recorder", "_sent_before", "_started"),
-        *("coding_s", "ended", "sent_nbytes"),
+        *("_comm", "_recorder", "_sent_before", "coding_s", "ended", "nbytes", "number", "ready"),
+        *("sent_nbytes", "started"),
     )
 
     def __init__(
         self, recorder: StepRecorder, comm: Traffic, number: int, nbytes: int, ready: Mark
     ) -> None:
         self._recorder, self._comm = recorder, comm
-        self._number, self._nbytes = number, nbytes
-        self._ready = recorder.clock.mark() if ready is None else ready
-        self._started: Mark = None
+        self.number, self.nbytes = number, nbytes
+        self.ready = recorder.clock.mark() if ready is None else ready
+        self.started: Mark = None
         self.ended: Mark = None
         self.sent_nbytes = 0
         self.coding_s = {"encode": 0.0, "decode": 0.0}
@@ -85,7 +98,7 @@ class Exchange:
         recorder = self._recorder
         recorder.running = self
         self._sent_before = self._comm.num_sent_nbytes
-        self._started = recorder.clock.mark()
+        self.started = recorder.clock.mark()
 
     def end(self) -> None:
         """The sum is there, or has failed."""
@@ -102,11 +115,11 @@ class Exchange:
             return round(clock.seconds(begin, mark), _DIGITS)
 
         return Bucket(
-            number=self._number,
-            nbytes=self._nbytes,
+            number=self.number,
+            nbytes=self.nbytes,
             sent_nbytes=self.sent_nbytes,
-            ready_s=after(self._ready),
-            started_s=after(self._started),
+            ready_s=after(self.ready),
+            started_s=after(self.started),
             ended_s=after(self.ended),
             encode_s=round(self.coding_s["encode"], _DIGITS),
             decode_s=round(self.coding_s["decode"], _DIGITS),
@@ -174,6 +187,8 @@ class StepRecorder:
         """Steps that have ended since the recorder was made."""
         self.on_step: list[Callable[[int], None]] = []
         """Called with the number of the step that begins, after each step."""
+        self.traces: list[Trace] = []
+        """Those that are running."""
         self._write = write
         self._training = threading.get_ident()
         self._phase: Phase = "other"
@@ -478,9 +493,11 @@ class StepRecorder:
     def _write_step(self, ended: _Ended) -> None:
         clock, begin = self.clock, ended.begin
         _add_up(clock, ended.marks, ended.end, ended.folded)
-        buckets = []
+        exchanges = []
         while self.exchanges and clock.is_over(self.exchanges[0].ended):
-            buckets.append(self.exchanges.popleft().line(clock, begin))
+            exchanges.append(self.exchanges.popleft())
+        for trace in self.traces:
+            trace.add_step(ended.number, ended.marks, ended.end, exchanges)
         self._write(
             Step(
                 step=ended.number,
@@ -490,7 +507,7 @@ class StepRecorder:
                 samples=ended.samples,
                 sent=ended.sent,
                 received=ended.received,
-                buckets=buckets,
+                buckets=[exchange.line(clock, begin) for exchange in exchanges],
                 run_queue_s=ended.run_queue_s,
                 cpu_s=ended.cpu_s,
             )
