@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -161,3 +164,58 @@ def test_a_folder_that_cannot_be_written_ends_no_training(runner: Runner) -> Non
     )
     assert result.returncode == 0
     assert "no record of steps is kept" in result.stderr + result.stdout
+
+
+def test_a_profile_of_chosen_steps(runner: Runner) -> None:
+    run = ("-n", "2", "--backend", "gloo", "--profile", "2:4,%h-%p", SCRIPT, "two_optimizers")
+    result = runner.run(*run, limit_s=60)
+    assert result.returncode == 0, result.stdout + result.stderr
+    merged = runner.logs / "profile" / "trace.json.gz"
+    assert str(merged.name) in result.stderr
+    events = json.loads(gzip.decompress(merged.read_bytes()))["traceEvents"]
+    own = [event for event in events if event.get("cat") == "torchmn"]
+    assert {event["name"] for event in own} >= {"bucket 0", "backward", "exchange", "all_reduce"}
+    assert {event["args"]["step"] for event in own if event["name"] == "backward"} == {2, 3}
+    ranks: list[list[dict[str, Any]]] = [
+        [event for event in own if event["name"] == "bucket 0" and event["pid"] // 1000 == rank]
+        for rank in range(2)
+    ]
+    assert len(ranks[0]) == len(ranks[1]) == 4  # two steps of two optimizers
+    for ours, theirs in zip(*ranks, strict=True):  # a sum ends on no rank before it began on all
+        assert ours["ts"] < theirs["ts"] + theirs["dur"] + 1e3
+        assert theirs["ts"] < ours["ts"] + ours["dur"] + 1e3
+    begin = min(event["ts"] for event in own)
+    end = max(event["ts"] + event["dur"] for event in own)
+    multiplications = [event for event in events if event["name"] == "aten::addmm"]
+    assert len({event["pid"] for event in multiplications}) == 2
+    assert all(begin - 1e5 <= event["ts"] <= end + 1e5 for event in multiplications)
+    names = [path.name for path in (runner.logs / "profile").glob("*.json")]
+    assert len(names) == 2
+    assert all(f"-{start.pid}.json" in "".join(names) for start in starts(runner))
+
+
+def test_steps_that_are_not_reached_are_named(runner: Runner) -> None:
+    run = ("-n", "2", "--backend", "gloo", "--profile", "50:60", SCRIPT, "two_optimizers")
+    result = runner.run(*run, limit_s=60)
+    assert result.returncode == 0
+    assert "has not reached these steps (its last step was 5)" in result.stderr
+
+
+def test_functions_of_all_ranks(runner: Runner) -> None:
+    run = ("-n", "2", "--backend", "gloo", "--profile", "cprofile", SCRIPT, "two_optimizers")
+    result = runner.run(*run, limit_s=60)
+    assert result.returncode == 0
+    assert "times of functions on all ranks" in result.stderr
+    assert "record_script.py" in (runner.logs / "profile" / "cprofile.txt").read_text()
+    assert len(list((runner.logs / "profile").glob("*.prof"))) == 2
+
+
+def test_a_profile_without_a_record_is_refused(runner: Runner) -> None:
+    result = runner.run("-n", "2", "--profile", "0:1", SCRIPT, "ddp", TORCHMN_RECORD="off")
+    assert result.returncode == 2 or "needs the record" in result.stderr
+    assert not (runner.folder / "logs").exists()
+
+
+def starts(runner: Runner) -> list[RunStart]:
+    lines = [read(runner.logs, rank)[0] for rank in range(2)]
+    return [line for line in lines if isinstance(line, RunStart)]

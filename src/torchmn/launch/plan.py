@@ -81,7 +81,7 @@ class RunOptions:
         "--grace",
     )
     profile: str | None = _option(
-        "Profile these steps of all ranks, or all functions by cProfile; in NAME, of the files, %h, "
+        "Profile these steps of all ranks, or all functions (cProfile). In NAME, of the files, %h, "
         "%r and %p stand for host, rank and process.",
         metavar="FIRST:LAST|cprofile[,NAME]",
     )
