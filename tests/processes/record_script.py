@@ -1,4 +1,4 @@
-"""Loops of many kinds, whose steps are recorded; argv[1] names the one to run."""
+"""Loops of many kinds, whose steps are recorded; the arguments name those to run."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ def uneven(comm: torchmn.Communicator) -> None:
             optimizer.zero_grad()
             net(x).square().mean().backward()
             optimizer.step()
+    optimizer.close()
 
 
 def trainer(comm: torchmn.Communicator) -> None:
@@ -78,11 +79,12 @@ def trainer(comm: torchmn.Communicator) -> None:
         evaluator = Evaluator(loader(2), net, eval_func=lambda x: net(x))
         train.extend(torchmn.create_multi_node_evaluator(evaluator, comm), trigger=(2, "iteration"))
         checkpointer = torchmn.create_multi_node_checkpointer(
-            "run", comm, path=os.path.join(comm.bcast_obj(folder), "checkpoints")
+            comm, os.path.join(comm.bcast_obj(folder), "checkpoints"), "run"
         )
         train.extend(checkpointer, trigger=(3, "iteration"))
         train.run()
         comm.barrier()
+    optimizer.close()
 
 
 def two_optimizers(comm: torchmn.Communicator) -> None:
@@ -122,5 +124,7 @@ def ddp(comm: torchmn.Communicator) -> None:
 
 
 if __name__ == "__main__":
-    world = torchmn.create_communicator("flat" if sys.argv[1] != "uneven" else "auto")
-    globals()[sys.argv[1]](world)
+    world = torchmn.create_communicator("flat")
+    for kind in sys.argv[1:]:
+        torchmn.profiling.report_value(f"begins {kind}", 0)
+        globals()[kind](world)

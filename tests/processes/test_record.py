@@ -35,11 +35,29 @@ def read(folder: Path, rank: int) -> list[Line]:
     return [decode_union(line, Line) for line in text.splitlines()]
 
 
-def recorded(runner: Runner, kind: str, **env: str) -> list[list[Line]]:
-    """The lines of both ranks of a run that ends well."""
-    result = runner.run("-n", "2", "--backend", "gloo", SCRIPT, kind, limit_s=60, **env)
+KINDS = ("schedules", "uneven", "trainer", "two_optimizers", "ddp")
+
+
+@pytest.fixture(scope="module")
+def sections(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[Line]]]:
+    """The lines of both ranks by kind of loop, of one run."""
+    runner = Runner(tmp_path_factory.mktemp("record"))
+    try:
+        result = runner.run("-n", "2", "--backend", "gloo", SCRIPT, *KINDS, limit_s=60)
+    finally:
+        runner.close()
     assert result.returncode == 0, result.stdout + result.stderr
-    return [read(runner.logs, rank) for rank in range(2)]
+    found: dict[str, list[list[Line]]] = {"": []}
+    for rank in range(2):
+        kind = ""
+        found[kind].append([])
+        for line in read(runner.logs, rank):
+            if isinstance(line, Value) and line.name.startswith("begins "):
+                kind = line.name.removeprefix("begins ")
+                found.setdefault(kind, []).append([])
+            else:
+                found[kind][rank].append(line)
+    return found
 
 
 def steps_of(lines: list[Line]) -> list[Step]:
@@ -58,9 +76,10 @@ def assert_adds_up(lines: list[Line]) -> None:
             assert bucket.ready_s <= bucket.started_s <= bucket.ended_s <= step.seconds
 
 
-def test_every_schedule_records_its_steps(runner: Runner) -> None:
-    for rank, lines in enumerate(recorded(runner, "schedules")):
-        start, *_, end = lines
+def test_the_run(sections: dict[str, list[list[Line]]]) -> None:
+    for rank in range(2):
+        lines = [line for section in sections.values() for line in section[rank]]
+        start, end = lines[0], lines[-1]
         assert isinstance(start, RunStart)
         assert (start.rank, start.size, start.device) == (rank, 2, "cpu")
         assert {"route", "transport"} <= start.settings.keys()
@@ -69,6 +88,10 @@ def test_every_schedule_records_its_steps(runner: Runner) -> None:
         assert_adds_up(lines)
         assert any(isinstance(line, ClockOffset) for line in lines)
         assert any(isinstance(line, Value) and line.name == "loss" for line in lines)
+
+
+def test_every_schedule_records_its_steps(sections: dict[str, list[list[Line]]]) -> None:
+    for lines in sections["schedules"]:
         by_schedule: dict[str, list[Step]] = {}
         settings: dict[str, str] = {}
         for line in lines:
@@ -77,13 +100,13 @@ def test_every_schedule_records_its_steps(runner: Runner) -> None:
             elif isinstance(line, Step):
                 name = f"{settings['schedule']} {settings['codec']}"
                 by_schedule.setdefault(name, []).append(line)
-        assert [len(steps) for steps in by_schedule.values()] == [NUM_STEPS] * 6, by_schedule.keys()
+        assert [len(steps) for steps in by_schedule.values()] == [NUM_STEPS] * 6
         for steps in by_schedule.values():
             for step in steps:
                 assert {"forward", "backward", "optimizer", "data"} <= step.phases.keys()
                 assert step.samples == 8
         assert sum(len(step.buckets) for step in by_schedule["every_step float32"]) >= NUM_STEPS
-        coded = [b for step in by_schedule["every_step int8"] for b in step.buckets]
+        coded = [b for step in by_schedule["every_step int8+residual"] for b in step.buckets]
         assert sum(b.sent_nbytes for b in coded) < sum(b.nbytes for b in coded) / 2
         assert all(b.encode_s > 0 and b.decode_s > 0 for b in coded)
         assert any(step.sent for step in by_schedule["periodic_average float32"])
@@ -92,16 +115,17 @@ def test_every_schedule_records_its_steps(runner: Runner) -> None:
         assert all(len(line.ready_s) == 4 for line in gradients)
 
 
-def test_uneven_data(runner: Runner) -> None:
-    long, short = (steps_of(lines) for lines in recorded(runner, "uneven"))
+def test_uneven_data(sections: dict[str, list[list[Line]]]) -> None:
+    long, short = (steps_of(lines) for lines in sections["uneven"])
     assert [step.samples for step in long] == [8] * NUM_STEPS
     assert [step.samples for step in short[:3]] == [8, 8, 0]
     assert [step.step for step in long] == list(range(NUM_STEPS))
 
 
-def test_a_trainer_with_evaluations_and_checkpoints(runner: Runner) -> None:
-    for lines in recorded(runner, "trainer"):
-        assert_adds_up(lines)
+def test_a_trainer_with_evaluations_and_checkpoints(
+    sections: dict[str, list[list[Line]]],
+) -> None:
+    for lines in sections["trainer"]:
         steps = steps_of(lines)
         assert len(steps) == NUM_STEPS
         evaluated = [index for index, step in enumerate(steps) if "evaluation" in step.phases]
@@ -110,17 +134,15 @@ def test_a_trainer_with_evaluations_and_checkpoints(runner: Runner) -> None:
         assert all("data" in step.phases and "copy" in step.phases for step in steps)
 
 
-def test_two_optimizers_make_one_step(runner: Runner) -> None:
-    for lines in recorded(runner, "two_optimizers"):
-        assert_adds_up(lines)
+def test_two_optimizers_make_one_step(sections: dict[str, list[list[Line]]]) -> None:
+    for lines in sections["two_optimizers"]:
         steps = steps_of(lines)
         assert len(steps) == NUM_STEPS
         assert {len(step.buckets) for step in steps[1:]} == {2}
 
 
-def test_a_plain_optimizer_under_ddp_hook(runner: Runner) -> None:
-    for lines in recorded(runner, "ddp"):
-        assert_adds_up(lines)
+def test_a_plain_optimizer_under_ddp_hook(sections: dict[str, list[list[Line]]]) -> None:
+    for lines in sections["ddp"]:
         steps = steps_of(lines)
         assert len(steps) == NUM_STEPS
         assert all({"forward", "backward", "optimizer", "data"} <= s.phases.keys() for s in steps)
@@ -206,7 +228,9 @@ def test_functions_of_all_ranks(runner: Runner) -> None:
     result = runner.run(*run, limit_s=60)
     assert result.returncode == 0
     assert "times of functions on all ranks" in result.stderr
-    assert "record_script.py" in (runner.logs / "profile" / "cprofile.txt").read_text()
+    table = (runner.logs / "profile" / "cprofile.txt").read_text()
+    assert "on 2 rank(s)" in table
+    assert "run_backward" in table
     assert len(list((runner.logs / "profile").glob("*.prof"))) == 2
 
 

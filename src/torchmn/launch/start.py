@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import socket
+import sys
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -54,7 +55,7 @@ def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
         )
         output.start()
         status = Supervisor(job, output, authenticated).run(commands)
-    _say_profile(job, env, output)
+    _say_profile(job, env)
     return status
 
 
@@ -89,11 +90,11 @@ def run_elastic_job(elastic: ElasticJob, env: Mapping[str, str], *, why: str = "
     )
     output.start()
     status = ElasticLauncher(elastic, output, _address_for(elastic.job), base).run()
-    _say_profile(elastic.job, env, output)
+    _say_profile(elastic.job, env)
     return status
 
 
-def _say_profile(job: Job, env: Mapping[str, str], output: RankOutput) -> None:
+def _say_profile(job: Job, env: Mapping[str, str]) -> None:
     """Put the profiles of the ranks together, as far as their files can be seen here."""
     if PROFILE_VARIABLE in env:
         try:
@@ -101,7 +102,7 @@ def _say_profile(job: Job, env: Mapping[str, str], output: RankOutput) -> None:
         except (OSError, DataError) as error:
             made = [f"the profiles are not put together: {error}"]
         for text in made:
-            output.say(text)
+            print(f"torchmn: {text}", file=sys.stderr, flush=True)
 
 
 def dry_run_elastic(elastic: ElasticJob, env: Mapping[str, str]) -> str:

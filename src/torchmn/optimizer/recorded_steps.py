@@ -74,6 +74,8 @@ class RecordedSteps:
 
     def close(self) -> None:
         """Take the hooks off."""
+        if self._recorder is not None:
+            self._recorder.optimizer_closed(self._optimizer)
         self._meet(None)
 
     def _meet(self, recorder: StepRecorder | None) -> None:

@@ -5,8 +5,8 @@ of them. So a step costs one clock read for each change of phase. Whatever else 
 as an exchange on the engine's thread, is noted beside them.
 
 A step ends with a step of the optimizer. Of several optimizers the one that steps most often
-counts: the first that steps, until another one has stepped three times without it. The steps of the
-others are parts of its steps.
+counts: the first that steps, until it is gone or another one has stepped three times without it.
+The steps of the others are parts of its steps.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -205,7 +206,7 @@ class StepRecorder:
         self._traffic: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
         self._schedstat: tuple[int, int] | None = None
         self._resources = (0, 0)
-        self._leader: int | None = None
+        self._leader: Callable[[], object] = _no_optimizer
         self._others: Counter[int] = Counter()
         self._settings: dict[str, str] = {}
         self._loss_at_s = 0.0
@@ -290,7 +291,8 @@ class StepRecorder:
             if num_samples is not None and self._phase not in ("forward", "backward"):
                 self._samples = (self._samples or 0) + num_samples
             self.enter("forward")
-        elif self.enter("evaluation") is not None:
+        elif not self._whole and threading.get_ident() == self._training:
+            self.enter("evaluation")
             self._relabel("evaluation", _UNTRAINED)
 
     def backward_begins(self, loss: object) -> bool:
@@ -324,17 +326,19 @@ class StepRecorder:
 
         Returns whether this was the end of a step.
         """
-        key = id(optimizer)
-        if self._leader is None:
-            self._leader = key
-        elif key != self._leader:
-            self._others[key] += 1
-            if self._others[key] <= _MAX_OTHERS:
+        if self._leader() is not optimizer:
+            self._others[id(optimizer)] += 1
+            if self._leader() is not None and self._others[id(optimizer)] <= _MAX_OTHERS:
                 return False
-            self._leader = key
+            self._leader = weakref.ref(optimizer)
         self._others.clear()
         self.end_step(self.num_steps if number is None else number)
         return True
+
+    def optimizer_closed(self, optimizer: object) -> None:
+        """It will not step again: the next one that steps counts."""
+        if self._leader() is optimizer:
+            self._leader = _no_optimizer
 
     def end_step(self, number: int, *, samples: int | None = None) -> None:
         """A step has ended, and the next one begins. ``samples``: if forward has not seen them."""
@@ -547,6 +551,10 @@ def _add_up(
 
 def _rounded(totals: dict[Phase, float]) -> dict[Phase, float]:
     return {phase: value for phase, s in totals.items() if (value := round(s, _DIGITS)) > 0}
+
+
+def _no_optimizer() -> None:
+    """In place of a reference to one."""
 
 
 def _schedstat(descriptor: int) -> tuple[int, int]:

@@ -29,6 +29,10 @@ class ManualClock:
         return float(end - begin)
 
 
+class Optimizer:
+    pass
+
+
 class Comm:
     def __init__(self) -> None:
         self.sent = {"a": 0, "b": 0}
@@ -85,7 +89,7 @@ def test_a_step_of_a_plain_loop(
     before = recorder.enter("optimizer")
     clock.now += 6
     recorder.leave(before)
-    assert recorder.optimizer_stepped(object(), 7)
+    assert recorder.optimizer_stepped(Optimizer(), 7)
     (step,) = steps(lines)
     assert step.phases == {
         "data": 1.0,
@@ -151,7 +155,7 @@ def test_a_whole_phase_holds_what_is_done_in_it(
 def test_the_optimizer_that_steps_most_often_ends_steps(
     recorder: StepRecorder, lines: list[Line]
 ) -> None:
-    generator, critic = object(), object()
+    generator, critic = Optimizer(), Optimizer()
     assert recorder.optimizer_stepped(generator)
     assert not recorder.optimizer_stepped(critic)
     assert recorder.optimizer_stepped(generator)
@@ -159,6 +163,18 @@ def test_the_optimizer_that_steps_most_often_ends_steps(
     assert ended == [False, False, True, True, True]
     assert not recorder.optimizer_stepped(generator)
     assert [step.step for step in steps(lines)] == [0, 1, 2, 3, 4]
+
+
+def test_an_optimizer_follows_one_that_is_closed_or_gone(
+    recorder: StepRecorder, lines: list[Line]
+) -> None:
+    first, second = Optimizer(), Optimizer()
+    assert recorder.optimizer_stepped(first)
+    recorder.optimizer_closed(first)
+    assert recorder.optimizer_stepped(second)
+    assert not recorder.optimizer_stepped(first)
+    del second
+    assert recorder.optimizer_stepped(first)
 
 
 def test_calls_of_other_threads_change_no_phase(
