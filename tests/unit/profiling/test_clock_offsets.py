@@ -35,16 +35,16 @@ def test_a_clock_is_its_own_within_the_error(address: ClockAddress) -> None:
 
 
 def test_an_offset_is_found(address: ClockAddress, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock of the rank is 5 s behind that of rank 0."""
+    """The clock of the rank shows 5 s less than that of rank 0."""
 
-    class Behind:
+    class Slow:
         monotonic = staticmethod(time.monotonic)
         own = threading.get_ident()
 
         def perf_counter(self) -> float:
             return time.perf_counter() - (5 if threading.get_ident() == self.own else 0)
 
-    monkeypatch.setattr(clock_offsets, "time", Behind())
+    monkeypatch.setattr(clock_offsets, "time", Slow())
     found = measure_offset(address)
     assert found is not None
     assert abs(found.offset_s - 5) <= found.error_s

@@ -1,4 +1,4 @@
-"""What the recorder makes of what it is told, on a clock that only moves when a test moves it."""
+"""What the recorder makes of its calls, on a clock that tests move."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def test_a_very_long_step_keeps_no_list_of_its_phases(
 
 
 class Stream:
-    """A stand-in for a GPU: it passes events when it is told to, a second after each other."""
+    """A stand-in for a GPU: it passes events when a test lets it, a second after each other."""
 
     def __init__(self) -> None:
         self.num_events = 0
