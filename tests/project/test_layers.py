@@ -23,6 +23,7 @@ ROWS = [
     {"testing"},
     {"launch"},
     {"training"},
+    {"report"},
     {"optimizer"},
     {"autotune"},
     {"schedules"},

@@ -26,6 +26,7 @@ INTERNAL = {
     "exit_status",
     "gradients",
     "monitor",
+    "report",
     "resharding",
     "script",
     "version",
