@@ -51,6 +51,8 @@ class ImitatedRun:
     jitter: float = NOISE
     slow_start_s: float = 0.0
     """How much longer the first step takes."""
+    late_ends: dict[int, float] = field(default_factory=dict)
+    """By rank: how many seconds later each exchange ends there."""
     samples: int = 32
     extra: dict[Phase, tuple[int, float]] = field(default_factory=dict)
     """By phase: every how many steps it takes how long, on all ranks."""
@@ -112,7 +114,8 @@ class ImitatedRun:
             for rank in self.ranks:
                 backward_end = backward_begin[rank] + phases[rank]["backward"]
                 if self.bucket_nbytes:
-                    phases[rank]["exchange"] = max(0.0, free - backward_end)
+                    last = free + self.late_ends.get(rank, 0.0)
+                    phases[rank]["exchange"] = max(0.0, last - backward_end)
                 total = sum(phases[rank].values())
                 peer = f"host{(self.host_of(rank) + 1) % num_hosts}"
                 nbytes = sum(self.bucket_nbytes)
@@ -135,7 +138,7 @@ class ImitatedRun:
                                 sent_nbytes=size,
                                 ready_s=ready[rank][number] - begin[rank],
                                 started_s=started[number][rank] - begin[rank],
-                                ended_s=ended[number] - begin[rank],
+                                ended_s=ended[number] + self.late_ends.get(rank, 0.0) - begin[rank],
                             )
                             for number, size in enumerate(self.bucket_nbytes)
                         ],

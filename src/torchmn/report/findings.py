@@ -47,6 +47,8 @@ MAX_BLOCKS = 20
 MIN_CHANGING_SHARE = 0.05
 MIN_LINK_SHARE = 0.5
 """Of its nominal rate that a link carries while it is busy."""
+MIN_LATE_END = 0.3
+"""By what part of the time of an exchange it ends later on one host, at least."""
 MIN_SLOWDOWN = 0.1
 
 USUAL_SHARES: dict[Phase, float] = {
@@ -249,7 +251,10 @@ def _why(summary: Summary, late: _Lateness, phase: Phase) -> tuple[str, str]:
     usual = float(np.median(others.mean(0))) / late.usual_s if others.size else 0.0
     sharing = _shares_cores(summary, late.group)
     if sharing:
-        return sharing, "Bind each rank to cores of its own (torchmn run does, without --bind-to)."
+        return (
+            sharing,
+            "Bind each rank to cores of its own: torchmn run does, and --show-binding lists them.",
+        )
     if waited > 0.05 and waited > 2 * usual:
         return (
             f"its thread was ready to run but had no core for {waited:.0%} of that time "
@@ -328,7 +333,8 @@ def _exchange(summary: Summary) -> Iterator[Finding]:
 
 
 def _slow_links(summary: Summary) -> Iterator[Finding]:
-    """Links far below their nominal rate, and hosts to which data come later than to others."""
+    """Links far below their nominal rate, and hosts that data reach later than the others."""
+    yield from _late_ends(summary)
     for link in summary.links:
         if link.share is not None and link.share < MIN_LINK_SHARE:
             lost = summary.share_of_exposed_exchange * (1 - link.share)
@@ -343,6 +349,31 @@ def _slow_links(summary: Summary) -> Iterator[Finding]:
                 hosts=(link.source, link.target),
                 phase="exchange",
             )
+
+
+def _late_ends(summary: Summary) -> Iterator[Finding]:
+    ends = summary.late_ends
+    if not ends:
+        return
+    host = max(ends, key=lambda each: ends[each])
+    late_s = ends[host] - float(np.median([late for other, late in ends.items() if other != host]))
+    busy_s = float(summary.exchange_busy_s.mean())
+    count = len(summary.ranks[0].steps.buckets.row) / len(summary.ranks[0].steps)
+    error_s = count * max(float(rank.clock.error_s.max()) for rank in summary.ranks)
+    if late_s > MIN_LATE_END * busy_s and late_s > 2 * error_s:
+        lost_s = min(late_s, float(summary.exposed_s.mean()))
+        yield Finding(
+            kind="slow link",
+            share=lost_s / summary.step_s,
+            what=f"The exchange ends later on host {host} than on the others, by "
+            f"{duration(late_s)} in a step of which it lasts {duration(busy_s)}",
+            evidence="the ranks' clocks are compared, so what is sent to this host takes longer",
+            cure="Check its network in both directions with torchmn doctor: cable, switch, "
+            "interface, and what else uses it.",
+            is_fault=True,
+            hosts=(host,),
+            phase="exchange",
+        )
 
 
 def _phases(summary: Summary) -> Iterator[Finding]:

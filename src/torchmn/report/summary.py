@@ -167,18 +167,44 @@ class Summary:
 
         Of each bucket, what the rank that began last needed.
         """
-        count = min(len(rank.steps.buckets.row) for rank in self.ranks)
-        if not count:
-            return np.zeros(len(self.ranks))
-        durations = []
+        columns = self._bucket_columns
+        durations = [ended_s - started_s for started_s, ended_s, _ in columns]
+        if self._has_equal_buckets:
+            durations = [np.min(durations, axis=0)] * len(durations)
+        return np.array([each.sum() for each in durations]) / len(self.steady)
+
+    @cached_property
+    def _bucket_columns(self) -> list[tuple[Floats, Floats, Floats]]:
+        """Of each rank, for the buckets of steady steps: began, ended, ended on rank 0's clock."""
+        found = []
         for rank, rows in zip(self.ranks, self.rows, strict=True):
             buckets = rank.steps.buckets
             chosen = np.isin(buckets.row, rows[self.num_warmup :])
-            durations.append((buckets.ended_s - buckets.started_s)[chosen])
-        if len({len(each) for each in durations}) > 1:  # not the same buckets on all ranks
-            return np.array([each.sum() for each in durations]) / len(self.steady)
-        shortest = np.min(durations, axis=0).sum() / len(self.steady)
-        return np.full(len(self.ranks), shortest)
+            ended_s = buckets.ended_s[chosen]
+            at_s = rank.clock.to_rank0(rank.steps.at_s[buckets.row[chosen]] + ended_s)
+            found.append((buckets.started_s[chosen], ended_s, at_s))
+        return found
+
+    @property
+    def _has_equal_buckets(self) -> bool:
+        """Whether all ranks exchanged the same buckets, and some."""
+        lengths = {len(columns[0]) for columns in self._bucket_columns}
+        return len(lengths) == 1 and 0 not in lengths
+
+    @cached_property
+    def late_ends(self) -> dict[str, float]:
+        """How many seconds after the first host the exchanges end on each, over a mean step.
+
+        Empty where that is not known: one host, or clocks that were not compared or that jumped.
+        """
+        clocks = [rank.clock for rank in self.ranks]
+        is_known = all(clock.is_known and not len(clock.jumps) for clock in clocks)
+        if len(self.hosts) < 2 or not is_known or not self._has_equal_buckets:
+            return {}
+        ends = np.array([ended_at_s for _, _, ended_at_s in self._bucket_columns])
+        by_host = {host: ends[indices].min(0) for host, indices in self.hosts.items()}
+        first = np.min(list(by_host.values()), axis=0)
+        return {h: float((e - first).sum()) / len(self.steady) for h, e in by_host.items()}
 
     @cached_property
     def links(self) -> list[Link]:
