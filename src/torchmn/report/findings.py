@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from torchmn.profiling.records import PHASES, Phase
-from torchmn.report.quantities import bits, duration, megabytes, rank_list
+from torchmn.report.quantities import bits, duration, listed, megabytes, rank_list
 from torchmn.report.summary import COLLECTIVE_PHASES, Summary, grouped
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ MIN_SHARE = 0.02
 """Of a step: what costs less is left out."""
 MIN_LATE_SHARE = 0.03
 """By how much longer than the others a late rank computes, at least."""
+SIMILAR = 0.7
+"""Ranks that are late by this part of the latest one's time are late together with it."""
 MIN_T = 4.0
 """How many standard errors its mean lateness is above 0, at least."""
 MAX_BLOCKS = 20
@@ -128,12 +130,10 @@ def _late(summary: Summary) -> Iterator[Finding]:
     num_ranks = len(summary.ranks)
     if num_ranks < 2 or len(summary.steady) < 4:
         return
-    own = np.array(summary.own)
+    own = summary.own[~summary.is_slow]
     for _ in range(MAX_FINDINGS):
-        best = max(
-            (_Lateness.of(own, group) for group in _groups(summary)),
-            key=lambda late: late.saved_s if late.is_significant else 0.0,
-        )
+        found = [_Lateness.of(own, group) for group in _groups(summary, own)]
+        best = max(found, key=lambda late: late.saved_s if late.is_significant else 0.0)
         if not best.is_significant or best.saved_s < MIN_SHARE * summary.step_s:
             break
         yield _late_finding(summary, best)
@@ -187,24 +187,35 @@ class _Lateness:
         )
 
 
-def _groups(summary: Summary) -> list[tuple[int, ...]]:
-    """Each rank, and each host with several, unless there is just one host."""
-    hosts = [tuple(group) for group in summary.hosts.values() if len(group) > 1]
-    ranks = [(index,) for index in range(len(summary.ranks))]
-    return [*ranks, *(hosts if len(summary.hosts) > 1 else [])]
+def _groups(summary: Summary, own: Floats) -> list[tuple[int, ...]]:
+    """The latest rank with those as late as it in the same phase, and each host, if several."""
+    excess = (own - np.median(own, axis=1, keepdims=True)).mean(0)
+    latest = int(excess.argmax())
+    phase = _late_phase(summary, (latest,))[0]
+    similar = [
+        index
+        for index in np.flatnonzero(excess >= SIMILAR * excess[latest]).tolist()
+        if index == latest or _late_phase(summary, (index,))[0] == phase
+    ]
+    group = tuple(similar) if len(similar) <= len(summary.ranks) // 2 else (latest,)
+    hosts = [tuple(each) for each in summary.hosts.values() if len(each) > 1]
+    return [group, *(hosts if len(summary.hosts) > 1 else [])]
 
 
 def _late_finding(summary: Summary, late: _Lateness) -> Finding:
     ranks = [summary.ranks[index].start.rank for index in late.group]
-    host = summary.host(late.group[0])
-    is_host = len(ranks) > 1
+    hosts = list(dict.fromkeys(summary.host(index) for index in late.group))
+    host = hosts[0]
+    is_host = len(hosts) == 1 and len(ranks) == len(summary.hosts[host]) > 1
     phase, phase_excess_s, usual_s = _late_phase(summary, late.group)
     ratio = phase_excess_s / usual_s if usual_s > 0 else float("inf")
     longer = f"{ratio:.0%} longer" if ratio < 10 else f"{duration(phase_excess_s)} longer"
-    who = f"{rank_list(ranks)} (host {host})" if not is_host else f"Host {host}"
+    who = f"Host {host}" if is_host else f"{rank_list(ranks)} ({_host_list(hosts)})"
     of_whom = "those of the other hosts" if is_host else "the others"
     every = f", all its {len(ranks)} ranks," if is_host else ""
     verb, where = _verb_and_place(phase)
+    if len(ranks) > 1 and not is_host:
+        verb = _plural(verb)
     evidence, cure = _why(summary, late, phase)
     share = late.saved_s / summary.step_s
     return Finding(
@@ -215,9 +226,20 @@ def _late_finding(summary: Summary, late: _Lateness) -> Finding:
         cure=f"{cure} That would save {share:.0%} of each step.",
         is_fault=True,
         ranks=tuple(ranks),
-        hosts=(host,),
+        hosts=tuple(hosts),
         phase=phase,
     )
+
+
+def _host_list(hosts: list[str]) -> str:
+    if len(hosts) == 1:
+        return f"host {hosts[0]}"
+    return f"hosts {listed(hosts[:4])}" if len(hosts) <= 4 else f"on {len(hosts)} hosts"
+
+
+def _plural(words: str) -> str:
+    verb, space, rest = words.partition(" ")
+    return ("do" if verb == "does" else verb.removesuffix("s")) + space + rest
 
 
 def _verb_and_place(phase: Phase) -> tuple[str, str]:
@@ -378,19 +400,17 @@ def _late_ends(summary: Summary) -> Iterator[Finding]:
 
 def _phases(summary: Summary) -> Iterator[Finding]:
     """Phases that take more than usual on all ranks."""
-    means = np.median(summary.mean_phases, axis=0)
+    by_rank = np.sort(summary.steady[~summary.is_slow].mean(0), axis=0)
+    means = by_rank[(len(by_rank) - 1) // 2]  # of two ranks the one with less
     for phase, limit in USUAL_SHARES.items():
         seconds = float(means[PHASES.index(phase)])
         share = seconds / summary.step_s
         if share > limit:
             size = f"{duration(seconds)} of {duration(summary.step_s)} in the mean step"
-            verb = PHASE_TEXT[phase].split(" ", 1)
-            plural = "do" if verb[0] == "does" else verb[0].removesuffix("s")
             yield Finding(
                 kind="input" if phase == "data" else "phase",
                 share=share,
-                what=f"All ranks {plural} {verb[1] if len(verb) > 1 else ''}".rstrip()
-                + f" for {share:.0%} of each step",
+                what=f"All ranks {_plural(PHASE_TEXT[phase])} for {share:.0%} of each step",
                 evidence=size,
                 cure=CURES[phase],
                 is_fault=phase == "data",
@@ -403,8 +423,8 @@ def _slow_steps(summary: Summary) -> Iterator[Finding]:
     collective = summary.of("evaluation", "checkpoint")
     totals = (summary.steady.sum(2) - collective).max(1)
     usual = float(np.median(totals))
-    slow = totals > 2 * usual
-    if not slow.any() or slow.mean() > 0.25:
+    slow = summary.is_slow
+    if not slow.any():
         return
     lost = float((totals[slow] - usual).sum()) / float(totals.sum())
     excess = summary.steady[slow] - np.median(summary.steady, axis=0)

@@ -22,6 +22,8 @@ COLLECTIVE_PHASES: tuple[Phase, ...] = ("exchange", "evaluation", "checkpoint")
 """In which a rank waits for the others; how long it takes for the rest is up to itself."""
 MAX_WARMUP_STEPS = 5
 """Steps at the beginning that no mean contains: allocations, compilers, first connections."""
+SLOW_STEP = 2.0
+MAX_SLOW_SHARE = 0.25
 MIN_SHARE_OF_STEPS = 0.1
 """Ranks with fewer steps than this share of the longest record are left out."""
 
@@ -80,6 +82,16 @@ class Summary:
     def steady(self) -> Floats:
         """`phases` without the warm-up."""
         return self.phases[self.num_warmup :]
+
+    @cached_property
+    def is_slow(self) -> NDArray[np.bool_]:
+        """Of each steady step, whether it took more than twice as long as the median.
+
+        Without evaluations and checkpoints. None is slow where such steps are the rule.
+        """
+        totals = (self.steady.sum(2) - self.of("evaluation", "checkpoint")).max(1)
+        slow = np.asarray(totals > SLOW_STEP * np.median(totals))
+        return slow if slow.mean() <= MAX_SLOW_SHARE else np.zeros_like(slow)
 
     @cached_property
     def own(self) -> Floats:
