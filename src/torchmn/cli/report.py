@@ -39,7 +39,7 @@ def report(
 ) -> None:
     """Show where the time of the steps of a run goes, what limits it and what to do.
 
-    Runs may still be going on. Several runs with different numbers of ranks show how the training
+    Runs may continue meanwhile. Several runs with different numbers of ranks show how the training
     scales.
     """
     from torchmn.report.metrics import metrics_server, parse_address, write_metrics

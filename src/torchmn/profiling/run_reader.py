@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -48,7 +49,7 @@ WINDOW_STEPS = 8
 MAX_GRADIENT_TIMES = 8
 """Lines of `GradientTimes` that are kept of a rank: they are long, and similar."""
 RUNNING_S = 120.0
-"""A run whose files were written to since is taken to be still going."""
+"""A run whose files were written to since is taken to continue."""
 MAX_DRIFT = 1e-3
 """Clocks that move apart faster have jumped: crystals differ by 1e-4 at most."""
 
@@ -287,7 +288,7 @@ def _windows(readers: Sequence[_RankReader], nbytes_per_rank: float) -> list[tup
     """
     first = min(reader.first_step for reader in readers)
     last = max(reader.last_step for reader in readers)
-    step_nbytes = max(r.nbytes / (r.last_step - r.first_step + 1) for r in readers)
+    step_nbytes = max(reader.nbytes / max(1, reader.num_steps) for reader in readers)
     count = max(2, int(nbytes_per_rank / (step_nbytes * WINDOW_STEPS)))
     spacing = (last + 1 - first) / count
     if spacing <= WINDOW_STEPS:
@@ -304,12 +305,18 @@ class _RankReader:
     """The files of one rank. Raises DataError: the first line is no start of a record."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = paths
-        self.nbytes = sum(path.stat().st_size for path in paths)
         with paths[0].open("rb") as file:
             self._start = _first_line(file, paths[0])
-        self._ranges = [_step_range(path) for path in paths]
+        self._paths: list[Path] = []
+        self._ranges: list[tuple[int, int] | None] = []
+        self.nbytes = 0
+        for path in paths:
+            with suppress(FileNotFoundError):  # of a long run, the oldest is removed meanwhile
+                self._ranges.append(_step_range(path))
+                self._paths.append(path)
+                self.nbytes += path.stat().st_size
         known = [each for each in self._ranges if each is not None]
+        self.num_steps = sum(last + 1 - first for first, last in known)
         self.first_step = min((first for first, _ in known), default=0)
         self.last_step = max((last for _, last in known), default=-1)
 
@@ -317,7 +324,7 @@ class _RankReader:
         """All lines, or those of the windows, those before the first step and the last ones."""
         table = _Table(self._start)
         for index, path in enumerate(self._paths):
-            with path.open("rb") as file:
+            with suppress(FileNotFoundError), path.open("rb") as file:
                 if windows is None:
                     for text in file:
                         table.add(text)

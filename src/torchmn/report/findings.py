@@ -45,7 +45,7 @@ SIMILAR = 0.7
 MIN_T = 4.0
 """How many standard errors its mean lateness is above 0, at least."""
 MAX_BLOCKS = 20
-"""Into which steps are divided for standard errors: neighbouring steps are alike."""
+"""Into which steps are divided for standard errors: neighbouring steps resemble each other."""
 MIN_CHANGING_SHARE = 0.05
 MIN_LINK_SHARE = 0.5
 """Of its nominal rate that a link carries while it is busy."""

@@ -2,7 +2,7 @@
 
 Charts are drawn by plotly.js, which the package ``plotly`` brings and which is written into the
 page. It was chosen for one script without other packages, charts as vectors that print well, and
-heatmaps of any size; the script is 4.5 MB of each page.
+heatmaps of any size; the script is 4.8 MB of each page.
 """
 
 from __future__ import annotations
