@@ -194,8 +194,12 @@ def _groups(summary: Summary, own: Floats) -> list[tuple[int, ...]]:
     phase = _late_phase(summary, (latest,))[0]
     similar = [
         index
-        for index in np.flatnonzero(excess >= SIMILAR * excess[latest]).tolist()
-        if index == latest or _late_phase(summary, (index,))[0] == phase
+        for index in range(len(excess))
+        if index == latest
+        or (
+            excess[index] > SIMILAR * excess[latest] > 0
+            and _late_phase(summary, (index,))[0] == phase
+        )
     ]
     group = tuple(similar) if len(similar) <= len(summary.ranks) // 2 else (latest,)
     hosts = [tuple(each) for each in summary.hosts.values() if len(each) > 1]
