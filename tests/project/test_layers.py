@@ -24,6 +24,7 @@ ROWS = [
     {"launch"},
     {"planning"},
     {"training"},
+    {"report"},
     {"optimizer"},
     {"autotune"},
     {"schedules"},

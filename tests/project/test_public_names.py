@@ -27,6 +27,7 @@ INTERNAL = {
     "gradients",
     "monitor",
     "planning",
+    "report",
     "resharding",
     "script",
     "version",
