@@ -36,6 +36,14 @@ _MIN_LIMIT_PER_RANK = 2 * GiB
 _BUSY = 0.3
 
 
+class Core(Record, frozen=True, kw_only=True):
+    """A core in its best window: units of work per second, and its share, from 0 to 1."""
+
+    number: int
+    speed: float
+    share: float
+
+
 class OtherProcess(Record, frozen=True, kw_only=True):
     """A process that used this number of cores while the cores were measured."""
 
@@ -54,12 +62,10 @@ class BoundRank(Record, frozen=True, kw_only=True):
 
 
 class ProcessorFacts(Record, frozen=True, kw_only=True):
-    """``core_speeds`` and ``core_shares`` by core, in units of work per second and from 0 to 1."""
+    """Bytes of memory are -1 where there is no limit, as is the quota of cores."""
 
     model: str
-    num_cores: int
-    core_speeds: dict[int, float]
-    core_shares: dict[int, float]
+    cores: list[Core]
     copied_bytes_per_s: float
     memory_bytes: int
     available_bytes: int
@@ -72,7 +78,12 @@ class ProcessorFacts(Record, frozen=True, kw_only=True):
     @property
     def clock(self) -> float:
         """The speed of the fastest core while it runs."""
-        return max(self.core_speeds[core] / max(s, 1e-9) for core, s in self.core_shares.items())
+        return max(core.speed / max(core.share, 1e-9) for core in self.cores)
+
+    @property
+    def num_cores(self) -> int:
+        """How many cores may be used."""
+        return len(self.cores)
 
 
 class ProcessorCheck:
@@ -87,14 +98,12 @@ class ProcessorCheck:
         processors, memory = available_processors(), memory_of_host()
         ticks, throttled_s = _ticks_by_process(), _throttled_s()
         started = time.monotonic()
-        speeds, shares = _measure_cores(processors.logical)
+        cores = _measure_cores(processors.logical)
         others = _busy_processes(ticks, time.monotonic() - started, processors.logical)
         throttled_s = _throttled_s() - throttled_s
         return ProcessorFacts(
             model=_model(),
-            num_cores=len(processors.logical),
-            core_speeds=speeds,
-            core_shares=shares,
+            cores=cores,
             copied_bytes_per_s=_copy_rate(min(_COPY_BYTES, memory.available // 8)),
             memory_bytes=memory.total,
             available_bytes=memory.available,
@@ -109,14 +118,13 @@ class ProcessorCheck:
         """The better measurement of each core and of memory; all else is that of now."""
         import msgspec
 
-        better = {
-            core: one if one.core_speeds.get(core, 0.0) > speed else two
-            for core, speed in two.core_speeds.items()
-        }
+        before = {core.number: core for core in one.cores}
         return msgspec.structs.replace(
             two,
-            core_speeds={core: each.core_speeds[core] for core, each in better.items()},
-            core_shares={core: each.core_shares[core] for core, each in better.items()},
+            cores=[
+                max(core, before.get(core.number, core), key=lambda each: each.speed)
+                for core in two.cores
+            ],
             copied_bytes_per_s=max(one.copied_bytes_per_s, two.copied_bytes_per_s),
         )
 
@@ -230,7 +238,7 @@ def _usable(facts: ProcessorFacts) -> int:
 
 
 def _shared_cores(host: str, facts: ProcessorFacts) -> Iterator[Finding]:
-    shared = [core for core, share in facts.core_shares.items() if share < _MIN_SHARE]
+    shared = {core.number: core.share for core in facts.cores if core.share < _MIN_SHARE}
     if not shared or facts.throttled_s > 0:
         return
     busy = [
@@ -238,7 +246,7 @@ def _shared_cores(host: str, facts: ProcessorFacts) -> Iterator[Finding]:
         for each in facts.others
         if each.last_core in shared
     ]
-    least = min(facts.core_shares[core] for core in shared)
+    least = min(shared.values())
     yield Finding(
         check="processors",
         severity="warning",
@@ -278,9 +286,9 @@ def _ranks_on_one_core(host: str, facts: ProcessorFacts) -> Iterator[Finding]:
 # ---- measurements on a host ---------------------------------------------------------------------
 
 
-def _measure_cores(cores: tuple[int, ...]) -> tuple[dict[int, float], dict[int, float]]:
-    """Speed and share of each core in its best window, while all of them are busy."""
-    speeds, shares = dict.fromkeys(cores, 0.0), dict.fromkeys(cores, 0.0)
+def _measure_cores(cores: tuple[int, ...]) -> list[Core]:
+    """Each core in its best window, while all of them are busy."""
+    best = {core: Core(number=core, speed=0.0, share=0.0) for core in cores}
     together = threading.Barrier(len(cores))
 
     def work(core: int) -> None:
@@ -295,15 +303,15 @@ def _measure_cores(cores: tuple[int, ...]) -> tuple[dict[int, float], dict[int, 
                 count += 1
             took = time.perf_counter() - started
             share = min(1.0, (time.thread_time() - ran) / took)
-            if count / took > speeds[core]:
-                speeds[core], shares[core] = count / took, share
+            if count / took > best[core].speed:
+                best[core] = Core(number=core, speed=count / took, share=share)
 
     threads = [threading.Thread(target=work, args=(core,)) for core in cores]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return speeds, shares
+    return list(best.values())
 
 
 def _copy_rate(num_bytes: int) -> float:
