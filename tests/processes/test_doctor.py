@@ -109,7 +109,7 @@ def test_the_rate_at_which_a_script_loads_its_data(tmp_path: Path) -> None:
         (("n1",), "Unexpected 'n1': hosts are named with --hosts a,b."),
         (("--script", "none.py"), "There is no script 'none.py'"),
         (("--expect", "fast"), "The rate 'fast' is not a positive number"),
-        (("--hosts", "a,,b"), "is neither a host name nor an address"),
+        (("--hosts", "a,,b"), "--hosts must be a list like a:4,b:2"),
     ],
 )
 def test_invalid_requests(tmp_path: Path, options: tuple[str, ...], message: str) -> None:

@@ -58,11 +58,12 @@ def measure_link(order: MeasureLink, secret: str) -> LinkMeasured:
     address = f"{order.address}:{order.port}"
     line = encode(Incoming(seconds=order.seconds))
     try:
+        socket.create_connection((order.address, order.port), _CONNECT_S).close()
         connection = connect(
             address, secret=secret, role=_ROLE, line=line, limit_s=_CONNECT_S, retries=False
         )
-    except LaunchError as error:
-        return LinkMeasured(error=str(error.__context__ or error))
+    except (OSError, LaunchError) as error:
+        return LinkMeasured(error=str(error))
     with connection:
         try:
             connection.settimeout(_SILENCE_S)

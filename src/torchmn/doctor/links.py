@@ -6,9 +6,11 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+import msgspec
+
 from torchmn.control.codec import Record
 from torchmn.doctor.findings import Finding, Severity, listed, median_of_others
-from torchmn.doctor.network import Interface, NetworkFacts
+from torchmn.doctor.network import NetworkFacts
 from torchmn.doctor.orders import LinkMeasured, Request
 
 _MIN_RATIO, _ILL_RATIO = 0.5, 0.1
@@ -18,15 +20,19 @@ _FASTER = 2.0
 
 
 class Link(Record, frozen=True, kw_only=True):
-    """One direction between two hosts in one network; ``nominal`` is 0 if it is unknown."""
+    """One direction between two hosts in one network; the nominal speed is 0 if it is unknown.
+
+    ``is_named``: the target's name leads there.
+    """
 
     source: str
     target: str
     network: str
     interface: str
     address: str
+    is_named: bool
     nominal_bytes_per_s: float
-    measured: LinkMeasured
+    measured: LinkMeasured = LinkMeasured()
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -37,15 +43,31 @@ class Link(Record, frozen=True, kw_only=True):
 def links_between(
     source: str, target: str, facts: Mapping[str, NetworkFacts], request: Request
 ) -> Iterator[Link]:
-    """The links in one direction, not measured yet. A host has one address in each network."""
-    theirs = {each.network: each for each in reversed(facts[target].interfaces) if each.is_up}
+    """The links in one direction, not measured yet. A host has one address in each network.
+
+    Interfaces that are down are left out, unless names lead there.
+    """
+    theirs = {each.network: each for each in reversed(facts[target].interfaces)}
+    resolved = facts[source].resolved.get(target, [])
     done = set()
     for own in facts[source].interfaces:
         other = theirs.get(own.network)
-        if own.is_up and other and other.address != own.address and own.network not in done:
+        if other is None or other.address == own.address or own.network in done:
+            continue
+        is_named = other.address in resolved[:1]
+        if is_named or (own.is_up and other.is_up):
             done.add(own.network)
-            yield _link(source, target, own, other, request)
-    if not done and (resolved := facts[source].resolved.get(target)):
+            nominal = [speed for speed in (own.bytes_per_s, other.bytes_per_s) if speed]
+            yield Link(
+                source=source,
+                target=target,
+                network=own.network,
+                interface=own.name,
+                address=other.address,
+                is_named=is_named,
+                nominal_bytes_per_s=request.expected_bytes_per_s or min(nominal, default=0.0),
+            )
+    if resolved and not done:
         # hosts of different networks, with a router between them
         route = facts[source].routes.get(target, "")
         yield Link(
@@ -54,22 +76,9 @@ def links_between(
             network="routed",
             interface=route,
             address=resolved[0],
+            is_named=True,
             nominal_bytes_per_s=request.expected_bytes_per_s,
-            measured=LinkMeasured(),
         )
-
-
-def _link(source: str, target: str, own: Interface, other: Interface, request: Request) -> Link:
-    nominal = [speed for speed in (own.bytes_per_s, other.bytes_per_s) if speed]
-    return Link(
-        source=source,
-        target=target,
-        network=own.network,
-        interface=own.name,
-        address=other.address,
-        nominal_bytes_per_s=request.expected_bytes_per_s or min(nominal, default=0.0),
-        measured=LinkMeasured(),
-    )
 
 
 def better_link(one: Link, two: Link) -> Link:
@@ -81,10 +90,7 @@ def better_link(one: Link, two: Link) -> Link:
         latency_s=min(one.measured.latency_s, two.measured.latency_s),
         retransmitted=min(one.measured.retransmitted, two.measured.retransmitted),
     )
-    return Link(**{**{name: getattr(one, name) for name in _NAMES}, "measured": measured})
-
-
-_NAMES = ("source", "target", "network", "interface", "address", "nominal_bytes_per_s")
+    return msgspec.structs.replace(one, measured=measured)
 
 
 def suspicious(links: Sequence[Link]) -> list[Link]:
@@ -210,12 +216,12 @@ def _no_connection(hosts: list[str], where: str, links: list[Link]) -> Finding:
     reason = Counter(link.measured.error for link in links).most_common(1)[0][0]
     return _finding(
         hosts,
-        "ill",
+        "ill" if any(link.is_named for link in links) else "warning",
         f"no connection where {where}, over {links[0].interface} (such as {links[0].address}): "
         f"{reason}",
         "Every host can connect to every other one, on any port above 1024.",
-        "Open these ports between the hosts in the firewall (iptables -L, nft list ruleset, the "
-        "security group of a cloud), and check that the interface is meant for jobs. If short "
+        "Check that the interface has a carrier (ip link) and is meant for jobs, and open the "
+        "ports in the firewall (iptables -L, nft list ruleset, the security group of a cloud). If short "
         "messages pass and long ones do not, compare the MTU of hosts and switch.",
         float(len(links)),
         "links",
@@ -279,7 +285,7 @@ def _wrong_interface(links: Sequence[Link], facts: Mapping[str, NetworkFacts]) -
     best = max(rates, key=lambda network: rates[network])
     for network, each in networks.items():
         fast, slow = networks[best][0].interface, each[0].interface
-        used = sorted({link.source for link in each if _is_named(link, facts)})
+        used = sorted({link.source for link in each if link.is_named})
         if not used or rates[best] < _FASTER * rates[network]:
             continue
         yield _finding(
@@ -295,10 +301,6 @@ def _wrong_interface(links: Sequence[Link], facts: Mapping[str, NetworkFacts]) -
             rates[network] * 8e-9,
             "Gb/s",
         )
-
-
-def _is_named(link: Link, facts: Mapping[str, NetworkFacts]) -> bool:
-    return link.address in facts[link.source].resolved.get(link.target, [])[:1]
 
 
 def _by_network(links: Iterable[Link]) -> dict[str, list[Link]]:

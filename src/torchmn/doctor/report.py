@@ -55,8 +55,7 @@ def _described(finding: Finding) -> Iterator[str]:
             break_long_words=False,
         )
 
-    seen = finding.seen[:1].upper() + finding.seen[1:] + "."
-    yield wrapped(f"{finding.severity.upper():9}", seen)
+    yield wrapped(f"{finding.severity.upper():9}", f"{finding.seen}.")
     if finding.severity != "note":
         yield wrapped("         Rule: ", finding.rule)
         yield wrapped("         Cure: ", finding.cure)

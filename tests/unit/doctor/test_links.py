@@ -7,9 +7,15 @@ from collections.abc import Callable
 import pytest
 
 from torchmn.doctor.findings import Finding
-from torchmn.doctor.links import Link, better_link, link_findings, suspicious
+from torchmn.doctor.links import (
+    Link,
+    better_link,
+    link_findings,
+    links_between,
+    suspicious,
+)
 from torchmn.doctor.network import Interface, NetworkFacts
-from torchmn.doctor.orders import LinkMeasured
+from torchmn.doctor.orders import LinkMeasured, Request
 
 GBIT = 1e9 / 8
 
@@ -32,6 +38,7 @@ def link(
         network=network,
         interface=interface,
         address=f"{network[:6]}.{target}",
+        is_named=network == "10.0.0.0/24",
         nominal_bytes_per_s=nominal * GBIT,
         measured=LinkMeasured(
             bytes_per_s=gbit * GBIT, latency_s=latency_s, retransmitted=lost, error=error
@@ -150,3 +157,34 @@ def test_names_that_lead_to_the_slower_network() -> None:
     (finding,) = link_findings([*slow, *fast], facts)
     assert "lead to eth0, which carries 0.04 Gb/s, and eth1 is idle with 9 Gb/s" in finding.seen
     assert "GLOO_SOCKET_IFNAME=eth1" in finding.cure
+
+
+def test_an_interface_that_is_down_is_measured_only_if_names_lead_there() -> None:
+    def facts(host: str, other: str, **is_up: bool) -> NetworkFacts:
+        return NetworkFacts(
+            hostname=host,
+            own_addresses=[],
+            resolved={other: [f"10.0.0.{other}"]},
+            routes={},
+            interfaces=[
+                Interface(
+                    name=name,
+                    address=f"{network}.{host}",
+                    network=f"{network}.0/24",
+                    mtu=1500,
+                    is_up=is_up.get(name, True),
+                )
+                for name, network in (("eth0", "10.0.0"), ("eth1", "10.0.1"))
+            ],
+            taken={},
+        )
+
+    request = Request(slots={"1": 1, "2": 1}, cwd="/")
+    found = {"1": facts("1", "2"), "2": facts("2", "1", eth0=False, eth1=False)}
+    (only_link,) = links_between("1", "2", found, request)
+    assert (only_link.address, only_link.is_named) == ("10.0.0.2", True)
+    found["2"] = facts("2", "1")
+    assert [link.network for link in links_between("1", "2", found, request)] == [
+        "10.0.0.0/24",
+        "10.0.1.0/24",
+    ]
