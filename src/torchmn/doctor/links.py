@@ -221,8 +221,8 @@ def _no_connection(hosts: list[str], where: str, links: list[Link]) -> Finding:
         f"{reason}",
         "Every host can connect to every other one, on any port above 1024.",
         "Check that the interface has a carrier (ip link) and is meant for jobs, and open the "
-        "ports in the firewall (iptables -L, nft list ruleset, the security group of a cloud). If short "
-        "messages pass and long ones do not, compare the MTU of hosts and switch.",
+        "ports in the firewall (iptables -L, nft list ruleset, the security group of a cloud). If "
+        "short messages pass and long ones do not, compare the MTU of hosts and switch.",
         float(len(links)),
         "links",
     )
