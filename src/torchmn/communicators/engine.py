@@ -76,9 +76,9 @@ class Engine:
     ``is_threaded=False`` (an MPI that forbids calls from a second thread) makes `submit` only
     queue; the jobs then run on the thread that waits, without overlap.
 
-    A job that fails on this rank alone may have left others in the middle of it: no further one is
-    run, whatever the script does with the error, and the launcher gets a report: with ``has_peers``
-    at once, else when the script continues to call.
+    With ``has_peers`` a job that fails on this rank alone may have left others in the middle of it:
+    no further one is run, whatever the script does with the error, and the launcher gets a report.
+    A rank by itself continues.
     """
 
     def __init__(
@@ -211,10 +211,10 @@ class Engine:
         """Remember an error after which the ranks no longer agree on what comes next."""
         is_peer = isinstance(error, (TimeLimitError, PeerLostError))
         is_own = type(error) is CommunicationError or not isinstance(error, TorchmnError)
-        is_own = is_own and not getattr(error, _REJECTION, False)
+        is_own = is_own and self._has_peers and not getattr(error, _REJECTION, False)
         if self._broken is None and (is_peer or is_own):
             self._broken = error
-            if is_own and self._has_peers and isinstance(error, Exception):
+            if is_own and isinstance(error, Exception):
                 script_monitor.exchange_failed(error)
 
 

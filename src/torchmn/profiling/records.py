@@ -1,7 +1,7 @@
 """What a run records: one file of JSON lines per rank, `rank{rank}.jsonl` in the folder `steps`.
 
 The first line is a `RunStart`; the others follow in the order of their time. A file may end in the
-middle of a line, since the run may still be going on or have been killed. Long runs are rotated:
+middle of a line, since the run may not have ended, or have been killed. Long runs are rotated:
 `rank{rank}.1.jsonl` continues `rank{rank}.jsonl`, and so on.
 
 Times ``at_s`` are seconds of the rank's own monotonic clock (`time.perf_counter`). A `ClockOffset`

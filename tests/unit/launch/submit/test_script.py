@@ -203,7 +203,7 @@ def test_last_lines_with_and_without_requeue(scheduler: str, words: str) -> None
 
 
 def test_directives_precede_the_first_command() -> None:
-    """PBS and Slurm read no directive behind it."""
+    """PBS and Slurm read no directive after it."""
     lines = script(directives=("#PBS -m abe",)).splitlines()
     first = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
     assert lines.index("#PBS -m abe") < first
