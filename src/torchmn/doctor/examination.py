@@ -9,7 +9,6 @@ from __future__ import annotations
 import resource
 import secrets
 import shlex
-import statistics
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ import msgspec
 
 from torchmn.control.codec import Record
 from torchmn.doctor.checks import CHECKS
+from torchmn.doctor.clocks import clock_findings
 from torchmn.doctor.findings import SEVERITIES, Finding
 from torchmn.doctor.host_session import HostSession
 from torchmn.doctor.links import Link, better_link, link_findings, links_between, suspicious
@@ -38,7 +38,6 @@ _PAUSE_S = 0.7
 _LINK_MARGIN_S = 15.0
 _MAX_STARTING = 64
 _FILES_PER_HOST = 4
-_MAX_CLOCK_OFFSET_S = 0.5
 
 
 class Examination(Record, frozen=True, kw_only=True):
@@ -160,24 +159,7 @@ class _Examiner:
     def _compare_clocks(self) -> None:
         offsets = self._on_all(list(self._sessions), HostSession.clock_offset_s)
         self.clocks = {host: offset for host, (offset, _) in offsets.items()}
-        usual = statistics.median(self.clocks.values()) if offsets else 0.0
-        for host, (offset, error_s) in offsets.items():
-            if abs(offset - usual) > _MAX_CLOCK_OFFSET_S + error_s:
-                way = "ahead of" if offset > usual else "slower than"
-                self.findings.append(
-                    Finding(
-                        check="clocks",
-                        severity="warning",
-                        hosts=[host],
-                        seen=f"the clock of {host} is {abs(offset - usual):.3g} s {way} those of "
-                        f"other hosts (within {error_s * 1e3:.2g} ms)",
-                        rule=f"Clocks differ by at most {_MAX_CLOCK_OFFSET_S:g} s, or logs, files "
-                        "and time limits of several hosts contradict each other.",
-                        cure="Start chrony or ntpd on it (chronyc tracking, timedatectl).",
-                        value=offset - usual,
-                        unit="s",
-                    )
-                )
+        self.findings += clock_findings(offsets)
 
     def _check(self, check: Any) -> None:
         self._say(f"checking {check.name.replace('_', ' ')}")

@@ -234,6 +234,9 @@ def _slow(hosts: list[str], where: str, links: list[Link], median: float) -> Fin
     bound = max(nominal, median)
     beside = f" of {_gbit(nominal)}" if nominal else ""
     others = "" if rate == median else f", other links {_gbit(median)}"
+    lost = statistics.median(link.measured.retransmitted for link in links)
+    if lost > _MAX_RETRANSMITTED:
+        others += f"; {lost:.1%} of the packets are sent again"
     return _finding(
         hosts,
         "ill" if rate < _ILL_RATIO * bound else "warning",

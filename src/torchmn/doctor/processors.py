@@ -26,7 +26,7 @@ from torchmn.topology.memory import memory_of_host
 from torchmn.units import GiB, MiB
 
 _NUM_WINDOWS, _WINDOW_S = 4, 0.15
-_ITERATIONS = 2000
+_ITERATIONS = 20_000
 _COPY_BYTES, _NUM_COPIES = 64 * MiB, 6
 _MIN_SHARE = 0.75
 _MIN_SPEED = 0.75

@@ -32,7 +32,7 @@ def as_json(examination: Examination) -> str:
 def as_text(examination: Examination) -> str:
     """For the terminal."""
     lines = [line for finding in examination.findings for line in _described(finding)]
-    lines += [*_hosts(examination), *_links(examination)]
+    lines += [*_hosts(examination), *_links(examination), *_taken(examination)]
     count = {
         each: sum(finding.severity == each for finding in examination.findings)
         for each in ("ill", "warning")
@@ -81,6 +81,15 @@ def _hosts(examination: Examination) -> Iterator[str]:
         )
     if len(processors) > _MAX_HOSTS:
         yield f"and {len(processors) - _MAX_HOSTS} more: see --json"
+
+
+def _taken(examination: Examination) -> Iterator[str]:
+    """Which interface libraries take by themselves; on several hosts, that of the first one."""
+    facts = examination.facts.get("network", {})
+    if len(facts) > 1:
+        host, found = next(iter(facts.items()))
+        words = ", ".join(f"{library} {interface}" for library, interface in found.taken.items())
+        yield f"interfaces that libraries take by themselves (on {host}): {words}"
 
 
 def _links(examination: Examination) -> Iterator[str]:

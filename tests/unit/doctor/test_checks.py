@@ -11,6 +11,7 @@ import pytest
 
 from torchmn.control.codec import decode, encode
 from torchmn.doctor.checks import CHECKS
+from torchmn.doctor.clocks import clock_findings
 from torchmn.doctor.disks import DiskFacts, Folder
 from torchmn.doctor.findings import Finding
 from torchmn.doctor.gpus import GpuFacts
@@ -240,6 +241,20 @@ FAULTS = {
     ),
     "another MTU": ("network", network("b", mtu=9000), "the MTU of eth0 is 9000 on b and 1500"),
 }
+
+
+@pytest.mark.parametrize(
+    ("offsets", "off"),
+    [
+        ({"a": 0.0, "b": 0.2, "c": -0.2}, []),
+        ({"a": 0.0, "b": 5.0, "c": 0.1}, ["b"]),
+        ({"a": 0.0, "b": -5.0}, ["b"]),
+        ({"a": 0.0, "b": 5.0, "c": 5.1, "d": 5.0}, ["a"]),
+    ],
+)
+def test_clocks_that_are_off(offsets: dict[str, float], off: list[str]) -> None:
+    found = clock_findings({host: (offset, 0.01) for host, offset in offsets.items()})
+    assert [finding.hosts for finding in found] == [[host] for host in off]
 
 
 def alarms(check: str, found: dict[str, Any]) -> list[Finding]:
