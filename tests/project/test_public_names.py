@@ -27,6 +27,8 @@ INTERNAL = {
     "exit_status",
     "gradients",
     "monitor",
+    "planning",
+    "report",
     "resharding",
     "script",
     "version",

@@ -24,10 +24,10 @@ def clock_findings(offsets: Mapping[str, tuple[float, float]]) -> Iterator[Findi
                 check="clocks",
                 severity="warning",
                 hosts=[host],
-                seen=f"the clock of {host} is {abs(off_s):.3g} s {way} those of other hosts (within "
-                f"{error_s * 1e3:.2g} ms)",
-                rule=f"Clocks differ by at most {_MAX_OFFSET_S:g} s, or logs, files and time limits "
-                "of several hosts contradict each other.",
+                seen=f"the clock of {host} is {abs(off_s):.3g} s {way} those of other hosts "
+                f"(within {error_s * 1e3:.2g} ms)",
+                rule=f"Clocks differ by at most {_MAX_OFFSET_S:g} s, or logs, files and time "
+                "limits of several hosts contradict each other.",
                 cure="Start chrony or ntpd on it (chronyc tracking, timedatectl).",
                 value=off_s,
                 unit="s",
