@@ -141,7 +141,7 @@ def names_on_the_slow_interface(bed: Testbed, host: Host, chance: random.Random)
 @fault("links", "no connection", num_hosts=(3, 4))
 def closed_ports(bed: Testbed, host: Host, chance: random.Random) -> None:
     """A firewall: what comes in for ports above 1024 is dropped, or refused on the way out."""
-    rule = ["ipproto", "tcp", "dport", "1024-65535"]
+    rule = ["ipproto", "tcp", "dport", "1024-65534"]
     host.run(["ip", "rule", "add", "pref", "10", "lookup", "local"])
     host.run(["ip", "rule", "del", "pref", "0"])
     action = chance.choice(["blackhole", "prohibit"])
