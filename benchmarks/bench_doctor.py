@@ -136,7 +136,11 @@ def bars(records: list[dict[str, Any]]) -> list[Bar]:
             Bar("healthy trials", len(healthy), "", ">= 20", len(healthy) >= 20),
             Bar("healthy trials with an alarm", alarms, "", "<= 0", alarms == 0),
         ]
-    seconds = [each["seconds"] for each in records if each["num_hosts"] == 4]
+    seconds = [
+        each["seconds"]
+        for each in records
+        if each["num_hosts"] == 4 and each["kind"] != "slow data"  # with --script, which runs torch
+    ]
     if seconds:
         longest = max(seconds)
         found.append(
