@@ -82,7 +82,8 @@ def trial(seed: int, number: int, fault: Fault | None) -> dict[str, Any]:
     num_hosts = chance.choice(fault.num_hosts if fault else (2, 3, 4))
     rate = chance.choice(BASE_RATES)
     with ExitStack() as stack:
-        bed = Testbed(stack, num_hosts, rate)
+        has_own_cores = fault is not None and fault.has_own_cores
+        bed = Testbed(stack, num_hosts, rate, has_own_cores=has_own_cores)
         host = chance.choice(bed.hosts[1:])
         places = fault.plant(bed, host, chance) if fault else set()
         found = bed.examine()
