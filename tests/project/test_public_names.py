@@ -26,6 +26,8 @@ INTERNAL = {
     "exit_status",
     "gradients",
     "monitor",
+    "planning",
+    "report",
     "resharding",
     "script",
     "version",

@@ -16,6 +16,7 @@ import torch
 
 from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError, TorchmnError
 from torchmn.monitor import script_monitor
+from torchmn.profiling import recording
 
 Result = TypeVar("Result")
 _REJECTION = "_is_rejection_on_all_ranks"
@@ -123,12 +124,14 @@ class Engine:
                 self._is_running = True
         if not is_idle:
             return self.submit(job).wait()
+        before = recording.enter("exchange")
         try:
             return job()
         except BaseException as error:
             self._note(error)
             raise
         finally:
+            recording.leave(before)
             with self._condition:
                 self._is_running = False
                 if self._queue:
@@ -150,6 +153,13 @@ class Engine:
 
     def finish(self, work: Work[Result]) -> None:
         """Wait until ``work`` is done. Every collective in it has its own time limit."""
+        before = recording.enter("exchange")
+        try:
+            self._await(work)
+        finally:
+            recording.leave(before)
+
+    def _await(self, work: Work[Result]) -> None:
         if not self.is_threaded:
             while not work.done and self._queue:
                 self._run(self._queue.popleft())
