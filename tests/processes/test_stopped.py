@@ -94,7 +94,7 @@ def test_a_process_of_an_elastic_job(runner: Runner, module: str) -> None:
         "--elastic",
         "1:1",
         "--join-timeout",
-        "3",
+        "60",
         "--max-restarts",
         "0",
     )
