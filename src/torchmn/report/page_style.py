@@ -52,7 +52,8 @@ SCRIPT = """
       font: font, height: plot.height, autosize: true,
       paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)',
       margin: {l: 52, r: 12, t: plot.layout.updatemenus ? 44 : 12, b: 44},
-      legend: {orientation: 'h', traceorder: 'normal', y: -56 / (plot.height - 100), yanchor: 'top'},
+      legend: {orientation: 'h', traceorder: 'normal', yanchor: 'top',
+        y: -56 / (plot.height - 100)},
     }, plot.layout);
     layout.xaxis = Object.assign({gridcolor: '#e6eaee', zeroline: false}, layout.xaxis);
     layout.yaxis = Object.assign({gridcolor: '#e6eaee', zeroline: false}, layout.yaxis);
