@@ -12,9 +12,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import pytest
+
 import torchmn
 from torchmn.testing.netlab import Host, Lab, missing_requirement, netlab
 
+MARKS = [
+    pytest.mark.processes,
+    pytest.mark.root,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        not os.environ.get("TORCHMN_TEST_SCHEDULERS"), reason="'make test-schedulers' runs these"
+    ),
+]
+"""Of every test under a scheduler."""
 PATIENCE_S = 60
 _OF_SCHEDULERS = ("SLURM", "PBS", "SGE", "TORCHMN", "JOB_ID", "PE_", "OMPI_", "PMIX_")
 
@@ -189,7 +200,9 @@ class Cluster(ABC):
 
 @contextmanager
 def running(kind: type[Cluster], folder: Path) -> Iterator[Cluster]:
-    """A cluster of two nodes for the length of a block."""
+    """A cluster of two nodes for the length of a block. Skips: it cannot be made here."""
+    if reason := kind.why_not():
+        pytest.skip(reason=reason)
     folder.chmod(0o755)
     with netlab(3, None) as lab:
         cluster = kind(lab, folder)

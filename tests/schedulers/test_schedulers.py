@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -15,30 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.schedulers import train
-from tests.schedulers.cluster import Cluster, running
+from tests.schedulers import place, train
+from tests.schedulers.cluster import MARKS, Cluster, running
 from tests.schedulers.grid_engine import GridEngine
 from tests.schedulers.pbs import PBS
 from tests.schedulers.slurm import Slurm
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.root,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(
-        not os.environ.get("TORCHMN_TEST_SCHEDULERS"), reason="'make test-schedulers' runs these"
-    ),
-]
+pytestmark = MARKS
 
-PLACE = """
-import json, socket, sys, torch, torchmn
-comm = torchmn.create_communicator("naive")
-place = [comm.rank, comm.size, comm.intra_rank, comm.intra_size, comm.inter_rank, comm.inter_size]
-total = float(comm.allreduce(torch.ones(1)))
-with open(f"{sys.argv[1]}/{comm.rank}.json", "w") as file:
-    json.dump([socket.gethostname(), *place, total], file)
-sys.exit(int(sys.argv[2]))
-"""
 STUBBORN = """
 import signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -54,8 +37,6 @@ def cluster(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
     kind: type[Cluster] = request.param
-    if reason := kind.why_not():
-        pytest.skip(reason)
     with running(kind, tmp_path_factory.mktemp(kind.name)) as started:
         yield started
 
@@ -116,9 +97,12 @@ class Training:
         """The number of the job that runs, as the names of its logs have it."""
         return sorted(self.folder.glob("torchmn-logs/train.*.log"))[-1].name.split(".")[1]
 
-    def hurry(self) -> None:
-        """Let the training take the steps that are left at once."""
-        (self.folder / "slow").unlink()
+    def finish(self) -> str:
+        """Let it take the steps that are left at once; it must end well. Its output."""
+        (self.folder / "slow").unlink(missing_ok=True)
+        status, output = self.end()
+        assert status == 0, output
+        return output
 
     def end(self) -> tuple[int, str]:
         """Wait for its end: the exit status of ``--wait``, and all output."""
@@ -167,20 +151,14 @@ def training(cluster: Cluster, tmp_path: Path) -> Iterator[Training]:
 def test_all_ranks_are_placed_and_their_exit_status_is_that_of_wait(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    (tmp_path / "place.py").write_text(PLACE)
     command = cluster.submission("--nodes", 2, "--per-node", 2, "--walltime", "00:05:00")
-    done = cluster.run([*command, "--wait", "place.py", tmp_path, 3], tmp_path)
+    done = cluster.run([*command, "--wait", place.__file__, tmp_path, 3], tmp_path)
     assert done.returncode == 3, (done.stdout, done.stderr)
-    places = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("[0-9].json"))]
-    assert places == [
-        *([["n1", 0, 4, 0, 2, 0, 2, 4.0], ["n1", 1, 4, 1, 2, 0, 2, 4.0]]),
-        *([["n2", 2, 4, 0, 2, 1, 2, 4.0], ["n2", 3, 4, 1, 2, 1, 2, 4.0]]),
-    ]
+    assert place.places(tmp_path) == place.TWO_ON_EACH
 
 
 def test_a_queue_that_is_not_there(cluster: Cluster, tmp_path: Path) -> None:
-    (tmp_path / "place.py").write_text(PLACE)
-    done = cluster.run(cluster.submission("--queue", "nowhere", "place.py", "."), tmp_path)
+    done = cluster.run(cluster.submission("--queue", "nowhere", place.__file__, "."), tmp_path)
     assert done.returncode == 1
     assert cluster.unknown_queue in done.stderr
     assert (tmp_path / f"place.{cluster.name}.sh").exists()
@@ -189,8 +167,7 @@ def test_a_queue_that_is_not_there(cluster: Cluster, tmp_path: Path) -> None:
 def test_a_script_that_was_only_written_runs_when_it_is_submitted_by_hand(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    (tmp_path / "place.py").write_text(PLACE)
-    command = cluster.submission("--dry-run", "--output", "job.sh", "place.py", tmp_path, 0)
+    command = cluster.submission("--dry-run", "--output", "job.sh", place.__file__, tmp_path, 0)
     written = cluster.run(command, tmp_path)
     assert written.returncode == 0, written.stderr
     assert oct((tmp_path / "job.sh").stat().st_mode & 0o777) == "0o700"
@@ -225,9 +202,7 @@ def test_a_job_continues_when_its_time_is_over(
 ) -> None:
     training.submit("--requeue", "--walltime", "00:04:00", margin_s=205)  # it has 35 s
     training.wait_for_second_run()
-    training.hurry()
-    status, output = training.end()
-    assert status == 0, output
+    training.finish()
     training.assert_finished(expected, num_runs=2)
 
 
@@ -238,9 +213,7 @@ def test_a_job_continues_after_a_signal(
     training.wait_for_steps()
     cluster.send_signal(training.number)
     training.wait_for_second_run()
-    training.hurry()
-    status, output = training.end()
-    assert status == 0, output
+    output = training.finish()
     training.assert_finished(expected, num_runs=2)
     assert "received SIGUSR1" in output
 
@@ -252,9 +225,7 @@ def test_a_job_whose_nodes_are_taken_away_continues(
     training.wait_for_steps()
     cluster.preempt(training.number)
     training.wait_for_second_run()
-    training.hurry()
-    status, output = training.end()
-    assert status == 0, output
+    training.finish()
     assert_equal(torch.load(training.folder / "finished"), expected)
 
 
@@ -271,9 +242,7 @@ def test_a_node_that_fails(
         assert "n2" in output
     finally:
         cluster.repair_node(cluster.nodes[1])
-    training.hurry()
     training.submit("--walltime", "00:05:00")
-    status, output = training.end()
-    assert status == 0, output
+    training.finish()
     assert 1 not in [step for step, _ in training.steps()[12:]]
     assert_equal(torch.load(training.folder / "finished"), expected)
