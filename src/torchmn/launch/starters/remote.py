@@ -26,9 +26,12 @@ from torchmn.topology import is_this_host
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
 PBS_COMMAND, PBS_SHELL = "pbs_tmrsh", "torchmn.launch.starters.pbs_shell"
+QRSH_COMMAND, QRSH_SHELL = ("qrsh", "-inherit"), "torchmn.launch.starters.qrsh_shell"
+_WRAPPERS = {(PBS_COMMAND,): PBS_SHELL, QRSH_COMMAND: QRSH_SHELL}
+"""Modules of ours that make a remote shell of these commands."""
 _OF_SCHEDULERS = (
     (("PBS_JOBID", "PBS_NODEFILE"), (PBS_COMMAND,)),
-    (("JOB_ID", "PE_HOSTFILE"), ("qrsh", "-inherit")),
+    (("JOB_ID", "PE_HOSTFILE"), QRSH_COMMAND),
     (("SLURM_JOB_ID", "SLURM_JOB_NODELIST"), ("srun", "--overlap", "-Q", "-N1", "-n1", "-w")),
 )
 NO_SHELL = ("srun",)
@@ -46,11 +49,11 @@ def remote_shell(env: Mapping[str, str]) -> tuple[str, ...]:
 
     ``TORCHMN_RSH``, else the scheduler's own where it has one (inside a job of PBS or Grid Engine:
     it counts and ends what it starts, and many sites allow no other), else ssh without questions.
-    PBS's `pbs_tmrsh` is no remote shell; `torchmn.launch.starters.pbs_shell` makes one of it.
-    Raises UsageError: ``TORCHMN_RSH`` has unbalanced quotes.
+    `pbs_tmrsh` is no remote shell, and what `qrsh` starts gets signals that would end it: modules
+    of ours make remote shells of them. Raises UsageError: ``TORCHMN_RSH`` has unbalanced quotes.
     """
     shell = _chosen_shell(env)
-    return python_module(PBS_SHELL) if shell == (PBS_COMMAND,) else shell
+    return python_module(_WRAPPERS[shell]) if shell in _WRAPPERS else shell
 
 
 def remote_shell_name(env: Mapping[str, str]) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import shlex
 
-from torchmn.errors import UsageError
 from torchmn.launch.submit.request import JobRequest
 from torchmn.launch.submit.requeue import refused, resubmitted
 from torchmn.launch.submit.scheduler import Answer, Ask, JobState, Scheduler
@@ -45,16 +44,8 @@ class PBS(Scheduler):
     folder = "$PBS_O_WORKDIR"
 
     def directives(self, job: JobRequest) -> list[str]:
-        """The lines of the header. ``-S``: without it the login shell would read the script.
-
-        Raises UsageError: PBS sends no signal before the limit.
-        """
+        """The lines of the header. ``-S``: without it the login shell would read the script."""
         settings = job.settings
-        if settings.signal is not None:
-            raise UsageError(
-                "PBS sends no signal before the time limit, so --signal cannot be used: "
-                "torchmn.Preemption(margin_s=...) reads the limit from PBS."
-            )
         chosen = settings.chunk or ""
         chunk = [
             f"select={job.num_nodes}",

@@ -28,6 +28,7 @@ class Slurm(Scheduler):
     job_id = "$SLURM_JOB_ID"
     finds_commands = ()
     folder = "$SLURM_SUBMIT_DIR"
+    sends_warning = True
 
     def directives(self, job: JobRequest) -> list[str]:
         """The lines of the header. ``%x.%j`` is the job's name and number."""

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import pytest
 
 from tests.unit.launch.submit.examples import PBS_OF_ROW_3_12, PBS_OF_ROW_4_10, tutorial
-from torchmn.errors import UsageError
 from torchmn.launch.submit import JobRequest, Settings
 from torchmn.launch.submit.pbs import PBS
 from torchmn.launch.submit.scheduler import Answer
@@ -76,11 +75,6 @@ def test_nodes_are_whole_nodes() -> None:
     assert "#PBS -l place=scatter" in lines
     own = tutorial(directives=("#PBS -l place=pack",))
     assert not [line for line in PBS().directives(own) if "place" in line]
-
-
-def test_no_signal() -> None:
-    with pytest.raises(UsageError, match="Preemption\\(margin_s"):
-        PBS().directives(tutorial(signal=60))
 
 
 def test_state_while_it_runs() -> None:
