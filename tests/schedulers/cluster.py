@@ -88,10 +88,6 @@ class Cluster(ABC):
         """Whether any job waits or runs."""
 
     @abstractmethod
-    def hasten(self) -> None:
-        """Have jobs that were requeued start without the scheduler's usual delay."""
-
-    @abstractmethod
     def preempt(self, job: str) -> None:
         """Have the scheduler take a job's nodes away and put it back into the queue."""
 
@@ -147,10 +143,10 @@ class Cluster(ABC):
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         return done.stdout
 
-    def submission(self, *words: object) -> list[object]:
-        """The words of a `torchmn submit`."""
+    def submission(self, *words: object, venv: object = sys.prefix) -> list[object]:
+        """The words of a `torchmn submit`, for jobs with this virtual environment."""
         command = [sys.executable, "-m", "torchmn", "submit", "--scheduler", self.name]
-        command += ["--activate", sys.prefix, "-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS"]
+        command += ["--activate", str(venv), "-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS"]
         command += ["--site", str(self.site_file)]
         command += [word for name in self.variables for word in ("-x", name)]
         return [*command, *words]

@@ -46,7 +46,7 @@ class GridEngine(Cluster):
     shortest_limit = "00:00:20"
     words_of_limit = "h_rt"
     unknown_queue = 'unknown queue "nowhere"'
-    signal_options = ("--signal", 265)  # of five minutes
+    signal_options = ("--signal", 265)  # of five minutes: there is no other way
     tools = ("/usr/sbin/sge_qmaster", "/usr/sbin/sge_execd", "qconf", "qsub", "qacct")
 
     @property
@@ -116,7 +116,13 @@ class GridEngine(Cluster):
             )
             self.ask("qconf", "-Ap", self._file("pe", environment))
         queue = self.ask("qconf", "-sq")
+        # hosts share the machine's /tmp, where each would remove the folder that the other one has
+        # made for the job, with Open MPI's files in it
+        own = [f"[{node.name}={self.folder / f'tmp-{node.name}'}]" for node in self.nodes]
+        for node in self.nodes:
+            (self.folder / f"tmp-{node.name}").mkdir(mode=0o1777)
         changes = {
+            "tmpdir": ",".join(["/tmp", *own]),
             "qname": "all.q",
             "hostlist": names,
             "slots": "4",
@@ -154,16 +160,21 @@ class GridEngine(Cluster):
         self.ask("qdel", job)
 
     def send_signal(self, job: str) -> None:
-        """Its soft limit does."""
+        """The job script does."""
 
     def has_jobs(self) -> bool:
         return bool(self.ask("qstat").strip())
 
-    def hasten(self) -> None:
-        """They start at once."""
-
     def preempt(self, job: str) -> None:
+        """As an administrator does who needs the nodes: no job starts until it has left them.
+
+        Grid Engine itself would start it where its former tasks still run, and lose that start.
+        """
+        self.ask("qmod", "-d", "all.q")
         self.ask("qmod", "-rj", job)
+        active = self.folder / "execd"
+        self.wait_for(lambda: not list(active.glob("*/active_jobs/*")), "end of the job's tasks")
+        self.ask("qmod", "-e", "all.q")
 
     def fail_node(self, host: Host) -> None:
         self.lab.cut_link(host)

@@ -86,7 +86,11 @@ class PBS(Cluster):
             self.ask("qmgr", "-c", line)
         for node in self.nodes:
             config = self.home / node.name / "mom_priv" / "config"
-            config.write_text(f"$clienthost {self.login.name}\n$usecp *:/ /\n")
+            # hosts share the machine's /var/tmp, where each makes a folder for the job
+            own = self.home / node.name / "tmp"
+            own.mkdir(mode=0o1777)
+            lines = [f"$clienthost {self.login.name}", "$usecp *:/ /", f"$tmpdir {own}"]
+            config.write_text("\n".join(lines) + "\n")
             self._start_mom(node)
             self.ask("qmgr", "-c", f"create node {node.name} resources_available.ncpus=4")
         self.wait_for(self._are_free, "free nodes")
@@ -117,9 +121,6 @@ class PBS(Cluster):
 
     def has_jobs(self) -> bool:
         return bool(self.ask("qstat").strip())
-
-    def hasten(self) -> None:
-        """They start at once."""
 
     def preempt(self, job: str) -> None:
         self.ask("qrerun", job)

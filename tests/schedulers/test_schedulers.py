@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.schedulers import place, train
+from tests.schedulers import exit_status, place, train
 from tests.schedulers.cluster import MARKS, Cluster, running
 from tests.schedulers.grid_engine import GridEngine
 from tests.schedulers.pbs import PBS
@@ -86,22 +86,18 @@ class Training:
         self.wait_until(lambda: len(self.steps()) >= number)
 
     def wait_for_second_run(self) -> None:
-        def has_two() -> bool:
-            self.cluster.hasten()
-            return len({run for _, run in self.steps()}) == 2
-
-        self.wait_until(has_two)
+        self.wait_until(lambda: len({run for _, run in self.steps()}) == 2)
 
     @property
     def number(self) -> str:
         """The number of the job that runs, as the names of its logs have it."""
         return sorted(self.folder.glob("torchmn-logs/train.*.log"))[-1].name.split(".")[1]
 
-    def finish(self) -> str:
+    def finish(self, row: exit_status.Row | None = None) -> str:
         """Let it take the steps that are left at once; it must end well. Its output."""
         (self.folder / "slow").unlink(missing_ok=True)
         status, output = self.end()
-        assert status == 0, output
+        assert status == (row.status(self.cluster.name) if row else 0), output
         return output
 
     def end(self) -> tuple[int, str]:
@@ -146,6 +142,8 @@ def training(cluster: Cluster, tmp_path: Path) -> Iterator[Training]:
     if started.process is not None and started.process.poll() is None:
         started.process.kill()
         started.process.communicate()
+        if cluster.has_jobs():
+            cluster.cancel(started.number)
 
 
 def test_all_ranks_are_placed_and_their_exit_status_is_that_of_wait(
@@ -153,13 +151,31 @@ def test_all_ranks_are_placed_and_their_exit_status_is_that_of_wait(
 ) -> None:
     command = cluster.submission("--nodes", 2, "--per-node", 2, "--walltime", "00:05:00")
     done = cluster.run([*command, "--wait", place.__file__, tmp_path, 3], tmp_path)
-    assert done.returncode == 3, (done.stdout, done.stderr)
+    status = exit_status.ALL_EXIT.status(cluster.name)
+    assert done.returncode == status == 3, (done.stdout, done.stderr)
     assert place.places(tmp_path) == place.TWO_ON_EACH
+
+
+def test_an_environment_whose_path_has_a_blank(cluster: Cluster, tmp_path: Path) -> None:
+    """Open MPI does not quote it for other hosts: another launcher is chosen, with the reason."""
+    venv = tmp_path / "my venv"
+    (venv / "bin").mkdir(parents=True)
+    for path in (*Path(sys.prefix).glob("[!b]*"), *Path(sys.prefix).glob("bin/[!t]*")):
+        (venv / path.relative_to(sys.prefix)).symlink_to(path)
+    (venv / "bin" / "activate").unlink()
+    (venv / "bin" / "activate").write_text(f'PATH="{venv}/bin:$PATH"\n')
+    (venv / "bin" / "torchmn").write_text(f'#!/bin/sh\nexec "{venv}/bin/python" -m torchmn "$@"\n')
+    (venv / "bin" / "torchmn").chmod(0o755)
+    command = cluster.submission("--nodes", 2, "--per-node", 2, "--wait", venv=venv)
+    done = cluster.run([*command, place.__file__, tmp_path], tmp_path)
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    assert place.places(tmp_path) == place.TWO_ON_EACH
+    assert ("Open MPI does not quote" in done.stderr) == (cluster.name != "slurm")
 
 
 def test_a_queue_that_is_not_there(cluster: Cluster, tmp_path: Path) -> None:
     done = cluster.run(cluster.submission("--queue", "nowhere", place.__file__, "."), tmp_path)
-    assert done.returncode == 1
+    assert done.returncode == exit_status.NO_QUEUE.status(cluster.name)
     assert cluster.unknown_queue in done.stderr
     assert (tmp_path / f"place.{cluster.name}.sh").exists()
 
@@ -182,7 +198,7 @@ def test_a_job_that_is_cancelled_stays_so(cluster: Cluster, training: Training) 
     training.wait_for_steps()
     cluster.cancel(training.number)
     status, output = training.end()
-    assert status != 0, output
+    assert status == exit_status.CANCELLED.status(cluster.name), output
     num_steps = len(training.steps())
     assert num_steps < NUM_STEPS
     assert not cluster.has_jobs(), output
@@ -193,7 +209,8 @@ def test_a_time_limit_ends_a_job(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "stubborn.py").write_text(STUBBORN)
     command = cluster.submission("--walltime", cluster.shortest_limit, "--wait", "stubborn.py")
     done = cluster.run([*command, tmp_path], tmp_path, timeout_s=200)
-    assert done.returncode != 0, (done.stdout, done.stderr)
+    status = exit_status.TOO_LATE.status(cluster.name)
+    assert done.returncode == status, (done.stdout, done.stderr)
     assert cluster.words_of_limit in done.stderr, done.stderr
 
 
@@ -202,7 +219,7 @@ def test_a_job_continues_when_its_time_is_over(
 ) -> None:
     training.submit("--requeue", "--walltime", "00:04:00", margin_s=205)  # it has 35 s
     training.wait_for_second_run()
-    training.finish()
+    training.finish(exit_status.IN_TIME)
     training.assert_finished(expected, num_runs=2)
 
 
@@ -213,7 +230,7 @@ def test_a_job_continues_after_a_signal(
     training.wait_for_steps()
     cluster.send_signal(training.number)
     training.wait_for_second_run()
-    output = training.finish()
+    output = training.finish(exit_status.SIGNALLED)
     training.assert_finished(expected, num_runs=2)
     assert "received SIGUSR1" in output
 
@@ -225,7 +242,7 @@ def test_a_job_whose_nodes_are_taken_away_continues(
     training.wait_for_steps()
     cluster.preempt(training.number)
     training.wait_for_second_run()
-    training.finish()
+    training.finish(exit_status.TAKEN_AWAY)
     assert_equal(torch.load(training.folder / "finished"), expected)
 
 
@@ -235,13 +252,16 @@ def test_a_node_that_fails(
     """The job ends and names the host; submitted again it continues from the last checkpoint."""
     training.submit("--walltime", "00:05:00")
     training.wait_for_steps(12)
-    cluster.fail_node(cluster.nodes[1])
+    # not the one on which the job script runs, and rank 0
+    first = (training.folder / "steps").read_text().split()[2]
+    (failed,) = [node for node in cluster.nodes if node.name != first]
+    cluster.fail_node(failed)
     try:
         status, output = training.end()
-        assert status != 0, output
-        assert "n2" in output
+        assert status == exit_status.NODE_FAILED.status(cluster.name), output
+        assert f"rank 1 on {failed.name} was lost" in output
     finally:
-        cluster.repair_node(cluster.nodes[1])
+        cluster.repair_node(failed)
     training.submit("--walltime", "00:05:00")
     training.finish()
     assert 1 not in [step for step, _ in training.steps()[12:]]

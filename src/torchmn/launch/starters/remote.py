@@ -36,7 +36,8 @@ _OF_SCHEDULERS = (
 )
 NO_SHELL = ("srun",)
 """Remote shells that run a command, not a line for a shell."""
-_ANSWER_S = 10.0
+_ANSWER_S, _SCHEDULER_ANSWER_S = 10.0, 30.0
+"""How long a host may take to answer; a scheduler starts a task there first."""
 _CARRIED = (
     *("TORCHMN_", "NCCL_", "GLOO_", "OMP_", "MKL_", "KMP_", "CUDA_", "TORCH_", "PYTORCH_"),
     *("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_", "I_MPI_", "UCX_", "FI_", "HF_", "CONDA_"),
@@ -156,6 +157,8 @@ def check_hosts(job: Job, env: Mapping[str, str]) -> dict[str, HostFacts]:
 
 def _check_host(job: Job, host: str, env: Mapping[str, str]) -> HostFacts | str:
     """The facts of one host, or why they are unknown."""
+    is_task = _chosen_shell(env) in [command for _, command in _OF_SCHEDULERS]
+    limit_s = _SCHEDULER_ANSWER_S if is_task else _ANSWER_S
     order = ProbeHost(cwd=str(job.cwd), script=job.script, hosts=deciding_hosts(job))
     try:
         answer = subprocess.run(
@@ -164,11 +167,11 @@ def _check_host(job: Job, host: str, env: Mapping[str, str]) -> HostFacts | str:
             env=dict(env),
             capture_output=True,
             text=True,
-            timeout=_ANSWER_S,
+            timeout=limit_s,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"no response within {_ANSWER_S:g} s"
+        return f"no response within {limit_s:g} s"
     except OSError as error:
         return f"{remote_shell_name(env)} cannot be run ({error.strerror})"
     if answer.returncode == 0:

@@ -46,7 +46,7 @@ class GridEngine(Scheduler):
             *_slots(job),
             *([f"-l h_rt={settings.walltime}"] if settings.walltime else []),
             *_gpus(job),
-            *(["-r y", "-notify"] if job.max_requeues else []),
+            *(["-r y", "-notify"] if job.max_requeues else ["-r n"]),
             "-cwd",
             "-S /bin/bash",
             *(["-j y", f"-o {own}.log"] if job.joins_output else [f"-o {own}.out"]),
@@ -57,11 +57,12 @@ class GridEngine(Scheduler):
     def resubmission(self, job: JobRequest) -> list[str]:
         """The same job with the same number, unless the site has set FORBID_RESCHEDULE.
 
-        Grid Engine decides when this script has ended, so no report of success is possible before.
+        Grid Engine decides when this script has ended, so no report of success is possible before:
+        a job that is being deleted stays so, and has the status of its ranks.
         """
         return [
             f'echo "torchmn: exit with {_REQUEUE_STATUS}: Grid Engine runs job $JOB_ID again"',
-            f"status={_REQUEUE_STATUS}",
+            f'end_job "$status" {_REQUEUE_STATUS}',
         ]
 
     def state(self, job_id: str, ask: Ask) -> JobState | None:

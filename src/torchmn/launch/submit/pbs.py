@@ -63,7 +63,7 @@ class PBS(Scheduler):
             *([f"-W group_list={settings.group}"] if settings.group else []),
             *([f"-l walltime={settings.walltime}"] if settings.walltime else []),
             f"-N {job.name}",
-            *(["-r y"] if job.max_requeues else []),
+            f"-r {'y' if job.max_requeues else 'n'}",
             *(["-j oe"] if job.joins_output else [f"-e {job.log_dir}/"]),
             f"-o {job.log_dir}/",
             "-S /bin/bash",

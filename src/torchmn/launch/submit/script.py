@@ -85,7 +85,7 @@ def _output(job: JobRequest, scheduler: Scheduler) -> list[str]:
         to,
         "end_job() {",
         f'  echo "{ENDED} $1"',
-        '  exit "$1"',
+        '  exit "${2:-$1}"',
         "}",
         "",
     ]

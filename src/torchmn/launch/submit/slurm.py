@@ -48,16 +48,21 @@ class Slurm(Scheduler):
                 if job.joins_output
                 else [f"--output={own}.out", f"--error={own}.err"]
             ),
-            *(["--requeue", "--open-mode=append"] if job.max_requeues else []),
+            *(["--requeue", "--open-mode=append"] if job.max_requeues else ["--no-requeue"]),
             # to the batch shell, which passes it on, since not every launcher makes a step
             *([f"--signal=B:USR1@{settings.signal}"] if settings.signal else []),
         ]
         return [f"{self.prefix} {option}" for option in options]
 
     def resubmission(self, job: JobRequest) -> list[str]:
-        """The same job with the same number. Slurm ends this shell with a signal, see `script`."""
+        """The same job with the same number. Slurm ends this shell with a signal, see `script`.
+
+        Slurm would requeue a job that its user is cancelling, too.
+        """
         return [
-            'if scontrol requeue "$SLURM_JOB_ID"; then',
+            'if scontrol show job "$SLURM_JOB_ID" | grep -q "JobState=CANCELLED"; then',
+            '  echo "torchmn: not resubmitted: this job was cancelled" >&2',
+            'elif scontrol requeue "$SLURM_JOB_ID"; then',
             f"  {resubmitted('$SLURM_JOB_ID')}",
             "else",
             f"  {refused('scontrol requeue')}",

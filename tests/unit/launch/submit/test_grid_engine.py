@@ -99,4 +99,4 @@ def test_a_master_that_does_not_answer_is_no_end() -> None:
 
 
 def test_it_is_put_back_by_its_exit_status() -> None:
-    assert "status=99" in GridEngine().resubmission(tutorial())
+    assert 'end_job "$status" 99' in GridEngine().resubmission(tutorial())

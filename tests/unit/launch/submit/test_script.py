@@ -41,7 +41,7 @@ mkdir -m 700 -p "$logs" || exit 1
 exec >>"$log.log" 2>&1
 end_job() {
   echo "torchmn: job ended with exit status $1"
-  exit "$1"
+  exit "${2:-$1}"
 }
 
 export NCCL_SHM_DISABLE=1
@@ -192,7 +192,7 @@ def test_separate_output() -> None:
     [
         ("pbs", "next=$(qsub multi_node_training.sh)"),
         ("slurm", 'scontrol requeue "$SLURM_JOB_ID"'),
-        ("grid_engine", "status=99"),
+        ("grid_engine", 'end_job "$status" 99'),
     ],
 )
 def test_last_lines_with_and_without_requeue(scheduler: str, words: str) -> None:
