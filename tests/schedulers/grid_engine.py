@@ -172,8 +172,11 @@ class GridEngine(Cluster):
         """
         self.ask("qmod", "-d", "all.q")
         self.ask("qmod", "-rj", job)
-        active = self.folder / "execd"
-        self.wait_for(lambda: not list(active.glob("*/active_jobs/*")), "end of the job's tasks")
+        known = self.folder / "execd"
+        self.wait_for(
+            lambda: not [path for path in known.glob("*/*jobs/**/*") if path.is_file()],
+            "end of the job's tasks",
+        )
         self.ask("qmod", "-e", "all.q")
 
     def fail_node(self, host: Host) -> None:

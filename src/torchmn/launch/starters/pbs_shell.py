@@ -32,7 +32,7 @@ from torchmn.control.processes import (
 from torchmn.errors import LaunchError, TorchmnError
 from torchmn.exit_status import shell_code
 from torchmn.launch.orders import RunForShell
-from torchmn.launch.starters.remote import PBS_COMMAND, PBS_SHELL
+from torchmn.launch.starters.remote import IGNORE_WARNINGS, PBS_COMMAND, PBS_SHELL
 from torchmn.topology import local_address_for
 
 _ROLE = "remote shell"
@@ -50,7 +50,7 @@ def main(args: list[str]) -> int:
     `qsig` signals every process of a job; their launcher informs the ranks.
     """
     for signum in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(signum, lambda *_: None)  # not SIG_IGN, which the command would inherit
+        signal.signal(signum, lambda *_: None)  # not SIG_IGN, which `pbs_tmrsh` would inherit
     try:
         if args[:1] == ["--serve"]:
             return _serve(Path(args[1]))
@@ -188,7 +188,7 @@ def _serve(file: Path) -> int:
         connection.setblocking(True)
     channels.set_timeouts(streams["status"])
     process = subprocess.Popen(
-        ["/bin/sh", "-c", order.command],
+        ["/bin/sh", "-c", IGNORE_WARNINGS + order.command],
         stdin=streams["stdio"].fileno(),
         stdout=streams["stdio"].fileno(),
         stderr=streams["stderr"].fileno(),
