@@ -32,7 +32,7 @@ from torchmn.control.processes import (
 from torchmn.errors import LaunchError, TorchmnError
 from torchmn.exit_status import shell_code
 from torchmn.launch.orders import RunForShell
-from torchmn.launch.starters.remote import IGNORE_WARNINGS, PBS_COMMAND, PBS_SHELL
+from torchmn.launch.starters.remote import PBS_COMMAND, PBS_SHELL
 from torchmn.topology import local_address_for
 
 _ROLE = "remote shell"
@@ -170,9 +170,12 @@ def _serve(file: Path) -> int:
     """Read the order, connect back and run the command.
 
     The daemons that a command leaves, such as Open MPI's, remain a part of the job: this process
-    waits for them, and kills all that is left when PBS ends the task.
+    waits for them. PBS signals all processes of the task's session, of which the command is no
+    part: the launcher informs the ranks, which must be able to save. So SIGTERM ends nothing here;
+    the end of the calling half does, or SIGKILL: agents and daemons end without their launcher.
     """
     adopt_orphans()
+    signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         order = decode(file.read_bytes(), RunForShell)
     except (OSError, ValueError) as error:
@@ -188,15 +191,16 @@ def _serve(file: Path) -> int:
         connection.setblocking(True)
     channels.set_timeouts(streams["status"])
     process = subprocess.Popen(
-        ["/bin/sh", "-c", IGNORE_WARNINGS + order.command],
+        ["/bin/sh", "-c", order.command],
         stdin=streams["stdio"].fileno(),
         stdout=streams["stdio"].fileno(),
         stderr=streams["stderr"].fileno(),
+        start_new_session=True,
+        preexec_fn=kill_on_parent_death(),
     )
     streams.pop("stdio").close()
     streams.pop("stderr").close()
     status = streams["status"]
-    signal.signal(signal.SIGTERM, lambda *_: _end(process))
     threading.Thread(target=_end_if_lost, args=(status, process), daemon=True).start()
     code = shell_code(process.wait())
     with suppress(OSError):

@@ -29,10 +29,6 @@ PBS_COMMAND, PBS_SHELL = "pbs_tmrsh", "torchmn.launch.starters.pbs_shell"
 QRSH_COMMAND, QRSH_SHELL = ("qrsh", "-inherit"), "torchmn.launch.starters.qrsh_shell"
 _WRAPPERS = {(PBS_COMMAND,): PBS_SHELL, QRSH_COMMAND: QRSH_SHELL}
 """Modules of ours that make a remote shell of these commands."""
-IGNORE_WARNINGS = "trap '' USR1 USR2; "
-"""Before a command on another host: its scheduler sends these to all processes there, and would end
-those without a handler, such as Open MPI's daemon. The launcher informs the ranks, whose agents
-have handlers."""
 _OF_SCHEDULERS = (
     (("PBS_JOBID", "PBS_NODEFILE"), (PBS_COMMAND,)),
     (("JOB_ID", "PE_HOSTFILE"), QRSH_COMMAND),

@@ -44,7 +44,7 @@ def test_header_of_row_4_10() -> None:
     lines = PBS().directives(tutorial())
     lines.remove("#PBS -l place=scatter")
     assert [line.replace(":ncpus=2", "") for line in lines[:5]] == PBS_OF_ROW_4_10.splitlines()
-    assert lines[5:] == ["#PBS -j oe", "#PBS -o torchmn-logs/", "#PBS -S /bin/bash"]
+    assert lines[5:] == ["#PBS -r n", "#PBS -j oe", "#PBS -o torchmn-logs/", "#PBS -S /bin/bash"]
 
 
 def test_header_of_row_3_12() -> None:
