@@ -48,7 +48,7 @@ TAKEN_AWAY = Row(
     sees="SIGTERM (Grid Engine: SIGUSR2)",
     statuses=(0, 0, 0),
 )
-NODE_FAILED = Row(what="A node fails", sees="SIGTERM, on the others", statuses=(1, 1, 1))
+NODE_FAILED = Row(what="A node fails", sees="the others: SIGTERM", statuses=(1, 1, 255))
 ROWS = (ALL_EXIT, NO_QUEUE, CANCELLED, TOO_LATE, IN_TIME, SIGNALLED, TAKEN_AWAY, NODE_FAILED)
 
 

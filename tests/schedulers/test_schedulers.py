@@ -259,7 +259,7 @@ def test_a_node_that_fails(
     try:
         status, output = training.end()
         assert status == exit_status.NODE_FAILED.status(cluster.name), output
-        assert f"rank 1 on {failed.name} was lost" in output
+        assert re.search(rf"(rank 1 on|connection to) {failed.name} was lost", output), output
     finally:
         cluster.repair_node(failed)
     training.submit("--walltime", "00:05:00")
