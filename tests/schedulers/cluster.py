@@ -45,6 +45,8 @@ class Cluster(ABC):
     """Of the message about a job that exceeded it."""
     unknown_queue: str
     """The scheduler's words about the queue ``nowhere``."""
+    as_user: Sequence[str] = ()
+    """Before a command of the cluster's user, if that is not root."""
     signal_options: Sequence[object] = ()
     """With which a job gets SIGUSR1 without `send_signal`."""
 
@@ -114,7 +116,12 @@ class Cluster(ABC):
         }
 
     def popen(self, command: Sequence[object], cwd: Path, **env: str) -> subprocess.Popen[str]:
-        """Start a command on the login host, with its output in pipes."""
+        """Start a command of the user on the login host, with its output in pipes."""
+        return self._popen([*self.as_user, *command], cwd, env)
+
+    def _popen(
+        self, command: Sequence[object], cwd: Path, env: Mapping[str, str]
+    ) -> subprocess.Popen[str]:
         return self.login.popen(
             [str(word) for word in command],
             env={**self.env, **env},
@@ -127,8 +134,12 @@ class Cluster(ABC):
     def run(
         self, command: Sequence[object], cwd: Path, timeout_s: float = 120, **env: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on the login host."""
-        process = self.popen(command, cwd, **env)
+        """Run a command of the user on the login host."""
+        return self._finish(self.popen(command, cwd, **env), command, timeout_s)
+
+    def _finish(
+        self, process: subprocess.Popen[str], command: Sequence[object], timeout_s: float
+    ) -> subprocess.CompletedProcess[str]:
         try:
             out, err = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
@@ -138,8 +149,8 @@ class Cluster(ABC):
         return subprocess.CompletedProcess(command, process.returncode, out, err)
 
     def ask(self, *command: object) -> str:
-        """The output of a command of the scheduler that must succeed."""
-        done = self.run(command, self.folder)
+        """The output of a command of the administrator that must succeed."""
+        done = self._finish(self._popen(command, self.folder, {}), command, 120)
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         return done.stdout
 

@@ -11,6 +11,13 @@ from pathlib import Path
 from tests.schedulers.cluster import Cluster
 from torchmn.testing.netlab import Host
 
+_USER = "daemon"
+_WITH_ACCESS = (
+    *("setpriv", "--inh-caps=+dac_override,+dac_read_search"),
+    "--ambient-caps=+dac_override,+dac_read_search",
+)
+"""Jobs have a user, since pbs_mom sees no process of root, and takes such a job for ended when it
+signals it. This user may read and write what root may: the checkout, and the tests' folders."""
 PREFIX = Path(os.environ.get("OPENPBS_PREFIX", "/opt/openpbs"))
 _CONF = """\
 PBS_EXEC={prefix}
@@ -44,16 +51,21 @@ class PBS(Cluster):
     shortest_limit = "00:00:20"
     words_of_limit = "exceeded its walltime"
     unknown_queue = "Unknown queue"
-    tools = ("pbs_server", "pbs_mom", "pbs_tmrsh", "qmgr", "pbs_sched")
+    as_user = (
+        *_WITH_ACCESS,
+        *(f"--reuid={_USER}", f"--regid={_USER}", "--clear-groups"),
+    )
+    tools = ("setpriv", "pbs_server", "pbs_mom", "pbs_tmrsh", "qmgr", "pbs_sched")
 
     @property
     def variables(self) -> Mapping[str, str]:
-        return {"PBS_CONF_FILE": str(self._conf(self.login))}
+        return {"PBS_CONF_FILE": str(self._conf(self.login)), "HOME": str(self.folder / "home")}
 
     def _conf(self, host: Host) -> Path:
         return self.folder / f"pbs-{host.name}.conf"
 
     def start(self) -> None:
+        (self.folder / "home").mkdir()
         # its database runs as another user, who must reach it, and no parent may be writable by all
         self.home = Path(tempfile.mkdtemp(dir="/var/spool", prefix="torchmn-pbs-"))
         self.home.chmod(0o755)
@@ -97,9 +109,13 @@ class PBS(Cluster):
 
     def _start_mom(self, node: Host) -> None:
         conf = str(self._conf(node))
-        self.daemon(
-            f"mom-{node.name}", node, [PREFIX / "sbin" / "pbs_mom", "-N"], PBS_CONF_FILE=conf
-        )
+        command = [
+            *_WITH_ACCESS,
+            "--securebits=+no_setuid_fixup",
+            PREFIX / "sbin" / "pbs_mom",
+            "-N",
+        ]
+        self.daemon(f"mom-{node.name}", node, command, PBS_CONF_FILE=conf)
 
     def _are_free(self) -> bool:
         done = self.run(["pbsnodes", "-a"], self.folder)

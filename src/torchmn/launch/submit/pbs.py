@@ -10,7 +10,7 @@ import re
 import shlex
 
 from torchmn.launch.submit.request import JobRequest
-from torchmn.launch.submit.requeue import refused, resubmitted
+from torchmn.launch.submit.requeue import before_the_limit, refused, resubmitted
 from torchmn.launch.submit.scheduler import Answer, Ask, JobState, Scheduler
 
 _DELETED, _DELETED_STATUS = "91", 143
@@ -77,8 +77,8 @@ class PBS(Scheduler):
         """
         file = shlex.quote(job.file)
         return [
-            "limit=$(sed -n 's/^limit //p' \"$log.progress\")",
-            'if [ "$last" = TERM ] && [ "$(date +%s)" -lt "${limit:-9999999999}" ]; then',
+            *before_the_limit(),
+            'if [ "$last,$early" = TERM,yes ]; then',
             '  echo "torchmn: not resubmitted: PBS deletes or requeues this job" >&2',
             f"elif next=$(qsub {file}); then",
             f'  mv "$history" "$logs/{job.name}.${{next%%.*}}.requeues"',

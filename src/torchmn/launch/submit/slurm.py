@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from torchmn.launch.submit.request import JobRequest
-from torchmn.launch.submit.requeue import refused, resubmitted
+from torchmn.launch.submit.requeue import before_the_limit, refused, resubmitted
 from torchmn.launch.submit.scheduler import Answer, Ask, JobState, Scheduler
 
 _ENDED = frozenset(
@@ -57,11 +57,15 @@ class Slurm(Scheduler):
     def resubmission(self, job: JobRequest) -> list[str]:
         """The same job with the same number. Slurm ends this shell with a signal, see `script`.
 
-        Slurm would requeue a job that its user is cancelling, too.
+        Slurm would requeue a job that its user is cancelling, too: it is completing while this
+        shell runs, and so is one that Slurm requeues itself. Before it preempts a job, Slurm leaves
+        the state as it is until the partition's ``GraceTime`` is over.
         """
         return [
-            'if scontrol show job "$SLURM_JOB_ID" | grep -q "JobState=CANCELLED"; then',
-            '  echo "torchmn: not resubmitted: this job was cancelled" >&2',
+            *before_the_limit(),
+            'state=$(squeue --noheader --states=all --format=%T --jobs="$SLURM_JOB_ID")',
+            'if [ "$state,$early" = COMPLETING,yes ]; then',
+            '  echo "torchmn: not resubmitted: Slurm cancels or requeues this job" >&2',
             'elif scontrol requeue "$SLURM_JOB_ID"; then',
             f"  {resubmitted('$SLURM_JOB_ID')}",
             "else",

@@ -95,7 +95,8 @@ job by hand to continue" >&2
   else
     echo "${saved:-unknown $log}" >>"$history"
     limit=$(sed -n 's/^limit //p' "$log.progress")
-    if [ "$last" = TERM ] && [ "$(date +%s)" -lt "${limit:-9999999999}" ]; then
+    early=no; [ "$(date +%s)" -ge "${limit:-9999999999}" ] || early=yes
+    if [ "$last,$early" = TERM,yes ]; then
       echo "torchmn: not resubmitted: PBS deletes or requeues this job" >&2
     elif next=$(qsub multi_node_training.sh); then
       mv "$history" "$logs/multi_node_training.${next%%.*}.requeues"
