@@ -12,10 +12,8 @@ from tests.schedulers.cluster import Cluster
 from torchmn.testing.netlab import Host
 
 _USER = "daemon"
-_WITH_ACCESS = (
-    *("setpriv", "--inh-caps=+dac_override,+dac_read_search"),
-    "--ambient-caps=+dac_override,+dac_read_search",
-)
+_RIGHTS = "+dac_override,+dac_read_search,+net_bind_service"  # the last for pbs_iff
+_WITH_ACCESS = ("setpriv", f"--inh-caps={_RIGHTS}", f"--ambient-caps={_RIGHTS}")
 """Jobs have a user, since pbs_mom sees no process of root, and takes such a job for ended when it
 signals it. This user may read and write what root may: the checkout, and the tests' folders."""
 PREFIX = Path(os.environ.get("OPENPBS_PREFIX", "/opt/openpbs"))
