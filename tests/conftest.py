@@ -1,4 +1,4 @@
-"""What holds for every test: it leaves nothing behind. And where real samples are found."""
+"""What holds for every test: it leaves nothing. And where real samples are found."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def inject(fault: Fault, job: Job, setting: Setting, testbed: Testbed, folder: P
         elif fault.kind == "no file handles":
             resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, 3))  # what is open stays open
         elif fault.kind == "shm full":
-            with open(f"/proc/{pid}/root/dev/shm/{FULL}", "wb", buffering=0) as filler:
+            with open(Path("/proc", str(pid), "root/dev/shm", FULL), "wb", buffering=0) as filler:
                 _write_until_full(filler.fileno())
         elif fault.kind == "stdout closed":
             job.close_output()

@@ -77,6 +77,10 @@ class Deployment:
         """The workers that run this side."""
         return self._workers[SIDES[side].runtime]
 
+    def set_rate(self, rate: str | None) -> None:
+        """Change the rate of all links."""
+        self._lab.set_rate(rate)
+
     def bytes_over_links(self) -> list[int]:
         """What each host has sent, then what each has received, so far."""
         hosts = self._lab.hosts

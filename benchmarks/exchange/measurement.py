@@ -86,14 +86,14 @@ def _undisturbed_turn(
     """A turn, repeated if other programs used the processors meanwhile."""
     turns: list[dict[str, Any]] = []
     for _ in range(MAX_TURNS if quiet_timeout_s else 1):
-        _wait_for_quiet(quiet_timeout_s)
-        turns.append(_turn(deployment, line, name, unit))
+        wait_for_quiet(quiet_timeout_s)
+        turns.append(turn(deployment, line, name, unit))
         if turns[-1]["foreign_share"] <= QUIET_SHARE:
             break
     return turns
 
 
-def _wait_for_quiet(quiet_timeout_s: float) -> None:
+def wait_for_quiet(quiet_timeout_s: float) -> None:
     """Return when other programs leave the processors idle, or after the time-out."""
     deadline = time.monotonic() + quiet_timeout_s
     while time.monotonic() < deadline:
@@ -104,7 +104,8 @@ def _wait_for_quiet(quiet_timeout_s: float) -> None:
             return
 
 
-def _turn(deployment: Deployment, line: Line, name: str, unit: int) -> dict[str, Any]:
+def turn(deployment: Deployment, line: Line, name: str, unit: int) -> dict[str, Any]:
+    """One turn of a side that was built."""
     side = SIDES[name]
     steps = line.steps.get(name, side.steps)
     before = deployment.bytes_over_links()

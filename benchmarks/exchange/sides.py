@@ -64,7 +64,8 @@ class _SmallNetwork(nn.Module):
         return self.classifier(self.features(images))  # type: ignore[no-any-return]
 
 
-def _training() -> tuple[nn.Module, torch.optim.Optimizer]:
+def training() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model and its optimizer, the same on all workers."""
     torch.manual_seed(0)  # the same model on all workers; each worker is a process of its own
     model: nn.Module = _SmallNetwork() if os.environ.get("BENCH_SMOKE") else VGG(10)
     return model, torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
@@ -95,7 +96,7 @@ def _step_of(
 
 def _alone(options: Mapping[str, object]) -> Runner:
     """Plain torch. With ``barrier`` all workers wait for each other at the end of a step."""
-    step = _step_of(*_training())
+    step = _step_of(*training())
     if not options.get("barrier"):
         return Runner(step)
     flag = torch.zeros(1)
@@ -110,7 +111,7 @@ def _alone(options: Mapping[str, object]) -> Runner:
 def _ddp(options: Mapping[str, object]) -> Runner:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    model, optimizer = _training()
+    model, optimizer = training()
     wrapped = nn.parallel.DistributedDataParallel(model)
     hook = str(options.get("hook", ""))
     if hook == "fp16":
@@ -136,7 +137,7 @@ def _post_local_sgd(options: Mapping[str, object]) -> Runner:
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
     from torch.distributed.optim import PostLocalSGDOptimizer
 
-    model, inner = _training()
+    model, inner = training()
     own_group, _ = dist.new_subgroups(group_size=1)
     # Buffers would be broadcast before every forward: a synchronous step in all but name.
     wrapped = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
@@ -158,7 +159,7 @@ def _torchft(options: Mapping[str, object]) -> Runner:
         import logging
 
         logging.getLogger(name).setLevel(logging.ERROR)
-    model, inner = _training()
+    model, inner = training()
     lighthouse: list[object] = [None]
     if dist.get_rank() == 0:
         _alive.append(
@@ -262,7 +263,7 @@ def _horovod(options: Mapping[str, object]) -> Runner:
         hvd.shutdown()
 
     resume()
-    model, inner = _training()
+    model, inner = training()
     optimizer = hvd.DistributedOptimizer(
         inner,
         named_parameters=model.named_parameters(),
@@ -271,7 +272,8 @@ def _horovod(options: Mapping[str, object]) -> Runner:
     return Runner(_step_of(model, optimizer), drain, resume)
 
 
-def _communicator(options: Mapping[str, object]) -> Any:
+def communicator(options: Mapping[str, object]) -> Any:
+    """A communicator of all workers. *Collective.*"""
     import torchmn
     from torchmn.communicators.create import ROUTES
     from torchmn.communicators.flat import FlatCommunicator
@@ -296,8 +298,8 @@ def _communicator(options: Mapping[str, object]) -> Any:
 def _torchmn(options: Mapping[str, object], schedule: object = None) -> Runner:
     import torchmn
 
-    model, inner = _training()
-    comm = _communicator(options)
+    model, inner = training()
+    comm = communicator(options)
     more: dict[str, Any] = dict(options.get("optimizer", {}))  # type: ignore[call-overload]
     optimizer = torchmn.create_multi_node_optimizer(
         inner,
@@ -339,7 +341,7 @@ def _mlp_with_cntk_names(options: Mapping[str, object]) -> Runner:
     import torchmn.optimizer
 
     model, inner = _mlp()
-    comm = _communicator(options)
+    comm = communicator(options)
     if options.get("block"):
         size = BLOCK_STEPS * BATCH * dist.get_world_size()
         learner = torchmn.optimizer.block_momentum_distributed_learner(
@@ -366,7 +368,7 @@ def _mean(options: Mapping[str, object]) -> Runner:
 
     It is a sum, because gradients are divided when they are packed.
     """
-    comm = _communicator(options)
+    comm = communicator(options)
     numel = int(str(options["nbytes"])) // 4
     size = numel if options.get("whole") else comm.bucket_bytes // 4
     pieces = [

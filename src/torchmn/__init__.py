@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torchmn import evaluation as evaluation
     from torchmn import launch as launch
     from torchmn import optimizer as optimizer
+    from torchmn import profiling as profiling
     from torchmn import resilience as resilience
     from torchmn import schedules as schedules
     from torchmn import testing as testing
@@ -124,6 +125,7 @@ _SUBMODULES = frozenset(
         "evaluation",
         "launch",
         "optimizer",
+        "profiling",
         "resilience",
         "schedules",
         "testing",

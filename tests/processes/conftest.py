@@ -28,4 +28,4 @@ def runner(tmp_path: Path) -> Iterator[Runner]:
     for process, _ in left:
         process.kill()
     runner.close()
-    assert not left, f"the job left processes behind: {[words for _, words in left]}"
+    assert not left, f"the job left processes: {[words for _, words in left]}"

@@ -143,8 +143,8 @@ def as_every_step(world: World, codec: str) -> None:
     world.require_replicas(mine)
 
 
-def owed_through_new_buckets(world: World, codec: object, **options: object) -> None:
-    """What was returned and what all ranks owe is the sum of the true means."""
+def residuals_through_new_buckets(world: World, codec: object, **options: object) -> None:
+    """What was returned and the residuals of all ranks are the sum of the true means."""
     model = Net()
     wrapped, hook = world.ddp(model, codec, bucket_cap_mb=MANY_BUCKETS, **options)
     names = [name for name, _ in model.named_parameters()]
@@ -161,15 +161,15 @@ def owed_through_new_buckets(world: World, codec: object, **options: object) -> 
         for name, parameter in model.named_parameters():
             returned[name] += parameter.grad
     assert len(seen[0]) == 1, seen[0]
-    assert len(seen[-1]) > 1, f"DDP did not build its buckets anew: {seen[-1]}"
-    owed = {name: torch.zeros(p.numel()) for name, p in model.named_parameters()}
+    assert len(seen[-1]) > 1, f"DDP did not build its buckets again: {seen[-1]}"
+    residuals = {name: torch.zeros(p.numel()) for name, p in model.named_parameters()}
     for state in world.comm.allgather_obj(hook.state_dict()):
         for entry in state["state"]["residuals"]:
             first = entry["offset"]
-            owed[entry["name"]][first : first + len(entry["values"])] += entry["values"]
-    assert any(values.any() for values in owed.values()), "nothing is owed: a test of nothing"
+            residuals[entry["name"]][first : first + len(entry["values"])] += entry["values"]
+    assert any(values.any() for values in residuals.values()), "no residual: a test of nothing"
     for name in names:
-        total = returned[name] + owed[name].view(returned[name].shape)
+        total = returned[name] + residuals[name].view(returned[name].shape)
         assert torch.allclose(total, true[name], atol=2e-6, rtol=1e-4), (
             f"{name} is off by {float((total - true[name]).abs().max())}"
         )
@@ -217,7 +217,7 @@ def same(a: object, b: object) -> bool:
 
 
 def unused_parameters(world: World) -> None:
-    """A branch that only rank 0 takes, then nobody."""
+    """A branch that only rank 0 takes, then no rank."""
     model = Net(has_branch=True)
     wrapped, _ = world.ddp(model, "int8", find_unused_parameters=True, bucket_cap_mb=MANY_BUCKETS)
     sgd = torch.optim.SGD(wrapped.parameters(), 0.1)
@@ -230,7 +230,7 @@ def unused_parameters(world: World) -> None:
 
 
 def accumulation(world: World) -> None:
-    """no_sync() gathers on each rank; the pass behind it sends the sum."""
+    """no_sync() gathers on each rank; the pass after it sends the sum."""
     model, plain = Net(), Net()
     wrapped, hook = world.ddp(model, "float16", gradient_as_bucket_view=True)
     for step in range(2):
@@ -261,7 +261,7 @@ def ranks_that_end_early(world: World) -> None:
 
 
 def resume(world: World, codec: str) -> None:
-    """The bits of going on without a break, where DDP keeps its buckets."""
+    """The bits of a run without a break, in which DDP keeps its buckets."""
 
     def train(first: int, last: int, model: nn.Module, state: object) -> tuple[list, object]:
         wrapped, hook = world.ddp(model, codec)
@@ -363,7 +363,7 @@ def ranks_that_disagree(world: World) -> None:
 
 
 def a_peer_that_leaves(world: World) -> None:
-    """The others are told by a sentence, in backward, and the process lives on."""
+    """The others get a message, in backward, and the process continues."""
     wrapped, hook = world.ddp(Net(), "1bit", bucket_cap_mb=MANY_BUCKETS)
     for step in range(2):
         loss_of(wrapped, batch(world.rank, step)).backward()
@@ -381,13 +381,13 @@ def checks() -> dict[str, tuple[int, Callable[[World], None]]]:
         for codec in CODECS:
             found[f"as_every_step-{codec}-{size}"] = size, bound(as_every_step, codec)
         for codec in (ErrorFeedback(Quantized(bits=1)), ErrorFeedback(Float16()), PowerSGD(2)):
-            found[f"owed_through_new_buckets-{codec.name}-{size}"] = (
+            found[f"residuals_through_new_buckets-{codec.name}-{size}"] = (
                 size,
-                bound(owed_through_new_buckets, codec),
+                bound(residuals_through_new_buckets, codec),
             )
-    found["owed_through_new_buckets-views"] = (
+    found["residuals_through_new_buckets-views"] = (
         2,
-        lambda world: owed_through_new_buckets(world, "int4", gradient_as_bucket_view=True),
+        lambda world: residuals_through_new_buckets(world, "int4", gradient_as_bucket_view=True),
     )
     for codec in ("1bit", "power_sgd"):
         found[f"nan_leaves_no_trace-{codec}"] = 2, bound(nan_leaves_no_trace, codec)

@@ -1,4 +1,4 @@
-"""Trains a little under torchmn run, saves as it goes, and dies where it is told to."""
+"""Trains a little under torchmn run, saves as it goes, and is killed where an argument says."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ class StandIn:
         }
 
     def hosts(self, num_hosts: int) -> list[str]:
-        """Names that nobody knows, or those in ``hosts``, where the job really uses its nodes."""
+        """Names that do not exist, or those in ``hosts``, where the job really uses its nodes."""
         real = self.folder / "hosts"
         names = real.read_text().split() if real.exists() else [f"n{i}" for i in range(num_hosts)]
         return names[:num_hosts]

@@ -82,7 +82,7 @@ class Wounded:
             self.storage.write(draft, "manifest.json", [manifest])
             os.kill(os.getpid(), signal.SIGKILL)
         self.storage.commit(draft, checkpoint, manifest)
-        if "00000003" in draft and event == "behind the rename":
+        if "00000003" in draft and event == "after the rename":
             os.kill(os.getpid(), signal.SIGKILL)
 
     def remove(self, name):
@@ -182,14 +182,14 @@ def start(ancestor: subprocess.Popen[str], tmp_path: Path) -> Start:
         ("in a file", 1, 2),
         ("before the manifest", 0, 2),
         ("before the rename", 0, 2),
-        ("behind the rename", 0, 3),
+        ("after the rename", 0, 3),
         ("in a removal", 0, 3),
     ],
 )
 def test_kill_in_the_middle(
     start: Start, tmp_path: Path, event: str, killed: int, step: int
 ) -> None:
-    """What was complete before is used, and the other rank ends with a sentence."""
+    """What was complete before is used, and the other rank ends with a message."""
     outcomes = start(event)
     assert outcomes[killed][0] == -9
     status, _, err = outcomes[1 - killed]

@@ -76,11 +76,11 @@ def test_the_rank_that_failed_first_is_reported_last(
 ) -> None:
     done = runner.run("-n", "3", "--backend", backend, runner.script(TRAINING), fault, limit_s=50)
     assert done.returncode == code, done.stderr
-    sentence = done.stderr.splitlines()[-1]
-    assert "rank 1 on " in sentence
-    assert words in sentence
+    summary = done.stderr.splitlines()[-1]
+    assert "rank 1 on " in summary
+    assert words in summary
     kept = (runner.logs / "failure.txt").read_text().splitlines()
-    assert kept[-1] in sentence
+    assert kept[-1] in summary
     if fault == "exception":
         assert "ValueError: the cause" in done.stderr.splitlines()[-2]
         assert kept[-2] == "ValueError: the cause"
@@ -110,10 +110,10 @@ def test_a_segmentation_fault_shows_the_python_line(runner: Runner) -> None:
 def test_a_hang_is_reported(runner: Runner, backend: str, fault: str, words: str) -> None:
     done = runner.run("-n", "3", "--backend", backend, runner.script(TRAINING), fault, limit_s=50)
     assert done.returncode == 1, done.stderr
-    sentence = done.stderr.splitlines()[-1]
-    assert "has not completed within 2 s" in sentence
+    summary = done.stderr.splitlines()[-1]
+    assert "has not completed within 2 s" in summary
     host = os.uname().nodename
-    assert words.format(host=host, folder=runner.folder) in sentence
+    assert words.format(host=host, folder=runner.folder) in summary
     report = (runner.logs / "hang.txt").read_text()
     assert f"rank 0 on {host}:" in report
     assert "in backward_ended" in report  # the stacks of the ranks that wait
@@ -152,10 +152,10 @@ def test_a_rank_that_does_not_join_is_reported(runner: Runner, backend: str) -> 
     script = runner.script(TRAINING)
     done = runner.run("-n", "2", "--backend", backend, script, "stop at the start", limit_s=50)
     assert done.returncode == 1, done.stderr
-    sentence = done.stderr.splitlines()[-1]
-    assert "joining all ranks (create_communicator) has not completed within 3 s" in sentence
-    assert "rank 1 did not reach it" in sentence
-    assert "is stopped by a signal" in sentence
+    summary = done.stderr.splitlines()[-1]
+    assert "joining all ranks (create_communicator) has not completed within 3 s" in summary
+    assert "rank 1 did not reach it" in summary
+    assert "is stopped by a signal" in summary
     runner.wait_until_nothing_is_left()
 
 
@@ -353,10 +353,10 @@ comm.allreduce(torch.ones(4))
 def test_a_rank_that_leaves_too_early_is_the_first_failure(runner: Runner) -> None:
     done = runner.run("-n", "3", "--backend", "gloo", runner.script(LEAVES), limit_s=50)
     assert done.returncode == 1, done.stderr
-    sentence = done.stderr.splitlines()[-1]
-    assert sentence.startswith(f"torchmn: rank 1 on {os.uname().nodename} left with exit code 0")
-    assert "failed after it (torchmn.errors.PeerLostError" in sentence
-    assert (runner.logs / "failure.txt").read_text().strip() == sentence[len("torchmn: ") :]
+    summary = done.stderr.splitlines()[-1]
+    assert summary.startswith(f"torchmn: rank 1 on {os.uname().nodename} left with exit code 0")
+    assert "failed after it (torchmn.errors.PeerLostError" in summary
+    assert (runner.logs / "failure.txt").read_text().strip() == summary[len("torchmn: ") :]
     errors = [line for line in done.stderr.splitlines() if line.startswith(("[0]", "[2]"))]
     assert errors
     assert all(line[4:].startswith("follow-up: ") for line in errors)

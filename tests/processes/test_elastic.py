@@ -203,7 +203,7 @@ def assert_every_sample_once(run: Run, num_steps: int) -> None:
 
 
 def reference(num_steps: int) -> dict[str, torch.Tensor]:
-    """The parameters after so many steps in one process, by torch alone."""
+    """The parameters after that number of steps in one process, by torch alone."""
     numbers = torch.Generator().manual_seed(1)
     x = torch.randn(NUM_SAMPLES, 5, generator=numbers)
     y = x @ torch.randn(5, 1, generator=numbers)
@@ -283,7 +283,7 @@ class TestHosts:
         assert left_of(run) == []
 
     def test_a_host_that_is_cut_off(self, lab: Lab, tmp_path: Path) -> None:
-        """The others go on when it was silent for long, and its own workers end."""
+        """The others continue when it was silent for long, and its own workers end."""
         run = on_two_hosts(lab, tmp_path, "--elastic", "1:2", script=(0.1, 3, 0))
         run.wait_for("[0] step 10")
         cut_off = parts_of_host(run, 1)

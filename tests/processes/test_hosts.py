@@ -226,7 +226,7 @@ def test_four_hosts(tmp_path: Path) -> None:
     assert [place[:8] for place in places(tmp_path)] == expected
 
 
-# What goes wrong: a sentence, a status, in seconds, and nothing is left on any host
+# What goes wrong: a message, a status, in seconds, and nothing is left on any host
 
 
 def failing(lab: Lab, *words: object, cwd: Path, **env: str) -> str:
@@ -271,22 +271,22 @@ def test_a_host_that_does_not_answer_is_named(lab: Lab, tmp_path: Path, launcher
         mpirun_of("wheel")
     (tmp_path / "place.py").write_text(PLACE)
     words = ("--hosts", "n0:1,n1:1", "--launcher", launcher, "place.py")
-    said = failing(lab, *words, cwd=tmp_path, **rsh_where(lab, tmp_path, "exec sleep 60"))
-    assert "1 of 2 host(s) did not answer: n1: no response within 10 s" in said
+    text = failing(lab, *words, cwd=tmp_path, **rsh_where(lab, tmp_path, "exec sleep 60"))
+    assert "1 of 2 host(s) did not answer: n1: no response within 10 s" in text
 
 
 def test_a_host_that_is_unknown_is_named(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "place.py").write_text(PLACE)
-    said = failing(lab, "--hosts", "n0:1,n7:1", "place.py", cwd=tmp_path)
-    assert "No route to n7" in said
+    text = failing(lab, "--hosts", "n0:1,n7:1", "place.py", cwd=tmp_path)
+    assert "No route to n7" in text
 
 
 def test_a_host_that_cannot_see_the_script(lab: Lab, tmp_path: Path) -> None:
     """Hosts of the lab share all files, so the other one is asked from within another folder."""
     (tmp_path / "place.py").write_text(PLACE)
     env = rsh_where(lab, tmp_path, f'sed \'s#{tmp_path}#/elsewhere#g\' | "$RSH" $host "$@"; exit')
-    said = failing(lab, "--hosts", "n0:1,n1:1", "place.py", cwd=tmp_path, **env)
-    assert "on n1 there is no folder /elsewhere" in said
+    text = failing(lab, "--hosts", "n0:1,n1:1", "place.py", cwd=tmp_path, **env)
+    assert "on n1 there is no folder /elsewhere" in text
 
 
 def test_hosts_with_different_versions(lab: Lab, tmp_path: Path) -> None:
@@ -296,9 +296,9 @@ def test_hosts_with_different_versions(lab: Lab, tmp_path: Path) -> None:
     (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.2.3\n")
     longer = f"sed 's#PYTHONPATH=#&{tmp_path}/fake:#'"
     env = rsh_where(lab, tmp_path, f'set -- "$(echo "$*" | {longer})"')
-    said = failing(lab, "--hosts", "n0:1,n1:1", "place.py", cwd=tmp_path, **env)
-    assert "Hosts differ: torch is 2." in said
-    assert "on n0 and 1.2.3 on n1" in said
+    text = failing(lab, "--hosts", "n0:1,n1:1", "place.py", cwd=tmp_path, **env)
+    assert "Hosts differ: torch is 2." in text
+    assert "on n0 and 1.2.3 on n1" in text
 
 
 def test_a_rank_that_fails_ends_the_ranks_of_all_hosts(lab: Lab, tmp_path: Path) -> None:
@@ -307,15 +307,15 @@ def test_a_rank_that_fails_ends_the_ranks_of_all_hosts(lab: Lab, tmp_path: Path)
         "if os.environ['RANK'] == '2': sys.exit('the third one fails')\n"
         "time.sleep(600)\n"
     )
-    said = failing(lab, "--hosts", "n0:2,n1:2", "fail.py", cwd=tmp_path)
-    assert "the third one fails" in said
-    assert "rank 2 on n1 failed with exit code 1" in said
+    text = failing(lab, "--hosts", "n0:2,n1:2", "fail.py", cwd=tmp_path)
+    assert "the third one fails" in text
+    assert "rank 2 on n1 failed with exit code 1" in text
 
 
 def test_no_srun(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "place.py").write_text(PLACE)
-    said = failing(lab, "--launcher", "srun", "place.py", cwd=tmp_path, PATH=str(tmp_path))
-    assert "there is no srun on the PATH" in said
+    text = failing(lab, "--launcher", "srun", "place.py", cwd=tmp_path, PATH=str(tmp_path))
+    assert "there is no srun on the PATH" in text
 
 
 def test_dry_run_starts_nothing_and_tells_no_secret(lab: Lab, tmp_path: Path) -> None:

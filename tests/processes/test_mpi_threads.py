@@ -1,4 +1,4 @@
-"""An MPI that a second thread may not call: blocking exchange, a sentence, the same result."""
+"""An MPI that a second thread may not call: blocking exchange, a message, the same result."""
 
 from __future__ import annotations
 

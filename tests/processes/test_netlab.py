@@ -1,4 +1,4 @@
-"""Test hosts: they reach each other at the link's rate, count bytes, and never stay behind."""
+"""Test hosts: they reach each other at the link's rate, count bytes, and are always removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nobody need read the output of a job: a slow reader and a full disk cost output only."""
+"""The output of a job need not be read: a slow reader and a full disk cost output only."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_full_disk_under_the_output(runner: Runner, streams: tuple[int, ...]) 
 def test_closed_streams(runner: Runner, streams: tuple[int, ...]) -> None:
     script = runner.script(
         "import sys, time\n"
-        "if rank == 1: time.sleep(600)  # if it ended first, rank 0 might be ended before it prints\n"
+        "if rank == 1: time.sleep(600)  # or rank 0 may be ended before it prints\n"
         "print('shown')\n"
         "sys.exit(3)"
     )

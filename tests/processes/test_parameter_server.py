@@ -1,4 +1,4 @@
-"""Processes that die, hang or leave: the others go on, or end with a sentence within the limit."""
+"""Processes that die, hang or leave: the others continue, or end with a message in time."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def main():
     print(len(optimizer.state_dict()["param_groups"]))
 
 
-def told():
+def with_message():
     try:
         main()
     except Exception as error:
@@ -65,7 +65,7 @@ def told():
             print("after", time.time() - float(file.read()))
         raise
 
-torchmn.run_main(told)
+torchmn.run_main(with_message)
 """
 
 
@@ -108,30 +108,30 @@ def start(tmp_path: Path) -> Iterator[object]:
 
 def test_others_continue_without_a_worker_that_dies(start) -> None:
     job = start(4, "dies", 1)
-    said = {rank: job.outcome(rank) for rank in (0, 2, 3)}
-    for status, _, err in said.values():
+    outcomes = {rank: job.outcome(rank) for rank in (0, 2, 3)}
+    for status, _, err in outcomes.values():
         assert status == 0, err
         assert "Traceback" not in err
         assert err.count("rank 1 is lost. Training continues without it.") == 1
-    first = said[0][1].splitlines()[0]
+    first = outcomes[0][1].splitlines()[0]
     assert first.endswith("lost [1]")
-    assert all(out.splitlines()[0] == first for _, out, _ in said.values())
+    assert all(out.splitlines()[0] == first for _, out, _ in outcomes.values())
 
 
 @pytest.mark.parametrize(
-    ("event", "sentence"),
+    ("event", "message"),
     [
         ("dies", "Its part of the parameters is lost"),
         ("leaves", "has ended its training"),
         ("hangs", "within 4 s|for 4 s"),
     ],
 )
-def test_all_end_with_a_message_where_they_cannot(start, event: str, sentence: str) -> None:
+def test_all_end_with_a_message_where_they_cannot(start, event: str, message: str) -> None:
     job = start(3, event, "all")
     for rank in (0, 2):
         status, out, err = job.outcome(rank)
         assert status == 1, err
         assert "Traceback" not in err
-        assert re.search(f"torchmn: .*({sentence})", err), err
+        assert re.search(f"torchmn: .*({message})", err), err
         # The limit, once for what it waits for and once for a message that may be under way.
         assert float(out.split("after ")[1].split()[0]) < 9

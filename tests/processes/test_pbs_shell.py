@@ -1,7 +1,7 @@
 """The remote shell over `pbs_tmrsh`, whose limits a stand-in has: see `tests/schedulers` for PBS.
 
 The stand-in runs a program and not a line of a shell, without standard input, with its output in
-the files of the job, and leaves the task behind when it is killed.
+the files of the job, and leaves the task running when it is killed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A job whose rank is killed goes on from its checkpoint to the bits of one that never stopped."""
+"""A job whose rank is killed continues from its checkpoint, bit-equal to one never stopped."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_killed_job_continues_with_one_rank_less(tmp_path: Path) -> None:
     done = run(tmp_path, "diloco", "int8", "again", n=2)
     assert done.returncode == 0, done.stderr
     assert beginnings(done) in ([2, 2], [5, 5], [8, 8])
-    assert "running statistics" in done.stderr  # what does not hold is said
+    assert "running statistics" in done.stderr  # what does not hold is reported
     first, second = results(tmp_path, "again")
     assert all(value.isfinite().all() for value in first[0].values())
     samples = [state["torchmn"]["num_samples"] for _, state in (first, second)]

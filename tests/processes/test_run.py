@@ -112,10 +112,10 @@ def test_exit_code_of_the_first_rank_that_fails(runner: Runner, backend: str) ->
     )
     done = runner.run("-n", "3", "--backend", backend, script)
     assert done.returncode == 3
-    sentence = done.stderr.splitlines()[-1]
-    assert "rank 1 on " in sentence
-    assert "exit code 3" in sentence
-    assert str(Path("logs") / runner.logs.readlink() / "rank1.log") in sentence
+    summary = done.stderr.splitlines()[-1]
+    assert "rank 1 on " in summary
+    assert "exit code 3" in summary
+    assert str(Path("logs") / runner.logs.readlink() / "rank1.log") in summary
     assert runner.exit_record(1)["exit_code"] == 3
     assert runner.exit_record(0)["ended_by"] == "supervisor"
     assert runner.exit_record(0)["signal"] == "SIGTERM"

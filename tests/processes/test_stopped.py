@@ -55,8 +55,8 @@ def test_an_agent(runner: Runner, backend: str) -> None:
     agent = scripts(runner)[1].parent()
     assert agent is not None
     agent.suspend()
-    sentence = end_of(process, runner)
-    assert sentence.startswith(
+    summary = end_of(process, runner)
+    assert summary.startswith(
         f"torchmn: rank 1 on {HOST} was lost: its agent (process {agent.pid}) is stopped by a "
     )
 
@@ -66,8 +66,8 @@ def test_a_rank_that_calls_no_collective(runner: Runner, backend: str) -> None:
     process = begin(runner, "--backend", backend)
     script = scripts(runner)[1]
     script.suspend()
-    sentence = end_of(process, runner)
-    assert f"rank 1 on {HOST} does not continue: its process {script.pid} is stopped by" in sentence
+    summary = end_of(process, runner)
+    assert f"rank 1 on {HOST} does not continue: its process {script.pid} is stopped by" in summary
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
@@ -79,8 +79,8 @@ def test_a_launcher(runner: Runner, launcher: str) -> None:
     )
     (child,) = [p for p in psutil.Process(process.pid).children() if p.status() != "zombie"]
     child.suspend()
-    sentence = end_of(process, runner)
-    assert re.search(rf"\(process {child.pid} on .*\) is stopped by a signal", sentence)
+    summary = end_of(process, runner)
+    assert re.search(rf"\(process {child.pid} on .*\) is stopped by a signal", summary)
 
 
 @pytest.mark.parametrize("module", ["rendezvous_main", "host_main"])
@@ -107,8 +107,8 @@ def test_a_process_of_an_elastic_job(runner: Runner, module: str) -> None:
         process.communicate(timeout=50)
         runner.wait_until_nothing_is_left()
     else:
-        sentence = end_of(process, runner)
-        assert f"was lost (its process {stopped.pid} is stopped by a signal)" in sentence
+        summary = end_of(process, runner)
+        assert f"was lost (its process {stopped.pid} is stopped by a signal)" in summary
 
 
 MONITORED = """
@@ -149,16 +149,16 @@ def test_under_another_launcher(runner: Runner, module: str) -> None:
         found = [p for p in runner.processes("script.py") if "mpirun" not in p.cmdline()[0]]
     else:
         found = runner.processes(f"torchmn.monitor.{module}")
-    victim = sorted(found, key=lambda p: p.pid)[-1]
-    victim.suspend()
+    stopped = sorted(found, key=lambda p: p.pid)[-1]
+    stopped.suspend()
     _, err = process.communicate(timeout=50)
     assert process.returncode != 0
     words = {
         "server": "has lost the monitor server, which runs on the host of rank 0: it was killed or",
-        "rank_monitor": f"was lost: its monitor (process {victim.pid}) is stopped by a signal",
-        "script": f"does not continue: its process {victim.pid} is stopped by a signal",
+        "rank_monitor": f"was lost: its monitor (process {stopped.pid}) is stopped by a signal",
+        "script": f"does not continue: its process {stopped.pid} is stopped by a signal",
     }
     assert words[module] in err
-    if victim.is_running():
-        victim.send_signal(signal.SIGCONT)
+    if stopped.is_running():
+        stopped.send_signal(signal.SIGCONT)
     runner.wait_until_nothing_is_left()

@@ -211,9 +211,9 @@ def test_a_job_that_saved_continues_in_a_new_one_and_is_followed_there(cluster: 
     done = cluster.submit(*ASKED, "--requeue", "--wait", "train.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("arguments []") == 3
-    goes_on = re.findall(r"torchmn: resubmitted as (\S+)", done.stdout)
+    resubmitted = re.findall(r"torchmn: resubmitted as (\S+)", done.stdout)
     expected = ["2.stand-in", "3.stand-in"] if cluster.flavour == "pbs" else []
-    assert [word for word in goes_on if "$" not in word] == expected
+    assert [word for word in resubmitted if "$" not in word] == expected
     again = done.stdout.count("exit with 99: Grid Engine runs job 1 again\n")
     assert again == (0 if cluster.flavour == "pbs" else 2)
 
@@ -278,7 +278,7 @@ print("done by rank", rank)
 
 
 def test_the_real_torchmn_run_takes_its_node_from_the_scheduler(cluster: Cluster) -> None:
-    """One node, this machine; the workers save once, and go on in a second job."""
+    """One node, this machine; the workers save once, and continue in a second job."""
     (cluster.work / "train.py").write_text(SAVES_ONCE)
     (cluster.state / "hosts").write_text(socket.gethostname())
     cluster.program(

@@ -19,14 +19,6 @@ PAGE = ROOT / "docs" / "glossary.md"
 GENERATED = ("docs/reference/messages.md", "docs/reference/names.md")
 LEFT_OUT = {PAGE, Path(__file__), *(ROOT / name for name in GENERATED)}
 """The page and this file, which list the words, and pages that a script writes from the source."""
-NAMES_ONLY = tuple(
-    ROOT / "tests" / name
-    for name in (
-        *("conftest.py", "processes", "schedulers", "unit/checkpoint", "unit/cli", "unit/control"),
-        *("unit/examples", "unit/launch", "unit/models.py", "unit/resilience"),
-    )
-)
-"""Where only the names of tests are checked so far. Only to be shortened."""
 
 
 class Retired(NamedTuple):
@@ -84,7 +76,7 @@ def places() -> dict[str, list[str]]:
         name, lines = path.relative_to(ROOT), path.read_text().splitlines()
         for word, _ in _words_in(path.stem):
             found[word].append(f"{name}: the name")
-        for word, number in _words_in(_checked_text(path)):
+        for word, number in _words_in(path.read_text()):
             found[word].append(f"{name}:{number}: {lines[number - 1].strip()}")
     return found
 
@@ -101,15 +93,6 @@ def _words_in(text: str) -> Iterator[tuple[str, int]]:
 def _any_word() -> re.Pattern[str]:
     groups = [f"(?P<_{i}>{retired.pattern})" for i, retired in enumerate(RETIRED.values())]
     return re.compile(f"(?<![A-Za-z])(?:{'|'.join(groups)})(?![A-Za-z])", re.IGNORECASE)
-
-
-def _checked_text(path: Path) -> str:
-    text = path.read_text()
-    if any(path.is_relative_to(each) for each in NAMES_ONLY):
-        name = re.compile(r"\s*(?:async )?(?:def|class) ([Tt]est\w*)")
-        found = [name.match(line) for line in text.splitlines()]
-        text = "\n".join(each[1] if each else "" for each in found)
-    return text
 
 
 def _files() -> list[Path]:
@@ -144,10 +127,6 @@ def test_the_page_lists_them() -> None:
 def test_what_remains_is_a_retired_word() -> None:
     assert REMAINING.keys() <= RETIRED.keys()
     assert all(REMAINING.values())
-
-
-def test_files_whose_names_only_are_checked_exist() -> None:
-    assert [path for path in NAMES_ONLY if not path.exists()] == []
 
 
 def test_terms_have_one_line_each() -> None:

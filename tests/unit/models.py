@@ -1,4 +1,4 @@
-"""Small models that every rank builds alike: ranks are threads that share one generator."""
+"""Small models that are the same on all ranks, which are threads that share one generator."""
 
 from __future__ import annotations
 

@@ -1,31 +1,45 @@
-"""Predict the time of a step with a codec, schedule and bucket size from measured times.
+"""Predict the time of a step from measured times: the model of `auto` and of ``torchmn plan``.
 
-The exchange of one step is simulated. The backward pass makes gradients ready one after another; a
-bucket is sent when its last gradient is ready and the previous bucket was sent:
+The last steps of a training are simulated (`step_simulation`). Backward makes gradients ready one
+after another; a bucket is exchanged when its last gradient is ready and the bucket before it is
+done. An exchange of n elements in N bytes with a codec of b bits is
 
-    end_i  = max(ready_i, end_{i-1}) + transfer_i
-    transfer = num_rounds latency + 2 (W - 1) / W bytes / bandwidth,   bytes = elements bits / 8
+    encode n;   a round of N b / 32 share / 2 bytes;   sum the parts and encode the sum;
+    a second round;   decode n
 
-and encoding and decoding are added to the computation, which uses the same core:
+with ``share`` of the route (`crossing`), and each round takes its latency, a time per message and
+its bytes over the bandwidth of the adapter, for which the ranks of a host compete. What the
+schedules wait for:
 
-    every_step                step = compute + coding + max(0, end_last - backward)
-    every_step_next_forward   step = max(compute + coding, sum of transfers) + transfer of one chunk
-    double_buffering          step = max(compute + coding, sum of transfers)
+    every_step                at the end of backward for all of its exchanges
+    every_step_next_forward   just before a layer runs again for the exchange of its gradients
+    double_buffering          at the end of backward for the exchanges of the step before
+    blocks                    after block_steps steps, or overlap_steps later, for one exchange
 
-Predictions are tested by trials, see `tuner`. Everything here is a pure function of numbers that
-are the same on all ranks.
+To the simulated step of a typical rank the wait for the slowest rank is added (`stragglers`).
+
+Everything here is a pure function of numbers. What was not measured is None or 0 and counts as
+free; `torchmn.planning` says so where it matters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
+from torchmn.autotune.crossing import Crossing, crossing
+from torchmn.autotune.step_simulation import Compute, Core, Instruction, Mark, Part, Start, Wait
+from torchmn.autotune.step_simulation import simulate as simulate_program
+from torchmn.autotune.stragglers import waiting_share
 from torchmn.communicators.link_speed import LinkSpeed
-from torchmn.units import MiB
+from torchmn.errors import UnknownNameError
+from torchmn.schedules.next_forward.bucket_order import BucketTimes, plan_order
+from torchmn.units import KiB, MiB
 
-NUM_ROUNDS = 2  # to the owners of stripes and back
-CHUNK_BYTES = MiB
+SCHEDULES = ("every_step", "every_step_next_forward", "double_buffering", "blocks")
+_FIRST_CHUNK_BYTES = 128 * KiB
+_CHUNK_BYTES = 2 * MiB
+_NUM_STEPS = 4  # simulated, of which the last is in the steady state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,56 +60,129 @@ class StepFacts:
     backward_s: float
     gradients: tuple[ReadyGradient, ...]
     """In the order in which they become ready."""
+    after_s: float = 0.0
+    """Of ``compute_s``, what comes after backward: the optimizer."""
+    deviations: tuple[float, ...] = ()
+    """Of single steps of all ranks from ``compute_s``, as shares of it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of all gradients."""
+        return sum(gradient.nbytes for gradient in self.gradients)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodecFacts:
-    """A codec on this machine. ``coding_s`` encodes one element and decodes it twice."""
+    """A codec on this machine: bits, and seconds to encode and to decode, per element."""
 
     name: str
     bits: float = 32.0
-    coding_s: float = 0.0
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeCosts:
+    """What an exchange takes from the cores of a rank, besides the codec.
+
+    ``pack_s_per_byte``: of gradients, to write them to buckets and means back. ``send_s_per_byte``:
+    of messages, sent by a rank to other hosts, with as much received. See `Core` for the others.
+    """
+
+    pack_s_per_byte: float = 0.0
+    send_s_per_byte: float = 0.0
+    interference: float = 0.0
+    wake_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Where a training runs. ``cores_per_rank`` below 1: several ranks share a core.
+
+    ``link`` is the adapter of a host, None if it is not known. ``node_bytes_per_s`` is the rate of
+    a sum within a host, None if it is free.
+    """
+
+    num_hosts: int
+    ranks_per_host: int = 1
+    link: LinkSpeed | None = None
+    route: str = "hierarchical"
+    cores_per_rank: float = 1.0
+    node_bytes_per_s: float | None = None
+    costs: ExchangeCosts = field(default_factory=ExchangeCosts)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.num_hosts * self.ranks_per_host
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A schedule, codec and bucket size."""
+    """A schedule, codec and bucket size.
+
+    ``block_steps`` and ``overlap_steps`` are of blocks, see `LocalUpdateSchedule`.
+    """
 
     schedule: str
     codec: str
     bucket_bytes: int
+    block_steps: int = 1
+    overlap_steps: int = 0
 
     def __str__(self) -> str:
         return f"{self.schedule}, {self.codec}, buckets of {self.bucket_bytes / MiB:g} MB"
 
 
+@dataclass(frozen=True, kw_only=True)
+class PredictedStep:
+    """Seconds of a step: ``seconds`` is the sum of the others."""
+
+    compute_s: float
+    coding_s: float
+    """What codecs, packing and sending take from the training thread's core."""
+    exposed_s: float
+    """Waits for the exchange."""
+    straggler_s: float
+    """Waits for slower ranks."""
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return self.compute_s + self.coding_s + self.exposed_s + self.straggler_s
+
+
+def predict_step(plan: Plan, step: StepFacts, codec: CodecFacts, cluster: Cluster) -> PredictedStep:
+    """The mean step of a long training. Raises UnknownNameError, UsageError: schedule or route."""
+    if plan.schedule not in SCHEDULES:
+        raise UnknownNameError("schedule", plan.schedule, SCHEDULES)
+    compute_s = step.compute_s / min(1.0, cluster.cores_per_rank)
+    if cluster.size == 1 or (cluster.num_hosts > 1 and cluster.link is None):
+        return PredictedStep(compute_s=compute_s, coding_s=0.0, exposed_s=0.0, straggler_s=0.0)
+    exchange = _Exchange(codec, cluster)
+    costs = cluster.costs
+    core = Core(num=cluster.cores_per_rank, interference=costs.interference, wake_s=costs.wake_s)
+    free = Core(num=cluster.cores_per_rank)
+    seconds = _steady_s(plan, step, exchange, core)
+    # Without the link: what is left is the work of the cores.
+    busy_s = _steady_s(plan, step, exchange.without_link(), free)
+    num_late = {"double_buffering": 2, "blocks": plan.block_steps}.get(plan.schedule, 1)
+    share = waiting_share(step.deviations, cluster.size, num_late)
+    return PredictedStep(
+        compute_s=compute_s,
+        coding_s=busy_s - compute_s,
+        exposed_s=max(0.0, seconds - busy_s),
+        straggler_s=share * compute_s,
+    )
+
+
 def predict_step_s(
     plan: Plan, step: StepFacts, codec: CodecFacts, link: LinkSpeed | None, num_parts: int
 ) -> float:
-    """Seconds of one step. ``num_parts`` ranks, or leaders, exchange over the link."""
-    if link is None or num_parts < 2:
+    """Seconds of one step of ``num_parts`` ranks, or leaders, that exchange over the link."""
+    if link is None:
         return step.compute_s
-    buckets = list(_buckets(step.gradients, plan.bucket_bytes))
-    transfers, coding = [], []
-    for bucket in buckets:
-        nbytes = sum(
-            gradient.nbytes * (1.0 if gradient.is_small else codec.bits / 32) for gradient in bucket
-        )
-        crossing = 2 * (num_parts - 1) / num_parts * nbytes
-        transfers.append(link.seconds(crossing, NUM_ROUNDS))
-        coding.append(sum(g.numel for g in bucket if not g.is_small) * codec.coding_s)
-    busy_s = step.compute_s + sum(coding)
-    if plan.schedule == "double_buffering":
-        return max(busy_s, sum(transfers))
-    if plan.schedule == "every_step_next_forward":
-        total = sum(gradient.nbytes for gradient in step.gradients)
-        return max(busy_s, sum(transfers)) + sum(transfers) * min(1.0, CHUNK_BYTES / total)
-    end = coded = 0.0
-    for bucket, transfer, code in zip(buckets, transfers, coding, strict=True):
-        ready = max(gradient.ready_s for gradient in bucket) + coded
-        coded += code
-        end = max(ready, end) + code + transfer
-    return busy_s + max(0.0, end - step.backward_s - coded)
+    return predict_step(plan, step, codec, Cluster(num_hosts=num_parts, link=link)).seconds
 
 
 def ranked(
@@ -125,17 +212,249 @@ def shortlist(
     return list(chosen.values())[:max_plans]
 
 
-def _buckets(
-    gradients: Sequence[ReadyGradient], bucket_bytes: int
-) -> Iterable[list[ReadyGradient]]:
+# ---- one exchange ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Bucket:
+    """Gradients that are exchanged together."""
+
+    ready_s: float
+    numel: float
+    """Of those that are encoded."""
+    nbytes: float
+    small_nbytes: float
+    """Of those that are not."""
+
+
+class _Exchange:
+    """The parts of the exchange of a bucket."""
+
+    def __init__(self, codec: CodecFacts, cluster: Cluster, *, has_link: bool = True) -> None:
+        self._codec, self._cluster, self._has_link = codec, cluster, has_link
+        is_encoded = codec.bits != 32.0 or codec.encode_s > 0
+        self._crossing: Crossing = crossing(
+            cluster.route, cluster.num_hosts, cluster.ranks_per_host, is_encoded=is_encoded
+        )
+        self.pack_s_per_byte = cluster.costs.pack_s_per_byte
+
+    def without_link(self) -> _Exchange:
+        """The same with an infinitely fast link, of which only the work of the cores is left."""
+        return _Exchange(self._codec, self._cluster, has_link=False)
+
+    def link_s(self, bucket: _Bucket) -> float:
+        """How long the adapter is busy with it."""
+        return sum(part.duration_s for part in self.parts(bucket) if part.is_on_link)
+
+    def parts(self, bucket: _Bucket) -> list[Part]:
+        """What the exchange thread does, one after the other."""
+        codec, cluster, across = self._codec, self._cluster, self._crossing
+        in_node = _coded(self._in_node_s(bucket.nbytes) / 2)
+        if not across.num_rounds:
+            return [in_node, in_node]
+        encode_s, decode_s = bucket.numel * codec.encode_s, bucket.numel * codec.decode_s
+        num_parts = max(2, cluster.num_hosts)
+        transfer = self._transfer(bucket)
+        return [
+            in_node,
+            _coded(encode_s * (num_parts - 1) / num_parts),
+            transfer,
+            _coded(decode_s * (num_parts - 1) / num_parts + encode_s / num_parts),
+            transfer,
+            _coded(decode_s),
+            in_node,
+        ]
+
+    def _transfer(self, bucket: _Bucket) -> Part:
+        """Half of what crosses the adapter."""
+        cluster, across, link = self._cluster, self._crossing, self._cluster.link
+        sent = across.share * (bucket.small_nbytes + (bucket.nbytes - bucket.small_nbytes) * (
+            self._codec.bits / 32
+        ))  # fmt: skip
+        senders = 1 if cluster.route == "hierarchical" else cluster.ranks_per_host
+        cpu_s = sent / senders * cluster.costs.send_s_per_byte
+        duration_s = 0.0
+        if link is not None and self._has_link:
+            duration_s = link.seconds(sent, across.num_rounds)
+            duration_s += (across.num_messages - across.num_rounds) * link.message_s
+        return Part(duration_s / 2, cpu_s / 2, is_on_link=self._has_link)
+
+    def _in_node_s(self, nbytes: float) -> float:
+        """Seconds of the sum within a host and of the way back."""
+        rate = self._cluster.node_bytes_per_s
+        if self._cluster.ranks_per_host == 1 or rate is None:
+            return 0.0
+        return nbytes / rate
+
+
+def _coded(seconds: float) -> Part:
+    return Part(seconds, seconds)
+
+
+# ---- the training thread ----
+
+
+def _steady_s(plan: Plan, step: StepFacts, exchange: _Exchange, core: Core) -> float:
+    """Seconds of a step once the exchange of the first one was met."""
+    if plan.schedule == "blocks":
+        marks = simulate_program(_blocks(plan, step, exchange), core)
+        return (marks[-1] - marks[0]) / plan.block_steps
+    programs = {
+        "every_step": _every_step,
+        "double_buffering": _double_buffering,
+        "every_step_next_forward": _next_forward,
+    }
+    marks = simulate_program(programs[plan.schedule](plan, step, exchange), core)
+    return marks[-1] - marks[-2]
+
+
+def _every_step(plan: Plan, step: StepFacts, exchange: _Exchange) -> Iterator[Instruction]:
+    buckets = list(_buckets(step.gradients, plan.bucket_bytes))
+    for number in range(_NUM_STEPS):
+        yield Mark()
+        yield Compute(step.compute_s - step.backward_s - step.after_s)
+        yield from _backward(number, step, buckets, exchange)
+        for index in range(len(buckets)):
+            yield Wait((number, index))
+        yield Compute(step.after_s)
+    yield Mark()
+
+
+def _double_buffering(plan: Plan, step: StepFacts, exchange: _Exchange) -> Iterator[Instruction]:
+    buckets = list(_buckets(step.gradients, plan.bucket_bytes))
+    for number in range(_NUM_STEPS):
+        yield Mark()
+        yield Compute(step.compute_s - step.backward_s - step.after_s)
+        yield from _backward(number, step, buckets, exchange)
+        for index in range(len(buckets)):
+            yield Wait((number - 1, index))
+        yield Compute(step.after_s)
+    yield Mark()
+
+
+def _backward(
+    number: int, step: StepFacts, buckets: Sequence[_Bucket], exchange: _Exchange
+) -> Iterator[Instruction]:
+    now_s = 0.0
+    for index, bucket in enumerate(buckets):
+        ready_s = min(bucket.ready_s, step.backward_s)
+        yield Compute(max(0.0, ready_s - now_s) + bucket.nbytes * exchange.pack_s_per_byte)
+        now_s = max(now_s, ready_s)
+        yield Start((number, index), exchange.parts(bucket))
+    yield Compute(max(0.0, step.backward_s - now_s))
+
+
+def _next_forward(plan: Plan, step: StepFacts, exchange: _Exchange) -> Iterator[Instruction]:
+    """Forward is taken to need layers in the reverse order of backward, in the same proportions."""
+    chunks = list(_chunks(step.gradients))
+    forward_s = step.compute_s - step.backward_s - step.after_s
+    backward_s = max(step.backward_s, 1e-9)
+    needed_s = [forward_s * max(0.0, 1 - chunk.ready_s / backward_s) for chunk in chunks]
+    order = plan_order(
+        [
+            BucketTimes(link_s=exchange.link_s(c), ready_s=c.ready_s, needed_s=n)
+            for c, n in zip(chunks, needed_s, strict=True)
+        ],
+        backward_s=step.backward_s,
+    )
+    early, late = order.order[: order.num_early], order.order[order.num_early + 1 :]
+    by_need = sorted(range(len(chunks)), key=lambda index: needed_s[index])
+    for number in range(_NUM_STEPS):
+        yield Mark()
+        now_s = 0.0
+        for index in by_need:
+            yield Compute(max(0.0, needed_s[index] - now_s))
+            now_s = max(now_s, needed_s[index])
+            yield Wait((number - 1, index))
+        yield Compute(max(0.0, forward_s - now_s))
+        now_s = ready_s = 0.0
+        for index in early:
+            ready_s = max(ready_s, chunks[index].ready_s)
+            pack_s = chunks[index].nbytes * exchange.pack_s_per_byte
+            yield Compute(max(0.0, ready_s - now_s) + pack_s)
+            now_s = max(now_s, ready_s)
+            yield Start((number, index), exchange.parts(chunks[index]))
+        pack_s = sum(chunks[index].nbytes for index in late) * exchange.pack_s_per_byte
+        yield Compute(max(0.0, step.backward_s - now_s) + pack_s)
+        for index in late:
+            yield Start((number, index), exchange.parts(chunks[index]))
+        for index in early:  # the footer comes after them
+            yield Wait((number, index))
+        yield Compute(step.after_s)
+    yield Mark()
+
+
+def _blocks(plan: Plan, step: StepFacts, exchange: _Exchange) -> Iterator[Instruction]:
+    """Two blocks, of which the second begins at the first mark."""
+    buckets = list(_buckets(step.gradients, plan.bucket_bytes))
+    num = plan.block_steps
+    for number in range(1, 2 * num + 1):
+        yield Compute(step.compute_s)
+        if plan.overlap_steps and number > num and number - num == plan.overlap_steps:
+            yield from (Wait((0, index)) for index in range(len(buckets)))
+        if number % num == 0:
+            block = number // num - 1
+            yield Compute(step.nbytes * exchange.pack_s_per_byte)
+            for index, bucket in enumerate(buckets):
+                yield Start((block, index), exchange.parts(bucket))
+            if not plan.overlap_steps:
+                yield from (Wait((block, index)) for index in range(len(buckets)))
+            yield Mark()
+
+
+# ---- buckets ----
+
+
+def _buckets(gradients: Sequence[ReadyGradient], bucket_bytes: int) -> Iterator[_Bucket]:
     """Consecutive gradients of at least ``bucket_bytes``, but for the last; see `plan_buckets`."""
-    bucket: list[ReadyGradient] = []
-    nbytes = 0
+    members: list[ReadyGradient] = []
     for gradient in gradients:
-        bucket.append(gradient)
-        nbytes += gradient.nbytes
-        if nbytes >= bucket_bytes:
-            yield bucket
-            bucket, nbytes = [], 0
-    if bucket:
-        yield bucket
+        members.append(gradient)
+        if sum(member.nbytes for member in members) >= bucket_bytes:
+            yield _bucket_of(members)
+            members = []
+    if members:
+        yield _bucket_of(members)
+
+
+def _bucket_of(members: Sequence[ReadyGradient]) -> _Bucket:
+    return _Bucket(
+        ready_s=max(member.ready_s for member in members),
+        numel=sum(member.numel for member in members if not member.is_small),
+        nbytes=sum(member.nbytes for member in members),
+        small_nbytes=sum(member.nbytes for member in members if member.is_small),
+    )
+
+
+def _chunks(gradients: Sequence[ReadyGradient]) -> list[_Bucket]:
+    """Parts that grow from the first layers to the last, as `plan_buckets` cuts them.
+
+    In the order of the gradients.
+    """
+    size = _FIRST_CHUNK_BYTES
+    chunks: list[_Bucket] = []
+    members: list[ReadyGradient] = []
+    for gradient in reversed(gradients):
+        if gradient.nbytes < size:
+            members.append(gradient)
+            if sum(member.nbytes for member in members) >= size:
+                chunks.append(_bucket_of(members))
+                members, size = [], min(2 * size, _CHUNK_BYTES)
+            continue
+        if members:
+            chunks.append(_bucket_of(members))
+            members = []
+        num = max(1, round(gradient.nbytes / size))
+        size = min(2 * size, _CHUNK_BYTES)
+        whole = _bucket_of([gradient])
+        part = _Bucket(
+            ready_s=whole.ready_s,
+            numel=whole.numel / num,
+            nbytes=whole.nbytes / num,
+            small_nbytes=whole.small_nbytes / num,
+        )
+        chunks += [part] * num
+    if members:
+        chunks.append(_bucket_of(members))
+    chunks.reverse()
+    return chunks

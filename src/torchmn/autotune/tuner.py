@@ -26,7 +26,7 @@ from torchmn.autotune.predict import CodecFacts, Plan, ReadyGradient, StepFacts,
 from torchmn.autotune.step_timer import StepTimer
 from torchmn.communicators.link_speed import LinkSpeed, measure_links
 from torchmn.compression import Codec, create_codec
-from torchmn.compression.codec_timing import codec_seconds_per_element
+from torchmn.compression.codec_timing import measure_codec
 from torchmn.gradients.reducer import GradientReducer
 from torchmn.schedules.base import USED_BY_SCALER, Schedule
 from torchmn.units import MiB
@@ -212,12 +212,8 @@ class Autotuner:
         link = comm.engine.call(lambda: measure_links(group)) if group is not None else None
         mine = self._timer.facts(NUM_TIMED)
         codecs = [
-            CodecFacts(
-                name=name,
-                bits=getattr(codec, "bits", 32.0),
-                coding_s=codec_seconds_per_element(codec, comm.device),
-            )
-            for name, codec in ((name, create_codec(name)) for name in self.space.codecs)
+            CodecFacts(name=name, **asdict(measure_codec(create_codec(name), comm.device)))
+            for name in self.space.codecs
         ]
         gathered = comm.gather_obj(
             (asdict(mine), [asdict(each) for each in codecs], self._excluded)
@@ -226,7 +222,7 @@ class Autotuner:
         if gathered is not None:
             slowest = max((_step_facts(s) for s, _, _ in gathered), key=lambda s: s.compute_s)
             codecs = [
-                max((CodecFacts(**row[i]) for _, row, _ in gathered), key=lambda c: c.coding_s)
+                max((CodecFacts(**row[i]) for _, row, _ in gathered), key=lambda c: c.encode_s)
                 for i in range(len(codecs))
             ]
             excluded = {name: why for _, _, own in gathered for name, why in own.items()}
@@ -351,7 +347,7 @@ class Autotuner:
 
 def _step_facts(row: dict[str, Any]) -> StepFacts:
     gradients = tuple(ReadyGradient(**gradient) for gradient in row["gradients"])
-    return StepFacts(**{**row, "gradients": gradients})
+    return StepFacts(**{**row, "gradients": gradients, "deviations": ()})
 
 
 def _describe(link: LinkSpeed | None, step: StepFacts) -> str:

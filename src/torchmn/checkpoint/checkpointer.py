@@ -34,6 +34,7 @@ from torchmn.errors import (
     TorchmnError,
     UsageError,
 )
+from torchmn.profiling import recording
 
 OnFailure = Literal["warn", "raise"]
 _PAUSE_S = 0.05
@@ -126,6 +127,7 @@ class MultiNodeCheckpointer(Extension):
 
     # ---- saving ----
 
+    @recording.during("checkpoint")
     def save(
         self, step: int, state: Mapping[str, Stateful], *, metric: float | None = None
     ) -> None:
@@ -176,6 +178,7 @@ class MultiNodeCheckpointer(Extension):
         if not self.is_async:
             self._handle_outcome()
 
+    @recording.during("checkpoint")
     def save_in_memory(self, step: int, state: Mapping[str, Stateful]) -> None:
         """Save the state in the memory of the hosts, where it survives a lost rank or host.
 
@@ -187,6 +190,7 @@ class MultiNodeCheckpointer(Extension):
         if self._in_memory is not None:
             self._in_memory.save(step, state)
 
+    @recording.during("checkpoint")
     def finish(self) -> None:
         """Wait until everything is written. *Collective.*
 

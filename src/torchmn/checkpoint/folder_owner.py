@@ -23,6 +23,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timezone
@@ -41,6 +42,8 @@ STALE_S = 30.0
 _PAUSE_S = 0.5
 _RACE_S = 0.2
 _MAX_NBYTES = 10_000
+_num_uses: Counter[tuple[int, str]] = Counter()
+"""How many checkpointers of a process, by its number, use each folder that it owns."""
 
 
 class Owner(Record, frozen=True, kw_only=True):
@@ -108,9 +111,10 @@ class FolderOwner:
         self._path = folder / OWNER
         self._make_file = make_file
         self._own = this_process()
+        self._use = self._own.pid, os.path.realpath(folder)
         self._watched: tuple[tuple[int, int], float] | None = None
         self._lost: str | None = None
-        self._has_file = self._was_removed = False
+        self._has_file = self._was_removed = self._is_owned = False
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="torchmn-owner", daemon=True)
 
@@ -185,19 +189,31 @@ class FolderOwner:
         raise DataError(self._lost)
 
     def release(self) -> None:
-        """Leave the folder to others. Never raises; a forked child leaves nothing."""
+        """Leave the folder to others, if no other checkpointer of this process uses it.
+
+        Never raises; a forked child leaves nothing.
+        """
         if os.getpid() != self._own.pid:
             return
         self._end.set()
         if self._thread.is_alive():
             self._thread.join(PERIOD_S)  # no longer, on a file system that hangs
+        if self._is_owned:
+            self._is_owned = False
+            _num_uses[self._use] -= 1
         with suppress(OSError):
             found = self._look()
-            if found is not None and found[0] is not None and found[0].is_same_process(self._own):
+            if (
+                not _num_uses[self._use]
+                and found is not None
+                and found[0] is not None
+                and found[0].is_same_process(self._own)
+            ):
                 self._path.unlink()
 
     def _owned(self, text: str) -> tuple[Literal["owned"], str]:
-        self._has_file = True
+        self._has_file = self._is_owned = True
+        _num_uses[self._use] += 1
         self._thread.start()
         return "owned", text
 

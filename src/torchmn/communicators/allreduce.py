@@ -14,6 +14,8 @@ from torchmn.communicators.group import Group
 from torchmn.compression import Codec, Layout, PowerSGD, StripeCodec
 from torchmn.compression.base import Side, aligned, anonymous_layout
 from torchmn.errors import UnsupportedError, UsageError
+from torchmn.profiling import recording
+from torchmn.profiling.timeline import Mark
 
 
 @dataclass(eq=False)
@@ -33,6 +35,8 @@ class ReduceBlock:
     bucket_layout: Layout | None = None
     num_exact: int = 0
     start: int = 0
+    ready: Mark = None
+    """When this rank had all of it, for the record of the run; None if that was not noted."""
 
     @cached_property
     def layout(self) -> Layout:
@@ -145,11 +149,12 @@ class CompressedAllReduce:
     ) -> tuple[Tensor, Layout]:
         """Send each stripe to its owner. Returns the sum of the own stripe and its layout."""
         codec, buffer, footer = self.codec, block.buffer, block.exact.view(torch.uint8)
-        for peer in stripes.others:
-            message, layout = stripes.outgoing[peer], stripes.layouts[peer]
-            if layout.numel:
-                codec.encode_stripe(buffer, layout, message[: stripes.nbytes[peer]])
-            message[message.numel() - footer.numel() :] = footer
+        with recording.encoding():
+            for peer in stripes.others:
+                message, layout = stripes.outgoing[peer], stripes.layouts[peer]
+                if layout.numel:
+                    codec.encode_stripe(buffer, layout, message[: stripes.nbytes[peer]])
+                message[message.numel() - footer.numel() :] = footer
         group.exchange(
             [(peer, stripes.outgoing[peer]) for peer in stripes.others],
             [(peer, stripes.incoming[peer]) for peer in stripes.others],
@@ -161,10 +166,11 @@ class CompressedAllReduce:
             total = buffer[mine.begin : mine.end].to(mine.wide_dtype)
             wide = mine.moved(-mine.begin, mine.wide_dtype)
         if mine.numel:
-            codec.flush_residual_into(total, wide)
-            for peer in stripes.others:
-                arrived = stripes.incoming[peer][: stripes.nbytes[group.rank]]
-                codec.decode_stripe(arrived, wide, total, add=True)
+            with recording.decoding():
+                codec.flush_residual_into(total, wide)
+                for peer in stripes.others:
+                    arrived = stripes.incoming[peer][: stripes.nbytes[group.rank]]
+                    codec.decode_stripe(arrived, wide, total, add=True)
         if block.num_exact:
             footers = [
                 block.exact.clone()
@@ -186,15 +192,17 @@ class CompressedAllReduce:
         """Send the encoded sum of the own stripe to all ranks and decode all sums."""
         codec = self.codec
         if wide.numel:
-            codec.encode_stripe(total, wide, stripes.sums[group.rank], "owner")
+            with recording.encoding():
+                codec.encode_stripe(total, wide, stripes.sums[group.rank], "owner")
         group.exchange(
             [(peer, stripes.sums[group.rank]) for peer in stripes.others],
             [(peer, stripes.sums[peer]) for peer in stripes.others],
             name=f"gather_{codec.name}",
         )
-        for layout, encoded in zip(stripes.layouts, stripes.sums, strict=True):
-            if layout.numel:
-                codec.decode_stripe(encoded, layout, block.buffer)
+        with recording.decoding():
+            for layout, encoded in zip(stripes.layouts, stripes.sums, strict=True):
+                if layout.numel:
+                    codec.decode_stripe(encoded, layout, block.buffer)
 
 
 class _StripeMessages:

@@ -7,10 +7,11 @@ subclass that defines how a buffer is summed (`_sum_`) and which placements it s
 from __future__ import annotations
 
 import socket
+import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from torchmn.communicators.point_to_point import PointToPoint
 from torchmn.compression import Codec
 from torchmn.errors import UnsupportedError
 from torchmn.monitor import script_monitor
+from torchmn.profiling import recording
 from torchmn.topology import Topology
 from torchmn.transports.base import TimeLimit, Transport
 from torchmn.transports.shared_memory import SharedMemoryTransport
@@ -120,8 +122,11 @@ class Communicator(Collectives, ABC):
         self._shared_memory: SharedMemoryTransport | None = None
         self._on_finalize: list[Callable[[], None]] = []
         self._resume_warnings: list[str] = []
+        self._counted: list[tuple[Transport, list[str]]] = []
+        self._num_counted_groups = 0
         self.check_placement()
         self._connect()
+        recording.follow(self)
 
     # ---- what a route defines ----
 
@@ -246,17 +251,97 @@ class Communicator(Collectives, ABC):
         chosen = self._default_algorithm if algorithm is None else algorithm
         whole = block if isinstance(block, ReduceBlock) else ReduceBlock(block)
         self._prefetch_send(whole, chosen)
+        recorder, exchange = recording.current(), None
+        if recorder is not None and bucket is not None:
+            exchange = recorder.exchange(self, bucket, whole.buffer.nbytes, whole.ready)
 
         def job() -> None:
             self.flight_recorder.set_label(bucket, step)
+            if exchange is not None:
+                exchange.begin()
             try:
                 self._sum_(whole, chosen)
             finally:
                 self.flight_recorder.set_label(None, None)
+                if exchange is not None:
+                    exchange.end()
             if on_complete is not None:
                 on_complete()
 
         return job
+
+    # ---- what is recorded ----
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Route and transports, for the record of the run. Local."""
+        names = dict.fromkeys(
+            group.transport.name for group in (self.world, *self._subgroups) if group.size > 1
+        )
+        return {
+            "route": self.name,
+            "transport": ", ".join(names),
+            "topology": str(self.topology),
+            "allreduce_grad_dtype": "" if self.codec is None else self.codec.name,
+            "reason": self.reason,
+        }
+
+    def traffic(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes sent and received so far, by the host at the other end. Local.
+
+        What passes through shared memory counts for this host, and what a library sends by an
+        algorithm of its own as if it were a ring.
+        """
+        sent: dict[str, int] = {}
+        received: dict[str, int] = {}
+        for transport, hosts in self._counted_transports():
+            for total, own in ((sent, transport.sent), (received, transport.received)):
+                for peer, nbytes in own.copy().items():
+                    total[hosts[peer]] = total.get(hosts[peer], 0) + nbytes
+        return sent, received
+
+    @property
+    def num_sent_nbytes(self) -> int:
+        """Bytes sent so far, as `traffic` counts them. Local."""
+        return sum(sum(each.sent.copy().values()) for each, _ in self._counted_transports())
+
+    def recent_collectives(self) -> list[dict[str, Any]]:
+        """The last collectives that have ended, for a profile: what they moved, and when. Local."""
+        to_own_clock_s = time.perf_counter() - time.monotonic()
+        return [
+            {
+                "number": entry.number,
+                "name": entry.name,
+                "group": entry.group,
+                "bucket": entry.bucket,
+                "step": entry.step,
+                "shape": list(entry.shape),
+                "dtype": entry.dtype,
+                "hosts": sorted(
+                    {
+                        self.topology.hosts[rank]
+                        for rank in self.flight_recorder.members(entry.group) or range(self.size)
+                    }
+                ),
+                "started_s": entry.started_s + to_own_clock_s,
+                "ended_s": entry.ended_s + to_own_clock_s,
+            }
+            for entry in self.flight_recorder.entries()
+            if entry.ended_s is not None
+        ]
+
+    def _counted_transports(self) -> list[tuple[Transport, list[str]]]:
+        """Each transport once, with the host of each of its ranks."""
+        groups = (self.world, *self._subgroups)
+        if self._num_counted_groups != len(groups):
+            found: dict[int, tuple[Transport, list[str]]] = {}
+            for group in groups:
+                ranks = self.flight_recorder.members(group.name)
+                hosts = [self.topology.hosts[rank] for rank in ranks or range(self.size)]
+                for transport in group.transport.transports():
+                    found.setdefault(id(transport), (transport, hosts))
+            self._counted, self._num_counted_groups = list(found.values()), len(groups)
+        return self._counted
 
     # ---- transports and groups ----
 
@@ -411,6 +496,7 @@ class Communicator(Collectives, ABC):
         while self._on_finalize:
             self._on_finalize.pop()()
         self.engine.close()
+        recording.forget(self)
         for group in (*reversed(self._subgroups), self.world):
             group.transport.close()
         self._subgroups.clear()

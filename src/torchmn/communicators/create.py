@@ -11,6 +11,7 @@ import socket
 import warnings
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +28,12 @@ from torchmn.communicators.route_trials import candidate_routes, fastest
 from torchmn.communicators.single_node import SingleNodeCommunicator
 from torchmn.communicators.two_dimensional import TwoDimensionalCommunicator
 from torchmn.compression import BFloat16, Codec, Float16
-from torchmn.environment_variables import BACKEND_VARIABLE, SECRET_VARIABLE, TRANSPORT_VARIABLE
+from torchmn.environment_variables import (
+    BACKEND_VARIABLE,
+    RECORD_VARIABLE,
+    SECRET_VARIABLE,
+    TRANSPORT_VARIABLE,
+)
 from torchmn.errors import (
     TopologyError,
     TorchmnError,
@@ -35,6 +41,7 @@ from torchmn.errors import (
     UsageError,
 )
 from torchmn.monitor import script_monitor
+from torchmn.profiling import recording
 from torchmn.topology import RankPlacement, Topology
 from torchmn.topology.launcher_env import LauncherInfo, read_launcher_env
 from torchmn.transports.base import TimeLimit, Transport
@@ -125,7 +132,7 @@ def create_communicator(
     with script_monitor.joining(first_s):
         world, is_own = _world(transport, first_s)
     greeting = {"name": name, "dtype": codec.name if codec else None, "torch": torch.__version__}
-    found = _exchange_hosts(world, greeting, first_s)
+    found, is_recorded = _exchange_hosts(world, greeting, first_s)
     topology = _checked_topology(topology, found, world)
     device = _own_device(topology.place(world.rank).intra_rank)
 
@@ -145,9 +152,7 @@ def create_communicator(
         )
 
     if name != "auto":
-        comm = make(name, world, "")
-        _warn_about_fallback(comm)
-        return comm
+        return _ready(make(name, world, ""), is_recorded=is_recorded)
     routes = candidate_routes(topology, device)
     worlds = {world.name: world}
     if transport == "auto" and len(topology.nodes) > 1:
@@ -165,7 +170,14 @@ def create_communicator(
     )
     if measured:
         comm.reason = f"{route}; {comm.reason}; {measured}"
+    return _ready(comm, is_recorded=is_recorded)
+
+
+def _ready(comm: Communicator, *, is_recorded: bool) -> Communicator:
+    """The communicator, after what all ranks have to know of it. *Collective.*"""
     _warn_about_fallback(comm)
+    if is_recorded:
+        recording.start(comm, Path(os.environ[RECORD_VARIABLE]))
     return comm
 
 
@@ -189,7 +201,7 @@ def _warn_about_fallback(comm: Communicator) -> None:
             "connected; 'hierarchical' has one of them per host. Check that no firewall blocks "
             "free ports and that GLOO_SOCKET_IFNAME names the interface between the hosts.",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -263,9 +275,16 @@ def _codec_of(dtype: torch.dtype | str | None) -> Codec | None:
     return factory() if factory else None
 
 
-def _exchange_hosts(world: Transport, greeting: dict[str, Any], timeout_s: float) -> list[str]:
-    """Every rank's host name. Raises RankMismatchError: the greetings differ."""
-    own = json.dumps({"host": socket.gethostname(), **greeting}).encode()
+def _exchange_hosts(
+    world: Transport, greeting: dict[str, Any], timeout_s: float
+) -> tuple[list[str], bool]:
+    """Every rank's host name, and whether all of them want to record their steps.
+
+    Raises RankMismatchError: the greetings differ.
+    """
+    own = json.dumps(
+        {"host": socket.gethostname(), "records": recording.wants_record(os.environ), **greeting}
+    ).encode()
     if len(own) > _GREETING_BYTES:
         raise UsageError(
             f"The host name {socket.gethostname()!r} is too long: a greeting has "
@@ -276,12 +295,13 @@ def _exchange_hosts(world: Transport, greeting: dict[str, Any], timeout_s: float
     world.all_gather_stripes_(table.view(-1), TimeLimit(timeout_s))
     rows = [json.loads(row.numpy().tobytes().rstrip(b"\0")) for row in table]
     hosts = [row.pop("host") for row in rows]
+    wants_record = [row.pop("records") for row in rows]
     raise_if_values_differ(
         "Ranks called create_communicator()",
         rows,
         "All ranks must give the same arguments and run the same versions.",
     )
-    return hosts
+    return hosts, all(wants_record)
 
 
 def _checked_topology(given: Topology | None, found_hosts: list[str], world: Transport) -> Topology:

@@ -16,6 +16,7 @@ import torch
 
 from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError, TorchmnError
 from torchmn.monitor import script_monitor
+from torchmn.profiling import recording
 
 Result = TypeVar("Result")
 _REJECTION = "_is_rejection_on_all_ranks"
@@ -76,9 +77,9 @@ class Engine:
     ``is_threaded=False`` (an MPI that forbids calls from a second thread) makes `submit` only
     queue; the jobs then run on the thread that waits, without overlap.
 
-    A job that fails on this rank alone may have left others in the middle of it: no further one is
-    run, whatever the script does with the error, and the launcher gets a report: with ``has_peers``
-    at once, else when the script continues to call.
+    With ``has_peers`` a job that fails on this rank alone may have left others in the middle of it:
+    no further one is run, whatever the script does with the error, and the launcher gets a report.
+    A rank by itself continues.
     """
 
     def __init__(
@@ -123,12 +124,14 @@ class Engine:
                 self._is_running = True
         if not is_idle:
             return self.submit(job).wait()
+        before = recording.enter("exchange")
         try:
             return job()
         except BaseException as error:
             self._note(error)
             raise
         finally:
+            recording.leave(before)
             with self._condition:
                 self._is_running = False
                 if self._queue:
@@ -150,6 +153,13 @@ class Engine:
 
     def finish(self, work: Work[Result]) -> None:
         """Wait until ``work`` is done. Every collective in it has its own time limit."""
+        before = recording.enter("exchange")
+        try:
+            self._await(work)
+        finally:
+            recording.leave(before)
+
+    def _await(self, work: Work[Result]) -> None:
         if not self.is_threaded:
             while not work.done and self._queue:
                 self._run(self._queue.popleft())
@@ -211,10 +221,10 @@ class Engine:
         """Remember an error after which the ranks no longer agree on what comes next."""
         is_peer = isinstance(error, (TimeLimitError, PeerLostError))
         is_own = type(error) is CommunicationError or not isinstance(error, TorchmnError)
-        is_own = is_own and not getattr(error, _REJECTION, False)
+        is_own = is_own and self._has_peers and not getattr(error, _REJECTION, False)
         if self._broken is None and (is_peer or is_own):
             self._broken = error
-            if is_own and self._has_peers and isinstance(error, Exception):
+            if is_own and isinstance(error, Exception):
                 script_monitor.exchange_failed(error)
 
 

@@ -132,6 +132,10 @@ class FlightRecorder:
         """Register which ranks of the communicator a group has; otherwise it has all."""
         self._members[group] = tuple(ranks)
 
+    def members(self, group: str) -> tuple[int, ...]:
+        """The ranks that were registered for a group; none if it has all."""
+        return self._members.get(group, ())
+
     def overdue(self) -> CollectiveRecord | None:
         """A collective that has not completed within its limit. From any thread."""
         now = time.monotonic()

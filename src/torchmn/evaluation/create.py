@@ -23,6 +23,7 @@ from torchmn.evaluation.buffers import BUFFER_RULES, BufferRule, sync_buffers_
 from torchmn.evaluation.one_pass import named_loaders
 from torchmn.evaluation.recorder import Recorder
 from torchmn.evaluation.sums import Sums, means_of, merge_sums
+from torchmn.profiling import recording
 
 if TYPE_CHECKING:
     from torchmn.communicators import Communicator
@@ -124,6 +125,7 @@ class _MultiNodeEvaluation:
         self._compat = compat
         self._whole_set = whole_set
 
+    @recording.during("evaluation")
     def __call__(self) -> dict[str, float]:
         targets = self._evaluator.get_all_targets().values()
         sync_buffers_(targets, self._comm, self._buffers)

@@ -14,6 +14,7 @@ from torchmn.communicators.heartbeat import HeartbeatGather
 from torchmn.errors import UsageError
 from torchmn.evaluation.batches import batch_to, call_with_batch
 from torchmn.evaluation.one_pass import one_pass
+from torchmn.profiling import recording
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -74,6 +75,7 @@ class GenericMultiNodeEvaluator(extension.Extension):
         """
         raise NotImplementedError(f"{type(self).__name__} must define aggregate().")
 
+    @recording.during("evaluation")
     def __call__(self, manager: Any = None) -> Any:
         """Evaluate. *Collective.* Raises CommunicationError: another rank raised."""
         what = f"evaluation '{self.name or self.default_name}'"

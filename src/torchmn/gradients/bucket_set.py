@@ -27,6 +27,7 @@ from torchmn.gradients.footer import (
 )
 from torchmn.gradients.nonfinite import NonfiniteGradients
 from torchmn.gradients.weights import PassContext, WeightAgreement, weight_scale
+from torchmn.profiling import recording
 
 Reduction = Literal["mean", "sum"]
 """How the ranks' gradients are combined."""
@@ -209,7 +210,9 @@ class BucketSet:
         is_full = False
         for bucket in slot.buckets:
             bucket.num_packed += 1
-            is_full = is_full or bucket.num_packed == len(bucket.slots)
+            if bucket.num_packed == len(bucket.slots):
+                is_full = True
+                bucket.ready = recording.mark()
         if is_full and self._overlaps_backward:
             self.start_full()
 

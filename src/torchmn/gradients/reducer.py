@@ -33,6 +33,7 @@ from torchmn.gradients.nonfinite import NonfiniteGradients, NonfiniteLog
 from torchmn.gradients.parameter_hook import has_later_hook, watch_gradient
 from torchmn.gradients.sparse_gradients import mean_sparse_gradients
 from torchmn.gradients.weights import Contribution, PassContext
+from torchmn.profiling import recording
 
 
 class PassWatcher(Protocol):
@@ -284,6 +285,11 @@ class GradientReducer:
         """Whether there is anything to do: one rank alone has its means already."""
         return not self.is_suspended and (self.comm.size > 1 or self._num_sets > 1)
 
+    @property
+    def bucket_bytes(self) -> int:
+        """The size of a bucket, at least, but for the last."""
+        return self._chunk_bytes or self._bucket_bytes or self.comm.bucket_bytes
+
     def swap_buffers(self) -> BucketSet:
         """Declare the set being filled as handed over and continue with the next one."""
         handed_over = self.filling
@@ -317,6 +323,17 @@ class GradientReducer:
 
     def _on_gradient(self, parameter: Tensor) -> None:
         """A gradient is final: pack it, which sends the buckets that are full in order."""
+        recorder = recording.current()
+        if recorder is None or not recorder.clock.is_host:  # a GPU does it in order with backward
+            self._take_gradient(parameter)
+            return
+        before = recorder.enter("exchange", in_backward=True)
+        try:
+            self._take_gradient(parameter)
+        finally:
+            recorder.leave(before)
+
+    def _take_gradient(self, parameter: Tensor) -> None:
         with self._lock:
             if self._watcher is not None:
                 self._watcher.gradient_arrived(parameter)
@@ -394,6 +411,8 @@ class GradientReducer:
 
     def _end_backward(self) -> None:
         ended, self._pass = self._pass, None
+        recorder = recording.current()
+        before = None if recorder is None else recorder.enter("exchange", in_backward=True)
         try:
             if (
                 ended is not None
@@ -417,6 +436,9 @@ class GradientReducer:
                 if ended is not None:
                     ended.failure = error
             raise
+        finally:
+            if recorder is not None:
+                recorder.leave(before)
 
     def raise_if_unfinished(self) -> None:
         """Raise if a backward pass began that did not end. Local.

@@ -49,7 +49,7 @@ from torchmn.control.processes import (
     send_group,
     signal_name,
 )
-from torchmn.environment_variables import MONITOR_VARIABLE
+from torchmn.environment_variables import MONITOR_VARIABLE, RECORD_VARIABLE
 from torchmn.errors import LaunchError
 from torchmn.exit_status import shell_code
 from torchmn.launch.script_output import ScriptOutput
@@ -135,7 +135,11 @@ class Agent:
         process = subprocess.Popen(
             command,
             cwd=self._order.cwd,
-            env={**env, MONITOR_VARIABLE: self._link.variable()},
+            env={
+                RECORD_VARIABLE: os.path.abspath(self._order.log_dir),
+                **env,
+                MONITOR_VARIABLE: self._link.variable(),
+            },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

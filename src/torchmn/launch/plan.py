@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchmn.environment_variables import PROFILE_VARIABLE, RECORD_VARIABLE
 from torchmn.errors import TopologyError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.launch.backend import choose_backend, this_machine
 from torchmn.launch.elastic.job import ElasticJob, parse_elastic, parse_rendezvous
@@ -23,6 +24,7 @@ from torchmn.launch.job import (
 )
 from torchmn.launch.starters.mpirun import problem_between_hosts
 from torchmn.monitor.job_result import LOG_DIR
+from torchmn.profiling.profile_request import ProfileRequest, is_record_off
 from torchmn.topology import (
     Allocation,
     Host,
@@ -79,6 +81,11 @@ class RunOptions:
         "after SIGTERM, in a scheduler's job as long as that gives).",
         "--grace",
     )
+    profile: str | None = _option(
+        "Profile these steps of all ranks, or all functions (cProfile). In NAME, of the files, %h, "
+        "%r and %p stand for host, rank and process.",
+        metavar="FIRST:LAST|cprofile[,NAME]",
+    )
     elastic: str | None = _option(
         "Elastic: minimum and maximum number of hosts.", metavar="MIN:MAX"
     )
@@ -94,9 +101,20 @@ class RunOptions:
         """``env`` with the values of ``-x`` and the number of threads. Raises UsageError."""
         if self.num_threads is not None and self.num_threads < 1:
             raise UsageError(f"--threads must be at least 1, got {self.num_threads}.")
-        exported = dict(parse_variable(text, env) for text in self.exported)
+        exported = dict(parse_variable(text, env) for text in self._all_exported)
+        if self.profile is not None:
+            ProfileRequest.parse(self.profile)
+            if is_record_off({**env, **exported}):
+                raise UsageError(
+                    f"--profile needs the record of steps, and {RECORD_VARIABLE} switches it off."
+                )
         threads = {} if self.num_threads is None else {"OMP_NUM_THREADS": str(self.num_threads)}
         return {**env, **exported, **threads}
+
+    @property
+    def _all_exported(self) -> tuple[str, ...]:
+        own = () if self.profile is None else (f"{PROFILE_VARIABLE}={self.profile}",)
+        return (*self.exported, *own)
 
     @property
     def names_hosts(self) -> bool:
@@ -115,7 +133,7 @@ class RunOptions:
             hosts=hosts,
             launcher=launcher,
             launcher_args=self.launcher_args,
-            exported=tuple(text.partition("=")[0] for text in self.exported),
+            exported=tuple(text.partition("=")[0] for text in self._all_exported),
             backend=backend,
             shows_binding=self.shows_binding,
             log_dir=self.log_dir or LOG_DIR,

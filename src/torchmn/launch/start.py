@@ -6,16 +6,18 @@ import json
 import os
 import shlex
 import socket
+import sys
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.heartbeat import heartbeat_limit_s
 from torchmn.control.ports import find_free_port
-from torchmn.environment_variables import SECRET_VARIABLE
-from torchmn.errors import LaunchError
+from torchmn.environment_variables import PROFILE_VARIABLE, RECORD_VARIABLE, SECRET_VARIABLE
+from torchmn.errors import DataError, LaunchError
 from torchmn.launch.backend import find_mpirun
 from torchmn.launch.console import RankOutput, open_standard_streams
 from torchmn.launch.elastic.job import ElasticJob, host_process, rendezvous_process
@@ -26,6 +28,7 @@ from torchmn.launch.log_folder import make_log_folder
 from torchmn.launch.starters import local, mpirun, remote, srun, torchrun
 from torchmn.launch.supervisor import Supervisor
 from torchmn.launch.worker_environment import worker_environment
+from torchmn.profiling.finished_profile import finish_profile
 from torchmn.topology import Route, available_processors, route_to
 
 
@@ -51,7 +54,9 @@ def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
             f"{job.log_dir}"
         )
         output.start()
-        return Supervisor(job, output, authenticated).run(commands)
+        status = Supervisor(job, output, authenticated).run(commands)
+    _say_profile(job, env)
+    return status
 
 
 def dry_run(job: Job, env: Mapping[str, str]) -> str:
@@ -84,7 +89,20 @@ def run_elastic_job(elastic: ElasticJob, env: Mapping[str, str], *, why: str = "
         f"{', '.join(map(str, elastic.job.hosts))}, logs in {elastic.job.log_dir}"
     )
     output.start()
-    return ElasticLauncher(elastic, output, _address_for(elastic.job), base).run()
+    status = ElasticLauncher(elastic, output, _address_for(elastic.job), base).run()
+    _say_profile(elastic.job, env)
+    return status
+
+
+def _say_profile(job: Job, env: Mapping[str, str]) -> None:
+    """Put the profiles of the ranks together, as far as their files can be seen here."""
+    if PROFILE_VARIABLE in env:
+        try:
+            made = finish_profile(Path(env.get(RECORD_VARIABLE) or job.log_dir))
+        except (OSError, DataError) as error:
+            made = [f"the profiles are not put together: {error}"]
+        for text in made:
+            print(f"torchmn: {text}", file=sys.stderr, flush=True)
 
 
 def dry_run_elastic(elastic: ElasticJob, env: Mapping[str, str]) -> str:

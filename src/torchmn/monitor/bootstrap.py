@@ -90,6 +90,8 @@ def main() -> None:
     finally:
         if os.getpid() != own_pid:
             _end_child(status)
+        if record := sys.modules.get("torchmn.profiling.recording"):  # which imports torch
+            record.end(status)
         if monitor is not None:
             monitor.script_exits(0 if status == 128 + signal.SIGINT else status)
 

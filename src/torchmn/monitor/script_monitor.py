@@ -46,7 +46,6 @@ from torchmn.control.messages.monitor import (
 from torchmn.environment_variables import MONITOR_VARIABLE
 from torchmn.script import is_consequence, on_error, show_exception
 
-"""``descriptor:pid``: the inherited connection to the agent, and the agent's process."""
 _PERIOD_S = 0.2
 _STUCK_S = 0.5
 _TERMINATION_S = 10.0

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torchmn.autotune.tuner import Autotuner
 from torchmn.gradients.reducer import GradientReducer
 from torchmn.gradients.replicas import copy_state_from_rank
+from torchmn.optimizer.recorded_steps import RecordedSteps
 from torchmn.schedules.base import Schedule
 
 
@@ -22,6 +23,7 @@ class Joinable(Protocol):
     reducer: GradientReducer
     schedule: Schedule
     tuner: Autotuner | None
+    recorded: RecordedSteps
 
 
 @contextmanager
@@ -32,6 +34,7 @@ def joined(optimizer: Joinable, models: Sequence[nn.Module]) -> Iterator[None]:
     yield
     with reducer.without_data():
         while optimizer.schedule.shadow_step():
+            optimizer.recorded.step_without_data()
             if optimizer.tuner is not None:
                 optimizer.tuner.step_ended()
     schedule = optimizer.schedule

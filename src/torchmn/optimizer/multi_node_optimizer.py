@@ -36,6 +36,7 @@ from torchmn.optimizer.nonfinite_policy import (
     act_on_nonfinite,
     record_own_nonfinite,
 )
+from torchmn.optimizer.recorded_steps import RecordedSteps
 from torchmn.optimizer.untrained_parameters import (
     untrained_parameters,
     warn_of_untrained_parameters,
@@ -132,6 +133,8 @@ class MultiNodeOptimizer(Optimizer):
             self._hooks.before_copy(self._models[0], self._complete)
             if weight == "samples" or schedule.counts_samples:
                 self._hooks.before_forward(self._models[0], self.reducer.contribution.count)
+            self.recorded = RecordedSteps(self, self._models)
+            self.recorded.meet()
         except BaseException:
             self.reducer.close()  # nothing else will
             self._unhook()
@@ -275,6 +278,10 @@ class MultiNodeOptimizer(Optimizer):
                 "only one multi-node optimizer can exchange the gradient of a parameter. Step the "
                 "newer one, or make one optimizer with several parameter groups."
             )
+        with self.recorded:
+            return self._step(closure)
+
+    def _step(self, closure: Callable[[], float] | None) -> float | None:
         reducer = self.reducer
         reducer.raise_if_unfinished()
         self._has_closure = closure is not None
@@ -493,6 +500,7 @@ class MultiNodeOptimizer(Optimizer):
         """Release the model, to train it by itself or make another optimizer for it. Local."""
         self.schedule.close()
         self.reducer.close()
+        self.recorded.close()
         self._unhook()
 
     # ---- inside ----

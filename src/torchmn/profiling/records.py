@@ -1,7 +1,7 @@
 """What a run records: one file of JSON lines per rank, `rank{rank}.jsonl` in the folder `steps`.
 
 The first line is a `RunStart`; the others follow in the order of their time. A file may end in the
-middle of a line, since the run may still be going on or have been killed. Long runs are rotated:
+middle of a line, since the run may not have ended, or have been killed. Long runs are rotated:
 `rank{rank}.1.jsonl` continues `rank{rank}.jsonl`, and so on.
 
 Times ``at_s`` are seconds of the rank's own monotonic clock (`time.perf_counter`). A `ClockOffset`
@@ -71,7 +71,9 @@ class Bucket(Record, frozen=True, kw_only=True):
     """One exchange of a step, in seconds after the step's begin.
 
     ``ready_s`` is when this rank had the gradients, ``started_s`` when its engine began with the
-    exchange, which ends when the slowest rank has sent its part.
+    exchange, which ends when the slowest rank has sent its part. A bucket is listed in the step in
+    which its exchange ended: times of one that began in the step before are negative. ``encode_s``
+    and ``decode_s`` are what the codec took of it (0 on GPUs).
     """
 
     number: int
@@ -80,6 +82,8 @@ class Bucket(Record, frozen=True, kw_only=True):
     ready_s: float
     started_s: float
     ended_s: float
+    encode_s: float = 0.0
+    decode_s: float = 0.0
 
 
 class Step(Record, frozen=True, kw_only=True):
@@ -87,7 +91,8 @@ class Step(Record, frozen=True, kw_only=True):
 
     ``phases`` leaves out those of 0 s. ``sent`` and ``received`` are bytes by the host at the other
     end, messages within the host under its own name. ``run_queue_s`` is how long the training
-    thread was ready to run and had no core, None where the system does not tell.
+    thread was ready to run and had no core, ``cpu_s`` how long it ran; None where the system does
+    not tell.
     """
 
     step: int
@@ -141,6 +146,8 @@ class RunEnd(Record, frozen=True, kw_only=True):
 
     at_s: float
     status: int
+    phases: dict[Phase, float] = {}
+    """Since the end of the last step."""
 
 
 Line = RunStart | SettingsChanged | Step | GradientTimes | Memory | Value | ClockOffset | RunEnd

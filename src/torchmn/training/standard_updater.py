@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from torchmn.errors import UsageError
 from torchmn.evaluation import batch_to, call_with_batch, num_samples
+from torchmn.profiling import recording
 from torchmn.resharding import reshard_object, warnings_of
 from torchmn.training.batch_source import batch_source, iterations_per_epoch
 
@@ -81,11 +82,14 @@ class StandardUpdater:
 
     def update(self) -> None:
         """Do one iteration."""
-        batch = next(self.source)
+        with recording.timed("data"):
+            batch = next(self.source)
         if num_samples(batch) == 0:
             self._step_without_samples()
         else:
-            self.update_core(self.converter(batch, self.device))
+            with recording.timed("copy"):
+                batch = self.converter(batch, self.device)
+            self.update_core(batch)
         self.iteration += 1
 
     def update_core(self, batch: Any) -> None:

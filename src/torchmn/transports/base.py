@@ -12,7 +12,8 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -159,6 +160,9 @@ class Transport(ABC):
         self.rank = rank
         self.size = size
         self.scratch = scratch or Scratch()
+        self.sent: defaultdict[int, int] = defaultdict(int)
+        self.received: defaultdict[int, int] = defaultdict(int)
+        """Bytes by peer; through shared memory under the own rank, a library's as of a ring."""
 
     @property
     def thread_safe_transport(self) -> Transport:
@@ -177,6 +181,23 @@ class Transport(ABC):
         Peers must post the matching messages; empty tensors are skipped on both sides; a message
         to oneself is not allowed. Messages between the same two ranks keep their order.
         """
+
+    def transports(self) -> Iterator[Transport]:
+        """This one, and those that carry what it does not carry itself."""
+        yield self
+
+    def _count_bytes(self, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
+        for peer, tensor in sends:
+            self.sent[peer] += tensor.nbytes
+        for peer, tensor in recvs:
+            self.received[peer] += tensor.nbytes
+
+    def _count_ring(self, nbytes: int) -> None:
+        """Count an all-reduce of a library, as that of a ring: to the next rank, from the last."""
+        if self.size > 1:
+            passed = 2 * nbytes * (self.size - 1) // self.size
+            self.sent[(self.rank + 1) % self.size] += passed
+            self.received[(self.rank - 1) % self.size] += passed
 
     @abstractmethod
     def split(self, ranks: Sequence[int], key: str, limit: TimeLimit) -> Transport:
@@ -320,6 +341,11 @@ class WrappingTransport(Transport):
         self.is_concurrent = inner.is_concurrent
         self.is_close_collective = inner.is_close_collective
         self.supports_nccl = inner.supports_nccl
+
+    def transports(self) -> Iterator[Transport]:
+        """See `Transport.transports`."""
+        yield self
+        yield from self.inner.transports()
 
     @property
     def thread_safe_transport(self) -> Transport:

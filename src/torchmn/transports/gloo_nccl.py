@@ -99,6 +99,7 @@ class TorchDistributedTransport(Transport):
         if not tensors:
             return
         group = self._group(tensors[0])
+        self._count_bytes(sends, recvs)
         coalesce = group is self._nccl
         try:
             if coalesce:
@@ -126,13 +127,16 @@ class TorchDistributedTransport(Transport):
             work.wait(_left(limit))
         except RuntimeError as error:
             raise _translate(error, "a receive from any rank", limit.seconds) from error
-        return int(work._source_rank())
+        source = int(work._source_rank())
+        self.received[source] += buffer.nbytes
+        return source
 
     def all_reduce_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
         native = _NCCL_REDUCES if buffer.is_cuda else _GLOO_REDUCES
         if buffer.dtype not in native:
             super().all_reduce_(buffer, op, limit)
             return
+        self._count_ring(buffer.nbytes)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(_OPS[op])
         options.timeout = _left(limit)  # of gloo's own thread, which `close` waits for

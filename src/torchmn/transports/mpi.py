@@ -92,6 +92,7 @@ class MpiTransport(Transport):
         if any(tensor.is_cuda for _, tensor in (*sends, *recvs)):
             self._exchange_staged(sends, recvs, limit, tag)
             return
+        self._count_bytes(sends, recvs)
         comm, memory, byte = self._comm, self._mpi.buffer.fromaddress, self._mpi.BYTE
         requests = []
         with _TURN:
@@ -128,7 +129,9 @@ class MpiTransport(Transport):
             with _TURN:
                 request.Cancel()
             raise TimeLimitError(f"no rank sent a message within {limit.seconds:g} s.")
-        return int(status.Get_source())
+        source = int(status.Get_source())
+        self.received[source] += buffer.nbytes
+        return source
 
     def _exchange_staged(
         self, sends: Sequence[Message], recvs: Sequence[Message], limit: TimeLimit, tag: int
@@ -156,6 +159,7 @@ class MpiTransport(Transport):
         if nbytes > _NATIVE_BYTES or datatype is None or buffer.is_cuda:
             super().all_reduce_(buffer, op, limit)
             return
+        self._count_ring(nbytes)
         memory = self._mpi.buffer.fromaddress(buffer.data_ptr(), nbytes)
         with _TURN:
             request = self._comm.Iallreduce(

@@ -135,7 +135,9 @@ class SharedMemoryTransport(WrappingTransport):
         is_better_inside = buffer.nbytes <= _SMALL_BYTES and self.inner.has_fast_small_sums
         if buffer.is_cuda or is_better_inside:
             self.inner.all_reduce_(buffer, op, limit)
-        elif buffer.nbytes <= _SMALL_BYTES:
+            return
+        self._count_bytes([(self.rank, buffer)], [(self.rank, buffer)])
+        if buffer.nbytes <= _SMALL_BYTES:
             self._all_reduce_small_(buffer, op, limit)
         elif all_ranks := self._residents.get(buffer.data_ptr()):
             self._fold_resident(all_ranks, buffer, range(self.size), op, limit)
@@ -156,7 +158,9 @@ class SharedMemoryTransport(WrappingTransport):
     def reduce_(self, buffer: Tensor, root: int, limit: TimeLimit) -> None:
         if buffer.is_cuda:
             self.inner.reduce_(buffer, root, limit)
-        elif all_ranks := self._residents.get(buffer.data_ptr()):
+            return
+        self._count_bytes([(self.rank, buffer)], [(self.rank, buffer)] if self.rank == root else [])
+        if all_ranks := self._residents.get(buffer.data_ptr()):
             self._fold_resident(all_ranks, buffer, (root,), "sum", limit)
         else:
             for chunk in self._chunks(buffer):
@@ -169,7 +173,10 @@ class SharedMemoryTransport(WrappingTransport):
     def broadcast_(self, buffer: Tensor, root: int, limit: TimeLimit) -> None:
         if buffer.is_cuda:
             self.inner.broadcast_(buffer, root, limit)
-        elif all_ranks := self._residents.get(buffer.data_ptr()):
+            return
+        message = [(self.rank, buffer)]
+        self._count_bytes(*((message, []) if self.rank == root else ([], message)))
+        if all_ranks := self._residents.get(buffer.data_ptr()):
             self._open()
             self._reach(ARRIVED, limit)
             if self.rank != root:
@@ -189,6 +196,8 @@ class SharedMemoryTransport(WrappingTransport):
             self.inner.all_gather_stripes_(buffer, limit)
             return
         stripes = self.stripes(buffer)
+        own = (self.rank, stripes[self.rank])
+        self._count_bytes([own], [(self.rank, stripes[peer]) for peer in self._others])
         if all_ranks := self._residents.get(buffer.data_ptr()):
             self._open()
             self._reach(ARRIVED, limit)
@@ -212,6 +221,7 @@ class SharedMemoryTransport(WrappingTransport):
         if buffer.is_cuda:
             self.inner.reduce_scatter_stripes_(buffer, op, limit)
             return
+        self._count_bytes([(self.rank, buffer)], [(self.rank, self.stripes(buffer)[self.rank])])
         if all_ranks := self._residents.get(buffer.data_ptr()):
             self._fold_resident(all_ranks, buffer, (self.rank,), op, limit)
             return

@@ -143,10 +143,12 @@ class TcpTransport(WrappingTransport):
             return
         for peer, tensor in sends:
             if _is_large((peer, tensor)):
+                self.sent[peer] += tensor.nbytes
                 stream = self._streams[peer]
                 stream.num_needed = stream.post_send(tensor, tag)
         for peer, tensor in recvs:
             if _is_large((peer, tensor)):
+                self.received[peer] += tensor.nbytes
                 self._streams[peer].post_recv(tensor, tag)
         self._run(limit)
 
@@ -227,6 +229,8 @@ class TcpTransport(WrappingTransport):
                 stream.post_send(outgoing[peer], 0) if announced is None else announced.ends[peer]
             )
             arriving.append(stream.post_recv(part, tag))
+            self.sent[peer] += outgoing[peer].nbytes
+            self.received[peer] += part.nbytes
         if own is buffer:
             self._run(limit)
             COMBINE[op](buffer, scratch, out=buffer)
@@ -234,6 +238,8 @@ class TcpTransport(WrappingTransport):
         for peer, stripe in outgoing.items():
             stream = self._streams[peer]
             stream.post_recv(stripe, tag + 1)
+            self.sent[peer] += own.nbytes
+            self.received[peer] += stripe.nbytes
             stream.num_needed = stream.post_head(own.nbytes, tag + 1) + own.nbytes
         parts[self.rank] = own
         in_rank_order = [parts[peer] for peer in range(self.size)]

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from torchmn.autotune.predict import (
+    Cluster,
     CodecFacts,
+    ExchangeCosts,
     Plan,
     ReadyGradient,
     StepFacts,
+    predict_step,
     predict_step_s,
     ranked,
     shortlist,
 )
 from torchmn.communicators.link_speed import LinkSpeed
+from torchmn.errors import UnknownNameError
 from torchmn.units import MiB
 
 LINK = LinkSpeed(latency_s=0.0, bandwidth_bytes_per_s=1e6)
 FLOAT32 = CodecFacts(name="float32")
-INT8 = CodecFacts(name="int8", bits=8.0, coding_s=1e-6)
+INT8 = CodecFacts(name="int8", bits=8.0, encode_s=1e-6)
 
 
 def facts(*ready: float, nbytes: int = 1_000_000, compute_s: float = 10.0) -> StepFacts:
@@ -74,8 +80,13 @@ def test_small_parameters_are_not_encoded() -> None:
 def test_each_message_waits_for_the_latency() -> None:
     slow = LinkSpeed(latency_s=0.5, bandwidth_bytes_per_s=1e6)
     step = facts(6.0, 6.0)
-    assert predict_step_s(plan(bucket_bytes=1), step, FLOAT32, slow, 2) == pytest.approx(14.0)
-    assert predict_step_s(plan(bucket_bytes=9 * MiB), step, FLOAT32, slow, 2) == pytest.approx(13)
+    # two ranks swap what they have in one round; a codec needs two
+    assert predict_step_s(plan(bucket_bytes=1), step, FLOAT32, slow, 2) == pytest.approx(13.0)
+    whole = predict_step_s(plan(bucket_bytes=9 * MiB), step, FLOAT32, slow, 2)
+    assert whole == pytest.approx(12.5)
+    assert predict_step_s(plan(bucket_bytes=1), step, FLOAT32, slow, 3) == pytest.approx(
+        10 + 14 / 3
+    )
 
 
 def test_a_step_late_overlaps_with_the_whole_step() -> None:
@@ -84,9 +95,16 @@ def test_a_step_late_overlaps_with_the_whole_step() -> None:
     assert predict_step_s(late, facts(*[6.0] * 12), FLOAT32, LINK, 2) == pytest.approx(12.0)
 
 
-def test_the_next_forward_hides_all_but_a_chunk() -> None:
-    got = predict_step_s(plan("every_step_next_forward"), facts(6.0, 6.0), FLOAT32, LINK, 2)
-    assert 10.0 < got < 12.0
+def test_the_next_forward_hides_what_its_first_layers_do_not_need() -> None:
+    late_layers = ReadyGradient(ready_s=1.0, numel=2_000_000, nbytes=8_000_000, is_small=False)
+    first_layer = ReadyGradient(ready_s=6.0, numel=12_500, nbytes=50_000, is_small=False)
+    step = StepFacts(compute_s=10.0, backward_s=6.0, gradients=(late_layers, first_layer))
+    assert predict_step_s(plan(), step, FLOAT32, LINK, 2) == pytest.approx(13.05)
+    got = predict_step_s(plan("every_step_next_forward"), step, FLOAT32, LINK, 2)
+    assert 10.05 <= got < 10.3
+    # the first layers are needed at once
+    swapped = replace(step, gradients=(replace(late_layers, ready_s=6.0),))
+    assert predict_step_s(plan("every_step_next_forward"), swapped, FLOAT32, LINK, 2) > 17.9
 
 
 def test_one_rank_sends_nothing() -> None:
@@ -113,3 +131,71 @@ def test_the_shortlist_holds_the_best_bucket_of_each_kind() -> None:
     best = [plan(bucket_bytes=4), plan(codec="int8"), plan("double_buffering")]
     assert shortlist(predictions, within=1.5, max_plans=9) == best
     assert shortlist(predictions, within=1.5, max_plans=2) == best[:2]
+
+
+def cluster(**options: object) -> Cluster:
+    return Cluster(**{"num_hosts": 2, "link": LINK, **options})  # type: ignore[arg-type]
+
+
+def test_ranks_that_share_a_core_take_turns() -> None:
+    alone = predict_step(plan(), facts(1.0), FLOAT32, cluster(num_hosts=1, cores_per_rank=0.5))
+    assert alone.seconds == pytest.approx(20.0)
+    shared = predict_step(plan(), facts(6.0), FLOAT32, cluster(cores_per_rank=0.5))
+    assert shared.seconds == pytest.approx(21.0)  # the link is no slower
+
+
+def test_sending_takes_time_of_the_core_that_computes() -> None:
+    costs = ExchangeCosts(send_s_per_byte=2e-6)  # two seconds for a bucket, which takes one
+    early = facts(1.0)
+    one = predict_step(plan(), early, FLOAT32, cluster(costs=costs))
+    assert one.seconds == pytest.approx(12.0)
+    assert one.coding_s == pytest.approx(2.0)
+    two = predict_step(plan(), early, FLOAT32, cluster(costs=costs, cores_per_rank=2.0))
+    assert two.seconds == pytest.approx(10.0)
+
+
+def test_the_ranks_of_a_host_compete_for_its_adapter() -> None:
+    flat = cluster(ranks_per_host=4, route="flat")
+    together = cluster(ranks_per_host=4, route="two_dimensional")
+    step = facts(6.0)
+    # 2 k (W - k) / W = 4 times the bytes, against 2 (H - 1) / H = 1
+    assert predict_step(plan(), step, FLOAT32, flat).exposed_s == pytest.approx(4.0)
+    assert predict_step(plan(), step, FLOAT32, together).exposed_s == pytest.approx(1.0)
+
+
+def test_sums_within_a_host_come_before_and_after() -> None:
+    within = cluster(num_hosts=1, ranks_per_host=2, node_bytes_per_s=1e6)
+    assert predict_step(plan(), facts(6.0), FLOAT32, within).seconds == pytest.approx(11.0)
+
+
+def test_a_thousand_ranks_send_a_thousand_messages() -> None:
+    link = LinkSpeed(latency_s=1e-3, bandwidth_bytes_per_s=1e12, message_s=1e-3)
+    many = predict_step(plan(), facts(6.0), FLOAT32, cluster(num_hosts=1000, link=link))
+    assert many.exposed_s == pytest.approx(2 * 999e-3, rel=1e-3)
+
+
+def test_blocks_exchange_once() -> None:
+    blocks = Plan(schedule="blocks", codec="float32", bucket_bytes=1, block_steps=8)
+    step = facts(6.0, 6.0)
+    assert predict_step(blocks, step, FLOAT32, cluster()).seconds == pytest.approx(10.25)
+    hidden = replace(blocks, overlap_steps=4)
+    assert predict_step(hidden, step, FLOAT32, cluster()).seconds == pytest.approx(10.0)
+    slow = LinkSpeed(latency_s=0.0, bandwidth_bytes_per_s=4e4)  # 50 s, of which 40 are hidden
+    late = predict_step(hidden, step, FLOAT32, cluster(link=slow))
+    assert late.seconds == pytest.approx(10 + 10 / 8)
+
+
+def test_all_wait_for_the_slowest_and_less_where_they_may_be_late() -> None:
+    step = replace(facts(1.0), deviations=(-0.1, 0.1))
+    waits = [
+        predict_step(replace(plan(schedule), block_steps=4), step, FLOAT32, cluster()).straggler_s
+        for schedule in ("every_step", "double_buffering", "blocks")
+    ]
+    assert waits[0] == pytest.approx(0.5)  # of two draws three in four are the later one
+    assert waits[1] == pytest.approx(0.5 / 2**0.5)
+    assert waits[2] == pytest.approx(0.25)
+
+
+def test_a_schedule_without_a_model_is_refused() -> None:
+    with pytest.raises(UnknownNameError, match="parameter_server"):
+        predict_step(plan("parameter_server"), facts(1.0), FLOAT32, cluster())

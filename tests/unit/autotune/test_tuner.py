@@ -15,12 +15,13 @@ from torchmn.autotune import tuner
 from torchmn.autotune.predict import Plan
 from torchmn.compression import Float16
 from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
-from torchmn.schedules import EveryStep
+from torchmn.schedules import EveryStep, EveryStepNextForward
 from torchmn.testing import run_ranks
 from torchmn.topology import Topology
 
 MAX_TURNS = 2 * tuner.MAX_TRIALS + 1
-MAX_STEPS = tuner.NUM_WARM_UP + tuner.NUM_TIMED + MAX_TURNS * (tuner.NUM_TIMED + 2)
+MAX_TURN_STEPS = EveryStepNextForward.num_warm_up_steps + tuner.NUM_TIMED
+MAX_STEPS = tuner.NUM_WARM_UP + tuner.NUM_TIMED + MAX_TURNS * MAX_TURN_STEPS
 ALLOWED = {
     "stale": "double_buffering",
     "deferred": "every_step_next_forward",

@@ -267,13 +267,13 @@ def test_what_training_changes_meanwhile_is_not_saved(tmp_path: Path) -> None:
         with torch.no_grad():
             model.weight.fill_(1.0)
         checkpointer = checkpointer_of(comm, tmp_path)
-        gate = threading.Event()
+        may_write = threading.Event()
         original = checkpointer._writer.write
-        checkpointer._writer.write = lambda request: (gate.wait(20), original(request))[1]
+        checkpointer._writer.write = lambda request: (may_write.wait(20), original(request))[1]
         checkpointer.save(1, {"model": model})
         with torch.no_grad():
             model.weight.fill_(2.0)
-        gate.set()
+        may_write.set()
         checkpointer.finish()
         checkpointer.resume({"model": model})
         return float(model.weight.detach().sum()) / model.weight.numel()
@@ -285,11 +285,11 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
     def rank_main(comm: torchmn.Communicator) -> tuple[float, str]:
         holder = Holder(1)
         checkpointer = checkpointer_of(comm, tmp_path)
-        gate = threading.Event()
+        may_write = threading.Event()
         original = checkpointer._writer.write
-        checkpointer._writer.write = lambda request: (gate.wait(20), original(request))[1]
+        checkpointer._writer.write = lambda request: (may_write.wait(20), original(request))[1]
         checkpointer.save(1, {"it": holder})
-        opener = threading.Timer(0.3, gate.set)
+        opener = threading.Timer(0.3, may_write.set)
         opener.start()
         checkpointer.save(2, {"it": holder})
         checkpointer.finish()

@@ -102,7 +102,7 @@ def test_job_that_runs_and_is_killed(tmp_path: Path, other_job: subprocess.Popen
 
 
 def test_job_that_is_stopped_is_alive(tmp_path: Path, other_job: subprocess.Popen[str]) -> None:
-    """A scheduler may suspend a job: nobody takes its folder."""
+    """A scheduler may suspend a job: no other takes its folder."""
     other_job.send_signal(signal.SIGSTOP)
     with pytest.raises(UsageError, match="belongs to another job"):
         create(tmp_path)
@@ -112,6 +112,22 @@ def test_job_that_ends_leaves_the_folder(tmp_path: Path, other_job: subprocess.P
     other_job.communicate("")
     assert names(tmp_path) == ["step-00000007"]
     create(tmp_path)
+
+
+def test_two_checkpointers_of_one_process(tmp_path: Path) -> None:
+    """A cell of a notebook that was run twice: the folder is owned until both are closed."""
+
+    def rank_main(comm: torchmn.Communicator) -> bool:
+        first, second = checkpointer_of(comm, tmp_path), checkpointer_of(comm, tmp_path)
+        first.close()
+        comm.barrier()
+        is_owned = (tmp_path / "a run" / OWNER).exists()
+        second.save(8, {"model": nn.Linear(2, 2)})  # with a warning if its file is gone
+        second.finish()
+        return is_owned
+
+    assert on_ranks(rank_main, 2) == [True, True]
+    assert names(tmp_path) == ["step-00000008"]
 
 
 @pytest.mark.usefixtures("soon")

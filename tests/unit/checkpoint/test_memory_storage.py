@@ -127,7 +127,7 @@ def test_the_newest_of_disk_and_memory_is_taken(
         checkpointer.finish()
         checkpointer.close()
 
-    def go_on(comm: Communicator) -> tuple[int, float]:
+    def resume(comm: Communicator) -> tuple[int, float]:
         checkpointer = create_multi_node_checkpointer(comm, tmp_path, "x")
         value = Value(0.0)
         step = checkpointer.resume({"value": value})
@@ -138,10 +138,10 @@ def test_the_newest_of_disk_and_memory_is_taken(
         run_ranks(train, 2)
     host.begin(host.complete())
     with inside(host):
-        assert run_ranks(go_on, 2) == [(expected, float(expected))] * 2
+        assert run_ranks(resume, 2) == [(expected, float(expected))] * 2
     host.begin(host.complete())
     with inside(host):  # on another number of ranks
-        assert run_ranks(go_on, 3) == [(expected, float(expected))] * 3
+        assert run_ranks(resume, 3) == [(expected, float(expected))] * 3
 
 
 def test_a_damaged_copy_is_passed_over_with_a_warning(host: OneHost, tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_damaged_copy_is_passed_over_with_a_warning(host: OneHost, tmp_path: P
         checkpointer.finish()
         checkpointer.close()
 
-    def go_on(comm: Communicator) -> int:
+    def resume(comm: Communicator) -> int:
         checkpointer = create_multi_node_checkpointer(comm, tmp_path, "x")
         step = checkpointer.resume({"value": Value(0.0)})
         checkpointer.close()
@@ -165,7 +165,7 @@ def test_a_damaged_copy_is_passed_over_with_a_warning(host: OneHost, tmp_path: P
             held[-1] ^= 1
     host.begin(host.complete())
     with inside(host), pytest.warns(RuntimeWarning, match="memory of the hosts is not valid"):
-        assert run_ranks(go_on, 1) == [5]
+        assert run_ranks(resume, 1) == [5]
 
 
 def test_a_finished_checkpoint_is_announced_once_by_the_leader(

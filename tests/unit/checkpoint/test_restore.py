@@ -191,7 +191,7 @@ def one_step(path: Path, create: Any, num_ranks: int) -> list[Any]:
 def test_another_class_of_optimizer(
     tmp_path: Path, before: Any, after: Any, num_ranks: int
 ) -> None:
-    """One sentence instead of a KeyError in the first step, and nothing is loaded."""
+    """One message instead of a KeyError in the first step, and nothing is loaded."""
     assert one_step(tmp_path, before, 1) == [0]
     names = ["SGD", "Adam"] if before is not multi_node_adam else ["Adam", "SGD"]
     for text, is_unchanged in one_step(tmp_path, after, num_ranks):

@@ -113,7 +113,7 @@ def test_retention_never_removes_the_newest_or_the_best() -> None:
     assert gone == [f"step-{step:08d}" for step in (2, 3, 4)]
     gone = checkpoints_to_delete(good, [], "step-00000005", keep=2, best=Best("x", "min"))
     assert gone == [f"step-{step:08d}" for step in (1, 2, 3)]
-    # Someone went back to step 2 and saved 3 again: what comes later does not push it out.
+    # A user went back to step 2 and saved 3 again: what comes later does not push it out.
     assert "step-00000003-2" not in checkpoints_to_delete(
         good | {"step-00000003-2": manifest()}, [], "step-00000003-2", keep=1, best=None
     )

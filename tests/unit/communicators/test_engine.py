@@ -103,6 +103,25 @@ def test_after_a_failed_exchange_further_calls_raise(engine: Engine, kind, way) 
     assert later == []
 
 
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, MemoryError, CommunicationError])
+@pytest.mark.parametrize("has_peers", [True, False])
+def test_an_error_of_this_rank_alone(kind: type[BaseException], has_peers: bool) -> None:
+    """Others may wait in the middle of the exchange, if there are others: Ctrl-C in a notebook."""
+
+    def fail() -> None:
+        raise kind("here only")
+
+    engine = Engine(CPU, has_peers=has_peers)
+    with pytest.raises(kind, match="here only"):
+        engine.call(fail)
+    if has_peers:
+        with pytest.raises(CommunicationError, match="after an exchange failed: here only"):
+            engine.call(lambda: 1)
+    else:
+        assert engine.call(lambda: 1) == 1
+    engine.close()
+
+
 def test_close_completes_the_queue_and_rejects_more() -> None:
     engine = Engine(CPU)
     done: list[int] = []

@@ -87,7 +87,7 @@ def test_the_end_of_the_connection_is_seen_after_the_last_message(
     while other.is_open:
         messages += other.collect()
     assert messages == [Exit(returncode=3, ended_at=1.5, ended_by="itself")]
-    other.post(Terminate(signum=15))  # nobody is there: no error
+    other.post(Terminate(signum=15))  # no peer is there: no error
 
 
 def test_a_connection_closed_by_the_peer_is_not_silent(pair: tuple[Channel, Channel]) -> None:

@@ -32,7 +32,7 @@ VERSIONS = {"torch": "2.13"}
 
 
 class NoListener:
-    """Nobody connects: the tests admit channels themselves."""
+    """No client connects: the tests admit channels themselves."""
 
     def admit(self) -> list[tuple[Channel, Message]]:
         return []

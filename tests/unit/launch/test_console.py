@@ -17,10 +17,10 @@ def test_streams_are_separate() -> None:
     output = RankOutput(out, err)
     output.lines(0, "out", ["a", ""])
     output.lines(11, "err", ["b"])
-    output.say("a sentence.")
+    output.say("a text.")
     output.quote("as it is")
     assert out.getvalue() == "[0] a\n[0] \n"
-    assert err.getvalue() == "[11] b\ntorchmn: a sentence.\nas it is\n"
+    assert err.getvalue() == "[11] b\ntorchmn: a text.\nas it is\n"
 
 
 def test_progress_bars_only_on_terminals() -> None:

@@ -237,14 +237,14 @@ def test_ssh_commands_do_not_show_the_secret() -> None:
     assert (first.ranks, second.ranks) == (range(2), range(2, 3))
     assert [one["env"]["RANK"] for one in order_of(first)] == ["0", "1"]
     (order,) = order_of(second)
-    told = order["env"]
-    assert (told["RANK"], told["LOCAL_RANK"], told["GROUP_RANK"]) == ("2", "0", "1")
-    assert (told["WORLD_SIZE"], told["LOCAL_WORLD_SIZE"], told["GROUP_WORLD_SIZE"]) == (
+    sent = order["env"]
+    assert (sent["RANK"], sent["LOCAL_RANK"], sent["GROUP_RANK"]) == ("2", "0", "1")
+    assert (sent["WORLD_SIZE"], sent["LOCAL_WORLD_SIZE"], sent["GROUP_WORLD_SIZE"]) == (
         *("3", "1", "2"),
     )
-    assert (told["MINE"], told["NCCL_DEBUG"]) == ("1", "INFO")
-    assert "OTHERS" not in told
-    assert told["TORCHMN_SECRET"] == env["TORCHMN_SECRET"]
+    assert (sent["MINE"], sent["NCCL_DEBUG"]) == ("1", "INFO")
+    assert "OTHERS" not in sent
+    assert sent["TORCHMN_SECRET"] == env["TORCHMN_SECRET"]
     assert not any(env["TORCHMN_SECRET"] in word for word in (*first.argv, *second.argv))
 
 

@@ -1,4 +1,4 @@
-"""A replica that went astray is named: by `ReplicaCheck` every N steps, by a checkpoint anyway."""
+"""A replica that has diverged is named: by `ReplicaCheck` every N steps, by a checkpoint anyway."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Training:
         loss_of(self.model, batch(self.comm.rank, number)).backward()
         self.optimizer.step()
 
-    def go_astray(self) -> None:
+    def diverge(self) -> None:
         """One bit of one element."""
         with torch.no_grad():
             self.model[2].bias.view(torch.int64)[0] ^= 1
@@ -63,7 +63,7 @@ def test_one_flipped_bit_is_named(num_ranks: int) -> None:
         for step in range(6):
             training.step(step)
             if step == 4 and comm.rank == 1:
-                training.go_astray()
+                training.diverge()
             if step < 5:
                 check.step_ended()
         with pytest.raises(RankMismatchError) as caught:
@@ -86,13 +86,13 @@ def test_warning_continues_and_the_report_has_gradients_that_were_not_finite() -
         value = float("nan") if comm.rank == 1 else 1.0
         (loss_of(training.model, batch(comm.rank, 0)) * value).backward()
         if comm.rank == 1:
-            training.go_astray()
+            training.diverge()
         check.step_ended()
         return check.report()
 
-    with pytest.warns(RuntimeWarning, match="not finite before") as said:
+    with pytest.warns(RuntimeWarning, match="not finite before") as warned:
         report = run_ranks(rank_main, 2)[0]
-    assert len(said) == 1  # one rank says it
+    assert len(warned) == 1  # one rank warns
     assert report.differences[0][1].name == "2.bias"
     assert "rank" in report.nonfinite[0]
     assert report.nonfinite[0] in str(report)
@@ -119,35 +119,35 @@ def test_replicas_that_differ_by_design_are_not_compared(tmp_path: Path) -> None
 @pytest.mark.parametrize("check_replicas", [True, "warn", False])
 def test_at_each_checkpoint(tmp_path: Path, check_replicas: Any) -> None:
     def rank_main(comm: torchmn.Communicator) -> list[str]:
-        said: list[str] = []
+        warned: list[str] = []
         training = Training(comm)
         state = {"model": training.model, "optimizer": training.optimizer}
         checkpointer = torchmn.create_multi_node_checkpointer(
             comm, tmp_path, "run", check_replicas=check_replicas
         )
-        checkpointer._warn = said.append
+        checkpointer._warn = warned.append
         training.step(0)
         checkpointer.save(1, state)
         training.step(1)
         if comm.rank == 2:
-            training.go_astray()
+            training.diverge()
         checkpointer.save(2, state)
         try:
             checkpointer.finish()
         except RankMismatchError as error:
-            said.append(str(error))
-        return said
+            warned.append(str(error))
+        return warned
 
-    said = run_ranks(rank_main, 3)
+    warned = run_ranks(rank_main, 3)
     written = sorted(path.name for path in (tmp_path / "run").iterdir())
     words = "after step 2 in 'model/2.bias': rank 2 differs from ranks 0, 1"
     if check_replicas is True:
-        assert all(words in texts[0] for texts in said)
+        assert all(words in texts[0] for texts in warned)
         assert written == ["step-00000001"]
     else:
         assert written == ["step-00000001", "step-00000002"]
-        assert [len(texts) for texts in said] == [int(check_replicas == "warn"), 0, 0]
-        assert not said[0] or words in said[0][0]
+        assert [len(texts) for texts in warned] == [int(check_replicas == "warn"), 0, 0]
+        assert not warned[0] or words in warned[0][0]
 
 
 def test_buffers_are_each_ranks_own() -> None:

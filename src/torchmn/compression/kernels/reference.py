@@ -136,7 +136,8 @@ def _encode_rows(
             span = torch.where(is_usable, torch.minimum(span, typical), span)
         is_zero = span < MIN_BLOCK_RANGE
         low = torch.where(is_zero, 0.0, span / spec.levels)
-        high = torch.where(is_zero, 0.0, spec.levels / span)
+        inverse = torch.full_like(span, spec.levels) / span  # number / tensor rounds twice
+        high = torch.where(is_zero, 0.0, inverse)
     bad = ~(torch.isfinite(largest) & torch.isfinite(low) & torch.isfinite(high))
     if spec.bits == 1 and spec.is_stochastic:
         width = high - low

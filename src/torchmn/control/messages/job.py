@@ -87,8 +87,9 @@ class Exit(Record, frozen=True, kw_only=True):
     """Agent: the script has exited.
 
     ``returncode`` is minus the signal if a signal ended it. ``ended_at`` is in seconds since the
-    epoch. ``ended_by`` is who asked it to end: empty, the supervisor, or another program, such as
-    mpirun. ``note`` describes the end where the return code is a guess, or not all that is known.
+    epoch. ``ended_by`` is who ended it: the script itself, the supervisor, or something outside of
+    the job, such as mpirun. ``note`` describes the end where the return code is a guess, or not all
+    that is known.
     """
 
     returncode: int

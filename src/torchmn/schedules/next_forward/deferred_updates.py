@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torchmn.errors import UnsupportedError, UsageError
 from torchmn.gradients.buckets import is_dense
 from torchmn.gradients.model_hooks import ModelHooks, is_compiled_call
+from torchmn.profiling import recording
 from torchmn.schedules.next_forward.parameter_access import listen, put_back
 from torchmn.schedules.next_forward.partial_step import PartialStep
 from torchmn.schedules.next_forward.pending_gradient import GradientUnderWay, MeansUnderWay
@@ -109,9 +110,11 @@ class DeferredUpdates:
         for parameter in due:
             kept.append((parameter, parameter.grad))
             parameter.grad = means[parameter] if self._pending.pop(parameter).is_present else None
+        before = recording.enter("optimizer")
         try:
             self._step.update(due)
         finally:
+            recording.leave(before)
             for parameter, grad in kept:
                 parameter.grad = grad
 

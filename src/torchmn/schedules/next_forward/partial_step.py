@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
+
+from torchmn.profiling.observers import OptimizerStepHook
 
 SEPARABLE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
@@ -41,14 +43,19 @@ def sees_steps(optimizer: Optimizer, num_own_hooks: int) -> str | None:
     if (
         len(optimizer._optimizer_step_pre_hooks) > num_own_hooks
         or optimizer._optimizer_step_post_hooks
-        or torch_optimizer._global_optimizer_pre_hooks
-        or torch_optimizer._global_optimizer_post_hooks
+        or _sees_gradients(torch_optimizer._global_optimizer_pre_hooks)
+        or _sees_gradients(torch_optimizer._global_optimizer_post_hooks)
     ):
         return "a step hook is registered on the optimizer"
     own_step = vars(optimizer).get("step")
     if own_step is not None and not getattr(own_step, "_wrapped_by_lr_sched", False):
         return "the optimizer's step() was replaced"
     return None
+
+
+def _sees_gradients(hooks: Mapping[int, object]) -> bool:
+    """Whether any of these may look at gradients: those of the record of steps do not."""
+    return any(not isinstance(hook, OptimizerStepHook) for hook in hooks.values())
 
 
 class PartialStep:

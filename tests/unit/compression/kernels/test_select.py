@@ -75,6 +75,7 @@ LENGTHS = st.lists(st.integers(1, 3000), min_size=0, max_size=4)
 @example([], 8, 512, torch.float32, True, False, 0)
 @example([1], 1, 32, torch.float32, True, False, 0)
 @example([1, 1024], 4, 512, torch.float64, True, True, 0)
+@example([1, 1023, 1864], 8, 32, torch.float64, False, False, 0)  # nearly half between two codes
 def test_bits_are_the_reference(
     compiled: Kernels,
     lengths: list[int],

@@ -234,7 +234,7 @@ def test_rank_0_alone_downloads(tmp_path: Path, mirror: tuple[str, list[str]]) -
     assert len(requests) == 4
 
 
-def test_an_error_of_one_rank_is_everyone_s(tmp_path: Path) -> None:
+def test_an_error_of_one_rank_is_raised_by_all(tmp_path: Path) -> None:
     write_mnist_folder(tmp_path / "has" / "mnist", is_packed=True)
     os.mkdir(tmp_path / "lacks")
 
@@ -251,7 +251,7 @@ def test_an_error_of_one_rank_is_everyone_s(tmp_path: Path) -> None:
     assert others == [first] * 2
 
 
-def test_a_failed_download_is_everyone_s(tmp_path: Path) -> None:
+def test_a_failed_download_is_raised_by_all(tmp_path: Path) -> None:
     def attempt(comm):
         try:
             return load_images(

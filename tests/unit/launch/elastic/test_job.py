@@ -84,6 +84,6 @@ def test_rendezvous_that_cannot_listen(tmp_path: Path) -> None:
     assert elastic.parse_address('{"address": "1.2.3.4:29"}') == "1.2.3.4:29"
     with pytest.raises(LaunchError, match="cannot listen at a:29: in use"):
         elastic.parse_address('{"error": "in use"}')
-    for said in ("", "noise", "[]"):
+    for text in ("", "noise", "[]"):
         with pytest.raises(LaunchError, match="a:29 did not start"):
-            elastic.parse_address(said)
+            elastic.parse_address(text)

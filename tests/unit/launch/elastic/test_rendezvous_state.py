@@ -24,7 +24,7 @@ VERSIONS = {"torch": "2.13"}
 
 
 class Play:
-    """RendezvousState, a clock, and what was said to whom."""
+    """RendezvousState, a clock, and what was posted to whom."""
 
     def __init__(self, *hosts: str, min_hosts: int = 1, max_hosts: int = 0, **more: float) -> None:
         limits = Limits(
@@ -51,16 +51,16 @@ class Play:
     def store(self, host: str, number: int, step: int, file: str, *needs: str) -> None:
         self.rounds.on_file_held(host, part(number, step, file, *needs), self.now)
 
-    def said(self, host: str, kind: type[ElasticMessage]) -> list[ElasticMessage]:
+    def posted(self, host: str, kind: type[ElasticMessage]) -> list[ElasticMessage]:
         messages = self.rounds.drain_messages()
         return [each for to, each in messages if to == host and type(each) is kind]
 
     def round(self) -> Round | None:
-        found = self.said(LAUNCHER, Round)
+        found = self.posted(LAUNCHER, Round)
         return found[-1] if found and isinstance(found[-1], Round) else None
 
     def over(self) -> str | None:
-        found = self.said(LAUNCHER, JobEnded)
+        found = self.posted(LAUNCHER, JobEnded)
         return found[-1].text if found and isinstance(found[-1], JobEnded) else None
 
 
@@ -125,7 +125,7 @@ def test_a_failed_worker_restarts_all_and_counts() -> None:
     play.come("a", "b")
     play.rounds.drain_messages()
     play.arrive("a")  # its agent comes back by itself: a worker has failed
-    assert play.said("b", Restart)
+    assert play.posted("b", Restart)
     play.arrive("b")
     found = play.round()
     assert names(found) == ["a", "b"]
@@ -178,9 +178,9 @@ def test_a_host_that_comes_back_waits_for_an_announcement() -> None:
     assert names(play.round()) == ["a"]
     play.come("b")
     posts = play.rounds.drain_messages()
-    assert [type(message) for _, message in posts] == [UserMessage]  # nobody is disturbed
+    assert [type(message) for _, message in posts] == [UserMessage]  # no host is disturbed
     play.rounds.on_checkpoint_saved(40, play.now)
-    assert play.said("a", Restart)
+    assert play.posted("a", Restart)
     play.arrive("a")
     assert names(play.round()) == ["a", "b"]
 
@@ -197,9 +197,9 @@ def test_a_complete_copy_in_memory_is_an_announcement_and_an_old_one_is_not() ->
     play.come("b")
     play.rounds.drain_messages()
     play.store("a", 2, 20, "rank0")
-    assert not play.said("a", Restart)
+    assert not play.posted("a", Restart)
     play.store("a", 2, 20, "manifest", "rank0", "manifest")
-    assert play.said("a", Restart)
+    assert play.posted("a", Restart)
 
 
 def test_a_copy_counts_when_all_its_files_are_held_twice() -> None:
@@ -210,9 +210,9 @@ def test_a_copy_counts_when_all_its_files_are_held_twice() -> None:
     play.store("b", 1, 10, "rank1")
     play.store("a", 1, 10, "manifest", "rank0", "rank1", "manifest")
     play.store("b", 1, 10, "manifest", "rank0", "rank1", "manifest")
-    assert not play.said("a", PruneOlder)  # rank1's is held once
+    assert not play.posted("a", PruneOlder)  # rank1's is held once
     play.store("a", 1, 10, "rank1")
-    assert play.said("a", PruneOlder) == [PruneOlder(checkpoint=StagedCheckpoint(1, 10, "d"))]
+    assert play.posted("a", PruneOlder) == [PruneOlder(checkpoint=StagedCheckpoint(1, 10, "d"))]
 
 
 def test_continues_from_the_newest_whole_copy_that_survivors_hold() -> None:
@@ -259,7 +259,7 @@ def test_who_has_finished_works_again_if_another_fails() -> None:
     play.come("a", "b")
     play.rounds.on_host_finished("a")
     play.arrive("b")
-    assert play.said("a", Restart)
+    assert play.posted("a", Restart)
     play.arrive("a")
     assert names(play.round()) == ["a", "b"]
 
@@ -276,10 +276,10 @@ def test_a_host_lost_after_it_has_finished_is_not_missed() -> None:
 def test_unauthenticated_clients_and_other_versions_are_sent_away() -> None:
     play = Play("a", "b")
     play.come("z")
-    assert play.said("z", Shutdown)
+    assert play.posted("z", Shutdown)
     play.come("a")
     play.come("b", versions={"torch": "2.12"})
-    (leave,) = play.said("b", Shutdown)
+    (leave,) = play.posted("b", Shutdown)
     assert isinstance(leave, Shutdown)
     assert "torch is 2.13 on a and 2.12 on b" in leave.text
 
@@ -292,7 +292,7 @@ def test_a_signal_reaches_all_hosts() -> None:
     assert ("a", Shutdown(signum=signal.SIGINT, text="")) in posts
     assert ("b", Shutdown(signum=signal.SIGINT, text="")) in posts
     play.lose("a")
-    assert not play.said(LAUNCHER, HostLost)  # that is what was asked for
+    assert not play.posted(LAUNCHER, HostLost)  # that is what was asked for
 
 
 @pytest.mark.parametrize(("least", "most"), [(0, 1), (3, 2)])

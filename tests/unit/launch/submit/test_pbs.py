@@ -86,12 +86,12 @@ def test_state_while_it_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "status"), [(0, 0), (3, 3), (85, 85), (137, 137), (271, 143), (-29, 1)]
+    ("reported", "status"), [(0, 0), (3, 3), (85, 85), (137, 137), (271, 143), (-29, 1)]
 )
-def test_exit_status_from_the_history(said: int, status: int) -> None:
+def test_exit_status_from_the_history(reported: int, status: int) -> None:
     """271 is 256 + SIGTERM (qdel); -29 is PBS's own word for the time limit."""
     ask, questions = asked(
-        Answer(returncode=35, err=HAS_FINISHED), Answer(returncode=0, out=FINISHED.format(said))
+        Answer(returncode=35, err=HAS_FINISHED), Answer(returncode=0, out=FINISHED.format(reported))
     )
     state = PBS().state("4256957.pbs02", ask)
     assert state is not None

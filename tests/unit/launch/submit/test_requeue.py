@@ -46,17 +46,17 @@ class JobScript:
 def test_a_job_continues_as_long_as_there_are_newer_checkpoints(tmp_path: Path) -> None:
     job = JobScript(tmp_path, max_requeues=10)
     for number, step in ((2, 10), (3, 25)):
-        said = job.end(85, f"checkpoint of step {step}\n{EXIT}")
-        assert said == f"torchmn: resubmitted as {number}.pbs\n"
-    said = job.end(85, f"checkpoint of step 25\n{EXIT}")
-    assert "no progress since the last time, the newest is the checkpoint of step 25" in said
+        output = job.end(85, f"checkpoint of step {step}\n{EXIT}")
+        assert output == f"torchmn: resubmitted as {number}.pbs\n"
+    output = job.end(85, f"checkpoint of step 25\n{EXIT}")
+    assert "no progress since the last time, the newest is the checkpoint of step 25" in output
 
 
 def test_a_limit_of_resubmissions(tmp_path: Path) -> None:
     job = JobScript(tmp_path, max_requeues=2)
-    said = [job.end(85, f"checkpoint of step {step}\n{EXIT}") for step in (1, 2, 3)]
-    assert [RESUBMITTED in words for words in said] == [True, True, False]
-    assert "this was done 2 times already (--max-requeues)" in said[2]
+    output = [job.end(85, f"checkpoint of step {step}\n{EXIT}") for step in (1, 2, 3)]
+    assert [RESUBMITTED in words for words in output] == [True, True, False]
+    assert "this was done 2 times already (--max-requeues)" in output[2]
 
 
 def test_checkpoints_of_ones_own_only_have_the_limit(tmp_path: Path) -> None:
@@ -65,9 +65,9 @@ def test_checkpoints_of_ones_own_only_have_the_limit(tmp_path: Path) -> None:
 
 
 def test_a_script_that_exits_with_85_by_chance_is_not_resubmitted(tmp_path: Path) -> None:
-    said = JobScript(tmp_path, max_requeues=10).end(85, "checkpoint of step 1\n")
-    assert "not because torchmn.Preemption ended it" in said
-    assert RESUBMITTED not in said
+    output = JobScript(tmp_path, max_requeues=10).end(85, "checkpoint of step 1\n")
+    assert "not because torchmn.Preemption ended it" in output
+    assert RESUBMITTED not in output
 
 
 @pytest.mark.parametrize("status", [0, 1, 143])
@@ -88,13 +88,13 @@ def test_another_end_is_the_end(tmp_path: Path, status: int) -> None:
 def test_a_job_that_is_deleted_is_not_resubmitted(
     tmp_path: Path, progress: str, last: str, continues: bool
 ) -> None:
-    said = JobScript(tmp_path, max_requeues=10).end(85, progress + EXIT, last=last)
-    assert (RESUBMITTED in said) == continues
-    assert ("PBS deletes or requeues this job" in said) != continues
+    output = JobScript(tmp_path, max_requeues=10).end(85, progress + EXIT, last=last)
+    assert (RESUBMITTED in output) == continues
+    assert ("PBS deletes or requeues this job" in output) != continues
 
 
 def test_a_scheduler_that_refuses(tmp_path: Path) -> None:
     job = JobScript(tmp_path, max_requeues=10)
-    said = job.end(85, EXIT, qsub="echo 'qsub: would exceed a limit' >&2; return 1")
-    assert RESUBMITTED not in said
-    assert "submit this job by hand to continue" in said
+    output = job.end(85, EXIT, qsub="echo 'qsub: would exceed a limit' >&2; return 1")
+    assert RESUBMITTED not in output
+    assert "submit this job by hand to continue" in output

@@ -243,7 +243,7 @@ time.sleep({600 if limit == "00:00:02" else 0})
 
 
 def test_directives_precede_the_first_command() -> None:
-    """PBS and Slurm read no directive behind it."""
+    """PBS and Slurm read no directive after it."""
     lines = script(directives=("#PBS -m abe",)).splitlines()
     first = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
     assert lines.index("#PBS -m abe") < first

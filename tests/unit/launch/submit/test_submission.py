@@ -30,7 +30,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "command", "said", "job_id"),
+    ("scheduler", "command", "printed", "job_id"),
     [
         ("pbs", ["qsub"], "4256957.pbs02\n", "4256957.pbs02"),
         ("slurm", ["sbatch", "--parsable"], "7625\n", "7625"),
@@ -44,7 +44,7 @@ def test_the_name_of_the_job(
     monkeypatch: pytest.MonkeyPatch,
     scheduler: str,
     command: list[str],
-    said: str,
+    printed: str,
     job_id: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -52,7 +52,7 @@ def test_the_name_of_the_job(
 
     def answering(argv: Sequence[str]) -> Answer:
         asked.append(list(argv))
-        return Answer(returncode=0, out=said)
+        return Answer(returncode=0, out=printed)
 
     assert submit(tutorial(), SCHEDULERS[scheduler], ask=answering) == job_id
     assert asked == [[*command, "multi_node_training.sh"]]

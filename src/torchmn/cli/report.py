@@ -1,0 +1,108 @@
+"""``torchmn report``: what the records of runs say, as a page, on the terminal or as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchmn.errors import UsageError
+
+
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Log folders of runs, or their folders of records."),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Where to write the page (default: report.html in the first folder)."),
+    ] = None,
+    is_text: Annotated[
+        bool, typer.Option("--text", help="Print the report instead of writing the page.")
+    ] = False,
+    is_json: Annotated[
+        bool, typer.Option("--json", help="Print the report as JSON instead of writing the page.")
+    ] = False,
+    metrics: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|PORT|HOST:PORT",
+            help="Write the state of the run as OpenMetrics text, or serve it to Prometheus.",
+        ),
+    ] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write the phases for TensorBoard.")
+    ] = None,
+) -> None:
+    """Show where the time of the steps of a run goes, what limits it and what to do.
+
+    Runs may continue meanwhile. Several runs with different numbers of ranks show how the training
+    scales.
+    """
+    from torchmn.report.metrics import metrics_server, parse_address, write_metrics
+
+    if sum((is_text, is_json, metrics is not None)) > 1:
+        raise UsageError("--text, --json and --metrics exclude each other: give one of them.")
+    if metrics is None:
+        _report(runs, output, is_text=is_text, is_json=is_json, tensorboard=tensorboard)
+        return
+    if len(runs) > 1:
+        raise UsageError(f"--metrics shows one run, and {len(runs)} are named.")
+    address = parse_address(metrics)
+    if address is None:
+        write_metrics(runs[0], Path(metrics))
+        return
+    with metrics_server(runs[0], address) as server:
+        host, port = server.server_address[:2]
+        typer.echo(f"torchmn: serving http://{host!s}:{port}/metrics until interrupted", err=True)
+        server.serve_forever()
+
+
+def _report(
+    folders: list[Path],
+    output: Path | None,
+    *,
+    is_text: bool,
+    is_json: bool,
+    tensorboard: Path | None,
+) -> None:
+    from rich.console import Console
+
+    from torchmn.profiling.run_reader import MAX_NBYTES, read_run
+    from torchmn.report.as_json import as_json
+    from torchmn.report.findings import find
+    from torchmn.report.page import page, plotly_script
+    from torchmn.report.scaling import scaling_of
+    from torchmn.report.summary import summarize
+    from torchmn.report.tensorboard import summary_writer, write_scalars
+    from torchmn.report.text import show, show_findings
+
+    writer_class = None if tensorboard is None else summary_writer()
+    script = "" if is_text or is_json else plotly_script()
+    max_nbytes = MAX_NBYTES // len(folders)
+    summaries = [summarize(read_run(folder, max_nbytes=max_nbytes)) for folder in folders]
+    reports = [(summary, find(summary)) for summary in summaries]
+    scaling = scaling_of(summaries) if len(summaries) > 1 else None
+    if tensorboard is not None:
+        for number, summary in enumerate(summaries):
+            own = tensorboard if len(summaries) == 1 else tensorboard / f"run{number}"
+            write_scalars(summary, own, writer_class=writer_class)
+    if is_json:
+        typer.echo(json.dumps(as_json(reports, scaling), indent=1))
+    elif is_text:
+        show(Console(), reports, scaling)
+    else:
+        folder = summaries[0].run.folder
+        file = output or (folder.parent if folder.name == "steps" else folder) / "report.html"
+        try:
+            file.write_text(page(reports, scaling, script=script), errors="replace")
+        except OSError as error:
+            raise UsageError(
+                f"The page {str(file)!r} cannot be written: {error.strerror}. "
+                "Choose another file with --output."
+            ) from None
+        show_findings(Console(), reports)
+        typer.echo(f"torchmn: the report is in {file}", err=True)

@@ -1,0 +1,159 @@
+"""Predictions as a table, as JSON and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.table import Table
+
+from torchmn.errors import UsageError
+from torchmn.planning.description import Description, Setting
+from torchmn.planning.prediction import Prediction
+from torchmn.planning.what_pays import Change
+
+
+def table_of(known: Description, predictions: Sequence[Prediction]) -> Table:
+    """One row per prediction."""
+    table = Table(title=known.title or None, caption="a step, and its parts, in milliseconds")
+    for column in ("hosts", "ranks", "link", "schedule", "codec", "batch"):
+        table.add_column(column, justify="left" if column in ("schedule", "codec") else "right")
+    for column in ("step", "from .. to", "compute", "coding", "exchange", "slowest rank",
+                   "samples/s", "speed-up", "efficiency"):  # fmt: skip
+        table.add_column(column, justify="right")
+    for each in predictions:
+        setting, step = each.setting, each.step
+        table.add_row(
+            str(setting.hosts),
+            str(setting.num_ranks),
+            "-" if setting.hosts == 1 else link_text(known, setting),
+            setting.schedule,
+            setting.codec,
+            str(each.samples),
+            f"{each.seconds * 1e3:.1f}",
+            f"{each.low_s * 1e3:.0f} .. {each.high_s * 1e3:.0f}",
+            f"{step.compute_s * 1e3:.1f}",
+            f"{step.coding_s * 1e3:.1f}",
+            f"{step.exposed_s * 1e3:.1f}",
+            f"{step.straggler_s * 1e3:.1f}",
+            f"{each.samples_per_s:.4g}",
+            f"{each.speed_up:.2f}",
+            f"{each.efficiency:.1%}",
+        )
+    return table
+
+
+def changes_table(changes: Sequence[Change]) -> Table:
+    """What would pay."""
+    table = Table(title="what would pay", caption="samples/s of all ranks, relative to now")
+    table.add_column("change")
+    for column in ("samples/s", "step", "from .. to", "efficiency"):
+        table.add_column(column, justify="right")
+    for change in changes:
+        each = change.prediction
+        table.add_row(
+            change.text,
+            f"x {change.gain:.2f}",
+            f"{each.seconds * 1e3:.1f} ms",
+            f"{each.low_s * 1e3:.0f} .. {each.high_s * 1e3:.0f}",
+            f"{each.efficiency:.1%}",
+        )
+    return table
+
+
+def link_text(known: Description, setting: Setting) -> str:
+    """The link of a setting."""
+    if setting.rate is not None:
+        return setting.rate
+    if known.link is None:
+        return "-"
+    if known.link.bandwidth_bytes_per_s is None:
+        return known.link.rate or "-"
+    return f"{known.link.bandwidth_bytes_per_s * 8e-9:.3g} Gb/s"
+
+
+def as_json(
+    known: Description,
+    predictions: Sequence[Prediction],
+    changes: Sequence[Change],
+    refused: Sequence[str],
+) -> dict[str, Any]:
+    """Everything that the tables show, as numbers, with the description."""
+    return {
+        "description": msgspec.to_builtins(known),
+        "predictions": [_row(each) for each in predictions],
+        "what_pays": [
+            {"change": change.text, "gain": change.gain, **_row(change.prediction)}
+            for change in changes
+        ],
+        "not_predicted": list(refused),
+    }
+
+
+def _row(each: Prediction) -> dict[str, Any]:
+    return {
+        "setting": msgspec.to_builtins(each.setting),
+        "samples": each.samples,
+        "step_s": each.seconds,
+        "low_s": each.low_s,
+        "high_s": each.high_s,
+        "compute_s": each.step.compute_s,
+        "coding_s": each.step.coding_s,
+        "exposed_s": each.step.exposed_s,
+        "straggler_s": each.step.straggler_s,
+        "samples_per_s": each.samples_per_s,
+        "speed_up": each.speed_up,
+        "efficiency": each.efficiency,
+        "notes": list(each.notes),
+    }
+
+
+def draw(known: Description, predictions: Sequence[Prediction], path: Path) -> None:
+    """Efficiency over the number of ranks, a line for each other setting, with error bars.
+
+    Raises UsageError: matplotlib is not installed, or the file's ending is not a format of it.
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise UsageError(
+            "Pictures need matplotlib, which is not installed: pip install matplotlib."
+        ) from None
+    lines: dict[str, list[Prediction]] = {}
+    for each in predictions:
+        setting = each.setting
+        name = ", ".join(
+            (setting.schedule, setting.codec, link_text(known, setting), f"batch {each.samples}")
+        )
+        lines.setdefault(name, []).append(each)
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    for name, of_line in lines.items():
+        of_line.sort(key=lambda each: each.setting.num_ranks)
+        ranks = [each.setting.num_ranks for each in of_line]
+        axes.plot(ranks, [100 * each.efficiency for each in of_line], marker="o", label=name)
+        axes.fill_between(
+            ranks,
+            [100 * each.alone_s / each.high_s for each in of_line],
+            [100 * each.alone_s / each.low_s for each in of_line],
+            alpha=0.15,
+        )
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlabel("ranks")
+    axes.set_ylabel("speed of a rank, % of its speed alone")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.set_title(known.title or "predicted efficiency")
+    axes.legend(fontsize="small")
+    figure.tight_layout()
+    try:
+        figure.savefig(path, dpi=150)
+    except ValueError as error:
+        raise UsageError(f"{path} cannot be drawn: {error}") from None
+    finally:
+        pyplot.close(figure)

@@ -1,0 +1,121 @@
+"""Traces of all ranks in one file for Perfetto (ui.perfetto.dev) or chrome://tracing.
+
+Each rank's times become those of rank 0's clock. A rank has a process for each process and GPU that
+torch's profiler has seen, and one more for the phases, exchanges and collectives of torchmn.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torchmn.control.private_files import open_private
+from torchmn.errors import DataError
+
+MERGED = "trace.json.gz"
+_KEY, _CLOCK_EVENT = "torchmn", "torchmn clock"
+_MAX_PROCESSES = 1000
+"""Of one rank."""
+_TRACKS = ("phases", "exchanges", "collectives")
+Event = dict[str, Any]
+
+
+def merge_traces(folder: Path) -> Path | None:
+    """Merge the traces in a folder into its `MERGED`; None if it has none.
+
+    Raises DataError: none of the files can be read.
+    """
+    paths = sorted(folder.glob("*.json"))
+    if not paths:
+        return None
+    found, problems = [], []
+    for path in paths:
+        try:
+            trace = json.loads(path.read_text())
+            found.append((int(trace[_KEY]["rank"]), trace))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            problems.append(f"{path.name}: {type(error).__name__}: {error}")
+    if not found:
+        raise DataError(f"No trace in {folder} can be read: {'; '.join(problems)}.")
+    found.sort(key=lambda pair: pair[0])
+    starts = [_clock_us(trace) for _, trace in found]
+    begin_us = min(own["clock_s"] + own["offset_s"] for own in (t[_KEY] for _, t in found)) * 1e6
+    events: list[Event] = []
+    for (rank, trace), start_us in zip(found, starts, strict=True):
+        events += _events_of(rank, trace, start_us, begin_us)
+    merged = folder / MERGED
+    content = json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
+    with open(merged, "wb", opener=open_private) as raw, gzip.open(raw, "wb", 5) as file:
+        file.write(content.encode())
+    return merged
+
+
+def _clock_us(trace: dict[str, Any]) -> float | None:
+    """When the trace's own clock showed the event whose time we know; None if it is not there."""
+    for event in trace["traceEvents"]:
+        if event.get("name") == _CLOCK_EVENT and event.get("ph") == "X":
+            return float(event["ts"])
+    return None
+
+
+def _events_of(
+    rank: int, trace: dict[str, Any], start_us: float | None, begin_us: float
+) -> Iterator[Event]:
+    own = trace[_KEY]
+    to_rank_0_us = 1e6 * own["offset_s"] - begin_us
+    label = f"rank {rank} on {own['host']}"
+    error = own["error_s"]
+    clock = "clock not aligned" if error is None else f"clock +- {1e6 * error:.0f} us"
+    pids: dict[object, int] = {}
+    if start_us is not None:
+        shift_us = 1e6 * own["clock_s"] - start_us + to_rank_0_us
+        for event in trace["traceEvents"]:
+            yield _moved(event, rank, label, shift_us, pids)
+    pid = (rank + 1) * _MAX_PROCESSES - 1
+    yield _named("process_name", pid, 0, name=f"{label}: torchmn")
+    yield _named("process_labels", pid, 0, labels=clock)
+    yield _named("process_sort_index", pid, 0, sort_index=rank * _MAX_PROCESSES - 1)
+    for index, track in enumerate(_TRACKS):
+        yield _named("thread_name", pid, index, name=track)
+        yield _named("thread_sort_index", pid, index, sort_index=index)
+    for event in own["events"]:
+        yield {
+            "ph": "X",
+            "cat": "torchmn",
+            "name": event["name"],
+            "pid": pid,
+            "tid": _TRACKS.index(event["track"]),
+            "ts": 1e6 * event["at_s"] + to_rank_0_us,
+            "dur": 1e6 * event["seconds"],
+            "args": event["args"],
+        }
+
+
+def _moved(event: Event, rank: int, label: str, shift_us: float, pids: dict[object, int]) -> Event:
+    """An event of torch's, with a process number and flow of its rank, on the common clock."""
+    pid = event.get("pid")
+    number = pids.setdefault(pid, rank * _MAX_PROCESSES + len(pids) % (_MAX_PROCESSES - 1))
+    moved = {**event, "pid": number}
+    if "ts" in event and event.get("ph") != "M":
+        moved["ts"] = event["ts"] + shift_us
+    if "id" in event:
+        moved["id"] = f"{rank}/{event['id']}"
+    arguments = event.get("args")
+    if event.get("ph") == "M" and isinstance(arguments, dict):
+        if event.get("name") == "process_name":
+            moved["args"] = {"name": f"{label}: {arguments.get('name', '')}"}
+        elif event.get("name") == "process_sort_index":
+            moved["args"] = {"sort_index": number}
+    return moved
+
+
+def _named(kind: str, pid: int, tid: int, **arguments: object) -> Event:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": arguments}
+
+
+def trace_files(folders: Iterable[Path]) -> list[Path]:
+    """The traces of ranks in folders."""
+    return [path for folder in folders for path in sorted(folder.glob("*.json"))]

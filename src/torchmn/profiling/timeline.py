@@ -1,0 +1,90 @@
+"""The two clocks by which a step is measured: the host's, or events on the stream of a GPU.
+
+A mark is a moment. On the host it is a number. On a GPU it is an event, whose time is known once
+the GPU has passed it: marks are compared later, and nothing ever waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+Mark = Any
+"""Of one clock: its own business, but that None is no mark."""
+
+
+class StepClock(Protocol):
+    """Takes marks and compares them."""
+
+    is_host: bool
+    """Whether a mark costs next to nothing, and is known at once."""
+
+    def mark(self) -> Mark:
+        """Now, on this thread: on a GPU, when its current stream gets here."""
+
+    def is_over(self, mark: Mark) -> bool:
+        """Whether a moment is known. Never waits."""
+
+    def seconds(self, begin: Mark, end: Mark) -> float:
+        """From one moment to another, both known."""
+
+
+class HostClock:
+    """`time.perf_counter`."""
+
+    is_host = True
+    mark = staticmethod(time.perf_counter)
+
+    def is_over(self, mark: Mark) -> bool:
+        """See `StepClock.is_over`."""
+        return True
+
+    def seconds(self, begin: Mark, end: Mark) -> float:
+        """See `StepClock.seconds`."""
+        return float(end - begin)
+
+
+class GpuEvent(Protocol):
+    """What is used of `torch.cuda.Event`."""
+
+    def record(self) -> object:
+        """On the current stream."""
+
+    def query(self) -> bool:
+        """Whether the stream has passed it."""
+
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds to another event, both passed."""
+
+
+class GpuClock:
+    """Events with times, on the current stream of whichever thread takes a mark."""
+
+    is_host = False
+
+    def __init__(self, new_event: Callable[[], GpuEvent]) -> None:
+        self._new_event = new_event
+
+    def mark(self) -> Mark:
+        """See `StepClock.mark`."""
+        event = self._new_event()
+        event.record()
+        return event
+
+    def is_over(self, mark: Mark) -> bool:
+        """See `StepClock.is_over`."""
+        return bool(mark.query())
+
+    def seconds(self, begin: Mark, end: Mark) -> float:
+        """See `StepClock.seconds`."""
+        return float(begin.elapsed_time(end)) / 1e3
+
+
+def clock_of(device: str) -> StepClock:
+    """The clock of a device, by its type."""
+    if device != "cuda":
+        return HostClock()
+    import torch
+
+    return GpuClock(lambda: torch.cuda.Event(enable_timing=True))

@@ -1,0 +1,67 @@
+"""``torchmn plan`` from a description."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.unit.planning.descriptions import TEXT
+from torchmn.cli.main import app
+from torchmn.errors import UsageError
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "training.toml"
+    path.write_text(TEXT)
+    return str(path)
+
+
+def answer(*args: str) -> str:
+    done = CliRunner().invoke(app, ["plan", *args], env={"COLUMNS": "200"})
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.stdout
+
+
+def test_options_are_combined(file: str) -> None:
+    options = ["--hosts", "2,4", "--links", "1gbit,100mbit", "--codecs", "float32,int8"]
+    found = json.loads(answer(file, *options, "--json"))
+    settings = [row["setting"] for row in found["predictions"]]
+    assert len(settings) == 8
+    assert {setting["hosts"] for setting in settings} == {2, 4}
+    for row in found["predictions"]:
+        assert row["low_s"] < row["step_s"] < row["high_s"]
+        parts = ("compute_s", "coding_s", "exposed_s", "straggler_s")
+        assert row["step_s"] == pytest.approx(sum(row[part] for part in parts))
+    assert found["what_pays"][0]["gain"] >= found["what_pays"][-1]["gain"]
+
+
+def test_tables_and_what_was_left_out(file: str) -> None:
+    text = answer(file, "--codecs", "float32,1bit")
+    assert "a small training" in text
+    assert "what would pay" in text
+    assert "The codec 1bit was not timed" in text
+    assert "rarer delays" in text
+
+
+def test_nothing_to_predict_is_an_error(file: str) -> None:
+    with pytest.raises(UsageError, match="1bit was not timed"):
+        answer(file, "--codecs", "1bit")
+    with pytest.raises(UsageError, match="--hosts 'two' must be whole numbers"):
+        answer(file, "--hosts", "two")
+    with pytest.raises(UsageError, match="either one description"):
+        answer(file, file)
+
+
+def test_a_picture(file: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.svg"
+    answer(file, "--links", "1gbit,100mbit", "--picture", str(path))
+    text = path.read_text()
+    assert text.count("every_step, float32") >= 2 or "<svg" in text
+    with pytest.raises(UsageError, match="cannot be drawn"):
+        answer(file, "--picture", str(tmp_path / "plan.wood"))

@@ -1,0 +1,184 @@
+"""``torchmn report`` as a user calls it: text, JSON, metrics, and an error as one line."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.unit.cli.test_main import SOURCES, run
+from tests.unit.recorded_runs import ImitatedRun
+from torchmn.cli.main import main
+from torchmn.profiling.records import PHASES
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Healthy runs on 1, 2 and 4 ranks."""
+    folder = tmp_path_factory.mktemp("runs")
+    return [ImitatedRun(num_ranks=n).write(folder / f"run{n}") for n in (1, 2, 4)]
+
+
+def report(*words: object) -> str:
+    """What the command prints; it must end well."""
+    done = run("-m", "torchmn", "report", *map(str, words))
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(["report", *map(str, words)])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_text(tmp_path: Path) -> None:
+    slow = ImitatedRun(slower={(3, "backward"): 1.5}, num_ranks=4).write(tmp_path)
+    text = " ".join(report(slow, "--text").split())
+    assert re.search(r"1\. 2\d % of each step|1\. 2\d% of each step", text)
+    assert re.search(r"Rank 3 \(host host3\) computes (49|50|51)% longer in backward", text)
+    for word in ("4 ranks on 4 hosts", "backward", "host0 to host1", "samples/s"):
+        assert word in text
+
+
+def test_text_of_several_runs(runs: Sequence[Path]) -> None:
+    text = report(*runs, "--text")
+    assert "speed-up" in text
+    assert "Amdahl's law fits with a serial part of" in text
+    assert text.count("mean step") == 3
+
+
+def test_json(runs: Sequence[Path]) -> None:
+    found = json.loads(report(*runs, "--json"))
+    assert [each["num_ranks"] for each in found["runs"]] == [1, 2, 4]
+    assert [point["num_ranks"] for point in found["scaling"]["points"]] == [1, 2, 4]
+    last = found["runs"][2]
+    assert set(last["phases_s"]) == {"0", "1", "2", "3"}
+    assert sum(last["phases_s"]["0"].values()) == pytest.approx(last["step_s"], rel=0.02)
+    assert last["findings"] == sorted(last["findings"], key=lambda each: -each["share"])
+
+
+def test_metrics_file(runs: Sequence[Path], tmp_path: Path) -> None:
+    file = tmp_path / "torchmn.prom"
+    report(runs[2], "--metrics", file)
+    check_openmetrics(file.read_text())
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def check_openmetrics(text: str) -> None:
+    """Each family has a type and a help, its samples follow it, and the end is marked."""
+    lines = text.splitlines()
+    assert lines[-1] == "# EOF"
+    families: dict[str, int] = {}
+    current = ""
+    for line in lines[:-1]:
+        if line.startswith("# TYPE "):
+            current = line.split()[2]
+            assert current not in families
+            families[current] = 0
+        elif not line.startswith("#"):
+            sample = re.fullmatch(r'(\w+)\{(\w+="[^"]*",?)+\} -?[\d.e+-]+', line)
+            assert sample, line
+            assert sample[1].removesuffix("_total") == current
+            families[current] += 1
+    assert families["torchmn_phase_seconds"] == 4 * len(PHASES)
+    assert families["torchmn_steps"] == 4
+    assert min(families.values()) > 0
+
+
+def test_prometheus_reads_the_text(runs: Sequence[Path], tmp_path: Path) -> None:
+    parser = pytest.importorskip(
+        "prometheus_client.openmetrics.parser", reason="no prometheus-client"
+    )
+    report(runs[2], "--metrics", tmp_path / "file")
+    families = {
+        f.name: f for f in parser.text_string_to_metric_families((tmp_path / "file").read_text())
+    }
+    assert families["torchmn_steps"].samples[0].value == 60
+
+
+@pytest.mark.processes
+def test_metrics_are_served_of_a_run_that_is_going(tmp_path: Path) -> None:
+    folder = ImitatedRun(num_ranks=4, num_steps=20, has_ended=False).write(tmp_path)
+    server = subprocess.Popen(
+        [sys.executable, "-m", "torchmn", "report", str(folder), "--metrics", "0"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": SOURCES, "PATH": "/usr/bin:/bin"},
+    )
+    try:
+        assert server.stderr is not None
+        match = re.search(r"http://\S+/metrics", server.stderr.readline())
+        assert match
+        with urllib.request.urlopen(match[0], timeout=30) as answer:
+            first = answer.read().decode()
+        check_openmetrics(first)
+        assert 'torchmn_steps_total{rank="3",host="host3"} 20' in first
+        ImitatedRun(num_ranks=4, num_steps=30, has_ended=False).write(tmp_path)
+        with urllib.request.urlopen(match[0], timeout=30) as answer:
+            assert 'torchmn_steps_total{rank="3",host="host3"} 30' in answer.read().decode()
+        server.send_signal(signal.SIGINT)
+        assert server.wait(timeout=30) == 130
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def test_wrong_requests(
+    capsys: pytest.CaptureFixture[str], runs: Sequence[Path], tmp_path: Path
+) -> None:
+    assert "it has no steps/rank*.jsonl" in error_of(capsys, tmp_path, "--text")
+    assert "it does not exist" in error_of(capsys, tmp_path / "none", "--text")
+    assert "exclude each other" in error_of(capsys, runs[0], "--text", "--json")
+    assert "shows one run" in error_of(capsys, *runs, "--metrics", "0")
+    assert "at most 65535" in error_of(capsys, runs[0], "--metrics", "70000")
+    assert "cannot be written" in error_of(capsys, runs[0], "--metrics", tmp_path / "no" / "file")
+    assert "cannot be served" in error_of(capsys, runs[0], "--metrics", "203.0.113.1:80")
+
+
+def test_a_page_that_cannot_be_written(
+    capsys: pytest.CaptureFixture[str], runs: Sequence[Path], tmp_path: Path
+) -> None:
+    pytest.importorskip("plotly", reason="no plotly: install it with 'make setup'")
+    line = error_of(capsys, runs[0], "--output", tmp_path / "none" / "page.html")
+    assert "cannot be written" in line
+
+
+def test_without_plotly(
+    capsys: pytest.CaptureFixture[str], runs: Sequence[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    assert "pip install 'torchmn[report]'" in error_of(capsys, runs[0])
+
+
+def test_without_a_summary_writer(
+    capsys: pytest.CaptureFixture[str],
+    runs: Sequence[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    line = error_of(capsys, runs[0], "--text", "--tensorboard", tmp_path)
+    assert "pip install tensorboard" in line
+
+
+def test_scalars_of_tensorboard(runs: Sequence[Path], tmp_path: Path) -> None:
+    events = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="no tensorboard"
+    )
+    report(runs[2], "--text", "--tensorboard", tmp_path)
+    found = events.EventAccumulator(str(tmp_path))
+    found.Reload()
+    scalars = found.Scalars("phase_ms/backward")
+    assert [each.step for each in scalars] == list(range(60))
+    assert 40 < scalars[-1].value < 80
