@@ -13,7 +13,10 @@ from torchmn.testing.netlab import Host
 
 _USER = "daemon"
 _RIGHTS = "+dac_override,+dac_read_search,+net_bind_service"  # the last for pbs_iff
-_WITH_ACCESS = ("setpriv", f"--inh-caps={_RIGHTS}", f"--ambient-caps={_RIGHTS}")
+_WITH_ACCESS = (
+    *("setpriv", f"--inh-caps={_RIGHTS}", f"--ambient-caps={_RIGHTS}"),
+    "--securebits=+no_setuid_fixup",
+)
 """Jobs have a user, since pbs_mom sees no process of root, and takes such a job for ended when it
 signals it. This user may read and write what root may: the checkout, and the tests' folders."""
 PREFIX = Path(os.environ.get("OPENPBS_PREFIX", "/opt/openpbs"))
@@ -109,7 +112,6 @@ class PBS(Cluster):
         conf = str(self._conf(node))
         command = [
             *_WITH_ACCESS,
-            "--securebits=+no_setuid_fixup",
             PREFIX / "sbin" / "pbs_mom",
             "-N",
         ]
