@@ -44,8 +44,8 @@ SIGNALLED = Row(
     statuses=(0, 0, 0),
 )
 TAKEN_AWAY = Row(
-    what="A job of higher priority, `qmod -rj`, `qrerun`, with `--requeue`",
-    sees="SIGTERM (Grid Engine: SIGUSR2)",
+    what="A job of higher priority (Grid Engine: suspension), `qrerun`, with `--requeue`",
+    sees="SIGTERM (Grid Engine: SIGUSR1)",
     statuses=(0, 0, 0),
 )
 NODE_FAILED = Row(what="A node fails", sees="the others: SIGTERM", statuses=(1, 1, 255))

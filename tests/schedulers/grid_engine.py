@@ -166,18 +166,14 @@ class GridEngine(Cluster):
         return bool(self.ask("qstat").strip())
 
     def preempt(self, job: str) -> None:
-        """As an administrator does who needs the nodes: no job starts until it has left them.
+        """Suspend it, as a queue does to the jobs of those that are subordinate to it.
 
-        Grid Engine itself would start it where its former tasks still run, and lose that start.
+        `qmod -rj` starts a job again at once, and where its former tasks are still known to a host
+        this start is lost: Grid Engine tries again five minutes later.
         """
-        self.ask("qmod", "-d", "all.q")
-        self.ask("qmod", "-rj", job)
-        known = self.folder / "execd"
-        self.wait_for(
-            lambda: not [path for path in known.glob("*/*jobs/**/*") if path.is_file()],
-            "end of the job's tasks",
-        )
-        self.ask("qmod", "-e", "all.q")
+        self.ask("qmod", "-sj", job)
+        self.wait_for(lambda: not list((self.folder / "execd").glob("*/active_jobs/*")), "end")
+        self.ask("qmod", "-usj", job)
 
     def fail_node(self, host: Host) -> None:
         self.lab.cut_link(host)
