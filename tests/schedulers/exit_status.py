@@ -24,9 +24,9 @@ class Row:
 ALL_EXIT = Row(what="All ranks exit with status 3", sees="-", statuses=(3, 3, 3))
 NO_QUEUE = Row(what="There is no such queue", sees="is not started", statuses=(1, 1, 1))
 CANCELLED = Row(
-    what="`scancel`, `qdel`; the ranks save",
-    sees="SIGTERM (Grid Engine: SIGUSR2, with `--requeue`)",
-    statuses=(85, 85, 85),
+    what="`scancel`, `qdel`; the ranks save if they can",
+    sees="SIGTERM (Grid Engine: SIGUSR2, with `--requeue`; OpenPBS: SIGKILL may follow at once)",
+    statuses=(85, 85, 143),
 )
 TOO_LATE = Row(
     what="The time limit passes, the ranks ignore SIGTERM",
@@ -39,13 +39,13 @@ IN_TIME = Row(
     statuses=(0, 0, 0),
 )
 SIGNALLED = Row(
-    what="SIGUSR1 (`scancel --batch`, `--signal`, `qsig`), the ranks save, `--requeue`",
+    what="SIGUSR1 (`--signal`; Slurm: `scancel --batch`), the ranks save, `--requeue`",
     sees="SIGUSR1, once",
     statuses=(0, 0, 0),
 )
 TAKEN_AWAY = Row(
     what="A job of higher priority (Grid Engine: suspension), `qrerun`, with `--requeue`",
-    sees="SIGTERM (Grid Engine: SIGUSR1)",
+    sees="SIGTERM (Grid Engine: SIGUSR1; OpenPBS as above)",
     statuses=(0, 0, 0),
 )
 NODE_FAILED = Row(what="A node fails", sees="the others: SIGTERM", statuses=(1, 1, 255))

@@ -46,7 +46,7 @@ class GridEngine(Cluster):
     shortest_limit = "00:00:20"
     words_of_limit = "h_rt"
     unknown_queue = 'unknown queue "nowhere"'
-    signal_options = ("--signal", 265)  # of five minutes: there is no other way
+    signal_options = ("--signal", 265)  # of five minutes
     tools = ("/usr/sbin/sge_qmaster", "/usr/sbin/sge_execd", "qconf", "qsub", "qacct")
 
     @property

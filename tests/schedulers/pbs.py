@@ -52,6 +52,7 @@ class PBS(Cluster):
     shortest_limit = "00:00:20"
     words_of_limit = "exceeded its walltime"
     unknown_queue = "Unknown queue"
+    signal_options = ("--signal", 265)  # of five minutes
     as_user = (
         *_WITH_ACCESS,
         *(f"--reuid={_USER}", f"--regid={_USER}", "--clear-groups"),
@@ -133,7 +134,7 @@ class PBS(Cluster):
         self.ask("qdel", job)
 
     def send_signal(self, job: str) -> None:
-        self.ask("qsig", "-s", "SIGUSR1", job)
+        """The job script does: `qsig` would end the login shell in which that runs."""
 
     def has_jobs(self) -> bool:
         return bool(self.ask("qstat").strip())
