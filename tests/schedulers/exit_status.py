@@ -24,9 +24,9 @@ class Row:
 ALL_EXIT = Row(what="All ranks exit with status 3", sees="-", statuses=(3, 3, 3))
 NO_QUEUE = Row(what="There is no such queue", sees="is not started", statuses=(1, 1, 1))
 CANCELLED = Row(
-    what="`scancel`, `qdel`; the ranks save if they can",
-    sees="SIGTERM (Grid Engine: SIGUSR2, with `--requeue`; OpenPBS: SIGKILL may follow at once)",
-    statuses=(85, 85, 143),
+    what="`scancel`, `qdel`; the ranks save",
+    sees="SIGTERM (Grid Engine: SIGUSR2, with `--requeue`)",
+    statuses=(85, 85, 85),
 )
 TOO_LATE = Row(
     what="The time limit passes, the ranks ignore SIGTERM",
@@ -45,7 +45,7 @@ SIGNALLED = Row(
 )
 TAKEN_AWAY = Row(
     what="A job of higher priority (Grid Engine: suspension), `qrerun`, with `--requeue`",
-    sees="SIGTERM (Grid Engine: SIGUSR1; OpenPBS as above)",
+    sees="SIGTERM (Grid Engine: SIGUSR1)",
     statuses=(0, 0, 0),
 )
 NODE_FAILED = Row(what="A node fails", sees="the others: SIGTERM", statuses=(1, 1, 255))
