@@ -48,6 +48,7 @@ class Fault:
     plant: Callable[[Testbed, Host, random.Random], set[str]]
     num_hosts: tuple[int, ...] = (2, 3, 4)
     stand_in: str = ""
+    has_own_cores: bool = False
 
     def is_named(self, found: dict[str, Any], places: set[str]) -> bool:
         """Whether the doctor names kind and place, and no other host with it."""
@@ -64,7 +65,11 @@ FAULTS: list[Fault] = []
 
 
 def fault(
-    check: str, *words: str, num_hosts: tuple[int, ...] = (2, 3, 4), stand_in: str = ""
+    check: str,
+    *words: str,
+    num_hosts: tuple[int, ...] = (2, 3, 4),
+    stand_in: str = "",
+    has_own_cores: bool = False,
 ) -> Callable[[Callable[[Testbed, Host, random.Random], set[str] | None]], Any]:
     """Register a function that plants; its name is the kind. It returns the places, if not HOST."""
 
@@ -73,7 +78,7 @@ def fault(
             return function(bed, host, chance) or {host.name}
 
         kind = function.__name__.replace("_", " ")
-        FAULTS.append(Fault(kind, check, words, plant, num_hosts, stand_in))
+        FAULTS.append(Fault(kind, check, words, plant, num_hosts, stand_in, has_own_cores))
         return function
 
     return register
@@ -129,6 +134,7 @@ def lossy_shaping(bed: Testbed, host: Host, chance: random.Random) -> set[str] |
 
 @fault("links", "is idle", num_hosts=(2,))
 def names_on_the_slow_interface(bed: Testbed, host: Host, chance: random.Random) -> set[str] | None:
+    bed.lab.set_rate(_fraction(bed, chance))
     one, two = bed.hosts
     one.run(["ip", "link", "add", "eth1", "type", "veth", "peer", "name", "eth1", "netns",
              two.namespaces["net"]])  # fmt: skip
@@ -197,7 +203,7 @@ def a_host_without_a_shell(bed: Testbed, host: Host, chance: random.Random) -> N
 # ---- cores and memory ---------------------------------------------------------------------------
 
 
-@fault("processors", "is shared", num_hosts=(2,))
+@fault("processors", "is shared", num_hosts=(2,), has_own_cores=True)
 def a_busy_core(bed: Testbed, host: Host, chance: random.Random) -> None:
     bed.background(host, [sys.executable, "-S", "-c", HOG])
 
@@ -222,7 +228,7 @@ def two_ranks_on_one_core(bed: Testbed, host: Host, chance: random.Random) -> No
         bed.background(host, ["taskset", "-c", "0", "sleep", "600"], **place)
 
 
-@fault("processors", "slots, and only", num_hosts=(2,))
+@fault("processors", "slots, and only", num_hosts=(2,), has_own_cores=True)
 def fewer_cores_than_slots(bed: Testbed, host: Host, chance: random.Random) -> set[str] | None:
     bed.slots = chance.choice([2, 4])
     return {each.name for each in bed.hosts}

@@ -27,12 +27,17 @@ exec {enter} "$@"
 
 
 class Testbed:
-    """One lab, for one run. What was planted is removed when ``stack`` is left."""
+    """One lab, for one run. What was planted is removed when ``stack`` is left.
 
-    def __init__(self, stack: ExitStack, num_hosts: int, rate: str | None) -> None:
+    ``has_own_cores``: each host has one core, else all share all. Two virtual cores are often one
+    physical core, of which each is slower while other programs use its sibling.
+    """
+
+    def __init__(
+        self, stack: ExitStack, num_hosts: int, rate: str | None, *, has_own_cores: bool = False
+    ) -> None:
         cores = sorted(os.sched_getaffinity(0))
-        # of two hosts each has cores of its own where there are two
-        own = [{core} for core in cores[:2]] if num_hosts == 2 and len(cores) > 1 else None
+        own = [{core} for core in cores[:num_hosts]] if has_own_cores else None
         self.stack = stack
         self.lab: Lab = stack.enter_context(netlab(num_hosts, rate, cores=own))
         self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="doctor-")))

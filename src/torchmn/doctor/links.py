@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from torchmn.control.codec import Record
-from torchmn.doctor.findings import Finding, Severity, listed, median_of_others
+from torchmn.doctor.findings import Finding, Severity, listed
 from torchmn.doctor.network import NetworkFacts
 from torchmn.doctor.orders import LinkMeasured, Request
 
@@ -119,48 +119,37 @@ def _problems(links: Sequence[Link]) -> Iterator[tuple[list[Link], Describe]]:
     errors = [link for link in links if link.measured.error]
     if errors:
         yield errors, _no_connection
-    good = [link for link in links if not link.measured.error]
-    rates = {str(link.key): link.measured.bytes_per_s for link in good}
-    slow = []
-    for link in good:
-        median = median_of_others(rates, str(link.key))
-        bounds = [link.nominal_bytes_per_s, median or 0.0]
-        if link.measured.bytes_per_s < _MIN_RATIO * max(bounds):
+    good = [link.measured for link in links if not link.measured.error]
+    if not good:
+        return
+    rate = -_best_quarter([-each.bytes_per_s for each in good])
+    latency_s = _best_quarter([each.latency_s for each in good])
+    lost = _best_quarter([each.retransmitted for each in good])
+    slow, late, lossy = [], [], []
+    for link in links:
+        measured = link.measured
+        if measured.error:
+            continue
+        if measured.bytes_per_s < _MIN_RATIO * max(rate, link.nominal_bytes_per_s):
             slow.append(link)
+        elif measured.retransmitted > max(_MAX_RETRANSMITTED, _MAX_LOSS_RATIO * lost):
+            lossy.append(link)
+        if measured.latency_s > max(_MAX_LATENCY_RATIO * latency_s, latency_s + _MIN_LATENCY_S):
+            late.append(link)
     if slow:
-        median = statistics.median(rates.values())
-        yield slow, lambda hosts, where, chosen: _slow(hosts, where, chosen, median)
-    late = _late(good)
+        yield slow, lambda hosts, where, chosen: _slow(hosts, where, chosen, rate)
     if late:
-        latency_s = statistics.median(link.measured.latency_s for link in good)
         yield late, lambda hosts, where, chosen: _long_way(hosts, where, chosen, latency_s)
-    lossy = _lossy(good)
-    if lossy and not slow:
+    if lossy and not slow:  # else the loss is what makes them slow, or follows from it
         yield lossy, _losing
 
 
-def _late(links: Sequence[Link]) -> list[Link]:
-    values = {str(link.key): link.measured.latency_s for link in links}
-    found = []
-    for link in links:
-        median = median_of_others(values, str(link.key))
-        if median is not None and link.measured.latency_s > max(
-            _MAX_LATENCY_RATIO * median, median + _MIN_LATENCY_S
-        ):
-            found.append(link)
-    return found
+def _best_quarter(values: Sequence[float]) -> float:
+    """The value at the end of the lowest quarter.
 
-
-def _lossy(links: Sequence[Link]) -> list[Link]:
-    values = {str(link.key): link.measured.retransmitted for link in links}
-    found = []
-    for link in links:
-        median = median_of_others(values, str(link.key))
-        if median is not None and link.measured.retransmitted > max(
-            _MAX_RETRANSMITTED, _MAX_LOSS_RATIO * median
-        ):
-            found.append(link)
-    return found
+    Not the median: of three hosts a single one takes part in four of six links.
+    """
+    return sorted(values)[len(values) // 4]
 
 
 def _places(
@@ -228,12 +217,12 @@ def _no_connection(hosts: list[str], where: str, links: list[Link]) -> Finding:
     )
 
 
-def _slow(hosts: list[str], where: str, links: list[Link], median: float) -> Finding:
+def _slow(hosts: list[str], where: str, links: list[Link], usual: float) -> Finding:
     rate = statistics.median(link.measured.bytes_per_s for link in links)
     nominal = links[0].nominal_bytes_per_s
-    bound = max(nominal, median)
+    bound = max(nominal, usual)
     beside = f" of {_gbit(nominal)}" if nominal else ""
-    others = "" if rate == median else f", other links {_gbit(median)}"
+    others = f", other links {_gbit(usual)}" if rate < _MIN_RATIO * usual else ""
     lost = statistics.median(link.measured.retransmitted for link in links)
     if lost > _MAX_RETRANSMITTED:
         others += f"; {lost:.1%} of the packets are sent again"
@@ -241,7 +230,8 @@ def _slow(hosts: list[str], where: str, links: list[Link], median: float) -> Fin
         hosts,
         "ill" if rate < _ILL_RATIO * bound else "warning",
         f"{links[0].interface} carries {_gbit(rate)}{beside} Gb/s where {where}{others}",
-        f"A link carries at least {_MIN_RATIO:.0%} of its adapter's speed and of other links.",
+        f"A link carries at least {_MIN_RATIO:.0%} of its adapter's speed and of the fastest "
+        "quarter of links.",
         "Check cable and switch port (ethtool INTERFACE: speed, duplex; ethtool -S: errors), "
         "limits of the cloud or of tc, and what else uses the link.",
         rate * 8e-9,
@@ -249,13 +239,13 @@ def _slow(hosts: list[str], where: str, links: list[Link], median: float) -> Fin
     )
 
 
-def _long_way(hosts: list[str], where: str, links: list[Link], median_s: float) -> Finding:
+def _long_way(hosts: list[str], where: str, links: list[Link], usual_s: float) -> Finding:
     latency_s = statistics.median(link.measured.latency_s for link in links)
     return _finding(
         hosts,
         "warning",
         f"a round trip takes {latency_s * 1e3:.3g} ms where {where}, over {links[0].interface}; on "
-        f"other links {median_s * 1e3:.3g} ms",
+        f"other links {usual_s * 1e3:.3g} ms",
         f"Round trips take at most {_MAX_LATENCY_RATIO:g} times those of other links.",
         "Look for a route by another site (traceroute), a busy host or a congested switch.",
         latency_s * 1e3,
