@@ -33,7 +33,7 @@ test-schedulers: setup
 
 test-launchers: setup
 	@bash scripts/setup_launchers.sh
-	@TORCHMN_TEST_LAUNCHERS=1 $(VENV_PYTHON) -m pytest tests/launchers $(ARGS)
+	@TORCHMN_TEST_LAUNCHERS=1 $(VENV_PYTHON) -m pytest tests/launchers tests/processes/test_exit_status.py $(ARGS)
 
 # One after another, for they measure time; all of them, even if one does not hold its limit.
 bench: setup

@@ -2,10 +2,11 @@
 
     bench_record.py [--units N] [--settings SETTING,...]
 
-Two test hosts with a core each (needs root). All sides are in the same processes and take turns.
+Two ranks with a core each: on this host, or on two test hosts (needs root). All sides are in the
+same processes and take turns.
 The cost is the median step with a record over that without, in pairs. The exposed exchange of the
-record is its share of the step in ``exchange``, ``encode`` and ``decode``; the independent count is
-the time of a step less that of the same step without any exchange, over the step.
+record is the share of the step in ``exchange``, ``encode`` and ``decode``; the independent count is
+the time of a step less that of the same step without any exchange, over the step. Medians.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import os
 import statistics
 import subprocess
 import sys
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +26,16 @@ from record import OUT, Bar, median_bar, ratio_bar, report
 
 SCRIPT = Path(__file__).parent / "record_steps.py"
 SIDES = ("recorded", "plain", "alone")
-EXCHANGE = ("exchange", "encode", "decode")
 SETTINGS = {
-    "mnist-10gbit": ("mnist", "10gbit", 150, "<= 1.03"),
+    "mnist-host": ("mnist", "", 150, "<= 1.03"),
+    "vgg-host": ("vgg", "", 8, "<= 1.01"),
+    "mnist-10gbit": ("mnist", "10gbit", 100, "<= 1.03"),
     "vgg-10gbit": ("vgg", "10gbit", 8, "<= 1.01"),
     "vgg-1gbit": ("vgg", "1gbit", 8, "<= 1.01"),
-    "mnist-1gbit": ("mnist", "1gbit", 80, "<= 1.03"),
+    "mnist-1gbit": ("mnist", "1gbit", 40, None),
     "mnist-100mbit": ("mnist", "100mbit", 8, None),
 }
-"""Model, rate of the links, steps of a turn, limit of the cost."""
+"""Model, rate of the links (none: one host), steps of a turn, limit of the cost."""
 
 
 def main() -> int:
@@ -58,10 +62,12 @@ def _bars(name: str, num_units: int) -> list[Bar]:
     cores = [{own[index % len(own)]} for index in range(2)]
     OUT.mkdir(exist_ok=True)
     medians: dict[str, list[float]] = {side: [] for side in SIDES}
-    means: dict[str, list[float]] = {side: [] for side in SIDES}
     shares: list[float] = []
-    with netlab(2, rate, cores=cores) as lab, (OUT / "record.jsonl").open("a") as file:
-        job = _start(lab, model)
+    with (
+        netlab(2, rate, cores=cores) if rate else nullcontext() as lab,
+        (OUT / "record.jsonl").open("a") as file,
+    ):
+        job = _start(lab, model, cores)
         for side in SIDES:
             _request(job, side, 5)
         for unit in range(num_units):
@@ -70,21 +76,16 @@ def _bars(name: str, num_units: int) -> list[Bar]:
                 medians[side].append(
                     statistics.mean(statistics.median(rank["seconds"]) for rank in ranks)
                 )
-                means[side].append(
-                    statistics.mean(statistics.mean(rank["seconds"]) for rank in ranks)
-                )
                 if side == "recorded":
-                    shares.append(
-                        statistics.mean(
-                            sum(rank["record"].get(phase, 0.0) for phase in EXCHANGE)
-                            / rank["record"]["seconds"]
-                            for rank in ranks
-                        )
-                    )
+                    shares.append(statistics.mean(rank["record"]["exposed"] for rank in ranks))
                 row = {"setting": name, "unit": unit, "side": side, "ranks": ranks}
                 file.write(json.dumps(row) + "\n")
+        for process in job:
+            if process.stdin:
+                process.stdin.close()
+            process.wait()
     counted = [
-        1 - alone / own for own, alone in zip(means["recorded"], means["alone"], strict=True)
+        1 - alone / own for own, alone in zip(medians["recorded"], medians["alone"], strict=True)
     ]
     points = [100 * (share - count) for share, count in zip(shares, counted, strict=True)]
     difference = statistics.median(points)
@@ -106,23 +107,28 @@ def _bars(name: str, num_units: int) -> list[Bar]:
     return bars
 
 
-def _start(lab: Any, model: str) -> list[subprocess.Popen[str]]:
-    """One process on every host; they are killed with the lab."""
+def _start(lab: Any, model: str, cores: list[set[int]]) -> list[subprocess.Popen[str]]:
+    """One process on every test host, which are killed with it; or both on this host."""
     job = []
-    for rank, host in enumerate(lab.hosts):
+    for rank in range(2):
         env = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
-            "MASTER_ADDR": lab.hosts[0].name,
+            "MASTER_ADDR": lab.hosts[0].name if lab else "127.0.0.1",
             "MASTER_PORT": "29500",
-            "GLOO_SOCKET_IFNAME": host.interface,
             "RANK": str(rank),
-            "WORLD_SIZE": str(len(lab.hosts)),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0" if lab else str(rank),
+            "LOCAL_WORLD_SIZE": "1" if lab else "2",
         }
-        command = [sys.executable, SCRIPT, model]
-        job.append(host.popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        command = [sys.executable, str(SCRIPT), model]
+        if lab:
+            env["GLOO_SOCKET_IFNAME"] = lab.hosts[rank].interface
+            start = lab.hosts[rank].popen
+        else:
+            command = ["taskset", "-c", ",".join(map(str, cores[rank])), *command]
+            start = partial(subprocess.Popen, text=True)
+        job.append(start(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
     for process in job:
         if process.stdout is None or process.stdout.readline() != '"ready"\n':
             raise RuntimeError(f"a rank has ended with status {process.wait()}")

@@ -3,7 +3,7 @@
     RANK=... WORLD_SIZE=... MASTER_ADDR=... record_steps.py MODEL
 
 Every line of the input is a side and a number of steps; for each it prints a line of JSON: the
-seconds of every step, and for the recorded side the shares of the phases in its record.
+seconds of every step, and for the recorded side what its record has of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -22,11 +21,12 @@ from torch import nn
 
 import torchmn
 from torchmn.control.codec import decode_union
-from torchmn.profiling.records import Line, Step
+from torchmn.profiling.records import Line, Phase, Step
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from models.vgg import VGG
 
+EXCHANGE: tuple[Phase, ...] = ("exchange", "encode", "decode")
 NUM_SKIPPED = 2
 """Steps at the beginning of a turn that do not count."""
 
@@ -77,16 +77,14 @@ def _model(name: str) -> nn.Module:
 
 
 def _record(text: str) -> dict[str, float]:
-    """Mean seconds of a step, of its phases, and without a core, of the steps that count."""
+    """Medians over the steps that count: their seconds, and the share of the exposed exchange."""
     lines = [decode_union(line, Line) for line in text.splitlines()]
     steps = [line for line in lines if isinstance(line, Step)][NUM_SKIPPED:]
-    total: Counter[str] = Counter()
-    for step in steps:
-        total.update(step.phases)
-        total["seconds"] += step.seconds
-        total["run_queue"] += step.run_queue_s or 0.0
-        total["median"] = statistics.median(each.seconds for each in steps) * len(steps)
-    return {name: value / len(steps) for name, value in total.items()}
+    exposed = [sum(step.phases.get(p, 0.0) for p in EXCHANGE) / step.seconds for step in steps]
+    return {
+        "seconds": statistics.median(step.seconds for step in steps),
+        "exposed": statistics.median(exposed),
+    }
 
 
 if __name__ == "__main__":

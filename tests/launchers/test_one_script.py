@@ -14,17 +14,14 @@ import pytest
 import torch
 
 from tests.launchers.ways import NUM_RANKS, WAYS, Site
-from torchmn.testing.netlab import Lab, missing_requirement, netlab
+from tests.marks import ON_TEST_HOSTS
+from torchmn.testing.netlab import Lab, netlab
 
 pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.root,
+    *ON_TEST_HOSTS,
     pytest.mark.timeout(300),
     pytest.mark.skipif(
         not os.environ.get("TORCHMN_TEST_LAUNCHERS"), reason="'make test-launchers' runs these"
-    ),
-    pytest.mark.skipif(
-        bool(missing_requirement()), reason=f"no test hosts: {missing_requirement()}"
     ),
 ]
 

@@ -98,7 +98,8 @@ def openssh(site: Site) -> str:
     try:
         for host in site.hosts:
             deadline = time.monotonic() + 30
-            while site.popen(site.hosts[0], [*words, host.name, "true"]).wait(20) != 0:
+            probe = [*words, host.name, "true"]
+            while site.hosts[0].run(probe, cwd=folder, check=False).returncode != 0:
                 assert time.monotonic() < deadline, f"no sshd on {host.name}"
         return site.torchmn_run("--backend", "gloo", TORCHMN_RSH=" ".join(words))
     finally:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "exit-status.md"
-Launcher = Literal["local", "ssh", "mpirun", "torchrun", "plain mpirun", "plain torchrun"]
-LAUNCHERS: tuple[Launcher, ...] = ("local", "mpirun", "plain mpirun")
-"""The columns of the page; the others have not been run in every row yet."""
+Launcher = Literal["local", "ssh", "mpirun", "torchrun", "srun", "plain mpirun", "plain torchrun"]
+LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
+"""The columns of the page."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,15 +65,18 @@ def uneven(comm: torchmn.Communicator) -> None:
 
 
 def trainer(comm: torchmn.Communicator) -> None:
+    from pytorch_pfn_extras.reporting import report
     from pytorch_pfn_extras.training.extensions import Evaluator
+
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        report({"accuracy": 0.5}, net)
+        return net(x).square().mean()
 
     net = model()
     optimizer = torchmn.create_multi_node_optimizer(
         torch.optim.SGD(net.parameters(), 0.01), comm, net
     )
-    updater = torchmn.StandardUpdater(
-        loader(), optimizer, net, loss_func=lambda x: net(x).square().mean(), device="cpu"
-    )
+    updater = torchmn.StandardUpdater(loader(), optimizer, net, loss_func=loss_of, device="cpu")
     with tempfile.TemporaryDirectory() as folder:
         train = torchmn.Trainer(updater, (1, "epoch"), out=folder, comm=comm)
         evaluator = Evaluator(loader(2), net, eval_func=lambda x: net(x))
@@ -82,6 +85,7 @@ def trainer(comm: torchmn.Communicator) -> None:
             comm, os.path.join(comm.bcast_obj(folder), "checkpoints"), "run"
         )
         train.extend(checkpointer, trigger=(3, "iteration"))
+        train.extend(torchmn.training.LogReport(comm, trigger=(2, "iteration")))
         train.run()
         comm.barrier()
     optimizer.close()

@@ -22,16 +22,11 @@ import pytest
 import torch
 
 import torchmn
+from tests.marks import ON_TEST_HOSTS
 from tests.processes.runner import PYTHON_PATH
-from torchmn.testing.netlab import Lab, missing_requirement, netlab
+from torchmn.testing.netlab import Lab, netlab
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
-needs_hosts = [
-    pytest.mark.root,
-    pytest.mark.skipif(
-        bool(missing_requirement()), reason=f"no test hosts: {missing_requirement()}"
-    ),
-]
 
 SCRIPT = Path(__file__).parent / "elastic_script.py"
 NUM_SAMPLES, GLOBAL_BATCH = 96, 12
@@ -256,7 +251,7 @@ def test_a_killed_worker_on_one_machine(tmp_path: Path) -> None:
 class TestHosts:
     """On two hosts."""
 
-    pytestmark = needs_hosts
+    pytestmark = ON_TEST_HOSTS
 
     def test_a_host_is_lost_and_comes_back(self, lab: Lab, tmp_path: Path) -> None:
         """It enters with the next finished checkpoint, and every sample is used once."""

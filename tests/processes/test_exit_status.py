@@ -6,20 +6,24 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import psutil
 import pytest
 
 from tests.processes.exit_status import LAUNCHERS, PAGE, ROWS, Launcher, Row, table
 from tests.processes.runner import MARK, PYTHON_PATH, Runner
+from tests.schedulers.cluster import running
+from tests.schedulers.slurm import Slurm
 from torchmn.launch.backend import find_mpirun, this_machine
-from torchmn.testing.netlab import Lab, missing_requirement, netlab
+from torchmn.testing.netlab import missing_requirement, netlab
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
 SCRIPT = """
-import pathlib, signal, sys, time
+import os, pathlib, signal, sys, time
 mode, seen = sys.argv[1], []
 
 def note(signum, frame):
@@ -31,7 +35,7 @@ def note(signum, frame):
 
 for name in ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT"):
     signal.signal(getattr(signal, name), note)
-pathlib.Path(f"ready{rank}").touch()
+pathlib.Path(f"ready{rank}").write_text(str(os.getpid()))
 while not all(pathlib.Path(f"ready{each}").exists() for each in range(2)):
     time.sleep(0.01)
 if mode == "exits" and rank == 1:
@@ -46,90 +50,108 @@ if seen:
 """
 
 
-@pytest.fixture(scope="module")
-def lab() -> Iterator[Lab]:
-    with netlab(2, None) as made:
-        yield made
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """Where jobs of one launcher start: ``command`` before the script, and its variables."""
+
+    launcher: Launcher
+    command: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    popen: Callable[..., subprocess.Popen[str]] = partial(subprocess.Popen, text=True)
+
+    def start(self, runner: Runner, mode: str) -> subprocess.Popen[str]:
+        env = {**os.environ, "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1", **self.env}
+        return self.popen(
+            [*self.command, runner.script(SCRIPT), mode],
+            env={**env, MARK: runner.mark},
+            cwd=runner.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
 
 
-def command_of(launcher: Launcher, script: str) -> list[str]:
-    run = ["-m", "torchmn", "run", "--log-dir", "logs", "--grace", "20"]
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+
+
+def torchmn_run(launcher: str, *options: str) -> Sequence[str]:
+    run = (sys.executable, "-m", "torchmn", "run", "--log-dir", "logs", "--grace", "20")
+    return (*run, "--launcher", launcher, *options)
+
+
+@pytest.fixture(scope="module", params=LAUNCHERS)
+def site(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Site]:
+    """Of the whole module, so that test hosts are there before a test that leaves nothing."""
+    launcher: Launcher = request.param
+    here, gloo = ("-n", "2"), ("--backend", "gloo")
     if launcher in ("mpirun", "plain mpirun"):
         mpirun = find_mpirun(os.environ)
         if mpirun is None or this_machine(os.environ).missing_for_mpi:
             pytest.skip(reason="no MPI: install it with 'make setup'")
-        if launcher == "mpirun":
-            return [sys.executable, *run, "--backend", "mpi", "-n", "2", script]
-        return [mpirun, "--oversubscribe", "-n", "2", sys.executable, script]
-    if launcher == "plain torchrun":
-        return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script]
-    hosts = ["--hosts", "n0:1,n1:1"] if launcher == "ssh" else ["-n", "2"]
-    return [sys.executable, *run, "--backend", "gloo", "--launcher", launcher, *hosts, script]
-
-
-def start(
-    launcher: Launcher, runner: Runner, mode: str, request: pytest.FixtureRequest
-) -> subprocess.Popen[str]:
-    popen: Callable[..., subprocess.Popen[str]] = subprocess.Popen
-    env = {
-        **os.environ,
-        "PYTHONPATH": PYTHON_PATH,
-        MARK: runner.mark,
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    if launcher == "ssh":
-        missing = missing_requirement()
-        if missing:
+        command = torchmn_run("mpirun", "--backend", "mpi", *here)
+        if launcher == "plain mpirun":
+            command = (mpirun, "--oversubscribe", *here, sys.executable)
+        yield Site(launcher=launcher, command=command, env=AS_ROOT)
+    elif launcher == "plain torchrun":
+        yield Site(launcher=launcher, command=TORCHRUN)
+    elif launcher == "ssh":
+        if missing := missing_requirement():
             pytest.skip(reason=f"no test hosts: {missing}")
-        lab: Lab = request.getfixturevalue("lab")
-        popen, env["TORCHMN_RSH"] = lab.hosts[0].popen, str(lab.rsh_agent)
-    return popen(
-        [*command_of(launcher, runner.script(SCRIPT)), mode],
-        env=env,
-        cwd=runner.folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        **({} if launcher == "ssh" else {"text": True}),
-    )
+        with netlab(2, None) as lab:
+            yield Site(
+                launcher=launcher,
+                command=torchmn_run("ssh", *gloo, "--hosts", "n0:1,n1:1", "-x", MARK),
+                env={"TORCHMN_RSH": str(lab.rsh_agent)},
+                popen=lab.hosts[0].popen,
+            )
+    elif launcher == "srun":
+        if not os.environ.get("TORCHMN_TEST_LAUNCHERS"):
+            pytest.skip(reason="'make test-launchers' runs these")
+        if missing := Slurm.why_not():
+            pytest.skip(reason=missing)
+        with running(Slurm, tmp_path_factory.mktemp("slurm")) as cluster:
+            hosts = ",".join(f"{node.name}:1" for node in cluster.nodes)
+            yield Site(
+                launcher=launcher,
+                command=torchmn_run("srun", *gloo, "--hosts", hosts, "-x", MARK),
+                env={**cluster.env, "PYTHONPATH": PYTHON_PATH},
+                popen=cluster.login.popen,
+            )
+    else:
+        yield Site(launcher=launcher, command=torchmn_run(launcher, *gloo, *here))
 
 
 def act(row: Row, process: subprocess.Popen[str], runner: Runner) -> None:
     """Send the signal of a row once all ranks are ready."""
+    ready = [runner.folder / f"ready{rank}" for rank in range(2)]
     runner.wait_until(
-        lambda: all((runner.folder / f"ready{rank}").exists() for rank in range(2)),
+        lambda: all(path.exists() and path.read_text() for path in ready),
         "the scripts did not start",
         limit_s=60,
     )
-    signum = getattr(signal, row.signum)
-    scripts = [
-        each
-        for each in runner.processes("script.py")
-        if not {"torchmn", "torch.distributed.run", "--oversubscribe", "agent_main"}
-        & set(" ".join(each.cmdline()).replace(".agent_main", " agent_main").split())
-    ]
-    assert len(scripts) == 2, [each.cmdline() for each in scripts]
+    scripts = [psutil.Process(int(path.read_text())) for path in ready]
     if row.target == "launcher":
-        psutil.Process(process.pid).send_signal(signum)
+        targets = [process.pid]
     elif row.target == "one script":
-        scripts[1].send_signal(signum)
+        targets = [scripts[1].pid]
     else:
-        for script in scripts:
-            os.kill(script.ppid(), signum)
+        targets = [script.ppid() for script in scripts]
+    for pid in targets:
+        os.kill(pid, getattr(signal, row.signum))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_row(launcher: Launcher, row: Row, runner: Runner, request: pytest.FixtureRequest) -> None:
-    if launcher not in row.statuses:
+def test_row(site: Site, row: Row, runner: Runner) -> None:
+    if site.launcher not in row.statuses:
         pytest.skip(reason="not a row of the table")
-    process = start(launcher, runner, row.script, request)
+    process = site.start(runner, row.script)
     if row.signum:
         act(row, process, runner)
     _, err = process.communicate(timeout=90)
     code = process.returncode
-    assert (128 - code if code < 0 else code) == row.statuses[launcher], err
+    assert (128 - code if code < 0 else code) == row.statuses[site.launcher], err
     seen = {path.name: path.read_text() for path in runner.folder.glob("seen*")}
     if row.sees.endswith(", once"):
         assert seen == dict.fromkeys(("seen0", "seen1"), row.sees.removesuffix(", once"))

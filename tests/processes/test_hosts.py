@@ -17,17 +17,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.marks import ON_TEST_HOSTS
 from tests.processes.runner import PYTHON_PATH
 from torchmn.launch.backend import find_mpirun
-from torchmn.testing.netlab import Lab, missing_requirement, netlab
+from torchmn.testing.netlab import Lab, netlab
 
 pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.root,
+    *ON_TEST_HOSTS,
     pytest.mark.timeout(180),
-    pytest.mark.skipif(
-        bool(missing_requirement()), reason=f"no test hosts: {missing_requirement()}"
-    ),
 ]
 
 ROOT = Path(__file__).parents[2]

@@ -8,16 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import ON_TEST_HOSTS
 from tests.processes.test_hosts import mpirun_of, torchmn_run
-from torchmn.testing.netlab import Host, Lab, missing_requirement, netlab
+from torchmn.testing.netlab import Host, Lab, netlab
 
 pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.root,
+    *ON_TEST_HOSTS,
     pytest.mark.timeout(180),
-    pytest.mark.skipif(
-        bool(missing_requirement()), reason=f"no test hosts: {missing_requirement()}"
-    ),
 ]
 
 WAY = """

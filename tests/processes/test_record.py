@@ -110,6 +110,7 @@ def test_every_schedule_records_its_steps(sections: dict[str, list[list[Line]]])
         assert sum(b.sent_nbytes for b in coded) < sum(b.nbytes for b in coded) / 2
         assert all(b.encode_s > 0 and b.decode_s > 0 for b in coded)
         assert any(step.sent for step in by_schedule["periodic_average float32"])
+        assert all("exchange" in s.phases for s in by_schedule["parameter_server float32"])
         gradients = [line for line in lines if isinstance(line, GradientTimes)]
         assert gradients
         assert all(len(line.ready_s) == 4 for line in gradients)
@@ -132,6 +133,8 @@ def test_a_trainer_with_evaluations_and_checkpoints(
         assert evaluated == [2, 4]  # after steps 1, 3 and 5: parts of what follows
         assert "checkpoint" in steps[3].phases
         assert all("data" in step.phases and "copy" in step.phases for step in steps)
+        values = {line.name for line in lines if isinstance(line, Value)}
+        assert "main/accuracy" in values
 
 
 def test_two_optimizers_make_one_step(sections: dict[str, list[list[Line]]]) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 
 import psutil
 import pytest
@@ -93,7 +94,7 @@ def test_a_process_of_an_elastic_job(runner: Runner, module: str) -> None:
         "--elastic",
         "1:1",
         "--join-timeout",
-        "3",
+        "60",
         "--max-restarts",
         "0",
     )
@@ -122,24 +123,26 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("module", ["server", "rank_monitor", "script"])
-def test_under_another_launcher(runner: Runner, module: str) -> None:
+def start_under_mpirun(runner: Runner, script: str, **env: str) -> subprocess.Popen[str]:
+    """Two ranks, without torchmn run."""
     needs_mpi()
     mpirun = find_mpirun(os.environ)
     assert mpirun
-    starter = (
-        "import os, sys\n"
-        f"os.execv({mpirun!r}, ['mpirun', '--oversubscribe', '-n', '2', sys.executable, "
-        f"{runner.script(MONITORED)!r}])"
-    )
-    process = runner.start_python(
-        *("-c", starter),
-        TORCHMN_HEARTBEAT_S=LIMIT_S,
+    words = ["mpirun", "--oversubscribe", "-n", "2", sys.executable, runner.script(script)]
+    return runner.start_python(
+        *("-c", f"import os\nos.execv({mpirun!r}, {words!r})"),
         OMPI_ALLOW_RUN_AS_ROOT="1",
         OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
+        **env,
     )
+
+
+@pytest.mark.parametrize("module", ["server", "rank_monitor", "script"])
+def test_under_another_launcher(runner: Runner, module: str) -> None:
+    process = start_under_mpirun(runner, MONITORED, TORCHMN_HEARTBEAT_S=LIMIT_S)
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    assert not runner.processes("torchmn.monitor.mpi_start")
     (server,) = runner.processes("torchmn.monitor.server")
     runner.wait_until(
         lambda: [c.status for c in server.net_connections()].count("ESTABLISHED") == 2,
@@ -161,4 +164,25 @@ def test_under_another_launcher(runner: Runner, module: str) -> None:
     assert words[module] in err
     if stopped.is_running():
         stopped.send_signal(signal.SIGCONT)
+    runner.wait_until_nothing_is_left()
+
+
+STOPPED_BEFORE_MPI = """
+import os, signal, time, torchmn
+if rank == 0:
+    os.kill(os.getpid(), signal.SIGSTOP)
+torchmn.create_communicator("naive", transport="mpi", timeout_s=60, first_timeout_s=3)
+"""
+
+
+def test_under_another_launcher_before_the_ranks_have_joined(runner: Runner) -> None:
+    """`MPI_Init` has no time limit of its own, and no thread of the script runs meanwhile."""
+    process = start_under_mpirun(runner, STOPPED_BEFORE_MPI)
+    _, err = process.communicate(timeout=50)
+    assert process.returncode != 0
+    assert re.search(
+        rf"rank 1 on {HOST}: MPI_Init.* within 3 s .*: rank 0 \(process \d+\) on this host is "
+        "stopped by a signal",
+        err,
+    ), err
     runner.wait_until_nothing_is_left()

@@ -21,6 +21,7 @@ ROWS = [
     {"cli"},
     {ROOT},
     {"testing"},
+    {"doctor"},
     {"launch"},
     {"planning"},
     {"training"},
@@ -41,7 +42,7 @@ ROWS = [
     {"environment_variables", "errors", "exit_status", "units", "version"},
 ]
 LEVEL = {unit: level for level, row in enumerate(ROWS) for unit in row}
-MAY_IMPORT_LAUNCH = {"cli", "testing", ROOT}
+MAY_IMPORT_LAUNCH = {"cli", "doctor", "testing", ROOT}
 
 
 def unit_of(path: Path) -> str:
@@ -115,7 +116,14 @@ def test_the_check_sees_an_import_that_points_up(
 
 
 @pytest.mark.parametrize(
-    "module", ["torchmn", "torchmn.topology", "torchmn.launch", "torchmn.cli.main"]
+    "module",
+    [
+        "torchmn",
+        "torchmn.topology",
+        "torchmn.launch",
+        "torchmn.doctor.examination",
+        "torchmn.cli.main",
+    ],
 )
 def test_starts_without_torch(module: str) -> None:
     code = f"import sys, {module}; print('torch' in sys.modules, 'mpi4py.MPI' in sys.modules)"

@@ -22,6 +22,7 @@ INTERNAL = {
     "autotune",
     "cli",
     "control",
+    "doctor",
     "environment_variables",
     "exit_status",
     "gradients",

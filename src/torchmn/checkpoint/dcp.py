@@ -6,7 +6,8 @@ is always possible; import requires that the caller declares the folder trusted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torchmn.checkpoint.reader import SavedCheckpoint
 from torchmn.checkpoint.snapshot import RANDOM, Stateful
 from torchmn.checkpoint.storage import FolderStorage
 from torchmn.checkpoint.writer import read_manifest
+from torchmn.control.private_files import make_private_folder, open_private
 from torchmn.errors import DataError, UnsupportedError
 
 
@@ -21,17 +23,28 @@ def export_dcp(checkpoint: str | Path, folder: str | Path) -> None:
     """Write a checkpoint's state of rank 0 in the format of DCP. Local: call it on one rank.
 
     ``checkpoint`` is one folder such as ``checkpoints/cifar/step-00000100``. DCP pickles everything
-    but tensors. Raises DataError: the checkpoint is damaged, or the folder cannot be written.
+    but tensors. Only the user may read what is written, as it is with checkpoints. Raises
+    DataError: the checkpoint is damaged, or the folder cannot be written.
     """
     from torch.distributed.checkpoint import state_dict_saver as dcp
     from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+
+    class PrivateFiles(FileSystem):
+        @contextmanager
+        def create_stream(self, path: Any, mode: str) -> Generator[Any, None, None]:
+            with open(path, mode, opener=open_private) as stream:
+                yield stream
 
     source = Path(checkpoint)
     storage = FolderStorage(source.parent)
     with SavedCheckpoint(storage, source.name, read_manifest(storage, source.name)) as saved:
         state = {label: saved.state_of(0, label) for label in saved.labels(0) if label != RANDOM}
     try:
-        dcp.save(state, checkpoint_id=Path(folder), no_dist=True)
+        make_private_folder(Path(folder))
+        writer = FileSystemWriter(folder)
+        writer.fs = PrivateFiles()
+        dcp.save(state, storage_writer=writer, no_dist=True)
     except (Exception, CheckpointException) as error:  # not a subclass of Exception
         raise DataError(f"{folder} cannot be written by DCP: {_describe(error)}") from error
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from torchmn.control.private_files import open_private
 from torchmn.errors import DataError
 
 MANIFEST = "manifest.json"
@@ -164,7 +165,7 @@ class FolderStorage:
             out.write(content)
 
     def _open_private(self, path: str, flags: int) -> int:
-        descriptor = os.open(path, flags, 0o600)
+        descriptor = open_private(path, flags)
         if self._gid is not None:
             os.fchown(descriptor, -1, self._gid)
             os.fchmod(descriptor, 0o640)

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import typer
 
-from torchmn.cli import plan, report, run, submit
+from torchmn.cli import doctor, plan, report, run, submit
 from torchmn.environment_variables import TRACEBACK_VARIABLE
 from torchmn.errors import LaunchError, TorchmnError
 from torchmn.version import __version__
@@ -20,6 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("run", context_settings=run.CONTEXT)(run.run)
+app.command("doctor", context_settings=doctor.CONTEXT)(doctor.doctor)
 app.command("plan")(plan.plan)
 app.command("report")(report.report)
 app.command("submit", context_settings=submit.CONTEXT)(submit.submit)

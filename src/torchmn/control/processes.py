@@ -75,12 +75,13 @@ def descendants(pid: int) -> list[int]:
 
 
 def children(pid: int) -> list[int]:
-    """The children of a process. Linux only, else []."""
-    try:
-        with open(f"/proc/{pid}/task/{pid}/children") as file:
-            return [int(child) for child in file.read().split()]
-    except OSError:
-        return []
+    """The children of a process, whichever of its threads has started them. Linux only, else []."""
+    found: list[int] = []
+    with suppress(OSError):  # it ends
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+                found += [int(child) for child in file.read().split()]
+    return found
 
 
 def ancestors(pid: int) -> list[int]:
@@ -108,6 +109,16 @@ def command_of(pid: int) -> list[str]:
             return file.read().split("\0")[:-1]
     except OSError:
         return []
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """The variables that a process was started with; empty if they cannot be read. Linux only."""
+    try:
+        with open(f"/proc/{pid}/environ", errors="surrogateescape") as file:
+            pairs = (text.partition("=") for text in file.read().split("\0") if text)
+            return {name: value for name, _, value in pairs}
+    except OSError:
+        return {}
 
 
 def process_state(pid: int) -> tuple[ProcessState, str]:

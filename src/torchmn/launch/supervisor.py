@@ -11,6 +11,7 @@ from pathlib import Path
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.heartbeat import heartbeat_limit_s
 from torchmn.control.processes import is_stopped, send_group, signal_name
+from torchmn.control.stopped_processes import StoppedProcesses
 from torchmn.exit_status import SAVED_STATUS
 from torchmn.launch.agent_session import AgentSession
 from torchmn.launch.console import RankOutput
@@ -38,7 +39,7 @@ class Supervisor:
         self._start_by = self._session.clock.now + job.start_limit_s
         self._kill_at = math.inf
         self._is_closing = False
-        self._stopped_since: dict[int, float] = {}
+        self._stopped = StoppedProcesses[int]()
         self._launcher_problem = ""
         self._launcher_returncode = 0
 
@@ -137,13 +138,10 @@ class Supervisor:
 
     def _check_launchers(self, now: float) -> None:
         """Notice a launcher that is stopped, such as mpirun: it would hold up all ranks."""
-        limit_s = heartbeat_limit_s()
-        for pid, command in self._processes.items():
-            if not is_stopped(pid):
-                self._stopped_since.pop(pid, None)
-            elif now - self._stopped_since.setdefault(pid, now) >= limit_s and (
-                command.ranks is None or len(command.ranks) > 1
-            ):
+        self._stopped.update((pid for pid in self._processes if is_stopped(pid)), now)
+        for pid in self._stopped.for_longer_than(heartbeat_limit_s(), now):
+            command = self._processes[pid]
+            if command.ranks is None or len(command.ranks) > 1:
                 self._launcher_problem = f"{command.name} (process {pid} on this host) {STOPPED}"
 
     def _kill_within(self, grace_s: float) -> None:

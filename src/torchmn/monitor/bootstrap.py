@@ -7,8 +7,9 @@ tracebacks begin in the script. `sys.excepthook`, `sys.exit` and `atexit` are le
 module is the caller of the script and sees its exceptions and its exit status itself.
 
 The process differs from a plain one in three ways: `faulthandler` is enabled, a daemon thread
-answers the agent (`torchmn.monitor.script_monitor`), and the environment variable
-``TORCHMN_MONITOR``, which names the connection to the agent, is consumed before the script runs.
+answers the agent (`torchmn.monitor.script_monitor`) and the last function at exit waits for threads
+of gloo; and the variable ``TORCHMN_MONITOR``, which names the connection to the agent, is consumed
+before the script runs.
 
 A command that is not a Python script or module, such as a shell script, is started unchanged and
 keeps that variable. Only `torchmn.resilience.install_crash_handler` reads it: a Python script that
@@ -17,6 +18,7 @@ such a command starts is monitored from that call on.
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import io
 import os
@@ -33,6 +35,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from torchmn.monitor import script_monitor
+from torchmn.monitor.gloo_threads import wait_for_gloo_threads
 from torchmn.script import show_exception
 
 _FLAGS = re.compile("-[bBdEIOPqsSuvx]+")
@@ -58,6 +61,7 @@ def with_bootstrap(argv: Sequence[str]) -> list[str]:
 def main() -> None:
     """Install the monitor and run the command in `sys.argv`. Raises what the script raises."""
     monitor = script_monitor.install_from_environment(os.environ)
+    atexit.register(wait_for_gloo_threads)  # the first, so that it runs last
     own_pid = os.getpid()
     del sys.argv[0]
     if not _is_path_safe():

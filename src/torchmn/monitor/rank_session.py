@@ -32,6 +32,7 @@ from torchmn.control.messages.monitor import (
 )
 from torchmn.control.private_files import make_private_folder, open_private
 from torchmn.control.processes import ancestors, is_stopped
+from torchmn.control.stopped_processes import StoppedProcesses
 from torchmn.monitor.failure_detector import FailureDetector
 from torchmn.monitor.job_result import FAILURE_FILE, HANG_FILE, JobResult, RankRecord, summarize
 
@@ -45,7 +46,7 @@ class RankConnection:
     """The control connection of one rank; ``script_pid`` is 0 until its script has started.
 
     ``num_unshown_bytes`` is the size of its output that was not acknowledged yet, and ``stopped``
-    the processes that it reports as stopped, with the time of the first report.
+    the processes that it reports as stopped.
     """
 
     channel: Channel
@@ -53,7 +54,7 @@ class RankConnection:
     identity: AgentHello | MonitorHello
     script_pid: int = 0
     num_unshown_bytes: int = 0
-    stopped: dict[StoppedProcess, float] = field(default_factory=dict)
+    stopped: StoppedProcesses[StoppedProcess] = field(default_factory=StoppedProcesses)
 
     def __post_init__(self) -> None:
         self.heartbeat = Heartbeat(self.channel)
@@ -140,8 +141,7 @@ class RankSession:
             answer(connection.channel)
         elif isinstance(message, Alive):
             connection.heartbeat.answered()
-            since = connection.stopped
-            connection.stopped = {each: since.get(each, self.clock.now) for each in message.stopped}
+            connection.stopped.update(message.stopped, self.clock.now)
         else:
             self.detector.on_message(connection.record, message, self.clock.now)
 
@@ -197,9 +197,8 @@ class RankSession:
                 connection.channel.close()
                 record.lost_at, record.lost_text = time.time(), text
                 self.on_lost(connection)
-            for process, since in connection.stopped.items():
-                if now - since >= beat.limit_s:
-                    self._on_stopped(connection, process)
+            for process in connection.stopped.for_longer_than(beat.limit_s, now):
+                self._on_stopped(connection, process)
 
     def _describe_silence(self, connection: RankConnection, silent_s: float) -> str:
         """Why the agent does not answer; empty if it may still do so: its host is busy."""

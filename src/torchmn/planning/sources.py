@@ -10,20 +10,19 @@ import msgspec
 
 from torchmn.errors import UsageError
 from torchmn.planning.description import CodecTime, Description, read_description
+from torchmn.planning.run_facts import describe_runs
 
 
 def known_of(paths: Sequence[Path], *, times_codecs: bool = False) -> Description:
-    """All that these files or folders say. Raises UsageError: it cannot be used.
+    """All that these files or folders say. ``times_codecs``: time every codec on this machine.
 
-    ``times_codecs``: time every codec on this machine.
+    Raises UsageError, DataError: they cannot be used.
     """
     files = [path for path in paths if path.suffix in (".toml", ".json")]
     folders = [path for path in paths if path not in files]
     if len(files) > 1 or (files and folders):
         raise UsageError("Give either one description, or the folders of recorded runs.")
-    if not files:
-        raise UsageError(f"{paths[0]} is no description: a file that ends in .toml or .json.")
-    known = read_description(files[0])
+    known = read_description(files[0]) if files else describe_runs(folders)
     return with_timed_codecs(known) if times_codecs else known
 
 

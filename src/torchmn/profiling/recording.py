@@ -182,6 +182,7 @@ class Recording:
             self._server.close()
 
 
+_starting = threading.Lock()
 _current: list[Recording] = []
 """At most one: of what a thread does there is one record."""
 
@@ -222,7 +223,13 @@ def start(comm: World, folder: Path) -> Recording | None:
     if clocks is not None:
         address = ClockAddress(**{**clocks, "addresses": tuple(clocks["addresses"])})
     try:
-        recording = Recording(comm, Path(name), address, server)
+        with _starting:
+            if _current:  # ranks as threads of one process: the first one is recorded
+                if server is not None:
+                    server.close()
+                return _current[0]
+            recording = Recording(comm, Path(name), address, server)
+            _current.append(recording)
     except OSError as error:
         _say(
             f"rank {comm.rank}: no record of steps is kept, for {name} cannot be written "
@@ -231,7 +238,6 @@ def start(comm: World, folder: Path) -> Recording | None:
         if server is not None:
             server.close()
         return None
-    _current.append(recording)
     atexit.register(recording._close_at_exit)
     if request is not None:
         recording.profile(request)

@@ -73,6 +73,8 @@ class Buckets:
     ready_s: Floats
     started_s: Floats
     ended_s: Floats
+    encode_s: Floats
+    decode_s: Floats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -434,7 +436,7 @@ class _Table:
 
     def record(self, *, first_step: int, last_step: int, is_sampled: bool) -> RankRecord:
         columns = _transposed(self._columns, 8)
-        buckets = _transposed(self._buckets, 7)
+        buckets = _transposed(self._buckets, 9)
         steps = Steps(
             step=columns[0].astype(np.int64),
             at_s=columns[1],
@@ -453,6 +455,8 @@ class _Table:
                 ready_s=buckets[4],
                 started_s=buckets[5],
                 ended_s=buckets[6],
+                encode_s=buckets[7],
+                decode_s=buckets[8],
             ),
         )
         clocks = _transposed(sorted(set(self._clocks)), 3)
@@ -488,6 +492,8 @@ def _columns_of(bucket: Bucket) -> tuple[float, ...]:
         bucket.ready_s,
         bucket.started_s,
         bucket.ended_s,
+        bucket.encode_s,
+        bucket.decode_s,
     )
 
 

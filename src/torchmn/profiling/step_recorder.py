@@ -203,7 +203,7 @@ class StepRecorder:
         self._begin_step(clock.mark())
         self._ended: deque[_Ended] = deque()
         self._comms: list[Traffic] = []
-        self._traffic: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+        self._traffic: tuple[dict[str, int], dict[str, int]] = ({}, {})
         self._schedstat: tuple[int, int] | None = None
         self._resources = (0, 0)
         self._leader: Callable[[], object] = _no_optimizer
@@ -434,18 +434,20 @@ class StepRecorder:
     def _new_traffic(self) -> tuple[dict[str, int], dict[str, int]]:
         before, self._traffic = self._traffic, self._total_traffic()
         sent, received = (
-            {host: n for host, total in now.items() if (n := total - then[host])}
+            {host: n for host, total in now.items() if (n := total - then.get(host, 0))}
             for now, then in zip(self._traffic, before, strict=True)
         )
         return sent, received
 
-    def _total_traffic(self) -> tuple[Counter[str], Counter[str]]:
-        sent: Counter[str] = Counter()
-        received: Counter[str] = Counter()
+    def _total_traffic(self) -> tuple[dict[str, int], dict[str, int]]:
+        if len(self._comms) == 1:
+            return self._comms[0].traffic()
+        sent: dict[str, int] = {}
+        received: dict[str, int] = {}
         for comm in self._comms:
             for total, own in zip((sent, received), comm.traffic(), strict=True):
                 for host, nbytes in own.items():
-                    total[host] += nbytes
+                    total[host] = total.get(host, 0) + nbytes
         return sent, received
 
     def _new_resources(self) -> tuple[float | None, float | None]:

@@ -128,22 +128,30 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
     Reads version 2 (``cpu.max``) up to the root of the hierarchy, else version 1.
     """
-    cgroups = root / "sys/fs/cgroup"
     quotas: list[float] = []
+    for folder in control_groups("cpu", root):
+        quotas += _ratio(_text(folder / "cpu.max").split())
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        quotas += _ratio([_text(folder / name).strip() for name in names])
+    return min(quotas, default=None)
+
+
+def control_groups(controller: str, root: Path = Path("/")) -> list[Path]:
+    """The folders of this process's control groups, of either version, and those above. Local.
+
+    Those of version 1 have the ``controller``. Some may not exist: inside a container the path of
+    the host does not, and the mount is the group.
+    """
+    cgroups = root / "sys/fs/cgroup"
+    found = []
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
-        if not controllers:
-            folder = cgroups / path.lstrip("/")
-            for level in (folder, *folder.parents):
-                quotas += _ratio(_text(level / "cpu.max").split())
-                if level == cgroups:
-                    break
-        elif "cpu" in controllers.split(","):
-            # inside a container the path of the host does not exist: the mount is the group
-            for folder in (cgroups / "cpu" / path.lstrip("/"), cgroups / "cpu"):
-                names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-                quotas += _ratio([_text(folder / name).strip() for name in names])
-    return min(quotas, default=None)
+        if controllers and controller not in controllers.split(","):
+            continue
+        mount = cgroups / controller if controllers else cgroups
+        folder = mount / path.lstrip("/")
+        found += [folder, *(level for level in folder.parents if level.is_relative_to(mount))]
+    return found
 
 
 def _within(processors: Processors, cores: frozenset[int]) -> tuple[int, ...]:

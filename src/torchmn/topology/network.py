@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import re
 import socket
 import struct
 from collections.abc import Iterable, Iterator
@@ -14,6 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchmn.errors import UsageError
+
+_FACTORS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}
 _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
 _ANY_PORT = 9  # nothing is sent to it
 
@@ -95,6 +99,39 @@ def route_of(address: str) -> Route | None:
     if ipaddress.ip_address(address.partition("%")[0]).is_loopback:  # 127.0.1.1: no interface's own
         return Route(address=address, interface="lo", network="127.0.0.0/8")
     return None
+
+
+def rate_bytes_per_s(rate: str) -> float:
+    """The bytes per second of a rate such as ``1gbit``, ``100mbit`` or ``2.5gbit``.
+
+    Raises UsageError: it is not a positive number of ``bit``, ``kbit``, ``mbit`` or ``gbit``.
+
+    >>> rate_bytes_per_s("100mbit")
+    12500000.0
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate)
+    bytes_per_s = float(match[1]) * _FACTORS[match[2]] / 8 if match else 0.0
+    if bytes_per_s <= 0:
+        raise UsageError(
+            f"The rate {rate!r} is not a positive number of bits per second. "
+            "Write it as '1gbit', '100mbit' or '64kbit'."
+        )
+    return bytes_per_s
+
+
+def own_routes() -> list[Route]:
+    """Every address of this host, with its interface and network; IPv6 without link-local ones."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    found = [each for family in families for each in _interface_addresses(family)]
+    return [
+        Route(
+            address=own,
+            interface=name,
+            network=str(ipaddress.ip_network(f"{own}/{length}", strict=False)),
+        )
+        for name, own, length in found
+        if not own.startswith("fe80:")
+    ]
 
 
 def address_of(interface: str) -> str | None:

@@ -10,6 +10,7 @@ from pytorch_pfn_extras.training.trigger import TriggerLike  # type: ignore[attr
 
 from torchmn.errors import UnknownNameError
 from torchmn.evaluation import WeightedSums, means_of, merge_sums, scalars_of
+from torchmn.profiling import recording
 
 if TYPE_CHECKING:
     from torchmn.communicators import Communicator
@@ -84,7 +85,10 @@ class SummaryOverRanks:
 
     def compute_mean(self) -> dict[str, float]:
         """Means over ranks and iterations in which a key was observed. *Collective*."""
-        return means_of(merge_sums(self._comm.allgather_obj(self._sums.sums())))
+        means = means_of(merge_sums(self._comm.allgather_obj(self._sums.sums())))
+        for name, mean in means.items():
+            recording.report_value(name, mean)
+        return means
 
     def state_dict(self) -> dict[str, list[float]]:
         """The sums of this rank. Local."""

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from torchmn.environment_variables import EXIT_TIMEOUT_VARIABLE
 from torchmn.errors import LaunchError, TimeLimitError, UnsupportedError
+from torchmn.monitor.mpi_start import limited_mpi_start
 from torchmn.transports.base import Message, ReduceOp, Scratch, TimeLimit, Transport, poll_until
 from torchmn.units import GiB, KiB
 
@@ -69,7 +70,8 @@ class MpiTransport(Transport):
     @classmethod
     def world(cls, timeout_s: float) -> MpiTransport:
         """The transport of all ranks of MPI.COMM_WORLD. *Collective.*"""
-        mpi = load_mpi()
+        with limited_mpi_start(timeout_s):
+            mpi = load_mpi()
         if mpi.Is_finalized():
             raise LaunchError("MPI is already finalized; a process can join it only once.")
         comm, request = mpi.COMM_WORLD.Idup()

@@ -150,6 +150,9 @@ def test_export_and_import_of_dcp(tmp_path: Path) -> None:
                 import_dcp(tmp_path / "nowhere", {"model": other}, trust=True)
 
     on_ranks(rank_main, 2)
+    exported = tmp_path / "exported"
+    assert exported.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in exported.iterdir()} == {0o600}
     with pytest.raises(DataError, match=r"manifest.json is missing"):
         export_dcp(tmp_path / "nothing", tmp_path / "x")
 

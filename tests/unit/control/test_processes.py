@@ -6,11 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
-from torchmn.control.processes import descendants, kill_descendants, signal_name
+from torchmn.control.processes import children, descendants, kill_descendants, signal_name
 from torchmn.exit_status import shell_code
 
 TREE = """
@@ -42,6 +43,28 @@ def test_descendants_are_found_and_killed_except_spared_ones() -> None:
     spared.kill()
     spared.wait(5)
     tree.stdout.close()
+
+
+@pytest.mark.processes
+def test_children_that_another_thread_has_started() -> None:
+    """As those of mpirun: the kernel keeps a list for each thread."""
+    started: list[subprocess.Popen[bytes]] = []
+    has_started, must_end = threading.Event(), threading.Event()
+
+    def start() -> None:
+        started.append(subprocess.Popen(["sleep", "60"]))
+        has_started.set()
+        must_end.wait(60)  # with the thread they would become those of another one
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    assert has_started.wait(30)
+    found = children(os.getpid())
+    must_end.set()
+    thread.join()
+    started[0].kill()
+    started[0].wait(5)
+    assert started[0].pid in found
 
 
 def test_shell_code_and_signal_name() -> None:

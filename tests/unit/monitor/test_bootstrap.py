@@ -145,3 +145,15 @@ def test_other_commands_are_left_alone() -> None:
 def test_options_of_the_interpreter_stay_in_front() -> None:
     command = with_bootstrap([sys.executable, "-P", "-uB", "-m", "a", "-x"])
     assert command == [sys.executable, "-P", "-uB", bootstrap.__file__, "-m", "a", "-x"]
+
+
+def test_threads_of_gloo_are_waited_for_after_all_functions_at_exit(tmp_path: Path) -> None:
+    """A group that the script keeps may work until then."""
+    (tmp_path / "script.py").write_text(
+        "import atexit\n"
+        "from torchmn.monitor import gloo_threads\n"
+        "gloo_threads._look = lambda: print('waited') or {}\n"
+        "atexit.register(print, 'exits')\n"
+    )
+    done, _ = run(with_bootstrap([sys.executable, "script.py"]), tmp_path)
+    assert (done.returncode, done.stdout.split()) == (0, ["exits", "waited"])

@@ -18,6 +18,7 @@ from torchmn.control.codec import decode
 from torchmn.control.heartbeat import heartbeat_limit_s
 from torchmn.control.loop_clock import LoopClock
 from torchmn.control.processes import adopt_orphans, is_stopped, kill_descendants
+from torchmn.control.stopped_processes import StoppedProcesses
 from torchmn.exit_status import shell_code
 from torchmn.launch.orders import StartProcesses
 
@@ -51,14 +52,12 @@ def main() -> int:
 def _wait(processes: list[subprocess.Popen[bytes]]) -> list[int]:
     """Wait for all. One that stays stopped long after its supervisor has noticed is killed."""
     clock, limit_s = LoopClock(), _STOPPED_LIMITS * heartbeat_limit_s()
-    stopped_since: dict[int, float] = {}
-    while any(process.poll() is None for process in processes):
+    stopped = StoppedProcesses[subprocess.Popen[bytes]]()
+    while running := [process for process in processes if process.poll() is None]:
         now = clock.tick()
-        for process in processes:
-            if process.returncode is not None or not is_stopped(process.pid):
-                stopped_since.pop(process.pid, None)
-            elif now - stopped_since.setdefault(process.pid, now) > limit_s:
-                process.kill()
+        stopped.update((process for process in running if is_stopped(process.pid)), now)
+        for process in stopped.for_longer_than(limit_s, now):
+            process.kill()
         time.sleep(_PERIOD_S)
     return [process.wait() for process in processes]
 

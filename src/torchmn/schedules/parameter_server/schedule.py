@@ -36,6 +36,7 @@ from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.gradients.buckets import NamedParameter
 from torchmn.gradients.nonfinite import NonfiniteGradients
 from torchmn.gradients.reducer import GradientReducer
+from torchmn.profiling import recording
 from torchmn.schedules.base import ReplicaConsistency, Schedule
 from torchmn.schedules.parameter_server.channels import (
     Channel,
@@ -274,7 +275,9 @@ class ParameterServer(Schedule):
                 lambda: self._client.request(kind, episode, clock, metadata)
             )
         else:
-            self._pulled(self._client.request(kind, episode, clock, metadata))
+            with recording.timed("exchange"):
+                responses = self._client.request(kind, episode, clock, metadata)
+            self._pulled(responses)
         self._call_hooks("_optimizer_step_post_hooks")
 
     def _pack(self) -> dict[int, dict[str, Any]]:

@@ -23,7 +23,7 @@ from torchmn.testing.netlab.construction import (
     shape,
 )
 from torchmn.testing.netlab.namespaces import call, entering, missing_requirement, pinned, tool
-from torchmn.testing.netlab.shaping import rate_bytes_per_s
+from torchmn.topology.network import rate_bytes_per_s
 
 _START = '[ -e "$0" ] && cd -- "$1" && shift && exec "$@"'
 Stream = int | IO[Any] | None

@@ -6,31 +6,9 @@ kernel. Packets are dropped after 20 ms of queueing, as in a switch with a small
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
-from torchmn.errors import UsageError
-
-_FACTORS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}
 _BUCKET = "burst 128kb latency 20ms"
-
-
-def rate_bytes_per_s(rate: str) -> float:
-    """The bytes per second of a rate such as ``1gbit``, ``100mbit`` or ``2.5gbit``.
-
-    Raises UsageError: it is not a positive number of ``bit``, ``kbit``, ``mbit`` or ``gbit``.
-
-    >>> rate_bytes_per_s("100mbit")
-    12500000.0
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate)
-    bytes_per_s = float(match[1]) * _FACTORS[match[2]] / 8 if match else 0.0
-    if bytes_per_s <= 0:
-        raise UsageError(
-            f"The rate {rate!r} is not a positive number of bits per second. "
-            "Write it as '1gbit', '100mbit' or '64kbit', or pass None for no limit."
-        )
-    return bytes_per_s
 
 
 def tc_batch(devices: Iterable[str], rate: str | None) -> str:

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from torchmn.errors import UsageError
-from torchmn.testing.netlab.shaping import rate_bytes_per_s, tc_batch
+from torchmn.testing.netlab.shaping import tc_batch
+from torchmn.topology.network import rate_bytes_per_s
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,97 @@
+"""``torchmn doctor``: examine hosts and links, before a job or after a failed one."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+CONTEXT = {"allow_interspersed_args": False}
+"""What follows ``--script FILE`` are arguments of the script, options too."""
+
+
+def doctor(
+    script_args: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of --script.")
+    ] = None,
+    hosts: Annotated[
+        str | None, typer.Option(help="Hosts and slots, such as a:4,b:2.", metavar="HOSTS")
+    ] = None,
+    hostfile: Annotated[
+        Path | None, typer.Option(help="File with a line NAME slots=N for each host.")
+    ] = None,
+    is_quick: Annotated[
+        bool, typer.Option("--quick", help="Less than a minute for a few hosts (the default).")
+    ] = False,
+    is_full: Annotated[
+        bool, typer.Option("--full", help="Every pair of hosts, and longer measurements.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print everything that was found as JSON.")
+    ] = False,
+    paths: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--path", help="Folder for data or checkpoints (repeatable; default: this one)."
+        ),
+    ] = None,
+    expected: Annotated[
+        str | None,
+        typer.Option(
+            "--expect",
+            metavar="RATE",
+            help="Rate that links should have, such as 10gbit (default: that of the adapters).",
+        ),
+    ] = None,
+    script: Annotated[
+        Path | None,
+        typer.Option(help="Measure how fast this training script loads its data on each host."),
+    ] = None,
+) -> None:
+    """Examine hosts and the links between them: names, versions, limits, clocks, speeds.
+
+    The hosts are those of --hosts or --hostfile, else those of the job of PBS, Slurm or Grid Engine
+    that this runs in, else this host alone. Exits with 0 if all is healthy, 3 after warnings and 4
+    if a job would fail or be very slow.
+    """
+    from torchmn.doctor.examination import examine
+    from torchmn.doctor.orders import Request
+    from torchmn.doctor.report import as_json as json_of
+    from torchmn.doctor.report import as_text, exit_status
+    from torchmn.errors import UsageError
+    from torchmn.launch import RunOptions
+    from torchmn.launch.plan import assign_slots
+    from torchmn.topology import allocation, is_this_host
+    from torchmn.topology.network import rate_bytes_per_s
+
+    if is_quick and is_full:
+        raise UsageError("--quick and --full are mutually exclusive: use one of them.")
+    if script is None and script_args:
+        raise UsageError(f"Unexpected {script_args[0]!r}: hosts are named with --hosts a,b.")
+    if script is not None and not script.is_file():
+        raise UsageError(f"There is no script {str(script)!r} (looked in {Path.cwd()}).")
+    given = None if hosts or hostfile else allocation(os.environ)
+    chosen = assign_slots(RunOptions(argv=("doctor",), hosts=hosts, hostfile=hostfile), given)
+    slots = {each.name: each.slots for each in chosen}
+    if len(slots) == 1 and is_this_host(next(iter(slots))):
+        slots = {socket.gethostname(): sum(slots.values())}
+    request = Request(
+        slots=slots,
+        cwd=str(Path.cwd()),
+        paths=[str(Path(path).absolute()) for path in paths or ()],
+        script=[str(script), *(script_args or ())] if script else [],
+        is_full=is_full,
+        expected_bytes_per_s=rate_bytes_per_s(expected) if expected else 0.0,
+    )
+    is_shown = sys.stderr.isatty()
+    found = examine(request, os.environ, _say if is_shown else lambda _: None)
+    typer.echo(json_of(found) if as_json else as_text(found))
+    raise typer.Exit(exit_status(found))
+
+
+def _say(text: str) -> None:
+    print(f"torchmn: {text} ...", file=sys.stderr, flush=True)

@@ -1,0 +1,291 @@
+"""Examine all hosts: start a program on each, let them check themselves, measure links in rounds.
+
+What is measured and leads to a finding is measured again, up to twice, and the best counts: a
+fault stays, a disturbance does not.
+"""
+
+from __future__ import annotations
+
+import resource
+import secrets
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from torchmn.control.codec import Record
+from torchmn.doctor.checks import CHECKS
+from torchmn.doctor.clocks import clock_findings
+from torchmn.doctor.findings import SEVERITIES, Finding
+from torchmn.doctor.host_session import HostSession
+from torchmn.doctor.links import Link, better_link, link_findings, links_between, suspicious
+from torchmn.doctor.orders import Begin, Examine, LinkMeasured, MeasureLink, Request
+from torchmn.doctor.tournament import Pair, apart, rounds_of, turns_of
+from torchmn.errors import LaunchError, UsageError
+from torchmn.launch.starters.remote import remote_shell
+
+_START_S = 20.0
+_CHECK_S, _LOADING_S = 60.0, 150.0
+_QUICK_LINK_S, _FULL_LINK_S = 0.25, 1.0
+_QUICK_ROUNDS = 8
+_NUM_REPEATS = 2
+_PAUSE_S = 0.7
+_LINK_MARGIN_S = 15.0
+_MAX_STARTING = 64
+_FILES_PER_HOST = 4
+
+
+class Examination(Record, frozen=True, kw_only=True):
+    """All that was found. ``facts`` by check and host; ``clock_offsets_s`` to this host's clock."""
+
+    hosts: list[str]
+    findings: list[Finding]
+    facts: dict[str, dict[str, Any]]
+    links: list[Link]
+    clock_offsets_s: dict[str, float]
+    seconds: float
+
+
+def examine(
+    request: Request, env: Mapping[str, str], say: Callable[[str], None] = lambda _: None
+) -> Examination:
+    """Examine the hosts of a request from this one. Changes nothing that lasts.
+
+    Raises UsageError: this process may not open enough files for this number of hosts.
+    """
+    needed, allowed = _FILES_PER_HOST * len(request.hosts) + 64, _max_files()
+    if needed > allowed:
+        raise UsageError(
+            f"To examine {len(request.hosts)} hosts at once {needed} open files are needed, and "
+            f"the limit is {allowed}: raise it with ulimit -n {needed}."
+        )
+    started = time.monotonic()
+    with ThreadPoolExecutor(len(request.hosts)) as workers:
+        examiner = _Examiner(request, env, workers, say)
+        try:
+            examiner.examine()
+        except BaseException:
+            workers.shutdown(wait=False, cancel_futures=True)
+            examiner.kill()  # or calls that are under way would be waited for
+            raise
+        examiner.close()
+    return Examination(
+        hosts=request.hosts,
+        findings=sorted(examiner.findings, key=lambda each: SEVERITIES.index(each.severity)),
+        facts=examiner.facts,
+        links=list(examiner.links.values()),
+        clock_offsets_s=examiner.clocks,
+        seconds=time.monotonic() - started,
+    )
+
+
+class _Examiner:
+    """The steps of `examine`, and what they have found so far."""
+
+    def __init__(
+        self,
+        request: Request,
+        env: Mapping[str, str],
+        workers: ThreadPoolExecutor,
+        say: Callable[[str], None],
+    ) -> None:
+        self._request = request
+        self._env = env
+        self._workers = workers
+        self._say = say
+        self._secret = secrets.token_hex(32)
+        self._sessions: dict[str, HostSession] = {}
+        self._starting = threading.Semaphore(_MAX_STARTING)
+        self.findings: list[Finding] = []
+        self.facts: dict[str, dict[str, Any]] = {}
+        self.links: dict[tuple[str, str, str], Link] = {}
+        self.clocks: dict[str, float] = {}
+
+    def examine(self) -> None:
+        """Hosts that have not answered in one step take no part in the next."""
+        self._start()
+        self._compare_clocks()
+        for check in CHECKS.values():
+            if check.name != "data_loading" or self._request.script:
+                self._check(check)
+        self._measure_links()
+
+    def close(self) -> None:
+        """End the programs on all hosts."""
+        list(self._workers.map(HostSession.close, self._sessions.values()))
+
+    def kill(self) -> None:
+        """End the remote shells at once."""
+        for session in self._sessions.values():
+            session.kill()
+
+    def _start(self) -> None:
+        self._say(f"starting on {len(self._request.hosts)} host(s)")
+        hosts = self._request.hosts
+        for host, found in zip(hosts, self._workers.map(self._open, hosts), strict=True):
+            if isinstance(found, HostSession):
+                self._sessions[host] = found
+            else:
+                self._lost(host, f"{host} does not answer: {found}")
+
+    def _open(self, host: str) -> HostSession | str:
+        begin = Begin(host=host, secret=self._secret, request=self._request)
+        with self._starting:
+            try:
+                return HostSession(begin, self._env, _START_S)
+            except LaunchError as error:
+                return str(error)
+
+    def _lost(self, host: str, seen: str) -> None:
+        command = shlex.join((*remote_shell(self._env), host, "true"))
+        self.findings.append(
+            Finding(
+                check="hosts",
+                severity="ill",
+                hosts=[host],
+                seen=seen,
+                rule="Every host runs a command through the remote shell, with the same Python and "
+                "torchmn.",
+                cure=f"Check whether `{command}` works from here, and whether {sys.executable} and "
+                "torchmn are there.",
+            )
+        )
+
+    def _compare_clocks(self) -> None:
+        offsets = self._on_all(list(self._sessions), HostSession.clock_offset_s)
+        self.clocks = {host: offset for host, (offset, _) in offsets.items()}
+        self.findings += clock_findings(offsets)
+
+    def _check(self, check: Any) -> None:
+        self._say(f"checking {check.name.replace('_', ' ')}")
+        found = self._examined(check, list(self._sessions))
+        for _ in range(_NUM_REPEATS if check.is_measurement else 0):
+            suspects = {
+                host
+                for finding in check.findings(found, self._request)
+                if finding.severity == "warning"  # ill is what was refused, not what is slow
+                for host in finding.hosts
+            }
+            if not suspects:
+                break
+            time.sleep(_PAUSE_S)
+            self._say(f"checking {check.name.replace('_', ' ')} again on {len(suspects)} host(s)")
+            again = self._examined(check, [host for host in found if host in suspects])
+            found |= {host: check.best_of(found[host], facts) for host, facts in again.items()}
+        self.facts[check.name] = found
+        self.findings += check.findings(found, self._request)
+
+    def _examined(self, check: Any, hosts: Sequence[str]) -> dict[str, Any]:
+        """The facts of each host that answers."""
+        limit_s = _LOADING_S if check.name == "data_loading" else _CHECK_S
+
+        def examined(session: HostSession) -> Any:
+            return session.call(Examine(check=check.name), check.facts, limit_s)
+
+        turns = turns_of(hosts, self._machines) if check.is_measurement else [list(hosts)]
+        found: dict[str, Any] = {}
+        for turn in turns:
+            found |= self._on_all(turn, examined)
+        return found
+
+    @property
+    def _machines(self) -> dict[str, str]:
+        return {host: session.machine for host, session in self._sessions.items()}
+
+    def _on_all(self, hosts: Sequence[str], call: Callable[[HostSession], Any]) -> dict[str, Any]:
+        """The results by host, of those where it did not raise; the others get a finding."""
+
+        def result(host: str) -> Any:
+            try:
+                return call(self._sessions[host])
+            except LaunchError as error:
+                return error
+
+        found: dict[str, Any] = {}
+        for host, value in zip(hosts, self._workers.map(result, hosts), strict=True):
+            if isinstance(value, LaunchError):
+                if self._sessions[host].is_closed:
+                    self._lost(host, f"{host} no longer answers: {value}")
+                    del self._sessions[host]
+                else:
+                    self.findings.append(_failed(host, str(value)))
+            else:
+                found[host] = value
+        return found
+
+    def _measure_links(self) -> None:
+        facts = self.facts.get("network", {})
+        hosts = [host for host in self._sessions if host in facts]
+        if len(hosts) > 1:
+            most = None if self._request.is_full else _QUICK_ROUNDS
+            rounds = rounds_of(hosts, self._machines, most)
+            self._say(f"measuring {sum(map(len, rounds))} pairs of hosts in {len(rounds)} rounds")
+            for pairs in rounds:
+                self._measure_pairs(pairs)
+            for number in range(_NUM_REPEATS):
+                again = {
+                    link.key[:2]
+                    for link in suspicious(list(self.links.values()))
+                    if number == 0 or not link.measured.error
+                }
+                again = {pair for pair in again if set(pair) <= self._sessions.keys()}
+                if not again:
+                    break
+                self._say(f"measuring {len(again)} links again")
+                time.sleep(_PAUSE_S)
+                for pairs in apart(sorted(again), self._machines):
+                    self._measure_pairs(pairs, both=False)
+        self.findings += link_findings(list(self.links.values()), facts)
+
+    def _measure_pairs(self, pairs: Sequence[Pair], *, both: bool = True) -> None:
+        """Pairs that share no machine, at once; of each first one direction, then the other."""
+        self._measure_directions(pairs)
+        if both:
+            self._measure_directions([(two, one) for one, two in pairs])
+
+    def _measure_directions(self, pairs: Sequence[Pair]) -> None:
+        facts, target_of = self.facts["network"], dict(pairs)
+        seconds = _FULL_LINK_S if self._request.is_full else _QUICK_LINK_S
+
+        def measured(session: HostSession) -> list[Link]:
+            target = target_of[session.host]
+            return [
+                msgspec.structs.replace(
+                    link,
+                    measured=session.call(
+                        MeasureLink(
+                            address=link.address, port=self._sessions[target].port, seconds=seconds
+                        ),
+                        LinkMeasured,
+                        seconds + _LINK_MARGIN_S,
+                    ),
+                )
+                for link in links_between(session.host, target, facts, self._request)
+            ]
+
+        here = [host for host, target in pairs if {host, target} <= self._sessions.keys()]
+        for links in self._on_all(here, measured).values():
+            for link in links:
+                known = self.links.get(link.key)
+                self.links[link.key] = better_link(known, link) if known else link
+
+
+def _failed(host: str, text: str) -> Finding:
+    return Finding(
+        check="hosts",
+        severity="warning",
+        hosts=[host],
+        seen=f"a check failed on {host}: {text}",
+        rule="Every check can be made on every host.",
+        cure="What it would have found is unknown. Please report this with the text above.",
+    )
+
+
+def _max_files() -> float:
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return float("inf") if soft == resource.RLIM_INFINITY else soft

@@ -1,0 +1,207 @@
+"""GPUs, as ``nvidia-smi`` reports them: present, without memory errors, at their clocks."""
+
+from __future__ import annotations
+
+import csv
+import io
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+
+from torchmn.control.codec import Record
+from torchmn.doctor.findings import Finding, deviating, listed
+from torchmn.doctor.orders import Request
+from torchmn.topology import count_gpus
+
+_ANSWER_S = 30.0
+_FIELDS = {
+    "index": "index",
+    "name": "name",
+    "memory_mib": "memory.total",
+    "used_mib": "memory.used",
+    "uncorrected": "ecc.errors.uncorrected.volatile.total",
+    "pending": "retired_pages.pending",
+    "hw_slowdown": "clocks_throttle_reasons.hw_slowdown",
+    "sw_thermal": "clocks_throttle_reasons.sw_thermal_slowdown",
+    "temperature": "temperature.gpu",
+    "width": "pcie.link.width.current",
+    "max_width": "pcie.link.width.max",
+}
+"""Our names of what `nvidia-smi --query-gpu` is asked for; it answers "[N/A]" where it cannot."""
+_MAX_USED = 0.1
+
+
+class GpuFacts(Record, frozen=True, kw_only=True):
+    """What the driver reports of each GPU, by `_FIELDS`; and the pairs without peer access."""
+
+    num_devices: int
+    gpus: list[dict[str, str]] = []
+    without_peer_access: list[list[str]] = []
+    error: str = ""
+
+
+class GpuCheck:
+    """See this module."""
+
+    name = "gpus"
+    facts = GpuFacts
+    is_measurement = False
+
+    def examine(self, request: Request, host: str) -> GpuFacts:
+        """Ask the driver."""
+        num_devices, command = count_gpus({}), shutil.which("nvidia-smi")
+        if command is None:
+            missing = "there is no nvidia-smi" if num_devices else ""
+            return GpuFacts(num_devices=num_devices, error=missing)
+        text, error = _ask(
+            [command, f"--query-gpu={','.join(_FIELDS.values())}", "--format=csv,noheader,nounits"]
+        )
+        rows = [[word.strip() for word in row] for row in csv.reader(io.StringIO(text)) if row]
+        gpus = [dict(zip(_FIELDS, row, strict=False)) for row in rows if len(row) == len(_FIELDS)]
+        if not error and len(gpus) < len(rows):
+            error = f"nvidia-smi answers {text.strip().splitlines()[-1][:200]!r}"
+        matrix = _ask([command, "topo", "-p2p", "r"])[0] if len(gpus) > 1 else ""
+        return GpuFacts(
+            num_devices=num_devices,
+            gpus=gpus,
+            without_peer_access=_pairs_without(matrix),
+            error=error,
+        )
+
+    def findings(self, found: Mapping[str, GpuFacts], request: Request) -> Iterator[Finding]:
+        """Each GPU by itself; their number and kind beside other hosts."""
+        for host, facts in found.items():
+            if facts.error and (facts.num_devices or any(each.gpus for each in found.values())):
+                yield _gpu_finding(
+                    host,
+                    "ill",
+                    f"the GPU driver of {host} does not answer: {facts.error}",
+                    "nvidia-smi lists the GPUs of every host.",
+                    "Look for Xid errors in dmesg; load the driver again, or restart the host.",
+                )
+            for gpu in facts.gpus:
+                yield from _one_gpu(host, gpu)
+            if facts.without_peer_access:
+                pairs = [" and ".join(pair) for pair in facts.without_peer_access]
+                yield _gpu_finding(
+                    host,
+                    "warning",
+                    f"GPUs {listed(pairs)} of {host} have no peer access",
+                    "GPUs of one host reach each other's memory, or NCCL copies by the host's.",
+                    "Switch off ACS in the BIOS, and give a container all GPUs of the host.",
+                )
+        for what, values in (
+            ("GPUs", {host: str(len(facts.gpus)) for host, facts in found.items()}),
+            ("kinds of GPUs", {host: _kinds(facts) for host, facts in found.items()}),
+        ):
+            usual, others = deviating(values)
+            for value, hosts in others.items():
+                if any(found[host].error for host in hosts) or (
+                    what != "GPUs" and "none" in (usual, value)
+                ):
+                    continue
+                yield Finding(
+                    check="gpus",
+                    severity="ill" if what == "GPUs" else "warning",
+                    hosts=hosts,
+                    seen=f"{listed(hosts)} has {value} {what if what == 'GPUs' else ''}".rstrip()
+                    + f", other hosts have {usual}",
+                    rule="All hosts have the same number of GPUs of the same kind.",
+                    cure="Look for Xid errors in dmesg (a GPU that has fallen off the bus needs a "
+                    "restart of the host), or correct the slots of the host.",
+                )
+
+
+def _one_gpu(host: str, gpu: Mapping[str, str]) -> Iterator[Finding]:
+    name = f"GPU {gpu['index']} of {host}"
+    errors = _number(gpu["uncorrected"])
+    if errors or gpu["pending"] == "Yes":
+        yield _gpu_finding(
+            host,
+            "ill",
+            f"{name} has {errors:.0f} uncorrected memory errors"
+            + (" and a page to be retired" if gpu["pending"] == "Yes" else ""),
+            "A GPU has no uncorrected memory errors: results may be wrong.",
+            "Reset the GPU (nvidia-smi --gpu-reset) or restart the host; if they come back, have "
+            "it replaced.",
+            errors,
+        )
+    active = [word for word in ("hw_slowdown", "sw_thermal") if gpu[word] == "Active"]
+    if active:
+        yield _gpu_finding(
+            host,
+            "warning",
+            f"{name} is throttled ({listed(active)}) at {gpu['temperature']} degrees",
+            "No GPU lowers its clock because of heat or power: all ranks wait for the slowest.",
+            "Check fans, air flow and power supply.",
+            _number(gpu["temperature"]),
+        )
+    width, max_width = _number(gpu["width"]), _number(gpu["max_width"])
+    if width and width < max_width:
+        yield _gpu_finding(
+            host,
+            "warning",
+            f"{name} uses {width:.0f} of {max_width:.0f} PCIe lanes",
+            "A GPU uses all lanes that it has.",
+            "Seat the card again, or look for a riser or a slot with fewer lanes.",
+            width,
+        )
+    used, total = _number(gpu["used_mib"]), _number(gpu["memory_mib"])
+    if total and used > _MAX_USED * total:
+        yield _gpu_finding(
+            host,
+            "warning",
+            f"{used:.0f} of {total:.0f} MiB of {name} are in use",
+            f"Before a job at most {_MAX_USED:.0%} of a GPU's memory are in use.",
+            "End what runs there (nvidia-smi lists the processes).",
+            used,
+        )
+
+
+def _gpu_finding(
+    host: str, severity: str, seen: str, rule: str, cure: str, value: float | None = None
+) -> Finding:
+    return Finding(
+        check="gpus",
+        severity="ill" if severity == "ill" else "warning",
+        hosts=[host],
+        seen=seen,
+        rule=rule,
+        cure=cure,
+        value=value,
+    )
+
+
+def _kinds(facts: GpuFacts) -> str:
+    return ", ".join(sorted({gpu["name"] for gpu in facts.gpus})) or "none"
+
+
+def _pairs_without(matrix: str) -> list[list[str]]:
+    """The pairs that ``nvidia-smi topo -p2p r`` does not mark OK."""
+    rows = [line.split() for line in matrix.splitlines() if line.strip().startswith("GPU")]
+    names = rows[0] if rows else []
+    found = []
+    for number, row in enumerate(rows[1:]):
+        for other, state in zip(names[number + 1 :], row[number + 2 :], strict=False):
+            if state != "OK":
+                found.append([row[0], other])
+    return found
+
+
+def _ask(command: list[str]) -> tuple[str, str]:
+    """What it printed, and why it failed, if it did."""
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=_ANSWER_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return "", f"{command[0]}: {error}"
+    lines = (answer.stderr + answer.stdout).strip().splitlines()
+    return answer.stdout, "".join(lines[-1:]) if answer.returncode else ""
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0  # [N/A]

@@ -1,0 +1,59 @@
+"""``python -m torchmn.doctor.host_main``: examine this host as the launcher orders, line by line.
+
+Orders come on standard input and replies go to standard output, so that nothing but the remote
+shell is needed. What else writes to standard output is redirected to standard error. Ends with its
+standard input.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from torchmn.control.codec import Record, decode, decode_union, encode
+from torchmn.doctor.checks import CHECKS
+from torchmn.doctor.link_probe import measure_link, serve_probes
+from torchmn.doctor.orders import AskTime, Begin, Examine, Failed, Order, Ready, TimeIs
+
+
+def main() -> None:
+    """Carry out orders until there are none."""
+    replies = os.dup(1)
+    os.dup2(2, 1)
+    begin = decode(sys.stdin.readline(), Begin)
+    _reply(replies, Ready(machine=_machine(), port=serve_probes(begin.secret)))
+    for line in sys.stdin:
+        try:
+            reply = _carry_out(decode_union(line, Order), begin)
+        except Exception as error:  # the other checks are still of use
+            reply = Failed(f"{type(error).__name__}: {error}")
+        _reply(replies, reply)
+
+
+def _carry_out(order: Order, begin: Begin) -> Record:
+    if isinstance(order, AskTime):
+        return TimeIs(time.time())
+    if isinstance(order, Examine):
+        facts: Record = CHECKS[order.check].examine(begin.request, begin.host)
+        return facts
+    return measure_link(order, begin.secret)
+
+
+def _reply(descriptor: int, reply: Record) -> None:
+    line = memoryview(encode(reply))
+    while line:
+        line = line[os.write(descriptor, line) :]
+
+
+def _machine() -> str:
+    """Equal for containers of one machine."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return os.uname().nodename
+
+
+if __name__ == "__main__":
+    main()

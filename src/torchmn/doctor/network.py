@@ -1,0 +1,204 @@
+"""Names and interfaces of hosts: who resolves to what, and which interface a library would take."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+
+from torchmn.control.codec import Record
+from torchmn.doctor.findings import Finding, deviating, listed
+from torchmn.doctor.orders import Request
+from torchmn.topology import route_of, route_to
+from torchmn.topology.network import addresses_of_host, own_routes
+
+_MAX_RESOLVED = 16
+_SYS = Path("/sys/class/net")
+
+
+class Interface(Record, frozen=True, kw_only=True):
+    """A network interface and one of its addresses.
+
+    ``bytes_per_s`` is the nominal speed, 0 if the adapter reports none; a virtual one's means
+    nothing and is left out.
+    """
+
+    name: str
+    address: str
+    network: str
+    mtu: int
+    is_up: bool
+    bytes_per_s: float = 0.0
+
+
+class NetworkFacts(Record, frozen=True, kw_only=True):
+    """``resolved``: addresses by host name; ``routes``: the interface to each host, by name.
+
+    ``taken`` is the interface that a library takes that `torchmn run` has not started.
+    """
+
+    hostname: str
+    own_addresses: list[str]
+    resolved: dict[str, list[str]]
+    routes: dict[str, str]
+    interfaces: list[Interface]
+    taken: dict[str, str]
+
+
+class NetworkCheck:
+    """See this module."""
+
+    name = "network"
+    facts = NetworkFacts
+    is_measurement = False
+
+    def examine(self, request: Request, host: str) -> NetworkFacts:
+        """Read names and interfaces; sends nothing but what resolving a name sends."""
+        hostname, interfaces = socket.gethostname(), list(_interfaces())
+        others = _others(request.hosts, host)
+        routes = {name: route.interface for name in others if (route := route_to(name))}
+        return NetworkFacts(
+            hostname=hostname,
+            own_addresses=addresses_of_host(hostname),
+            resolved={name: addresses_of_host(name) for name in others},
+            routes=routes,
+            interfaces=interfaces,
+            taken=_taken(hostname, interfaces, os.environ),
+        )
+
+    def findings(self, found: Mapping[str, NetworkFacts], request: Request) -> Iterator[Finding]:
+        """Names first, since wrong ones explain much of what follows."""
+        if len(request.hosts) > 1:
+            for host, facts in found.items():
+                yield from _own_name(host, facts)
+            yield from _names_of_others(found)
+            yield from _mtu(found)
+
+
+def _own_name(host: str, facts: NetworkFacts) -> Iterator[Finding]:
+    addresses = facts.own_addresses
+    if not addresses:
+        yield Finding(
+            check="network",
+            severity="warning",
+            hosts=[host],
+            seen=f"{host} does not know the address of its own name, {facts.hostname}",
+            rule="A host's name resolves on the host itself to the address that others use.",
+            cure=f"Add a line 'ADDRESS {facts.hostname}' to /etc/hosts on {host}, or to the DNS.",
+        )
+    elif all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in addresses):
+        yield Finding(
+            check="network",
+            severity="ill",
+            hosts=[host],
+            seen=f"{host} takes its own name, {facts.hostname}, for {addresses[0]}, which only "
+            "leads to itself: gloo and torchrun would give that address to other hosts",
+            rule="A host's name resolves on the host itself to the address that others use.",
+            cure=f"In /etc/hosts on {host} remove {facts.hostname} from the line of {addresses[0]} "
+            "and add it to a line with its network address.",
+        )
+
+
+def _names_of_others(found: Mapping[str, NetworkFacts]) -> Iterator[Finding]:
+    for host, facts in found.items():
+        unknown = [name for name, addresses in facts.resolved.items() if not addresses]
+        if unknown:
+            yield Finding(
+                check="network",
+                severity="ill",
+                hosts=[host],
+                seen=f"{host} does not know the name {listed(unknown)}",
+                rule="Every host resolves the names of all hosts.",
+                cure=f"Add them to the DNS or to /etc/hosts on {host}.",
+            )
+        for name, addresses in facts.resolved.items():
+            if not addresses or name not in found:
+                continue
+            real = {interface.address for interface in found[name].interfaces}
+            if real and not real & set(addresses):
+                yield Finding(
+                    check="network",
+                    severity="ill",
+                    hosts=[host],
+                    seen=f"{host} takes {name} for {addresses[0]}, which is no address of {name} "
+                    f"({listed(sorted(real))})",
+                    rule="The name of a host means the same host everywhere.",
+                    cure=f"Correct the line of {name} in /etc/hosts on {host}, or the DNS.",
+                )
+
+
+def _mtu(found: Mapping[str, NetworkFacts]) -> Iterator[Finding]:
+    networks: dict[str, dict[str, Interface]] = {}
+    for host, facts in found.items():
+        for interface in facts.interfaces:
+            networks.setdefault(interface.network, {})[host] = interface
+    for network, interfaces in networks.items():
+        usual, others = deviating({host: str(each.mtu) for host, each in interfaces.items()})
+        for mtu, hosts in others.items():
+            name = interfaces[hosts[0]].name
+            yield Finding(
+                check="network",
+                severity="warning",
+                hosts=hosts,
+                seen=f"the MTU of {name} is {mtu} on {listed(hosts)} and {usual} on other hosts of "
+                f"{network}",
+                rule="All interfaces of one network have the same MTU, or long packets are lost.",
+                cure=f"ip link set {name} mtu {usual}",
+                value=float(mtu),
+                unit="bytes",
+            )
+
+
+def _others(hosts: list[str], host: str) -> list[str]:
+    """Names to resolve: all of a few hosts, else the first two and those that follow this one."""
+    place = hosts.index(host) if host in hosts else 0
+    following = [*hosts[place + 1 :], *hosts[:place]]
+    chosen = dict.fromkeys(chain(hosts[:2], following))
+    chosen.pop(host, None)
+    return list(chosen)[:_MAX_RESOLVED]
+
+
+def _interfaces() -> Iterator[Interface]:
+    for route in own_routes():
+        if not route.is_loopback:
+            folder = _SYS / route.interface
+            speed = _number(folder / "speed") if (folder / "device").exists() else 0
+            yield Interface(
+                name=route.interface,
+                address=route.address,
+                network=route.network,
+                mtu=_number(folder / "mtu"),
+                is_up=_text(folder / "operstate") not in ("down", "lowerlayerdown"),
+                bytes_per_s=max(0, speed) * 1e6 / 8,
+            )
+
+
+def _taken(hostname: str, interfaces: list[Interface], env: Mapping[str, str]) -> dict[str, str]:
+    """gloo: the interface of the host's own name. NCCL: InfiniBand, else not docker's, then any.
+
+    Open MPI uses all interfaces at once.
+    """
+    names = list(dict.fromkeys(each.name for each in interfaces if each.is_up))
+    own = next(iter(addresses_of_host(hostname)), None)
+    route = route_of(own) if own else None
+    nccl = sorted(names, key=lambda name: (not name.startswith("ib"), name.startswith("docker")))
+    return {
+        "gloo": env.get("GLOO_SOCKET_IFNAME") or (route.interface if route else "lo"),
+        "NCCL": env.get("NCCL_SOCKET_IFNAME") or next(iter(nccl), "lo"),
+        "Open MPI": env.get("OMPI_MCA_btl_tcp_if_include") or ", ".join(names),
+    }
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _number(path: Path) -> int:
+    text = _text(path)
+    return int(text) if text.lstrip("-").isdecimal() else 0

@@ -1,0 +1,109 @@
+"""What `torchmn doctor` prints: findings, the worst first, and what was measured."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import textwrap
+from collections.abc import Iterator
+
+import msgspec
+
+from torchmn.doctor.examination import Examination
+from torchmn.doctor.findings import Finding, worst
+from torchmn.exit_status import DOCTOR_STATUS
+from torchmn.units import GiB
+
+_MAX_HOSTS = 16
+_WIDTH = 100
+
+
+def exit_status(examination: Examination) -> int:
+    """By the worst finding."""
+    return DOCTOR_STATUS[worst(examination.findings)]
+
+
+def as_json(examination: Examination) -> str:
+    """Everything that was found, and the exit status."""
+    plain = msgspec.to_builtins(examination, str_keys=True)
+    return json.dumps({"status": exit_status(examination), **plain}, indent=1)
+
+
+def as_text(examination: Examination) -> str:
+    """For the terminal."""
+    lines = [line for finding in examination.findings for line in _described(finding)]
+    lines += [*_hosts(examination), *_links(examination), *_taken(examination)]
+    count = {
+        each: sum(finding.severity == each for finding in examination.findings)
+        for each in ("ill", "warning")
+    }
+    result = "healthy" if not any(count.values()) else f"{count['ill']} ill, "
+    result += f"{count['warning']} warning(s)" if any(count.values()) else ""
+    number = len(examination.hosts)
+    lines.append(f"{number} host(s) examined in {examination.seconds:.0f} s: {result}.")
+    return "\n".join(lines)
+
+
+def _described(finding: Finding) -> Iterator[str]:
+    def wrapped(head: str, text: str) -> str:
+        return textwrap.fill(
+            text,
+            _WIDTH,
+            initial_indent=head,
+            subsequent_indent=" " * 9,
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+
+    yield wrapped(f"{finding.severity.upper():9}", f"{finding.seen}.")
+    if finding.severity != "note":
+        yield wrapped("         Rule: ", finding.rule)
+        yield wrapped("         Cure: ", finding.cure)
+
+
+def _hosts(examination: Examination) -> Iterator[str]:
+    """A line per host of what was measured there."""
+    processors = examination.facts.get("processors", {})
+    disks = examination.facts.get("disks", {})
+    gpus = examination.facts.get("gpus", {})
+    if not processors:
+        return
+    yield ""
+    yield f"{'host':16} {'cores':>5} {'work/s':>7} {'GB/s':>6} {'GiB free':>8} {'GPUs':>4}  disk"
+    for host, facts in list(processors.items())[:_MAX_HOSTS]:
+        folders = disks[host].folders if host in disks else []
+        disk = ", ".join(f"{each.write_bytes_per_s / 1e6:.4g} MB/s {each.path}" for each in folders)
+        num_gpus = len(gpus[host].gpus) if host in gpus else 0
+        yield (
+            f"{host[:16]:16} {facts.num_cores:5} {facts.clock:7.0f} "
+            f"{facts.copied_bytes_per_s / 1e9:6.3g} {facts.available_bytes / GiB:8.4g} "
+            f"{num_gpus:4}  {disk}"
+        )
+    if len(processors) > _MAX_HOSTS:
+        yield f"and {len(processors) - _MAX_HOSTS} more: see --json"
+
+
+def _taken(examination: Examination) -> Iterator[str]:
+    """Which interface libraries take by themselves; on several hosts, that of the first one."""
+    facts = examination.facts.get("network", {})
+    if len(facts) > 1:
+        host, found = next(iter(facts.items()))
+        words = ", ".join(f"{library} {interface}" for library, interface in found.taken.items())
+        yield f"interfaces that libraries take by themselves (on {host}): {words}"
+
+
+def _links(examination: Examination) -> Iterator[str]:
+    """The range of each network, and all links of a few hosts."""
+    by_network: dict[str, list[float]] = {}
+    for link in examination.links:
+        if not link.measured.error:
+            name = f"{link.interface} ({link.network})"
+            by_network.setdefault(name, []).append(link.measured.bytes_per_s * 8e-9)
+    latency = {
+        f"{link.interface} ({link.network})": link.measured.latency_s for link in examination.links
+    }
+    for name, rates in by_network.items():
+        yield (
+            f"{name}: {len(rates)} links, {min(rates):.3g} to {max(rates):.3g} Gb/s, median "
+            f"{statistics.median(rates):.3g}; a round trip takes some {latency[name] * 1e3:.2g} ms"
+        )

@@ -1,0 +1,93 @@
+"""Versions that all hosts must have in common."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from importlib import metadata
+
+from torchmn.control.codec import Record
+from torchmn.doctor.findings import Finding, deviating, listed
+from torchmn.doctor.orders import Request
+from torchmn.launch.backend import find_mpirun
+from torchmn.launch.host_checks import COMPARED, find_problem, versions
+
+_NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
+_ANSWER_S = 10.0
+
+
+class VersionFacts(Record, frozen=True, kw_only=True):
+    """Versions by name, "missing" where a package is not installed; and why nothing can run."""
+
+    versions: dict[str, str]
+    problem: str = ""
+
+
+class VersionCheck:
+    """See this module."""
+
+    name = "versions"
+    facts = VersionFacts
+    is_measurement = False
+
+    def examine(self, request: Request, host: str) -> VersionFacts:
+        """Read what is installed; imports none of it."""
+        found = {**versions(), "numpy": _version_of("numpy")}
+        nccl = next((text for name in _NCCL if (text := _version_of(name)) != "missing"), "missing")
+        found |= {"NCCL": nccl, "MPI": _mpi_version(), "processor": platform.machine()}
+        with suppress(OSError), open("/sys/module/nvidia/version") as file:
+            found["NVIDIA driver"] = file.read().strip()
+        return VersionFacts(versions=found, problem=find_problem(request.cwd, ""))
+
+    def findings(self, found: Mapping[str, VersionFacts], request: Request) -> Iterator[Finding]:
+        """Where a host differs from most others."""
+        for host, facts in found.items():
+            if facts.problem:
+                yield Finding(
+                    check="versions",
+                    severity="ill",
+                    hosts=[host],
+                    seen=f"on {host} {facts.problem}",
+                    rule="Every host sees the folder that the job starts in.",
+                    cure="Mount the same file system on all hosts.",
+                )
+        names = dict.fromkeys(name for facts in found.values() for name in facts.versions)
+        for name in names:
+            usual, others = deviating(
+                {host: facts.versions.get(name, "missing") for host, facts in found.items()}
+            )
+            for version, hosts in others.items():
+                yield Finding(
+                    check="versions",
+                    severity="ill" if name in COMPARED else "warning",
+                    hosts=hosts,
+                    seen=f"{name} is {version} on {listed(hosts)} and {usual} on other hosts",
+                    rule=f"All hosts have the same {name}.",
+                    cure=f"Install {name} {usual} on {listed(hosts)}, into the environment of "
+                    f"{sys.executable}, or share one environment.",
+                )
+
+
+def _version_of(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "missing"
+
+
+def _mpi_version() -> str:
+    path = find_mpirun(os.environ)
+    if path is None:
+        return "missing"
+    try:
+        answer = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=_ANSWER_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{path} does not answer ({type(error).__name__})"
+    lines = [line.strip() for line in answer.stdout.splitlines() if line.strip()]
+    return lines[0] if lines else f"{path} reports nothing"

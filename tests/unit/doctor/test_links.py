@@ -1,0 +1,197 @@
+"""What follows from measured links: which rule is broken, and where the cause is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from torchmn.doctor.findings import Finding
+from torchmn.doctor.links import (
+    Link,
+    better_link,
+    link_findings,
+    links_between,
+    suspicious,
+)
+from torchmn.doctor.network import Interface, NetworkFacts
+from torchmn.doctor.orders import LinkMeasured, Request
+
+GBIT = 1e9 / 8
+
+
+def link(
+    source: str,
+    target: str,
+    gbit: float = 1.0,
+    *,
+    network: str = "10.0.0.0/24",
+    interface: str = "eth0",
+    nominal: float = 0.0,
+    latency_s: float = 1e-4,
+    lost: float = 0.0,
+    error: str = "",
+) -> Link:
+    return Link(
+        source=source,
+        target=target,
+        network=network,
+        interface=interface,
+        address=f"{network[:6]}.{target}",
+        is_named=network == "10.0.0.0/24",
+        nominal_bytes_per_s=nominal * GBIT,
+        measured=LinkMeasured(
+            bytes_per_s=gbit * GBIT, latency_s=latency_s, retransmitted=lost, error=error
+        ),
+    )
+
+
+def all_links(rate: Callable[[str, str], float], hosts: str = "abcd", **more: float) -> list[Link]:
+    return [link(a, b, rate(a, b), **more) for a in hosts for b in hosts if a != b]  # type: ignore[arg-type]
+
+
+def found_in(links: list[Link]) -> list[tuple[str, str]]:
+    return [(finding.severity, ",".join(finding.hosts)) for finding in link_findings(links, {})]
+
+
+def only(links: list[Link]) -> Finding:
+    (finding,) = link_findings(links, {})
+    return finding
+
+
+@pytest.mark.parametrize("hosts", ["ab", "abc", "abcdefgh"])
+def test_links_that_differ_a_little_are_healthy(hosts: str) -> None:
+    assert found_in(all_links(lambda a, b: 1.0 if a < b else 0.7, hosts)) == []
+
+
+def test_a_host_that_sends_slowly() -> None:
+    finding = only(all_links(lambda a, b: 0.3 if a == "b" else 1.0))
+    assert (finding.severity, finding.hosts) == ("warning", ["b"])
+    assert "0.3 Gb/s where b sends to a, c, d, other links 1" in finding.seen
+
+
+def test_a_host_that_receives_slowly() -> None:
+    finding = only(all_links(lambda a, b: 0.05 if b == "c" else 1.0))
+    assert (finding.severity, finding.hosts) == ("ill", ["c"])
+    assert "c receives from a, b, d" in finding.seen
+
+
+def test_a_host_that_is_slow_in_both_directions_is_named_once() -> None:
+    assert found_in(all_links(lambda a, b: 0.3 if "b" in (a, b) else 1.0)) == [("warning", "b")]
+
+
+def test_of_three_hosts_one_that_is_slow_in_both_directions() -> None:
+    """It takes part in most of the links."""
+    assert found_in(all_links(lambda a, b: 0.3 if "b" in (a, b) else 1.0, "abc")) == [
+        ("warning", "b")
+    ]
+
+
+def test_one_slow_pair_is_no_fault_of_a_host() -> None:
+    finding = only(all_links(lambda a, b: 0.3 if (a, b) == ("c", "a") else 1.0))
+    assert finding.hosts == ["c", "a"]
+
+
+def test_of_two_hosts_the_slow_direction_is_named() -> None:
+    finding = only(all_links(lambda a, b: 0.1 if a == "a" else 1.0, "ab"))
+    assert "a sends to b" in finding.seen
+
+
+def test_all_links_below_the_speed_of_their_adapters() -> None:
+    finding = only(all_links(lambda a, b: 0.04, nominal=10.0))
+    assert (finding.severity, finding.hosts) == ("ill", ["a", "b", "c", "d"])
+    assert "carries 0.04 of 10 Gb/s" in finding.seen
+
+
+def test_without_a_nominal_speed_equal_links_are_healthy() -> None:
+    assert found_in(all_links(lambda a, b: 0.04)) == []
+
+
+def test_a_host_that_cannot_be_connected_to() -> None:
+    links = [
+        link(a, b, error="timed out" if "d" in (a, b) else "")
+        for a in "abcd"
+        for b in "abcd"
+        if a != b
+    ]
+    finding = only(links)
+    assert (finding.severity, finding.hosts) == ("ill", ["d"])
+    assert "timed out" in finding.seen
+
+
+def test_long_round_trips_and_lost_packets() -> None:
+    links = all_links(lambda a, b: 1.0)
+    late = [link(x.source, x.target, latency_s=0.01) if x.source == "a" else x for x in links]
+    assert found_in(late) == [("warning", "a")]
+    lossy = [link(x.source, x.target, lost=0.1) if x.source == "b" else x for x in links]
+    assert found_in(lossy) == [("warning", "b")]
+
+
+def test_a_better_measurement_clears_a_link() -> None:
+    links = all_links(lambda a, b: 0.1 if (a, b) == ("c", "a") else 1.0)
+    (bad,) = suspicious(links)
+    assert bad.key == ("c", "a", "10.0.0.0/24")
+    again = better_link(bad, link("c", "a", 0.9))
+    assert again.measured.bytes_per_s == 0.9 * GBIT
+    assert better_link(link("c", "a", error="refused"), again) == again
+
+
+def test_names_that_lead_to_the_slower_network() -> None:
+    slow = all_links(lambda a, b: 0.04, "ab")
+    fast = [
+        link(a, b, 9.0, network="10.1.0.0/24", interface="eth1")
+        for a, b in (("a", "b"), ("b", "a"))
+    ]
+    facts = {
+        host: NetworkFacts(
+            hostname=host,
+            own_addresses=[f"10.0.0.{host}"],
+            resolved={other: [f"10.0.0.{other}"]},
+            routes={other: "eth0"},
+            interfaces=[
+                Interface(
+                    name="eth0",
+                    address=f"10.0.0.{host}",
+                    network="10.0.0.0/24",
+                    mtu=1500,
+                    is_up=True,
+                )
+            ],
+            taken={"gloo": "eth0", "NCCL": "eth0"},
+        )
+        for host, other in (("a", "b"), ("b", "a"))
+    }
+    (finding,) = link_findings([*slow, *fast], facts)
+    assert "lead to eth0, which carries 0.04 Gb/s, and eth1 is idle with 9 Gb/s" in finding.seen
+    assert "GLOO_SOCKET_IFNAME=eth1" in finding.cure
+
+
+def test_an_interface_that_is_down_is_measured_only_if_names_lead_there() -> None:
+    def facts(host: str, other: str, **is_up: bool) -> NetworkFacts:
+        return NetworkFacts(
+            hostname=host,
+            own_addresses=[],
+            resolved={other: [f"10.0.0.{other}"]},
+            routes={},
+            interfaces=[
+                Interface(
+                    name=name,
+                    address=f"{network}.{host}",
+                    network=f"{network}.0/24",
+                    mtu=1500,
+                    is_up=is_up.get(name, True),
+                )
+                for name, network in (("eth0", "10.0.0"), ("eth1", "10.0.1"))
+            ],
+            taken={},
+        )
+
+    request = Request(slots={"1": 1, "2": 1}, cwd="/")
+    found = {"1": facts("1", "2"), "2": facts("2", "1", eth0=False, eth1=False)}
+    (only_link,) = links_between("1", "2", found, request)
+    assert (only_link.address, only_link.is_named) == ("10.0.0.2", True)
+    found["2"] = facts("2", "1")
+    assert [link.network for link in links_between("1", "2", found, request)] == [
+        "10.0.0.0/24",
+        "10.0.1.0/24",
+    ]
