@@ -16,7 +16,7 @@ def rounds_of(
     number of others. Containers of one machine are measured one pair after another.
 
     >>> rounds_of(["a", "b", "c", "d"], {name: name for name in "abcd"})
-    [[('a', 'd'), ('b', 'c')], [('c', 'a'), ('b', 'd')], [('a', 'b'), ('c', 'd')]]
+    [[('a', 'd'), ('b', 'c')], [('d', 'c'), ('a', 'b')], [('b', 'd'), ('c', 'a')]]
     """
     rounds = _round_robin(hosts)
     if max_rounds is not None and max_rounds < len(rounds):

@@ -59,7 +59,7 @@ def _run(summary: Summary, findings: Sequence[Finding]) -> RenderableType:
     rate = summary.samples_per_s
     title = Text.assemble((str(run.folder), "bold"))
     facts = (
-        f"{run.size} ranks on {len(summary.hosts)} hosts, {len(summary.step):,} steps; "
+        f"{run.size} rank(s) on {len(summary.hosts)} host(s), {len(summary.step):,} steps; "
         f"mean step {duration(summary.step_s)}"
         + ("" if rate is None else f", {rate:,.1f} samples/s")
         + f"; exchange not hidden {summary.share_of_exposed_exchange:.1%}, "

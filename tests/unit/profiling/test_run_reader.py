@@ -190,13 +190,13 @@ def test_lines_far_longer_than_a_block_are_sampled(tmp_path: Path) -> None:
 
 
 MEASURE = """
-import resource, sys, time
+import sys
 from pathlib import Path
 from torchmn.profiling.run_reader import read_run
-begin = time.perf_counter()
 run = read_run(Path(sys.argv[1]))
 print(len(run.ranks), len(run.common_steps), run.ranks[0].last_step)
-print(time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+status = Path("/proc/self/status").read_text().split()  # getrusage begins with the parent's
+print(int(status[status.index("VmHWM:") + 1]) / 1024)
 """
 
 
@@ -224,9 +224,8 @@ def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_thousand_ranks_of_a_hundred_thousand_steps(long_run: Path) -> None:
     command = [sys.executable, "-c", MEASURE, str(long_run)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    counts, (seconds, megabytes) = (line.split() for line in done.stdout.splitlines())
-    num_ranks, num_common, last_step = map(int, counts)
+    counts, megabytes = done.stdout.splitlines()
+    num_ranks, num_common, last_step = map(int, counts.split())
     assert (num_ranks, last_step) == (1000, 99_999)
     assert num_common > 50
     assert float(megabytes) < 400
-    assert float(seconds) < 60  # a rate, not this figure, is in docs/reference/report.md
