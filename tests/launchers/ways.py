@@ -145,7 +145,7 @@ def open_mpi_itself(mpirun: str, *options: str, **env: str) -> Callable[[Site], 
         names = ["PYTHONPATH", "OMP_NUM_THREADS", "OMPI_MCA_btl", *env]
         exported = [word for name in names for word in ("-x", name)]
         command = [mpirun, "--allow-run-as-root", "--host", site.slots, "-n", NUM_RANKS]
-        command += ["--mca", "mpi_yield_when_idle", "1", *agent, *exported]
+        command += ["--bind-to", "none", "--mca", "mpi_yield_when_idle", "1", *agent, *exported]
         return site.run([*command, sys.executable, site.script], OMPI_MCA_btl="^ofi", **env)
 
     return start
