@@ -26,19 +26,6 @@ missing=()
 [ -x /usr/bin/mpirun.openmpi ] || missing+=(openmpi-bin)
 [ -x /usr/sbin/sshd ] || missing+=(openssh-server)
 command -v ssh >/dev/null || missing+=(openssh-client)
-[ ${#missing[@]} -eq 0 ] && exit 0
-if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
-  echo "setup_launchers: missing, and only root can install them: ${missing[*]}" >&2
-  exit 0
-fi
-# A policy for this one installation: no service is started.
-policy=/usr/sbin/policy-rc.d
-if [ ! -e "$policy" ]; then
-  printf '#!/bin/sh\nexit 101\n' >"$policy"
-  chmod +x "$policy"
-  trap 'rm -f "$policy"' EXIT
-fi
-export DEBIAN_FRONTEND=noninteractive
-apt-get update -qq
-apt-get install -y -qq --no-install-recommends "${missing[@]}" ||
-  echo "setup_launchers: apt-get cannot install ${missing[*]}" >&2
+# shellcheck source=scripts/apt_install.sh
+. scripts/apt_install.sh
+[ ${#missing[@]} -eq 0 ] || apt_install "${missing[@]}" || true

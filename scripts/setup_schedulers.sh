@@ -19,22 +19,9 @@ has pbs_server || packages+=(
   libcjson-dev libedit-dev libexpat1-dev libhwloc-dev libical-dev libncurses-dev libssl-dev
   libx11-dev libxt-dev python3-dev tcl-dev tk-dev zlib1g-dev
 )
-[ ${#packages[@]} -eq 0 ] && exit 0
-if [ "$(id -u)" -ne 0 ]; then
-  say "only root can install these packages: apt-get install ${packages[*]}"
-  exit 1
-fi
-
-# A policy for this one installation: no service is started.
-policy=/usr/sbin/policy-rc.d
-if [ ! -e "$policy" ]; then
-  printf '#!/bin/sh\nexit 101\n' >"$policy"
-  chmod +x "$policy"
-  trap 'rm -f "$policy"' EXIT
-fi
-export DEBIAN_FRONTEND=noninteractive
-apt-get update -qq
-apt-get install -y -qq --no-install-recommends "${packages[@]}"
+# shellcheck source=scripts/apt_install.sh
+. "$(dirname "$0")/apt_install.sh"
+[ ${#packages[@]} -eq 0 ] || apt_install "${packages[@]}" || exit 0
 has pbs_server && exit 0
 
 build=$(mktemp -d)

@@ -72,10 +72,13 @@ def test_streams_exit_status_and_a_line_for_a_shell(
     assert not list(tmp_path.glob(".torchmn-*"))
 
 
-def test_a_signal_to_all_processes_of_the_job_ends_neither_half(
-    shell: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+@pytest.mark.parametrize("name", ["USR1", "TERM"])
+def test_a_signal_to_all_processes_of_the_task_does_not_reach_the_command(
+    shell: Callable[..., subprocess.Popen[bytes]], tmp_path: Path, name: str
 ) -> None:
-    process = shell(f"kill -USR1 $PPID; touch {tmp_path}/up; cat; exit 5")
+    """PBS signals every process with the session of the task."""
+    task = f'pkill -{name} -s "$(ps -o sid= -p $PPID | tr -d " ")"'
+    process = shell(f"{task}; touch {tmp_path}/up; cat; exit 5")
     wait_until((tmp_path / "up").exists)
     process.send_signal(signal.SIGUSR1)
     out, _ = process.communicate(b"more", timeout=50)

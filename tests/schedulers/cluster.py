@@ -12,9 +12,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import pytest
+
 import torchmn
 from torchmn.testing.netlab import Host, Lab, missing_requirement, netlab
 
+MARKS = [
+    pytest.mark.processes,
+    pytest.mark.root,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        not os.environ.get("TORCHMN_TEST_SCHEDULERS"), reason="'make test-schedulers' runs these"
+    ),
+]
+"""Of every test under a scheduler."""
 PATIENCE_S = 60
 _OF_SCHEDULERS = ("SLURM", "PBS", "SGE", "TORCHMN", "JOB_ID", "PE_", "OMPI_", "PMIX_")
 
@@ -34,6 +45,8 @@ class Cluster(ABC):
     """Of the message about a job that exceeded it."""
     unknown_queue: str
     """The scheduler's words about the queue ``nowhere``."""
+    as_user: Sequence[str] = ()
+    """Before a command of the cluster's user, if that is not root."""
     signal_options: Sequence[object] = ()
     """With which a job gets SIGUSR1 without `send_signal`."""
 
@@ -77,10 +90,6 @@ class Cluster(ABC):
         """Whether any job waits or runs."""
 
     @abstractmethod
-    def hasten(self) -> None:
-        """Have jobs that were requeued start without the scheduler's usual delay."""
-
-    @abstractmethod
     def preempt(self, job: str) -> None:
         """Have the scheduler take a job's nodes away and put it back into the queue."""
 
@@ -107,7 +116,12 @@ class Cluster(ABC):
         }
 
     def popen(self, command: Sequence[object], cwd: Path, **env: str) -> subprocess.Popen[str]:
-        """Start a command on the login host, with its output in pipes."""
+        """Start a command of the user on the login host, with its output in pipes."""
+        return self._popen([*self.as_user, *command], cwd, env)
+
+    def _popen(
+        self, command: Sequence[object], cwd: Path, env: Mapping[str, str]
+    ) -> subprocess.Popen[str]:
         return self.login.popen(
             [str(word) for word in command],
             env={**self.env, **env},
@@ -120,8 +134,12 @@ class Cluster(ABC):
     def run(
         self, command: Sequence[object], cwd: Path, timeout_s: float = 120, **env: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on the login host."""
-        process = self.popen(command, cwd, **env)
+        """Run a command of the user on the login host."""
+        return self._finish(self.popen(command, cwd, **env), command, timeout_s)
+
+    def _finish(
+        self, process: subprocess.Popen[str], command: Sequence[object], timeout_s: float
+    ) -> subprocess.CompletedProcess[str]:
         try:
             out, err = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
@@ -131,15 +149,15 @@ class Cluster(ABC):
         return subprocess.CompletedProcess(command, process.returncode, out, err)
 
     def ask(self, *command: object) -> str:
-        """The output of a command of the scheduler that must succeed."""
-        done = self.run(command, self.folder)
+        """The output of a command of the administrator that must succeed."""
+        done = self._finish(self._popen(command, self.folder, {}), command, 120)
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         return done.stdout
 
-    def submission(self, *words: object) -> list[object]:
-        """The words of a `torchmn submit`."""
+    def submission(self, *words: object, venv: object = sys.prefix) -> list[object]:
+        """The words of a `torchmn submit`, for jobs with this virtual environment."""
         command = [sys.executable, "-m", "torchmn", "submit", "--scheduler", self.name]
-        command += ["--activate", sys.prefix, "-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS"]
+        command += ["--activate", str(venv), "-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS"]
         command += ["--site", str(self.site_file)]
         command += [word for name in self.variables for word in ("-x", name)]
         return [*command, *words]
@@ -189,7 +207,9 @@ class Cluster(ABC):
 
 @contextmanager
 def running(kind: type[Cluster], folder: Path) -> Iterator[Cluster]:
-    """A cluster of two nodes for the length of a block."""
+    """A cluster of two nodes for the length of a block. Skips: it cannot be made here."""
+    if reason := kind.why_not():
+        pytest.skip(reason=reason)
     folder.chmod(0o755)
     with netlab(3, None) as lab:
         cluster = kind(lab, folder)

@@ -116,7 +116,13 @@ class GridEngine(Cluster):
             )
             self.ask("qconf", "-Ap", self._file("pe", environment))
         queue = self.ask("qconf", "-sq")
+        # hosts share the machine's /tmp, where each would remove the folder that the other one has
+        # made for the job, with Open MPI's files in it
+        own = [f"[{node.name}={self.folder / f'tmp-{node.name}'}]" for node in self.nodes]
+        for node in self.nodes:
+            (self.folder / f"tmp-{node.name}").mkdir(mode=0o1777)
         changes = {
+            "tmpdir": ",".join(["/tmp", *own]),
             "qname": "all.q",
             "hostlist": names,
             "slots": "4",
@@ -154,16 +160,20 @@ class GridEngine(Cluster):
         self.ask("qdel", job)
 
     def send_signal(self, job: str) -> None:
-        """Its soft limit does."""
+        """The job script does."""
 
     def has_jobs(self) -> bool:
         return bool(self.ask("qstat").strip())
 
-    def hasten(self) -> None:
-        """They start at once."""
-
     def preempt(self, job: str) -> None:
-        self.ask("qmod", "-rj", job)
+        """Suspend it, as a queue does to the jobs of those that are subordinate to it.
+
+        `qmod -rj` starts a job again at once, and where its former tasks are still known to a host
+        this start is lost: Grid Engine tries again five minutes later.
+        """
+        self.ask("qmod", "-sj", job)
+        self.wait_for(lambda: not list((self.folder / "execd").glob("*/active_jobs/*")), "end")
+        self.ask("qmod", "-usj", job)
 
     def fail_node(self, host: Host) -> None:
         self.lab.cut_link(host)

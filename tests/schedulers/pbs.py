@@ -11,6 +11,14 @@ from pathlib import Path
 from tests.schedulers.cluster import Cluster
 from torchmn.testing.netlab import Host
 
+_USER = "daemon"
+_RIGHTS = "+dac_override,+dac_read_search,+net_bind_service"  # the last for pbs_iff
+_WITH_ACCESS = (
+    *("setpriv", f"--inh-caps={_RIGHTS}", f"--ambient-caps={_RIGHTS}"),
+    "--securebits=+no_setuid_fixup",
+)
+"""Jobs have a user, since pbs_mom sees no process of root, and takes such a job for ended when it
+signals it. This user may read and write what root may: the checkout, and the tests' folders."""
 PREFIX = Path(os.environ.get("OPENPBS_PREFIX", "/opt/openpbs"))
 _CONF = """\
 PBS_EXEC={prefix}
@@ -44,16 +52,22 @@ class PBS(Cluster):
     shortest_limit = "00:00:20"
     words_of_limit = "exceeded its walltime"
     unknown_queue = "Unknown queue"
-    tools = ("pbs_server", "pbs_mom", "pbs_tmrsh", "qmgr", "pbs_sched")
+    signal_options = ("--signal", 265)  # of five minutes
+    as_user = (
+        *_WITH_ACCESS,
+        *(f"--reuid={_USER}", f"--regid={_USER}", "--clear-groups"),
+    )
+    tools = ("setpriv", "pbs_server", "pbs_mom", "pbs_tmrsh", "qmgr", "pbs_sched")
 
     @property
     def variables(self) -> Mapping[str, str]:
-        return {"PBS_CONF_FILE": str(self._conf(self.login))}
+        return {"PBS_CONF_FILE": str(self._conf(self.login)), "HOME": str(self.folder / "home")}
 
     def _conf(self, host: Host) -> Path:
         return self.folder / f"pbs-{host.name}.conf"
 
     def start(self) -> None:
+        (self.folder / "home").mkdir()
         # its database runs as another user, who must reach it, and no parent may be writable by all
         self.home = Path(tempfile.mkdtemp(dir="/var/spool", prefix="torchmn-pbs-"))
         self.home.chmod(0o755)
@@ -86,16 +100,23 @@ class PBS(Cluster):
             self.ask("qmgr", "-c", line)
         for node in self.nodes:
             config = self.home / node.name / "mom_priv" / "config"
-            config.write_text(f"$clienthost {self.login.name}\n$usecp *:/ /\n")
+            # hosts share the machine's /var/tmp, where each makes a folder for the job
+            own = self.home / node.name / "tmp"
+            own.mkdir(mode=0o1777)
+            lines = [f"$clienthost {self.login.name}", "$usecp *:/ /", f"$tmpdir {own}"]
+            config.write_text("\n".join(lines) + "\n")
             self._start_mom(node)
             self.ask("qmgr", "-c", f"create node {node.name} resources_available.ncpus=4")
         self.wait_for(self._are_free, "free nodes")
 
     def _start_mom(self, node: Host) -> None:
         conf = str(self._conf(node))
-        self.daemon(
-            f"mom-{node.name}", node, [PREFIX / "sbin" / "pbs_mom", "-N"], PBS_CONF_FILE=conf
-        )
+        command = [
+            *_WITH_ACCESS,
+            PREFIX / "sbin" / "pbs_mom",
+            "-N",
+        ]
+        self.daemon(f"mom-{node.name}", node, command, PBS_CONF_FILE=conf)
 
     def _are_free(self) -> bool:
         done = self.run(["pbsnodes", "-a"], self.folder)
@@ -113,13 +134,10 @@ class PBS(Cluster):
         self.ask("qdel", job)
 
     def send_signal(self, job: str) -> None:
-        self.ask("qsig", "-s", "SIGUSR1", job)
+        """The job script does: `qsig` would end the login shell in which that runs."""
 
     def has_jobs(self) -> bool:
         return bool(self.ask("qstat").strip())
-
-    def hasten(self) -> None:
-        """They start at once."""
 
     def preempt(self, job: str) -> None:
         self.ask("qrerun", job)

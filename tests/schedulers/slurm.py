@@ -14,7 +14,7 @@ SlurmctldHost={login.name}({login.address})
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.sock
+AuthInfo=socket={folder}/munge.sock,cred_expire=15
 CredType=cred/munge
 StateSaveLocation={folder}/ctld
 SlurmdSpoolDir={folder}/spool-%n
@@ -45,7 +45,10 @@ PriorityTier=9 PreemptMode=OFF
 
 
 class Slurm(Cluster):
-    """Two nodes of two cores, a partition for all and one that takes nodes away."""
+    """Two nodes of two cores, a partition for all and one that takes nodes away.
+
+    A job that was requeued waits as long as a credential is valid, ``cred_expire``.
+    """
 
     name = "slurm"
     tools = ("slurmctld", "slurmd", "srun", "sbatch", "munged")
@@ -85,11 +88,6 @@ class Slurm(Cluster):
 
     def has_jobs(self) -> bool:
         return bool(self.ask("squeue", "--noheader").strip())
-
-    def hasten(self) -> None:
-        """A requeued job waits for two minutes, as long as a credential is valid."""
-        for job in self.ask("squeue", "--noheader", "--states=PENDING", "--format=%i").split():
-            self.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], self.folder)
 
     def preempt(self, job: str) -> None:
         urgent = ["sbatch", "--parsable", "-p", "urgent", "-N", 2, "-o", "/dev/null"]

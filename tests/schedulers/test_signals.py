@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -11,18 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.schedulers.cluster import Cluster, running
+from tests.schedulers.cluster import MARKS, Cluster, running
 from tests.schedulers.slurm import Slurm
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.root,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(
-        not os.environ.get("TORCHMN_TEST_SCHEDULERS"), reason="'make test-schedulers' runs these"
-    ),
-    pytest.mark.skipif(bool(Slurm.why_not()), reason=str(Slurm.why_not())),
-]
+pytestmark = MARKS
 
 SCRIPT = """
 import os, pathlib, signal, sys, time

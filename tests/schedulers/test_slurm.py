@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shlex
 import sys
 import time
@@ -12,27 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.schedulers.cluster import Cluster, running
+from tests.schedulers import place
+from tests.schedulers.cluster import MARKS, Cluster, running
 from tests.schedulers.slurm import Slurm
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.root,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(
-        not os.environ.get("TORCHMN_TEST_SCHEDULERS"), reason="'make test-schedulers' runs these"
-    ),
-    pytest.mark.skipif(bool(Slurm.why_not()), reason=str(Slurm.why_not())),
-]
+pytestmark = MARKS
 
-PLACE = """
-import json, socket, sys, torch, torchmn
-comm = torchmn.create_communicator("naive")
-place = [comm.rank, comm.size, comm.intra_rank, comm.intra_size, comm.inter_rank, comm.inter_size]
-total = float(comm.allreduce(torch.ones(1)))
-with open(f"{sys.argv[1]}/{comm.rank}.json", "w") as file:
-    json.dump([socket.gethostname(), *place, total], file)
-"""
 CRASH = """
 import os, signal, sys, torch, torchmn
 from torchmn.resilience import install_crash_handler
@@ -45,10 +28,6 @@ if comm.rank == 2:
     os.kill(os.getpid(), signal.SIGKILL)
 comm.recv(2)
 """
-EXPECTED = [
-    *(["n1", 0, 4, 0, 2, 0, 2, 4.0], ["n1", 1, 4, 1, 2, 0, 2, 4.0]),
-    *(["n2", 2, 4, 0, 2, 1, 2, 4.0], ["n2", 3, 4, 1, 2, 1, 2, 4.0]),
-]
 
 
 @pytest.fixture(scope="module")
@@ -57,54 +36,47 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield started
 
 
-def places(folder: Path) -> list[list[object]]:
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("[0-9].json"))]
-
-
 def test_a_script_given_to_srun(cluster: Cluster, tmp_path: Path) -> None:
-    (tmp_path / "place.py").write_text(PLACE)
-    command = ["srun", "-N", 2, "-n", 4, sys.executable, "place.py", tmp_path]
+    command = ["srun", "-N", 2, "-n", 4, sys.executable, place.__file__, tmp_path]
     done = cluster.run(command, tmp_path, TORCHMN_TRANSPORT="torch")
     assert done.returncode == 0, done.stderr
-    assert places(tmp_path) == EXPECTED
+    assert place.places(tmp_path) == place.TWO_ON_EACH
 
 
 def test_two_steps_at_once_do_not_meet(cluster: Cluster, tmp_path: Path) -> None:
-    (tmp_path / "place.py").write_text(PLACE)
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-    step = f"srun --overlap -N 2 -n 2 {shlex.quote(sys.executable)} place.py"
+    step = shlex.join(["srun", "--overlap", "-N2", "-n2", sys.executable, place.__file__])
     script = f"{step} a & {step} b & wait"
     done = cluster.run(["salloc", "-N", 2, "-n", 4, "sh", "-c", script], tmp_path)
     assert done.returncode == 0, done.stderr
     for name in ("a", "b"):
-        assert [place[1:3] for place in places(tmp_path / name)] == [[0, 2], [1, 2]]
+        assert [found[1:3] for found in place.places(tmp_path / name)] == [[0, 2], [1, 2]]
 
 
 @pytest.mark.parametrize("launcher", ["auto", "mpirun"])
 def test_torchmn_run_inside_of_an_allocation(
     cluster: Cluster, tmp_path: Path, launcher: str
 ) -> None:
-    if launcher == "mpirun" and " " in sys.prefix:
-        pytest.skip(reason="Open MPI does not quote --prefix for its remote shell")
-    (tmp_path / "place.py").write_text(PLACE)
     run = [sys.executable, "-m", "torchmn", "run", "--per-node", "2", "--launcher", launcher]
-    command = ["salloc", "-N", 2, "-n", 4, *run, "--backend", "gloo", "place.py", tmp_path]
+    command = ["salloc", "-N", 2, "-n", 4, *run, "--backend", "gloo", place.__file__, tmp_path]
     done = cluster.run(command, tmp_path)
+    if launcher == "mpirun" and " " in sys.prefix:
+        assert "--launcher mpirun: Open MPI does not quote" in done.stderr
+        return
     assert done.returncode == 0, done.stderr
-    assert places(tmp_path) == EXPECTED
+    assert place.places(tmp_path) == place.TWO_ON_EACH
     assert ("through srun" if launcher == "auto" else "through mpirun") in done.stderr
 
 
 def test_worlds_of_one_are_refused_on_every_rank(cluster: Cluster, tmp_path: Path) -> None:
     """srun without the PMI that the MPI speaks gives every task a world of its own."""
-    (tmp_path / "place.py").write_text(PLACE)
-    command = ["srun", "--mpi=none", "-N", 2, "-n", 2, sys.executable, "place.py", tmp_path]
+    command = ["srun", "--mpi=none", "-N", 2, "-n", 2, sys.executable, place.__file__, tmp_path]
     done = cluster.run(command, tmp_path, TORCHMN_TRANSPORT="mpi", OMPI_MCA_btl="^ofi")
     assert done.returncode != 0
     assert done.stderr.count("but MPI.COMM_WORLD says rank 0 of 1") == 2
     assert "srun --mpi=pmix" in done.stderr
-    assert places(tmp_path) == []
+    assert place.places(tmp_path) == []
 
 
 def test_all_end_with_the_rank_that_failed_though_srun_lets_them_wait(

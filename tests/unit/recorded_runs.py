@@ -58,6 +58,8 @@ class ImitatedRun:
     """By phase: every how many steps it takes how long, on all ranks."""
     run_queue: dict[int, float] = field(default_factory=dict)
     """By rank: the share of its backward for which it waits for a core."""
+    blocked: dict[int, float] = field(default_factory=dict)
+    """By rank: the share of its backward in which it neither runs nor waits for a core."""
     cpus: dict[int, list[int]] = field(default_factory=dict)
     clock_jump: tuple[int, int, float] | None = None
     """A rank, a step and by how many seconds its clock jumps there."""
@@ -143,7 +145,10 @@ class ImitatedRun:
                             for number, size in enumerate(self.bucket_nbytes)
                         ],
                         run_queue_s=wait,
-                        cpu_s=total - wait - phases[rank].get("exchange", 0.0),
+                        cpu_s=total
+                        - wait
+                        - self.blocked.get(rank, 0.0) * phases[rank]["backward"]
+                        - phases[rank].get("exchange", 0.0),
                     )
                 )
                 begin[rank] += total

@@ -107,6 +107,7 @@ class Agent:
         """Start the script, forward its output and signals, report how it ended; its exit code."""
         self._output.open_log()
         self._start(env)
+        self._on_messages()  # those that came with the order: the socket has nothing more to read
         while not self._is_over():
             self._wait()
             self._enforce_deadlines()

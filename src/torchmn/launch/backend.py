@@ -53,11 +53,14 @@ def find_mpirun(env: Mapping[str, str]) -> str | None:
     )
 
 
-def choose_backend(wanted: str, machine: Machine, num_ranks: int) -> tuple[Backend, str]:
+def choose_backend(
+    wanted: str, machine: Machine, num_ranks: int, *, mpi_problem: str = ""
+) -> tuple[Backend, str]:
     """The backend and why.
 
     ``auto`` is nccl with a GPU for every rank, else mpi where it is installed (inside a machine it
-    is faster than gloo), else gloo.
+    is faster than gloo), else gloo. ``mpi_problem`` is why the mpirun of this machine cannot reach
+    the hosts of the job.
 
     Raises UnknownNameError: no such backend. Raises UnsupportedError: it cannot work here.
     """
@@ -74,12 +77,16 @@ def choose_backend(wanted: str, machine: Machine, num_ranks: int) -> tuple[Backe
                 f"--backend mpi needs {machine.missing_for_mpi}, which this Python "
                 f"({sys.executable}) does not find: install torchmn[mpi], or use --backend gloo."
             )
+        if mpi_problem:
+            raise UnsupportedError(f"--backend mpi: {mpi_problem}. Or use --backend gloo.")
         return "mpi", "as requested"
     if machine.num_gpus >= num_ranks:
         return "nccl", "a GPU for every rank"
     why = "no GPU" if machine.num_gpus == 0 else f"fewer GPUs ({machine.num_gpus}) than ranks"
     if machine.missing_for_mpi:
         return "gloo", f"{why}, and {machine.missing_for_mpi} missing for MPI"
+    if mpi_problem:
+        return "gloo", f"{why}, and no MPI: {mpi_problem}"
     return "mpi", why
 
 

@@ -22,6 +22,7 @@ from torchmn.launch.job import (
     Job,
     Launcher,
 )
+from torchmn.launch.starters.mpirun import problem_between_hosts
 from torchmn.monitor.job_result import LOG_DIR
 from torchmn.profiling.profile_request import ProfileRequest, is_record_off
 from torchmn.topology import (
@@ -174,7 +175,7 @@ def plan_job(options: RunOptions, env: Mapping[str, str]) -> tuple[Job, str]:
     has_srun = shutil.which("srun", path=env.get("PATH")) is not None
     is_slurm = given is not None and given.scheduler == "Slurm" and is_remote and has_srun
     wanted = "srun" if options.launcher == "auto" and is_slurm else options.launcher
-    backend, reasons = _backend(options, wanted, env, hosts, given)
+    backend, reasons = _backend(options, wanted, env, hosts, given, is_remote=is_remote)
     launcher = _launcher(wanted, backend, is_remote=is_remote)
     _check_launcher_backend(launcher, backend, is_remote=is_remote)
     if options.launcher_args and launcher in ("local", "ssh"):
@@ -227,7 +228,7 @@ def plan_elastic(options: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJo
         join_timeout_s=120.0 if options.join_timeout_s is None else options.join_timeout_s,
     )
     is_remote = not all(is_this_host(host.name) for host in hosts)
-    backend, reasons = _backend(options, "ssh", env, hosts, given)
+    backend, reasons = _backend(options, "ssh", env, hosts, given, is_remote=is_remote)
     job = options.job(hosts, "ssh" if is_remote else "local", backend, env)
     host, port = parse_rendezvous(options.rendezvous) if options.rendezvous else ("", 0)
     return ElasticJob(job=job, limits=limits, rendezvous=host, rendezvous_port=port), reasons
@@ -289,6 +290,8 @@ def _backend(
     env: Mapping[str, str],
     hosts: tuple[Host, ...],
     given: Allocation | None,
+    *,
+    is_remote: bool,
 ) -> tuple[Backend, str]:
     """The backend by `choose_backend`, and the reasons for it and for the hosts.
 
@@ -302,7 +305,10 @@ def _backend(
         if backend == "gloo":
             why = f"no GPU for every rank, and {launcher} does not start MPI"
     else:
-        backend, why = choose_backend(options.backend, machine, max_ranks)
+        problem = ""
+        if is_remote and machine.mpirun and launcher != "srun":
+            problem = problem_between_hosts(machine.mpirun, env)
+        backend, why = choose_backend(options.backend, machine, max_ranks, mpi_problem=problem)
     reasons = [why if options.backend == "auto" else "", str(given) if given else ""]
     return backend, "; ".join(reason for reason in reasons if reason)
 

@@ -226,7 +226,8 @@ def _phases_over_time(summary: Summary) -> Chart:
                 "name": PHASES[index],
                 "x": steps,
                 "y": _rounded(1e3 * values[:, index]),
-                "line": {"width": 0.5, "color": PHASE_COLORS[PHASES[index]]},
+                "line": {"width": 0},
+                "fillcolor": PHASE_COLORS[PHASES[index]],
             }
             for index in shown
         ],
@@ -276,8 +277,7 @@ def _lateness(summary: Summary) -> Chart:
                 "z": [_rounded(row) for row in picture],
                 "zmin": -_rounded([limit])[0],
                 "zmax": _rounded([limit])[0],
-                "colorscale": "RdBu",
-                "reversescale": True,
+                "colorscale": [[0, "#2166ac"], [0.5, "#f7f7f7"], [1, "#b2182b"]],
                 "colorbar": {"title": {"text": "ms late"}, "thickness": 12},
                 "hovertemplate": "rank %{y}, step %{x}<br>%{z:.2f} ms<extra></extra>",
             }

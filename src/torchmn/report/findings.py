@@ -76,7 +76,7 @@ PHASE_TEXT: dict[Phase, str] = {
     "optimizer": "updates parameters in the optimizer",
     "evaluation": "evaluates",
     "checkpoint": "writes checkpoints",
-    "other": "does something else (the script's own code between steps)",
+    "other": "runs code of the script that is not training",
 }
 
 CURES: dict[Phase, str] = {
@@ -271,47 +271,48 @@ def _why(summary: Summary, late: _Lateness, phase: Phase) -> tuple[str, str]:
         share = summary.of(phase)[:, late.group].mean() / summary.own[:, late.group].mean()
         evidence = f"it is {share:.0%} of what the rank does by itself in a step"
         return evidence, CURES[phase].replace("Load", "Look at its disk and its loaders; load")
-    indices, own_s = list(late.group), float(summary.own[:, late.group].mean())
-    waited = float(summary.column("run_queue_s")[:, indices].mean()) / own_s
-    others = np.delete(summary.column("run_queue_s"), indices, axis=1)
-    usual = float(np.median(others.mean(0))) / late.usual_s if others.size else 0.0
     sharing = _shares_cores(summary, late.group)
     if sharing:
+        cure = "Bind each rank to cores of its own: torchmn run does, --show-binding lists them."
+        return sharing, cure
+    late_s = float(late.excess.mean())
+    queued_s = _more_than_others(summary, "run_queue_s", late.group)
+    ran_s = _more_than_others(summary, "cpu_s", late.group)
+    if not np.isfinite(queued_s + ran_s) or summary.ranks[late.group[0]].start.device != "cpu":
         return (
-            sharing,
-            "Bind each rank to cores of its own: torchmn run does, and --show-binding lists them.",
+            f"it was so by {duration(late_s)} in the mean step, while the others waited for it in "
+            "the exchange",
+            "Compare the hosts and devices with torchmn doctor, and see that all ranks get batches "
+            "of the same size.",
         )
-    if waited > 0.05 and waited > 2 * usual:
+    blocked_s = late_s - queued_s - ran_s
+    share = min(1.0, max(queued_s, ran_s, blocked_s) / late_s)
+    waited_s, cpu_s = (summary.column(c)[:, late.group].mean() for c in ("run_queue_s", "cpu_s"))
+    if queued_s >= max(ran_s, blocked_s):
         return (
-            f"its thread was ready to run but had no core for {waited:.0%} of that time "
-            f"({usual:.0%} on the others), so other programs use its core "
-            f"(run queue {1 / max(1 - waited, 0.1):.1f})",
-            "End or move what runs there beside it, or bind the rank to a free core.",
+            f"it was ready to run but had no core for {share:.0%} of the time by which it is late, "
+            f"so other programs use its core (run queue {1 + waited_s / max(cpu_s, 1e-9):.1f})",
+            "End or move what runs there beside it, bind the rank to a free core, or raise the "
+            "limit on its CPU time if there is one.",
         )
-    cpu_s = float(summary.column("cpu_s")[:, indices].mean())
-    cpu_others = np.delete(summary.column("cpu_s"), indices, axis=1)
-    if cpu_s > 0 and summary.ranks[indices[0]].start.device == "cpu":
-        idle = 1 - cpu_s / own_s
-        idle_others = 1 - float(np.median(cpu_others.mean(0))) / late.usual_s
-        if idle - idle_others > 0.1:
-            return (
-                f"its thread was on a core for only {cpu_s / own_s:.0%} of that time "
-                f"({1 - idle_others:.0%} on the others), so it was held up",
-                "Look for a limit on its CPU time (cgroup), swapping, and slow disks: "
-                "torchmn doctor checks them.",
-            )
+    if blocked_s > ran_s:
         return (
-            "its thread had a core all the time, so the core itself is slower than the others', or "
-            "its work is more",
-            "Compare the hosts with torchmn doctor (clock rate, memory, throttling), and see that "
-            "all ranks get batches of the same size.",
+            f"it neither ran nor had to wait for a core for {share:.0%} of the time by which it is "
+            "late, so it waited for something else",
+            "Look for sleeping or reading code, slow disks, swapping and limits on CPU time "
+            "(cgroup): torchmn doctor checks the host, py-spy shows the code.",
         )
     return (
-        f"it was so by {duration(float(late.excess.mean()))} in the mean step, while the others "
-        "waited for it in the exchange",
-        "Compare the hosts and devices with torchmn doctor, and see that all ranks get batches of "
-        "the same size.",
+        "it had a core all the time, so the core is slower than the others', or its work is more",
+        "Compare the hosts with torchmn doctor (clock rate, memory, throttling), and see that all "
+        "ranks get batches of the same size.",
     )
+
+
+def _more_than_others(summary: Summary, column: str, group: tuple[int, ...]) -> float:
+    """By how many seconds a group has more in a column of the mean step than other ranks."""
+    means = summary.column(column)[~summary.is_slow].mean(0)
+    return float(means[list(group)].min() - np.median(np.delete(means, group)))
 
 
 def _shares_cores(summary: Summary, group: tuple[int, ...]) -> str:
@@ -334,25 +335,28 @@ def _shares_cores(summary: Summary, group: tuple[int, ...]) -> str:
 def _exchange(summary: Summary) -> Iterator[Finding]:
     share = summary.share_of_exposed_exchange
     exchanged = [link for link in summary.links if link.nbytes_per_step > 0]
-    rate = ""
+    rate = "; it stays within one host" if len(summary.hosts) == 1 else ""
     if exchanged:
         link = max(exchanged, key=lambda each: each.nbytes_per_step)
         rate = (
             f"; {megabytes(link.nbytes_per_step)} a step go from {link.source} to {link.target}, "
             f"at {bits(link.bytes_per_s)} while it is busy"
         )
-    codec = summary.ranks[0].settings.get("codec", "none")
-    cures = ["see what would pay with torchmn plan"]
-    if codec == "none":
-        cures.insert(0, "send fewer bytes (codec='float16' or 'int8')")
-    cures.insert(0, "hide it (schedule='every_step_next_forward' or DoubleBuffering)")
+    settings = summary.ranks[0].settings
+    cures = []
+    if settings.get("schedule", "every_step") == "every_step":
+        cures.append("hide it (schedule='every_step_next_forward' or DoubleBuffering)")
+    if settings.get("codec", "none") in ("none", "float32"):
+        cures.append("send fewer bytes (codec='float16' or 'int8')")
+    cures.append("see what would pay with torchmn plan")
     yield Finding(
         kind="exchange",
         share=share,
         what=f"The exchange of gradients lasts {duration(float(summary.exposed_s.mean()))} longer "
         "than backward hides",
-        evidence=f"so long wait even the ranks that are ready last{rate}",
-        cure=f"To shorten the step: {', or '.join(cures)}. Check the network with torchmn doctor.",
+        evidence=f"even the ranks that are ready last wait for it{rate}",
+        cure=f"To shorten the step: {', or '.join(cures)}."
+        + (" Check the network with torchmn doctor." if exchanged else ""),
         is_fault=False,
         phase="exchange",
     )
@@ -449,7 +453,8 @@ def _slow_steps(summary: Summary) -> Iterator[Finding]:
     who = f"mostly rank {rank.rank} (host {rank.host})" if is_one_rank else "on several ranks"
     numbers = summary.step[summary.num_warmup :][slow]
     spacing = np.diff(numbers)
-    period = f", about every {np.median(spacing):.0f} steps" if len(spacing) > 2 else ""
+    is_periodic = len(spacing) > 2 and np.ptp(spacing) <= 0.2 * np.median(spacing)
+    period = f", every {np.median(spacing):.0f} steps" if is_periodic else ""
     yield Finding(
         kind="slow steps",
         share=lost,

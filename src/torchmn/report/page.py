@@ -49,12 +49,15 @@ def page(
     body.add("<header><h1>torchmn report</h1>")
     made = time.strftime("%Y-%m-%d %H:%M")
     body.add(f"<p class='muted'>made {made} by torchmn {escape(__version__)}</p></header><main>")
-    if scaling is not None:
-        body.add("<section><h2>Scaling</h2>")
-        body.charts(list(scaling_charts(scaling)), has_one_table=True)
+    largest_first = sorted(reports, key=lambda report: -report[0].run.size)
+    for number, (summary, findings) in enumerate(largest_first):
+        body.add(f"<section><h2>{escape(_name(summary))}</h2>")
+        _add_findings(body, summary, findings)
+        if scaling is not None and number == 0:
+            body.add("<h3>Scaling over all runs</h3>")
+            body.charts(list(scaling_charts(scaling)), has_one_table=True)
+        _add_charts(body, summary)
         body.add("</section>")
-    for summary, findings in reports:
-        _add_run(body, summary, findings)
     body.add("</main>")
     charts = json.dumps(body.plots, allow_nan=False).replace("<", "\\u003c")
     return (
@@ -119,9 +122,8 @@ class _Body:
             self.add(f"<details><summary>Table: {label}</summary>{inner}</details>")
 
 
-def _add_run(body: _Body, summary: Summary, findings: Sequence[Finding]) -> None:
+def _add_findings(body: _Body, summary: Summary, findings: Sequence[Finding]) -> None:
     run = summary.run
-    body.add(f"<section><h2>{escape(_name(summary))}</h2>")
     rate = summary.samples_per_s
     facts = [
         ("ranks", f"{run.size}"),
@@ -150,6 +152,10 @@ def _add_run(body: _Body, summary: Summary, findings: Sequence[Finding]) -> None
     if summary.notes:
         notes = "".join(f"<li>{escape(note)}</li>" for note in summary.notes)
         body.add(f"<h3>About the records</h3><ul class='notes'>{notes}</ul>")
+
+
+def _add_charts(body: _Body, summary: Summary) -> None:
+    body.add("<h3>Where the time goes</h3>")
     body.charts(list(run_charts(summary)))
     slow = slow_steps_table(summary)
     if slow.rows:
@@ -159,7 +165,6 @@ def _add_run(body: _Body, summary: Summary, findings: Sequence[Finding]) -> None
     both = {**summary.ranks[0].settings, **summary.ranks[0].start.versions}
     body.table(Table(columns=("what", "value"), rows=list(both.items())), "settings and versions")
     body.table(placement_table(summary), "placement of ranks")
-    body.add("</section>")
 
 
 def _name(summary: Summary) -> str:

@@ -35,10 +35,11 @@ white-space:nowrap}tbody th{font-weight:400}
 summary{cursor:pointer;color:var(--muted);font-size:.85rem}
 .hidden{position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)}
 .notes{margin:0;padding-left:20px}
-@media (max-width:520px){.findings li{flex-direction:column;gap:4px}.share span{display:inline}}
+@media (max-width:520px){.findings li{flex-direction:column;gap:4px}
+.share{flex:none}.share span{display:inline}}
 @media print{body{background:#fff;font-size:11px}figure,.findings li,tr{break-inside:avoid}
-.scroll{overflow:visible}.modebar{display:none}h2,h3{break-after:avoid}
-th,td{white-space:normal}}
+.scroll{overflow:visible}h2,h3{break-after:avoid}
+table{font-size:.75rem}th,td{white-space:normal}}
 """
 
 SCRIPT = """
@@ -51,14 +52,15 @@ SCRIPT = """
       font: font, height: plot.height, autosize: true,
       paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)',
       margin: {l: 52, r: 12, t: plot.layout.updatemenus ? 44 : 12, b: 44},
-      legend: {orientation: 'h', y: -0.22, yanchor: 'top'},
+      legend: {orientation: 'h', traceorder: 'normal', yanchor: 'top',
+        y: -56 / (plot.height - 100)},
     }, plot.layout);
     layout.xaxis = Object.assign({gridcolor: '#e6eaee', zeroline: false}, layout.xaxis);
     layout.yaxis = Object.assign({gridcolor: '#e6eaee', zeroline: false}, layout.yaxis);
     return layout;
   }
   const drawn = plots.map((plot, number) => Plotly.newPlot(divs[number], plot.traces,
-    layoutOf(plot), {responsive: true, displaylogo: false}));
+    layoutOf(plot), {responsive: true, displayModeBar: false}));
   Promise.all(drawn).then(() => { document.documentElement.dataset.drawn = drawn.length; });
   let opened = [];
   window.addEventListener('beforeprint', () => {

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 def duration(seconds: float) -> str:
     """Such as ``1.20 s``, ``3.4 ms`` and ``50 µs``."""
-    if abs(seconds) >= 1:
+    if abs(seconds) >= 0.99995:
         return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.1f} ms" if abs(seconds) >= 1e-3 else f"{seconds * 1e6:.0f} µs"
+    return f"{seconds * 1e3:.1f} ms" if abs(seconds) >= 0.9995e-3 else f"{seconds * 1e6:.0f} µs"
 
 
 def megabytes(nbytes: float) -> str:

@@ -42,6 +42,14 @@ def test_reason_names_what_is_missing() -> None:
     assert "fewer GPUs (1) than ranks" in choose_backend("auto", Machine(num_gpus=1), 2)[1]
 
 
+def test_an_mpirun_that_cannot_reach_the_hosts_is_not_chosen() -> None:
+    machine = Machine(**WITH_MPI)
+    backend, why = choose_backend("auto", machine, 2, mpi_problem="it has a blank")
+    assert (backend, why) == ("gloo", "no GPU, and no MPI: it has a blank")
+    with pytest.raises(UnsupportedError, match="it has a blank. Or use --backend gloo"):
+        choose_backend("mpi", machine, 2, mpi_problem="it has a blank")
+
+
 @pytest.mark.parametrize(
     ("machine", "wanted", "words"),
     [

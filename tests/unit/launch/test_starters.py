@@ -19,7 +19,7 @@ from torchmn.errors import LaunchError, UnsupportedError, UsageError
 from torchmn.launch import Job, python_command
 from torchmn.launch.job import Command, worker_command
 from torchmn.launch.starters import local, mpirun, remote, srun, torchrun
-from torchmn.launch.starters.remote import PBS_SHELL, SSH, remote_shell, to_host
+from torchmn.launch.starters.remote import PBS_SHELL, QRSH_SHELL, SSH, remote_shell, to_host
 from torchmn.launch.worker_environment import worker_environment
 from torchmn.topology import Host, Route
 
@@ -259,7 +259,8 @@ def test_remote_shell(tmp_path: Path) -> None:
     assert remote_shell(pbs) == python_module(PBS_SHELL)  # pbs_tmrsh itself is no remote shell
     with pytest.raises(UsageError, match="Correct its quotes"):
         remote_shell({"TORCHMN_RSH": "'ssh -p 22"})
-    assert remote_shell({**path, "JOB_ID": "1", "PE_HOSTFILE": "x"}) == ("qrsh", "-inherit")
+    grid_engine = {**path, "JOB_ID": "1", "PE_HOSTFILE": "x"}
+    assert remote_shell(grid_engine) == python_module(QRSH_SHELL)
     assert remote_shell({"PBS_JOBID": "1", "PBS_NODEFILE": "x", "PATH": "/nowhere"}) == SSH
     assert remote_shell(path) == SSH
     slurm = {**path, "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "a"}
@@ -317,6 +318,32 @@ def test_open_mpi_between_hosts(major: int) -> None:
     assert "-x TORCHMN_RSH" in words
     assert "UNKNOWN" not in words
     assert f"--mca pml ^yalla {' '.join(worker_command())}" in words
+
+
+@pytest.mark.parametrize(
+    ("mpirun_path", "shell", "problem"),
+    [
+        ("/opt/my mpi/bin/mpirun", "rsh", "'/opt/my mpi'"),
+        ("/opt/mpi/bin/mpirun", "'/opt/my rsh' -v", "'/opt/my rsh'"),
+    ],
+)
+def test_open_mpi_cannot_quote_for_other_hosts(mpirun_path: str, shell: str, problem: str) -> None:
+    env = {"TORCHMN_RSH": shell}
+
+    def command(between: mpirun.Between | None) -> Command:
+        return mpirun.command(
+            on_hosts(),
+            env,
+            mpirun=mpirun_path,
+            flavour="Open MPI",
+            num_cores=2,
+            is_root=False,
+            between=between,
+        )
+
+    assert command(None).argv[0] == mpirun_path
+    with pytest.raises(UnsupportedError, match=problem):
+        command(mpirun.Between(route=ROUTE, networks=("10.0.0.0/24",)))
 
 
 @pytest.fixture

@@ -59,13 +59,27 @@ def test_a_late_rank_is_found_in_its_phase(
 
 
 def test_the_text_of_a_late_rank(tmp_path: Path) -> None:
-    imitated = ImitatedRun(slower={(3, "backward"): 1.5}, run_queue={3: 0.4}, seed=1)
+    imitated = ImitatedRun(slower={(3, "backward"): 1.5}, run_queue={3: 0.3}, seed=1)
     first = findings_of(imitated, tmp_path)[0]
     assert first.what.startswith("Rank 3 (host host3) computes 5")
     assert first.what.endswith("% longer in backward than the others")
-    assert "had no core for" in first.evidence
+    assert "had no core for 9" in first.evidence
     assert "run queue 1." in first.evidence
     assert f"That would save {first.share:.0%} of each step." in first.cure
+
+
+@pytest.mark.parametrize(
+    ("times", "evidence"),
+    [
+        ({"run_queue": {1: 0.3}}, "ready to run but had no core"),
+        ({"blocked": {1: 0.3}}, "waited for something else"),
+        ({}, "the core is slower"),
+    ],
+)
+def test_why_a_rank_is_late(tmp_path: Path, times: dict[str, Any], evidence: str) -> None:
+    """What it did in the time by which it is late, compared with the other ranks."""
+    imitated = ImitatedRun(slower={(1, "backward"): 1.5}, **times)
+    assert evidence in faults_of(findings_of(imitated, tmp_path))[0].evidence
 
 
 def test_ranks_that_share_a_core(tmp_path: Path) -> None:

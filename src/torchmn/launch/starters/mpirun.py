@@ -76,7 +76,7 @@ def command(
     """One mpirun for all ranks. The agents bind themselves to their cores.
 
     ``between`` is ``None`` if there is only this host. Raises UnsupportedError: the MPI cannot use
-    the remote shell.
+    the remote shell, or cannot be started by it.
     """
     carried = [name for name in env if is_carried(job, name)]
     if flavour == "Intel MPI":
@@ -175,6 +175,8 @@ def _hydras_remote_shell(env: Mapping[str, str]) -> tuple[str, str]:
 
 def _between_hosts(mpirun: str, env: Mapping[str, str], between: Between, major: int) -> list[str]:
     """Options by which Open MPI starts its daemons on other hosts and uses the right networks."""
+    if problem := _unquoted(mpirun, env):
+        raise UnsupportedError(f"--launcher mpirun: {problem}. Use another launcher.")
     shell = remote_shell(env)
     options = []
     if shell[0] != "srun":  # Slurm's it finds itself
@@ -186,9 +188,31 @@ def _between_hosts(mpirun: str, env: Mapping[str, str], between: Between, major:
     for name, networks in used.items():
         if f"OMPI_MCA_{name}" not in env and not any(":" in network for network in networks):
             options += ["--mca", name, ",".join(dict.fromkeys(networks))]
+    if prefix := _prefix(mpirun):
+        options += ["--prefix", prefix]
+    return options
+
+
+def _prefix(mpirun: str) -> str:
+    """The folder of an Open MPI; empty where a remote shell finds it by itself."""
     prefix = Path(mpirun).resolve().parent.parent
     if Path(mpirun).parent == Path(sys.executable).parent:
         prefix = Path(mpirun).parent.parent  # the environment, not what its links lead to
-    if prefix != Path("/usr"):  # where a remote shell finds it by itself
-        options += ["--prefix", str(prefix)]
-    return options
+    return "" if prefix == Path("/usr") else str(prefix)
+
+
+def problem_between_hosts(mpirun: str, env: Mapping[str, str]) -> str:
+    """Why this mpirun cannot start ranks on other hosts; empty if it can, as far as is known."""
+    problem = _unquoted(mpirun, env)
+    return problem if problem and flavour_of(mpirun)[0] == "Open MPI" else ""
+
+
+def _unquoted(mpirun: str, env: Mapping[str, str]) -> str:
+    """Open MPI quotes neither its folder on the other hosts nor the words of the remote shell."""
+    words = [word for word in (_prefix(mpirun), *remote_shell(env)) if " " in word]
+    if not words:
+        return ""
+    return (
+        f"Open MPI does not quote {words[0]!r} for other hosts, whose path has a blank: it must be "
+        "in a folder without one"
+    )

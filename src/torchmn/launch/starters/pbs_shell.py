@@ -50,7 +50,7 @@ def main(args: list[str]) -> int:
     `qsig` signals every process of a job; their launcher informs the ranks.
     """
     for signum in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(signum, lambda *_: None)  # not SIG_IGN, which the command would inherit
+        signal.signal(signum, lambda *_: None)  # not SIG_IGN, which `pbs_tmrsh` would inherit
     try:
         if args[:1] == ["--serve"]:
             return _serve(Path(args[1]))
@@ -170,9 +170,12 @@ def _serve(file: Path) -> int:
     """Read the order, connect back and run the command.
 
     The daemons that a command leaves, such as Open MPI's, remain a part of the job: this process
-    waits for them, and kills all that is left when PBS ends the task.
+    waits for them. PBS signals all processes of the task's session, of which the command is no
+    part: the launcher informs the ranks, which must be able to save. So SIGTERM ends nothing here;
+    the end of the calling half does, or SIGKILL: agents and daemons end without their launcher.
     """
     adopt_orphans()
+    signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         order = decode(file.read_bytes(), RunForShell)
     except (OSError, ValueError) as error:
@@ -192,11 +195,12 @@ def _serve(file: Path) -> int:
         stdin=streams["stdio"].fileno(),
         stdout=streams["stdio"].fileno(),
         stderr=streams["stderr"].fileno(),
+        start_new_session=True,
+        preexec_fn=kill_on_parent_death(),
     )
     streams.pop("stdio").close()
     streams.pop("stderr").close()
     status = streams["status"]
-    signal.signal(signal.SIGTERM, lambda *_: _end(process))
     threading.Thread(target=_end_if_lost, args=(status, process), daemon=True).start()
     code = shell_code(process.wait())
     with suppress(OSError):

@@ -26,14 +26,18 @@ from torchmn.topology import is_this_host
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
 PBS_COMMAND, PBS_SHELL = "pbs_tmrsh", "torchmn.launch.starters.pbs_shell"
+QRSH_COMMAND, QRSH_SHELL = ("qrsh", "-inherit"), "torchmn.launch.starters.qrsh_shell"
+_WRAPPERS = {(PBS_COMMAND,): PBS_SHELL, QRSH_COMMAND: QRSH_SHELL}
+"""Modules of ours that make a remote shell of these commands."""
 _OF_SCHEDULERS = (
     (("PBS_JOBID", "PBS_NODEFILE"), (PBS_COMMAND,)),
-    (("JOB_ID", "PE_HOSTFILE"), ("qrsh", "-inherit")),
+    (("JOB_ID", "PE_HOSTFILE"), QRSH_COMMAND),
     (("SLURM_JOB_ID", "SLURM_JOB_NODELIST"), ("srun", "--overlap", "-Q", "-N1", "-n1", "-w")),
 )
 NO_SHELL = ("srun",)
 """Remote shells that run a command, not a line for a shell."""
-_ANSWER_S = 10.0
+_ANSWER_S, _SCHEDULER_ANSWER_S = 10.0, 30.0
+"""How long a host may take to answer; a scheduler starts a task there first."""
 _CARRIED = (
     *("TORCHMN_", "NCCL_", "GLOO_", "OMP_", "MKL_", "KMP_", "CUDA_", "TORCH_", "PYTORCH_"),
     *("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_", "I_MPI_", "UCX_", "FI_", "HF_", "CONDA_"),
@@ -46,11 +50,11 @@ def remote_shell(env: Mapping[str, str]) -> tuple[str, ...]:
 
     ``TORCHMN_RSH``, else the scheduler's own where it has one (inside a job of PBS or Grid Engine:
     it counts and ends what it starts, and many sites allow no other), else ssh without questions.
-    PBS's `pbs_tmrsh` is no remote shell; `torchmn.launch.starters.pbs_shell` makes one of it.
-    Raises UsageError: ``TORCHMN_RSH`` has unbalanced quotes.
+    `pbs_tmrsh` is no remote shell, and what `qrsh` starts gets signals that would end it: modules
+    of ours make remote shells of them. Raises UsageError: ``TORCHMN_RSH`` has unbalanced quotes.
     """
     shell = _chosen_shell(env)
-    return python_module(PBS_SHELL) if shell == (PBS_COMMAND,) else shell
+    return python_module(_WRAPPERS[shell]) if shell in _WRAPPERS else shell
 
 
 def remote_shell_name(env: Mapping[str, str]) -> str:
@@ -153,6 +157,8 @@ def check_hosts(job: Job, env: Mapping[str, str]) -> dict[str, HostFacts]:
 
 def _check_host(job: Job, host: str, env: Mapping[str, str]) -> HostFacts | str:
     """The facts of one host, or why they are unknown."""
+    is_task = _chosen_shell(env) in [command for _, command in _OF_SCHEDULERS]
+    limit_s = _SCHEDULER_ANSWER_S if is_task else _ANSWER_S
     order = ProbeHost(cwd=str(job.cwd), script=job.script, hosts=deciding_hosts(job))
     try:
         answer = subprocess.run(
@@ -161,11 +167,11 @@ def _check_host(job: Job, host: str, env: Mapping[str, str]) -> HostFacts | str:
             env=dict(env),
             capture_output=True,
             text=True,
-            timeout=_ANSWER_S,
+            timeout=limit_s,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"no response within {_ANSWER_S:g} s"
+        return f"no response within {limit_s:g} s"
     except OSError as error:
         return f"{remote_shell_name(env)} cannot be run ({error.strerror})"
     if answer.returncode == 0:

@@ -82,8 +82,8 @@ class Follower:
     def _exit_status(self, log: _Log, state: JobState) -> int:
         """From the last line of the log, else from the scheduler; both may arrive late.
 
-        PBS reports 0 for a job of which a signal ended the login shell. A job that the scheduler
-        ended itself has the scheduler's status.
+        PBS reports 0 for a job of which a signal ended the login shell, and Slurm SIGTERM for one
+        that was cancelled, even if its ranks saved before they exited.
         """
         pauses = _pauses()
         for look in range(_NUM_QUERIES_AFTER_END):
@@ -91,8 +91,7 @@ class Follower:
                 self.sleep(next(pauses))
                 state = self.scheduler.state(log.job_id, self.ask) or state
                 log.show()
-            own, given = log.exit_status, state.exit_status
-            status = given if own is None or (state.reason and given is not None) else own
+            status = state.exit_status if log.exit_status is None else log.exit_status
             if status is not None:
                 if state.reason:
                     self.say(f"{self.scheduler.title} job {log.job_id}: {state.reason}")

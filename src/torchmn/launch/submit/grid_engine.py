@@ -2,6 +2,9 @@
 
 It counts slots, not nodes: how many of them are on one host is decided by the parallel environment
 of the site (sge_pe(5), ``allocation_rule``). A slot is a core, so threads count as slots.
+
+Its soft limit, ``s_rt``, is not used for a signal: at that time sge_execd(8) kills the tasks of a
+parallel job on other hosts.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ import re
 from torchmn.errors import UsageError
 from torchmn.launch.submit.request import JobRequest
 from torchmn.launch.submit.scheduler import Ask, JobState, Scheduler
-from torchmn.topology.walltime import parse_duration
 
 _REQUEUE_STATUS = 99
 """A job with this exit status is requeued (sge_shepherd(8))."""
@@ -42,9 +44,9 @@ class GridEngine(Scheduler):
             *([f"-q {settings.queue}"] if settings.queue else []),
             *([f"-P {settings.group}"] if settings.group else []),
             *_slots(job),
-            *_limits(job),
+            *([f"-l h_rt={settings.walltime}"] if settings.walltime else []),
             *_gpus(job),
-            *(["-r y", "-notify"] if job.max_requeues else []),
+            *(["-r y", "-notify"] if job.max_requeues else ["-r n"]),
             "-cwd",
             "-S /bin/bash",
             *(["-j y", f"-o {own}.log"] if job.joins_output else [f"-o {own}.out"]),
@@ -55,11 +57,12 @@ class GridEngine(Scheduler):
     def resubmission(self, job: JobRequest) -> list[str]:
         """The same job with the same number, unless the site has set FORBID_RESCHEDULE.
 
-        Grid Engine decides when this script has ended, so no report of success is possible before.
+        Grid Engine decides when this script has ended, so no report of success is possible before:
+        a job that is being deleted stays so, and has the status of its ranks.
         """
         return [
             f'echo "torchmn: exit with {_REQUEUE_STATUS}: Grid Engine runs job $JOB_ID again"',
-            f"status={_REQUEUE_STATUS}",
+            f'end_job "$status" {_REQUEUE_STATUS}',
         ]
 
     def state(self, job_id: str, ask: Ask) -> JobState | None:
@@ -79,23 +82,6 @@ class GridEngine(Scheduler):
     def own_output(self, job: JobRequest, job_id: str) -> tuple[str, ...]:
         """None: its files are named like the job's own, and so are found with them."""
         return ()
-
-
-def _limits(job: JobRequest) -> list[str]:
-    """``s_rt`` sends SIGUSR1 (queue_conf(5))."""
-    settings = job.settings
-    if settings.walltime is None:
-        if settings.signal is not None:
-            raise UsageError("--signal counts from the time limit: pass --walltime too.")
-        return []
-    if settings.signal is None:
-        return [f"-l h_rt={settings.walltime}"]
-    soft_s = round(parse_duration(settings.walltime) or 0) - settings.signal
-    if soft_s < 1:
-        raise UsageError(
-            f"--signal {settings.signal} is not less than the time limit {settings.walltime}."
-        )
-    return [f"-l h_rt={settings.walltime}", f"-l s_rt={soft_s}"]
 
 
 def _gpus(job: JobRequest) -> list[str]:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 import shlex
 
-from torchmn.errors import UsageError
 from torchmn.launch.submit.request import JobRequest
-from torchmn.launch.submit.requeue import refused, resubmitted
+from torchmn.launch.submit.requeue import before_the_limit, refused, resubmitted
 from torchmn.launch.submit.scheduler import Answer, Ask, JobState, Scheduler
 
 _DELETED, _DELETED_STATUS = "91", 143
@@ -45,16 +44,8 @@ class PBS(Scheduler):
     folder = "$PBS_O_WORKDIR"
 
     def directives(self, job: JobRequest) -> list[str]:
-        """The lines of the header. ``-S``: without it the login shell would read the script.
-
-        Raises UsageError: PBS sends no signal before the limit.
-        """
+        """The lines of the header. ``-S``: without it the login shell would read the script."""
         settings = job.settings
-        if settings.signal is not None:
-            raise UsageError(
-                "PBS sends no signal before the time limit, so --signal cannot be used: "
-                "torchmn.Preemption(margin_s=...) reads the limit from PBS."
-            )
         chosen = settings.chunk or ""
         chunk = [
             f"select={job.num_nodes}",
@@ -72,7 +63,7 @@ class PBS(Scheduler):
             *([f"-W group_list={settings.group}"] if settings.group else []),
             *([f"-l walltime={settings.walltime}"] if settings.walltime else []),
             f"-N {job.name}",
-            *(["-r y"] if job.max_requeues else []),
+            f"-r {'y' if job.max_requeues else 'n'}",
             *(["-j oe"] if job.joins_output else [f"-e {job.log_dir}/"]),
             f"-o {job.log_dir}/",
             "-S /bin/bash",
@@ -86,8 +77,8 @@ class PBS(Scheduler):
         """
         file = shlex.quote(job.file)
         return [
-            "limit=$(sed -n 's/^limit //p' \"$log.progress\")",
-            'if [ "$last" = TERM ] && [ "$(date +%s)" -lt "${limit:-9999999999}" ]; then',
+            *before_the_limit(),
+            'if [ "$last,$early" = TERM,yes ]; then',
             '  echo "torchmn: not resubmitted: PBS deletes or requeues this job" >&2',
             f"elif next=$(qsub {file}); then",
             f'  mv "$history" "$logs/{job.name}.${{next%%.*}}.requeues"',

@@ -55,6 +55,14 @@ def last_lines(job: JobRequest, scheduler: Scheduler) -> list[str]:
     ]
 
 
+def before_the_limit() -> list[str]:
+    """Shell lines after which ``$early`` is yes before the time limit, or without one, else no."""
+    return [
+        "limit=$(sed -n 's/^limit //p' \"$log.progress\")",
+        'early=no; [ "$(date +%s)" -ge "${limit:-9999999999}" ] || early=yes',
+    ]
+
+
 def resubmitted(name: str) -> str:
     """The shell command that reports the job in which training continues, a shell word."""
     return f'echo "{RESUBMITTED} {name}"'

@@ -72,6 +72,7 @@ class Scheduler(Protocol):
     job_id: str  # the job's number inside the job, as a shell word
     finds_commands: tuple[str, ...]  # shell lines that add its commands to the PATH of a job
     folder: str  # from which the job was submitted, as a shell word
+    sends_warning: bool = False  # whether it can signal the script, and only that, before the limit
 
     def directives(self, job: JobRequest) -> list[str]:
         """The header of the script. Raises UsageError: this scheduler cannot run such a job."""

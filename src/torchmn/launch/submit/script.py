@@ -8,6 +8,7 @@ from torchmn.errors import UsageError
 from torchmn.launch.submit.request import JobRequest, PythonEnvironment
 from torchmn.launch.submit.requeue import first_lines, last_lines
 from torchmn.launch.submit.scheduler import Scheduler
+from torchmn.topology.walltime import parse_duration
 
 ENDED = "torchmn: job ended with exit status"
 """Start of the last line of a job's log, from which `Follower` reads the exit status."""
@@ -51,7 +52,7 @@ def job_script(job: JobRequest, scheduler: Scheduler) -> str:
         _VERSIONS,
         "",
         *first_lines(job),
-        *_work(job),
+        *_work(job, scheduler),
         *last_lines(job, scheduler),
         'end_job "$status"',
     ]
@@ -84,7 +85,7 @@ def _output(job: JobRequest, scheduler: Scheduler) -> list[str]:
         to,
         "end_job() {",
         f'  echo "{ENDED} $1"',
-        '  exit "$1"',
+        '  exit "${2:-$1}"',
         "}",
         "",
     ]
@@ -122,7 +123,7 @@ def _activation(environment: PythonEnvironment | None) -> list[str]:
     ]
 
 
-def _work(job: JobRequest) -> list[str]:
+def _work(job: JobRequest, scheduler: Scheduler) -> list[str]:
     """`torchmn run`, which reads the nodes from the scheduler; its logs are in ``$log``.
 
     The number of all ranks, since it refuses to start where the scheduler gave fewer slots. The
@@ -142,10 +143,31 @@ def _work(job: JobRequest) -> list[str]:
         f'torchmn run {options} --log-dir "$log" \\',
         f"  {command} &",
         "run=$!",
+        *([] if scheduler.sends_warning else _warning(job)),
         "signaled=no",
         'until [ -z "$signaled" ]; do',
         "  last=$signaled signaled=",
         '  wait "$run"',
         "  status=$?",
         "done",
+    ]
+
+
+def _warning(job: JobRequest) -> list[str]:
+    """SIGUSR1 of the script itself before the time limit. Raises UsageError: there is no limit."""
+    signal, limit = job.settings.signal, job.settings.walltime
+    if signal is None:
+        return []
+    if limit is None:
+        raise UsageError("--signal counts from the time limit: pass --walltime too.")
+    after_s = round(parse_duration(limit) or 0) - signal
+    if after_s < 1:
+        raise UsageError(f"--signal {signal} is not less than the time limit {limit}.")
+    return [
+        f"# The scheduler has no signal before the limit: this shell sends it, {signal} s before.",
+        "(",
+        """  trap '' USR1 USR2; trap 'kill "$!"; exit' TERM""",
+        f'  sleep {after_s} & wait "$!" && kill -s USR1 $$',
+        ") &",
+        "trap 'kill %2 2>/dev/null' EXIT",
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from torchmn.launch.submit.request import JobRequest
-from torchmn.launch.submit.requeue import refused, resubmitted
+from torchmn.launch.submit.requeue import before_the_limit, refused, resubmitted
 from torchmn.launch.submit.scheduler import Answer, Ask, JobState, Scheduler
 
 _ENDED = frozenset(
@@ -28,6 +28,7 @@ class Slurm(Scheduler):
     job_id = "$SLURM_JOB_ID"
     finds_commands = ()
     folder = "$SLURM_SUBMIT_DIR"
+    sends_warning = True
 
     def directives(self, job: JobRequest) -> list[str]:
         """The lines of the header. ``%x.%j`` is the job's name and number."""
@@ -47,16 +48,25 @@ class Slurm(Scheduler):
                 if job.joins_output
                 else [f"--output={own}.out", f"--error={own}.err"]
             ),
-            *(["--requeue", "--open-mode=append"] if job.max_requeues else []),
+            *(["--requeue", "--open-mode=append"] if job.max_requeues else ["--no-requeue"]),
             # to the batch shell, which passes it on, since not every launcher makes a step
             *([f"--signal=B:USR1@{settings.signal}"] if settings.signal else []),
         ]
         return [f"{self.prefix} {option}" for option in options]
 
     def resubmission(self, job: JobRequest) -> list[str]:
-        """The same job with the same number. Slurm ends this shell with a signal, see `script`."""
+        """The same job with the same number. Slurm ends this shell with a signal, see `script`.
+
+        Slurm would requeue a job that its user is cancelling, too: it is completing while this
+        shell runs, and so is one that Slurm requeues itself. Before it preempts a job, Slurm leaves
+        the state as it is until the partition's ``GraceTime`` is over.
+        """
         return [
-            'if scontrol requeue "$SLURM_JOB_ID"; then',
+            *before_the_limit(),
+            'state=$(squeue --noheader --states=all --format=%T --jobs="$SLURM_JOB_ID")',
+            'if [ "$state,$early" = COMPLETING,yes ]; then',
+            '  echo "torchmn: not resubmitted: Slurm cancels or requeues this job" >&2',
+            'elif scontrol requeue "$SLURM_JOB_ID"; then',
             f"  {resubmitted('$SLURM_JOB_ID')}",
             "else",
             f"  {refused('scontrol requeue')}",

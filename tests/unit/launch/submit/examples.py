@@ -44,6 +44,7 @@ SLURM_OF_THE_MANUAL = """\
 #SBATCH --time=00:10:00
 #SBATCH --job-name=multi_node_training
 #SBATCH --output=torchmn-logs/%x.%j.slurm.log
+#SBATCH --no-requeue
 """
 """sbatch(1): the long options, and `%x` and `%j` of its file name patterns."""
 
@@ -53,6 +54,7 @@ GRID_ENGINE_OF_THE_MANUAL = """\
 #$ -P gt00
 #$ -pe mpi 4
 #$ -l h_rt=00:10:00
+#$ -r n
 #$ -cwd
 #$ -S /bin/bash
 #$ -j y

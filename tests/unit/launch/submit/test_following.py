@@ -105,16 +105,13 @@ def test_the_log_tells_the_exit_status_where_the_scheduler_does_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "status"), [("", 85), ("deleted", 143)], ids=["ends by itself", "deleted"]
+    ("reason", "given"), [("", 0), ("deleted", 143)], ids=["ends by itself", "deleted"]
 )
-def test_the_status_of_the_script_counts_unless_the_scheduler_ended_it(
-    reason: str, status: int
-) -> None:
+def test_the_status_that_the_script_reports_counts(reason: str, given: int) -> None:
     """PBS has Exit_status = 0 after SIGUSR1, which ends the login shell that runs the script."""
-    given = 143 if reason else 0
     end = JobState(word="F", has_ended=True, exit_status=given, reason=reason)
     found, _, err, _ = followed(Scripted(writes(LOG, ENDED.format(85), end)))
-    assert found == status
+    assert found == 85
     assert ("Slurm job 7: deleted" in err) == bool(reason)
 
 

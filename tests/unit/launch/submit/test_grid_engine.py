@@ -53,15 +53,6 @@ def test_gpus_are_counted_for_each_slot() -> None:
         GridEngine().directives(tutorial(**given, gpu_resource="gpu", threads=3))
 
 
-def test_a_warning_is_the_soft_limit() -> None:
-    lines = GridEngine().directives(tutorial(parallel_environment="mpi", signal=90))
-    assert lines[lines.index("#$ -l h_rt=00:10:00") + 1] == "#$ -l s_rt=510"
-    with pytest.raises(UsageError, match="is not less than the time limit"):
-        GridEngine().directives(tutorial(parallel_environment="mpi", signal=600))
-    with pytest.raises(UsageError, match="pass --walltime"):
-        GridEngine().directives(tutorial(parallel_environment="mpi", signal=1, walltime=None))
-
-
 def test_separate_output() -> None:
     lines = GridEngine().directives(tutorial(parallel_environment="mpi", join_output=False))
     assert lines[-2:] == [
@@ -108,4 +99,4 @@ def test_a_master_that_does_not_answer_is_no_end() -> None:
 
 
 def test_it_is_put_back_by_its_exit_status() -> None:
-    assert "status=99" in GridEngine().resubmission(tutorial())
+    assert 'end_job "$status" 99' in GridEngine().resubmission(tutorial())

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import pytest
 
 from tests.unit.launch.submit.examples import PBS_OF_ROW_3_12, PBS_OF_ROW_4_10, tutorial
-from torchmn.errors import UsageError
 from torchmn.launch.submit import JobRequest, Settings
 from torchmn.launch.submit.pbs import PBS
 from torchmn.launch.submit.scheduler import Answer
@@ -45,7 +44,7 @@ def test_header_of_row_4_10() -> None:
     lines = PBS().directives(tutorial())
     lines.remove("#PBS -l place=scatter")
     assert [line.replace(":ncpus=2", "") for line in lines[:5]] == PBS_OF_ROW_4_10.splitlines()
-    assert lines[5:] == ["#PBS -j oe", "#PBS -o torchmn-logs/", "#PBS -S /bin/bash"]
+    assert lines[5:] == ["#PBS -r n", "#PBS -j oe", "#PBS -o torchmn-logs/", "#PBS -S /bin/bash"]
 
 
 def test_header_of_row_3_12() -> None:
@@ -76,11 +75,6 @@ def test_nodes_are_whole_nodes() -> None:
     assert "#PBS -l place=scatter" in lines
     own = tutorial(directives=("#PBS -l place=pack",))
     assert not [line for line in PBS().directives(own) if "place" in line]
-
-
-def test_no_signal() -> None:
-    with pytest.raises(UsageError, match="Preemption\\(margin_s"):
-        PBS().directives(tutorial(signal=60))
 
 
 def test_state_while_it_runs() -> None:

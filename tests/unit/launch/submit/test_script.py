@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,7 +41,7 @@ mkdir -m 700 -p "$logs" || exit 1
 exec >>"$log.log" 2>&1
 end_job() {
   echo "torchmn: job ended with exit status $1"
-  exit "$1"
+  exit "${2:-$1}"
 }
 
 export NCCL_SHM_DISABLE=1
@@ -93,7 +95,8 @@ job by hand to continue" >&2
   else
     echo "${saved:-unknown $log}" >>"$history"
     limit=$(sed -n 's/^limit //p' "$log.progress")
-    if [ "$last" = TERM ] && [ "$(date +%s)" -lt "${limit:-9999999999}" ]; then
+    early=no; [ "$(date +%s)" -ge "${limit:-9999999999}" ] || early=yes
+    if [ "$last,$early" = TERM,yes ]; then
       echo "torchmn: not resubmitted: PBS deletes or requeues this job" >&2
     elif next=$(qsub multi_node_training.sh); then
       mv "$history" "$logs/multi_node_training.${next%%.*}.requeues"
@@ -190,7 +193,7 @@ def test_separate_output() -> None:
     [
         ("pbs", "next=$(qsub multi_node_training.sh)"),
         ("slurm", 'scontrol requeue "$SLURM_JOB_ID"'),
-        ("grid_engine", "status=99"),
+        ("grid_engine", 'end_job "$status" 99'),
     ],
 )
 def test_last_lines_with_and_without_requeue(scheduler: str, words: str) -> None:
@@ -200,6 +203,43 @@ def test_last_lines_with_and_without_requeue(scheduler: str, words: str) -> None
     assert '[ "$status" -eq 85 ]' in with_it
     assert words not in without
     assert "85" not in without
+
+
+@pytest.mark.parametrize("scheduler", ["pbs", "grid_engine"])
+def test_a_scheduler_without_a_warning_has_the_script_send_it(scheduler: str) -> None:
+    given = {"parallel_environment": "mpi", "signal": 90}
+    assert "sleep 510 &" in script(scheduler, **given)
+    assert "sleep" not in script("slurm", **given)
+    assert "#SBATCH --signal=B:USR1@90" in script("slurm", **given)
+    with pytest.raises(UsageError, match="is not less than the time limit"):
+        script(scheduler, parallel_environment="mpi", signal=600)
+    with pytest.raises(UsageError, match="pass --walltime"):
+        script(scheduler, parallel_environment="mpi", signal=1, walltime=None)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("limit", ["00:00:02", "01:00:00"])
+def test_the_warning_of_the_script_comes_in_time_and_ends_with_it(
+    limit: str, tmp_path: Path
+) -> None:
+    text = script("pbs", signal=1, walltime=limit)
+    command = f"""#!{sys.executable}
+import signal, sys, time
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))
+time.sleep({600 if limit == "00:00:02" else 0})
+"""
+    (tmp_path / "torchmn").write_text(command)
+    (tmp_path / "torchmn").chmod(0o755)
+    for name in ("pbsnodes", "qsub"):
+        (tmp_path / name).symlink_to("/bin/true")
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PBS_O_WORKDIR": str(tmp_path)}
+    # a leftover of the script would keep its standard error open, and communicate waiting
+    text = text.replace('exec >>"$log.log" 2>&1', "")
+    process = subprocess.Popen(
+        ["bash", "-c", text], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == (7 if limit == "00:00:02" else 0), (out, err)
 
 
 def test_directives_precede_the_first_command() -> None:
