@@ -42,7 +42,7 @@ def train(framework: str, folder: Path, *command: str) -> list[torch.Tensor]:
 def test_two_ranks_train_as_under_torchrun(tmp_path: Path, framework: str) -> None:
     """To the bit, whichever backend torchmn itself would use; the scripts check their world."""
     if importlib.util.find_spec(framework) is None:
-        pytest.skip(f"{framework} is not installed (pip install {framework})")
+        pytest.skip(reason=f"{framework} is not installed (pip install {framework})")
     launcher("mpirun")
     expected = train(framework, tmp_path / "torchrun", *TORCHRUN)
     for backend in ("gloo", "mpi"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import threading
 
 import torch
 from torch import nn
@@ -14,6 +15,10 @@ from torch.optim.swa_utils import AveragedModel
 from .models import mlp
 from .registry import script
 from .worker import Worker
+
+_parsing = threading.Lock()
+"""Ranks are threads here, and `ast.parse` of Python 3.11 fails at times in two threads at once:
+"AST constructor recursion depth mismatch"."""
 
 
 def _best_of(worker: Worker, copied: object, weight: str = "rank") -> list[nn.Module]:
@@ -73,7 +78,11 @@ def averaged_model_made_later(worker: Worker) -> list[nn.Module]:
 
 @script("`torch.jit.script(model)` after training")
 def scripted(worker: Worker) -> list[nn.Module]:
-    return _best_of(worker, torch.jit.script, "samples")
+    def compiled(model: nn.Module) -> nn.Module:
+        with _parsing:
+            return torch.jit.script(model)
+
+    return _best_of(worker, compiled, "samples")
 
 
 @script("`torch.save(model.state_dict())`, loaded into another model")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections import deque
 from pathlib import Path
 
 import msgspec
@@ -42,7 +43,7 @@ class RecordFile:
         self._rank = start.rank
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._lines: list[bytes] = []
+        self._lines: deque[bytes] = deque()
         self._number = 0
         self._num_bytes = 0
         make_private_folder(self.folder)
@@ -59,10 +60,10 @@ class RecordFile:
     def flush(self) -> None:
         """Write what was added. A failure ends the record with a message: the job continues."""
         with self._lock:
-            lines, self._lines = self._lines, []
-            if self._descriptor is None or not lines:
+            # Others may add lines meanwhile: those are left for the next time.
+            text = b"".join([self._lines.popleft() for _ in range(len(self._lines))])
+            if self._descriptor is None or not text:
                 return
-            text = b"".join(lines)
             try:
                 if self._num_bytes and self._num_bytes + len(text) > self._max_bytes:
                     self._rotate()

@@ -100,6 +100,7 @@ class Recording:
         self._requested: RequestedTrace | None = None
         self._functions: tuple[cProfile.Profile, Path] | None = None
         self._stopping = threading.Event()
+        self._is_closed = False
         self._observers = Observers(self.recorder)
         self._observers.install()
         self._thread = threading.Thread(target=self._run, name="torchmn-record", daemon=True)
@@ -113,8 +114,9 @@ class Recording:
 
     def close(self, status: int = 0) -> None:
         """End the record; calling it again does nothing. Local. ``status``: of the script."""
-        if self._stopping.is_set():
+        if self._is_closed:
             return
+        self._is_closed = True
         self._stopping.set()
         if _current and _current[0] is self:
             _current.clear()
@@ -125,6 +127,15 @@ class Recording:
         self._end_profile()
         self._file.write(RunEnd(at_s=time.perf_counter(), status=status, phases=recorder.rest()))
         self._file.close()
+
+    def forget_in_child(self) -> None:
+        """In a process that was forked, which has neither the thread nor a right to the files.
+
+        Takes no lock: one may have been held when the process was forked.
+        """
+        self._is_closed = True
+        atexit.unregister(self._close_at_exit)
+        self._observers.remove()
 
     def new_trace(self, name: str) -> StepTrace:
         """A profile of this rank, in a file of this name."""
@@ -188,7 +199,9 @@ _current: list[Recording] = []
 
 
 def _forget_in_child() -> None:
-    """A process that was forked is no rank: it has neither the thread nor the file's turn."""
+    """A process that was forked is no rank."""
+    for recording in _current:
+        recording.forget_in_child()
     _current.clear()
 
 
