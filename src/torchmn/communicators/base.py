@@ -34,6 +34,7 @@ from torchmn.errors import UnsupportedError
 from torchmn.monitor import script_monitor
 from torchmn.profiling import recording
 from torchmn.topology import Topology
+from torchmn.topology.network import own_addresses
 from torchmn.transports.base import TimeLimit, Transport
 from torchmn.transports.shared_memory import SharedMemoryTransport
 from torchmn.units import MiB
@@ -271,6 +272,13 @@ class Communicator(Collectives, ABC):
         return job
 
     # ---- what is recorded ----
+
+    @property
+    def addresses(self) -> list[str]:
+        """Those at which the other ranks reach this one, best first. Local."""
+        if self.inter_size == 1:
+            return ["127.0.0.1"]
+        return own_addresses(self.world.transport.own_address)
 
     @property
     def settings(self) -> dict[str, str]:

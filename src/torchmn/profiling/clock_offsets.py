@@ -26,10 +26,8 @@ from torchmn.control.ports import listen_on
 from torchmn.environment_variables import SECRET_VARIABLE
 from torchmn.errors import LaunchError
 from torchmn.profiling.records import ClockOffset
-from torchmn.topology.network import address_of
 
 _ROLE = "clock"
-_LOOPBACK = "127.0.0.1"
 _NUM_TRIPS = 12
 _LIMIT_S = 2.0
 _TIME = struct.Struct("<d")
@@ -39,23 +37,18 @@ _TIME = struct.Struct("<d")
 class ClockAddress:
     """Where rank 0 answers, and the token that lets the ranks ask."""
 
-    host: str
     addresses: tuple[str, ...]
     port: int
     token: str
 
 
 class ClockServer:
-    """Answers the other ranks on rank 0. Used by one thread."""
+    """Answers the other ranks on rank 0, at these addresses. Used by one thread."""
 
-    def __init__(self, *, has_other_hosts: bool) -> None:
+    def __init__(self, addresses: Sequence[str]) -> None:
         token = secrets.token_hex(16)
-        listener = listen_on("" if has_other_hosts else _LOOPBACK)
-        names = [name for _, name in socket.if_nameindex() if has_other_hosts and name != "lo"]
-        own = [found for name in names if (found := address_of(name))]
-        self.address = ClockAddress(
-            socket.gethostname(), (*own, _LOOPBACK), listener.getsockname()[1], token
-        )
+        listener = listen_on(addresses[0] if len(addresses) == 1 else "")
+        self.address = ClockAddress(tuple(addresses), listener.getsockname()[1], token)
         self._listener = AuthenticatedListener(listener, secret=_secret(token), role=_ROLE)
         self._clients: dict[int, socket.socket] = {}
         self._poll = select.poll()
@@ -119,11 +112,8 @@ def measure_offset(server: ClockAddress) -> ClockOffset | None:
 
 
 def _connect(server: ClockAddress) -> socket.socket | None:
-    found: Sequence[str] = server.addresses
-    if server.host == socket.gethostname():
-        found = found[::-1]  # ranks of its host reach it over loopback
     deadline = time.monotonic() + _LIMIT_S
-    for address in found:
+    for address in server.addresses:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             return None

@@ -62,8 +62,8 @@ class World(Traffic, Protocol):
         """The node of this rank."""
 
     @property
-    def inter_size(self) -> int:
-        """The number of nodes."""
+    def addresses(self) -> list[str]:
+        """Those at which the other ranks reach this one."""
 
     @property
     def device(self) -> Any:
@@ -229,7 +229,7 @@ def start(comm: World, folder: Path) -> Recording | None:
         if (folder / FOLDER).exists():
             folder = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         with contextlib.suppress(OSError):  # without sockets clocks are not compared
-            server = ClockServer(has_other_hosts=comm.inter_size > 1)
+            server = ClockServer(comm.addresses)
         offer = str(folder), None if server is None else asdict(server.address)
     name, clocks = comm.bcast_obj(offer)
     address = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import os
 import re
 import socket
 import struct
@@ -141,6 +142,20 @@ def address_of(interface: str) -> str | None:
             if name == interface and not own.startswith("fe80:"):  # which needs a scope
                 return own
     return None
+
+
+def own_addresses(preferred: str | None) -> list[str]:
+    """The addresses at which other ranks may reach this one, best first.
+
+    Those of GLOO_SOCKET_IFNAME, else the preferred one, else those of all interfaces.
+    """
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if preferred is not None and not interfaces:
+        return [preferred]
+    names = interfaces.split(",") if interfaces else [name for _, name in socket.if_nameindex()]
+    # The loopback interface reaches only ranks of this host, so it comes last.
+    found = map(address_of, sorted(names, key=lambda name: name == "lo"))
+    return [address for address in found if address is not None]
 
 
 def is_this_host(name: str) -> bool:

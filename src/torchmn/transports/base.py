@@ -155,6 +155,8 @@ class Transport(ABC):
     has_fast_small_sums = False
     """Whether sums of some KiB are faster than through shared memory."""
     supports_nccl = False
+    own_address: str | None = None
+    """The address at which the other ranks reach this host, where it is known."""
 
     def __init__(self, rank: int, size: int, scratch: Scratch | None = None) -> None:
         self.rank = rank
@@ -341,6 +343,7 @@ class WrappingTransport(Transport):
         self.is_concurrent = inner.is_concurrent
         self.is_close_collective = inner.is_close_collective
         self.supports_nccl = inner.supports_nccl
+        self.own_address = inner.own_address
 
     def transports(self) -> Iterator[Transport]:
         """See `Transport.transports`."""

@@ -45,8 +45,7 @@ class TorchDistributedTransport(Transport):
     """gloo and, where there is a GPU, NCCL, over one store.
 
     ``store`` must be reachable by all ranks and not be used by anything else under the same prefix.
-    ``cuda_device`` is this rank's GPU or None, ``own_address`` the address at which the other ranks
-    reach this host. *Collective.*
+    ``cuda_device`` is this rank's GPU or None. *Collective.*
     """
 
     name = "torch.distributed"

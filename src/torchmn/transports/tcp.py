@@ -40,7 +40,7 @@ from torchmn.control.authenticated_listener import AuthenticatedListener, connec
 from torchmn.control.ports import listen_on
 from torchmn.environment_variables import SECRET_VARIABLE
 from torchmn.errors import CommunicationError, LaunchError, TimeLimitError
-from torchmn.topology.network import address_of
+from torchmn.topology.network import own_addresses
 from torchmn.transports.base import (
     COMBINE,
     Message,
@@ -50,7 +50,6 @@ from torchmn.transports.base import (
     WrappingTransport,
     fold,
 )
-from torchmn.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.transports.tcp_stream import Stream, memory_of
 from torchmn.units import KiB, MiB
 
@@ -316,7 +315,9 @@ def _connect_all(inner: Transport, limit: TimeLimit) -> dict[int, socket.socket]
     secret of each listener is a token that only the ranks receive, together with the secret of the
     job if there is one: so both sides authenticate each other.
     """
-    addresses = _own_addresses(inner)[: (_ROW_BYTES - _TOKEN_BYTES - 3) // _ADDRESS_BYTES]
+    addresses = own_addresses(inner.own_address)[
+        : (_ROW_BYTES - _TOKEN_BYTES - 3) // _ADDRESS_BYTES
+    ]
     token = secrets.token_bytes(_TOKEN_BYTES)
     listener = listen_on(addresses[0] if len(addresses) == 1 else "")
     with contextlib.closing(
@@ -390,18 +391,3 @@ def _accept_peers(
 
 def _secret(token: bytes) -> str:
     return f"{os.environ.get(SECRET_VARIABLE, '')} {token.hex()}"
-
-
-def _own_addresses(inner: Transport) -> list[str]:
-    """The addresses of this rank, best first.
-
-    The address or the interface that gloo was given, else those of all interfaces.
-    """
-    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    own = inner.own_address if isinstance(inner, TorchDistributedTransport) else None
-    if own is not None and not interfaces:
-        return [own]
-    names = interfaces.split(",") if interfaces else [name for _, name in socket.if_nameindex()]
-    # The loopback interface reaches only ranks of this host, so it comes last.
-    found = map(address_of, sorted(names, key=lambda name: name == "lo"))
-    return [address for address in found if address is not None]

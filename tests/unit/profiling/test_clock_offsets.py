@@ -13,7 +13,7 @@ from torchmn.profiling.clock_offsets import ClockAddress, ClockServer, measure_o
 
 @pytest.fixture
 def address() -> Iterator[ClockAddress]:
-    server, is_over = ClockServer(has_other_hosts=False), threading.Event()
+    server, is_over = ClockServer(["127.0.0.1"]), threading.Event()
 
     def serve() -> None:
         while not is_over.is_set():
@@ -55,6 +55,6 @@ def test_who_does_not_know_the_token_gets_no_time(address: ClockAddress) -> None
 
 
 def test_a_server_that_has_ended_is_no_error() -> None:
-    server = ClockServer(has_other_hosts=False)
+    server = ClockServer(["127.0.0.1"])
     server.close()
     assert measure_offset(server.address) is None

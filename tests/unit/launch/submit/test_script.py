@@ -223,12 +223,14 @@ def test_the_warning_of_the_script_comes_in_time_and_ends_with_it(
     limit: str, tmp_path: Path
 ) -> None:
     text = script("pbs", signal=1, walltime=limit)
-    command = f"""#!{sys.executable}
+    command = f"""
 import signal, sys, time
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))
 time.sleep({600 if limit == "00:00:02" else 0})
 """
-    (tmp_path / "torchmn").write_text(command)
+    # "#!" followed by the path of an interpreter does not work for one with a blank
+    words = shlex.join([sys.executable, "-c", command])
+    (tmp_path / "torchmn").write_text(f"#!/bin/sh\nexec {words}\n")
     (tmp_path / "torchmn").chmod(0o755)
     for name in ("pbsnodes", "qsub"):
         (tmp_path / name).symlink_to("/bin/true")
