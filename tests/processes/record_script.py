@@ -102,6 +102,8 @@ def two_optimizers(comm: torchmn.Communicator) -> None:
             optimizer.zero_grad()
             net(x).square().mean().backward()
             optimizer.step()
+    first.close()
+    second.close()
 
 
 def endless(comm: torchmn.Communicator) -> None:
