@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -326,7 +327,7 @@ def test_dry_run_starts_nothing_and_tells_no_secret(lab: Lab, tmp_path: Path) ->
     for order in (read_by_first, read_by_second):
         assert '"A": "1"' in order
         assert '"TORCHMN_SECRET": "..."' in order
-    assert script.endswith(f" runs, in {tmp_path}: A=1 {sys.executable} place.py")
+    assert script.endswith(f" runs, in {tmp_path}: A=1 {shlex.quote(sys.executable)} place.py")
     assert not (tmp_path / "logs").exists()
 
 

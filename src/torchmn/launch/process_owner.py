@@ -21,6 +21,7 @@ from torchmn.exit_status import shell_code
 from torchmn.launch.console import RankOutput
 from torchmn.launch.job import Command
 
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OUTPUT_S = 1.0
 """How long the reader of the output may take after a signal."""
 
@@ -35,19 +36,23 @@ class ProcessOwner:
     def __init__(self, output: RankOutput) -> None:
         self._output = output
         self._ended_by: int | None = None
-        self._to_forward: list[int] = []
+        self._received: list[int] = []
         self._existing = descendants(os.getpid())
         adopt_orphans()
         self._wakeup = signal_socket(signal.SIGCHLD)
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for signum in _ENDING_SIGNALS:
             if signal.getsignal(signum) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(signum, self._on_signal)
         for signum in (signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(signum, self._on_warning)
+            signal.signal(signum, self._on_signal)
 
     @property
     def interrupted_by(self) -> int | None:
-        """The signal that asked for the end; SIGPIPE if the reader of the output has left."""
+        """The signal that asked for the end; SIGPIPE if the reader of the output has left.
+
+        It changes in `take_signals_to_forward` alone: nothing is ended by a SIGTERM that the
+        scripts have not received.
+        """
         if self._ended_by is None and self._output.is_closed:
             return signal.SIGPIPE
         return self._ended_by
@@ -69,13 +74,17 @@ class ProcessOwner:
 
     def take_signals_to_forward(self) -> list[int]:
         """The signals by which a scheduler announces the end, for the scripts, each once."""
-        taken, self._to_forward = self._to_forward, []
-        return taken
+        taken, self._received = self._received, []
+        for signum in taken:
+            # Ctrl-C ends a job also while it takes its time to save after SIGTERM
+            if signum == signal.SIGINT or (self._ended_by is None and signum in _ENDING_SIGNALS):
+                self._ended_by = signum
+        return [signum for signum in taken if signum not in (signal.SIGINT, signal.SIGHUP)]
 
     def finish_output(self) -> None:
         """Wait until the output was read, unless a signal asks for the end."""
         while not self._output.finish(_OUTPUT_S) and self._ended_by is None:
-            continue
+            self.take_signals_to_forward()
 
     def kill_all(self) -> None:
         """Kill all processes below this one except those that were there before."""
@@ -83,16 +92,10 @@ class ProcessOwner:
 
     def _on_signal(self, signum: int, _: FrameType | None) -> None:
         """Recorded here, acted upon in the loop; a second Ctrl-C does not wait for anything."""
-        if self._ended_by == signum == signal.SIGINT:
+        if signum == signal.SIGINT and signum in (self._ended_by, *self._received):
             self.kill_all()
             os._exit(shell_code(-signum))
-        if signum == signal.SIGTERM:
-            self._to_forward.append(signum)
-        # Ctrl-C ends a job also while it takes its time to save after SIGTERM
-        self._ended_by = signum if signum == signal.SIGINT else self._ended_by or signum
-
-    def _on_warning(self, signum: int, _: FrameType | None) -> None:
-        self._to_forward.append(signum)
+        self._received.append(signum)
 
 
 def start_process(

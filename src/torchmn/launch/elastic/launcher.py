@@ -176,7 +176,7 @@ class ElasticLauncher:
             self._finish("")
 
     def _begin(self, found: Round) -> None:
-        """A round begins: its ranks will connect_authenticated here, with a secret of their own."""
+        """A round begins: its ranks will connect here, with a secret of their own."""
         if self._ranks is not None:
             self._say(self._describe_restart(self._ranks, found))
             self._ranks.close()
