@@ -86,6 +86,9 @@ def site(
     """Of the whole module, so that test hosts are there before a test that leaves nothing."""
     launcher: Launcher = request.param
     here, gloo = ("-n", "2"), ("--backend", "gloo")
+    is_elsewhere = launcher == "srun" or launcher.startswith("plain")  # mostly of other programs
+    if is_elsewhere and not os.environ.get("TORCHMN_TEST_LAUNCHERS"):
+        pytest.skip(reason="'make test-launchers' runs these")
     if launcher in ("mpirun", "plain mpirun"):
         mpirun = find_mpirun(os.environ)
         if mpirun is None or this_machine(os.environ).missing_for_mpi:
@@ -107,8 +110,6 @@ def site(
                 popen=lab.hosts[0].popen,
             )
     elif launcher == "srun":
-        if not os.environ.get("TORCHMN_TEST_LAUNCHERS"):
-            pytest.skip(reason="'make test-launchers' runs these")
         if missing := Slurm.why_not():
             pytest.skip(reason=missing)
         with running(Slurm, tmp_path_factory.mktemp("slurm")) as cluster:
