@@ -148,9 +148,10 @@ def control_groups(controller: str, root: Path = Path("/")) -> list[Path]:
         _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
         if controllers and controller not in controllers.split(","):
             continue
-        mount = cgroups / controller if controllers else cgroups
-        folder = mount / path.lstrip("/")
-        found += [folder, *(level for level in folder.parents if level.is_relative_to(mount))]
+        # "unified": version 2 beside version 1
+        for mount in [cgroups / controller] if controllers else [cgroups, cgroups / "unified"]:
+            folder = mount / path.lstrip("/")
+            found += [folder, *(level for level in folder.parents if level.is_relative_to(mount))]
     return found
 
 
