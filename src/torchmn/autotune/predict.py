@@ -299,35 +299,25 @@ def _steady_s(plan: Plan, step: StepFacts, exchange: _Exchange, core: Core) -> f
     if plan.schedule == "blocks":
         marks = simulate_program(_blocks(plan, step, exchange), core)
         return (marks[-1] - marks[0]) / plan.block_steps
-    programs = {
-        "every_step": _every_step,
-        "double_buffering": _double_buffering,
-        "every_step_next_forward": _next_forward,
-    }
-    marks = simulate_program(programs[plan.schedule](plan, step, exchange), core)
+    if plan.schedule == "every_step_next_forward":
+        program = _next_forward(plan, step, exchange)
+    else:
+        program = _in_step(plan, step, exchange, late=int(plan.schedule == "double_buffering"))
+    marks = simulate_program(program, core)
     return marks[-1] - marks[-2]
 
 
-def _every_step(plan: Plan, step: StepFacts, exchange: _Exchange) -> Iterator[Instruction]:
+def _in_step(
+    plan: Plan, step: StepFacts, exchange: _Exchange, *, late: int
+) -> Iterator[Instruction]:
+    """Each step waits for the exchange of the step so many before it."""
     buckets = list(_buckets(step.gradients, plan.bucket_bytes))
     for number in range(_NUM_STEPS):
         yield Mark()
         yield Compute(step.compute_s - step.backward_s - step.after_s)
         yield from _backward(number, step, buckets, exchange)
         for index in range(len(buckets)):
-            yield Wait((number, index))
-        yield Compute(step.after_s)
-    yield Mark()
-
-
-def _double_buffering(plan: Plan, step: StepFacts, exchange: _Exchange) -> Iterator[Instruction]:
-    buckets = list(_buckets(step.gradients, plan.bucket_bytes))
-    for number in range(_NUM_STEPS):
-        yield Mark()
-        yield Compute(step.compute_s - step.backward_s - step.after_s)
-        yield from _backward(number, step, buckets, exchange)
-        for index in range(len(buckets)):
-            yield Wait((number - 1, index))
+            yield Wait((number - late, index))
         yield Compute(step.after_s)
     yield Mark()
 

@@ -78,6 +78,9 @@ class NetworkCheck:
             yield from _mtu(found)
 
 
+_NAME_RULE = "A host's name resolves on the host itself to the address that others use."
+
+
 def _own_name(host: str, facts: NetworkFacts) -> Iterator[Finding]:
     addresses = facts.own_addresses
     if not addresses:
@@ -86,7 +89,7 @@ def _own_name(host: str, facts: NetworkFacts) -> Iterator[Finding]:
             severity="warning",
             hosts=[host],
             seen=f"{host} does not know the address of its own name, {facts.hostname}",
-            rule="A host's name resolves on the host itself to the address that others use.",
+            rule=_NAME_RULE,
             cure=f"Add a line 'ADDRESS {facts.hostname}' to /etc/hosts on {host}, or to the DNS.",
         )
     elif all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in addresses):
@@ -96,7 +99,7 @@ def _own_name(host: str, facts: NetworkFacts) -> Iterator[Finding]:
             hosts=[host],
             seen=f"{host} takes its own name, {facts.hostname}, for {addresses[0]}, which only "
             "leads to itself: gloo and torchrun would give that address to other hosts",
-            rule="A host's name resolves on the host itself to the address that others use.",
+            rule=_NAME_RULE,
             cure=f"In /etc/hosts on {host} remove {facts.hostname} from the line of {addresses[0]} "
             "and add it to a line with its network address.",
         )
