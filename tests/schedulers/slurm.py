@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from tests.schedulers.cluster import Cluster
 from torchmn.testing.netlab import Host
 
+CORES = 4
+"""Of each node, whatever the machine has."""
 _CONFIGURATION = """
 ClusterName=lab
 SlurmctldHost={login.name}({login.address})
@@ -35,6 +37,7 @@ KillWait=30
 SlurmdTimeout=10
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
+SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=2,batch_sched_delay=1,sched_min_interval=100000
 {nodes}
 PartitionName=debug Nodes={names} Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4 \
@@ -45,7 +48,7 @@ PriorityTier=9 PreemptMode=OFF
 
 
 class Slurm(Cluster):
-    """Two nodes of two cores, a partition for all and one that takes nodes away.
+    """Two nodes, a partition for all and one that takes nodes away.
 
     A job that was requeued waits as long as a credential is valid, ``cred_expire``.
     """
@@ -102,7 +105,7 @@ class Slurm(Cluster):
 
     def _configuration(self) -> str:
         nodes = "\n".join(
-            f"NodeName={node.name} NodeHostname={node.name} NodeAddr={node.address} CPUs=2 "
+            f"NodeName={node.name} NodeHostname={node.name} NodeAddr={node.address} CPUs={CORES} "
             "RealMemory=1000 State=UNKNOWN"
             for node in self.nodes
         )

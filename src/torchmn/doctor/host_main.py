@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import sys
 import time
-from pathlib import Path
 
 from torchmn.control.codec import Record, decode, decode_union, encode
 from torchmn.doctor.checks import CHECKS
 from torchmn.doctor.link_probe import measure_link, serve_probes
 from torchmn.doctor.orders import AskTime, Begin, Examine, Failed, Order, Ready, TimeIs
+from torchmn.doctor.processors import machine_of_host
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
     replies = os.dup(1)
     os.dup2(2, 1)
     begin = decode(sys.stdin.readline(), Begin)
-    _reply(replies, Ready(machine=_machine(), port=serve_probes(begin.secret)))
+    _reply(replies, Ready(machine=machine_of_host(), port=serve_probes(begin.secret)))
     for line in sys.stdin:
         try:
             reply = _carry_out(decode_union(line, Order), begin)
@@ -45,14 +45,6 @@ def _reply(descriptor: int, reply: Record) -> None:
     line = memoryview(encode(reply))
     while line:
         line = line[os.write(descriptor, line) :]
-
-
-def _machine() -> str:
-    """Equal for containers of one machine."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return os.uname().nodename
 
 
 if __name__ == "__main__":

@@ -62,7 +62,10 @@ class BoundRank(Record, frozen=True, kw_only=True):
 
 
 class ProcessorFacts(Record, frozen=True, kw_only=True):
-    """Bytes of memory are -1 where there is no limit, as is the quota of cores."""
+    """Bytes of memory are -1 where there is no limit, as is the quota of cores.
+
+    ``machine`` is equal for containers of one machine, and empty where it is unknown.
+    """
 
     model: str
     cores: list[Core]
@@ -74,6 +77,7 @@ class ProcessorFacts(Record, frozen=True, kw_only=True):
     throttled_s: float = 0.0
     others: list[OtherProcess] = []
     ranks: list[BoundRank] = []
+    machine: str = ""
 
     @property
     def clock(self) -> float:
@@ -102,6 +106,7 @@ class ProcessorCheck:
         others = _busy_processes(ticks, time.monotonic() - started, processors.logical)
         throttled_s = _throttled_s() - throttled_s
         return ProcessorFacts(
+            machine=machine_of_host(),
             model=_model(),
             cores=cores,
             copied_bytes_per_s=_copy_rate(min(_COPY_BYTES, memory.available // 8)),
@@ -136,7 +141,7 @@ class ProcessorCheck:
             yield from _too_little_memory(host, facts, slots, found)
             yield from _shared_cores(host, facts)
             yield from _ranks_on_one_core(host, facts)
-        clocks = {host: facts.clock for host, facts in found.items()}
+        clocks = _clocks_of_machines(found)
         for host, median in slower_than_others(clocks, _MIN_SPEED).items():
             yield Finding(
                 check="processors",
@@ -165,6 +170,23 @@ class ProcessorCheck:
                 value=copies[host] / 1e9,
                 unit="GB/s",
             )
+
+
+def machine_of_host() -> str:
+    """A name that is equal for containers of one machine, until it boots again. Local."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return os.uname().nodename
+
+
+def _clocks_of_machines(found: Mapping[str, ProcessorFacts]) -> dict[str, float]:
+    """By host the clock of its machine, the fastest that one of its containers has seen."""
+    clocks: dict[str, float] = {}
+    machines = {host: facts.machine or host for host, facts in found.items()}
+    for host, facts in found.items():
+        clocks[machines[host]] = max(facts.clock, clocks.get(machines[host], 0.0))
+    return {host: clocks[machine] for host, machine in machines.items()}
 
 
 # ---- findings of one host -----------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torchmn.doctor.gpus import GpuFacts
 from torchmn.doctor.limits import LimitFacts
 from torchmn.doctor.network import Interface, NetworkFacts
 from torchmn.doctor.orders import Request
-from torchmn.doctor.processors import BoundRank, Core, OtherProcess, ProcessorFacts
+from torchmn.doctor.processors import BoundRank, Core, OtherProcess, ProcessorCheck, ProcessorFacts
 from torchmn.doctor.versions import VersionFacts
 from torchmn.units import GiB, MiB
 
@@ -265,6 +265,17 @@ def alarms(check: str, found: dict[str, Any]) -> list[Finding]:
 @pytest.mark.parametrize("check", HEALTHY)
 def test_healthy_hosts(check: str) -> None:
     assert alarms(check, HEALTHY[check]) == []
+
+
+@pytest.mark.parametrize(("machine_of_c", "is_slow"), [("two", True), ("one", False)])
+def test_containers_of_one_machine_have_the_clock_of_the_fastest(
+    machine_of_c: str, is_slow: bool
+) -> None:
+    """The same cores run them all: a container that was measured slower was disturbed."""
+    of_one = replaced(PROCESSORS, machine="one")
+    slow = replaced(PROCESSORS, cores=cores(50.0, 1.0, 50.0, 1.0), machine=machine_of_c)
+    found = {"a": of_one, "b": of_one, "c": slow}
+    assert [each.hosts for each in ProcessorCheck().findings(found, THREE)] == [["c"]] * is_slow
 
 
 @pytest.mark.parametrize("name", FAULTS)
