@@ -43,6 +43,7 @@ class ImitatedRun:
     seed: int = 0
     bucket_nbytes: tuple[int, ...] = (4_000_000, 4_000_000, 2_000_000)
     bandwidth_bytes_per_s: float = 1e9
+    link_bytes_per_s: float = 0.0
     latency_s: float = 2e-4
     slower: dict[tuple[int, Phase], float] = field(default_factory=dict)
     """By rank and phase: how many times as long it takes."""
@@ -190,6 +191,7 @@ class ImitatedRun:
             at_s=-offset_s,
             settings=self.settings,
             versions={"torch": "2.13.0", "torchmn": "0.1.0"},
+            link_bytes_per_s=self.link_bytes_per_s,
         )
 
     def _phases(self, rank: int, step: int, rng: random.Random) -> dict[Phase, float]:

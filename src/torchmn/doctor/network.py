@@ -13,7 +13,7 @@ from torchmn.control.codec import Record
 from torchmn.doctor.findings import Finding, deviating, listed
 from torchmn.doctor.orders import Request
 from torchmn.topology import route_of, route_to
-from torchmn.topology.network import addresses_of_host, own_routes
+from torchmn.topology.network import addresses_of_host, nominal_speed, own_routes
 
 _MAX_RESOLVED = 16
 _SYS = Path("/sys/class/net")
@@ -168,14 +168,13 @@ def _interfaces() -> Iterator[Interface]:
     for route in own_routes():
         if not route.is_loopback:
             folder = _SYS / route.interface
-            speed = _number(folder / "speed") if (folder / "device").exists() else 0
             yield Interface(
                 name=route.interface,
                 address=route.address,
                 network=route.network,
                 mtu=_number(folder / "mtu"),
                 is_up=_text(folder / "operstate") not in ("down", "lowerlayerdown"),
-                bytes_per_s=max(0, speed) * 1e6 / 8,
+                bytes_per_s=nominal_speed(route.interface),
             )
 
 

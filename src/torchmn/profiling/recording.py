@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -35,6 +35,7 @@ from torchmn.profiling.records import FORMAT, ClockOffset, Memory, Phase, RunEnd
 from torchmn.profiling.step_recorder import Coding, StepRecorder, Traffic
 from torchmn.profiling.step_trace import RequestedTrace, StepTrace, running
 from torchmn.profiling.timeline import Mark, clock_of
+from torchmn.topology.network import nominal_speed, route_of
 
 _PERIOD_S = 1.0
 _MEMORY_PERIOD_S = 10.0
@@ -395,7 +396,13 @@ def _run_start(comm: World) -> RunStart:
         at_s=time.perf_counter(),
         settings={"script": " ".join(sys.argv), **comm.settings},
         versions=_versions(),
+        link_bytes_per_s=_link_bytes_per_s(comm.addresses),
     )
+
+
+def _link_bytes_per_s(addresses: Sequence[str]) -> float:
+    route = route_of(addresses[0]) if addresses else None
+    return 0.0 if route is None else nominal_speed(route.interface)
 
 
 def _versions() -> dict[str, str]:

@@ -42,7 +42,8 @@ class RunStart(Record, frozen=True, kw_only=True):
     """The first line of a rank. ``unix_s`` and ``at_s`` are one moment on two clocks.
 
     ``settings`` holds what the training uses, as text: schedule, codec, route, bucket size, model
-    and optimizer class; a `SettingsChanged` replaces some of them.
+    and optimizer class; a `SettingsChanged` replaces some of them. ``link_bytes_per_s`` is the
+    nominal speed of the adapter at which other hosts reach this rank, 0 where it is not known.
     """
 
     format: int
@@ -58,6 +59,7 @@ class RunStart(Record, frozen=True, kw_only=True):
     at_s: float
     settings: dict[str, str]
     versions: dict[str, str]
+    link_bytes_per_s: float = 0.0
 
 
 class SettingsChanged(Record, frozen=True, kw_only=True):

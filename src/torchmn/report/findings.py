@@ -17,6 +17,7 @@ import numpy as np
 from torchmn.profiling.records import PHASES, Phase
 from torchmn.report.quantities import bits, duration, listed, megabytes, rank_list
 from torchmn.report.summary import COLLECTIVE_PHASES, Summary, grouped
+from torchmn.units import KiB
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -47,8 +48,10 @@ MIN_T = 4.0
 MAX_BLOCKS = 20
 """Into which steps are divided for standard errors: neighbouring steps resemble each other."""
 MIN_CHANGING_SHARE = 0.05
-MIN_LINK_SHARE = 0.5
-"""Of its nominal rate that a link carries while it is busy."""
+MIN_LINK_SHARE = 0.1
+"""Of its nominal rate that a link carries while gradients are exchanged, waiting included."""
+MIN_LINK_BYTES = 256 * KiB
+"""Of an exchange whose rate says something about the link: smaller ones are all latency."""
 MIN_LATE_END = 0.3
 """By what part of the time of an exchange it ends later on one host, at least."""
 MIN_SLOWDOWN = 0.1
@@ -366,7 +369,8 @@ def _slow_links(summary: Summary) -> Iterator[Finding]:
     """Links far below their nominal rate, and hosts that data reach later than the others."""
     yield from _late_ends(summary)
     for link in summary.links:
-        if link.share is not None and link.share < MIN_LINK_SHARE:
+        is_large = link.nbytes_per_step >= MIN_LINK_BYTES * summary.exchanges_per_step
+        if link.share is not None and link.share < MIN_LINK_SHARE and is_large:
             lost = summary.share_of_exposed_exchange * (1 - link.share)
             yield Finding(
                 kind="slow link",
@@ -388,8 +392,9 @@ def _late_ends(summary: Summary) -> Iterator[Finding]:
     host = max(ends, key=lambda each: ends[each])
     late_s = ends[host] - float(np.median([late for other, late in ends.items() if other != host]))
     busy_s = float(summary.exchange_busy_s.mean())
-    count = len(summary.ranks[0].steps.buckets.row) / len(summary.ranks[0].steps)
-    error_s = count * max(float(rank.clock.error_s.max()) for rank in summary.ranks)
+    error_s = summary.exchanges_per_step * max(
+        float(rank.clock.error_s.max()) for rank in summary.ranks
+    )
     if late_s > MIN_LATE_END * busy_s and late_s > 2 * error_s:
         lost_s = min(late_s, float(summary.exposed_s.mean()))
         yield Finding(

@@ -203,6 +203,12 @@ class Summary:
         lengths = {len(columns[0]) for columns in self._bucket_columns}
         return len(lengths) == 1 and 0 not in lengths
 
+    @property
+    def exchanges_per_step(self) -> float:
+        """How many buckets a rank exchanges, in the mean of its steps."""
+        steps = self.ranks[0].steps
+        return len(steps.buckets.row) / len(steps)
+
     @cached_property
     def late_ends(self) -> dict[str, float]:
         """How many seconds after the first host the exchanges end on each, over a mean step.
@@ -227,13 +233,14 @@ class Summary:
                 pair = rank.start.host, host
                 sent[pair] = sent.get(pair, 0.0) + nbytes / max(1, len(rank.steps))
         busy_s = float(self.exchange_busy_s.mean())
+        speeds = {rank.start.host: rank.start.link_bytes_per_s for rank in self.ranks}
         return [
             Link(
                 source=source,
                 target=target,
                 nbytes_per_step=nbytes,
                 bytes_per_s=nbytes / busy_s if busy_s else float("nan"),
-                nominal_bytes_per_s=None,
+                nominal_bytes_per_s=_slower(speeds.get(source, 0.0), speeds.get(target, 0.0)),
             )
             for (source, target), nbytes in sorted(sent.items())
             if source != target
@@ -262,6 +269,11 @@ class Summary:
             excess_s=float(column.max()),
             rank=None if is_on_all else self.ranks[int(index)].start.rank,
         )
+
+
+def _slower(one: float, other: float) -> float | None:
+    """The speed between two adapters, as far as they are known."""
+    return min((each for each in (one, other) if each), default=None)
 
 
 def grouped(keys: dict[int, _Key]) -> dict[_Key, list[int]]:

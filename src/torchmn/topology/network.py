@@ -144,6 +144,19 @@ def address_of(interface: str) -> str | None:
     return None
 
 
+def nominal_speed(interface: str) -> float:
+    """Bytes per second of an adapter; 0 where it reports none.
+
+    That of a virtual one, such as a bridge or a pair of a container, means nothing and is 0 too.
+    """
+    folder = Path("/sys/class/net") / interface
+    try:
+        megabits = int((folder / "speed").read_text())
+    except (OSError, ValueError):
+        return 0.0
+    return max(0, megabits) * 1e6 / 8 if (folder / "device").exists() else 0.0
+
+
 def own_addresses(preferred: str | None) -> list[str]:
     """The addresses at which other ranks may reach this one, best first.
 

@@ -195,6 +195,27 @@ def test_a_host_that_data_reach_late(tmp_path: Path) -> None:
     assert faults_of(findings_of(unknown, tmp_path / "unknown")) == []
 
 
+@pytest.mark.parametrize(
+    ("nominal", "sizes", "is_slow"),
+    [
+        (1.25e9, (4_000_000,), True),  # 10 Gb/s that carry 0.3
+        (1.25e8, (4_000_000,), False),
+        (0.0, (4_000_000,), False),
+        (1.25e9, (20_000,) * 20, False),  # too small to tell
+    ],
+)
+def test_a_link_far_below_its_nominal_rate(
+    tmp_path: Path, nominal: float, sizes: tuple[int, ...], is_slow: bool
+) -> None:
+    run = ImitatedRun(
+        num_ranks=2, bucket_nbytes=sizes, bandwidth_bytes_per_s=4e7, link_bytes_per_s=nominal
+    )
+    slow = [each for each in findings_of(run, tmp_path) if each.kind == "slow link"]
+    assert [each.hosts for each in slow] == [("host0", "host1"), ("host1", "host0")] * is_slow
+    if is_slow:
+        assert "of 10.00 Gb/s" in slow[0].what
+
+
 def test_rates_of_links(tmp_path: Path) -> None:
     """Of 10 MB a step, at 1 GB/s and 0.2 ms a bucket."""
     summary = summary_of(ImitatedRun(num_ranks=2), tmp_path)
