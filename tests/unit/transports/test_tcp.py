@@ -207,7 +207,7 @@ def test_a_message_of_another_collective_is_rejected() -> None:
 
 def test_where_ranks_cannot_connect_all_continue_without(monkeypatch) -> None:
     monkeypatch.setattr(tcp, "_CONNECT_S", 0.3)
-    monkeypatch.setattr(tcp, "_own_addresses", lambda inner: [])
+    monkeypatch.setattr(tcp, "own_addresses", lambda preferred: [])
 
     def rank_main(transport):
         assert transport.name == "torch.distributed"
