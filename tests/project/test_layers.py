@@ -39,7 +39,7 @@ ROWS = [
     {"control"},
     {"topology"},
     {"script"},
-    {"environment_variables", "errors", "exit_status", "units", "version"},
+    {"compiling", "environment_variables", "errors", "exit_status", "units", "version"},
 ]
 LEVEL = {unit: level for level, row in enumerate(ROWS) for unit in row}
 MAY_IMPORT_LAUNCH = {"cli", "doctor", "testing", ROOT}

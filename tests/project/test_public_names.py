@@ -21,6 +21,7 @@ SOURCE = Path(torchmn.__file__).parent
 INTERNAL = {
     "autotune",
     "cli",
+    "compiling",
     "control",
     "doctor",
     "environment_variables",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from .models import mlp
@@ -57,3 +59,30 @@ def compiled_in_place(worker: Worker) -> nn.Module:
         mse_loss(model(x), y).backward()
         optimizer.step()
     return model
+
+
+def _whole_step(worker: Worker, weight: str, batches: Iterable[tuple[Tensor, Tensor]]) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model, weight=weight)
+
+    @torch.compile(backend="aot_eager", dynamic=True)
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    for x, y in batches:
+        step(x, y)
+    return model
+
+
+@script("`torch.compile` of a function with forward, backward and `step()`", is_slow=True)
+def compiled_steps(worker: Worker) -> nn.Module:
+    return _whole_step(worker, "rank", worker.batches())
+
+
+@script('`torch.compile` of a function with a whole step, `weight="samples"`', is_slow=True)
+def compiled_steps_weighted_by_samples(worker: Worker) -> nn.Module:
+    return _whole_step(worker, "samples", worker.uneven_batches())

@@ -310,7 +310,7 @@ def _steady_s(plan: Plan, step: StepFacts, exchange: _Exchange, core: Core) -> f
 def _in_step(
     plan: Plan, step: StepFacts, exchange: _Exchange, *, late: int
 ) -> Iterator[Instruction]:
-    """Each step waits for the exchange of the step so many before it."""
+    """Each step waits for its own exchange, or for that of the step ``late`` steps before."""
     buckets = list(_buckets(step.gradients, plan.bucket_bytes))
     for number in range(_NUM_STEPS):
         yield Mark()

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from torchmn.compiling import not_compiled
 from torchmn.errors import CommunicationError, UsageError
 
 
@@ -67,6 +68,7 @@ class AtEnd:
     def __init__(self, method: Callable[[], None]) -> None:
         self._method = method
 
+    @not_compiled
     def __call__(self) -> None:
         """The pass has reached its end."""
         self._method()

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from torchmn.compiling import is_compiled_call, leave_to_python
+
 _STATE, _SCRIPTABLE = "__getstate__", "__prepare_scriptable__"
 _TABLES = (
     "_forward_pre_hooks",
@@ -46,7 +48,7 @@ class ModelHooks:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             function(module, args, kwargs)
 
-        _leave_to_python(hook, function, is_compiled_call)
+        leave_to_python(hook, function, is_compiled_call)
         self._keep(
             module, module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=True)
         )
@@ -57,7 +59,7 @@ class ModelHooks:
         def hook(module: nn.Module, args: object, output: object) -> None:
             function(module)
 
-        _leave_to_python(hook, function, is_compiled_call)
+        leave_to_python(hook, function, is_compiled_call)
         self._keep(module, module.register_forward_hook(hook, always_call=True))
 
     def before_copy(self, module: nn.Module, function: Callable[[], None]) -> None:
@@ -113,27 +115,6 @@ class _Hidden:
         """A copy of the module and all modules in it, with the same parameters."""
         module = self._module()
         return None if module is None else _twin(module, {})
-
-
-def is_compiled_call() -> bool:
-    """Whether a hook is called around a forward that torch.compile has taken over."""
-    frames: Any = torch._C._dynamo.eval_frame
-    return frames.get_eval_frame_callback() not in (None, False)
-
-
-def _leave_to_python(*functions: Callable[..., object]) -> None:
-    """Do not compile them by themselves: compiled code cannot ask whether backward calls it.
-
-    Where they are called by code that is compiled as a whole they are compiled with it.
-    """
-    frames: Any = torch._C._dynamo.eval_frame
-    for function in functions:
-        code = function.__code__
-        if hasattr(frames, "skip_code"):  # up to torch 2.12
-            frames.skip_code(code)
-        else:
-            skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-            frames.set_code_exec_strategy(code, skip)
 
 
 def _hide(module: nn.Module) -> _Hidden:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from torchmn.compiling import not_compiled
+
 
 class GradientHook:
     """What is registered on a parameter. Copies and pickles of parameters carry no such hooks."""
@@ -26,6 +28,7 @@ class GradientHook:
         """The object whose method it calls; None after that was freed."""
         return getattr(self._method(), "__self__", None)
 
+    @not_compiled
     def __call__(self, parameter: Tensor) -> None:
         """What torch calls."""
         method = self._method()

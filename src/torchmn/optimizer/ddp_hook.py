@@ -32,6 +32,7 @@ from torchmn.communicators.allreduce import ReduceBlock
 from torchmn.communicators.engine import Work
 from torchmn.communicators.flat import FlatCommunicator
 from torchmn.communicators.object_codec import Trust
+from torchmn.compiling import not_compiled
 from torchmn.compression import Codec, Layout
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.gradients.buckets import shape_in_memory
@@ -188,6 +189,7 @@ class DdpHook:
 
     # ---- during backward ----
 
+    @not_compiled
     def __call__(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """DDP has filled a bucket: start its sum, and with the last one wait for all.
 

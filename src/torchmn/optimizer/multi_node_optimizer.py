@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchmn.autotune.tuner import Autotuner
 from torchmn.communicators import Communicator
+from torchmn.compiling import not_compiled
 from torchmn.compression import Codec, ErrorFeedback
 from torchmn.errors import TorchmnError, UnsupportedError, UsageError
 from torchmn.gradients.bucket_set import Reduction
@@ -249,6 +250,7 @@ class MultiNodeOptimizer(Optimizer):
             parts.append(f"{self._asked['codec']} between {between}")
         return f"MultiNodeOptimizer({', '.join(parts)}, {self.communicator!r}, {self.inner!r})"
 
+    @not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the inner optimizer's; a mean that no step has applied is dropped. Local."""
         self.schedule.on_zero_grad()
@@ -258,6 +260,7 @@ class MultiNodeOptimizer(Optimizer):
         self.inner.zero_grad(set_to_none)
         self._has_local_passes = False
 
+    @not_compiled
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the parameters. *Collective*: all ranks make the same number of steps.
 

@@ -19,6 +19,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from torchmn.compiling import not_compiled
 from torchmn.profiling.records import Phase
 from torchmn.profiling.step_recorder import StepRecorder
 
@@ -29,6 +30,7 @@ class OptimizerStepHook:
     def __init__(self, function: Callable[[Optimizer], None]) -> None:
         self._function = function
 
+    @not_compiled
     def __call__(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """What torch calls."""
         self._function(optimizer)
@@ -47,6 +49,7 @@ class Observers:
         recorder = self._recorder
         plain_next: Callable[[Any], Any] = _BaseDataLoaderIter.__next__
 
+        @not_compiled
         @functools.wraps(plain_next)
         def timed_next(iterator: Any) -> Any:
             before = recorder.data_begins()
@@ -57,6 +60,7 @@ class Observers:
 
         plain_backward = torch.autograd.backward
 
+        @not_compiled
         @functools.wraps(plain_backward)
         def timed_backward(*args: Any, **kwargs: Any) -> None:
             is_timed = recorder.backward_begins(args[0] if args else kwargs.get("tensors"))

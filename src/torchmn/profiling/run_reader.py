@@ -54,6 +54,7 @@ MAX_DRIFT = 1e-3
 """Clocks that move apart faster have jumped: crystals differ by 1e-4 at most."""
 
 _FILE = re.compile(r"rank(\d+)(?:\.(\d+))?\.jsonl")
+_ROUND = re.compile(r"round(\d+)")
 _STEP = re.compile(rb'\n[^\n]{0,40}?"step":\s*(\d+)')
 _BLOCK = 1 << 14
 
@@ -197,9 +198,11 @@ class Run:
 def find_records(path: Path) -> Path:
     """The folder of records of a run: ``path`` itself, its ``steps``, or those of its latest run.
 
-    Raises DataError: there are none.
+    Of an elastic run those of its last round. Raises DataError: there are none.
     """
-    for folder in (path / FOLDER, path, path / "latest" / FOLDER):
+    latest = path / "latest"
+    places = (path / FOLDER, path, *_rounds(path), latest / FOLDER, *_rounds(latest))
+    for folder in places:
         if folder.is_dir() and any(_FILE.fullmatch(file.name) for file in folder.iterdir()):
             return folder
     what = "is no folder" if path.exists() else "does not exist"
@@ -209,6 +212,14 @@ def find_records(path: Path) -> Path:
         + ". Name the log folder of a run, which torchmn run prints when it starts, or the folder "
         "that was given to the recorder."
     )
+
+
+def _rounds(path: Path) -> list[Path]:
+    """The records of the rounds of an elastic run, the last one first."""
+    numbers = [
+        int(match[1]) for each in path.glob("round*") if (match := _ROUND.fullmatch(each.name))
+    ]
+    return [path / f"round{number}" / FOLDER for number in sorted(numbers, reverse=True)]
 
 
 def read_run(path: Path, *, max_nbytes: int = MAX_NBYTES, last_steps: int | None = None) -> Run:

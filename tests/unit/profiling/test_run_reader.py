@@ -162,6 +162,15 @@ def test_where_records_are_found(tmp_path: Path) -> None:
         assert find_records(path).resolve() == folder / "steps"
 
 
+def test_of_an_elastic_run_the_last_round_is_read(tmp_path: Path) -> None:
+    for number in (2, 9, 10):
+        ImitatedRun(num_ranks=1, num_steps=1).write(tmp_path / "run1" / f"round{number}")
+    (tmp_path / "run1" / "round11").mkdir()  # whose ranks have not started
+    (tmp_path / "latest").symlink_to("run1")
+    for path in (tmp_path / "run1", tmp_path):
+        assert find_records(path).resolve() == tmp_path / "run1" / "round10" / "steps"
+
+
 def test_a_sample_has_the_same_steps_of_all_ranks(tmp_path: Path) -> None:
     folder = ImitatedRun(num_ranks=3, num_steps=1500).write(tmp_path)
     whole = read_run(folder)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchmn.compiling import is_compiled_call
 from torchmn.errors import UnsupportedError, UsageError
 from torchmn.gradients.buckets import is_dense
-from torchmn.gradients.model_hooks import ModelHooks, is_compiled_call
+from torchmn.gradients.model_hooks import ModelHooks
 from torchmn.profiling import recording
 from torchmn.schedules.next_forward.parameter_access import listen, put_back
 from torchmn.schedules.next_forward.partial_step import PartialStep

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torchmn.gradients.model_hooks import ModelHooks, is_compiled_call
+from torchmn.compiling import is_compiled_call
+from torchmn.gradients.model_hooks import ModelHooks
 
 _VALUE_READERS = ("item", "tolist", "__bool__", "__float__", "__int__")
 

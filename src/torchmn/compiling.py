@@ -1,0 +1,55 @@
+"""What torch.compile does with torchmn's own code: nothing.
+
+A script may compile a function that calls ``loss.backward()`` and ``optimizer.step()``. The hooks
+that torch then calls, and the steps, would be compiled as well, with threads, locks and sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+
+def not_compiled(function: _Function) -> _Function:
+    """Decorate a function that torch.compile leaves alone, with all that it calls.
+
+    Code that is being compiled calls it as it is (a graph break). The same as
+    ``torch.compiler.disable``, which loads the compiler: that takes seconds.
+    """
+    marked: Any = function
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = "torchmn exchanges gradients there"
+    _skip(function, is_recursive=True)
+    return function
+
+
+def leave_to_python(*functions: Callable[..., object]) -> None:
+    """Do not compile them by themselves: compiled code cannot ask whether backward calls it.
+
+    Where they are called by code that is compiled as a whole they are compiled with it.
+    """
+    for function in functions:
+        _skip(function, is_recursive=False)
+
+
+def is_compiled_call() -> bool:
+    """Whether a hook is called around a forward that torch.compile has taken over."""
+    return _frames().get_eval_frame_callback() not in (None, False)
+
+
+def _skip(function: Callable[..., object], *, is_recursive: bool) -> None:
+    frames = _frames()
+    if hasattr(frames, "skip_code"):  # up to torch 2.12; not what it calls
+        frames.skip_code(function.__code__)
+        return
+    action = frames._FrameAction
+    rest = action.SKIP if is_recursive else action.DEFAULT
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(action.SKIP, rest))
+
+
+def _frames() -> Any:
+    return torch._C._dynamo.eval_frame
