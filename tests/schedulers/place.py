@@ -11,12 +11,6 @@ import torch
 
 import torchmn
 
-TWO_ON_EACH = [
-    *(["n1", 0, 4, 0, 2, 0, 2, 4.0], ["n1", 1, 4, 1, 2, 0, 2, 4.0]),
-    *(["n2", 2, 4, 0, 2, 1, 2, 4.0], ["n2", 3, 4, 1, 2, 1, 2, 4.0]),
-]
-"""What `places` finds after two ranks on each of two nodes."""
-
 
 def main(folder: Path, status: int = 0) -> None:
     comm = torchmn.create_communicator("naive")
@@ -29,6 +23,16 @@ def main(folder: Path, status: int = 0) -> None:
 def places(folder: Path) -> list[list[object]]:
     """What the ranks have written: host, place, and the sum of a one of each."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("[0-9].json"))]
+
+
+def are_two_on_each(folder: Path) -> bool:
+    """Whether there were two ranks on each of two nodes, in any order of the nodes."""
+    found = places(folder)
+    first, second = ("n1", "n2") if found and found[0][0] == "n1" else ("n2", "n1")
+    return found == [
+        *([first, 0, 4, 0, 2, 0, 2, 4.0], [first, 1, 4, 1, 2, 0, 2, 4.0]),
+        *([second, 2, 4, 0, 2, 1, 2, 4.0], [second, 3, 4, 1, 2, 1, 2, 4.0]),
+    ]
 
 
 if __name__ == "__main__":

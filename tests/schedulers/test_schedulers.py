@@ -153,7 +153,7 @@ def test_all_ranks_are_placed_and_their_exit_status_is_that_of_wait(
     done = cluster.run([*command, "--wait", place.__file__, tmp_path, 3], tmp_path)
     status = exit_status.ALL_EXIT.status(cluster.name)
     assert done.returncode == status == 3, (done.stdout, done.stderr)
-    assert place.places(tmp_path) == place.TWO_ON_EACH
+    assert place.are_two_on_each(tmp_path), place.places(tmp_path)
 
 
 def test_an_environment_whose_path_has_a_blank(cluster: Cluster, tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_an_environment_whose_path_has_a_blank(cluster: Cluster, tmp_path: Path)
     command = cluster.submission("--nodes", 2, "--per-node", 2, "--wait", venv=venv)
     done = cluster.run([*command, place.__file__, tmp_path], tmp_path)
     assert done.returncode == 0, (done.stdout, done.stderr)
-    assert place.places(tmp_path) == place.TWO_ON_EACH
+    assert place.are_two_on_each(tmp_path), place.places(tmp_path)
     assert ("Open MPI does not quote" in done.stderr) == (cluster.name != "slurm")
 
 

@@ -16,6 +16,8 @@ from tests.schedulers.slurm import Slurm
 
 pytestmark = MARKS
 
+TWO_ON_EACH = ("-N", 2, "--ntasks-per-node", 2)
+
 CRASH = """
 import os, signal, sys, torch, torchmn
 from torchmn.resilience import install_crash_handler
@@ -37,10 +39,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def test_a_script_given_to_srun(cluster: Cluster, tmp_path: Path) -> None:
-    command = ["srun", "-N", 2, "-n", 4, sys.executable, place.__file__, tmp_path]
+    command = ["srun", *TWO_ON_EACH, sys.executable, place.__file__, tmp_path]
     done = cluster.run(command, tmp_path, TORCHMN_TRANSPORT="torch")
     assert done.returncode == 0, done.stderr
-    assert place.places(tmp_path) == place.TWO_ON_EACH
+    assert place.are_two_on_each(tmp_path), place.places(tmp_path)
 
 
 def test_two_steps_at_once_do_not_meet(cluster: Cluster, tmp_path: Path) -> None:
@@ -59,13 +61,13 @@ def test_torchmn_run_inside_of_an_allocation(
     cluster: Cluster, tmp_path: Path, launcher: str
 ) -> None:
     run = [sys.executable, "-m", "torchmn", "run", "--per-node", "2", "--launcher", launcher]
-    command = ["salloc", "-N", 2, "-n", 4, *run, "--backend", "gloo", place.__file__, tmp_path]
+    command = ["salloc", *TWO_ON_EACH, *run, "--backend", "gloo", place.__file__, tmp_path]
     done = cluster.run(command, tmp_path)
     if launcher == "mpirun" and " " in sys.prefix:
         assert "--launcher mpirun: Open MPI does not quote" in done.stderr
         return
     assert done.returncode == 0, done.stderr
-    assert place.places(tmp_path) == place.TWO_ON_EACH
+    assert place.are_two_on_each(tmp_path), place.places(tmp_path)
     assert ("through srun" if launcher == "auto" else "through mpirun") in done.stderr
 
 
@@ -84,7 +86,7 @@ def test_all_end_with_the_rank_that_failed_though_srun_lets_them_wait(
 ) -> None:
     (tmp_path / "crash.py").write_text(CRASH)
     for fault, words in (("raise", "ValueError: the cause"), ("kill", "SIGKILL")):
-        command = ["srun", "-K0", "-N", 2, "-n", 4, sys.executable, "crash.py", fault]
+        command = ["srun", "-K0", *TWO_ON_EACH, sys.executable, "crash.py", fault]
         began = time.monotonic()
         done = cluster.run(command, tmp_path, TORCHMN_TRANSPORT="torch", timeout_s=100)
         assert time.monotonic() - began < 60  # alone the others would wait for their limit

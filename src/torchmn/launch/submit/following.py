@@ -66,6 +66,8 @@ class Follower:
                 num_failed += 1
                 if num_failed > _MAX_FAILED_QUERIES:
                     break
+            elif state.is_requeued and num_failed < _MAX_FAILED_QUERIES:
+                num_failed += 1
             elif state.has_ended:
                 return state
             else:

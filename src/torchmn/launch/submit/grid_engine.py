@@ -17,6 +17,8 @@ from torchmn.launch.submit.scheduler import Ask, JobState, Scheduler
 
 _REQUEUE_STATUS = 99
 """A job with this exit status is requeued (sge_shepherd(8))."""
+_RESCHEDULING = 25
+"""The failure of a run that is followed by another one (sge_status(5))."""
 
 
 class GridEngine(Scheduler):
@@ -77,7 +79,13 @@ class GridEngine(Scheduler):
         status = _exit_status(account.out) if account.returncode == 0 else None
         failures = re.findall(r"^failed\s+([1-9].*\S)", account.out, re.MULTILINE)
         reason = failures[-1] if failures and status else ""
-        return JobState(word="gone", has_ended=True, exit_status=status, reason=reason)
+        return JobState(
+            word="gone",
+            has_ended=True,
+            exit_status=status,
+            reason=reason,
+            is_requeued=_last_failure(account.out) == _RESCHEDULING,
+        )
 
     def own_output(self, job: JobRequest, job_id: str) -> tuple[str, ...]:
         """None: its files are named like the job's own, and so are found with them."""
@@ -119,9 +127,14 @@ def _slots(job: JobRequest) -> list[str]:
 def _exit_status(text: str) -> int | None:
     """From the last record of `qacct -j`: a requeued job has one for every run."""
     statuses = re.findall(r"^exit_status\s+(\d+)", text, re.MULTILINE)
-    failures = re.findall(r"^failed\s+(\d+)", text, re.MULTILINE)
     if not statuses:
         return None
-    if int(statuses[-1]) == 0 and failures and int(failures[-1]) != 0:
+    if int(statuses[-1]) == 0 and _last_failure(text):
         return 1  # Grid Engine ended it for a reason of its own
     return int(statuses[-1])
+
+
+def _last_failure(text: str) -> int:
+    """That of the last run; 0 if it ended by itself."""
+    failures = re.findall(r"^failed\s+(\d+)", text, re.MULTILINE)
+    return int(failures[-1]) if failures else 0

@@ -52,12 +52,14 @@ class JobState:
     """The state of a job in the scheduler's word, and its exit status if the scheduler has it.
 
     ``reason`` is why the scheduler itself ended the job, empty if the job ended by itself.
+    ``is_requeued``: it ended to run again, and the scheduler does not know it at the moment.
     """
 
     word: str
     has_ended: bool = False
     exit_status: int | None = None
     reason: str = ""
+    is_requeued: bool = False
 
 
 class Scheduler(Protocol):

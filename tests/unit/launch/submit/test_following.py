@@ -136,6 +136,23 @@ def test_an_exit_status_that_comes_late() -> None:
     assert (status, pauses) == (4, [0.2, 0.4])
 
 
+BETWEEN = JobState(word="gone", has_ended=True, exit_status=99, is_requeued=True)
+
+
+def test_a_job_that_is_being_requeued_has_not_ended() -> None:
+    """Grid Engine does not know it for a moment, and has the status of the run before."""
+    later = LOG.replace("203337", "203340")
+    runs = Scripted(
+        *(writes(LOG, ENDED.format(85), BETWEEN), BETWEEN, WAITING),
+        writes(later, ENDED.format(0), GONE),
+    )
+    assert followed(runs)[0] == 0
+
+
+def test_a_job_that_was_deleted_before_it_ran_again() -> None:
+    assert followed(Scripted(writes(LOG, ENDED.format(85), BETWEEN), BETWEEN))[0] == 85
+
+
 def test_unknown_exit_status() -> None:
     with pytest.raises(LaunchError, match=r"neither Slurm nor the job's log has .* killed"):
         followed(Scripted(GONE))

@@ -82,8 +82,15 @@ def test_exit_status_from_the_last_record(records: str, status: int) -> None:
     ask, questions = asked(GONE, Answer(returncode=0, out=records))
     state = GridEngine().state("123", ask)
     assert state is not None
-    assert (state.has_ended, state.exit_status) == (True, status)
+    assert (state.has_ended, state.exit_status, state.is_requeued) == (True, status, False)
     assert questions[1] == ["qacct", "-j", "123"]
+
+
+def test_a_job_that_runs_again_may_be_unknown_for_a_moment() -> None:
+    ask, _ = asked(GONE, Answer(returncode=0, out=RECORD.format("25  : rescheduling", 99)))
+    state = GridEngine().state("123", ask)
+    assert state is not None
+    assert state.is_requeued
 
 
 def test_the_record_may_come_late() -> None:
