@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from torchmn.errors import TorchmnError, UsageError
+
+if TYPE_CHECKING:
+    from torchmn.planning.description import Description
 
 
 def plan(
@@ -59,7 +62,7 @@ def plan(
 
     from torchmn.planning.prediction import predict_setting
     from torchmn.planning.show import as_json as to_json
-    from torchmn.planning.show import changes_table, draw, table_of
+    from torchmn.planning.show import changes_table, draw, tables_of
     from torchmn.planning.sources import known_of
     from torchmn.planning.what_pays import what_pays
 
@@ -80,7 +83,7 @@ def plan(
         "codec": _texts(codecs),
         "samples": _numbers("--batches", batches),
         "ranks_per_host": _numbers("--ranks-per-host", ranks_per_host),
-        "hosts": _numbers("--hosts", hosts) or _default_hosts(base.hosts),
+        "hosts": _numbers("--hosts", hosts) or _default_hosts(known),
     }
     given: dict[str, list[str] | list[int]] = {n: values for n, values in grid.items() if values}
     predictions, refused = [], []
@@ -100,12 +103,12 @@ def plan(
         typer.echo(json.dumps(to_json(known, predictions, changes, [*refused, *not_known])))
         return
     console = Console()
-    console.print(table_of(known, predictions))
+    console.print(*tables_of(known, predictions), sep="\n")
     console.print(changes_table(changes))
     for note in dict.fromkeys(note for each in predictions for note in each.notes):
-        console.print(f"Note: {note}.", style="dim", highlight=False)
+        console.print(f"Note: {note}.", style="dim", highlight=False, markup=False)
     for reason in dict.fromkeys([*refused, *not_known]):
-        console.print(f"Not predicted: {reason}", style="yellow", highlight=False)
+        console.print(f"Not predicted: {reason}", style="yellow", highlight=False, markup=False)
 
 
 def _texts(text: str | None) -> list[str]:
@@ -119,5 +122,7 @@ def _numbers(option: str, text: str | None) -> list[int]:
         raise UsageError(f"{option} {text!r} must be whole numbers, separated by commas.") from None
 
 
-def _default_hosts(recorded: int) -> list[int]:
-    return sorted({recorded, 1, 2, 4, 8, 16, 32})
+def _default_hosts(known: Description) -> list[int]:
+    """Without a link two are enough to say that several hosts cannot be predicted."""
+    most = (1, 2) if known.link is None else (1, 2, 4, 8, 16, 32)
+    return sorted({known.setting.hosts, *most})

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.table import Table
+from rich.text import Text
 
 from torchmn.errors import UsageError
 from torchmn.planning.description import Description, Setting
@@ -15,48 +16,78 @@ from torchmn.planning.prediction import Prediction
 from torchmn.planning.what_pays import Change
 
 
-def table_of(known: Description, predictions: Sequence[Prediction]) -> Table:
-    """One row per prediction."""
-    table = Table(title=known.title or None, caption="a step, and its parts, in milliseconds")
-    for column in ("hosts", "ranks", "link", "schedule", "codec", "batch"):
-        table.add_column(column, justify="left" if column in ("schedule", "codec") else "right")
-    for column in ("step", "from .. to", "compute", "coding", "exchange", "slowest rank",
-                   "samples/s", "speed-up", "efficiency"):  # fmt: skip
-        table.add_column(column, justify="right")
-    for each in predictions:
-        setting, step = each.setting, each.step
-        table.add_row(
-            str(setting.hosts),
-            str(setting.num_ranks),
-            "-" if setting.hosts == 1 else link_text(known, setting),
-            setting.schedule,
-            setting.codec,
-            str(each.samples),
-            f"{each.seconds * 1e3:.1f}",
-            f"{each.low_s * 1e3:.0f} .. {each.high_s * 1e3:.0f}",
-            f"{step.compute_s * 1e3:.1f}",
-            f"{step.coding_s * 1e3:.1f}",
-            f"{step.exposed_s * 1e3:.1f}",
-            f"{step.straggler_s * 1e3:.1f}",
-            f"{each.samples_per_s:.4g}",
-            f"{each.speed_up:.2f}",
-            f"{each.efficiency:.1%}",
-        )
-    return table
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=None, pad_edge=False)
+
+
+_RESULTS: dict[str, Callable[[Prediction], str]] = {
+    "step, ms": lambda each: f"{each.seconds * 1e3:.1f}",
+    "from .. to": lambda each: f"{each.low_s * 1e3:.0f} .. {each.high_s * 1e3:.0f}",
+    "samples/s": lambda each: f"{each.samples_per_s:.4g}",
+    "speed-up": lambda each: f"{each.speed_up:.2f}",
+    "efficiency": lambda each: f"{each.efficiency:.1%}",
+}
+_PARTS: dict[str, Callable[[Prediction], str]] = {
+    "compute": lambda each: f"{each.step.compute_s * 1e3:.1f}",
+    "coding": lambda each: f"{each.step.coding_s * 1e3:.1f}",
+    "exchange": lambda each: f"{each.step.exposed_s * 1e3:.1f}",
+    "slowest rank": lambda each: f"{each.step.straggler_s * 1e3:.1f}",
+}
+
+
+def _setting_of(known: Description, each: Prediction) -> dict[str, str]:
+    setting = each.setting
+    return {
+        "hosts": str(setting.hosts),
+        "ranks": str(setting.num_ranks),
+        "link": "-" if setting.hosts == 1 else link_text(known, setting),
+        "schedule": setting.schedule,
+        "codec": setting.codec,
+        "batch": str(each.samples),
+    }
+
+
+def tables_of(known: Description, predictions: Sequence[Prediction]) -> list[Table | Text]:
+    """What is predicted, and the parts of a step: a row per prediction in each.
+
+    What is the same in all predictions is said above them: the tables fit into 80 columns.
+    """
+    settings = [_setting_of(known, each) for each in predictions]
+    same = {
+        name: value
+        for name, value in settings[0].items()
+        if name != "ranks" and all(other[name] == value for other in settings)
+    }
+    common = ", ".join(f"{name} {value}" for name, value in same.items())
+    title = Text.assemble((known.title, "bold"), "\n" if known.title else "", f"all with {common}")
+    tables = [_table("the step"), _table("its parts, in milliseconds")]
+    for table in tables:
+        for name in settings[0]:
+            if name not in same:
+                is_word = name in ("schedule", "codec")
+                table.add_column(name, justify="left" if is_word else "right")
+    for table, names in zip(tables, (_RESULTS, _PARTS), strict=True):
+        for name in names:
+            table.add_column(name, justify="right")
+    for each, setting in zip(predictions, settings, strict=True):
+        varied = [Text(value) for name, value in setting.items() if name not in same]
+        for table, values in zip(tables, (_RESULTS, _PARTS), strict=True):
+            table.add_row(*varied, *(text_of(each) for text_of in values.values()))
+    return [title, *tables]
 
 
 def changes_table(changes: Sequence[Change]) -> Table:
     """What would pay."""
-    table = Table(title="what would pay", caption="samples/s of all ranks, relative to now")
+    table = _table("what would pay; samples/s of all ranks, relative to now")
     table.add_column("change")
-    for column in ("samples/s", "step", "from .. to", "efficiency"):
+    for column in ("samples/s", "step, ms", "from .. to", "efficiency"):
         table.add_column(column, justify="right")
     for change in changes:
         each = change.prediction
         table.add_row(
             change.text,
             f"x {change.gain:.2f}",
-            f"{each.seconds * 1e3:.1f} ms",
+            f"{each.seconds * 1e3:.1f}",
             f"{each.low_s * 1e3:.0f} .. {each.high_s * 1e3:.0f}",
             f"{each.efficiency:.1%}",
         )

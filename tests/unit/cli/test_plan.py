@@ -20,8 +20,8 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
-def answer(*args: str) -> str:
-    done = CliRunner().invoke(app, ["plan", *args], env={"COLUMNS": "200"})
+def answer(*args: str, columns: int = 200) -> str:
+    done = CliRunner().invoke(app, ["plan", *args], env={"COLUMNS": str(columns)})
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     return done.stdout
@@ -46,6 +46,25 @@ def test_tables_and_what_was_left_out(file: str) -> None:
     assert "what would pay" in text
     assert "The codec 1bit was not timed" in text
     assert "rarer delays" in text
+
+
+def test_80_columns_are_enough(file: str) -> None:
+    """Nothing is cut, and what is the same everywhere is said once."""
+    text = answer(file, "--links", "10gbit,100mbit", "--hosts", "2,4", columns=80)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert "all with schedule every_step, codec float32" in text
+    assert text.count("100mbit") == 4
+
+
+def test_without_a_link_one_sentence_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "one_host.toml"
+    table = TEXT.index("[link]")
+    text = TEXT[:table] + TEXT[TEXT.index("\n[", table) + 1 :]
+    path.write_text(text.replace("hosts = 2", "hosts = 1"))
+    text = " ".join(answer(str(path)).split())
+    assert text.count("no link is known") == 1
+    assert "or add [link] with rate and latency_s" in text
 
 
 def test_nothing_to_predict_is_an_error(file: str) -> None:
