@@ -123,6 +123,6 @@ def _numbers(option: str, text: str | None) -> list[int]:
 
 
 def _default_hosts(known: Description) -> list[int]:
-    """Without a link two are enough to say that several hosts cannot be predicted."""
+    """Without a link two are enough to show that several hosts cannot be predicted."""
     most = (1, 2) if known.link is None else (1, 2, 4, 8, 16, 32)
     return sorted({known.setting.hosts, *most})

@@ -50,7 +50,7 @@ def _setting_of(known: Description, each: Prediction) -> dict[str, str]:
 def tables_of(known: Description, predictions: Sequence[Prediction]) -> list[Table | Text]:
     """What is predicted, and the parts of a step: a row per prediction in each.
 
-    What is the same in all predictions is said above them: the tables fit into 80 columns.
+    What is the same in all predictions stands above them: the tables fit into 80 columns.
     """
     settings = [_setting_of(known, each) for each in predictions]
     same = {

@@ -49,7 +49,7 @@ def test_tables_and_what_was_left_out(file: str) -> None:
 
 
 def test_80_columns_are_enough(file: str) -> None:
-    """Nothing is cut, and what is the same everywhere is said once."""
+    """Nothing is cut, and what is the same everywhere is shown once."""
     text = answer(file, "--links", "10gbit,100mbit", "--hosts", "2,4", columns=80)
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= 80
@@ -57,7 +57,7 @@ def test_80_columns_are_enough(file: str) -> None:
     assert text.count("100mbit") == 4
 
 
-def test_without_a_link_one_sentence_says_so(tmp_path: Path) -> None:
+def test_without_a_link_one_message_names_it(tmp_path: Path) -> None:
     path = tmp_path / "one_host.toml"
     table = TEXT.index("[link]")
     text = TEXT[:table] + TEXT[TEXT.index("\n[", table) + 1 :]
