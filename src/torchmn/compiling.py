@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
+_frames: Any = torch._C._dynamo.eval_frame
 
 
 def not_compiled(function: _Function) -> _Function:
@@ -38,18 +39,13 @@ def leave_to_python(*functions: Callable[..., object]) -> None:
 
 def is_compiled_call() -> bool:
     """Whether a hook is called around a forward that torch.compile has taken over."""
-    return _frames().get_eval_frame_callback() not in (None, False)
+    return _frames.get_eval_frame_callback() not in (None, False)
 
 
 def _skip(function: Callable[..., object], *, is_recursive: bool) -> None:
-    frames = _frames()
-    if hasattr(frames, "skip_code"):  # up to torch 2.12; not what it calls
-        frames.skip_code(function.__code__)
+    if hasattr(_frames, "skip_code"):  # up to torch 2.12; not what it calls
+        _frames.skip_code(function.__code__)
         return
-    action = frames._FrameAction
+    action = _frames._FrameAction
     rest = action.SKIP if is_recursive else action.DEFAULT
-    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(action.SKIP, rest))
-
-
-def _frames() -> Any:
-    return torch._C._dynamo.eval_frame
+    _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(action.SKIP, rest))
