@@ -10,46 +10,16 @@ A seed and the number of a trial repeat the trial. Each is appended to `records/
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
-import sys
-import time
-from collections import Counter
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from doctor.faults import BASE_RATES, FAULTS, Fault, draw
 from doctor.testbed import Testbed
-from record import RECORDS, Bar, environment, report
-
-from torchmn.testing.netlab import missing_requirement
-
-RESULTS = RECORDS / "doctor.jsonl"
-
-
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    add = parser.add_argument
-    add("--seed", type=int, default=int(time.time()), help="seed of the trials")
-    add("--passes", type=int, default=1, help="how often each kind of fault is planted")
-    add("--healthy", type=int, default=20, help="number of trials without a fault")
-    add("--only", default="", help="only faults whose kinds contain this")
-    add("--results", type=Path, default=RESULTS, help="file to append the trials to")
-    add("--report", action="store_true", help="report the recorded trials without new ones")
-    return parser.parse_args()
-
-
-def main() -> int:
-    options = parse_options()
-    if not options.report:
-        if reason := missing_requirement():
-            print(f"doctor: {reason}", file=sys.stderr)
-            return 1
-        run_all(options)
-    lines = options.results.read_text().splitlines()
-    return report("doctor", bars([json.loads(line) for line in lines]))
+from planted_faults import bars_of_alarms, bars_of_faults, run_benchmark, with_faults
+from record import Bar
 
 
 def go_first() -> None:
@@ -59,21 +29,14 @@ def go_first() -> None:
         Path("/proc/self/autogroup").write_text("-20")
 
 
-def run_all(options: argparse.Namespace) -> None:
+def trials(options: argparse.Namespace) -> list[tuple[int, Fault | None]]:
     go_first()
-    options.results.parent.mkdir(parents=True, exist_ok=True)
-    trials: list[tuple[int, Fault | None]] = []
+    planted: list[tuple[int, Fault | None]] = []
     for number in range(options.passes * len(FAULTS)):
         fault, _ = draw(options.seed, number)
         if options.only in fault.kind:
-            trials.append((number, fault))
-    trials += [(10_000 + number, None) for number in range(options.healthy)]
-    commit = environment()["commit"]
-    for number, fault in trials:
-        found = trial(options.seed, number, fault)
-        with options.results.open("a") as file:
-            file.write(json.dumps({"commit": commit, "seed": options.seed, **found}) + "\n")
-        print(f"{options.seed}:{number} {found['kind']}: {shown(found)}", flush=True)
+            planted.append((number, fault))
+    return planted + [(10_000 + number, None) for number in range(options.healthy)]
 
 
 def trial(seed: int, number: int, fault: Fault | None) -> dict[str, Any]:
@@ -104,39 +67,23 @@ def trial(seed: int, number: int, fault: Fault | None) -> dict[str, Any]:
 
 
 def shown(found: dict[str, Any]) -> str:
-    word = "right" if found["is_right"] else "WRONG"
-    return f"{word} in {found['seconds']} s: {' | '.join(found['alarms'])[:300]}"
+    return f"in {found['seconds']} s: {' | '.join(found['alarms'])[:300]}"
 
 
 def bars(records: list[dict[str, Any]]) -> list[Bar]:
     """Over all recorded trials."""
-    faults = [each for each in records if each["kind"] != "healthy"]
-    healthy = [each for each in records if each["kind"] == "healthy"]
-    found = []
+    faults = with_faults(records)
+    found = bars_of_faults(records)
     if faults:
-        share = sum(each["is_right"] for each in faults) / len(faults)
-        kinds = Counter(each["kind"] for each in faults)
+        kinds = {each["kind"] for each in faults}
+        stand_ins = {each["kind"] for each in faults if each["stand_in"]}
+        others = sum(bool(each["others"]) for each in faults)
         found += [
-            Bar("faults named with their place", share, "of trials", ">= 0.95", share >= 0.95),
-            Bar("trials with a fault", len(faults), ""),
             Bar("kinds of faults", len(kinds), "", ">= 20", len(kinds) >= 20),
-            Bar(
-                "of these by a stand-in",
-                len({each["kind"] for each in faults if each["stand_in"]}),
-                "",
-            ),
-            Bar(
-                "trials in which another host was named as well",
-                sum(bool(each["others"]) for each in faults),
-                "",
-            ),
+            Bar("of these by a stand-in", len(stand_ins), ""),
+            Bar("trials in which another host was named as well", others, ""),
         ]
-    if healthy:
-        alarms = sum(not each["is_right"] for each in healthy)
-        found += [
-            Bar("healthy trials", len(healthy), "", ">= 20", len(healthy) >= 20),
-            Bar("healthy trials with an alarm", alarms, "", "<= 0", alarms == 0),
-        ]
+    found += bars_of_alarms(records)
     seconds = [
         each["seconds"]
         for each in records
@@ -151,4 +98,8 @@ def bars(records: list[dict[str, Any]]) -> list[Bar]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(
+        run_benchmark(
+            "doctor", about=__doc__, passes=1, trials=trials, trial=trial, shown=shown, bars=bars
+        )
+    )

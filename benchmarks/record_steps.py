@@ -3,14 +3,13 @@
     RANK=... WORLD_SIZE=... MASTER_ADDR=... record_steps.py MODEL
 
 Every line of the input is a side and a number of steps; for each it prints a line of JSON: the
-seconds of every step, and for the recorded side what its record has of them.
+seconds of every step, and for the recorded side what `torchmn report` makes of its record.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -20,13 +19,12 @@ import torch
 from torch import nn
 
 import torchmn
-from torchmn.control.codec import decode_union
-from torchmn.profiling.records import Line, Phase, Step
+from torchmn.profiling.run_reader import read_run
+from torchmn.report.summary import summarize
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from models.vgg import VGG
 
-EXCHANGE: tuple[Phase, ...] = ("exchange", "encode", "decode")
 NUM_SKIPPED = 2
 """Steps at the beginning of a turn that do not count."""
 
@@ -46,7 +44,8 @@ def main() -> None:
     for line in sys.stdin:
         side, num_steps = line.split()
         model, optimizer = (models[0], alone) if side == "alone" else (models[1], exchanging)
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as own_folder:
+            folder = comm.bcast_obj(own_folder)
             recording = torchmn.profiling.record(comm, folder) if side == "recorded" else None
             comm.barrier()
             seconds = []
@@ -59,8 +58,8 @@ def main() -> None:
             answer: dict[str, object] = {"seconds": seconds[NUM_SKIPPED:]}
             if recording is not None:
                 recording.close()
-                file = recording.folder / "steps" / f"rank{comm.rank}.jsonl"
-                answer["record"] = _record(file.read_text())
+                comm.barrier()
+                answer["record"] = _record(recording.folder)
             comm.barrier()
         print(json.dumps(answer), flush=True)
     os._exit(0)  # the other ranks may have ended
@@ -76,14 +75,15 @@ def _model(name: str) -> nn.Module:
     return nn.Sequential(*layers[:-1])
 
 
-def _record(text: str) -> dict[str, float]:
-    """Medians over the steps that count: their seconds, and the share of the exposed exchange."""
-    lines = [decode_union(line, Line) for line in text.splitlines()]
-    steps = [line for line in lines if isinstance(line, Step)][NUM_SKIPPED:]
-    exposed = [sum(step.phases.get(p, 0.0) for p in EXCHANGE) / step.seconds for step in steps]
+def _record(folder: Path) -> dict[str, float]:
+    """Shares of the step, and what they consist of, in the words of the report."""
+    summary = summarize(read_run(folder))
     return {
-        "seconds": statistics.median(step.seconds for step in steps),
-        "exposed": statistics.median(exposed),
+        "seconds": summary.step_s,
+        "exposed": summary.share_of_exposed_exchange,
+        "waited_s": float(summary.waited_s.mean()),
+        "taken_s": float(summary.taken_s.mean()),
+        "waiting": summary.share_of_waiting,
     }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +12,18 @@ import pytest
 
 from tests.processes.runner import Runner
 from torchmn.launch.backend import this_machine
+
+
+@pytest.fixture(autouse=True)
+def _own_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For the processes of the test: those that it kills leave files that a later one may find.
+
+    An mpirun with the process id of one that was killed does not start beside its files.
+    """
+    folder = tempfile.mkdtemp(prefix="t")  # short: sockets are in it
+    monkeypatch.setenv("TMPDIR", folder)
+    yield
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(params=["gloo", "mpi"])

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import stat
 import subprocess
 import time
@@ -242,6 +243,46 @@ def test_killed_agent_leaves_nothing(runner: Runner, backend: str) -> None:
     _, err = process.communicate(timeout=20)
     assert process.returncode == 137, err
     assert "was lost: its agent died" in err
+    runner.wait_until_nothing_is_left()
+
+
+def test_mpirun_starts_beside_the_files_of_one_that_was_killed(runner: Runner) -> None:
+    """They are named by a process id, and those of another mpirun with the same id end it."""
+    if this_machine(os.environ).missing_for_mpi:
+        pytest.skip(reason="no MPI: install it with 'make setup'")
+    temporary = runner.folder / "tmp"
+    num_ids = int(Path("/proc/sys/kernel/pid_max").read_text())
+    for ahead in range(3000):  # that of the mpirun is among them
+        pid = (os.getpid() + ahead) % num_ids
+        folder = temporary / f"ompi.{pid}"
+        folder.mkdir(parents=True)
+        (folder / f"pmix.{socket.gethostname()}.tool.{pid}").touch()
+    script = runner.script("print('ran', rank)")
+    done = runner.run("-n", "2", "--backend", "mpi", script, TMPDIR=str(temporary))
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name[:5] for path in temporary.iterdir()) == ["ompi."] * 3000
+
+
+def test_killed_mpirun_leaves_no_shared_memory(runner: Runner) -> None:
+    """Else the segments of Open MPI, which mpirun or MPI_Finalize removes, stay in /dev/shm."""
+    if this_machine(os.environ).missing_for_mpi:
+        pytest.skip(reason="no MPI: install it with 'make setup'")
+    script = runner.script(
+        "import time\nfrom mpi4py import MPI\nMPI.COMM_WORLD.allreduce(1)\n"
+        "maps = {line.split()[-1] for line in open('/proc/self/maps') if 'sm_segment' in line}\n"
+        "print('mapped', *maps, flush=True)\ntime.sleep(600)\n"
+    )
+    process = runner.start("-n", "2", "--backend", "mpi", script)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "mapped" in line:
+            break
+    paths = [Path(word) for word in line.split() if "sm_segment" in word]
+    assert paths
+    assert all(path.exists() for path in paths)
+    next(p for p in runner.processes("--bind-to") if p.ppid() == process.pid).kill()
+    process.communicate(timeout=20)
+    assert not [path for path in paths if path.exists()]
     runner.wait_until_nothing_is_left()
 
 

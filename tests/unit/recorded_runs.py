@@ -59,6 +59,8 @@ class ImitatedRun:
     """By phase: every how many steps it takes how long, on all ranks."""
     run_queue: dict[int, float] = field(default_factory=dict)
     """By rank: the share of its backward for which it waits for a core."""
+    others_cpu_s: float | None = None
+    """How long the other threads of each process run in a step."""
     blocked: dict[int, float] = field(default_factory=dict)
     """By rank: the share of its backward in which it neither runs nor waits for a core."""
     cpus: dict[int, list[int]] = field(default_factory=dict)
@@ -146,6 +148,7 @@ class ImitatedRun:
                             for number, size in enumerate(self.bucket_nbytes)
                         ],
                         run_queue_s=wait,
+                        others_cpu_s=self.others_cpu_s,
                         cpu_s=total
                         - wait
                         - self.blocked.get(rank, 0.0) * phases[rank]["backward"]

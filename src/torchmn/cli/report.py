@@ -46,6 +46,10 @@ def report(
 
     if sum((is_text, is_json, metrics is not None)) > 1:
         raise UsageError("--text, --json and --metrics exclude each other: give one of them.")
+    if output is not None and (is_text or is_json or metrics is not None):
+        raise UsageError("--output is for the page: leave out --text, --json and --metrics.")
+    if tensorboard is not None and metrics is not None:
+        raise UsageError("--metrics and --tensorboard exclude each other: run the command twice.")
     if metrics is None:
         _report(runs, output, is_text=is_text, is_json=is_json, tensorboard=tensorboard)
         return

@@ -12,7 +12,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from torchmn.control.codec import Record
 from torchmn.doctor.findings import Finding, listed, slower_than_others
 from torchmn.doctor.orders import Request
 from torchmn.errors import TopologyError
-from torchmn.topology import available_processors, read_launcher_env
+from torchmn.topology import available_processors, memory_nodes, read_launcher_env
 from torchmn.topology.cpus import control_groups
 from torchmn.topology.memory import memory_of_host
 from torchmn.units import GiB, MiB
@@ -34,6 +34,7 @@ _MIN_COPY_SPEED = 0.6
 _MIN_FREE_SHARE = 0.1
 _MIN_LIMIT_PER_RANK = 2 * GiB
 _BUSY = 0.3
+_MAX_REMOTE_SHARE, _MIN_REMOTE_BYTES = 0.3, 256 * MiB
 
 
 class Core(Record, frozen=True, kw_only=True):
@@ -54,11 +55,16 @@ class OtherProcess(Record, frozen=True, kw_only=True):
 
 
 class BoundRank(Record, frozen=True, kw_only=True):
-    """A rank that runs on this host now, and the cores that it may use."""
+    """A rank that runs on this host now, the cores that it may use, and bytes of its memory.
+
+    ``remote_bytes`` are on memory nodes to which none of these cores belongs.
+    """
 
     pid: int
     rank: int
     cores: list[int]
+    memory_bytes: int = 0
+    remote_bytes: int = 0
 
 
 class ProcessorFacts(Record, frozen=True, kw_only=True):
@@ -141,6 +147,7 @@ class ProcessorCheck:
             yield from _too_little_memory(host, facts, slots, found)
             yield from _shared_cores(host, facts)
             yield from _ranks_on_one_core(host, facts)
+            yield from _remote_memory(host, facts)
         clocks = _clocks_of_machines(found)
         for host, median in slower_than_others(clocks, _MIN_SPEED).items():
             yield Finding(
@@ -305,6 +312,27 @@ def _ranks_on_one_core(host: str, facts: ProcessorFacts) -> Iterator[Finding]:
             )
 
 
+def _remote_memory(host: str, facts: ProcessorFacts) -> Iterator[Finding]:
+    for rank in facts.ranks:
+        share = rank.remote_bytes / max(rank.memory_bytes, 1)
+        cores = listed([*map(str, rank.cores)])
+        if rank.remote_bytes >= _MIN_REMOTE_BYTES and share > _MAX_REMOTE_SHARE:
+            yield Finding(
+                check="processors",
+                severity="warning",
+                hosts=[host],
+                seen=f"{share:.0%} of the memory of rank {rank.rank} (process {rank.pid}) on "
+                f"{host} belongs to another socket than its cores ({cores})",
+                rule=f"At most {_MAX_REMOTE_SHARE:.0%} of a rank's memory is on other memory nodes "
+                "than its cores, which read it more slowly.",
+                cure="Bind ranks before they allocate memory: torchmn run does, or numactl "
+                "--membind for other launchers. Memory of the node that is full is taken "
+                "elsewhere: look at numastat.",
+                value=share,
+                unit="of its memory",
+            )
+
+
 # ---- measurements on a host ---------------------------------------------------------------------
 
 
@@ -399,8 +427,36 @@ def _bound_ranks() -> Iterator[BoundRank]:
             env = dict(word.decode(errors="replace").partition("=")[::2] for word in words)
             place = read_launcher_env(env)
             if place is not None and int(entry.name) != os.getpid():
-                cores = sorted(os.sched_getaffinity(int(entry.name)))
-                yield BoundRank(pid=int(entry.name), rank=place.rank, cores=cores)
+                cores = os.sched_getaffinity(int(entry.name))
+                maps = entry / "numa_maps"  # not there in kernels without memory nodes
+                text = maps.read_text() if maps.exists() else ""
+                whole, remote = memory_by_place(text, cores)
+                yield BoundRank(
+                    pid=int(entry.name),
+                    rank=place.rank,
+                    cores=sorted(cores),
+                    memory_bytes=whole,
+                    remote_bytes=remote,
+                )
+
+
+def memory_by_place(
+    numa_maps: str, cores: Iterable[int], root: Path = Path("/")
+) -> tuple[int, int]:
+    """Bytes that a process has in memory, and those on other memory nodes than its cores'.
+
+    ``numa_maps`` is the text of the kernel's file of that name.
+    """
+    own = set(memory_nodes(frozenset(cores), root))
+    whole = remote = 0
+    for line in numa_maps.splitlines():
+        words = dict(word.partition("=")[::2] for word in line.split())
+        page_bytes = int(words.get("kernelpagesize_kB", "4")) * 1024
+        for name, count in words.items():
+            if name[:1] == "N" and name[1:].isdigit():
+                whole += int(count) * page_bytes
+                remote += int(count) * page_bytes * (bool(own) and int(name[1:]) not in own)
+    return whole, remote
 
 
 def _network_of(pid: str) -> str:

@@ -22,6 +22,7 @@ from torchmn.environment_variables import HOSTS_VARIABLE, SECRET_VARIABLE, SUPER
 from torchmn.errors import LaunchError, TorchmnError
 from torchmn.launch.agent import HANDLED_SIGNALS, Agent
 from torchmn.launch.host_checks import find_problem, versions
+from torchmn.launch.open_mpi_folders import open_mpi_memory
 from torchmn.launch.rank_environment import bind_cores, script_environment
 from torchmn.topology import (
     Route,
@@ -52,8 +53,9 @@ def main() -> int:
             return 1
         share, beside = bind_cores(place, os.environ, available_processors())
         env = script_environment(os.environ, share, order.env, route)
-        with keeper:
-            return Agent(place.rank, order, channel, wakeup, share, beside).run(env)
+        with keeper, open_mpi_memory(env) as variables:
+            agent = Agent(place.rank, order, channel, wakeup, share, beside)
+            return agent.run({**env, **variables})
     except TorchmnError as error:
         print(f"torchmn: {error}", file=sys.stderr, flush=True)
         return 1

@@ -8,7 +8,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from torchmn.launch.elastic.launcher import ElasticLauncher
 from torchmn.launch.host_checks import HostFacts
 from torchmn.launch.job import Command, Job
 from torchmn.launch.log_folder import make_log_folder
+from torchmn.launch.open_mpi_folders import open_mpi_session
 from torchmn.launch.starters import local, mpirun, remote, srun, torchrun
 from torchmn.launch.supervisor import Supervisor
 from torchmn.launch.worker_environment import worker_environment
@@ -42,10 +43,13 @@ def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
     route = route_between(job)
     facts = _check_hosts(job, worker_environment(job, env))
     listener = channels.listen(route.address if route else "127.0.0.1")
-    with closing(
-        AuthenticatedListener(listener, secret=job.secret, role=channels.SUPERVISOR)
-    ) as authenticated:
+    with ExitStack() as stack:
+        authenticated = stack.enter_context(
+            closing(AuthenticatedListener(listener, secret=job.secret, role=channels.SUPERVISOR))
+        )
         base = worker_environment(job, env, supervisor=channels.address_of(listener))
+        if job.launcher == "mpirun":
+            base |= stack.enter_context(open_mpi_session(env))
         commands = commands_of(job, base, route=route, facts=facts)
         job = make_log_folder(job)
         reason = f" ({why})" if why else ""

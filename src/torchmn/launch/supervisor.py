@@ -16,6 +16,7 @@ from torchmn.exit_status import SAVED_STATUS
 from torchmn.launch.agent_session import AgentSession
 from torchmn.launch.console import RankOutput
 from torchmn.launch.job import Command, Job
+from torchmn.launch.open_mpi_folders import remove_abandoned
 from torchmn.launch.process_owner import ProcessOwner, start_process
 from torchmn.monitor.rank_session import STOPPED
 
@@ -59,6 +60,8 @@ class Supervisor:
                 self._act()
         finally:
             self._owner.kill_all()
+            if self._job.backend == "mpi":
+                remove_abandoned()
             self._session.close()
         code = self._report()
         self._owner.finish_output()

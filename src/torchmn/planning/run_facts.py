@@ -29,8 +29,9 @@ from torchmn.planning.description import (
     Link,
     Setting,
 )
+from torchmn.profiling.recorded_run import RankRecord, Run
 from torchmn.profiling.records import PHASES, GradientTimes
-from torchmn.profiling.run_reader import RankRecord, Run, read_run
+from torchmn.profiling.run_reader import read_run
 from torchmn.units import MiB
 
 _NOT_COMPUTED = ("exchange", "encode", "decode", "evaluation", "checkpoint")

@@ -93,7 +93,8 @@ class Step(Record, frozen=True, kw_only=True):
 
     ``phases`` leaves out those of 0 s. ``sent`` and ``received`` are bytes by the host at the other
     end, messages within the host under its own name. ``run_queue_s`` is how long the training
-    thread was ready to run and had no core, ``cpu_s`` how long it ran; None where the system does
+    thread was ready to run and had no core, ``cpu_s`` how long it ran, and ``others_cpu_s`` how
+    long the process's other threads ran, such as those of the exchange; None where the system does
     not tell.
     """
 
@@ -107,6 +108,7 @@ class Step(Record, frozen=True, kw_only=True):
     buckets: list[Bucket] = []
     run_queue_s: float | None = None
     cpu_s: float | None = None
+    others_cpu_s: float | None = None
 
 
 class GradientTimes(Record, frozen=True, kw_only=True):

@@ -8,11 +8,8 @@ whole run. They are found by seeking, since steps are in order in a file.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
@@ -21,6 +18,7 @@ import numpy as np
 
 from torchmn.control.codec import decode_union
 from torchmn.errors import DataError
+from torchmn.profiling.recorded_run import Buckets, Clock, RankRecord, Run, Steps
 from torchmn.profiling.records import (
     FORMAT,
     PHASES,
@@ -48,10 +46,6 @@ MAX_NBYTES = 128 * 2**20
 WINDOW_STEPS = 8
 MAX_GRADIENT_TIMES = 8
 """Lines of `GradientTimes` that are kept of a rank: they are long, and similar."""
-RUNNING_S = 120.0
-"""A run whose files were written to since is taken to continue."""
-MAX_DRIFT = 1e-3
-"""Clocks that move apart faster have jumped: crystals differ by 1e-4 at most."""
 
 _FILE = re.compile(r"rank(\d+)(?:\.(\d+))?\.jsonl")
 _ROUND = re.compile(r"round(\d+)")
@@ -60,139 +54,6 @@ _BLOCK = 1 << 14
 
 _decoder = msgspec.json.Decoder(Line)
 _Read = TypeVar("_Read")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Buckets:
-    """Exchanges of a rank, one a row, in order. Columns as in `records.Bucket`."""
-
-    row: Integers
-    """Of the step, in `Steps`."""
-    number: Integers
-    nbytes: Floats
-    sent_nbytes: Floats
-    ready_s: Floats
-    started_s: Floats
-    ended_s: Floats
-    encode_s: Floats
-    decode_s: Floats
-
-
-@dataclass(frozen=True, kw_only=True)
-class Steps:
-    """Steps of a rank, one a row, in order. Columns as in `records.Step`, NaN for None."""
-
-    step: Integers
-    at_s: Floats
-    seconds: Floats
-    phases: NDArray[np.float32]
-    """Seconds ``(steps, phases)``, in the order of `records.PHASES`."""
-    samples: Floats
-    sent_nbytes: Floats
-    received_nbytes: Floats
-    run_queue_s: Floats
-    cpu_s: Floats
-    buckets: Buckets
-
-    def __len__(self) -> int:
-        return len(self.step)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Clock:
-    """How a rank's clock relates to that of rank 0, from `records.ClockOffset`."""
-
-    at_s: Floats
-    offset_s: Floats
-    error_s: Floats
-
-    def to_rank0(self, at_s: Floats) -> Floats:
-        """What rank 0's clock showed at times of this one. Local."""
-        if not len(self.at_s):
-            return at_s
-        return np.asarray(at_s + np.interp(at_s, self.at_s, self.offset_s), dtype=np.float64)
-
-    @property
-    def is_known(self) -> bool:
-        """Whether it was compared with that of rank 0."""
-        return len(self.at_s) > 0
-
-    @property
-    def jumps(self) -> Floats:
-        """When it, or that of rank 0, was set or stood still."""
-        moved = np.abs(np.diff(self.offset_s)) - self.error_s[1:] - self.error_s[:-1]
-        return self.at_s[1:][moved > MAX_DRIFT * np.diff(self.at_s)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankRecord:
-    """What one rank recorded, or a sample of it."""
-
-    start: RunStart
-    settings: dict[str, str]
-    """The last ones."""
-    steps: Steps
-    sent: dict[str, float]
-    received: dict[str, float]
-    """Bytes by host, over `steps`."""
-    values: dict[str, tuple[Integers, Floats]]
-    """What the script reports, by name: steps and values."""
-    memory: tuple[Floats, Floats, Floats]
-    """``at_s``, bytes of the process, bytes of the device."""
-    clock: Clock
-    gradient_times: list[GradientTimes]
-    first_step: int
-    last_step: int
-    """Of the whole record, also where `steps` is a sample."""
-    last_at_s: float
-    end: RunEnd | None
-    num_damaged: int
-    """Lines that were read and are none of ours, without a last one that was cut."""
-    is_sampled: bool
-    num_starts: int
-    """More than 1: the files continue those of an earlier process, which was left out."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """The records of a run, by rank."""
-
-    folder: Path
-    ranks: tuple[RankRecord, ...]
-    unreadable: dict[int, str]
-    """Ranks whose file does not begin as it should, and why."""
-    modified_s: float
-    """When a file was last written to, in seconds of the epoch."""
-
-    @property
-    def size(self) -> int:
-        """The world size."""
-        return self.ranks[0].start.size
-
-    @property
-    def missing(self) -> list[int]:
-        """Ranks without a record."""
-        found = {rank.start.rank for rank in self.ranks}
-        return [rank for rank in range(self.size) if rank not in found]
-
-    @property
-    def is_sampled(self) -> bool:
-        """Whether only some steps were read."""
-        return any(rank.is_sampled for rank in self.ranks)
-
-    @property
-    def is_running(self) -> bool:
-        """Whether it seems to continue: some rank has not ended and wrote a moment ago."""
-        has_ended = all(rank.end is not None for rank in self.ranks)
-        return not has_ended and time.time() - self.modified_s < RUNNING_S
-
-    @cached_property
-    def common_steps(self) -> Integers:
-        """The steps that were read of all ranks, in order."""
-        common = self.ranks[0].steps.step
-        for rank in self.ranks[1:]:
-            common = np.intersect1d(common, rank.steps.step)
-        return np.unique(common)
 
 
 def find_records(path: Path) -> Path:
@@ -434,6 +295,7 @@ class _Table:
                 sum(line.received.values()),
                 _number(line.run_queue_s),
                 _number(line.cpu_s),
+                _number(line.others_cpu_s),
             )
         )
         phases = line.phases
@@ -446,7 +308,7 @@ class _Table:
         self._last_at_s = line.at_s + line.seconds
 
     def record(self, *, first_step: int, last_step: int, is_sampled: bool) -> RankRecord:
-        columns = _transposed(self._columns, 8)
+        columns = _transposed(self._columns, 9)
         buckets = _transposed(self._buckets, 9)
         steps = Steps(
             step=columns[0].astype(np.int64),
@@ -458,6 +320,7 @@ class _Table:
             received_nbytes=columns[5],
             run_queue_s=columns[6],
             cpu_s=columns[7],
+            others_cpu_s=columns[8],
             buckets=Buckets(
                 row=buckets[0].astype(np.int64),
                 number=buckets[1].astype(np.int64),

@@ -11,7 +11,6 @@ The steps of the others are parts of its steps.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import weakref
@@ -21,6 +20,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
 
+from torchmn.profiling.core_time import CoreTime, CoreTimeReader
 from torchmn.profiling.records import (
     Bucket,
     GradientTimes,
@@ -165,8 +165,7 @@ class _Ended:
     samples: int | None
     sent: dict[str, int]
     received: dict[str, int]
-    run_queue_s: float | None
-    cpu_s: float | None
+    core_time: CoreTime | None
     gradients: list[tuple[GradientFacts, Mark]] = field(default_factory=list)
     backward: Mark = None
     loss: Any = None
@@ -204,8 +203,7 @@ class StepRecorder:
         self._ended: deque[_Ended] = deque()
         self._comms: list[Traffic] = []
         self._traffic: tuple[dict[str, int], dict[str, int]] = ({}, {})
-        self._schedstat: tuple[int, int] | None = None
-        self._resources = (0, 0)
+        self._core_time = CoreTimeReader()
         self._leader: Callable[[], object] = _no_optimizer
         self._others: Counter[int] = Counter()
         self._settings: dict[str, str] = {}
@@ -345,7 +343,6 @@ class StepRecorder:
         self._training = threading.get_ident()
         end = self.clock.mark()
         sent, received = self._new_traffic()
-        run_queue_s, cpu_s = self._new_resources()
         ended = _Ended(
             number,
             self._at_s,
@@ -356,8 +353,7 @@ class StepRecorder:
             self._samples if samples is None else samples,
             sent,
             received,
-            run_queue_s,
-            cpu_s,
+            self._core_time.since_last(),
             self._gradients,
             self._backward,
             self._loss,
@@ -450,32 +446,10 @@ class StepRecorder:
                     total[host] = total.get(host, 0) + nbytes
         return sent, received
 
-    def _new_resources(self) -> tuple[float | None, float | None]:
-        """How long the training thread has waited for a core and has run, since the last call."""
-        thread = threading.get_native_id()
-        try:
-            if self._schedstat is None or self._schedstat[0] != thread:
-                self._close_schedstat()
-                path = f"/proc/self/task/{thread}/schedstat"
-                self._schedstat = thread, os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                self._resources = _schedstat(self._schedstat[1])
-            before, self._resources = self._resources, _schedstat(self._schedstat[1])
-        except (OSError, ValueError, IndexError):  # another system, or a kernel without it
-            return None, None
-        run_s, queue_s = (
-            (now - then) / 1e9 for now, then in zip(self._resources, before, strict=True)
-        )
-        return round(queue_s, _DIGITS), round(run_s, _DIGITS)
-
     def close(self) -> None:
         """Write what is left and let go of files."""
         self.write_ended()
-        self._close_schedstat()
-
-    def _close_schedstat(self) -> None:
-        if self._schedstat is not None:
-            os.close(self._schedstat[1])
-            self._schedstat = None
+        self._core_time.close()
 
     # ---- steps ----
 
@@ -485,7 +459,7 @@ class StepRecorder:
             self._has_begun = True
             if self._phase == "other" and not self._whole:
                 self._new_traffic()
-                self._new_resources()
+                self._core_time.since_last()
                 self._begin_step(self.clock.mark())
 
     def _begin_step(self, begin: Mark) -> None:
@@ -504,6 +478,7 @@ class StepRecorder:
             exchanges.append(self.exchanges.popleft())
         for trace in self.traces:
             trace.add_step(ended.number, ended.marks, ended.end, exchanges)
+        core_time = {} if ended.core_time is None else ended.core_time._asdict()
         self._write(
             Step(
                 step=ended.number,
@@ -514,8 +489,7 @@ class StepRecorder:
                 sent=ended.sent,
                 received=ended.received,
                 buckets=[exchange.line(clock, begin) for exchange in exchanges],
-                run_queue_s=ended.run_queue_s,
-                cpu_s=ended.cpu_s,
+                **{name: round(seconds, _DIGITS) for name, seconds in core_time.items()},
             )
         )
         if ended.gradients and ended.backward is not None:
@@ -557,9 +531,3 @@ def _rounded(totals: dict[Phase, float]) -> dict[Phase, float]:
 
 def _no_optimizer() -> None:
     """In place of a reference to one."""
-
-
-def _schedstat(descriptor: int) -> tuple[int, int]:
-    """Nanoseconds that a thread has run, and has waited for a core."""
-    run_ns, queue_ns = os.pread(descriptor, 64, 0).split()[:2]
-    return int(run_ns), int(queue_ns)

@@ -52,6 +52,8 @@ MIN_LINK_SHARE = 0.1
 """Of its nominal rate that a link carries while gradients are exchanged, waiting included."""
 MIN_LINK_BYTES = 256 * KiB
 """Of an exchange whose rate says something about the link: smaller ones are all latency."""
+MIN_TAKEN = 0.1
+"""What the exchange's threads take of cores is named from this share of what it adds to a step."""
 MIN_LATE_END = 0.3
 """By what part of the time of an exchange it ends later on one host, at least."""
 MIN_SLOWDOWN = 0.1
@@ -345,6 +347,7 @@ def _exchange(summary: Summary) -> Iterator[Finding]:
             f"; {megabytes(link.nbytes_per_step)} a step go from {link.source} to {link.target}, "
             f"at {bits(link.bytes_per_s)} while it is busy"
         )
+    waited_s, taken_s = float(summary.waited_s.mean()), float(summary.taken_s.mean())
     settings = summary.ranks[0].settings
     cures = []
     if settings.get("schedule", "every_step") == "every_step":
@@ -352,12 +355,15 @@ def _exchange(summary: Summary) -> Iterator[Finding]:
     if settings.get("codec", "none") in ("none", "float32"):
         cures.append("send fewer bytes (codec='float16' or 'int8')")
     cures.append("see what would pay with torchmn plan")
+    evidence = [f"even the ranks that are ready last wait {duration(waited_s)} for it"]
+    if taken_s > MIN_TAKEN * (waited_s + taken_s):
+        evidence.append(f"its threads take {duration(taken_s)} of the core that computes")
+        cures.append("leave the exchange a core (OMP_NUM_THREADS one less than cores)")
     yield Finding(
         kind="exchange",
         share=share,
-        what=f"The exchange of gradients lasts {duration(float(summary.exposed_s.mean()))} longer "
-        "than backward hides",
-        evidence=f"even the ranks that are ready last wait for it{rate}",
+        what=f"The exchange of gradients lengthens each step by {duration(waited_s + taken_s)}",
+        evidence=" and ".join(evidence) + rate,
         cure=f"To shorten the step: {', or '.join(cures)}."
         + (" Check the network with torchmn doctor." if exchanged else ""),
         is_fault=False,
@@ -396,7 +402,7 @@ def _late_ends(summary: Summary) -> Iterator[Finding]:
         float(rank.clock.error_s.max()) for rank in summary.ranks
     )
     if late_s > MIN_LATE_END * busy_s and late_s > 2 * error_s:
-        lost_s = min(late_s, float(summary.exposed_s.mean()))
+        lost_s = min(late_s, float(summary.waited_s.mean()))
         yield Finding(
             kind="slow link",
             share=lost_s / summary.step_s,
@@ -486,7 +492,7 @@ def _slowing_down(summary: Summary) -> Iterator[Finding]:
     growing = np.flatnonzero((growth > MIN_SLOWDOWN) & is_steady_growth)
     if not len(growing):
         return
-    first, last = quarters[0].max(), quarters[-1].max()
+    most = growing[growth[growing].argmax()]
     ranks = [summary.ranks[index].start.rank for index in growing]
     everywhere = len(ranks) == len(summary.ranks)
     part = len(own) // 4
@@ -496,11 +502,12 @@ def _slowing_down(summary: Summary) -> Iterator[Finding]:
     phase = PHASES[int(excess.mean(0).argmax())]
     yield Finding(
         kind="slowing down",
-        share=max(0.0, float(np.median(own.max(1)) - first)) / summary.step_s,
+        share=max(0.0, float(np.median(own.max(1)) - quarters[0].max())) / summary.step_s,
         what=("All ranks become" if everywhere else f"{rank_list(ranks)} became")
-        + f" {growth[growing].max():.0%} slower in the course of the run",
-        evidence=f"their own part of a step grew from {duration(float(first))} to "
-        f"{duration(float(last))}, in {phase}",
+        + f" {growth[most]:.0%} slower in the course of the run",
+        evidence=f"the own part of a step grew from {duration(float(quarters[0][most]))} to "
+        f"{duration(float(quarters[-1][most]))} on rank {summary.ranks[most].start.rank}, in "
+        f"{phase}",
         cure="Look for lists and graphs that grow with each step, for throttling by heat, and for "
         "programs that were started later.",
         is_fault=not everywhere,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from torchmn.errors import DataError
+from torchmn.profiling.recorded_run import RankRecord, Run
 from torchmn.profiling.records import PHASES, Phase
-from torchmn.profiling.run_reader import RankRecord, Run
 from torchmn.report.quantities import listed, rank_list
 
 if TYPE_CHECKING:
@@ -109,12 +109,28 @@ class Summary:
         return float(self.steady.sum(2).mean())
 
     @cached_property
-    def exposed_s(self) -> Floats:
-        """The exchange of each step that no rank can hide, on the rank that waits the least.
+    def waited_s(self) -> Floats:
+        """What the rank that waits the least for the exchange of each step waits for it.
 
         The other ranks wait for that one, besides.
         """
         return np.asarray(self.of("exchange").min(1), dtype=np.float64)
+
+    @cached_property
+    def taken_s(self) -> Floats:
+        """Seconds ``(steps, ranks)`` for which exchange threads took the core that computes.
+
+        At most what those threads ran, and no longer than an exchange was under way while the
+        training thread did not wait for it. 0 where the system does not tell.
+        """
+        taken = np.minimum(self.column("run_queue_s"), self.column("others_cpu_s"))
+        beside = np.maximum(0.0, self._exchanging_s - self.of("exchange"))
+        return np.nan_to_num(np.minimum(taken, beside))
+
+    @cached_property
+    def exposed_s(self) -> Floats:
+        """What the exchange adds to each step: waiting for it, and what it takes of the cores."""
+        return np.asarray(self.waited_s + self.taken_s.mean(1), dtype=np.float64)
 
     @property
     def share_of_exposed_exchange(self) -> float:
@@ -124,7 +140,7 @@ class Summary:
     @property
     def share_of_waiting(self) -> float:
         """Of the mean step: ranks wait in the exchange until the last one is ready."""
-        return float(self.of("exchange").mean() - self.exposed_s.mean()) / self.step_s
+        return float(self.of("exchange").mean() - self.waited_s.mean()) / self.step_s
 
     @cached_property
     def mean_phases(self) -> Floats:
@@ -184,6 +200,17 @@ class Summary:
         if self._has_equal_buckets:
             durations = [np.min(durations, axis=0)] * len(durations)
         return np.array([each.sum() for each in durations]) / len(self.steady)
+
+    @cached_property
+    def _exchanging_s(self) -> Floats:
+        """How long exchanges were under way in each steady step, ``(steps, ranks)``."""
+        found = []
+        for rank, rows in zip(self.ranks, self.rows, strict=True):
+            buckets = rank.steps.buckets
+            seconds = np.zeros(len(rank.steps))
+            np.add.at(seconds, buckets.row, buckets.ended_s - buckets.started_s)
+            found.append(seconds[rows[self.num_warmup :]])
+        return np.array(found).T
 
     @cached_property
     def _bucket_columns(self) -> list[tuple[Floats, Floats, Floats]]:

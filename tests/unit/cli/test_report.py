@@ -139,6 +139,10 @@ def test_wrong_requests(
     assert "it has no steps/rank*.jsonl" in error_of(capsys, tmp_path, "--text")
     assert "it does not exist" in error_of(capsys, tmp_path / "none", "--text")
     assert "exclude each other" in error_of(capsys, runs[0], "--text", "--json")
+    assert "--output is for the page" in error_of(capsys, runs[0], "--text", "--output", "x.html")
+    assert "run the command twice" in error_of(
+        capsys, runs[0], "--metrics", tmp_path / "file", "--tensorboard", tmp_path
+    )
     assert "shows one run" in error_of(capsys, *runs, "--metrics", "0")
     assert "at most 65535" in error_of(capsys, runs[0], "--metrics", "70000")
     assert "cannot be written" in error_of(capsys, runs[0], "--metrics", tmp_path / "no" / "file")

@@ -18,7 +18,14 @@ from torchmn.doctor.gpus import GpuFacts
 from torchmn.doctor.limits import LimitFacts
 from torchmn.doctor.network import Interface, NetworkFacts
 from torchmn.doctor.orders import Request
-from torchmn.doctor.processors import BoundRank, Core, OtherProcess, ProcessorCheck, ProcessorFacts
+from torchmn.doctor.processors import (
+    BoundRank,
+    Core,
+    OtherProcess,
+    ProcessorCheck,
+    ProcessorFacts,
+    memory_by_place,
+)
 from torchmn.doctor.versions import VersionFacts
 from torchmn.units import GiB, MiB
 
@@ -52,7 +59,13 @@ GPU = {
 }
 GPUS = GpuFacts(num_devices=1, gpus=[GPU])
 VERSIONS = VersionFacts(versions={"torch": "2.9", "numpy": "2.0"})
-FOLDER = Folder(path="/data", free_bytes=90 * GiB, total_bytes=100 * GiB, write_bytes_per_s=500e6)
+FOLDER = Folder(
+    path="/data",
+    free_bytes=90 * GiB,
+    total_bytes=100 * GiB,
+    write_bytes_per_s=500e6,
+    read_bytes_per_s=900e6,
+)
 DISKS = DiskFacts(folders=[FOLDER])
 
 
@@ -151,6 +164,17 @@ FAULTS = {
         ),
         "ranks 0 (process 6) and 1 (process 8) are bound to the same core 1 of b",
     ),
+    "memory of the other socket": (
+        "processors",
+        replaced(
+            PROCESSORS,
+            ranks=[
+                BoundRank(pid=5, rank=0, cores=[0], memory_bytes=GiB, remote_bytes=GiB // 4),
+                BoundRank(pid=6, rank=1, cores=[1], memory_bytes=GiB, remote_bytes=GiB // 2),
+            ],
+        ),
+        "50% of the memory of rank 1 (process 6) on b belongs to another socket than its cores (1)",
+    ),
     "small /dev/shm": (
         "limits",
         replaced(LIMITS, shm_bytes=64 * MiB, shm_free_bytes=64 * MiB),
@@ -216,6 +240,11 @@ FAULTS = {
         "disks",
         DiskFacts(folders=[replaced(FOLDER, write_bytes_per_s=50e6)]),
         "b writes 50 MB/s to /data, the other hosts 500",
+    ),
+    "a disk that reads slowly": (
+        "disks",
+        DiskFacts(folders=[replaced(FOLDER, read_bytes_per_s=60e6)]),
+        "b reads 60 MB/s from /data, the other hosts 900",
     ),
     "a full disk": (
         "disks",
@@ -304,3 +333,19 @@ def test_the_best_of_two_measurements_counts(check: str) -> None:
     good = HEALTHY[check]["a"]
     for one, two in ((slow, good), (good, slow)):
         assert alarms(check, {**HEALTHY[check], "b": CHECKS[check].best_of(one, two)}) == []
+
+
+def test_memory_is_counted_by_node(tmp_path: Path) -> None:
+    for node, cores in ((0, "0-1"), (1, "2-3")):
+        folder = tmp_path / "sys/devices/system/node" / f"node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(cores)
+    text = (
+        "7f00 default file=/lib/x.so mapped=5 N0=3 N1=2 kernelpagesize_kB=4\n"
+        "7f10 default anon=10 dirty=10 N1=10 kernelpagesize_kB=2048\n"
+        "7f20 default stack\n"
+    )
+    whole = 5 * 4096 + 10 * 2 * MiB
+    assert memory_by_place(text, [0], tmp_path) == (whole, 2 * 4096 + 10 * 2 * MiB)
+    assert memory_by_place(text, [1, 2], tmp_path) == (whole, 0)
+    assert memory_by_place(text, [0], tmp_path / "no nodes") == (whole, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,32 @@ def test_what_limits_all_ranks_comes_first(
     assert first.cure
 
 
+@pytest.mark.parametrize(
+    ("others_cpu_s", "bandwidth", "taken_s"),
+    [
+        (None, 1e9, 0.0),
+        (0.004, 1e9, 0.004),  # the other threads ran no longer
+        (1.0, 1e9, 0.008),  # an exchange was under way no longer, besides that of the last bucket
+        (1.0, 1e8, 0.018),  # the training thread waited no longer for its core
+    ],
+)
+def test_what_the_exchange_takes_from_the_training_thread_is_exposed(
+    tmp_path: Path, others_cpu_s: float | None, bandwidth: float, taken_s: float
+) -> None:
+    imitated = ImitatedRun(
+        jitter=0.0,
+        run_queue=dict.fromkeys(range(4), 0.3),  # of 60 ms
+        others_cpu_s=others_cpu_s,
+        bandwidth_bytes_per_s=bandwidth,
+        latency_s=0.0,
+        bucket_nbytes=(4_000_000, 4_000_000, 2_000_000),
+    )
+    summary = summary_of(imitated, tmp_path)
+    assert float(summary.taken_s.mean()) == pytest.approx(taken_s, rel=1e-3)
+    exposed_s = float((summary.waited_s + summary.taken_s.mean(1)).mean())
+    assert float(summary.exposed_s.mean()) == pytest.approx(exposed_s)
+
+
 def test_the_exposed_exchange_is_what_the_last_rank_waits_for(tmp_path: Path) -> None:
     """A late rank does not make it longer: the others wait for that rank, not for the network."""
     healthy = summary_of(ImitatedRun(jitter=0.0), tmp_path / "healthy")
@@ -151,6 +178,17 @@ def test_steps_that_become_slower(tmp_path: Path) -> None:
     found = {finding.kind: finding for finding in findings_of(imitated, tmp_path)}
     assert found["slowing down"].ranks == (1,)
     assert "in backward" in found["slowing down"].evidence
+
+
+def test_the_growth_is_that_of_the_rank_that_becomes_slower(tmp_path: Path) -> None:
+    """Not of the slowest rank, which may be another one."""
+    grows = {step: (1, "backward", step * 1.5e-3) for step in range(100)}
+    slower: dict[tuple[int, Phase], float] = {(2, "backward"): 2.0}
+    imitated = ImitatedRun(num_steps=100, slow_steps=grows, slower=slower, jitter=0.0)  # type: ignore[arg-type]
+    found = {finding.kind: finding for finding in findings_of(imitated, tmp_path)}
+    assert "on rank 1" in found["slowing down"].evidence
+    first, last = map(float, re.findall(r"([0-9.]+) ms", found["slowing down"].evidence))
+    assert f"{last / first - 1:.0%}" in found["slowing down"].what
 
 
 def test_the_most_expensive_comes_first_and_five_at_most(tmp_path: Path) -> None:
