@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from .mlp import MLP
+from .mlp_parts import mlp_part
+from .resnet import ResNet
 from .small_cnn import SmallCNN
+from .transformer import Transformer
 from .vgg import VGG
 
-__all__ = ["MLP", "VGG", "SmallCNN"]
+__all__ = ["MLP", "VGG", "ResNet", "SmallCNN", "Transformer", "mlp_part"]

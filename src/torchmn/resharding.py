@@ -69,6 +69,25 @@ def reshard_object(target: object, states: Sequence[State], comm: Communicator) 
     return states[0]
 
 
+def for_other_split(state: Any, label: str) -> Any:
+    """An object's state for ranks among which the model is split otherwise. Local.
+
+    Of a multi-node optimizer's state residuals of codecs are left out. Raises UsageError: it was
+    saved inside of a block, whose anchors would be lost.
+    """
+    own = state.get("torchmn") if isinstance(state, Mapping) else None
+    if own is None:
+        return state
+    if own.get("anchors") or own.get("pending") or "accumulated" in own:
+        raise UsageError(
+            f"'{label}' was saved in the middle of a block, a step late or between two passes of a "
+            "step, and the model is split otherwise now. Resume on the grid that has saved it, or "
+            "call optimizer.flush() before saving."
+        )
+    kept = {name: own[name] for name in ("schedule", "optimizer", "progress") if name in own}
+    return {**state, "torchmn": kept}
+
+
 def warnings_of(target: object) -> list[str]:
     """What does not hold for ``target`` on another number of ranks. Local."""
     return list(target.resume_warnings()) if isinstance(target, HasResumeWarnings) else []

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from torchmn import create_multi_node_optimizer
 from torchmn.communicators import Communicator
+from torchmn.links import convert_batch_norm
 from torchmn.schedules.base import Schedule
 
 NUM_STEPS = 8
@@ -34,6 +35,10 @@ class Worker:
     ) -> Optimizer:
         """The user's optimizer, wrapped where there are ranks."""
         return inner
+
+    def across_ranks(self, model: nn.Module, **options: Any) -> nn.Module:
+        """The model, with batch normalization over all ranks."""
+        return model
 
     def part(self, whole: Tensor) -> Tensor:
         """This rank's part of a batch ``(batch, ...)``."""
@@ -93,6 +98,10 @@ class Rank(Worker):
         return create_multi_node_optimizer(
             inner, self.comm, model, schedule=self._schedule(), **options
         )
+
+    def across_ranks(self, model: nn.Module, **options: Any) -> nn.Module:
+        """See `Worker.across_ranks`."""
+        return convert_batch_norm(model, self.comm, **options)
 
     def mean(self, value: Tensor | float) -> float:
         """See `Worker.mean`."""

@@ -26,7 +26,7 @@ from torchmn.checkpoint.retention import Best, is_checkpoint, order_of
 from torchmn.checkpoint.snapshot import CopyMemory, Stateful
 from torchmn.checkpoint.storage import Storage
 from torchmn.checkpoint.writer import Outcome, Request, Writer, read_manifest
-from torchmn.communicators import Communicator
+from torchmn.communicators import Communicator, Grid
 from torchmn.errors import (
     CommunicationError,
     DataError,
@@ -83,8 +83,10 @@ class MultiNodeCheckpointer(Extension):
         announce: Callable[[int], None] = lambda _: None,
         owner: FolderOwner | None = None,
         read_only: bool = False,
+        grid: Grid | None = None,
     ) -> None:
         self._comm = comm
+        self._grid = grid
         self._owner = owner
         self._is_read_only = read_only
         self._in_memory = memory
@@ -107,6 +109,7 @@ class MultiNodeCheckpointer(Extension):
             keep=keep,
             best=best,
             rejects_difference=check_replicas is True,
+            grid={} if grid is None else grid.sizes,
             announce=announce,
         )
         self._thread: threading.Thread | None = None
@@ -165,6 +168,7 @@ class MultiNodeCheckpointer(Extension):
                 state,
                 rng_state.capture(self._comm.device),
                 with_replicated=self._checks_replicas,
+                compares_parts=self._grid is not None,
             )
         except Exception as error:  # the other ranks must not wait for this rank
             problem = f"{self._comm.rank_label}: {type(error).__name__}: {error}"
@@ -359,7 +363,7 @@ class MultiNodeCheckpointer(Extension):
 
     def _load(self, name: str, manifest: Manifest, state: Mapping[str, Stateful]) -> str | None:
         """Load one checkpoint; return the problem if it is not valid, the same on all ranks."""
-        restore = RestoreOperation(self._comm, manifest)
+        restore = RestoreOperation(self._comm, manifest, self._grid)
         problem: str | None = None
         rejection: UsageError | None = None
         try:

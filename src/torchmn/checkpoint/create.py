@@ -18,7 +18,7 @@ from torchmn.checkpoint.folder_owner import FolderOwner
 from torchmn.checkpoint.memory_storage import MemoryStorage
 from torchmn.checkpoint.retention import Best
 from torchmn.checkpoint.storage import FolderStorage
-from torchmn.communicators import Communicator
+from torchmn.communicators import Communicator, Grid
 from torchmn.control.checkpoint_replicas.client import ReplicaClient
 from torchmn.errors import DataError, LaunchError, RankMismatchError, UnsupportedError, UsageError
 from torchmn.script import record_progress
@@ -28,7 +28,7 @@ _VISIBILITY_LIMIT_S = 5.0  # network file systems cache absence for seconds
 
 
 def create_multi_node_checkpointer(
-    comm: Communicator,
+    comm: Communicator | Grid,
     path: str | Path,
     name: str,
     *,
@@ -55,7 +55,8 @@ def create_multi_node_checkpointer(
     ``checkpointer.maybe_load(trainer)``. See docs/reference/checkpoint.md.
 
     Args:
-        comm: the ranks that train together.
+        comm: the ranks that train together; where they hold parts of a model, their `Grid`, whose
+            first axis is that of the replicas.
         path: a folder on a file system that all ranks see; it is created if it does not exist.
         name: the folder of this training in it. It belongs to one job at a time: see
             docs/reference/checkpoint.md#the-owner-of-a-folder.
@@ -75,6 +76,8 @@ def create_multi_node_checkpointer(
         DataError: the folder cannot be created or read.
         UnsupportedError: the ranks do not share the file system.
     """
+    grid = comm if isinstance(comm, Grid) else None
+    comm = comm.comm if isinstance(comm, Grid) else comm
     _check(name, keep, best, check_replicas, on_failure)
     gid, problem = _gid_of(group)
     options = repr(
@@ -106,7 +109,7 @@ def create_multi_node_checkpointer(
             owner = _own(comm, access)
     storage = FolderStorage(where, gid=gid, confirm=None if owner is None else owner.confirm)
     transport = comm.new_transport("checkpoint") if comm.size > 1 else None
-    memory, announce = _memory_of_hosts(comm, is_async, check_replicas)
+    memory, announce = _memory_of_hosts(comm, is_async, check_replicas, grid)
     return MultiNodeCheckpointer(
         comm,
         storage,
@@ -123,11 +126,15 @@ def create_multi_node_checkpointer(
         announce=announce,
         owner=owner,
         read_only=read_only,
+        grid=grid,
     )
 
 
 def _memory_of_hosts(
-    comm: Communicator, is_async: bool, check_replicas: bool | Literal["warn"]
+    comm: Communicator,
+    is_async: bool,
+    check_replicas: bool | Literal["warn"],
+    grid: Grid | None,
 ) -> tuple[MultiNodeCheckpointer | None, Callable[[int], None]]:
     """The checkpointer of `MultiNodeCheckpointer.save_in_memory`, and a callback for finished ones.
 
@@ -150,6 +157,7 @@ def _memory_of_hosts(
         is_async=is_async,
         check_replicas=check_replicas,
         on_failure="warn",
+        grid=grid,
     )
 
     def announce(step: int) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torchmn.checkpoint.parts import nowhere, place_parts
 from torchmn.checkpoint.reader import SavedCheckpoint
 from torchmn.checkpoint.snapshot import RANDOM, Stateful
 from torchmn.checkpoint.storage import FolderStorage
@@ -21,6 +22,8 @@ from torchmn.errors import DataError, UnsupportedError
 
 def export_dcp(checkpoint: str | Path, folder: str | Path) -> None:
     """Write a checkpoint's state of rank 0 in the format of DCP. Local: call it on one rank.
+
+    Tensors of which ranks have saved parts are written whole.
 
     ``checkpoint`` is one folder such as ``checkpoints/cifar/step-00000100``. DCP pickles everything
     but tensors. Only the user may read what is written, as it is with checkpoints. Raises
@@ -39,7 +42,14 @@ def export_dcp(checkpoint: str | Path, folder: str | Path) -> None:
     source = Path(checkpoint)
     storage = FolderStorage(source.parent)
     with SavedCheckpoint(storage, source.name, read_manifest(storage, source.name)) as saved:
-        state = {label: saved.state_of(0, label) for label in saved.labels(0) if label != RANDOM}
+        ranks = range(saved.manifest.world_size)
+        state = {
+            label: place_parts(
+                saved.state_of(0, label), nowhere, saved.states_of(ranks, label), label
+            )
+            for label in saved.labels(0)
+            if label != RANDOM
+        }
     try:
         make_private_folder(Path(folder))
         writer = FileSystemWriter(folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -16,7 +16,8 @@ from torchmn.checkpoint.snapshot import SavedRank
 from torchmn.checkpoint.storage import Reader, Storage, read_text
 from torchmn.communicators import object_codec
 from torchmn.communicators.checksums import digest
-from torchmn.errors import DataError
+from torchmn.communicators.local_tensors import PART
+from torchmn.errors import DataError, UsageError
 
 _MAX_READERS = 64
 
@@ -50,6 +51,29 @@ class SavedCheckpoint:
         """The names of the objects that a rank has saved."""
         return list(self._rank(rank).objects)
 
+    def grid(self) -> dict[str, int]:
+        """The sizes of the axes of the grid that has saved it; empty without a grid."""
+        return self._rank(0).grid
+
+    def raise_if_ranks_differ(self, label: str, ranks: Sequence[int]) -> None:
+        """Raise UsageError if these old ranks held other tensors, beside parts of DTensors."""
+        held = [
+            {
+                name: self._checksum(file, name)
+                for name, file in self._places(rank, label)
+                if f"/{PART}" not in name
+            }
+            for rank in ranks
+        ]
+        for other in held[1:]:
+            if other != held[0]:
+                odd = sorted(n for n in {*other, *held[0]} if other.get(n) != held[0].get(n))
+                raise UsageError(
+                    f"{self.name} was saved by {len(ranks)} ranks for each model, of which each "
+                    f"had its own {', '.join(odd[:3])}: these are no parts of DTensors, so that "
+                    f"only a grid of axes {self.grid()} can load them, with another first axis."
+                )
+
     def optimizer_of(self, rank: int, label: str) -> str:
         """The class of an optimizer that a rank has saved; "" for something else."""
         return self._rank(rank).objects[label].optimizer
@@ -60,15 +84,9 @@ class SavedCheckpoint:
         ``shared`` holds tensors that several ranks have in common: they are read once, and the
         caller must not change them.
         """
-        saved = self._rank(rank)
-        if label not in saved.objects:
-            raise DataError(f"rank{rank:04d}.json has no object '{label}'")
+        places = self._places(rank, label)
+        body = self._rank(rank).objects[label].body
         try:
-            body = saved.objects[label].body
-            places = [
-                (name, f"rank{saved.where[name]:04d}.safetensors")
-                for name in saved.objects[label].parts
-            ]
             kinds = list(object_codec.kinds_of(body))
         except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
             raise DataError(f"rank{rank:04d}.json does not describe a state: {error}") from error
@@ -84,6 +102,11 @@ class SavedCheckpoint:
                 shared[key] = memory
             tensors.append(_shaped(memory, kind, name))
         return object_codec.build(body, tensors)
+
+    def states_of(self, ranks: Iterable[int], label: str) -> Iterator[Any]:
+        """`state_of` of some ranks, each read when it is asked for."""
+        for rank in ranks:
+            yield self.state_of(rank, label)
 
     def _rank(self, rank: int) -> SavedRank:
         if rank not in self._ranks:
@@ -105,20 +128,34 @@ class SavedCheckpoint:
                 raise DataError(f"{name} does not describe a state: {text}") from error
         return self._ranks[rank]
 
-    def _read(self, file: str, name: str) -> Tensor:
+    def _places(self, rank: int, label: str) -> list[tuple[str, str]]:
+        """The tensors of an object by name, in its order, and the file that holds each."""
+        saved = self._rank(rank)
+        if label not in saved.objects:
+            raise DataError(f"rank{rank:04d}.json has no object '{label}'")
+        names = saved.objects[label].parts
+        if missing := [name for name in names if name not in saved.where]:
+            raise DataError(f"rank{rank:04d}.json does not say which rank saved '{missing[0]}'")
+        return [(name, f"rank{saved.where[name]:04d}.safetensors") for name in names]
+
+    def _checksum(self, file: str, name: str) -> str:
         entry = self.manifest.files.get(file)
         if entry is None or name not in entry.tensors:
             raise DataError(f"manifest.json lists no '{name}' in {file}")
+        return entry.tensors[name]
+
+    def _read(self, file: str, name: str) -> Tensor:
+        checksum = self._checksum(file, name)
         if file not in self._readers:
             if len(self._readers) >= _MAX_READERS:
                 self._readers.pop(next(iter(self._readers))).close()
             reader = self._open(file)
             try:
-                self._readers[file] = ShardReader(reader, file, entry.checksum)
+                self._readers[file] = ShardReader(reader, file, self.manifest.files[file].checksum)
             except DataError:
                 reader.close()
                 raise
-        return self._readers[file].read(name, entry.tensors[name])
+        return self._readers[file].read(name, checksum)
 
     def _open(self, file: str) -> Reader:
         reader = self._storage.open(self.name, file)

@@ -10,20 +10,30 @@ from torch.optim import Optimizer
 
 from torchmn.checkpoint import rng_state
 from torchmn.checkpoint.manifest import Manifest
+from torchmn.checkpoint.parts import place_parts, targets_of
 from torchmn.checkpoint.reader import SavedCheckpoint
 from torchmn.checkpoint.snapshot import RANDOM, Stateful
-from torchmn.communicators import Communicator
+from torchmn.communicators import Communicator, Grid
+from torchmn.communicators.grid import num_model_parts
 from torchmn.errors import UsageError
-from torchmn.resharding import Resharding, raise_if_other_optimizer, warnings_of
+from torchmn.resharding import (
+    Resharding,
+    for_other_split,
+    raise_if_other_optimizer,
+    warnings_of,
+)
 
 
 class RestoreOperation:
     """Resuming from one checkpoint: everything is read and checked, and then loaded. Local."""
 
-    def __init__(self, comm: Communicator, manifest: Manifest) -> None:
+    def __init__(self, comm: Communicator, manifest: Manifest, grid: Grid | None = None) -> None:
         self._comm = comm
         self._manifest = manifest
-        self._is_same_size = manifest.world_size == comm.size
+        self._num_parts = 1 if grid is None else num_model_parts(grid.sizes)
+        self._replicas = comm if grid is None else grid.replicas
+        """The ranks that hold the same part of the model as this one."""
+        self._is_same_size = True
         self._states: dict[str, Any] = {}
         self._old_states: dict[str, list[Any]] = {}
         self._random: Any = None
@@ -32,7 +42,12 @@ class RestoreOperation:
     def read(self, saved: SavedCheckpoint, state: Mapping[str, Stateful]) -> None:
         """Read what these objects need. Raises DataError: damaged; UsageError: other objects."""
         comm, num_old = self._comm, self._manifest.world_size
-        source = comm.rank if self._is_same_size else 0
+        num_old_parts = num_model_parts(saved.grid())
+        is_same_split = num_old_parts == self._num_parts
+        self._is_same_size = num_old == comm.size and is_same_split
+        part = comm.rank % num_old_parts if is_same_split else 0
+        old_replicas = range(part, num_old, num_old_parts)
+        source = comm.rank if self._is_same_size else part
         labels = saved.labels(source)
         if missing := [label for label in state if label not in labels]:
             raise UsageError(
@@ -42,12 +57,21 @@ class RestoreOperation:
         self._unread = [label for label in labels if label not in state and label != RANDOM]
         shared: dict[str, Tensor] = {}
         for label, obj in state.items():
-            if not self._is_same_size and isinstance(obj, Resharding):
+            if is_same_split and not self._is_same_size and isinstance(obj, Resharding):
                 self._old_states[label] = [
-                    saved.state_of(rank, label, shared) for rank in range(num_old)
+                    saved.state_of(rank, label, shared) for rank in old_replicas
                 ]
             else:
-                self._states[label] = saved.state_of(source, label)
+                if not is_same_split:
+                    saved.raise_if_ranks_differ(label, range(num_old_parts))
+                self._states[label] = place_parts(
+                    saved.state_of(source, label),
+                    targets_of(obj),
+                    saved.states_of(range(num_old), label),
+                    label,
+                )
+                if not is_same_split:
+                    self._states[label] = for_other_split(self._states[label], label)
             if isinstance(obj, Optimizer):
                 theirs = self._old_states.get(label, [self._states.get(label)])[0]
                 raise_if_other_optimizer(obj, theirs, saved.optimizer_of(source, label))
@@ -64,7 +88,9 @@ class RestoreOperation:
         try:
             for label, obj in sorted(state.items(), key=lambda item: item[0] in self._old_states):
                 if isinstance(obj, Resharding) and label in self._old_states:
-                    theirs = obj.reshard_state_dict(self._old_states.pop(label), comm)
+                    old = self._old_states.pop(label)
+                    theirs = obj.reshard_state_dict(old, self._replicas)
+                    theirs = place_parts(theirs, targets_of(obj), (), label)
                 else:
                     theirs = self._states.pop(label)
                 obj.load_state_dict(theirs)

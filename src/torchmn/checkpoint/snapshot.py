@@ -7,7 +7,7 @@ would cost more than the copy itself. Tensors of a GPU are copied into pinned me
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchmn.communicators import object_codec
+from torchmn.communicators.local_tensors import is_distributed, local_part
 from torchmn.communicators.object_codec import Part
 from torchmn.errors import UsageError
 
@@ -57,6 +58,8 @@ class SavedRank:
 
     objects: dict[str, SavedObject]
     where: dict[str, int]
+    grid: dict[str, int] = field(default_factory=dict)
+    """The sizes of the grid's axes; empty without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +83,17 @@ class CopyMemory:
         self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def copy(
-        self, state: Mapping[str, Stateful], random_state: object, *, with_replicated: bool = False
+        self,
+        state: Mapping[str, Stateful],
+        random_state: object,
+        *,
+        with_replicated: bool = False,
+        compares_parts: bool = False,
     ) -> Copy:
         """Copy the state of these objects. It is valid until the next call.
 
-        ``with_replicated``: record which tensors objects report as replicated.
+        ``with_replicated``: record which tensors objects report as replicated; with
+        ``compares_parts`` also those of which this rank has a part.
 
         Raises UsageError: one has no ``state_dict``; UnsupportedError: see `object_codec.describe`.
         """
@@ -103,11 +112,11 @@ class CopyMemory:
             for label, (body, parts) in described.items()
         }
         replicated = {
-            tensor.data_ptr()
+            local_part(tensor).data_ptr()
             for obj in state.values()
             if with_replicated and isinstance(obj, HasReplicatedTensors)
             for tensor in obj.replicated_tensors()
-            if tensor.numel()
+            if local_part(tensor).numel() and (compares_parts or not is_distributed(tensor))
         }
         return Copy(
             objects=listed,

@@ -13,7 +13,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -34,6 +34,7 @@ from torchmn.checkpoint.shard_file import TensorEntry, header_of, in_file_order
 from torchmn.checkpoint.snapshot import Copy, SavedRank
 from torchmn.checkpoint.storage import MANIFEST, Storage, read_text
 from torchmn.communicators.checksums import describe_differences, differences, digest
+from torchmn.communicators.grid import num_model_parts
 from torchmn.communicators.object_codec import as_bytes
 from torchmn.errors import DataError
 from torchmn.version import __version__
@@ -82,6 +83,8 @@ class Writer:
     keep: int
     best: Best | None
     rejects_difference: bool
+    grid: Mapping[str, int] = field(default_factory=dict)
+    """The sizes of the grid's axes: only ranks of the first axis hold the same."""
     announce: Callable[[int], None] = lambda _: None
     bad: set[str] = field(default_factory=set)
 
@@ -98,7 +101,7 @@ class Writer:
             problems = [f"the ranks save different steps: {[each['step'] for each in gathered]}"]
         if problems or request.copy is None:
             return self._failed(request, problems)
-        disagreement = _disagreement(gathered, request.step)
+        disagreement = _disagreement(gathered, request.step, num_model_parts(self.grid))
         if disagreement and self.rejects_difference:
             return Outcome(step=request.step, disagreement=disagreement)
         catalogues = [[_entry(row) for row in each["tensors"]] for each in gathered]
@@ -155,7 +158,7 @@ class Writer:
     ) -> dict[str, Any]:
         """Write this rank's files; return its report for round 2."""
         stem = f"rank{self.rank:04d}"
-        described = SavedRank(objects=copy.objects, where=dict(owned))
+        described = SavedRank(objects=copy.objects, where=dict(owned), grid=dict(self.grid))
         text = json.dumps(asdict(described), separators=(",", ":")).encode()
         files = {f"{stem}.json": FileEntry(nbytes=len(text), checksum=digest(text))}
         own = in_file_order([entry for entry in catalogue if owned[entry.name] == self.rank])
@@ -306,12 +309,21 @@ def _entry(row: Sequence[Any]) -> TensorEntry:
     return TensorEntry(name=name, dtype=dtype, shape=tuple(shape), checksum=checksum, nbytes=nbytes)
 
 
-def _disagreement(gathered: Sequence[Mapping[str, Any]], step: int) -> str | None:
-    """How replicated tensors differ between ranks, or None."""
-    common = set(gathered[0]["replicated"]).intersection(
-        *(each["replicated"] for each in gathered[1:])
-    )
-    found = differences(
-        [{row[0]: row[3] for row in each["tensors"] if row[0] in common} for each in gathered]
-    )
+def _disagreement(gathered: Sequence[Mapping[str, Any]], step: int, num_parts: int) -> str | None:
+    """How replicated tensors differ between ranks that hold the same part of a model, or None."""
+    found = []
+    for first in range(num_parts):
+        replicas = gathered[first::num_parts]
+        common = set(replicas[0]["replicated"]).intersection(
+            *(each["replicated"] for each in replicas[1:])
+        )
+        found += [
+            replace(
+                each,
+                groups=tuple(tuple(first + rank * num_parts for rank in g) for g in each.groups),
+            )
+            for each in differences(
+                [{r[0]: r[3] for r in each["tensors"] if r[0] in common} for each in replicas]
+            )
+        ]
     return describe_differences(found, step) if found else None

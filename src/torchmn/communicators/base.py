@@ -10,10 +10,13 @@ import socket
 import time
 import warnings
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchmn.communicators import object_codec
@@ -29,6 +32,7 @@ from torchmn.communicators.engine import Engine, Work
 from torchmn.communicators.flight_recorder import FlightRecorder
 from torchmn.communicators.group import Group
 from torchmn.communicators.point_to_point import PointToPoint
+from torchmn.communicators.process_groups import make_process_group, mesh_of_groups
 from torchmn.compression import Codec
 from torchmn.errors import UnsupportedError
 from torchmn.monitor import script_monitor
@@ -39,7 +43,17 @@ from torchmn.transports.base import TimeLimit, Transport
 from torchmn.transports.shared_memory import SharedMemoryTransport
 from torchmn.units import MiB
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 Granularity = Literal["parameter", "everything", "bucket"]
+
+
+@dataclass(slots=True)
+class _Steps:
+    """What a communicator and its parts count together."""
+
+    count: int | None = None
 
 
 class Communicator(Collectives, ABC):
@@ -97,8 +111,8 @@ class Communicator(Collectives, ABC):
         self.codec = codec
         self.reason = reason
         self.trust = trust
-        self.num_steps: int | None = None
-        """Steps of the optimizers made with it, by which data loading recognizes training steps."""
+        self._steps = _Steps()
+        self._process_group: dist.ProcessGroup | None = None
         self.flight_recorder = FlightRecorder(
             job_ranks=range(self.size) if job_ranks is None else job_ranks
         )
@@ -117,6 +131,8 @@ class Communicator(Collectives, ABC):
         )
         self._jobs = CollectiveJobs(self.world, trust, device)
         self._messages = PointToPoint(self.world, trust, device)
+        self._gradients = PointToPoint(self.world, trust, device, is_synchronous=True)
+        self._num_answered: Counter[int] = Counter()
         self._num_splits = 0
         self._default_algorithm = self.allreduce_algorithm(codec)
         self._subgroups: list[Group] = []
@@ -128,6 +144,18 @@ class Communicator(Collectives, ABC):
         self.check_placement()
         self._connect()
         recording.follow(self)
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps of the optimizers made with it, with what it was split from, or with other parts.
+
+        By these data loading recognizes training steps; None before there is an optimizer.
+        """
+        return self._steps.count
+
+    @num_steps.setter
+    def num_steps(self, count: int | None) -> None:
+        self._steps.count = count
 
     # ---- what a route defines ----
 
@@ -410,6 +438,15 @@ class Communicator(Collectives, ABC):
         self._shared_memory = transport
         return shared
 
+    def group_for_small_messages(self) -> Group:
+        """All ranks, over what is fastest for some KiB: shared memory on one node. *Collective.*"""
+        shared = self._shared_memory
+        if shared is not None and shared.size == self.size:
+            return self.world.with_transport(shared)
+        if self.inter_size > 1 or self.world.transport.has_fast_small_sums:
+            return self.world
+        return self._with_shared_memory(self.world)
+
     def _own_part_of(self, name: str, partition: Sequence[Sequence[int]]) -> Group:
         """The group of this rank in a partition of the ranks. For `_connect`."""
         parts = [self._part_of(name, ranks) for ranks in partition]
@@ -461,12 +498,33 @@ class Communicator(Collectives, ABC):
         self._num_splits += 1  # counted on all ranks
         return None
 
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """A process group of `torch.distributed` of the same ranks. *Collective* the first time.
+
+        gloo on CPUs, under MPI too; on GPUs NCCL beside it. The default world of torch.distributed
+        is made if the script has not made it. Raises UnsupportedError: ranks are threads, or their
+        order is not that of torch's default world.
+        """
+        if self._process_group is None:
+            self._process_group = make_process_group(self)
+        return self._process_group
+
+    def device_mesh(self, name: str = "model") -> DeviceMesh:
+        """A mesh of one axis over these ranks, as `fully_shard` takes. *Collective.*
+
+        `Grid.device_mesh` makes those of several axes. Raises as `process_group`.
+        """
+        return mesh_of_groups(
+            [self.process_group], [name], torch.empty(0, device="cpu"), self.device.type
+        )
+
     def _split_off(self, kind: str, ranks: Sequence[int]) -> Communicator:
         """A communicator of these ranks, which hold this one."""
         self._num_splits += 1
         name = f"{kind}{self._num_splits}"
         group = self.engine.call(lambda: self.world.split(name, ranks, f"{name}-{ranks[0]}"))
-        return type(self)(
+        part = type(self)(
             group.transport,
             self.topology.subset(ranks),
             device=self.device,
@@ -477,6 +535,8 @@ class Communicator(Collectives, ABC):
             first_timeout_s=self.first_timeout_s,
             job_ranks=[self.flight_recorder.job_ranks[rank] for rank in ranks],
         )
+        part._steps = self._steps
+        return part
 
     def add_resume_warning(self, text: str) -> None:
         """Of something that is not saved and differs on another number of ranks. Local."""
@@ -508,6 +568,20 @@ class Communicator(Collectives, ABC):
         for group in (*reversed(self._subgroups), self.world):
             group.transport.close()
         self._subgroups.clear()
+
+    def __copy__(self) -> Communicator:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Communicator:
+        """Copies of a model that holds a communicator share it."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedError(
+            f"{self.rank_label}: a communicator is connections of this process and cannot be "
+            "pickled. Save state_dict() of the object that holds it; to load it, make the object "
+            "again with a communicator."
+        )
 
     def __repr__(self) -> str:
         transport = self.world.transport.name

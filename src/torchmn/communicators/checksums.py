@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from torchmn.communicators.local_tensors import local_part
 from torchmn.communicators.object_codec import as_bytes
 
 _MAX_NAMED = 5
@@ -34,10 +35,14 @@ class Difference:
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
-    """CRC-32 of the bits of some tensors: fast, for comparing replicas. Local."""
+    """CRC-32 of the bits of some tensors: fast, for comparing replicas. Local.
+
+    Of a DTensor those of this rank's part.
+    """
     total = 0
     for tensor in tensors:
-        total = zlib.crc32(as_bytes(tensor.detach().cpu().contiguous()).numpy().data, total)
+        own = local_part(tensor).detach().cpu().contiguous()
+        total = zlib.crc32(as_bytes(own).numpy().data, total)
     return total
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torchmn.communicators import object_codec
 from torchmn.communicators.collective_checks import INLINE_BYTES, Call, CallCheck
 from torchmn.communicators.group import Group
+from torchmn.communicators.local_tensors import local_part, placement_of
 from torchmn.communicators.object_exchange import ObjectExchange
 from torchmn.communicators.reductions import Reduction, dense, dense_parts, described
 from torchmn.errors import UsageError
@@ -185,8 +186,14 @@ class CollectiveJobs:
     @_rejecting
     def bcast_data(self, model: nn.Module) -> Job[None]:
         named = dict([*model.named_parameters(), *model.named_buffers()])
-        tensors = {n: dense(f"bcast_data of '{n}'", tensor) for n, tensor in named.items()}
-        call = Call("bcast_data", _described(tensors))
+        tensors = {
+            n: dense(f"bcast_data of '{n}'", local_part(tensor)) for n, tensor in named.items()
+        }
+        placements = [placement_of(tensor) for tensor in named.values()]
+        call = Call(
+            "bcast_data",
+            [f"{d}{p}" for d, p in zip(_described(tensors), placements, strict=True)],
+        )
 
         def job() -> None:
             self.check.compare(call)
@@ -208,7 +215,7 @@ class CollectiveJobs:
                 if not zero_fill or not parameter.requires_grad:
                     continue
                 parameter.grad = torch.zeros_like(parameter)
-            grads[name] = dense(f"multi_node_mean_grad of '{name}'", parameter.grad)
+            grads[name] = dense(f"multi_node_mean_grad of '{name}'", local_part(parameter.grad))
         call = Call("multi_node_mean_grad", _described(grads))
 
         def job() -> dict[str, Tensor]:

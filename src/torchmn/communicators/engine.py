@@ -41,6 +41,10 @@ class Work(Generic[Result]):
         """Whether the exchange has ended."""
         return self._done.is_set()
 
+    def is_done_within(self, seconds: float) -> bool:
+        """Whether the exchange has ended, waiting for it so long."""
+        return self._done.wait(seconds)
+
     def wait(self) -> Result:
         """Block until done; on CUDA the caller's stream waits, not the host."""
         if not self._done.is_set():

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from torchmn.communicators.local_tensors import describe_part, is_distributed
 from torchmn.errors import CommunicationError, DataError, UnsupportedError
 
 
@@ -69,8 +70,9 @@ def pack(obj: object, trust: Trust, *, note: str = "") -> Message:
 def describe(obj: object, root: str = "state") -> tuple[Any, list[Part]]:
     """A JSON value for an object, and the tensors in it, in order; never a pickle. Local.
 
-    The tensors share the object's memory and have any strides. Raises UnsupportedError: something
-    in it is not a plain value; the message names its place, such as ``state['scheduler'][0]``.
+    The tensors share the object's memory and have any strides. What stands for a DTensor is this
+    rank's part, see `describe_part`. Raises UnsupportedError: something in it is not a plain value;
+    the message names its place, such as ``state['scheduler'][0]``.
     """
     parts: list[Part] = []
     try:
@@ -165,6 +167,8 @@ def _describe(obj: Any, parts: list[Part], trust: Trust | None, path: Path) -> A
             for k, v in obj.items()
         ]
         return [type(obj).__name__, pairs]
+    if trust is None and is_distributed(obj):
+        return _describe(describe_part(obj), parts, trust, path)
     if isinstance(obj, Tensor) and _is_dense(obj) and (trust or type(obj) in _TENSORS):
         parts.append(Part(path, obj.detach().resolve_conj().resolve_neg()))
         return ["tensor", str(obj.dtype).removeprefix("torch."), list(obj.shape), obj.is_cuda]

@@ -20,6 +20,7 @@ from torchmn.communicators.engine import mark_as_rejection
 from torchmn.communicators.group import Group
 from torchmn.communicators.object_exchange import exchange_tensors
 from torchmn.errors import CommunicationError, RankMismatchError, UsageError
+from torchmn.transports.base import SYNCHRONOUS_TAG
 
 ANY_SOURCE = -1
 """As ``source`` of `recv` and `recv_obj`: the rank whose message arrives first."""
@@ -31,8 +32,7 @@ _HEAD = struct.Struct("<qBq")  # tag, state, bytes of the description
 _INLINE_BYTES = ENVELOPE_BYTES - _HEAD.size
 _PLAIN, _INLINE = range(2)
 _REJECTED = "rejected"
-_ENVELOPE_TAG = 64  # of the transport; collectives use 0
-_BODY_TAG = 65
+_ENVELOPE_TAG = SYNCHRONOUS_TAG - 2  # of the transport; bodies the next one, collectives 0
 
 
 class HasStatus(Protocol):
@@ -65,13 +65,27 @@ class _Received:
 
 
 class PointToPoint:
-    """Point-to-point messages of one rank. Its methods run inside engine jobs."""
+    """Point-to-point messages of one rank. Its methods run inside engine jobs.
 
-    def __init__(self, group: Group, trust: object_codec.Trust, device: torch.device) -> None:
+    ``is_synchronous=True``: a channel of its own, whose messages are sent only when their receiver
+    is in `receive`, for any message.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        trust: object_codec.Trust,
+        device: torch.device,
+        *,
+        is_synchronous: bool = False,
+    ) -> None:
         self._group = group
         self._trust = trust
         self._device = device
         self._unexpected: list[_Received] = []
+        self._is_synchronous = is_synchronous
+        self._envelope_tag = SYNCHRONOUS_TAG if is_synchronous else _ENVELOPE_TAG
+        self._body_tag = self._envelope_tag + 1
 
     def send(self, obj: object, dest: int, tag: int) -> None:
         """Send an object. Called by the sender.
@@ -91,9 +105,9 @@ class PointToPoint:
         if is_inline:
             envelope[_HEAD.size : _HEAD.size + len(message.head)] = message.head
         row = torch.frombuffer(envelope, dtype=torch.uint8)
-        exchange_tensors(self._group, "send", {dest: [row]}, {}, _ENVELOPE_TAG)
+        exchange_tensors(self._group, "send", {dest: [row]}, {}, self._envelope_tag)
         head = [] if is_inline else [torch.frombuffer(bytearray(message.head), dtype=torch.uint8)]
-        exchange_tensors(self._group, "send", {dest: [*head, *message.buffers]}, {}, _BODY_TAG)
+        exchange_tensors(self._group, "send", {dest: [*head, *message.buffers]}, {}, self._body_tag)
         if rejection is not None:
             raise rejection
 
@@ -102,37 +116,45 @@ class PointToPoint:
 
         Raises RankMismatchError: its sender could not send the object.
         """
+        accepts_all = self._is_synchronous and self._group.size > 2
         while True:
             for message in self._unexpected:
                 if source in (message.source, ANY_SOURCE) and tag in (message.tag, ANY_TAG):
                     self._unexpected.remove(message)
                     return self._opened(message), Status(message.source, message.tag)
             try:
-                self._accept(source)
+                self._accept(ANY_SOURCE if accepts_all else source)
             except CommunicationError as error:
                 if not self._unexpected:
                     raise
                 unread = ", ".join(f"rank {it.source} tag {it.tag}" for it in self._unexpected[:8])
                 raise type(error)(f"{error} Messages that were not requested: {unread}.") from error
 
+    def unread(self) -> list[tuple[int, int, Any]]:
+        """Source, tag and object of messages that have arrived and were not requested."""
+        return [
+            (it.source, it.tag, object_codec.unpack(it.body, it.tensors, self._trust))
+            for it in self._unexpected
+        ]
+
     def _accept(self, source: int) -> None:
         """Receive the next message of ``source``, of any tag."""
         row = torch.empty(ENVELOPE_BYTES, dtype=torch.uint8, device="cpu")
         if source == ANY_SOURCE:
-            source = self._group.receive_any(row, name="recv", tag=_ENVELOPE_TAG)
+            source = self._group.receive_any(row, name="recv", tag=self._envelope_tag)
         else:
-            exchange_tensors(self._group, "recv", {}, {source: [row]}, _ENVELOPE_TAG)
+            exchange_tensors(self._group, "recv", {}, {source: [row]}, self._envelope_tag)
         envelope = row.numpy().tobytes()
         tag, state, nbytes = _HEAD.unpack_from(envelope)
         if state == _INLINE:
             head = envelope[_HEAD.size : _HEAD.size + nbytes]
         else:
             described = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-            exchange_tensors(self._group, "recv", {}, {source: [described]}, _BODY_TAG)
+            exchange_tensors(self._group, "recv", {}, {source: [described]}, self._body_tag)
             head = described.numpy().tobytes()
         note, body, tensors = object_codec.unpack_head(head, self._device)
         buffers = [object_codec.as_bytes(tensor) for tensor in tensors]
-        exchange_tensors(self._group, "recv", {}, {source: buffers}, _BODY_TAG)
+        exchange_tensors(self._group, "recv", {}, {source: buffers}, self._body_tag)
         self._unexpected.append(_Received(source, tag, note, body, tensors))
 
     def _opened(self, message: _Received) -> Any:

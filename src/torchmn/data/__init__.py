@@ -2,17 +2,27 @@
 
 from torchmn.data.empty_dataset import EmptyDataset, create_empty_dataset
 from torchmn.data.global_sampler import EmptyBatchCollate, GlobalSampler
+from torchmn.data.multi_node_iterator import (
+    MultiNodeIterator,
+    MultiNodeLoader,
+    create_multi_node_iterator,
+)
 from torchmn.data.scatter import scatter_dataset, scatter_index, shard_bounds
 from torchmn.data.serial_iterator import SerialIterator
 from torchmn.data.sub_dataset import SubDataset, split_dataset, split_dataset_n_random
+from torchmn.data.synchronized_iterator import create_synchronized_iterator
 
 __all__ = [
     "EmptyBatchCollate",
     "EmptyDataset",
     "GlobalSampler",
+    "MultiNodeIterator",
+    "MultiNodeLoader",
     "SerialIterator",
     "SubDataset",
     "create_empty_dataset",
+    "create_multi_node_iterator",
+    "create_synchronized_iterator",
     "scatter_dataset",
     "scatter_index",
     "shard_bounds",

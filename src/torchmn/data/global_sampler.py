@@ -143,7 +143,26 @@ class GlobalSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Steps in a full epoch; a pass that resumes in the middle of one makes fewer."""
-        return self._num_batches(0)
+        return self._num_batches(SamplerState(epoch=self.epoch, position=0))
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples that loops have received since the beginning, over all ranks and epochs."""
+        state = self.state_dict()
+        return state["epoch"] * self.dataset_length + state["position"]
+
+    @property
+    def batches_left(self) -> int:
+        """Global batches from the current position to the end of the epoch."""
+        return self._num_batches(self.state_dict())
+
+    @property
+    def received_batch(self) -> int:
+        """Samples over all ranks of the batch that the loop has received last; 0 before one."""
+        num = 0 if self._pass is None else self._pass.num_handed_out
+        if num == 0:
+            return 0
+        return self._end_of(self._start, num) - self._end_of(self._start, num - 1)
 
     def __iter__(self) -> Iterator[list[int]]:
         loader = iterating_loader(self, sys._getframe(1))
@@ -156,13 +175,14 @@ class GlobalSampler(Sampler[list[int]]):
     def _parts(self, state: SamplerState) -> Iterator[list[int]]:
         """This rank's parts from a state to the end of its epoch."""
         order, position = self.order(state["epoch"]), state["position"]
-        for _ in range(self._num_batches(position)):
-            batch = order[position : position + self.global_batch]
-            position += len(batch)
-            if self.pad_last and len(batch) < self.size:
-                batch = np.resize(batch, self.size)  # repeats from its first sample
-            begin, end = self._share(len(batch))
-            yield [int(index) for index in batch[begin:end]]
+        for num_batches, size in self._segments(state):
+            for _ in range(num_batches):
+                batch = order[position : position + size]
+                position += len(batch)
+                if self.pad_last and len(batch) < self.size:
+                    batch = np.resize(batch, self.size)  # repeats from its first sample
+                begin, end = self._share(len(batch))
+                yield [int(index) for index in batch[begin:end]]
         if self.dataset_length == 0:
             self._start, self._pass = SamplerState(epoch=state["epoch"] + 1, position=0), None
 
@@ -193,19 +213,15 @@ class GlobalSampler(Sampler[list[int]]):
 
         Raises UsageError: the pass has fewer batches.
         """
-        num_all = self._num_batches(self._start["position"])
+        num_all = self._num_batches(self._start)
         if not 0 <= num_batches <= num_all:
             raise UsageError(
                 f"state_after({num_batches}): the pass that began at sample "
                 f"{self._start['position']} of epoch {self._start['epoch']} has {num_all} batches. "
                 "Count the batches since the loop over the DataLoader began."
             )
-        samples = min(
-            num_batches * self.global_batch, self.dataset_length - self._start["position"]
-        )
-        return self._normalised(
-            SamplerState(epoch=self._start["epoch"], position=self._start["position"] + samples)
-        )
+        end = self._end_of(self._start, num_batches)
+        return self._normalised(SamplerState(epoch=self._start["epoch"], position=end))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state, also of another number of ranks or another global batch.
@@ -231,21 +247,46 @@ class GlobalSampler(Sampler[list[int]]):
         if self._pass is None:
             return self._normalised(self._start)
         num = self._pass.num_handed_out
-        has_ended = self._pass.is_exhausted and num == self._num_batches(self._start["position"])
+        has_ended = self._pass.is_exhausted and num == self._num_batches(self._start)
         if is_left and not has_ended and self._pass.was_peek:
             num = 0
         return self.state_after(num)
 
-    def _num_batches(self, position: int) -> int:
-        """Global batches from a position to the end of its epoch."""
-        left = self.dataset_length - position
-        return left // self.global_batch if self.drop_last else -(-left // self.global_batch)
+    def _size_at(self, state: SamplerState) -> tuple[int, int]:
+        """The size of the global batch that begins here, and the position up to which it holds."""
+        return self.global_batch, self.dataset_length
+
+    def _segments(self, state: SamplerState) -> Iterator[tuple[int, int]]:
+        """How many global batches of which size are left in the epoch; the last may be short."""
+        epoch, position = state["epoch"], state["position"]
+        while position < self.dataset_length:
+            size, until = self._size_at(SamplerState(epoch=epoch, position=position))
+            num = -(-(until - position) // size)
+            if self.drop_last:
+                num = min(num, (self.dataset_length - position) // size)
+            if num == 0:
+                return
+            yield num, size
+            position += num * size
+
+    def _num_batches(self, state: SamplerState) -> int:
+        """Global batches from a state to the end of its epoch."""
+        return sum(num for num, _ in self._segments(state))
+
+    def _end_of(self, state: SamplerState, num_batches: int) -> int:
+        """The position after a number of global batches of the epoch."""
+        position = state["position"]
+        for num, size in self._segments(state):
+            position += min(num, num_batches) * size
+            num_batches -= min(num, num_batches)
+        return min(position, self.dataset_length)
 
     def _raise_if_no_batch_can_be_made(
         self, state: SamplerState, loader: _BaseDataLoaderIter | None
     ) -> None:
         """Raise on all ranks, before the first batch, if a rank would get a batch of no samples."""
-        last = (self.dataset_length - state["position"]) % self.global_batch
+        num = self._num_batches(state)
+        last = self._end_of(state, num) - self._end_of(state, num - 1) if num else 0
         is_short = 0 < last < self.size and not (self.drop_last or self.pad_last)
         if is_short and loader is not None and loader._collate_fn is default_collate:
             raise UsageError(
@@ -260,7 +301,7 @@ class GlobalSampler(Sampler[list[int]]):
 
     def _normalised(self, state: SamplerState) -> SamplerState:
         """The end of an epoch is the beginning of the next, except where epochs are empty."""
-        if self.dataset_length and self._num_batches(state["position"]) == 0:
+        if self.dataset_length and self._num_batches(state) == 0:
             return SamplerState(epoch=state["epoch"] + 1, position=0)
         return SamplerState(epoch=state["epoch"], position=state["position"])
 

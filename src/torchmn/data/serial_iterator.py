@@ -83,8 +83,9 @@ class SerialIterator(Generic[Batch]):
         self._seed = draw_seed() if seed is None else seed
         self.reset()
 
-    def reset(self) -> None:
-        """Go back to the beginning of epoch 0."""
+    def reset(self, seed: int | None = None) -> None:
+        """Go back to the beginning of epoch 0, with another seed if one is given."""
+        self._seed = self._seed if seed is None else seed
         self.epoch = 0
         self.current_position = 0
         self.is_new_epoch = False

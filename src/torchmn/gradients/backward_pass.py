@@ -63,22 +63,40 @@ class BackwardPass:
 
 
 class AtEnd:
-    """What autograd calls at the end of a backward pass, and holds only until then."""
+    """What autograd calls at the end of a backward pass, and holds only until then.
 
-    def __init__(self, method: Callable[[], None]) -> None:
+    ``is_last``: after what others have asked it to call, as `fully_shard` does to reduce what is
+    left.
+    """
+
+    def __init__(self, method: Callable[[], None], *, is_last: bool = False) -> None:
         self._method = method
+        self._is_last = is_last
 
     @not_compiled
     def __call__(self) -> None:
         """The pass has reached its end."""
+        if self._is_last:
+            self._is_last = False
+            torch.autograd.Variable._execution_engine.queue_callback(self)
+            return
         self._method()
 
 
 def _runs_inside_another() -> bool:
-    """Whether this backward pass was begun by a function of another one, as checkpoints do."""
+    """Whether this backward pass was begun by a function of another one, as checkpoints do.
+
+    A function's own hooks run inside of its pass: `fully_shard` calls those of its parameters.
+    """
     frame = sys._getframe(1)
+    is_begun_here = False
     while frame is not None:
-        if frame.f_code is torch.autograd.function.BackwardCFunction.apply.__code__:
+        if frame.f_code is torch.autograd.graph._engine_run_backward.__code__:
+            is_begun_here = True
+        elif (
+            is_begun_here
+            and frame.f_code is torch.autograd.function.BackwardCFunction.apply.__code__
+        ):
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from torchmn.gradients.buckets import NamedParameter
+from torchmn.gradients.local_shards import LocalShards, whole_of
+from torchmn.gradients.model_mesh import ModelMesh
 
 
 class ExchangedParameters:
@@ -26,16 +28,27 @@ class ExchangedParameters:
         find_sparse: Callable[[], Collection[nn.Parameter]] = tuple,
         find_untrained: Callable[[], Sequence[NamedParameter]] = tuple,
     ) -> None:
-        self.trained = trained
+        self._shards = LocalShards()
+        self._trained = trained
         self.untrained: Sequence[NamedParameter] = ()
         """Parameters of the model that no optimizer trains, since the first exchange."""
         self.sparse: list[NamedParameter] = []
         """Of those laid out, the ones that are in no bucket."""
         self._find_sparse = find_sparse
         self._find_untrained: Callable[[], Sequence[NamedParameter]] | None = find_untrained
+        self.mesh = ModelMesh([])
+        """The ranks that hold the model among them: this one, unless parameters are sharded."""
         self._known: list[nn.Parameter] = []
         self._facts: list[tuple[object, ...]] = []
         self._addresses: list[tuple[bool, int]] = []
+
+    def trained(self) -> list[NamedParameter]:
+        """Those of the optimizer by name, in order; see `LocalShard` for those that are sharded."""
+        return self._shards.named(self._trained())
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """What stands for a parameter of the model here."""
+        return self._shards.of(parameter)
 
     @property
     def differentiable(self) -> list[nn.Parameter]:
@@ -47,7 +60,8 @@ class ExchangedParameters:
 
         ``with_gradients`` are exchanged even if they are frozen.
         """
-        trained = list(self.trained())
+        self._shards.follow()
+        trained = self.trained()
         held = {parameter for _, parameter in trained}
         known = trained + [(n, p) for n, p in self.untrained if p not in held]
         self._known = [p for _, p in known]
@@ -56,7 +70,21 @@ class ExchangedParameters:
         trainable = [(n, p) for n, p in known if p.requires_grad or p in with_gradients]
         sparse = set(self._find_sparse())
         self.sparse = [(n, p) for n, p in trainable if p in sparse]
+        self.mesh = ModelMesh(whole_of(p) for p in self._known)
         return [(n, p) for n, p in trainable if p not in sparse]
+
+    @property
+    def are_sharded(self) -> bool:
+        """Whether some are DTensors, of which each rank holds a part."""
+        return self._shards.exist
+
+    @property
+    def can_be_compared_in_backward(self) -> bool:
+        """Whether `have_changed` may be called inside of a backward pass.
+
+        `fully_shard` has other parameters in the model's place there, so none is looked for.
+        """
+        return self._find_untrained is None or not self.are_sharded
 
     def have_changed(self) -> bool:
         """Whether parameters are not as they were when they were laid out.
@@ -65,11 +93,13 @@ class ExchangedParameters:
         place, at any time. What has the same address as before is not looked at again.
         """
         if self._find_untrained is not None:
-            self.untrained, self._find_untrained = list(self._find_untrained()), None
+            self.untrained = self._shards.named(self._find_untrained())
+            self._find_untrained = None
             for _, parameter in self.untrained:  # as if they had been frozen until now
                 self._known.append(parameter)
                 self._facts.append((False, *_layout_facts(parameter)[1:]))
                 self._addresses.append((False, 0))
+        self._shards.follow()
         addresses = [(p.requires_grad, p.data_ptr()) for p in self._known]
         if addresses == self._addresses:
             return False
@@ -80,7 +110,7 @@ class ExchangedParameters:
 
     def release(self, parameters: Collection[nn.Parameter]) -> bool:
         """Forget untrained parameters that another optimizer trains; whether there were any."""
-        kept = [(n, p) for n, p in self.untrained if p not in parameters]
+        kept = [(n, p) for n, p in self.untrained if whole_of(p) not in parameters]
         is_changed, self.untrained = len(kept) < len(self.untrained), kept
         return is_changed
 

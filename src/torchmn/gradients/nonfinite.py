@@ -14,6 +14,8 @@ class NonfiniteGradients:
     """The parameters by the rank whose gradient it was; empty if only the sum overflowed."""
     in_sum: list[str] = field(default_factory=list)
     what: str = "gradients"
+    is_elsewhere: bool = False
+    """Whether all of them belong to parts of the model that other ranks hold."""
 
     def __str__(self) -> str:
         ranks = "; ".join(
@@ -21,6 +23,9 @@ class NonfiniteGradients:
             + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             for rank, names in self.by_rank.items()
         )
+        if self.is_elsewhere:
+            held = f"{self.what} of a part of the model that another rank holds"
+            return f"at step {self.step} {held} were not finite"
         return f"at step {self.step} {self.what} were not finite ({ranks or 'in the sum only'})"
 
 

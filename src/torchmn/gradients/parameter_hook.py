@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from typing import cast
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from torchmn.compiling import not_compiled
+from torchmn.gradients.local_shards import whole_of
 
 
 class GradientHook:
@@ -40,8 +42,10 @@ def watch_gradient(parameter: nn.Parameter, method: Callable[[Tensor], None]) ->
     """Call the bound ``method`` whenever the gradient of ``parameter`` is final. Local.
 
     For a parameter that is frozen this begins once it is not. Something must keep the method's
-    owner alive, as a model does that has a hook of it, see `ModelHooks`.
+    owner alive, as a model does that has a hook of it, see `ModelHooks`. The method gets the
+    parameter of the model, also for a `LocalShard`.
     """
+    parameter = cast(nn.Parameter, whole_of(parameter))
     is_trainable = parameter.requires_grad
     parameter.requires_grad_(True)
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(GradientHook(method))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from torchmn.communicators import Communicator
+from torchmn.communicators.local_tensors import division_of
 from torchmn.compression import Codec
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.gradients.backward_pass import AtEnd, BackwardPass
@@ -29,6 +30,7 @@ from torchmn.gradients.codec_state import codec_state, load_codec_state
 from torchmn.gradients.exchanged_parameters import ExchangedParameters
 from torchmn.gradients.footer import GIVEN_UP, NUM_FOOTER, OTHER_LAYOUT
 from torchmn.gradients.gradient_memory import GradientMemory
+from torchmn.gradients.mean_assignment import assign_means, assign_sparse_means
 from torchmn.gradients.nonfinite import NonfiniteGradients, NonfiniteLog
 from torchmn.gradients.parameter_hook import has_later_hook, watch_gradient
 from torchmn.gradients.sparse_gradients import mean_sparse_gradients
@@ -115,6 +117,7 @@ class GradientReducer:
         self.is_suspended = num_sets == 0
         """Whether nothing is exchanged: gradients stay this rank's own."""
         self.is_active = True
+        self._has_warned_uneven = False
         self.num_passes = 0
         """Exchanges with data of this rank since `restart_counts`."""
         self.passes_weight = 0.0
@@ -282,8 +285,13 @@ class GradientReducer:
 
     @property
     def is_needed(self) -> bool:
-        """Whether there is anything to do: one rank alone has its means already."""
-        return not self.is_suspended and (self.comm.size > 1 or self._num_sets > 1)
+        """Whether there is anything to do: one rank alone has its means already.
+
+        But it must know what is not finite in other parts of a parallel layer.
+        """
+        return not self.is_suspended and (
+            self.comm.size > 1 or self._num_sets > 1 or self.parameters.mesh.has_parallel_layers
+        )
 
     @property
     def bucket_bytes(self) -> int:
@@ -333,7 +341,8 @@ class GradientReducer:
         finally:
             recorder.leave(before)
 
-    def _take_gradient(self, parameter: Tensor) -> None:
+    def _take_gradient(self, whole: Tensor) -> None:
+        parameter = self.parameters.of(whole)
         with self._lock:
             if self._watcher is not None:
                 self._watcher.gradient_arrived(parameter)
@@ -386,8 +395,13 @@ class GradientReducer:
         if self._watcher is not None:
             self._watcher.filling_begins()
         self.nonfinite.take()
-        callback = AtEnd(self._end_backward)
-        packs_early = self._scale is not None and not self.parameters.have_changed()
+        parameters = self.parameters
+        callback = AtEnd(self._end_backward, is_last=parameters.are_sharded)
+        packs_early = (
+            self._scale is not None
+            and parameters.can_be_compared_in_backward
+            and not parameters.have_changed()
+        )
         self._pass = BackwardPass(backward_id, callback, packs_early=packs_early)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
         self._begin_exchange()
@@ -400,13 +414,32 @@ class GradientReducer:
 
     def _context(self) -> PassContext:
         own, is_active = self.contribution, self.is_active
+        mesh = self.parameters.mesh
+        weight, num_samples = 0.0, 0.0
+        if is_active:
+            weight, num_samples, square = mesh.means(
+                own.weight, own.num_samples, own.weight * own.weight
+            )
+            if square - weight * weight > 1e-9 * square and not self._has_warned_uneven:
+                self._has_warned_uneven = True
+                self._warn_uneven(own.weight, weight)
         return PassContext(
             step=self.step,
-            weight=own.weight if is_active else 0.0,
-            num_samples=own.num_samples if is_active else 0.0,
+            weight=weight,
+            num_samples=num_samples,
             is_active=is_active,
             has_loaded=self._has_loaded,
             index=self._num_exchanges,
+        )
+
+    def _warn_uneven(self, own: float, mean: float) -> None:
+        warnings.warn(
+            f"{self.comm.rank_label}: this rank has weight {own:g}, and those that hold the same "
+            f"model {mean:g} on average. fully_shard weights them equally, so that the gradient is "
+            "not the mean over all samples. Give them batches of one size; or multiply each loss "
+            "by its own weight over the average, and call optimizer.set_weight(average) on each.",
+            RuntimeWarning,
+            stacklevel=2,
         )
 
     def _end_backward(self) -> None:
@@ -587,35 +620,22 @@ class GradientReducer:
         trainable after these means were started. Buckets are copied while others arrive.
         *Collective*, though it sends nothing unless something was not finite.
         """
-        is_view = self.gradient_as_bucket_view
-        try:
-            if not is_view:
-                for bucket in means.buckets:
-                    copied = [
-                        slot
-                        for slot in bucket.slots
-                        if slot.buckets[-1] is bucket and not slot.may_lend
-                    ]
-                    if copied:
-                        means.await_bucket(bucket)
-                        self._copy(copied)
-            was_scaled = means.wait()
-        except BaseException:
-            for slot in means.slots:
-                slot.parameter.grad = None  # what was copied are no means
-            raise
-        for slot in means.slots:
-            parameter = slot.parameter
-            if not (parameter.requires_grad or parameter.grad is not None):
-                continue
-            if is_view:
-                parameter.grad = slot.current_tensor()
-            elif slot.may_lend:
-                slot.lend()
-        if was_scaled and not is_view:
-            self._copy([slot for slot in means.slots if not slot.may_lend])
+        assign_means(means, self.memory, as_view=self.gradient_as_bucket_view)
         self._clear_absent(means)
-        self.record_nonfinite(means)
+        found = self.record_nonfinite(means)
+        if found is not None and found.is_elsewhere:
+            self._share_nonfinite(means)
+
+    def _share_nonfinite(self, means: BucketSet) -> None:
+        """Let a GradScaler of this rank leave out the step that those of other ranks leave out.
+
+        GradScaler asks the other ranks itself about DTensors. Local.
+        """
+        for slot in means.slots:
+            grad = slot.parameter.grad
+            if division_of(slot.parameter) is not None and grad is not None:
+                grad[(0,) * grad.dim()].fill_(float("inf"))
+                return
 
     def _is_mean(self, parameter: nn.Parameter) -> bool:
         """Whether ``p.grad`` is the mean of an earlier pass, maybe with a later one added."""
@@ -628,11 +648,6 @@ class GradientReducer:
             )
         )
 
-    def _copy(self, slots: Sequence[Slot]) -> None:
-        """Make every ``p.grad`` a copy of its slot."""
-        wanted = [s for s in slots if s.parameter.requires_grad or s.parameter.grad is not None]
-        self.memory.set_all([s.parameter for s in wanted], [s.tensor for s in wanted])
-
     def _clear_absent(self, means: BucketSet) -> None:
         """Clear every ``p.grad`` that has no mean among these."""
         if not self.zero_fill:
@@ -643,14 +658,8 @@ class GradientReducer:
             for parameter in self.filling.slot_of:
                 if parameter not in means.slot_of:
                     parameter.grad = None
-        self.assign_sparse(means)
+        assign_sparse_means(means)
         self.adopt_scale(means)
-
-    def assign_sparse(self, means: BucketSet) -> None:
-        """Make every sparse ``p.grad`` its mean, or None where there is none. Local."""
-        for parameter, mean in means.sparse_means.items():
-            if parameter.requires_grad or parameter.grad is not None:
-                parameter.grad = mean
 
     def adopt_scale(self, means: BucketSet) -> None:
         """Scale the next gradients as suits the weights of these. *Collective*, sends nothing."""
@@ -660,8 +669,20 @@ class GradientReducer:
     # ---- what is not finite ----
 
     def record_nonfinite(self, means: BucketSet) -> NonfiniteGradients | None:
-        """Take note of what is not finite in them. *Collective*, if there is something."""
-        return self.nonfinite.record(means.nonfinite() or self._nonfinite_sparse(means))
+        """Take note of what is not finite in them. *Collective*, if there is something.
+
+        See `record_problem`.
+        """
+        return self.record_problem(means.nonfinite() or self._nonfinite_sparse(means))
+
+    def record_problem(self, found: NonfiniteGradients | None) -> NonfiniteGradients | None:
+        """Take note of what this rank has found, or of what those have that hold other parts.
+
+        *Collective over the ranks of the model*, which must all do the same about it.
+        """
+        if self.parameters.mesh.any(found is not None) and found is None:
+            found = NonfiniteGradients(self.step, is_elsewhere=True)
+        return self.nonfinite.record(found)
 
     def _nonfinite_sparse(self, means: BucketSet) -> NonfiniteGradients | None:
         """What is not finite among the sparse means, which are the same on all ranks. Local."""

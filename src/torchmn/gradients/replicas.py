@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,13 +11,30 @@ from torch.optim import Optimizer
 
 from torchmn.communicators import Communicator
 from torchmn.communicators.checksums import checksum, differences
+from torchmn.communicators.local_tensors import (
+    PART,
+    from_part,
+    is_distributed,
+    is_part,
+    local_part,
+    part_of,
+    placement_of,
+    reshard,
+    with_parts,
+)
 from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
 from torchmn.gradients.buckets import NamedParameter
 from torchmn.gradients.sparse_gradients import sparse_parameters
 
+_OF_SHARDS = (
+    " A model of which ranks hold parts is exchanged between those that hold the same part: give "
+    "the communicator of an axis across, as grid.data of torchmn.Grid(comm, data=-1, model=2)."
+)
+
 
 def named_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Parameters and buffers by name; with several models, prefixed by the model's number."""
+    reshard(models)
     return {
         prefix + name: tensor
         for prefix, model in zip(_prefixes(models), models, strict=True)
@@ -29,6 +47,7 @@ def named_parameters(inner: Optimizer, models: Sequence[nn.Module]) -> list[Name
 
     Raises UsageError: one is not in the model; UnsupportedError: one is not initialised yet.
     """
+    reshard(models)
     names = {
         parameter: prefix + name
         for prefix, model in zip(_prefixes(models), models, strict=True)
@@ -64,9 +83,10 @@ def raise_if_ranks_differ(
     RankMismatchError on all ranks, naming the first difference and the values on both ranks.
     """
     trained = {parameter for _, parameter in named_parameters(inner, models)}
-    tensors = {n: _describe(t, trained) for n, t in named_tensors(models).items()}
+    named = named_tensors(models)
+    tensors = {name: _describe(tensor, trained) for name, tensor in named.items()}
     sparse = sparse_parameters(models)
-    for name, tensor in named_tensors(models).items():
+    for name, tensor in named.items():
         if tensor in sparse:
             tensors[name] += ", with sparse gradients"
     settings = {name: str(value) for name, value in asked.items()} | _options(inner)
@@ -75,9 +95,10 @@ def raise_if_ranks_differ(
         what = _first_difference("the models", gathered[0][1], gathered[rank][1], rank)
         what = what or _first_difference("the optimizers", gathered[0][0], gathered[rank][0], rank)
         if what:
+            is_sharded = any(placement_of(tensor) for tensor in trained)
             raise RankMismatchError(
                 f"{comm.rank_label}: {what}. All ranks must build the same model and the same "
-                "optimizer."
+                f"optimizer.{_OF_SHARDS if is_sharded else ''}"
             )
 
 
@@ -86,9 +107,10 @@ def _prefixes(models: Sequence[nn.Module]) -> list[str]:
 
 
 def _describe(tensor: Tensor, trained: set[nn.Parameter]) -> str:
-    text = f"{list(tensor.shape)} {tensor.dtype}"
-    if not tensor.is_contiguous():
-        text += f" with strides {list(tensor.stride())}"
+    local = local_part(tensor)
+    text = f"{list(local.shape)} {tensor.dtype}{placement_of(tensor)}"
+    if not local.is_contiguous():
+        text += f" with strides {list(local.stride())}"
     if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
         text += ", frozen"
     if isinstance(tensor, nn.Parameter) and tensor not in trained:
@@ -151,9 +173,47 @@ def broadcast_optimizer_state(comm: Communicator, inner: Optimizer) -> None:
     }
     gathered = comm.allgather_obj(mine)
     if any(other != gathered[0] for other in gathered):
-        whole = comm.bcast_obj(inner.state_dict() if comm.rank == 0 else None)
+        whole = comm.bcast_obj(with_parts(inner.state_dict()) if comm.rank == 0 else None)
         if comm.rank != 0:
-            inner.load_state_dict(whole)
+            load_inner_state(inner, whole)
+
+
+def load_inner_state(inner: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load a state, of which this rank takes its part for parameters that are DTensors. Local.
+
+    It holds DTensors, parts of the same place (`with_parts`), or whole tensors. Raises
+    UnsupportedError: a state is placed otherwise than its parameter.
+    """
+    parameters = [p for group in inner.param_groups for p in group["params"]]
+    values = {
+        index: {
+            name: _placed(value, parameters[index], type(inner).__name__)
+            for name, value in values.items()
+        }
+        if isinstance(values, Mapping) and index in range(len(parameters))
+        else values
+        for index, values in state["state"].items()
+    }
+    inner.load_state_dict({**state, "state": values})
+
+
+def _placed(value: Any, like: Tensor, optimizer: str) -> Any:
+    """One value of a parameter's state, as a DTensor if the parameter is one."""
+    if not is_distributed(like) or is_distributed(value):
+        return value
+    if is_part(value):
+        local = value[PART]
+        if list(value["shape"]) != list(like.shape) or local.shape != local_part(like).shape:
+            raise UnsupportedError(
+                f"A state of {optimizer} has shape {value['shape']}, of which this rank holds "
+                f"{list(local.shape)}, beside a parameter of shape {list(like.shape)}, of which it "
+                f"holds {list(local_part(like).shape)}: only states that are placed as their "
+                "parameters are loaded. Use an optimizer with such a state, as Adam."
+            )
+        return from_part(local.to(like.device), like)
+    if isinstance(value, Tensor) and value.dim() and value.shape == like.shape:
+        return from_part(part_of(value, like).to(like.device), like)
+    return value
 
 
 def different_tensors(comm: Communicator, models: Sequence[nn.Module]) -> list[str]:
@@ -176,10 +236,10 @@ def copy_state_from_rank(
     By default those are all but the ``source``.
     """
     is_source = comm.rank == source
-    state = comm.bcast_obj(inner.state_dict() if is_source else None, source)
-    held = comm.bcast_obj([t.detach() for t in tensors] if is_source else None, source)
+    state = comm.bcast_obj(with_parts(inner.state_dict()) if is_source else None, source)
+    held = comm.bcast_obj([local_part(t.detach()) for t in tensors] if is_source else None, source)
     if is_behind or (is_behind is None and not is_source):
         with torch.no_grad():
             for tensor, value in zip(tensors, held, strict=True):
-                tensor.copy_(value)
-        inner.load_state_dict(state)
+                local_part(tensor).copy_(value)
+        load_inner_state(inner, state)

@@ -52,6 +52,8 @@ class Contribution:
         self.is_by_samples = is_by_samples
         self.num_samples = 0.0
         """What was set, or else what forward has seen."""
+        self.mean_samples: float | None = None
+        """The mean over ranks of `num_samples`, where all ranks know it: blocks end by it."""
         self.is_set = False
         """Whether the weight was given, so that what forward sees is not counted."""
         self.was_ever_known = False
@@ -90,6 +92,7 @@ class Contribution:
         if self._has_counted:
             self._last_counted = self.num_samples
         self.is_set, self.num_samples, self._has_counted = False, 0.0, False
+        self.mean_samples = None
 
     def resume(self, num_samples: float) -> None:
         """Continue counting from ``num_samples``."""
@@ -108,9 +111,14 @@ class Contribution:
             return
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor) and value.dim():
-                self.num_samples += value.shape[0]
-                self.was_ever_known = self._has_counted = True
+                self.add(value.shape[0])
                 return
+
+    def add(self, num_samples: int) -> None:
+        """Count samples, unless the weight was set."""
+        if not self.is_set:
+            self.num_samples += num_samples
+            self.was_ever_known = self._has_counted = True
 
 
 def weight_scale(total: float, num_active: int) -> float:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from torchmn.communicators import Communicator
 from torchmn.communicators.checksums import Difference, checksum, describe_differences, differences
+from torchmn.communicators.local_tensors import reshard
 from torchmn.errors import RankMismatchError, UsageError
 
 
@@ -142,6 +143,7 @@ class ReplicaCheck:
         )
 
     def _checksums(self) -> dict[str, int]:
+        reshard([self._model])
         named = dict(self._model.named_parameters())
         if self._optimizer is not None:
             promised = {id(tensor) for tensor in self._optimizer.replicated_tensors()}

@@ -45,6 +45,8 @@ class Schedule(ABC):
 
     num_sets = 1
     """Sets of buckets that must exist side by side; 0 where gradients stay the rank's own."""
+    exchanges_shards = True
+    """Whether it takes parameters that are DTensors, of which each rank holds a part."""
     is_server = False
     """Whether this rank only serves the others and trains nothing."""
 

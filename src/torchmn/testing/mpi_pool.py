@@ -15,6 +15,7 @@ from typing import Any
 
 from torchmn.errors import LaunchError, TorchmnError
 from torchmn.launch.backend import find_mpirun
+from torchmn.launch.open_mpi_folders import SESSION_VARIABLE
 from torchmn.topology import Topology
 
 _START_S = 60.0
@@ -36,6 +37,7 @@ class MpiPool:
         self._listener = Listener(address, family="AF_UNIX")
         env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
         env.setdefault("OMPI_MCA_btl", "^ofi")  # saves a second of probing libfabric
+        env.setdefault(SESSION_VARIABLE, self._folder.name)
         if search_path:
             env["PYTHONPATH"] = os.pathsep.join(
                 part for part in (search_path, env.get("PYTHONPATH")) if part

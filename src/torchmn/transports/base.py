@@ -29,6 +29,8 @@ _SMALL_BYTES = 64 * KiB
 _EAGER_S = 0.01
 _POLL_S = 0.00003
 _UNUSED_TAG = 3  # no message has it
+SYNCHRONOUS_TAG = 66
+"""A message with this tag or a higher one is sent only when its receiver receives it."""
 
 COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
     "sum": torch.add,

@@ -29,7 +29,15 @@ from torch import Tensor
 from torchmn.environment_variables import EXIT_TIMEOUT_VARIABLE
 from torchmn.errors import LaunchError, TimeLimitError, UnsupportedError
 from torchmn.monitor.mpi_start import limited_mpi_start
-from torchmn.transports.base import Message, ReduceOp, Scratch, TimeLimit, Transport, poll_until
+from torchmn.transports.base import (
+    SYNCHRONOUS_TAG,
+    Message,
+    ReduceOp,
+    Scratch,
+    TimeLimit,
+    Transport,
+    poll_until,
+)
 from torchmn.units import GiB, KiB
 
 _NATIVE_BYTES = 16 * KiB
@@ -102,9 +110,10 @@ class MpiTransport(Transport):
                 for address, nbytes in _portions(tensor):
                     requests.append(comm.Irecv([memory(address, nbytes), nbytes, byte], peer, tag))
             num_recvs = len(requests)
+            start = comm.Issend if tag >= SYNCHRONOUS_TAG else comm.Isend
             for peer, tensor in sends:
                 for address, nbytes in _portions(tensor):
-                    requests.append(comm.Isend([memory(address, nbytes), nbytes, byte], peer, tag))
+                    requests.append(start([memory(address, nbytes), nbytes, byte], peer, tag))
         if not requests:
             return
         try:

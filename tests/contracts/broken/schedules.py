@@ -191,7 +191,7 @@ class SmallBlocks(PeriodicAverage):
 class WeighsRanksEqually(SmallBlocks):
     """Whatever their batches."""
 
-    def _count_samples(self, num_samples):
+    def _count_samples(self, num_samples, mean_samples=None):
         super()._count_samples(4)
 
 

@@ -77,7 +77,7 @@ class WeighsRanksEqually(EveryStep):
 class WeighsStepsEqually(SmallBlocks):
     """Whatever their samples."""
 
-    def _count_samples(self, num_samples):
+    def _count_samples(self, num_samples, mean_samples=None):
         super()._count_samples(4.0)
 
 

@@ -353,6 +353,29 @@ def test_what_ranks_have_in_common_is_written_once(tmp_path: Path) -> None:
     assert total < (1 + 3) * 4 * 100 * 101 + 30_000  # the model once, what differs for each rank
 
 
+def test_replicas_of_a_divided_model_are_written_once_for_each_part(tmp_path: Path) -> None:
+    """What ChainerMN's multi_node_snapshot with replica_sets=[[0, 2], [1, 3]] was for."""
+
+    def part(rank: int) -> torch.Tensor:
+        return torch.full((10_000,), float(rank % 2))
+
+    def rank_main(comm: torchmn.Communicator) -> tuple[int, Any, Any]:
+        checkpointer = checkpointer_of(comm, tmp_path)
+        model, own = Holder({"weight": part(comm.rank)}), Holder({"position": comm.rank})
+        checkpointer.save(1, {"model": model, "data": own})
+        checkpointer.finish()
+        model.state, own.state = None, None
+        checkpointer.resume({"model": model, "data": own})
+        return comm.rank, model.state["weight"], own.state["position"]
+
+    for rank, weight, position in on_ranks(rank_main, 4):
+        assert torch.equal(weight, part(rank))
+        assert position == rank
+    folder = tmp_path / "a run" / "step-00000001"
+    total = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    assert 2 * 40_000 < total < 3 * 40_000  # but not four times
+
+
 def test_two_objects_do_not_share_memory_after_loading(tmp_path: Path) -> None:
     def rank_main(comm: torchmn.Communicator) -> tuple[int, int]:
         tensor = torch.ones(4)

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from tests.contracts.suites.communicator_contracts import network, sgd, step, training_data
-from torchmn import create_multi_node_optimizer
+from torchmn import create_multi_node_optimizer, functions
 from torchmn.communicators import Communicator
 from torchmn.errors import CommunicationError, TimeLimitError
+from torchmn.links import MultiNodeBatchNorm1d, ParallelLinear
 from torchmn.testing import run_ranks
 from torchmn.topology import Topology
 
@@ -95,3 +96,30 @@ def test_creation_has_a_limit() -> None:
         TimeLimitError, match=r"joining a world of 2 did not complete within 0\.5 s"
     ):
         TorchDistributedTransport(HashStore(), 0, 2, timeout_s=0.5)
+
+
+@pytest.mark.parametrize("what", ["batch norm", "parallel layer", "functions"])
+def test_without_an_exchange_of_gradients_the_first_step_ends_as_well(what: str) -> None:
+    """What communicates within the model counts steps by itself."""
+
+    def rank_main(comm: Communicator) -> list[float]:
+        comm.first_timeout_s = comm.world.first_timeout_s = 100
+        layer: torch.nn.Module = torch.nn.Linear(3, 4)
+        if what == "batch norm":
+            layer = MultiNodeBatchNorm1d(3, comm)
+        elif what == "parallel layer":
+            layer = ParallelLinear(3, 4, comm)
+        limits = []
+        for _ in range(3):
+            y = layer(torch.randn(4, 3, requires_grad=True))
+            used = comm
+            if what == "functions":
+                y = functions.allreduce(comm, functions.allreduce(comm, y))
+            else:
+                used = layer._ranks.layers(layer, "").comm
+            limits.append(used.world.limit_s)
+            y.sum().backward()
+        return limits
+
+    for limits in run_ranks(rank_main, 2, timeout_s=7):
+        assert limits == [100, 7, 7]

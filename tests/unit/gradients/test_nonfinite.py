@@ -171,6 +171,21 @@ def test_large_gradients_whose_sum_overflows_are_finite_on_one_rank() -> None:
     run_ranks(rank_main, 1)
 
 
+def test_one_rank_alone_refuses_what_other_parts_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rank_main(comm):
+        model = mlp()
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = create_multi_node_optimizer(inner, comm, model)
+        mesh = optimizer.reducer.parameters.mesh
+        monkeypatch.setattr(mesh, "any", lambda flag: True)  # as if another rank had found some
+        loss_of(model, batch(0, 0)).backward()
+        with pytest.raises(NonFiniteGradientError, match="a part of the model that another rank"):
+            optimizer.step()
+        assert [problem.by_rank for problem in optimizer.nonfinite] == [{}]
+
+    run_ranks(rank_main, 1)
+
+
 def test_a_closure_is_clipped_and_refused_before_its_step() -> None:
     def rank_main(comm):
         model = mlp()

@@ -218,7 +218,10 @@ class LocalUpdateSchedule(Schedule):
             result = self._node.step(closure)
         else:
             result = self._inner.step(closure)
-            self._count_samples(self._reducer.contribution.num_samples)
+            mesh = self._reducer.parameters.mesh  # whose ranks must end their blocks together
+            own = self._reducer.contribution
+            (num_samples,) = mesh.means(own.num_samples)
+            self._count_samples(num_samples, own.mean_samples)
         self._progress(self.overlap_steps)
         return result
 
@@ -264,11 +267,15 @@ class LocalUpdateSchedule(Schedule):
                 fragment.take_anchors()
             self._has_anchors = True
 
-    def _count_samples(self, num_samples: float) -> None:
-        """This worker has processed samples; identically on all ranks of a node."""
+    def _count_samples(self, num_samples: float, mean_samples: float | None = None) -> None:
+        """This worker has processed samples; identically on all ranks of a node.
+
+        ``mean_samples``: over workers, where all of them know it. Blocks then end on all of them in
+        the same step, whatever the samples of each.
+        """
         for fragment in self._fragments:
             fragment.num_samples += num_samples
-        self._order.count(num_samples)
+        self._order.count(num_samples if mean_samples is None else mean_samples)
 
     def _progress(self, overlap_steps: float) -> None:
         """A step has ended: finish the pending exchange if it is due, start those that are full."""

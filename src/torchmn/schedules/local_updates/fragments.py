@@ -21,6 +21,7 @@ from torchmn.gradients.bucket_set import BucketSet
 from torchmn.gradients.buckets import NamedParameter, plan_buckets
 from torchmn.gradients.codec_state import codec_state, load_codec_state
 from torchmn.gradients.footer import NUM_FOOTER
+from torchmn.gradients.local_shards import whole_of
 from torchmn.gradients.weights import PassContext
 
 
@@ -264,6 +265,6 @@ def reset_momentum_(
     """Set the first moments of an optimizer to zero. Second moments and step counts stay. Local."""
     for parameter in parameters:
         for name in MOMENTUM_BUFFERS:
-            value = state.get(parameter, {}).get(name)
+            value = state.get(whole_of(parameter), {}).get(name)
             if isinstance(value, Tensor):
                 value.zero_()

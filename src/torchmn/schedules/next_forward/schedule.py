@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from torchmn.communicators import Communicator
 from torchmn.errors import UsageError
 from torchmn.gradients.bucket_set import BucketSet
+from torchmn.gradients.mean_assignment import assign_sparse_means
 from torchmn.gradients.nonfinite import NonfiniteGradients
 from torchmn.gradients.reducer import GradientReducer
 from torchmn.schedules.base import Schedule
@@ -51,6 +52,7 @@ class EveryStepNextForward(Schedule):
     """
 
     name = "every_step_next_forward"
+    exchanges_shards = False
     num_warm_up_steps = NUM_MEASURED + 1
     """Before steps take the time that they will take."""
 
@@ -108,7 +110,7 @@ class EveryStepNextForward(Schedule):
             has_all = all(slot.has_gradient for slot in reducer.filling.slots)
             self._sums, self._is_exposed = reducer.swap_buffers(), False
             present = set(self._sums.slot_of) if has_all else self._present_anywhere(self._sums)
-            reducer.assign_sparse(self._sums)
+            assign_sparse_means(self._sums)
             self._gradients = MeansUnderWay(reducer, self._sums, present, self._before_use)
         self._is_exchanged = True
         self._exchange_ended()

@@ -77,6 +77,7 @@ class ParameterServer(Schedule):
     """
 
     name = "parameter_server"
+    exchanges_shards = False
     num_sets = 0
     staleness_steps = 0  # of p.grad; that of the parameters is `staleness`
     replica_consistency: ReplicaConsistency = "none"

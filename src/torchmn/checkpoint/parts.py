@@ -1,0 +1,171 @@
+"""Sharded states in a checkpoint: each rank saves its parts, and loads those that it holds now.
+
+A DTensor is saved as this rank's part with its place in the whole (`describe_part`). What a rank
+loads is put together from the parts of as many old ranks as it takes to cover it, read one rank
+after another: the old mesh may have been another one, or none, and the new one may be none.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchmn.communicators.local_tensors import (
+    PART,
+    describe_part,
+    from_part,
+    is_distributed,
+    is_part,
+    overlap,
+)
+from torchmn.errors import DataError
+
+Path = tuple[Any, ...]
+Targets = Callable[[Path, Sequence[int]], "Tensor | None"]
+"""The tensor that a value at this place, whose whole has this shape, will be loaded into."""
+
+
+def targets_of(obj: Any) -> Targets:
+    """Where the values of an object's state will go. Local."""
+    if isinstance(obj, Optimizer):
+        parameters = [p for group in obj.param_groups for p in group["params"]]
+
+        def of_parameter(path: Path, shape: Sequence[int]) -> Tensor | None:
+            if len(path) < 3 or path[0] != "state" or path[1] not in range(len(parameters)):
+                return None
+            parameter: Tensor = parameters[path[1]]
+            return parameter if list(parameter.shape) == list(shape) else None
+
+        return of_parameter
+    state = obj.state_dict() if "torch.distributed.tensor" in sys.modules else {}
+
+    def in_state(path: Path, shape: Sequence[int]) -> Tensor | None:
+        value = _at(state, path)
+        return value if isinstance(value, Tensor) else None
+
+    return in_state
+
+
+def nowhere(path: Path, shape: Sequence[int]) -> Tensor | None:
+    """The `Targets` of a state that is wanted whole."""
+    return None
+
+
+def place_parts(state: Any, targets: Targets, others: Iterable[Any], what: str) -> Any:
+    """A saved state as this rank loads it, with its own parts of what is sharded now.
+
+    ``others`` are the states of all old ranks, taken as they are needed. Raises DataError: they
+    do not cover what this rank holds.
+    """
+    pieces: dict[Path, _Piece] = {}
+    for path, value in _leaves(state, ()):
+        part = _as_part(value)
+        target = targets(path, part["shape"])
+        if target is not None and not is_distributed(target):
+            target = None
+        if target is not None or is_part(value):
+            pieces[path] = piece = _Piece(part, target)
+            piece.take(part)
+    if not pieces:
+        return state
+    missing = {path: piece for path, piece in pieces.items() if not piece.is_complete}
+    for other in others if missing else ():
+        for path, piece in missing.items():
+            piece.take(_as_part(_at(other, path)))
+        missing = {path: piece for path, piece in missing.items() if not piece.is_complete}
+        if not missing:
+            break
+    for path in missing:
+        name = "".join(f"[{key!r}]" for key in path)
+        raise DataError(f"{what}{name}: the parts that were saved do not make up the whole")
+    return _replaced(state, (), {path: piece.result() for path, piece in pieces.items()})
+
+
+class _Piece:
+    """One tensor, or this rank's part of it, while it is put together."""
+
+    def __init__(self, like: Mapping[str, Any], target: Tensor | None) -> None:
+        self._target = target
+        dtype = like[PART].dtype
+        if self._target is None:
+            self._wanted = torch.empty(like["shape"], dtype=dtype, device="cpu")
+            self._begin = [0] * len(like["shape"])
+        else:
+            own = describe_part(self._target)
+            self._wanted = torch.empty(own[PART].shape, dtype=dtype, device="cpu")
+            self._begin = own["offsets"]
+        self._shape = list(like["shape"])
+        self._seen: set[tuple[int, ...]] = set()
+        self._num_left = self._wanted.numel()
+
+    @property
+    def is_complete(self) -> bool:
+        return self._num_left == 0
+
+    def take(self, part: Any) -> None:
+        """Copy what this part has of it."""
+        if not is_part(part) or list(part["shape"]) != self._shape:
+            return
+        held = part[PART]
+        region = (*part["offsets"], *held.shape)
+        if region in self._seen:  # of another replica
+            return
+        self._seen.add(region)
+        shared = overlap(held.shape, part["offsets"], self._wanted.shape, self._begin)
+        if shared is not None:
+            source, target = shared
+            self._wanted[target] = held[source]
+            self._num_left -= held[source].numel()
+
+    def result(self) -> Tensor:
+        """The tensor that is loaded: a DTensor as the target is."""
+        if self._target is None:
+            return self._wanted
+        return from_part(self._wanted.to(self._target.device), self._target)
+
+
+def _as_part(value: Any) -> Any:
+    """A whole tensor as the part that it is of itself."""
+    if isinstance(value, Tensor):
+        return {PART: value, "shape": list(value.shape), "offsets": [0] * value.dim()}
+    return value
+
+
+def _leaves(state: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    """Tensors and parts of a state, with their places."""
+    if isinstance(state, Tensor) or is_part(state):
+        yield path, state
+    elif isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from _leaves(value, (*path, key))
+    elif isinstance(state, (list, tuple)):
+        for index, value in enumerate(state):
+            yield from _leaves(value, (*path, index))
+
+
+def _at(state: Any, path: Path) -> Any:
+    for key in path:
+        try:
+            state = state[key]
+        except (LookupError, TypeError):
+            return None
+    return state
+
+
+def _replaced(state: Any, path: Path, new: Mapping[Path, Tensor]) -> Any:
+    if path in new:
+        return new[path]
+    if isinstance(state, Mapping) and not is_part(state):
+        return type(state)(  # type: ignore[call-arg]
+            (key, _replaced(value, (*path, key), new)) for key, value in state.items()
+        )
+    if type(state) in (list, tuple):
+        return type(state)(
+            _replaced(value, (*path, index), new) for index, value in enumerate(state)
+        )
+    return state

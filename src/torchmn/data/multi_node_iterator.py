@@ -1,0 +1,221 @@
+"""One rank reads, all ranks get its batches: for ranks that hold parts of one model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torchmn.data.empty_dataset import EmptyDataset
+from torchmn.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from torchmn.communicators import Communicator
+
+_PROGRESS = (
+    "epoch",
+    "is_new_epoch",
+    "epoch_detail",
+    "previous_epoch_detail",
+    "current_position",
+)
+_VALUE, _END, _ERROR = "value", "end", "error"
+
+
+def create_multi_node_iterator(
+    iterator: Any, comm: Communicator, rank_master: int = 0
+) -> MultiNodeIterator | MultiNodeLoader:
+    """An iterator that returns the batches of ``rank_master`` on every rank. *Collective.*
+
+    Args:
+        iterator: on the master, an iterator of batches such as `SerialIterator`, or what is
+            iterated once for each epoch, such as a DataLoader. On other ranks it is not read and
+            may be None.
+        comm: the ranks that get the same batches, such as those that share a model.
+        rank_master: the rank that reads.
+
+    Returns a `MultiNodeIterator` or, for a DataLoader, a `MultiNodeLoader`. Tensors arrive with
+    their shapes and dtypes; CUDA tensors on ``comm.device``.
+
+    Raises, on all ranks:
+        UsageError: the master's ``iterator`` cannot be iterated, or there is no such rank.
+        RankMismatchError: ranks passed different ranks as master.
+
+    >>> import torchmn
+    >>> comm = torchmn.create_communicator()
+    >>> plain = torchmn.SerialIterator(range(4), 2, shuffle=False, collate_fn=list)
+    >>> iterator = torchmn.create_multi_node_iterator(plain, comm)
+    >>> next(iterator), iterator.epoch_detail
+    ([0, 1], 0.5)
+    >>> comm.finalize()
+    """
+    facts = comm.bcast_obj(_facts(iterator) if comm.rank == rank_master else None, rank_master)
+    if facts["kind"] is None:
+        raise UsageError(
+            f"create_multi_node_iterator: rank {rank_master} is the master and passed a "
+            f"{facts['type']}. Pass an iterator of batches or a DataLoader there."
+        )
+    kind = MultiNodeIterator if facts["kind"] == "iterator" else MultiNodeLoader
+    return kind(iterator if comm.rank == rank_master else None, comm, rank_master, facts)
+
+
+class _FromMaster:
+    """Calls the iterator of one rank, and gives all ranks the outcome."""
+
+    def __init__(
+        self, actual: Any, comm: Communicator, rank_master: int, facts: Mapping[str, Any]
+    ) -> None:
+        self._actual = actual
+        self._comm = comm
+        self._master = rank_master
+        self._length: int | None = facts["length"]
+        self._state: Mapping[str, Any] | None = None
+        self.batch_size: int | None = facts["batch_size"]
+        """Samples in a batch, if the master's iterator has it."""
+        if facts["dataset_length"] is not None:
+            self.dataset = (
+                EmptyDataset(facts["dataset_length"]) if actual is None else actual.dataset
+            )
+            """The master's data set; on other ranks an empty one of its length."""
+        self._note(facts)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """The state of the master's iterator, on every rank. Local.
+
+        A plain iterator of the same kind loads it. Raises UsageError: that one has no state.
+        """
+        if self._state is None:
+            raise UsageError(
+                f"The iterator of rank {self._master} has no state_dict(). Use SerialIterator, or "
+                "save the state of what it reads on that rank."
+            )
+        return self._state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a state, also of a plain iterator. *Collective*; the master's counts."""
+        self._on_master(lambda actual: actual.load_state_dict(state))
+
+    def _on_master(self, function: Callable[[Any], Any]) -> Any:
+        """What ``function(iterator)`` returns on the master, on all ranks. *Collective.*
+
+        Raises StopIteration if it did; DataError: it raised, which the master raises as it is.
+        """
+        outcome: tuple[str, Any, Any] | None = None
+        own_error: Exception | None = None
+        if self._comm.rank == self._master:
+            try:
+                outcome = (_VALUE, function(self._actual), _seen(self._actual))
+            except StopIteration:
+                outcome = (_END, None, _seen(self._actual))
+            except Exception as error:
+                own_error = error
+                outcome = (_ERROR, f"{type(error).__name__}: {error}", None)
+        kind, value, seen = self._comm.bcast_obj(outcome, self._master)
+        if own_error is not None:
+            raise own_error
+        if kind == _ERROR:
+            raise DataError(f"Rank {self._master}, which reads for all ranks, raised {value}")
+        self._note(seen)
+        if kind == _END:
+            raise StopIteration
+        return value
+
+    def _note(self, seen: Mapping[str, Any]) -> None:
+        self._state = seen["state"]
+        for name, value in seen["progress"].items():
+            setattr(self, name, value)
+
+
+class MultiNodeIterator(_FromMaster):
+    """The batches of one rank's iterator on every rank; see `create_multi_node_iterator`.
+
+    ``epoch``, ``is_new_epoch``, ``epoch_detail``, ``previous_epoch_detail`` and
+    ``current_position`` are those of the master's iterator, as far as it has them.
+    """
+
+    epoch: int
+    is_new_epoch: bool
+    epoch_detail: float
+    previous_epoch_detail: float | None
+    current_position: int
+
+    def __iter__(self) -> MultiNodeIterator:
+        return self
+
+    def __next__(self) -> Any:
+        """The master's next batch. *Collective.*
+
+        Raises, on all ranks: StopIteration if the master's iterator ended; DataError, or on the
+        master its own error, if it raised; UnsupportedError (RankMismatchError on others): the
+        batch cannot be sent.
+        """
+        return self._on_master(next)
+
+    next = __next__
+
+    def reset(self) -> None:
+        """Begin again, as the master's iterator does. *Collective.*"""
+        self._on_master(lambda actual: actual.reset())
+
+
+class MultiNodeLoader(_FromMaster):
+    """The batches of one rank's DataLoader on every rank; see `create_multi_node_iterator`.
+
+    Each ``for`` over it is a pass over the master's loader. *Collective*: all ranks begin, leave
+    and end passes together.
+    """
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError(f"The loader of rank {self._master} has no length.")
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        passes: list[Iterator[Any]] = []
+
+        def draw(loader: Iterable[Any]) -> Any:
+            if not passes:
+                passes.append(iter(loader))
+            return next(passes[0])
+
+        while True:
+            try:
+                batch = self._on_master(draw)
+            except StopIteration:
+                return
+            yield batch
+
+
+def _facts(iterator: Any) -> dict[str, Any]:
+    """What all ranks need to know of the master's iterator."""
+    kind = None
+    if hasattr(iterator, "__next__"):
+        kind = "iterator"
+    elif hasattr(iterator, "__iter__"):
+        kind = "loader"
+    batch_size = getattr(iterator, "batch_size", None)
+    return {
+        "kind": kind,
+        "type": type(iterator).__name__,
+        "length": _length(iterator),
+        "dataset_length": _length(getattr(iterator, "dataset", None)),
+        "batch_size": batch_size if isinstance(batch_size, int) else None,
+        **_seen(iterator),
+    }
+
+
+def _seen(iterator: Any) -> dict[str, Any]:
+    """How far it is, and its state."""
+    state_dict = getattr(iterator, "state_dict", None)
+    return {
+        "progress": {
+            name: getattr(iterator, name) for name in _PROGRESS if hasattr(iterator, name)
+        },
+        "state": state_dict() if state_dict is not None else None,
+    }
+
+
+def _length(sized: Any) -> int | None:
+    try:
+        return len(sized)
+    except TypeError:
+        return None

@@ -1,0 +1,122 @@
+"""Exchanges inside of `torch.utils.checkpoint`: what has been received is not requested again.
+
+A checkpointed function runs a second time during backward, when the other ranks are elsewhere. So
+the results of its exchanges are kept with the checkpoint, and the second run takes them from there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils import checkpoint
+
+from torchmn.errors import UsageError
+
+Made = tuple[tuple[Tensor, ...], Any]
+"""The tensors that an exchange has received, and what else is known of it."""
+Kind = Literal["none", "reentrant", "nonreentrant"]
+
+_FILE = checkpoint.__file__
+_REENTRANT = checkpoint.CheckpointFunction
+_FORWARD: CodeType = _REENTRANT.forward.__code__
+_BACKWARD: CodeType = _REENTRANT.backward.__code__
+backward_functions: set[CodeType] = set()
+"""Functions that run in backward and make exchanges of their own, in a checkpoint or not."""
+
+
+@dataclass
+class _Results:
+    """Of the exchanges of one checkpointed function, in their order."""
+
+    values: list[Made] = field(default_factory=list)
+    num_taken: dict[int, int] = field(default_factory=dict)
+    """By the backward pass that runs the function again."""
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpointed functions on the stack."""
+
+    running: tuple[Any, ...]
+    """Those that run for the first time: what they keep until they run again."""
+    again: Any
+    """That which runs again during backward, or None."""
+    kind: Kind
+    """Of the one that runs again."""
+    is_reentrant_forward: bool
+    """Whether gradients are not recorded because a checkpoint will run again to record them."""
+
+    @property
+    def is_in_program(self) -> bool:
+        """Whether backward runs what is recorded now: not what only provides saved tensors."""
+        return self.kind != "nonreentrant"
+
+    def records(self, x: Tensor) -> bool:
+        """Whether a gradient of ``x`` will be recorded, now or when a checkpoint runs again."""
+        if torch.is_grad_enabled():
+            return x.requires_grad
+        return self.is_reentrant_forward and has_gradients(x)
+
+    def once(self, exchange: Callable[[], Made]) -> Made:
+        """What an exchange has made; in a run during backward, what it made in the first run."""
+        made = exchange() if self.again is None else self._taken()
+        if not self.running and self.again is None:
+            return made
+        for owner in self.running:
+            _results_of(owner).values.append(made)
+        tensors, facts = made  # copies: the function may change what it has received
+        return tuple(x.clone() for x in tensors), facts
+
+    def _taken(self) -> Made:
+        results = _results_of(self.again)
+        pass_id = torch._C._current_graph_task_id()
+        index = results.num_taken.get(pass_id, 0)
+        if index >= len(results.values):
+            raise UsageError(
+                "A checkpointed function exchanges more when it runs again during backward than "
+                f"in its first run ({len(results.values)}). It must do the same in both."
+            )
+        results.num_taken[pass_id] = index + 1
+        return results.values[index]
+
+
+def checkpoints() -> Checkpoints:
+    """The checkpointed functions in which the caller runs. Local."""
+    running: list[Any] = []
+    again, kind, is_reentrant_forward = None, "none", False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and again is None:
+        code = frame.f_code
+        if code in backward_functions:
+            break
+        if code.co_filename == _FILE:
+            if code is _FORWARD:
+                context = frame.f_locals["ctx"]
+                is_reentrant_forward |= any(context.needs_input_grad)
+                running.append(context)
+            elif code is _BACKWARD:
+                again, kind = frame.f_locals["ctx"], "reentrant"
+            elif code.co_name == "checkpoint" and frame.f_locals.get("gen") is not None:
+                running.append(frame.f_locals["gen"].gi_frame.f_locals["new_frame"])
+            elif code.co_name == "unpack_hook" and "frame" in frame.f_locals:
+                again, kind = frame.f_locals["frame"], "nonreentrant"
+        frame = frame.f_back
+    return Checkpoints(tuple(running), again, kind, is_reentrant_forward)  # type: ignore[arg-type]
+
+
+def has_gradients(x: Tensor) -> bool:
+    """Whether a tensor of this dtype can require a gradient."""
+    return x.is_floating_point() or x.is_complex()
+
+
+def _results_of(owner: Any) -> _Results:
+    results: _Results | None = getattr(owner, "_torchmn_results", None)
+    if results is None:
+        results = owner._torchmn_results = _Results()
+    return results

@@ -1,0 +1,59 @@
+"""From the means in the buckets to every ``p.grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchmn.gradients.bucket_set import BucketSet
+from torchmn.gradients.buckets import Slot
+from torchmn.gradients.gradient_memory import GradientMemory
+
+
+def assign_means(means: BucketSet, memory: GradientMemory, *, as_view: bool) -> None:
+    """Wait for the means and make every dense ``p.grad`` its mean. Local.
+
+    Buckets are copied while others arrive. ``as_view``: the slots themselves become the gradients.
+    After an error there are no gradients: what was copied are no means.
+    """
+    try:
+        if not as_view:
+            for bucket in means.buckets:
+                copied = [
+                    slot
+                    for slot in bucket.slots
+                    if slot.buckets[-1] is bucket and not slot.may_lend
+                ]
+                if copied:
+                    means.await_bucket(bucket)
+                    _copy(copied, memory)
+        was_scaled = means.wait()
+    except BaseException:
+        for slot in means.slots:
+            slot.parameter.grad = None
+        raise
+    for slot in means.slots:
+        if not _takes_gradient(slot):
+            continue
+        if as_view:
+            slot.parameter.grad = slot.current_tensor()
+        elif slot.may_lend:
+            slot.lend()
+    if was_scaled and not as_view:
+        _copy([slot for slot in means.slots if not slot.may_lend], memory)
+
+
+def assign_sparse_means(means: BucketSet) -> None:
+    """Make every sparse ``p.grad`` its mean, or None where there is none. Local."""
+    for parameter, mean in means.sparse_means.items():
+        if parameter.requires_grad or parameter.grad is not None:
+            parameter.grad = mean
+
+
+def _copy(slots: Sequence[Slot], memory: GradientMemory) -> None:
+    """Make every ``p.grad`` a copy of its slot."""
+    wanted = [slot for slot in slots if _takes_gradient(slot)]
+    memory.set_all([slot.parameter for slot in wanted], [slot.tensor for slot in wanted])
+
+
+def _takes_gradient(slot: Slot) -> bool:
+    return slot.parameter.requires_grad or slot.parameter.grad is not None

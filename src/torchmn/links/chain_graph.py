@@ -1,0 +1,294 @@
+"""The links of all ranks as one graph, and the order in which each rank runs them.
+
+All ranks know the links of all ranks, so each one computes the same order for all by simulating the
+pipeline. An order that a simulation has completed cannot deadlock, as sends do not block.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torchmn.errors import RankMismatchError, UsageError
+
+PipelineSchedule = Literal["gpipe", "1f1b"]
+PIPELINE_SCHEDULES = ("gpipe", "1f1b")
+FORWARD, BACKWARD = "forward", "backward"
+_SECONDS = {FORWARD: 1, BACKWARD: 2}
+"""Of a link in the simulation: a backward pass takes about twice the time of a forward pass."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A module of one rank. ``inputs`` and ``outputs`` are ranks; None: those of the script."""
+
+    rank: int
+    index: int
+    name: str
+    inputs: tuple[int, ...] | None
+    outputs: tuple[int, ...] | None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """What identifies it: its rank, and its number on that rank."""
+        return self.rank, self.index
+
+    def __str__(self) -> str:
+        return f"link {self.index} of rank {self.rank} ({self.name})"
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A connection: the output of ``source`` is input number ``position`` of ``target``."""
+
+    number: int
+    source: Link
+    target: Link
+    position: int
+
+    @property
+    def is_local(self) -> bool:
+        """Whether both links are on one rank."""
+        return self.source.rank == self.target.rank
+
+
+@dataclass(frozen=True)
+class Action:
+    """One pass of a micro-batch through a link."""
+
+    kind: str
+    link: Link
+    microbatch: int
+
+
+@dataclass
+class ChainGraph:
+    """All links, by rank, and the edges between them.
+
+    The k-th output of rank a to rank b is the k-th input of rank b from rank a, in the order of
+    `add_link`.
+
+    Raises UsageError, RankMismatchError: they are no graph that can run; the same on all ranks.
+    """
+
+    links: list[list[Link]]
+    edges: list[Edge] = field(init=False)
+    incoming: dict[tuple[int, int], list[Edge]] = field(init=False)
+    outgoing: dict[tuple[int, int], list[Edge]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        for link in self._all:
+            self._check_link(link)
+        for rank, links in enumerate(self.links):
+            last = [link for link in links if link.outputs is None]
+            if len(last) > 1:
+                raise UsageError(
+                    f"{last[0]} and {last[1]} both return their output to the script (rank_out="
+                    f"None), but forward() returns one value. Give all links of rank {rank} but "
+                    "one a rank_out."
+                )
+        self.edges = self._connect()
+        self.incoming, self.outgoing = defaultdict(list), defaultdict(list)
+        for edge in self.edges:
+            self.incoming[edge.target.key].append(edge)
+            self.outgoing[edge.source.key].append(edge)
+        for edges in self.incoming.values():
+            edges.sort(key=lambda edge: edge.position)
+        self._depths = self._measure_depths()
+
+    @property
+    def _all(self) -> list[Link]:
+        return [link for links in self.links for link in links]
+
+    def _check_link(self, link: Link) -> None:
+        for name, ranks in (("rank_in", link.inputs), ("rank_out", link.outputs)):
+            if ranks == ():
+                raise UsageError(
+                    f"{link} has {name}=[]. Give a rank, a list of ranks, or None for the script."
+                )
+            for rank in ranks or ():
+                if not 0 <= rank < len(self.links):
+                    raise UsageError(
+                        f"{link} has {name}={rank}, but the communicator has ranks 0 to "
+                        f"{len(self.links) - 1}."
+                    )
+
+    def _connect(self) -> list[Edge]:
+        sources: dict[tuple[int, int], list[Link]] = defaultdict(list)
+        targets: dict[tuple[int, int], list[tuple[Link, int]]] = defaultdict(list)
+        for link in self._all:
+            for rank in link.outputs or ():
+                sources[link.rank, rank].append(link)
+            for position, rank in enumerate(link.inputs or ()):
+                targets[rank, link.rank].append((link, position))
+        edges: list[Edge] = []
+        for pair in sorted({*sources, *targets}):
+            sent, taken = sources[pair], targets[pair]
+            if len(sent) != len(taken):
+                raise self._mismatch(pair, sent, [link for link, _ in taken])
+            for source, (target, position) in zip(sent, taken, strict=True):
+                edges.append(Edge(len(edges), source, target, position))
+        return edges
+
+    def _mismatch(
+        self, pair: tuple[int, int], sent: Sequence[Link], taken: Sequence[Link]
+    ) -> RankMismatchError:
+        source, target = pair
+        unmatched = [*sent[len(taken) :], *taken[len(sent) :]][0]
+        other = target if len(sent) > len(taken) else source
+        does = (
+            f"sends its output to rank {target}, but no link of rank {target} is left that takes "
+            f"an input from rank {source}"
+            if len(sent) > len(taken)
+            else f"takes an input from rank {source}, but no link of rank {source} is left that "
+            f"sends its output to rank {target}"
+        )
+        return RankMismatchError(
+            f"{unmatched} {does}. Rank {source} sends {len(sent)} outputs to rank {target}, which "
+            f"takes {len(taken)}. The links of rank {other}: {self._listed(other)}. Let rank_out "
+            "and rank_in of both sides name each other."
+        )
+
+    def _listed(self, rank: int) -> str:
+        return (
+            "; ".join(
+                f"{link.index} ({link.name}): rank_in={_plain(link.inputs)}, "
+                f"rank_out={_plain(link.outputs)}"
+                for link in self.links[rank]
+            )
+            or "none"
+        )
+
+    def _measure_depths(self) -> dict[tuple[int, int], int]:
+        """How many links the longest path from each link to an end has, itself included."""
+        depths: dict[tuple[int, int], int] = {}
+        left = {link.key: link for link in self._all}
+        while left:
+            ready = [
+                link
+                for link in left.values()
+                if all(edge.target.key in depths for edge in self.outgoing[link.key])
+            ]
+            if not ready:
+                raise UsageError(f"Links wait for one another: {self._cycle(left)}.")
+            for link in ready:
+                after = [depths[edge.target.key] for edge in self.outgoing[link.key]]
+                depths[link.key] = 1 + max(after, default=0)
+                del left[link.key]
+        return depths
+
+    def _cycle(self, left: dict[tuple[int, int], Link]) -> str:
+        link = next(iter(left.values()))
+        path: list[Link] = []
+        while link not in path:
+            path.append(link)
+            link = next(e.target for e in self.outgoing[link.key] if e.target.key in left)
+        return " sends to ".join(map(str, [*path[path.index(link) :], link]))
+
+    # ---- order ----
+
+    def order(
+        self, num_microbatches: int, schedule: PipelineSchedule, *, has_backward: bool = True
+    ) -> list[list[Action]]:
+        """What each rank does, one action after the other.
+
+        A link takes micro-batches in their order, forward and backward, so that gradients are
+        added in the same order under both schedules. ``gpipe``: a rank begins to go backward when
+        it has gone forward with all micro-batches. ``1f1b``: it goes backward as soon as it can,
+        and a link holds the activations of at most as many micro-batches as links follow it, and
+        two more, one of which hides the time of the messages.
+        """
+        return _Simulation(self, num_microbatches, schedule, has_backward).run()
+
+    def max_in_flight(self, link: Link) -> int:
+        """Of how many micro-batches a link holds activations under ``1f1b``, at most."""
+        depth = self._depths[link.key]
+        return depth + 1 if depth > 1 else 1
+
+    def depth(self, link: Link) -> int:
+        """How many links the longest path from this one has, itself included."""
+        return self._depths[link.key]
+
+
+class _Simulation:
+    """All ranks of a pipeline, in which messages take no time."""
+
+    def __init__(
+        self, graph: ChainGraph, num_microbatches: int, schedule: str, has_backward: bool
+    ) -> None:
+        self._graph = graph
+        self._num_microbatches = num_microbatches
+        self._schedule = schedule
+        self._has_backward = has_backward
+        self._started: dict[tuple[str, tuple[int, int]], int] = defaultdict(int)
+        self._ended: dict[tuple[str, tuple[int, int]], int] = defaultdict(int)
+
+    def run(self) -> list[list[Action]]:
+        """The order of every rank."""
+        graph = self._graph
+        orders: list[list[Action]] = [[] for _ in graph.links]
+        running: list[tuple[int, int]] = []
+        now = 0
+        idle = set(range(len(graph.links)))
+        while True:
+            for rank in sorted(idle):
+                action = self._next(rank)
+                if action is not None:
+                    idle.discard(rank)
+                    orders[rank].append(action)
+                    self._started[action.kind, action.link.key] += 1
+                    heapq.heappush(running, (now + _SECONDS[action.kind], rank))
+            if not running:
+                return orders
+            now = running[0][0]
+            while running and running[0][0] == now:
+                _, rank = heapq.heappop(running)
+                ended = orders[rank][-1]
+                self._ended[ended.kind, ended.link.key] += 1
+                idle.add(rank)
+
+    def _next(self, rank: int) -> Action | None:
+        """What this rank does now: backward before forward, links near the end first."""
+        links = sorted(
+            self._graph.links[rank], key=lambda link: (self._graph.depth(link), link.index)
+        )
+        is_forward_over = all(
+            self._count(FORWARD, link) == self._num_microbatches for link in links
+        )
+        if self._has_backward and (self._schedule == "1f1b" or is_forward_over):
+            for link in links:
+                number = self._started[BACKWARD, link.key]
+                if number < self._count(FORWARD, link) and all(
+                    self._count(BACKWARD, edge.target) > number
+                    for edge in self._graph.outgoing[link.key]
+                ):
+                    return Action(BACKWARD, link, number)
+        for link in links:
+            number = self._started[FORWARD, link.key]
+            is_full = (
+                self._has_backward
+                and self._schedule == "1f1b"
+                and number - self._count(BACKWARD, link) >= self._graph.max_in_flight(link)
+            )
+            if (
+                number < self._num_microbatches
+                and not is_full
+                and all(
+                    self._count(FORWARD, edge.source) > number
+                    for edge in self._graph.incoming[link.key]
+                )
+            ):
+                return Action(FORWARD, link, number)
+        return None
+
+    def _count(self, kind: str, link: Link) -> int:
+        return self._ended[kind, link.key]
+
+
+def _plain(ranks: tuple[int, ...] | None) -> str:
+    if ranks is None:
+        return "None"
+    return str(ranks[0]) if len(ranks) == 1 else str(list(ranks))

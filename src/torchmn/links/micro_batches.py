@@ -1,0 +1,67 @@
+"""Cutting a batch into micro-batches, and finding the tensors of an object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from torchmn.errors import UsageError
+
+
+def tensors_of(obj: Any) -> Iterator[Tensor]:
+    """The tensors in tuples, lists and dicts, in order."""
+    if isinstance(obj, Tensor):
+        yield obj
+    elif isinstance(obj, (tuple, list)):
+        for item in obj:
+            yield from tensors_of(item)
+    elif isinstance(obj, dict):
+        for item in obj.values():
+            yield from tensors_of(item)
+
+
+def with_tensors(obj: Any, tensors: Iterator[Tensor]) -> Any:
+    """The same object with other tensors, in the order of `tensors_of`."""
+    if isinstance(obj, Tensor):
+        return next(tensors)
+    if isinstance(obj, (tuple, list)):
+        items = [with_tensors(item, tensors) for item in obj]
+        return type(obj)(*items) if hasattr(obj, "_fields") else type(obj)(items)
+    if isinstance(obj, dict):
+        return type(obj)((key, with_tensors(item, tensors)) for key, item in obj.items())
+    return obj
+
+
+def num_samples(batch: Any, name: str) -> int:
+    """The size of dim 0, the same of all tensors with dims; 1 without any.
+
+    Raises UsageError: the sizes differ.
+    """
+    sizes = {len(tensor) for tensor in tensors_of(batch) if tensor.dim()}
+    if len(sizes) > 1:
+        raise UsageError(
+            f"The tensors of {name} have {sorted(sizes)} samples in dim 0, which must be the same "
+            "to cut them into micro-batches."
+        )
+    return sizes.pop() if sizes else 1
+
+
+def split(batch: Any, num_parts: int) -> list[Any]:
+    """Cut along dim 0: sizes differ by at most one, the larger parts come first.
+
+    What has no dim 0 is in every part.
+    """
+    parts = [
+        [_apart(piece) for piece in tensor.tensor_split(num_parts)]
+        if tensor.dim()
+        else [tensor] * num_parts
+        for tensor in tensors_of(batch)
+    ]
+    return [with_tensors(batch, (pieces[i] for pieces in parts)) for i in range(num_parts)]
+
+
+def _apart(piece: Tensor) -> Tensor:
+    """The same memory, whose changes in place are not those of other parts to autograd."""
+    return piece if piece.requires_grad else piece.data

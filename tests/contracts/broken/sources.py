@@ -1,0 +1,137 @@
+"""Minibatch sources that are wrong, by what they put in place of a part of the right ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from torchmn.readers import minibatch_source, randomization, read_ahead
+from torchmn.readers.minibatch_source import MinibatchSource
+from torchmn.readers.randomization import GlobalMinibatch, SequenceOrder
+
+_partition, _take, _next = GlobalMinibatch.partition, SequenceOrder.take, MinibatchSource._next
+
+
+class PartitionsByChunk:
+    """CNTK's: a chunk is on one partition, so ranks starve."""
+
+    @staticmethod
+    def apply(patch):
+        def by_chunk(self, num_partitions, index):
+            return [
+                replace(part, begin=at, end=at + 1)
+                for part in self.parts
+                for at in range(part.begin, part.end)
+                if part.block.chunks[at] % num_partitions == index
+            ]
+
+        patch.setattr(GlobalMinibatch, "partition", by_chunk)
+
+
+class SameOrderEachSweep:
+    """The sweep is not in the seed."""
+
+    @staticmethod
+    def apply(patch):
+        permutation = randomization.permutation
+        patch.setattr(
+            randomization,
+            "permutation",
+            lambda length, seed, sweep, *key: permutation(length, seed, 0, *key),
+        )
+
+
+class CountsItsOwnPartition:
+    """``max_samples`` counts the samples of one partition."""
+
+    @staticmethod
+    def apply(patch):
+        def after(before, minibatch):
+            own = -(-minibatch.num_samples // 2)
+            return minibatch_source._Progress(minibatch.next_position, before.num_samples + own)
+
+        patch.setattr(minibatch_source, "_after", after)
+
+
+class DropsShortMinibatches:
+    """A minibatch with fewer samples than partitions is left out where it is empty."""
+
+    @staticmethod
+    def apply(patch):
+        def drop(self, request):
+            found = _next(self, request)
+            while found and not any(part.num_samples for part in found.values()):
+                found = _next(self, request)
+            return found
+
+        patch.setattr(MinibatchSource, "_next", drop)
+
+
+class CountsSequences:
+    """The size of a minibatch is a number of sequences."""
+
+    @staticmethod
+    def apply(patch):
+        patch.setattr(
+            randomization.Block,
+            "ends",
+            property(lambda self: np.arange(1, len(self) + 1)),
+        )
+
+
+class SavesWhatIsReadAhead:
+    """The state is that of the last minibatch that threads have begun to read."""
+
+    @staticmethod
+    def apply(patch):
+        def state(self):
+            return self._state(self._ahead[-1].after if self._ahead else self._progress)
+
+        patch.setattr(MinibatchSource, "get_checkpoint_state", state)
+
+
+class KeepsItsReadAhead:
+    """A restored source returns what it had read ahead."""
+
+    @staticmethod
+    def apply(patch):
+        restore = MinibatchSource.restore_from_checkpoint
+
+        def restored(self, state):
+            with patch.context() as inner:
+                inner.setattr(MinibatchSource, "_forget_ahead", lambda self: None)
+                restore(self, state)
+
+        patch.setattr(MinibatchSource, "restore_from_checkpoint", restored)
+
+
+class KeepsChunks:
+    """No chunk is dropped."""
+
+    @staticmethod
+    def apply(patch):
+        patch.setattr(read_ahead.Chunks, "keep_only", lambda self, chunk_ids: None)
+
+
+class ReadsEachSweepAgain:
+    """Chunks are dropped although all fit into the window."""
+
+    @staticmethod
+    def apply(patch):
+        patch.setattr(SequenceOrder, "keeps_all", False)
+
+
+class LosesTheMinibatchOfAnError:
+    """After an error the next minibatch is returned."""
+
+    @staticmethod
+    def apply(patch):
+        def next_one(self, request):
+            try:
+                return _next(self, request)
+            except Exception:
+                self._pass_over(request)
+                raise
+
+        patch.setattr(MinibatchSource, "_next", next_one)

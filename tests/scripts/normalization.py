@@ -1,0 +1,214 @@
+"""Batch normalization over ranks, after `convert_batch_norm`."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+
+from .memory import _images
+from .models import built
+from .registry import script
+from .worker import Worker
+
+
+def _normalized(momentum: float | None = 0.1) -> nn.Sequential:
+    return built(
+        lambda: nn.Sequential(
+            nn.Linear(5, 6, bias=False),
+            nn.BatchNorm1d(6, momentum=momentum),
+            nn.Tanh(),
+            nn.Linear(6, 6),
+            nn.BatchNorm1d(6),
+            nn.Tanh(),
+            nn.Linear(6, 3),
+        )
+    )
+
+
+def _convolutions() -> nn.Sequential:
+    return built(
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 4, 3, bias=False),
+            nn.BatchNorm2d(4),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(4, 4, 3, bias=False),  # AdamW would enlarge what rounding leaves of it
+            nn.BatchNorm2d(4),
+            nn.Flatten(),
+            nn.Linear(16, 3),
+        )
+    )
+
+
+@script("Batch normalization over ranks, statistics included")
+def normalized_over_ranks(worker: Worker) -> nn.Module:
+    model = worker.across_ranks(_normalized())
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+@script('Uneven batches of it, `weight="samples"` and `loss_weight="samples"`')
+def normalized_uneven_batches(worker: Worker) -> nn.Module:
+    model = worker.across_ranks(_normalized(), loss_weight="samples")
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = worker.optimizer(sgd, model, weight="samples")
+    for x, y in worker.uneven_batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+@script("Images in channels last, `AdamW`, converted after the optimizer was made")
+def normalized_channels_last(worker: Worker) -> nn.Module:
+    model = _convolutions().to(memory_format=torch.channels_last)
+    adam = torch.optim.AdamW(model.parameters(), 0.01)
+    worker.across_ranks(model)
+    optimizer = worker.optimizer(adam, model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(_images(x).to(memory_format=torch.channels_last)), y).backward()
+        optimizer.step()
+    return model
+
+
+@script("Accumulation of its gradients under `no_sync`")
+def normalized_accumulation(worker: Worker) -> nn.Module:
+    model = worker.across_ranks(_normalized())
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    batches = list(worker.batches())
+    for first, second in zip(batches[::2], batches[1::2], strict=True):
+        optimizer.zero_grad()
+        with worker.no_sync(optimizer):
+            (mse_loss(model(first[0]), first[1]) / 2).backward()
+        (mse_loss(model(second[0]), second[1]) / 2).backward()
+        optimizer.step()
+    return model
+
+
+@script("Activation checkpointing of it, which runs it twice")
+def normalized_recomputed(worker: Worker) -> nn.Module:
+    model = worker.across_ranks(_normalized())
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        hidden = checkpoint(model[:3], x, use_reentrant=False)
+        mse_loss(checkpoint(model[3:], hidden, use_reentrant=False), y).backward()
+        optimizer.step()
+    return model
+
+
+@script("Compiled, uneven batches", is_slow=True)
+def normalized_compiled(worker: Worker) -> nn.Module:
+    model = worker.across_ranks(_normalized(), loss_weight="samples")
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = worker.optimizer(sgd, model, weight="samples")
+    compiled = torch.compile(model, backend="aot_eager", dynamic=True)
+    for x, y in worker.uneven_batches():
+        optimizer.zero_grad()
+        mse_loss(compiled(x), y).backward()
+        optimizer.step()
+    return model
+
+
+@script("A running average of the model, statistics included (`AveragedModel`)")
+def normalized_average(worker: Worker) -> list[nn.Module]:
+    model = worker.across_ranks(_normalized())
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8), use_buffers=True)
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+        worker.flush(optimizer)
+        average.update_parameters(model)
+    return [model, average.module]
+
+
+@script("`momentum=None` and clipping by norm")
+def normalized_plain_average(worker: Worker) -> nn.Module:
+    model = worker.across_ranks(_normalized(momentum=None))
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        worker.log("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.2))
+        optimizer.step()
+    return model
+
+
+@script("Its evaluation in turns with training, and a reset of its statistics")
+def normalized_evaluation(worker: Worker) -> nn.Module:
+    model = worker.across_ranks(_normalized())
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    held_out, targets = list(worker.batches(9))[8]
+    for step, (x, y) in enumerate(worker.batches()):
+        model.train()
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+        if step == 4:
+            model[1].reset_running_stats()
+        model.eval()
+        with torch.no_grad():
+            worker.log("loss of evaluation", worker.mean(mse_loss(model(held_out), targets)))
+    return model
+
+
+@script("One of its layers frozen: `eval()`, without gradients of its own")
+def normalized_frozen(worker: Worker) -> nn.Module:
+    model = worker.across_ranks(_normalized())
+    model[1].eval().requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = worker.optimizer(torch.optim.SGD(trained, 0.1), model)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+@script("Its state loaded into a plain model in the middle, which then continues")
+def normalized_state(worker: Worker) -> nn.Module:
+    model: nn.Module = worker.across_ranks(_normalized())
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for step, (x, y) in enumerate(worker.batches()):
+        if step == 4:
+            worker.flush(optimizer)
+            worker.close(optimizer)
+            saved = copy.deepcopy(model.state_dict())
+            model = _normalized()
+            model.load_state_dict(saved)
+            worker.across_ranks(model)
+            optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+@script("Two models with it, trained against each other")
+def normalized_adversaries(worker: Worker) -> list[nn.Module]:
+    first, second = (worker.across_ranks(_normalized()) for _ in range(2))
+    of_first = worker.optimizer(torch.optim.SGD(first.parameters(), 0.1), first)
+    of_second = worker.optimizer(torch.optim.SGD(second.parameters(), 0.1), second)
+
+    def distance(x: Tensor, y: Tensor) -> Tensor:
+        return mse_loss(first(x) + second(x), y)
+
+    for x, y in worker.batches():
+        of_first.zero_grad()
+        distance(x, y).backward(inputs=list(first.parameters()))
+        of_first.step()
+        of_second.zero_grad()
+        distance(x, -y).backward(inputs=list(second.parameters()))
+        of_second.step()
+    return [first, second]
