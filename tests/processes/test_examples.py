@@ -182,5 +182,55 @@ def test_networks_fit_the_images(
 
 
 def test_scripts_are_short() -> None:
-    for script in EXAMPLES.glob("*/train_*.py"):
+    for script in [*EXAMPLES.glob("*/train_*.py"), *EXAMPLES.glob("cntk/*.py")]:
         assert len(script.read_text().splitlines()) < 120, script
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_seq2seq_on_two_ranks_equals_one_process(schedule: str) -> None:
+    """On four ranks as two pairs as well; the loss falls."""
+    script = EXAMPLES / "model_parallel" / "train_seq2seq.py"
+    losses = {}
+    for num_ranks in (1, 2, 4):
+        command = ["-m", "torchmn", "run", "-n", str(num_ranks), "--backend", "gloo", script]
+        lines, _ = run([*command, "--steps", "20", "--schedule", schedule, "--microbatches", "3"])
+        found = [re.fullmatch(r"step (\d+): loss ([0-9.]+)", line) for line in lines]
+        losses[num_ranks] = {int(m[1]): float(m[2]) for m in found if m}
+    assert list(losses[1]) == [10, 20]
+    assert losses[1][20] < losses[1][10] < 2.4
+    for num_ranks in (2, 4):
+        assert losses[num_ranks] == pytest.approx(losses[1], abs=1e-5)
+
+
+def epoch_losses(lines: list[str]) -> list[float]:
+    found = [re.match(r"epoch \d+: loss ([0-9.]+)", line) for line in lines]
+    return [float(match.group(1)) for match in found if match]
+
+
+DIGITS = ["--dataset", "digits", "--epoch", "2", "--units", "40"]
+
+
+def launched(script: str, num_workers: int, *options: str) -> list[float]:
+    command = ["-m", "torchmn", "run", "-n", str(num_workers), EXAMPLES / "model_parallel" / script]
+    lines, _ = run([*command, *DIGITS, *options])
+    losses = epoch_losses(lines)
+    assert len(losses) == 2, lines
+    return losses
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_layers_divided_among_workers() -> None:
+    one, three = (launched("train_mnist_split.py", n) for n in (1, 3))
+    assert three == one
+    assert one[1] < one[0]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_data_and_model_parallelism_at_once() -> None:
+    one = launched("train_mnist_dual.py", 1, "--model-workers", "1")
+    assert launched("train_mnist_dual.py", 4) == pytest.approx(one, abs=5e-5)
+    assert one[1] < one[0]

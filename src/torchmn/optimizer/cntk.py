@@ -41,11 +41,7 @@ def data_parallel_distributed_learner(
 
     Raises UsageError: another number of bits.
     """
-    if num_quantization_bits not in CODEC_OF_BITS:
-        raise UsageError(
-            f"num_quantization_bits={num_quantization_bits!r} must be one of "
-            f"{', '.join(map(str, CODEC_OF_BITS))}."
-        )
+    raise_if_unknown_bits(num_quantization_bits)
     return create_multi_node_optimizer(
         optimizer,
         comm,
@@ -89,6 +85,15 @@ def block_momentum_distributed_learner(
         ),
         weight="samples",
     )
+
+
+def raise_if_unknown_bits(num_quantization_bits: int) -> None:
+    """Raise UsageError: no codec has this number of bits."""
+    if num_quantization_bits not in CODEC_OF_BITS:
+        raise UsageError(
+            f"num_quantization_bits={num_quantization_bits!r} must be one of "
+            f"{', '.join(map(str, CODEC_OF_BITS))}."
+        )
 
 
 def _after(num_samples: float, schedule: EveryStep | BlockMomentum) -> EveryStep | BlockMomentum:

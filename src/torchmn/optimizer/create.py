@@ -10,10 +10,12 @@ from torch.optim import Optimizer
 
 from torchmn.autotune.tuner import Autotuner, SearchSpace
 from torchmn.communicators import Communicator
+from torchmn.communicators.local_tensors import is_distributed
 from torchmn.compression import Codec
 from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
 from torchmn.gradients.bucket_set import Reduction
 from torchmn.gradients.codec_state import own_codec, warn_if_it_encodes_nothing
+from torchmn.optimizer.chains import find_chains
 from torchmn.optimizer.equal_dropout import warn_of_equal_dropout
 from torchmn.optimizer.multi_node_optimizer import MultiNodeOptimizer, Weight
 from torchmn.optimizer.nonfinite_policy import OnNonfinite
@@ -68,8 +70,12 @@ def create_multi_node_optimizer(
 
     Args:
         optimizer: any `torch.optim.Optimizer`.
-        comm: the ranks, and the route between them.
-        model: the module, or modules, that own the optimizer's parameters: names, buffers.
+        comm: the ranks, and the route between them. They hold the same parameters: where a model is
+            sharded or split over ranks, the communicator of those that hold the same part of it, as
+            ``Grid(comm, data=-1, model=2).data``. Means are over these ranks.
+        model: the module, or modules, that own the optimizer's parameters: names, buffers. Modules
+            of `fully_shard` and `parallelize_module` are given as they are: each rank exchanges
+            its own part of every parameter.
         double_buffering: the same as ``schedule="double_buffering"``.
         zero_fill: give a parameter that has no gradient on any rank one of zeros, as ChainerMN did
             by default. Otherwise it keeps ``grad = None``, as in one process, and the optimizer
@@ -133,6 +139,7 @@ def create_multi_node_optimizer(
     if isinstance(name, str) and name not in ("auto", *SCHEDULES):
         raise UnknownNameError("schedule", name, ["auto", *SCHEDULES])
     tuner = None
+    candidates: list[Schedule] = []
     if "auto" in (name, codec):
         space = _search_space(
             name,
@@ -145,6 +152,7 @@ def create_multi_node_optimizer(
             },
         )
         tuner = Autotuner(space, retune=retune)
+        candidates = [make() for make in space.schedules.values()]
         name, codec = next(iter(space.schedules)), space.codecs[0]
     chosen = SCHEDULES[name]() if isinstance(name, str) else name
     if reduction == "sum" and chosen.num_sets == 0:
@@ -165,6 +173,9 @@ def create_multi_node_optimizer(
             "gradients by itself. Give the module inside it (model.module) and drop the wrapper, "
             "or stay with it and use torchmn.optimizer.ddp_hook."
         )
+    if any(is_distributed(p) for group in optimizer.param_groups for p in group["params"]):
+        _raise_if_whole_only(comm, [chosen, *candidates])
+    chains = find_chains(models, comm, max_grad_norm)
     form = own_codec(codec, comm)
     made = MultiNodeOptimizer(
         optimizer,
@@ -180,12 +191,28 @@ def create_multi_node_optimizer(
         gradient_as_bucket_view=gradient_as_bucket_view,
         tuner=tuner,
     )
+    for chain in chains:
+        chain.register_no_sync(made.no_sync)
+        if chain is models[0] and (weight == "samples" or chosen.counts_samples):
+            chain.register_count(made.reducer.contribution.add)
     warn_of_equal_dropout(comm, models)
     if (
         tuner is None and codec is not None and not isinstance(chosen, ParameterServer)
     ):  # it pushes between all ranks
         warn_if_it_encodes_nothing(form, comm)
     return made
+
+
+def _raise_if_whole_only(comm: Communicator, schedules: Sequence[Schedule]) -> None:
+    """Raise UnsupportedError: one of these needs parameters that are whole on every rank."""
+    for schedule in schedules:
+        if not schedule.exchanges_shards:
+            raise UnsupportedError(
+                f"{comm.rank_label}: {schedule.name} updates parameters while the model runs or on "
+                "other ranks, and those of this model are sharded (DTensors), which fully_shard "
+                "gathers and frees then. Use 'every_step', 'double_buffering' or a "
+                "schedule of blocks, such as 'diloco'."
+            )
 
 
 def _search_space(

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from torchmn.autotune.tuner import Autotuner
 from torchmn.gradients.reducer import GradientReducer
-from torchmn.gradients.replicas import copy_state_from_rank
+from torchmn.gradients.replicas import copy_state_from_rank, named_tensors
 from torchmn.optimizer.recorded_steps import RecordedSteps
 from torchmn.schedules.base import Schedule
 
@@ -47,7 +47,7 @@ def joined(optimizer: Joinable, models: Sequence[nn.Module]) -> Iterator[None]:
         schedule.flush()
         if any(num < last for num, _ in gathered):
             source = next(rank for rank, (num, _) in enumerate(gathered) if num == last)
-            tensors = [t for m in models for t in (*m.parameters(), *m.buffers())]
+            tensors = list(named_tensors(models).values())
             copy_state_from_rank(comm, tensors, optimizer.inner, source)
             if comm.rank != source:
                 schedule.on_zero_grad()

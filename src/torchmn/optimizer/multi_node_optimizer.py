@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -24,11 +23,13 @@ from torchmn.gradients.reducer import GradientReducer
 from torchmn.gradients.replicas import (
     broadcast_and_verify,
     broadcast_optimizer_state,
+    load_inner_state,
     named_parameters,
     raise_if_ranks_differ,
 )
 from torchmn.gradients.sparse_gradients import sparse_parameters
 from torchmn.gradients.weights import Contribution
+from torchmn.links.clipping import clip_grad_norm_
 from torchmn.optimizer import resume
 from torchmn.optimizer.closure import over_ranks
 from torchmn.optimizer.join import joined
@@ -364,7 +365,7 @@ class MultiNodeOptimizer(Optimizer):
         if self.tuner is not None:
             self.tuner.load_state_dict(ours.get("tuner", {}))
         own = resume.schedule_state(state_dict, self.schedule)
-        self.inner.load_state_dict({k: v for k, v in state_dict.items() if k != "torchmn"})
+        load_inner_state(self.inner, {k: v for k, v in state_dict.items() if k != "torchmn"})
         self.schedule.load_state_dict(own)
         self.reducer.load_state_dict(ours.get("codec", {}), ours.get("progress", {}))
         resume.load_accumulated(self.reducer, ours.get("accumulated"))
@@ -490,9 +491,12 @@ class MultiNodeOptimizer(Optimizer):
             pass
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the current gradients by their global norm; returns the norm before. Local."""
+        """Clip the current gradients by their global norm; returns the norm before. Local.
+
+        *Collective over the ranks of the model* where it is sharded; the norm is that of the whole.
+        """
         self._await_gradients("clip_grad_norm_ needs all gradients")
-        return torch.nn.utils.clip_grad_norm_(_parameters_of(self.inner), max_norm, norm_type)
+        return clip_grad_norm_(_parameters_of(self.inner), max_norm, norm_type)
 
     @property
     def nonfinite(self) -> list[NonfiniteGradients]:
@@ -542,7 +546,7 @@ class MultiNodeOptimizer(Optimizer):
     def _make_ready_for_step(self) -> None:
         """All that is done to gradients before the inner optimizer sees them."""
         if not (self.reducer.is_needed or self.reducer.is_suspended):
-            record_own_nonfinite(self.reducer)
+            record_own_nonfinite(self.reducer, _parameters_of(self.inner))
         self._act_on_problem()
         if self._max_grad_norm is not None:
             self.clip_grad_norm_(self._max_grad_norm)

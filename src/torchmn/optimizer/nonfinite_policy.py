@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from torchmn.errors import NonFiniteGradientError
 from torchmn.gradients.nonfinite import NonfiniteGradients
@@ -17,20 +19,21 @@ _MAX_IN_A_ROW = 100
 """A script that catches the error and meets it in this many steps does not train any longer."""
 
 
-def record_own_nonfinite(reducer: GradientReducer) -> None:
-    """Find what is not finite on one rank alone, which exchanges nothing. Local."""
-    grads = {
-        name: parameter.grad.detach().to_dense()
-        for name, parameter in reducer.parameters.trained()
-        if parameter.grad is not None
-    }
-    sums = [grad.sum().abs().double().cpu() for grad in grads.values()]
-    if not sums or bool(torch.stack(sums).isfinite().all()):
-        return
-    # None, if only a sum was too large.
-    names = [name for name, grad in grads.items() if not bool(grad.isfinite().all())]
-    if names:
-        reducer.nonfinite.record(NonfiniteGradients(reducer.step, {0: names}))
+def record_own_nonfinite(reducer: GradientReducer, parameters: Iterable[Tensor]) -> None:
+    """Find what is not finite on one rank alone, which exchanges nothing.
+
+    Local; *collective over the ranks of the model* where it is sharded.
+    """
+    held = (reducer.parameters.of(parameter).grad for parameter in parameters)
+    grads = [grad.detach().to_dense() for grad in held if grad is not None]
+    names = []
+    if not bool(torch.nn.utils.get_total_norm(grads).isfinite()):  # a GPU is waited for once
+        names = [  # none, if only the norm was too large
+            name
+            for name, parameter in reducer.parameters.trained()
+            if parameter.grad is not None and not bool(parameter.grad.to_dense().isfinite().all())
+        ]
+    reducer.record_problem(NonfiniteGradients(reducer.step, {0: names}) if names else None)
 
 
 def act_on_nonfinite(reducer: GradientReducer, policy: OnNonfinite) -> None:

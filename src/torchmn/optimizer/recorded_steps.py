@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from torchmn.compression.layout import is_small
+from torchmn.gradients.local_shards import whole_of
 from torchmn.gradients.model_hooks import ModelHooks
 from torchmn.gradients.parameter_hook import watch_gradient
 from torchmn.gradients.reducer import GradientReducer
@@ -130,7 +131,9 @@ class RecordedSteps:
         if not recorder.wants_gradients():
             return
         trained = [p for _, p in self._optimizer.reducer.parameters.trained() if p.requires_grad]
-        self._facts = {p: GradientFacts(p.numel(), p.nbytes, is_small(p.shape)) for p in trained}
+        self._facts = {
+            whole_of(p): GradientFacts(p.numel(), p.nbytes, is_small(p.shape)) for p in trained
+        }
         self._watches = [watch_gradient(parameter, self._gradient_ready) for parameter in trained]
 
     def _gradient_ready(self, parameter: Tensor) -> None:

@@ -63,6 +63,8 @@ def iterations_per_epoch(source: BatchSource) -> Fraction | None:
     if isinstance(source, EpochLoader):
         length = source.full_length()
         return None if length is None else Fraction(length)
+    if hasattr(source, "iterations_per_epoch"):
+        return cast("Fraction | None", source.iterations_per_epoch)
     dataset, batch_size = getattr(source, "dataset", None), getattr(source, "batch_size", None)
     if dataset is None or not isinstance(batch_size, int):
         return None
@@ -72,11 +74,11 @@ def iterations_per_epoch(source: BatchSource) -> Fraction | None:
 class EpochLoader:
     """Passes over a DataLoader; each pass is an epoch. Local.
 
-    ``set_epoch`` of its samplers is called at the beginning of each pass. With a `GlobalSampler` as
-    ``batch_sampler`` the state is the sampler's, and is valid for any number of ranks. With any
-    other loader, resuming draws and skips the batches that were done. In both cases the state
-    includes that of the random generator from which a loader draws a number when a pass begins: a
-    resumed pass draws the same number, and the generator is then restored.
+    ``set_epoch`` of its samplers and data set is called at the beginning of each pass. With a
+    `GlobalSampler` as ``batch_sampler`` the state is the sampler's, and is valid for any number of
+    ranks. With any other loader, resuming draws and skips the batches that were done. In both cases
+    the state includes that of the random generator from which a loader draws a number when a pass
+    begins: a resumed pass draws the same number, and the generator is then restored.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -197,7 +199,7 @@ class EpochLoader:
 
     def _begin_pass(self) -> None:
         loader = self.loader
-        for name in ("batch_sampler", "sampler"):
+        for name in ("batch_sampler", "sampler", "dataset"):
             set_epoch = getattr(getattr(loader, name, None), "set_epoch", None)
             if set_epoch is not None:
                 set_epoch(self.epoch)
@@ -209,8 +211,7 @@ class EpochLoader:
         self._generator_state = generator.get_state()
         self._pass_length = self.full_length()
         if self._sampler is not None:
-            left = self._sampler.dataset_length - self._sampler.position
-            self._pass_length = -(-left // self._sampler.global_batch)
+            self._pass_length = self._sampler.batches_left
         self._num_drawn = 0
         self._batches = iter(loader)
         if is_resumed and generator is torch.default_generator:

@@ -7,11 +7,13 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import torch
+from pytorch_pfn_extras.reporting import Reporter
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchmn.errors import UsageError
 from torchmn.evaluation import batch_to, call_with_batch, num_samples
+from torchmn.links.layer_communicator import has_collective_layers
 from torchmn.profiling import recording
 from torchmn.resharding import reshard_object, warnings_of
 from torchmn.training.batch_source import batch_source, iterations_per_epoch
@@ -26,7 +28,8 @@ class StandardUpdater:
     Args:
         iterator: a `torchmn.SerialIterator`, or a DataLoader, whose epochs are passes over it;
             ``set_epoch`` of its sampler is called. If a `GlobalSampler` as its ``batch_sampler``
-            gives this rank a batch without samples, it participates in the step with weight 0.
+            gives this rank a batch without samples, it participates in the step with weight 0;
+            the model is run only if it has batch normalization over ranks.
         optimizer: any, or one of `create_multi_node_optimizer`.
         model: is called with the batch and returns the loss. What it reports with
             ``pytorch_pfn_extras.reporting.report(values, self)`` is observed as ``main/...``.
@@ -85,7 +88,7 @@ class StandardUpdater:
         with recording.timed("data"):
             batch = next(self.source)
         if num_samples(batch) == 0:
-            self._step_without_samples()
+            self._step_without_samples(batch)
         else:
             with recording.timed("copy"):
                 batch = self.converter(batch, self.device)
@@ -121,12 +124,18 @@ class StandardUpdater:
         """Warnings for loading a state of another number of ranks."""
         return warnings_of(self.source)
 
-    def _step_without_samples(self) -> None:
+    def _step_without_samples(self, batch: Any) -> None:
         set_weight = getattr(self.optimizer, "set_weight", None)
         if set_weight is None:
             return
         self.optimizer.zero_grad()
         set_weight(0.0)
+        if has_collective_layers(self.model):  # the other ranks' layers wait for those of this one
+            reporter = Reporter()
+            reporter.add_observer("main", self.model)
+            reporter.add_observers("main", self.model.named_modules())
+            with reporter.scope({}):  # means of nothing are not observed
+                compute_gradients(self.loss_func, self.converter(batch, self.device))
         self.optimizer.step()
 
 

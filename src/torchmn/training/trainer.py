@@ -37,7 +37,7 @@ class Trainer(ExtensionsManager):
     Args:
         updater: does an iteration, such as `StandardUpdater`.
         stop_trigger: ``(n, "epoch")``, ``(n, "iteration")`` or a trigger; None trains forever.
-        out: the folder for files, created by rank 0.
+        out: the folder for files, created by rank 0; None: extensions write no files.
         comm: the ranks that train together; None for one process.
         extensions: as given to `extend`.
     """
@@ -46,14 +46,14 @@ class Trainer(ExtensionsManager):
         self,
         updater: Updater,
         stop_trigger: TriggerLike = None,
-        out: str | Path = "result",
+        out: str | Path | None = "result",
         *,
         comm: Communicator | None = None,
         extensions: Sequence[ExtensionLike] = (),
     ) -> None:
         self._updater = updater
         self._comm = comm
-        is_writer = comm is None or comm.rank == 0
+        is_writer = out is not None and (comm is None or comm.rank == 0)
         writer = SimpleWriter(out_dir=str(out)) if is_writer else _NoWriter(str(out))
         self._has_run = False
         self._elapsed_before_s = 0.0

@@ -15,11 +15,18 @@ class Updater(Protocol):
 
     model: nn.Module
     """Its reports are ``main/...``; it is saved."""
-    optimizer: Optimizer
-    iteration: int
-    """Iterations done."""
-    iterations_per_epoch: Fraction | None
-    """The mean number of iterations in an epoch; None if it is not known."""
+
+    @property
+    def optimizer(self) -> Optimizer | dict[str, Optimizer]:
+        """The one that is saved, or several by name."""
+
+    @property
+    def iteration(self) -> int:
+        """Iterations done."""
+
+    @property
+    def iterations_per_epoch(self) -> Fraction | None:
+        """The mean number of iterations in an epoch; None if it is not known."""
 
     @property
     def epoch(self) -> int:

@@ -33,6 +33,8 @@ def num_parameters(network: nn.Module) -> int:
     [
         ("VGG", {}, (3, 32, 32), 14_987_200),
         ("VGG", {"num_classes": 5, "in_channels": 1}, (1, 32, 32), 14_983_488),
+        ("ResNet", {}, (3, 32, 32), 269_722),
+        ("ResNet", {"num_blocks": 1, "num_classes": 5}, (3, 32, 32), 74_965),
         ("SmallCNN", {}, (1, 28, 28), 426_234),
         ("SmallCNN", {"image_size": 8}, (1, 8, 8), 57_594),
         ("SmallCNN", {"in_channels": 3, "image_size": 32}, (3, 32, 32), 549_402),

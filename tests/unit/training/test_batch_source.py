@@ -55,6 +55,18 @@ def test_a_pass_is_an_epoch(num_workers: int) -> None:
     assert iterations_per_epoch(source) == 3
 
 
+def test_a_resumed_pass_that_drops_its_last_batch_ends_with_a_full_one() -> None:
+    """The batch that is dropped is not counted among those that are left."""
+
+    def resume(comm: Communicator) -> list[tuple[int, bool, float]]:
+        sampler = GlobalSampler(7, comm, 2, drop_last=True)
+        sampler.load_state_dict({"epoch": 0, "position": 2})
+        source = EpochLoader(DataLoader(range(7), batch_sampler=sampler))
+        return epochs(source, 3)
+
+    assert [end for _, end, _ in run_ranks(resume, 1)[0]] == [False, True, False]
+
+
 def test_without_a_length_the_end_is_seen_one_ahead() -> None:
     source = batch_source(DataLoader(Stream(), 2))
     assert epochs(source, 4) == [(0, False, 0), (0, False, 0), (1, True, 1), (1, False, 1)]

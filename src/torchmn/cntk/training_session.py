@@ -1,0 +1,541 @@
+"""CNTK's training session: checkpoints, progress, cross validation and a test around a trainer.
+
+A session is a `torchmn.training.Trainer` whose iteration is a minibatch of the source, and whose
+extensions are CNTK's actions. After each minibatch those that are due run in this order: the
+checkpoint, the summary of the progress, cross validation. An action of frequency f is due when the
+training has passed a multiple of f; once, even if it has passed several. At the end each runs once
+more if something was trained since it ran, then the test.
+"""
+
+from __future__ import annotations
+
+import glob
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pytorch_pfn_extras.training.extension import Extension
+
+from torchmn.checkpoint import MultiNodeCheckpointer, create_multi_node_checkpointer
+from torchmn.checkpoint.retention import is_checkpoint
+from torchmn.cntk.communicator import default_communicator
+from torchmn.cntk.schedules import minibatch_size_schedule
+from torchmn.cntk.session_config import (
+    CheckpointConfig,
+    CrossValidationConfig,
+    DataUnit,
+    Frequency,
+    Size,
+    Source,
+    TestConfig,
+    checked_frequency,
+    is_positive_int,
+    raise_if_infinite,
+)
+from torchmn.cntk.trainer import Trainer, newest_step
+from torchmn.communicators import Communicator
+from torchmn.errors import UsageError
+from torchmn.evaluation import sync_buffers_
+from torchmn.profiling import recording
+from torchmn.readers import (
+    MinibatchData,
+    MinibatchSource,
+    as_minibatch_source,
+)
+from torchmn.readers.user import UserSourceMinibatches
+from torchmn.resilience import Preemption
+from torchmn.training import Trainer as Loop
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of a cross validation or test, over all ranks."""
+
+    error: float
+    """The mean of the metric over all samples, or of the loss without a metric."""
+    num_samples: int
+    num_minibatches: int
+
+
+class TrainingSession:
+    """Trains to the end of a source. Made by `training_session`; `train` does the work.
+
+    Subclass it and override `on_cross_validation_end` in place of a callback.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        mb_source: Source,
+        mb_size: Size,
+        model_inputs_to_streams: Mapping[Any, Any],
+        max_samples: int | None = None,
+        progress_frequency: Frequency = None,
+        checkpoint_config: CheckpointConfig | None = None,
+        cv_config: CrossValidationConfig | None = None,
+        test_config: TestConfig | None = None,
+    ) -> None:
+        if max_samples is None:
+            raise_if_infinite("training", mb_source, "max_samples=")
+        elif not is_positive_int(max_samples):
+            raise UsageError(
+                f"max_samples={max_samples!r} must be a positive int: a number of samples."
+            )
+        self.trainer = trainer
+        self.mb_source = as_minibatch_source(mb_source)
+        self.max_samples = None if max_samples is None else int(max_samples)
+        self.sizes = minibatch_size_schedule(mb_size)
+        self.input_map = model_inputs_to_streams
+        self.progress_frequency = progress_frequency
+        self.checkpoint_config = checkpoint_config
+        self.cv_config = cv_config
+        self.test_config = test_config
+        self.comm = trainer.communicator
+        """The ranks that train together; None if the learners are not distributed."""
+        checked_frequency(progress_frequency)
+
+    def train(self, device: torch.device | str | None = None) -> Evaluation | None:
+        """Train, and test; returns the result of the test, if there is one. *Collective.*
+
+        Minibatches are moved to ``device``, by default that of the model.
+
+        Raises:
+            UsageError: the checkpoint is of another kind of training, or several ranks train
+                without a distributed learner.
+            DataError: a checkpoint cannot be read or written.
+            SystemExit: the job is about to end and was saved, with status 85: see `Preemption`.
+        """
+        updater = _SessionUpdater(self, device)
+        loop = Loop(updater, lambda _: updater.has_ended, None, comm=self.comm)
+        checkpoints = None
+        if self.checkpoint_config is not None and self.checkpoint_config.filename is not None:
+            checkpoints = _Checkpoints(self.checkpoint_config, updater, self._comm_of_job())
+            loop.extend(_Action("checkpoint", 3, checkpoints.frequency, updater, checkpoints.save))
+            loop.extend(_Waiting(checkpoints.checkpointer))
+        updater.progress = _Action("progress", 2, self.progress_frequency, updater, self._summarize)
+        loop.extend(updater.progress)
+        if self.cv_config is not None:
+
+            def validate(index: int) -> None:
+                if not self._cross_validate(index, device):
+                    updater.stop()
+
+            validation = _Action("validation", 1, self.cv_config.frequency, updater, validate)
+            loop.extend(validation)
+            if self.cv_config.minibatch_source is not None:
+                updater.validation = validation
+        preemption = None
+        was_restored = False
+        if checkpoints is not None:
+            was_restored = checkpoints.restore()
+            preemption = Preemption(checkpoints.comm, checkpoints.save_now)
+            loop.extend(preemption, name="preemption", trigger=(1, "iteration"), priority=-1)
+        try:
+            loop.run()
+        finally:
+            if preemption is not None:
+                preemption.close()
+        if not (updater.has_trained or was_restored):
+            self._warn(
+                "This session has trained nothing: its source was at the end of its data before, "
+                f"or max_samples={self.max_samples} is not above the "
+                f"{self.trainer.total_number_of_samples_seen} samples that the trainer has seen. "
+                "Give another source, or max_samples of all sessions of this trainer together."
+            )
+        return None if self.test_config is None else self._test(self.test_config, device)
+
+    def on_cross_validation_end(
+        self, index: int, average_error: float, num_samples: int, num_minibatches: int
+    ) -> bool | None:
+        """Called on all ranks after each cross validation; False on any rank ends the training.
+
+        Calls the callback of the configuration.
+        """
+        if self.cv_config is None or self.cv_config.callback is None:
+            return True
+        return self.cv_config.callback(index, average_error, num_samples, num_minibatches)
+
+    # ---- actions ----
+
+    def _summarize(self, index: int) -> None:
+        self.trainer.summarize_training_progress()
+
+    def _cross_validate(self, index: int, device: torch.device | str | None) -> bool:
+        """Whether training continues, on all ranks."""
+        config = self.cv_config
+        assert config is not None  # noqa: S101
+        result = Evaluation(0.0, 0, 0)
+        if config.minibatch_source is not None:
+            result = self._evaluate("cross validation", config, config.max_samples, device)
+        continues = self.on_cross_validation_end(
+            index, result.error, result.num_samples, result.num_minibatches
+        )
+        row = torch.tensor([continues is not False], dtype=torch.int64, device="cpu")
+        if self.comm is not None:
+            row = self.comm.allreduce(row, "min")
+        return bool(row.item())
+
+    def _test(self, config: TestConfig, device: torch.device | str | None) -> Evaluation:
+        return self._evaluate("test", config, None, device)
+
+    def _evaluate(
+        self,
+        what: str,
+        config: CrossValidationConfig | TestConfig,
+        max_samples: int | None,
+        device: torch.device | str | None,
+    ) -> Evaluation:
+        """Exact sums over the samples of all ranks; sources are afterwards where they were."""
+        assert config.minibatch_source is not None  # noqa: S101
+        source = as_minibatch_source(config.minibatch_source)
+        sizes = minibatch_size_schedule(config.minibatch_size)
+        inputs = config.model_inputs_to_streams
+        total, num_samples, num_minibatches = 0.0, 0, 0
+        moved = [source] if isinstance(config, TestConfig) else [self.mb_source, source]
+        with self._equal_buffers(), _unmoved(*moved):
+            while max_samples is None or num_samples < max_samples:
+                size = _limited(int(sizes.value(num_samples, 0)), max_samples, num_samples)
+                arguments = self._next(source, size, inputs)
+                added, count = self.trainer.evaluation_sums(
+                    arguments, device, criterion=config.criterion
+                )
+                if count == 0:  # on all ranks
+                    break
+                total, num_samples = total + added, num_samples + count
+                num_minibatches += 1
+        self.trainer.summarize_test_progress()
+        if not num_samples:
+            self._warn(
+                f"The {what} had no samples, and its error is NaN: its source was at the end of "
+                "its data before. Give it a source of its own."
+            )
+            return Evaluation(float("nan"), 0, 0)
+        return Evaluation(total / num_samples, num_samples, num_minibatches)
+
+    def _warn(self, text: str) -> None:
+        if self.comm is None or self.comm.rank == 0:
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+    @contextmanager
+    def _equal_buffers(self) -> Iterator[None]:
+        """Running statistics are the mean over ranks, and afterwards each rank's own again."""
+        if self.comm is None:
+            yield
+            return
+        buffers = list(self.trainer.model.buffers())
+        own = [buffer.clone() for buffer in buffers]
+        sync_buffers_([self.trainer.model], self.comm)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in zip(buffers, own, strict=True):
+                    buffer.copy_(value)
+
+    def _next(
+        self,
+        source: MinibatchSource | UserSourceMinibatches,
+        size: int,
+        input_map: Mapping[Any, Any] | None = None,
+    ) -> dict[Any, MinibatchData]:
+        input_map = self.input_map if input_map is None else input_map
+        if self.comm is None:
+            return source.next_minibatch(size, input_map)
+        return source.next_minibatch(
+            size, input_map, num_data_partitions=self.comm.size, partition_index=self.comm.rank
+        )
+
+    def _comm_of_job(self) -> Communicator:
+        comm = self.comm or default_communicator()
+        if self.comm is None and comm.size > 1:
+            raise UsageError(
+                f"{comm.rank_label}: {comm.size} ranks run this session, and its learners are not "
+                "distributed: each rank would train alone and save in the same folder. Use "
+                "data_parallel_distributed_learner or block_momentum_distributed_learner."
+            )
+        return comm
+
+
+def training_session(
+    trainer: Trainer,
+    mb_source: Source,
+    mb_size: Size,
+    model_inputs_to_streams: Mapping[Any, Any],
+    progress_frequency: Frequency = None,
+    max_samples: int | None = None,
+    checkpoint_config: CheckpointConfig | None = None,
+    cv_config: CrossValidationConfig | None = None,
+    test_config: TestConfig | None = None,
+) -> TrainingSession:
+    """A session that trains to the end of ``mb_source``, or of ``max_samples``.
+
+    ```python
+    training_session(
+        trainer, train_source, 64, {"features": train_source.streams.features, ...},
+        progress_frequency=50000,
+        checkpoint_config=CheckpointConfig("models/cifar", frequency=50000),
+        test_config=TestConfig(test_source, minibatch_size=64),
+    ).train()
+    ```
+
+    Args:
+        trainer: a `torchmn.cntk.Trainer`.
+        mb_source: the data.
+        mb_size: samples over all ranks in a minibatch, or a `minibatch_size_schedule`.
+        model_inputs_to_streams: names of the trainer's arguments to streams of the source.
+        progress_frequency: when summaries are written: samples, ``(n, unit)``, None for the end.
+        max_samples: end after this number of samples over all ranks.
+        checkpoint_config: where and when to save; without it nothing is saved.
+        cv_config: what to evaluate during training.
+        test_config: what to evaluate at the end.
+
+    Raises UsageError: ``mb_source`` is infinite and ``max_samples`` is None; a frequency or size is
+        no positive number.
+    """
+    return TrainingSession(
+        trainer,
+        mb_source,
+        mb_size,
+        model_inputs_to_streams,
+        max_samples,
+        progress_frequency,
+        checkpoint_config,
+        cv_config,
+        test_config,
+    )
+
+
+# ---- the loop ----
+
+
+class _SessionUpdater:
+    """An iteration of a session: a minibatch. The last iteration finds no data."""
+
+    iterations_per_epoch = None
+
+    def __init__(self, session: TrainingSession, device: torch.device | str | None) -> None:
+        self.session = session
+        self.trainer = session.trainer
+        self.model = session.trainer.model
+        self.optimizer = {f"learner{n}": each for n, each in enumerate(session.trainer.optimizers)}
+        self.progress: _Action | None = None
+        self.validation: _Action | None = None
+        self.has_ended = False
+        self.has_trained = False
+        self._device = device
+        self._is_stopped = False
+        self._before = self.position()
+
+    @property
+    def iteration(self) -> int:
+        return self.trainer.num_minibatches
+
+    @property
+    def epoch(self) -> int:
+        return self.trainer.num_sweeps
+
+    @property
+    def epoch_detail(self) -> float:
+        return float(self.epoch)
+
+    @property
+    def previous_epoch_detail(self) -> float | None:
+        return float(self._before[DataUnit.sweep])
+
+    def position(self) -> dict[DataUnit, int]:
+        """How far the training is, in each unit."""
+        return {
+            DataUnit.sample: self.trainer.total_number_of_samples_seen,
+            DataUnit.minibatch: self.trainer.num_minibatches,
+            DataUnit.sweep: self.trainer.num_sweeps,
+        }
+
+    def previous_position(self) -> dict[DataUnit, int]:
+        """The same before the last iteration."""
+        return self._before
+
+    def stop(self) -> None:
+        """Let the next iteration be the last one."""
+        self._is_stopped = True
+
+    def update(self) -> None:
+        session = self.session
+        self._before = self.position()
+        num_samples = self._before[DataUnit.sample]
+        size = int(session.sizes.value(num_samples, self._before[DataUnit.sweep]))
+        size = _limited(size, session.max_samples, num_samples)
+        arguments = {}
+        if size and not self._is_stopped:
+            with recording.timed("data"):
+                arguments = session._next(session.mb_source, size)
+        has_data = self.trainer.train_minibatch(arguments, device=self._device)
+        self.has_ended = not has_data
+        self.has_trained |= has_data
+
+    def finalize(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        """Beside what the trainer saves: where the source is."""
+        return {
+            "source": self.session.mb_source.get_checkpoint_state(),
+            "is_summarized": self.progress is not None and self.progress.is_due(),
+            "is_validated": self.validation is not None and self.validation.is_due(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What was done right after the checkpoint was taken is not done again."""
+        self.session.mb_source.restore_from_checkpoint(state["source"])
+        for writer in self.trainer.progress_writers:
+            if state["is_summarized"]:
+                writer.skip_training_summary()
+            if state["is_validated"]:
+                writer.skip_test_summary()
+
+
+class _Action(Extension):
+    """What a session does each time that the training passes a multiple of a frequency."""
+
+    def __init__(
+        self,
+        name: str,
+        priority: int,
+        frequency: Frequency,
+        updater: _SessionUpdater,
+        run: Callable[[int], object],
+    ) -> None:
+        self.name = name
+        self.priority = priority
+        self.period, self.unit = checked_frequency(frequency)
+        self.trigger: Any = lambda _: self.is_due()
+        self._updater = updater
+        self._run = run
+        self._ran_at = -1
+
+    def is_due(self) -> bool:
+        """Whether a multiple was passed in this iteration; at the end, whether it is yet to run."""
+        if self._updater.has_ended:
+            return self._updater.has_trained and self._ran_at != self._updater.iteration
+        now = self._updater.position()[self.unit]
+        return self.period is not None and now // self.period != self.index
+
+    @property
+    def index(self) -> int:
+        """How many multiples were passed before this iteration."""
+        before = self._updater.previous_position()[self.unit]
+        return 0 if self.period is None else before // self.period
+
+    def __call__(self, loop: object) -> None:
+        self._ran_at = self._updater.iteration
+        self._run(self.index)
+
+
+class _Waiting(Extension):
+    """Waits at the end of training, also after an error, for what is being written."""
+
+    trigger: Any = staticmethod(lambda _: False)
+    name = "checkpointer"
+
+    def __init__(self, checkpointer: MultiNodeCheckpointer) -> None:
+        self._checkpointer = checkpointer
+
+    def finalize(self, loop: object) -> None:
+        self._checkpointer.finalize()
+
+
+class _Checkpoints:
+    """The checkpoints of a session: the newest ones in a folder, and those that are preserved."""
+
+    def __init__(
+        self, config: CheckpointConfig, updater: _SessionUpdater, comm: Communicator
+    ) -> None:
+        assert config.filename is not None  # noqa: S101
+        self.path = Path(config.filename).absolute()
+        self.frequency = config.frequency
+        self.comm = comm
+        self._config = config
+        self._updater = updater
+        self.checkpointer = create_multi_node_checkpointer(
+            comm, self.path.parent, self.path.name, on_failure="raise"
+        )
+        self._least_step = 0
+        """Of another training in the same folder, whose checkpoints count as older ones."""
+
+    def save(self, index: int) -> None:
+        external = {"session": self._updater.state_dict()}
+        trainer = self._updater.trainer
+        self.checkpointer.save(self._step(), trainer.stateful(external))
+        if self._config.preserve_all:
+            trainer.save_checkpoint(f"{self.path}{index}", external)
+
+    def save_now(self) -> None:
+        trainer = self._updater.trainer
+        done = {"is_summarized": False, "is_validated": False}  # before: the writers know of it
+        external = {"session": {**self._updater.state_dict(), **done}}
+        self.checkpointer.save(self._step(), trainer.stateful(external))
+        self.checkpointer.finish()
+
+    def _step(self) -> int:
+        return max(self._updater.trainer.num_minibatches, self._least_step)
+
+    def restore(self) -> bool:
+        """Continue from the newest checkpoint, or else from the last one that was preserved.
+
+        Returns whether there was one. Without ``preserve_all`` a folder with the name of a
+        preserved one is of another session.
+        """
+        if not self._config.restore:
+            self._least_step = newest_step(self.comm, self.path)
+            return False
+        external: dict[str, Any] = {}
+        trainer = self._updater.trainer
+        state = trainer.stateful(external)
+        self.checkpointer.resume(state)
+        where: Path | None = self.path
+        if self.checkpointer.resumed_from is None:
+            where = self._last_preserved() if self._config.preserve_all else None
+            if where is None:
+                return False
+            external = trainer.restore_from_checkpoint(where)
+        if "session" not in external:
+            raise UsageError(
+                f"{self.comm.rank_label}: the checkpoint in {where} was not saved by a session, so "
+                "the position in the data is not known. Call trainer.restore_from_checkpoint() "
+                "and pass CheckpointConfig(..., restore=False) with another filename to begin at "
+                "the first sample."
+            )
+        self._updater.load_state_dict(external["session"])
+        if self.comm.rank == 0:
+            print(f"Restoring training session from the checkpoint '{where}'", flush=True)
+        return True
+
+    def _last_preserved(self) -> Path | None:
+        """The folder with the highest index, as rank 0 sees it. *Collective.*"""
+        found = []
+        if self.comm.rank == 0:
+            for step in self.path.parent.glob(f"{glob.escape(self.path.name)}*/step-*"):
+                index = step.parent.name.removeprefix(self.path.name)
+                if index.isdecimal() and is_checkpoint(step.name):
+                    found.append((int(index), step.parent.name))
+        name = self.comm.bcast_obj(max(found)[1] if found else "")
+        return self.path.parent / name if name else None
+
+
+@contextmanager
+def _unmoved(*sources: MinibatchSource | UserSourceMinibatches) -> Iterator[None]:
+    """Sources are afterwards where they were."""
+    positions = [(source, source.get_checkpoint_state()) for source in sources]
+    try:
+        yield
+    finally:
+        for source, position in positions:
+            source.restore_from_checkpoint(position)
+
+
+def _limited(size: int, max_samples: int | None, num_samples: int) -> int:
+    """The size of the next minibatch, so that there are no samples beyond ``max_samples``."""
+    return size if max_samples is None else max(0, min(size, max_samples - num_samples))

@@ -1,0 +1,54 @@
+"""Minibatch sources: deserializers of files, shuffled in a window, divided among the ranks."""
+
+from torchmn.readers.ctf import CTFDeserializer
+from torchmn.readers.deserializer import Chunk, ChunkInfo, Deserializer
+from torchmn.readers.images import Base64ImageDeserializer, ImageDeserializer
+from torchmn.readers.in_memory import MinibatchSourceFromData, from_csv, from_pandas
+from torchmn.readers.iterable import MinibatchDataset, MinibatchIterator
+from torchmn.readers.mean_image import read_mean_image, write_mean_image
+from torchmn.readers.minibatch import MinibatchData
+from torchmn.readers.minibatch_source import (
+    FULL_DATA_SWEEP,
+    INFINITELY_REPEAT,
+    MinibatchSource,
+    as_minibatch_source,
+)
+from torchmn.readers.other_formats import (
+    CBFDeserializer,
+    HTKFeatureDeserializer,
+    HTKMLFDeserializer,
+    LatticeDeserializer,
+)
+from torchmn.readers.streams import Record, StreamDef, StreamDefs, StreamInformation
+from torchmn.readers.user import UserDeserializer, UserMinibatchSource
+
+__all__ = [
+    "FULL_DATA_SWEEP",
+    "INFINITELY_REPEAT",
+    "Base64ImageDeserializer",
+    "CBFDeserializer",
+    "CTFDeserializer",
+    "Chunk",
+    "ChunkInfo",
+    "Deserializer",
+    "HTKFeatureDeserializer",
+    "HTKMLFDeserializer",
+    "ImageDeserializer",
+    "LatticeDeserializer",
+    "MinibatchData",
+    "MinibatchDataset",
+    "MinibatchIterator",
+    "MinibatchSource",
+    "MinibatchSourceFromData",
+    "Record",
+    "StreamDef",
+    "StreamDefs",
+    "StreamInformation",
+    "UserDeserializer",
+    "UserMinibatchSource",
+    "as_minibatch_source",
+    "from_csv",
+    "from_pandas",
+    "read_mean_image",
+    "write_mean_image",
+]

@@ -1,0 +1,766 @@
+"""`torchmn.cntk.Trainer`: learners over ranks, arguments, checkpoints. See also the contracts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchmn
+import torchmn.cntk as C
+from torchmn.communicators import Communicator
+from torchmn.errors import DataError, UnsupportedError, UsageError
+from torchmn.links import convert_batch_norm
+from torchmn.optimizer import MultiNodeOptimizer
+from torchmn.readers import MinibatchSourceFromData
+from torchmn.readers.minibatch import MinibatchData
+from torchmn.testing import run_ranks
+
+FEATURES, CLASSES = 5, 3
+SIZES = [8, 3, 1, 12, 5]
+PER_SAMPLE = C.learning_rate_schedule(0.02, C.UnitType.sample)
+TIME = C.momentum_as_time_constant_schedule(20)
+Minibatch = dict[str, Tensor]
+
+
+class Network(nn.Module):
+    """Two layers, large enough for a codec if ``width`` is."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.hidden, self.top = nn.Linear(FEATURES, width), nn.Linear(width, CLASSES)
+        generator = torch.Generator().manual_seed(7)  # threads share the default one
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.top(self.hidden(features).tanh())
+
+
+def minibatches(sizes: list[int]) -> list[Minibatch]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        {
+            "features": torch.randn(n, FEATURES, generator=generator),
+            "labels": torch.randint(CLASSES, (n,), generator=generator),
+        }
+        for n in sizes
+    ]
+
+
+def part_of(whole: Minibatch, rank: int, size: int) -> Minibatch:
+    """Each rank has about twice as much as the one before, the first one little or nothing."""
+    n = len(whole["labels"])
+    cuts = [round(n * (2**r - 1) / (2**size - 1)) for r in range(size + 1)]
+    return {name: value[cuts[rank] : cuts[rank + 1]] for name, value in whole.items()}
+
+
+def values_of(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def train(trainer: C.Trainer, data: list[Minibatch], comm: Communicator) -> None:
+    for whole in data:
+        assert trainer.train_minibatch(part_of(whole, comm.rank, comm.size))
+
+
+def trained(
+    learners: Callable[[nn.Module, Communicator], Any],
+    size: int,
+    *,
+    model: Callable[[], nn.Module] = Network,
+    criterion: Any = C.cross_entropy_with_softmax,
+    data: list[Minibatch] | None = None,
+) -> list[Tensor]:
+    """The parameters of all ranks, which must be the same, after some minibatches."""
+
+    def rank(comm: Communicator) -> list[Tensor]:
+        network = model()
+        trainer = C.Trainer(network, criterion, learners(network, comm))
+        train(trainer, minibatches(SIZES) if data is None else data, comm)
+        assert not trainer.train_minibatch({})
+        return values_of(network)
+
+    first, *others = run_ranks(rank, size)
+    for other in others:
+        assert_equal(first, other)
+    return first
+
+
+def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+# ---- learners over ranks ----
+
+RMS: Any = {"gamma": 0.9, "inc": 1.2, "dec": 0.7, "max": 10, "min": 0.01}
+LEARNERS: dict[str, Callable[[Any], Any]] = {
+    "sgd": lambda p: C.sgd(p, 0.1, l1_regularization_weight=0.01, l2_regularization_weight=0.01),
+    "momentum_sgd": lambda p: C.momentum_sgd(p, PER_SAMPLE, TIME),
+    "nesterov": lambda p: C.nesterov(
+        p,
+        PER_SAMPLE,
+        TIME,
+        gradient_clipping_threshold_per_sample=0.1,
+        gradient_clipping_with_truncation=False,
+    ),
+    "adam": lambda p: C.adam(p, PER_SAMPLE, TIME, variance_momentum=TIME),
+    "adagrad": lambda p: C.adagrad(p, PER_SAMPLE),
+    "rmsprop": lambda p: C.rmsprop(p, PER_SAMPLE, **RMS),
+    "noise": lambda p: C.sgd(p, 0.1, gaussian_noise_injection_std_dev=0.01),
+    "torch's": lambda p: torch.optim.AdamW(p, 0.01),
+}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", LEARNERS)
+def test_many_workers_are_as_one(name: str, size: int) -> None:
+    def distributed(model: nn.Module, comm: Communicator) -> Any:
+        learner = LEARNERS[name](model.parameters())
+        return C.data_parallel_distributed_learner(learner, comm=comm)
+
+    many = trained(distributed, size)
+    for ours, theirs in zip(many, trained(distributed, 1), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_alone_needs_no_communicator() -> None:
+    def distributed(model: nn.Module, comm: Communicator) -> Any:
+        learner = C.momentum_sgd(model.parameters(), PER_SAMPLE, TIME)
+        return C.data_parallel_distributed_learner(learner, comm=comm)
+
+    def plain(model: nn.Module, comm: Communicator) -> Any:
+        return C.momentum_sgd(model.parameters, PER_SAMPLE, TIME)  # CNTK's property
+
+    assert_equal(trained(plain, 1), trained(distributed, 1))
+
+
+def test_one_bit_learns_and_keeps_what_it_rounds() -> None:
+    """At a constant gradient the sum of what is applied is the sum of gradients, but for less
+    than one step: without residuals each step would be wrong in the same direction.
+    """
+    data = minibatches([24]) * 60
+
+    def one_bit(bits: int) -> Callable[[nn.Module, Communicator], Any]:
+        def make(model: nn.Module, comm: Communicator) -> Any:
+            learner = C.sgd(model.parameters(), C.learning_rate_schedule(1e-5, C.UnitType.sample))
+            return C.data_parallel_distributed_learner(
+                learner, num_quantization_bits=bits, comm=comm
+            )
+
+        return make
+
+    def network() -> nn.Module:
+        return Network(width=512)
+
+    start = values_of(network())
+    one, full = (trained(one_bit(bits), 2, model=network, data=data) for bits in (1, 32))
+    moved = torch.cat([(a - b).flatten() for a, b in zip(full, start, strict=True)])
+    lost = torch.cat([(a - b).flatten() for a, b in zip(one, full, strict=True)])
+    assert 0 < lost.norm() < 0.25 * moved.norm()
+
+
+def test_bits_begin_after_the_warm_start() -> None:
+    def distributed(bits: int, after: int) -> Callable[[nn.Module, Communicator], Any]:
+        def make(model: nn.Module, comm: Communicator) -> Any:
+            learner = C.sgd(model.parameters(), PER_SAMPLE)
+            return C.data_parallel_distributed_learner(learner, after, bits, comm=comm)
+
+        return make
+
+    def after(num_minibatches: int, bits: int) -> list[Tensor]:
+        return trained(
+            distributed(bits, sum(SIZES[:3])),
+            2,
+            model=lambda: Network(width=512),
+            data=minibatches(SIZES)[:num_minibatches],
+        )
+
+    assert_equal(after(3, 1), after(3, 32))
+    with pytest.raises(AssertionError):
+        assert_equal(after(4, 1), after(4, 32))
+
+
+def test_blocks_begin_after_the_warm_start() -> None:
+    def blocks(model: nn.Module, comm: Communicator) -> Any:
+        learner = C.sgd(model.parameters(), PER_SAMPLE)
+        return C.block_momentum_distributed_learner(
+            learner, 100, distributed_after=sum(SIZES[:4]), comm=comm
+        )
+
+    def every_step(model: nn.Module, comm: Communicator) -> Any:
+        learner = C.sgd(model.parameters(), PER_SAMPLE)
+        return C.data_parallel_distributed_learner(learner, comm=comm)
+
+    data = minibatches(SIZES)
+    assert_equal(trained(blocks, 2, data=data[:4]), trained(every_step, 2, data=data[:4]))
+    with pytest.raises(AssertionError):
+        assert_equal(trained(blocks, 2, data=data), trained(every_step, 2, data=data))
+
+
+@pytest.mark.filterwarnings("ignore:.*'hidden.bias' require a gradient")
+def test_several_learners_and_parameters_in_none() -> None:
+    def two(model: nn.Module, comm: Communicator) -> Any:
+        assert isinstance(model, Network)
+        local = [
+            C.sgd([model.hidden.weight], 0.1),
+            C.momentum_sgd([model.top.weight, model.top.bias], PER_SAMPLE, TIME),
+        ]
+        return [C.data_parallel_distributed_learner(each, comm=comm) for each in local]
+
+    model = Network()
+    many = trained(two, 3)
+    for ours, theirs in zip(many, trained(two, 1), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert torch.equal(many[1], model.hidden.bias)
+    assert all(not torch.equal(many[i], list(model.parameters())[i]) for i in (0, 2, 3))
+
+
+def test_a_loss_with_parameters_is_trained() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, output: Tensor, labels: Tensor) -> Tensor:
+            return C.cross_entropy_with_softmax(output * self.scale, labels)
+
+    def rank(comm: Communicator) -> float:
+        model, loss = Network(), Scaled()
+        learner = C.sgd([*model.parameters(), *loss.parameters()], 0.1)
+        trainer = C.Trainer(model, loss, C.data_parallel_distributed_learner(learner, comm=comm))
+        train(trainer, minibatches(SIZES), comm)
+        return loss.scale.item()
+
+    (one,), many = run_ranks(rank, 1), run_ranks(rank, 2)
+    assert many == [pytest.approx(one), pytest.approx(one)]
+    assert one != 2.0
+
+
+def test_writers_count_the_ends_of_blocks() -> None:
+    class Syncs(C.ProgressWriter):
+        def __init__(self) -> None:
+            super().__init__(distributed_freq=1)
+            self.found: list[int] = []
+
+        def on_write_distributed_sync_update(self, samples: Any, *_: Any) -> None:
+            self.found.append(samples[1])
+
+    def rank(comm: Communicator) -> list[int]:
+        model, writer = Network(), Syncs()
+        learner = C.sgd(model.parameters(), PER_SAMPLE)
+        distributed = C.block_momentum_distributed_learner(
+            learner, 12, distributed_after=8, comm=comm
+        )
+        trainer = C.Trainer(model, C.cross_entropy_with_softmax, distributed, [writer])
+        train(trainer, minibatches([8, 8, 4, 6, 7]), comm)
+        assert not trainer.train_minibatch({})
+        return writer.found
+
+    assert run_ranks(rank, 2) == [[12, 25], [12, 25]]
+
+
+# ---- models ----
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_grad_scaler(blocks: bool) -> None:
+    """A step that overflows is left out by all ranks; the others are as without a scaler."""
+
+    def rank(comm: Communicator) -> tuple[list[Tensor], list[Tensor]]:
+        results = []
+        for scaler in (None, torch.amp.GradScaler("cpu", init_scale=2.0**127)):
+            model = Network()
+            learner = C.sgd(model.parameters(), PER_SAMPLE)
+            distributed = (
+                C.block_momentum_distributed_learner(learner, 40, comm=comm)
+                if blocks
+                else C.data_parallel_distributed_learner(learner, comm=comm)
+            )
+            trainer = C.Trainer(
+                model, C.cross_entropy_with_softmax, distributed, grad_scaler=scaler
+            )
+            if scaler is not None:
+                trainer._loss = lambda output, labels: 1e6 * output.exp().sum(1)
+                train(trainer, minibatches([8]), comm)
+                assert scaler.get_scale() < 2.0**127
+                trainer._loss = C.cross_entropy_with_softmax
+                trainer._scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+            train(trainer, minibatches(SIZES[:3]), comm)
+            trainer.train_minibatch({})
+            results.append(values_of(model))
+        return results[0], results[1]
+
+    for plain, scaled in run_ranks(rank, 2):
+        for ours, theirs in zip(scaled, plain, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+def test_compiled_model() -> None:
+    def distributed(model: nn.Module, comm: Communicator) -> Any:
+        learner = C.momentum_sgd(model.parameters(), PER_SAMPLE, TIME)
+        return C.data_parallel_distributed_learner(learner, comm=comm)
+
+    compiled = trained(distributed, 1, model=lambda: torch.compile(Network(), backend="eager"))
+    for ours, theirs in zip(compiled, trained(distributed, 1), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_autocast_in_the_model() -> None:
+    class Narrow(Network):
+        def forward(self, features: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(features)
+
+    def distributed(model: nn.Module, comm: Communicator) -> Any:
+        learner = C.sgd(model.parameters(), PER_SAMPLE)
+        return C.data_parallel_distributed_learner(learner, comm=comm)
+
+    many, one = trained(distributed, 2, model=Narrow), trained(distributed, 1, model=Narrow)
+    for ours, theirs in zip(many, one, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=5e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "criterion", [C.cross_entropy_with_softmax, nn.functional.cross_entropy], ids=["each", "mean"]
+)
+def test_layers_whose_ranks_communicate(criterion: Any) -> None:
+    """A rank whose part is empty still runs them, for the others wait for it."""
+
+    def rank(comm: Communicator) -> tuple[list[Tensor], float]:
+        plain = nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4), nn.Linear(4, CLASSES))
+        for parameter, value in zip(plain.parameters(), values_of(start), strict=True):
+            parameter.data.copy_(value)
+        model = convert_batch_norm(plain, comm, loss_weight="samples")
+        learner = C.data_parallel_distributed_learner(
+            C.momentum_sgd(model.parameters(), PER_SAMPLE, TIME), comm=comm
+        )
+        trainer = C.Trainer(model, criterion, learner)
+        for whole in minibatches([8, 3, 12, 2]):
+            part = part_of(whole, comm.rank, comm.size)
+            trainer.train_minibatch({"input": part["features"], "labels": part["labels"]})
+        return values_of(model), trainer.previous_minibatch_loss_average
+
+    start = nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4), nn.Linear(4, CLASSES))
+    ((one, loss),) = run_ranks(rank, 1)
+    for many, average in run_ranks(rank, 3):
+        assert average == pytest.approx(loss, rel=1e-5)
+        for ours, theirs in zip(many, one, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_evaluation_leaves_modes_as_they_were() -> None:
+    model = nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.Dropout(0.5), nn.BatchNorm1d(CLASSES))
+    model[2].eval()
+    trainer = C.Trainer(
+        model,
+        (C.cross_entropy_with_softmax, C.classification_error),
+        C.sgd(model.parameters(), 0.1),
+    )
+    whole = minibatches([9])[0]
+    part = {"input": whole["features"], "labels": whole["labels"]}
+    first, again = trainer.test_minibatch(part), trainer.test_minibatch(part)
+    assert first == again == round(first * 9) / 9
+    assert [m.training for m in model.modules()] == [True, True, True, False]
+    assert trainer.total_number_of_samples_seen == 0
+
+
+# ---- arguments ----
+
+
+def alone(criterion: Any = C.cross_entropy_with_softmax) -> C.Trainer:
+    model = Network()
+    return C.Trainer(model, criterion, C.sgd(model.parameters(), 0.1))
+
+
+def test_names_that_do_not_fit() -> None:
+    whole = minibatches([4])[0]
+    x, y = whole["features"], whole["labels"]
+    with pytest.raises(UsageError, match=r"Network\.forward\(features\)"):
+        alone().train_minibatch({"image": x, "labels": y})
+    with pytest.raises(UsageError, match="missing a required argument: 'target_vector'"):
+        alone().train_minibatch({"features": x})
+    with pytest.raises(UsageError, match=r"the loss cross_entropy_with_softmax .* labels, weights"):
+        alone().train_minibatch({"features": x, "labels": y, "weights": y})
+    with pytest.raises(UsageError, match="the metric <lambda>"):
+        alone((C.cross_entropy_with_softmax, lambda output: output)).train_minibatch(whole)
+    with pytest.raises(UnsupportedError, match="forward hook"):
+        alone().train_minibatch(whole, outputs=[])  # type: ignore[arg-type]
+
+
+def test_values_that_do_not_fit() -> None:
+    whole = minibatches([4])[0]
+    with pytest.raises(UsageError, match=r"loss has shape \(4, 3\)"):
+        alone(lambda output, labels: output).train_minibatch(whole)
+    criterion = (C.cross_entropy_with_softmax, lambda output, labels: output[:2, 0])
+    with pytest.raises(UsageError, match="loss has 4 values and the metric 2"):
+        alone(criterion).train_minibatch(whole)
+
+
+def test_mean_losses_and_arrays() -> None:
+    """A loss that is a mean, and NumPy arrays, give the same as values per sample and tensors."""
+    data = minibatches(SIZES)
+    ours, theirs = alone(nn.functional.cross_entropy), alone()
+    for whole in data:
+        ours.train_minibatch({name: value.numpy() for name, value in whole.items()})
+        theirs.train_minibatch(whole)
+        assert ours.previous_minibatch_loss_average == pytest.approx(
+            theirs.previous_minibatch_loss_average
+        )
+    for a, b in zip(values_of(ours.model), values_of(theirs.model), strict=True):
+        torch.testing.assert_close(a, b)
+    assert ours.total_number_of_samples_seen == sum(SIZES)
+
+
+def test_sequences_are_passed_with_their_lengths() -> None:
+    class OfSequences(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+
+        def forward(self, words: MinibatchData) -> Tensor:
+            padded, mask = words.padded()
+            return self.layer(padded)[mask]
+
+    model = OfSequences()
+    trainer = C.Trainer(model, C.squared_error, C.sgd(model.parameters(), 0.1))
+    lengths = torch.tensor([3, 1])
+    words = MinibatchData(torch.randn(4, 2), 2, 4, lengths=lengths)
+    targets = MinibatchData(torch.randn(4, 1), 2, 4, sweep_end=True, lengths=lengths)
+    assert trainer.train_minibatch({"words": words, "targets": targets})
+    assert trainer.previous_minibatch_sample_count == 4
+    assert trainer.num_sweeps == 1
+
+
+def test_sweeps_move_schedules() -> None:
+    learner = C.sgd(
+        Network().parameters(), C.learning_rate_schedule([0.5, 0.25], C.UnitType.sample)
+    )
+    model = Network()
+    learner = C.sgd(model.parameters(), C.learning_rate_schedule([0.5, 0.25], C.UnitType.sample))
+    trainer = C.Trainer(model, C.cross_entropy_with_softmax, learner)
+    rates = []
+    for index, whole in enumerate(minibatches(SIZES)):
+        rates.append(learner.learning_rate())
+        trainer.train_minibatch(whole, is_sweep_end=index == 1)
+    assert rates == [0.5, 0.5, 0.25, 0.25, 0.25]
+
+
+def test_an_own_loop_over_a_source() -> None:
+    """Partitions of a minibatch source, without a session: as many workers, so one."""
+    random = np.random.RandomState(1)
+    data = {
+        "features": random.randn(23, FEATURES).astype(np.float32),
+        "labels": np.eye(CLASSES, dtype=np.float32)[random.randint(CLASSES, size=23)],
+    }
+
+    def rank(comm: Communicator) -> tuple[list[Tensor], int]:
+        model = Network()
+        learner = C.momentum_sgd(model.parameters(), PER_SAMPLE, TIME)
+        trainer = C.Trainer(
+            model,
+            (C.cross_entropy_with_softmax, C.classification_error),
+            C.data_parallel_distributed_learner(learner, comm=comm),
+        )
+        source = MinibatchSourceFromData(data, max_samples=46)
+        names = {"features": source["features"], "labels": source["labels"]}
+        while True:
+            part = source.next_minibatch(
+                5, names, num_data_partitions=comm.size, partition_index=comm.rank
+            )
+            if not trainer.train_minibatch(part):
+                return values_of(model), trainer.total_number_of_samples_seen
+
+    ((one, num_samples),) = run_ranks(rank, 1)
+    assert num_samples == 46
+    for many, count in run_ranks(rank, 4):
+        assert count == num_samples
+        for ours, theirs in zip(many, one, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+# ---- learners that are refused ----
+
+
+def test_learners_that_do_not_belong_together() -> None:
+    model = Network()
+    with pytest.raises(UsageError, match=r"both have a parameter of shape \(4, 5\)"):
+        C.Trainer(
+            model,
+            C.cross_entropy_with_softmax,
+            [C.sgd(model.parameters(), 0.1), C.sgd([model.hidden.weight], 0.1)],
+        )
+    with pytest.raises(UsageError, match="needs a learner"):
+        C.Trainer(model, C.cross_entropy_with_softmax, [])
+    with pytest.raises(UsageError, match="is no learner"):
+        C.Trainer(model, C.cross_entropy_with_softmax, [0.1])
+
+    def rank(comm: Communicator) -> None:
+        own = Network()
+        with pytest.raises(
+            UsageError, match="not distributed in the same way: data_parallel.*; not dist"
+        ):
+            C.Trainer(
+                own,
+                C.cross_entropy_with_softmax,
+                [
+                    C.data_parallel_distributed_learner(C.sgd([own.top.bias], 0.1), comm=comm),
+                    C.sgd([own.top.weight], 0.1),
+                ],
+            )
+
+    run_ranks(rank, 2)
+
+
+def test_distributed_learners_that_are_refused() -> None:
+    learner = C.sgd(Network().parameters(), 0.1)
+    with pytest.raises(UsageError, match="num_quantization_bits=3"):
+        C.data_parallel_distributed_learner(learner, num_quantization_bits=3)
+    with pytest.raises(UnsupportedError, match="double_buffering"):
+        C.data_parallel_distributed_learner(learner, use_async_buffered_parameter_update=True)
+
+
+def test_workers_that_train_by_themselves_are_warned(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "4",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.warns(RuntimeWarning, match="4 workers, and no learner"):
+        alone()
+
+
+def test_multi_node_optimizers_are_learners() -> None:
+    """The forms with ``comm`` and ``model`` of `torchmn.optimizer`."""
+
+    def older(model: nn.Module, comm: Communicator) -> Any:
+        return torchmn.optimizer.data_parallel_distributed_learner(
+            C.momentum_sgd(model.parameters(), PER_SAMPLE, TIME), comm=comm, model=model
+        )
+
+    def newer(model: nn.Module, comm: Communicator) -> Any:
+        learner = C.momentum_sgd(model.parameters(), PER_SAMPLE, TIME)
+        return C.data_parallel_distributed_learner(learner, comm=comm)
+
+    assert_equal(trained(older, 2), trained(newer, 2))
+
+
+def test_one_rank_raises() -> None:
+    class Fails(Network):
+        def forward(self, features: Tensor) -> Tensor:
+            if len(features) == 2:  # on one rank only
+                raise RuntimeError("no memory")
+            return super().forward(features)
+
+    def rank(comm: Communicator) -> None:
+        model = Fails()
+        learner = C.data_parallel_distributed_learner(C.sgd(model.parameters(), 0.1), comm=comm)
+        trainer = C.Trainer(model, C.cross_entropy_with_softmax, learner)
+        for whole in minibatches([12, 2 * comm.size - 1, 12]):
+            trainer.train_minibatch({n: v[comm.rank :: comm.size] for n, v in whole.items()})
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        run_ranks(rank, 2)
+
+
+# ---- checkpoints ----
+
+
+def one_bit(model: nn.Module, comm: Communicator, rate: float = 0.02) -> Any:
+    learner = C.momentum_sgd(
+        model.parameters(), C.learning_rate_schedule(rate, C.UnitType.sample), TIME
+    )
+    return C.data_parallel_distributed_learner(
+        learner, distributed_after=8, num_quantization_bits=1, comm=comm
+    )
+
+
+def blocks(model: nn.Module, comm: Communicator, rate: float = 0.02) -> Any:
+    learner = C.momentum_sgd(
+        model.parameters(), C.learning_rate_schedule(rate, C.UnitType.sample), TIME
+    )
+    return C.block_momentum_distributed_learner(learner, 10, comm=comm)
+
+
+def several(model: nn.Module, comm: Communicator) -> Any:
+    """Of every kind of state."""
+    assert isinstance(model, Network)
+    local = [
+        C.adam([model.hidden.weight], PER_SAMPLE, TIME, gaussian_noise_injection_std_dev=0.01),
+        C.rmsprop([model.hidden.bias], PER_SAMPLE, **RMS),
+        C.adagrad([model.top.weight], C.learning_rate_schedule([0.1, 0.01], C.UnitType.sample, 9)),
+        torch.optim.SGD([model.top.bias], 0.1, momentum=0.5),
+    ]
+    return [C.data_parallel_distributed_learner(each, comm=comm) for each in local]
+
+
+@pytest.mark.parametrize("learners", [one_bit, blocks, several])
+def test_resumed_bit_for_bit(
+    learners: Callable[[nn.Module, Communicator], Any], tmp_path: Path
+) -> None:
+    data = minibatches([6, 5, 4, 7, 9, 2])
+
+    def rank(comm: Communicator) -> None:
+        model = Network(width=512)
+        trainer = C.Trainer(model, C.cross_entropy_with_softmax, learners(model, comm))
+        train(trainer, data[:3], comm)
+        trainer.save_checkpoint(tmp_path / "model", {"position": [11, 2.5], "name": "x"})
+        train(trainer, data[3:], comm)
+
+        again = Network(width=512)
+        with torch.no_grad():
+            again.top.bias.fill_(9)
+        resumed = C.Trainer(again, C.cross_entropy_with_softmax, learners(again, comm))
+        state = resumed.restore_from_checkpoint(tmp_path / "model")
+        assert state == {"position": [11, 2.5], "name": "x"}
+        assert resumed.total_number_of_samples_seen == 15
+        train(resumed, data[3:], comm)
+        assert_equal(values_of(model), values_of(again))
+        assert resumed.total_number_of_samples_seen == trainer.total_number_of_samples_seen
+
+    run_ranks(rank, 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*(The residuals of 1bit|Within a block)")
+@pytest.mark.parametrize("learners", [one_bit, blocks])
+@pytest.mark.parametrize("sizes", [(2, 3), (4, 1)])
+def test_resumed_by_another_number_of_workers(
+    learners: Callable[[nn.Module, Communicator], Any], sizes: tuple[int, int], tmp_path: Path
+) -> None:
+    data = minibatches([6, 5, 4, 7, 6])
+
+    def before(comm: Communicator) -> list[Tensor]:
+        model = Network(width=512)
+        trainer = C.Trainer(model, C.cross_entropy_with_softmax, learners(model, comm))
+        train(trainer, data[:3], comm)
+        trainer.save_checkpoint(tmp_path / "model")
+        return values_of(model)
+
+    def after(comm: Communicator) -> tuple[list[Tensor], list[Tensor]]:
+        model = Network(width=512)
+        trainer = C.Trainer(model, C.cross_entropy_with_softmax, learners(model, comm))
+        trainer.restore_from_checkpoint(tmp_path / "model")
+        assert trainer.total_number_of_samples_seen == 15
+        assert trainer.parameter_learners[0].total_number_of_samples_seen == 15
+        if learners is one_bit and comm.size > 1:
+            assert any(bool(residual.any()) for residual in _residuals(trainer))
+        restored = values_of(model)
+        train(trainer, data[3:], comm)
+        assert not trainer.train_minibatch({})
+        return restored, values_of(model)
+
+    saved, resumed = run_ranks(before, sizes[0]), run_ranks(after, sizes[1])
+    for restored, trained_ in resumed:
+        if learners is one_bit:
+            assert_equal(restored, saved[0])
+        assert_equal(trained_, resumed[0][1])
+        assert not torch.equal(trained_[0], restored[0])
+
+
+def _residuals(trainer: C.Trainer) -> list[Tensor]:
+    optimizer = trainer.optimizers[0]
+    assert isinstance(optimizer, MultiNodeOptimizer)
+    state = optimizer.state_dict()["torchmn"]["codec"].get("state") or {}
+    return list(_tensors(state.get("residuals", [])))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value.clone()
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def test_the_rates_of_the_script_stay(tmp_path: Path) -> None:
+    def rank(comm: Communicator) -> None:
+        model = Network()
+        trainer = C.Trainer(model, C.cross_entropy_with_softmax, one_bit(model, comm))
+        train(trainer, minibatches([6]), comm)
+        trainer.save_checkpoint(tmp_path / "model")
+        again = Network()
+        learner = one_bit(again, comm, rate=0.0)
+        resumed = C.Trainer(again, C.cross_entropy_with_softmax, learner)
+        resumed.restore_from_checkpoint(tmp_path / "model")
+        before = values_of(again)
+        resumed.train_minibatch(part_of(minibatches([6])[0], comm.rank, comm.size))
+        assert learner.learner.param_groups[0]["lr"] == 0.0
+        # A rate of 0 adds nothing to the momentum, which is still that of the checkpoint.
+        assert not torch.equal(before[0], values_of(again)[0])
+
+    run_ranks(rank, 2)
+
+
+def test_checkpoints_that_are_not_there(tmp_path: Path) -> None:
+    def rank(comm: Communicator) -> None:
+        model = Network()
+        trainer = C.Trainer(model, C.cross_entropy_with_softmax, blocks(model, comm))
+        with pytest.raises(DataError, match=r"no checkpoint in .*missing"):
+            trainer.restore_from_checkpoint(tmp_path / "missing")
+        with pytest.raises(UnsupportedError, match="external"):
+            trainer.save_checkpoint(tmp_path / "model", {"source": object()})
+
+    run_ranks(rank, 1)
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        lambda output, labels: output.argmax(1) != labels,
+        lambda output, labels: (output.argmax(1) != labels).int(),
+        lambda output, labels: (output.argmax(1) != labels).float().mean().item(),
+        lambda output, labels: (output.argmax(1) != labels).numpy(),
+    ],
+    ids=["bool", "int", "number", "array"],
+)
+def test_metrics_of_any_type(metric: Any) -> None:
+    whole = minibatches([8])[0]
+    ours = alone((C.cross_entropy_with_softmax, metric))
+    theirs = alone((C.cross_entropy_with_softmax, C.classification_error))
+    for trainer in (ours, theirs):
+        trainer.train_minibatch(whole)
+    assert 0 < theirs.previous_minibatch_evaluation_average < 1
+    assert ours.previous_minibatch_evaluation_average == pytest.approx(
+        theirs.previous_minibatch_evaluation_average
+    )
+
+
+def test_a_mean_that_is_no_scalar_is_not_one_sample() -> None:
+    whole = minibatches([4])[0]
+    with pytest.raises(UsageError, match=r"shape \(1,\) for 4 samples"):
+        alone(
+            lambda output, labels: nn.functional.cross_entropy(output, labels)[None]
+        ).train_minibatch(whole)
+    with pytest.raises(UsageError, match="The loss is float"):
+        alone(lambda output, labels: 1.5).train_minibatch(whole)  # type: ignore[arg-type,return-value]
+
+
+def test_what_was_saved_last_is_restored(tmp_path: Path) -> None:
+    """Also if another training has saved after more minibatches in the same folder."""
+
+    def rank(comm: Communicator) -> None:
+        models = []
+        for count in (3, 1):
+            model = Network()
+            trainer = C.Trainer(model, C.cross_entropy_with_softmax, blocks(model, comm))
+            train(trainer, minibatches([6] * count), comm)
+            trainer.save_checkpoint(tmp_path / "model", {"count": count})
+            models.append(values_of(model))
+        again = Network()
+        trainer = C.Trainer(again, C.cross_entropy_with_softmax, blocks(again, comm))
+        assert trainer.restore_from_checkpoint(tmp_path / "model") == {"count": 1}
+        assert trainer.num_minibatches == 1
+        assert all(map(torch.equal, values_of(again), models[1]))
+
+    run_ranks(rank, 2)
