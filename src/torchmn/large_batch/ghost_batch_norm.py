@@ -1,0 +1,121 @@
+"""Batch normalization over parts of a rank's batch.
+
+Hoffer, Hubara and Soudry, *Train longer, generalize better*, 2017, arXiv 1705.08741, section 4.3
+and algorithm 1. A large batch is divided into ghost batches, each of which is normalized by its own
+mean and variance, as a small batch would be. The running statistics are updated by one ghost batch
+after another; evaluation uses them as batch normalization does.
+
+With ``ghost_batch`` samples per rank it is what ranks do with plain batch normalization.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from torchmn.errors import UnsupportedError, UsageError
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class _Ghost(nn.modules.batchnorm._BatchNorm):
+    """What the layers of all dimensions have in common."""
+
+    ghost_batch: int
+
+    def __init__(self, num_features: int, ghost_batch: int, **options: Any) -> None:
+        super().__init__(num_features, **options)
+        _raise_if_small(ghost_batch)
+        self.ghost_batch = ghost_batch
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize; in training mode each ghost batch by itself. Local."""
+        num_parts = round(input.shape[0] / self.ghost_batch) if input.dim() else 0
+        if not self.training or num_parts <= 1:
+            return super().forward(input)
+        return torch.cat([super(_Ghost, self).forward(x) for x in input.tensor_split(num_parts)])
+
+    def extra_repr(self) -> str:
+        """The arguments of the layer."""
+        of_torch: str = super().extra_repr()  # type: ignore[no-untyped-call]
+        return f"{of_torch}, ghost_batch={self.ghost_batch}"
+
+
+class GhostBatchNorm1d(_Ghost, nn.BatchNorm1d):
+    """`torch.nn.BatchNorm1d` by ghost batches; see `GhostBatchNorm2d`."""
+
+
+class GhostBatchNorm2d(_Ghost, nn.BatchNorm2d):
+    """`torch.nn.BatchNorm2d` whose training batches are normalized in parts.
+
+    Parameters, buffers, state dict and evaluation are those of the layer of torch. A batch is
+    divided in order into the number of ghost batches that makes them nearest to ``ghost_batch``
+    samples; their sizes differ by at most one.
+
+    Args:
+        num_features: channels, dimension 1 of the input.
+        ghost_batch: samples that are normalized together, at least 2.
+        options: as in torch: eps, momentum, affine, track_running_stats, device, dtype.
+
+    Raises UsageError: ``ghost_batch`` is less than 2.
+
+    >>> layer = GhostBatchNorm2d(3, 16)
+    >>> layer(torch.rand(64, 3, 2, 2)).shape
+    torch.Size([64, 3, 2, 2])
+    """
+
+
+class GhostBatchNorm3d(_Ghost, nn.BatchNorm3d):
+    """`torch.nn.BatchNorm3d` by ghost batches; see `GhostBatchNorm2d`."""
+
+
+_OF_TORCH: dict[type[nn.Module], type[_Ghost]] = {
+    nn.BatchNorm1d: GhostBatchNorm1d,
+    nn.BatchNorm2d: GhostBatchNorm2d,
+    nn.BatchNorm3d: GhostBatchNorm3d,
+}
+_OF_GHOST: dict[type[nn.Module], type[nn.Module]] = {own: t for t, own in _OF_TORCH.items()}
+
+
+def convert_to_ghost_batch_norm(model: Model, ghost_batch: int) -> Model:
+    """Make every `nn.BatchNorm1d`, 2d and 3d of a model a ghost one, in place. Local.
+
+    Returns the model. The layers stay the same objects, with their parameters, statistics and
+    hooks, so optimizers stay valid. Ghost layers get the new size.
+
+    Raises, before anything is changed:
+        UnsupportedError: the model has batch normalization of another class, such as a multi-node
+            one: use `torchmn.links.revert_batch_norm` first.
+        UsageError: ``ghost_batch`` is less than 2.
+    """
+    _raise_if_small(ghost_batch)
+    found: list[Any] = []
+    for name, module in model.named_modules():
+        if type(module) in _OF_TORCH or type(module) in _OF_GHOST:
+            found.append(module)
+        elif isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise UnsupportedError(
+                f"'{name or 'the model'}' is a {type(module).__name__}, not exactly an "
+                "nn.BatchNorm1d, 2d or 3d, and cannot be converted. Make it one of these first "
+                "(torchmn.links.revert_batch_norm for multi-node ones)."
+            )
+    for module in found:
+        module.__class__ = _OF_TORCH.get(type(module), type(module))
+        module.ghost_batch = ghost_batch
+    return model
+
+
+def revert_ghost_batch_norm(model: Model) -> Model:
+    """Make every ghost batch normalization one of torch, in place. Local. Returns the model."""
+    for module in model.modules():
+        if isinstance(module, _Ghost):
+            del module.ghost_batch
+            module.__class__ = _OF_GHOST[type(module)]  # type: ignore[assignment]
+    return model
+
+
+def _raise_if_small(ghost_batch: int) -> None:
+    if type(ghost_batch) is not int or ghost_batch < 2:
+        raise UsageError(f"ghost_batch={ghost_batch!r} must be a number of samples, at least 2.")

@@ -1,0 +1,138 @@
+"""LARS: SGD whose rate is adapted to each layer, for large batches.
+
+You, Gitman and Ginsburg, *Large Batch Training of Convolutional Networks*, 2017, arXiv 1708.03888,
+section 4, equation 6 and algorithm 1, for the weights w of a layer and their gradient g:
+
+    local rate   l = trust * |w| / (|g| + weight_decay * |w|)
+                 v <- momentum * v + rate * l * (g + weight_decay * w)
+                 w <- w - v
+
+Differences: where w or the denominator is 0, l is 1, or such a layer would never move; biases and
+the parameters of normalization, which have one dimension or none, have l = 1 and no weight decay,
+as in the authors' later work (arXiv 1904.00962, section 4). The rate is inside of v, as in the
+paper: after it has changed, the momentum keeps the old one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchmn.errors import UsageError
+from torchmn.large_batch.trust_ratio import gradients_of, is_foreach, norm, norms, ratios
+
+
+class LARS(Optimizer):
+    """SGD with momentum and layer-wise adaptive rates (You et al. 2017, arXiv 1708.03888).
+
+    Args:
+        params: parameters, or groups of them.
+        lr: the global rate; for large batches well above that of SGD, with a warm-up.
+        momentum: m.
+        weight_decay: beta.
+        trust: eta, how far a layer moves in relation to the norm of its weights.
+        exclude_vectors: leave out the local rate and weight decay for parameters of at most one
+            dimension: biases and normalization. An option of groups, too.
+        foreach: one call for all tensors; by default on GPUs, where it is faster.
+
+    Raises UsageError: an argument is out of range.
+
+    >>> layer = torch.nn.Linear(3, 2)
+    >>> optimizer = LARS(layer.parameters(), lr=1.0, weight_decay=1e-4)
+    """
+
+    is_separable = True
+    """Each parameter is updated from its own gradient alone."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 0.1,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust: float = 0.001,
+        *,
+        exclude_vectors: bool = True,
+        foreach: bool | None = None,
+    ) -> None:
+        if not 0 <= momentum < 1:
+            raise UsageError(f"momentum={momentum} must be 0 or more and less than 1.")
+        for name, value in (("lr", lr), ("weight_decay", weight_decay), ("trust", trust)):
+            if not value >= 0:
+                raise UsageError(f"{name}={value} must be 0 or more.")
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "trust": trust,
+            "exclude_vectors": exclude_vectors,
+            "foreach": foreach,
+        }
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the parameters. Local."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for is_left_out, params, grads in gradients_of(group):
+                velocities = []
+                for parameter in params:
+                    state = self.state[parameter]
+                    if not state:
+                        state["velocity"] = torch.zeros_like(parameter)
+                    velocities.append(state["velocity"])
+                update = _update_together if is_foreach(group, params) else _update_each
+                decay = 0.0 if is_left_out else group["weight_decay"]
+                update(group, params, grads, velocities, decay=decay, is_adapted=not is_left_out)
+        return loss
+
+
+def _update_each(
+    group: dict[str, Any],
+    params: list[Tensor],
+    grads: list[Tensor],
+    velocities: list[Tensor],
+    *,
+    decay: float,
+    is_adapted: bool,
+) -> None:
+    """Tensor after tensor."""
+    for w, g, v in zip(params, grads, velocities, strict=True):
+        scale = float(group["lr"])
+        if is_adapted:
+            own = norm(w).item()
+            denominator = norm(g).item() + decay * own
+            if own > 0 and denominator > 0:
+                scale *= group["trust"] * own / denominator
+        v.mul_(group["momentum"]).add_(g, alpha=scale)
+        if decay:
+            v.add_(w, alpha=scale * decay)
+        w.sub_(v)
+
+
+def _update_together(
+    group: dict[str, Any],
+    params: list[Tensor],
+    grads: list[Tensor],
+    velocities: list[Tensor],
+    *,
+    decay: float,
+    is_adapted: bool,
+) -> None:
+    """One call for all tensors."""
+    updates = list(torch._foreach_add(grads, params, alpha=decay))
+    if is_adapted:
+        own = norms(params)
+        torch._foreach_mul_(updates, ratios(own, norms(grads) + decay * own, group["trust"]))
+    torch._foreach_mul_(updates, float(group["lr"]))
+    torch._foreach_mul_(velocities, group["momentum"])
+    torch._foreach_add_(velocities, updates)
+    torch._foreach_sub_(params, velocities)

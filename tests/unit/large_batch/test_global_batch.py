@@ -1,0 +1,196 @@
+"""One global batch, divided among any number of ranks and passes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from torchmn import create_multi_node_optimizer
+from torchmn.communicators import Communicator
+from torchmn.errors import RankMismatchError, UsageError
+from torchmn.large_batch import BatchGrowth, GlobalBatch
+from torchmn.testing import run_ranks
+
+
+class Placement:
+    """As much of a communicator as `GlobalBatch` uses, on a world where all ranks agree."""
+
+    num_steps: int | None = None
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.rank_label = rank, size, f"rank {rank}"
+
+    def allgather_obj(self, value: object) -> list[object]:
+        return [value] * self.size
+
+
+def batches(size: int, *args: object, **options: object) -> list[GlobalBatch]:
+    return [GlobalBatch(*args, comm=Placement(rank, size), **options) for rank in range(size)]
+
+
+@given(
+    global_batch=st.integers(1, 300),
+    size=st.integers(1, 7),
+    local_batch=st.none() | st.integers(1, 80),
+    accumulation=st.none() | st.integers(1, 9),
+)
+def test_every_sample_is_in_one_pass_of_one_rank(
+    global_batch: int, size: int, local_batch: int | None, accumulation: int | None
+) -> None:
+    if local_batch is not None:
+        accumulation = None
+    elif accumulation is not None:
+        accumulation = min(accumulation, -(-global_batch // size))
+    ranks = batches(size, global_batch, local_batch, accumulation)
+    assert sum(batch.share for batch in ranks) == global_batch
+    assert max(b.share for b in ranks) - min(b.share for b in ranks) <= 1
+    assert len({(b.local_batch, b.accumulation) for b in ranks}) == 1
+    if accumulation is not None:
+        assert ranks[0].accumulation == accumulation
+    for batch in ranks:
+        assert local_batch is None or batch.local_batch <= local_batch
+        passes = list(batch.micro_batches(torch.arange(batch.share)))
+        assert torch.cat([part for part, _ in passes] or [torch.tensor([])]).tolist() == list(
+            range(batch.share)
+        )
+        assert all(len(part) <= batch.local_batch for part, _ in passes)
+        assert len(passes) == min(batch.accumulation, batch.share)
+        assert sum(share for _, share in passes) == pytest.approx(1 if batch.share else 0)
+
+
+def test_the_values_follow_and_are_printed() -> None:
+    (batch,) = batches(1, 1000, 64)
+    assert (batch.share, batch.accumulation, batch.local_batch) == (1000, 16, 63)
+    ranks = batches(3, 10, accumulation=2)
+    assert [each.share for each in ranks] == [4, 3, 3]
+    assert repr(ranks[2]) == (
+        "GlobalBatch(10 samples per step = 3 rank(s) x 3 to 4, in 2 pass(es) of up to 2)"
+    )
+    (grows,) = batches(1, 8, growth=BatchGrowth([2], 3))
+    assert "began with 8, BatchGrowth([2], factor=3" in repr(grows)
+
+
+def test_contradictions_are_refused_with_the_numbers() -> None:
+    assert batches(2, 16, 4, 2)[0].accumulation == 2
+    with pytest.raises(UsageError, match="2 ranks x accumulation=2 x local_batch=5 = 20 samples"):
+        batches(2, 24, 5, 2)
+    with pytest.raises(UsageError, match="accumulation=9 passes"):
+        batches(2, 16, accumulation=9)
+    for wrong in (0, -1, 2.5, True):
+        with pytest.raises(UsageError, match="global_batch"):
+            batches(1, wrong)
+    with pytest.raises(UsageError, match="local_batch=0"):
+        batches(1, 8, 0)
+
+
+def test_ranks_must_agree() -> None:
+    def make(comm: Communicator) -> None:
+        with pytest.raises(RankMismatchError, match="rank [01]"):
+            GlobalBatch(8, comm=comm, local_batch=2 + comm.rank)
+
+    run_ranks(make, 2)
+
+
+def test_one_sampler_for_a_batch() -> None:
+    (batch,) = batches(1, 4)
+    batch.sampler(10)
+    with pytest.raises(UsageError, match="has a sampler already"):
+        batch.sampler(10)
+    with pytest.raises(UsageError, match=r"Leave batch\.count\(\) out"):
+        batch.count()
+
+
+def test_structures_are_cut_and_different_lengths_are_refused() -> None:
+    (batch,) = batches(1, 5, 2)
+    data = {"x": torch.arange(10.0).view(5, 2), "y": [torch.arange(5)]}
+    parts = [part for part, _ in batch.micro_batches(data)]
+    assert [len(part["x"]) for part in parts] == [2, 2, 1]
+    assert torch.cat([part["y"][0] for part in parts]).tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(UsageError, match=r"\[4, 5\] samples"):
+        list(batch.micro_batches((torch.zeros(5), torch.zeros(4))))
+
+
+def test_all_ranks_make_the_same_number_of_passes() -> None:
+    """A rank with one sample less than another would need one pass less by itself."""
+    ranks = batches(2, 9, 4)
+    passes = []
+    for batch in ranks:
+        for part in batch.sampler(9, shuffle=False):
+            passes.append(len(list(batch.micro_batches(torch.tensor(part)))))
+    assert passes == [2, 2]
+
+
+def test_an_exception_in_a_pass_leaves_the_optimizer_exchanging() -> None:
+    def train(comm: Communicator) -> float:
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = create_multi_node_optimizer(
+            torch.optim.SGD(model.parameters(), 1.0), comm, model
+        )
+        batch = GlobalBatch(8, comm=comm, local_batch=2)
+        x = torch.full((4, 1), float(comm.rank))
+        try:
+            for _ in batch.micro_batches(x, optimizer):
+                raise KeyError
+        except KeyError:
+            pass
+        model(x).mean().backward()
+        assert model.weight.grad is not None
+        return model.weight.grad.item()
+
+    assert run_ranks(train, 2) == [0.5, 0.5]
+
+
+def test_reduction_sum_adds_all_samples() -> None:
+    def train(comm: Communicator) -> float:
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = create_multi_node_optimizer(
+            torch.optim.SGD(model.parameters(), 1.0), comm, model, reduction="sum"
+        )
+        batch = GlobalBatch(7, comm=comm, local_batch=2)
+        x = torch.arange(7.0)[:, None].tensor_split(comm.size)[comm.rank]
+        for part, share in batch.micro_batches(x, optimizer):
+            (model(part).sum() * share).backward()
+        assert model.weight.grad is not None
+        return model.weight.grad.item()
+
+    assert run_ranks(train, 2) == [21.0, 21.0]
+
+
+def test_fitting_halves_passes_until_no_rank_fails() -> None:
+    """Rank 1 has memory for 10 samples, and the first error has a tensor in its traceback."""
+    tried: list[list[int]] = [[], []]
+
+    def make(comm: Communicator) -> GlobalBatch:
+        def try_pass(num: int) -> None:
+            tried[comm.rank].append(num)
+            if num > (100, 10)[comm.rank]:
+                raise torch.OutOfMemoryError(f"{num}")
+
+        return GlobalBatch.fitting(64, try_pass, comm=comm)
+
+    found = run_ranks(make, 2)
+    assert tried == [[32, 16, 8]] * 2
+    assert [(each.local_batch, each.accumulation) for each in found] == [(8, 4)] * 2
+
+
+def test_fitting_names_the_rank_on_which_nothing_fits() -> None:
+    def make(comm: Communicator) -> None:
+        def try_pass(num: int) -> None:
+            if comm.rank == 1:
+                raise MemoryError
+
+        with pytest.raises(UsageError, match=r"one sample does not fit .* rank\(s\) 1\."):
+            GlobalBatch.fitting(8, try_pass, comm=comm)
+
+    run_ranks(make, 2)
+
+
+def test_fitting_lets_other_errors_through() -> None:
+    def try_pass(num: int) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        GlobalBatch.fitting(8, try_pass, comm=Placement(0, 1))
