@@ -17,10 +17,8 @@ def main() -> int:
             bars.append(median_bar(f"backend {backend}: {side}", milliseconds, "ms a step"))
         for side in SIDES[2:]:
             name = f"backend {backend}: time, {side} / ddp gloo"
-            bar = ratio_bar(name, times[side], times["ddp gloo"], "<= 1.0")
-            if side != "auto":
-                bar.limit = bar.holds = None
-            bars.append(bar)
+            limit = "<= 1.0" if side == "auto" else None
+            bars.append(ratio_bar(name, times[side], times["ddp gloo"], limit))
     return report("overhead", bars)
 
 

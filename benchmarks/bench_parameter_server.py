@@ -88,9 +88,7 @@ def main() -> int:
             bars.append(median_bar(f"{backend}, slow steps: {side}", samples, "steps/s a worker"))
         name = f"{backend}, slow steps: servers, 4 steps ahead / every_step"
         fast = rates["servers, 4 steps ahead"]
-        bar = ratio_bar(name, fast, rates["every_step"], ">= 1")
-        bar.limit = bar.holds = None  # reported: what is won depends on how steps are slow
-        bars.append(bar)
+        bars.append(ratio_bar(name, fast, rates["every_step"]))  # depends on how steps are slow
         print(late["servers, 4 steps ahead"])
         rates, _ = measure(backend, "large")
         for side, samples in rates.items():

@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -29,6 +27,7 @@ from typing import Any
 
 from exchange.deployment import KEEP_HEAP
 from plain_script import SIDES
+from rank_processes import one_core_each, request, start_ranks
 from record import OUT, Bar, median_bar, median_interval, report
 
 SCRIPT = Path(__file__).parent / "plain_script.py"
@@ -70,54 +69,30 @@ def _measure(rate: str, sides: list[str], arguments: argparse.Namespace) -> Turn
     """Start all sides and let them take turns."""
     from torchmn.testing.netlab import netlab
 
-    own = sorted(os.sched_getaffinity(0))
-    cores = [{own[index % len(own)]} for index in range(2)]
+    cores = one_core_each(2)
     turns: Turns = defaultdict(list)
     OUT.mkdir(exist_ok=True)
     with netlab(2, rate, cores=cores) as lab, (OUT / "plain.jsonl").open("a") as file:
-        jobs = {side: _start(lab, side, 29500 + index) for index, side in enumerate(sides)}
+        jobs = {
+            side: start_ranks(
+                [str(SCRIPT), side.removesuffix(KEPT)],
+                lab,
+                port=29500 + index,
+                variables=KEEP_HEAP if side.endswith(KEPT) else None,
+            )
+            for index, side in enumerate(sides)
+        }
         for job in jobs.values():
-            _request(job, arguments.warm_up)
+            request(job, arguments.warm_up)
         for unit in range(arguments.units):
             for side, job in jobs.items():
-                ranks = _request(job, arguments.steps)
+                ranks = request(job, arguments.steps)
                 turns[side].append(ranks)
                 file.write(json.dumps({"rate": rate, "side": side, "ranks": ranks}) + "\n")
                 file.flush()
                 seconds = ", ".join(f"{rank['seconds']:.3f}" for rank in ranks)
                 print(f"{rate}: unit {unit + 1}: {side}: {seconds} s per step", flush=True)
     return turns
-
-
-def _start(lab: Any, side: str, port: int) -> list[subprocess.Popen[str]]:
-    """One process on every host, as torchrun would start them; they are killed with the lab."""
-    job = []
-    for rank, host in enumerate(lab.hosts):
-        env = {
-            **os.environ,
-            **(KEEP_HEAP if side.endswith(KEPT) else {}),
-            "OMP_NUM_THREADS": "1",
-            "MASTER_ADDR": lab.hosts[0].name,
-            "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": host.interface,
-            "RANK": str(rank),
-            "WORLD_SIZE": str(len(lab.hosts)),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-        }
-        command = [sys.executable, SCRIPT, side.removesuffix(KEPT)]
-        job.append(host.popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
-    for process in job:
-        if process.stdout is None or process.stdout.readline() != '"ready"\n':
-            raise RuntimeError(f"a rank of '{side}' has ended with status {process.wait()}")
-    return job
-
-
-def _request(job: list[subprocess.Popen[str]], num_steps: int) -> list[dict[str, Any]]:
-    """Have all ranks train some steps; what they printed."""
-    for process in job:
-        print(num_steps, file=process.stdin, flush=True)
-    return [json.loads(process.stdout.readline()) for process in job if process.stdout]
 
 
 def _bars(rate: str, turns: Turns) -> list[Bar]:

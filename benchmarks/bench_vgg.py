@@ -109,18 +109,12 @@ def main() -> int:
             bars.append(median_bar(f"{label}: {side}", rate, "images/s"))
         for side in SIDES[2:]:
             name = f"{label}: throughput, {side} / ddp gloo"
-            bar = ratio_bar(name, times["ddp gloo"], times[side], LIMIT)
-            if side != "auto":
-                bar.limit = bar.holds = None
-            bars.append(bar)
+            limit = LIMIT if side == "auto" else None
+            bars.append(ratio_bar(name, times["ddp gloo"], times[side], limit))
         name = f"{label}: time, gradients of their own / {AS_VIEW}"
-        bar = ratio_bar(name, times["auto"], times[AS_VIEW], "<= 1.0")
-        bar.limit = bar.holds = None
-        bars.append(bar)
+        bars.append(ratio_bar(name, times["auto"], times[AS_VIEW]))
         name = f"{label}: efficiency, auto / alone"
-        bar = ratio_bar(name, times["alone"], times["auto"], LIMIT)
-        bar.limit = bar.holds = None
-        bars.append(bar)
+        bars.append(ratio_bar(name, times["alone"], times["auto"]))
     status = report("vgg", bars)
     print(f"drawn: {draw()}")
     return status

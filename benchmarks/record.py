@@ -47,15 +47,20 @@ def median_bar(name: str, samples: Sequence[float], unit: str) -> Bar:
                interval=quartiles(samples))  # fmt: skip
 
 
-def ratio_bar(name: str, ours: Sequence[float], theirs: Sequence[float], limit: str) -> Bar:
+def ratio_bar(
+    name: str, ours: Sequence[float], theirs: Sequence[float], limit: str | None = None
+) -> Bar:
     """Pairwise ratios ours / theirs of interleaved runs; the median and its 95 % interval.
 
-    ``limit`` is ">= x" or "<= x"; it must hold for the pessimistic end of the interval.
+    ``limit`` is ">= x" or "<= x"; it must hold for the pessimistic end of the interval. None: the
+    figure is only reported.
     """
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     low, high = median_interval(ratios)
-    sign, bound = limit.split()
-    holds = low >= float(bound) if sign == ">=" else high <= float(bound)
+    holds = None
+    if limit is not None:
+        sign, bound = limit.split()
+        holds = low >= float(bound) if sign == ">=" else high <= float(bound)
     return Bar(name, statistics.median(ratios), "ratio", limit, holds, ratios, (low, high))
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.processes.runner import PYTHON_PATH
 from torchmn.launch.backend import find_mpirun
@@ -23,6 +24,10 @@ torch.set_num_threads(1)  # ranks are threads, several of them for each core
 # A thread that waits for the interpreter, to answer another rank, gets it after half a millisecond:
 # with the default of 5 ms four ranks as threads need more than twice the time.
 sys.setswitchinterval(5e-4)
+
+# No test asks how long an example takes: the machine may be busy with the tests beside it.
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 LIBRARIES_SET = {
     "KMP_DUPLICATE_LIB_OK",

@@ -16,6 +16,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from rank_processes import one_core_each
+
 from exchange.table import SIDES, Line, Runtime
 from torchmn.launch.backend import find_mpirun
 from torchmn.testing.netlab import Host, Lab, netlab
@@ -148,10 +150,7 @@ def _start(runtime: Runtime, line: Line, lab: Lab, stack: ExitStack) -> Workers:
 
 def _cores_of(line: Line) -> list[set[int]]:
     """One core per host, assigned round-robin; a single host has all of them."""
-    own = sorted(os.sched_getaffinity(0))
-    if line.num_hosts == 1:
-        return [set(own)]
-    return [{own[index % len(own)]} for index in range(line.num_hosts)]
+    return [os.sched_getaffinity(0)] if line.num_hosts == 1 else one_core_each(line.num_hosts)
 
 
 def _environment(line: Line) -> dict[str, str]:

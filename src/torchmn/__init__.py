@@ -14,14 +14,19 @@ from torchmn.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from torchmn import checkpoint as checkpoint
+    from torchmn import cntk as cntk
     from torchmn import communicators as communicators
     from torchmn import compression as compression
     from torchmn import data as data
     from torchmn import errors as errors
     from torchmn import evaluation as evaluation
+    from torchmn import functions as functions
+    from torchmn import large_batch as large_batch
     from torchmn import launch as launch
+    from torchmn import links as links
     from torchmn import optimizer as optimizer
     from torchmn import profiling as profiling
+    from torchmn import readers as readers
     from torchmn import resilience as resilience
     from torchmn import schedules as schedules
     from torchmn import testing as testing
@@ -30,11 +35,13 @@ if TYPE_CHECKING:
     from torchmn import transports as transports
     from torchmn import units as units
     from torchmn.checkpoint import create_multi_node_checkpointer, seed_ranks
-    from torchmn.communicators import Communicator, create_communicator
+    from torchmn.communicators import Communicator, Grid, create_communicator
     from torchmn.data import (
         GlobalSampler,
         SerialIterator,
         create_empty_dataset,
+        create_multi_node_iterator,
+        create_synchronized_iterator,
         scatter_dataset,
         scatter_index,
         split_dataset_n_random,
@@ -59,6 +66,7 @@ _HOME = {
     "Communicator": "torchmn.communicators",
     "GenericMultiNodeEvaluator": "torchmn.evaluation",
     "GlobalSampler": "torchmn.data",
+    "Grid": "torchmn.communicators",
     "MultiNodeEarlyStoppingTrigger": "torchmn.training",
     "MultiNodeOptimizer": "torchmn.optimizer",
     "MultiprocessParallelUpdater": "torchmn.launch.multiprocess_updater",
@@ -76,7 +84,9 @@ _HOME = {
     "create_empty_dataset": "torchmn.data",
     "create_multi_node_checkpointer": "torchmn.checkpoint",
     "create_multi_node_evaluator": "torchmn.evaluation",
+    "create_multi_node_iterator": "torchmn.data",
     "create_multi_node_optimizer": "torchmn.optimizer",
+    "create_synchronized_iterator": "torchmn.data",
     "run_main": "torchmn.script",
     "scatter_dataset": "torchmn.data",
     "scatter_index": "torchmn.data",
@@ -89,6 +99,7 @@ __all__ = [
     "Communicator",
     "GenericMultiNodeEvaluator",
     "GlobalSampler",
+    "Grid",
     "MultiNodeEarlyStoppingTrigger",
     "MultiNodeOptimizer",
     "MultiprocessParallelUpdater",
@@ -106,7 +117,9 @@ __all__ = [
     "create_empty_dataset",
     "create_multi_node_checkpointer",
     "create_multi_node_evaluator",
+    "create_multi_node_iterator",
     "create_multi_node_optimizer",
+    "create_synchronized_iterator",
     "run_main",
     "scatter_dataset",
     "scatter_index",
@@ -118,14 +131,19 @@ __all__ = [
 _SUBMODULES = frozenset(
     {
         "checkpoint",
+        "cntk",
         "communicators",
         "compression",
         "data",
         "errors",
         "evaluation",
+        "functions",
+        "large_batch",
         "launch",
+        "links",
         "optimizer",
         "profiling",
+        "readers",
         "resilience",
         "schedules",
         "testing",

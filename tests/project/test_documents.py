@@ -79,7 +79,9 @@ def _resolves(path: list[str]) -> bool:
 
 
 def _public_names() -> set[str]:
-    modules = [import_module(f"torchmn.{name}") for name in sorted(torchmn._SUBMODULES)]
+    """All but CNTK's, which pages write as ``C.sgd`` and which are users' variables, too."""
+    names = sorted(torchmn._SUBMODULES - {"cntk"})
+    modules = [import_module(f"torchmn.{name}") for name in names]
     return {name for m in modules for name in getattr(m, "__all__", [])} | set(torchmn.__all__)
 
 

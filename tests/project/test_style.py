@@ -1,8 +1,9 @@
-"""Style and types hold: what `make lint` asks for is part of the tests."""
+"""Style and types hold: what `make lint` asks for is part of the tests. No output is committed."""
 
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -32,3 +33,12 @@ def test_make_lint_asks_for_the_same() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for command in COMMANDS.values():
         assert f"-m {' '.join(command)}\n" in makefile
+
+
+def test_nothing_that_git_ignores_is_tracked() -> None:
+    """Logs of a run, which name folders and programs of the machine, among it."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip(reason="no git, or no checkout")
+    command = ["git", "ls-files", "--cached", "--ignored", "--exclude-standard"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
