@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torchmn.communicators.local_tensors import division_of
 from torchmn.gradients.bucket_set import BucketSet
 from torchmn.gradients.buckets import Slot
 from torchmn.gradients.gradient_memory import GradientMemory
@@ -47,6 +48,18 @@ def assign_sparse_means(means: BucketSet) -> None:
     for parameter, mean in means.sparse_means.items():
         if parameter.requires_grad or parameter.grad is not None:
             parameter.grad = mean
+
+
+def spread_nonfinite(means: BucketSet) -> None:
+    """Let a GradScaler of this rank leave out the step that those of other ranks leave out.
+
+    For parts of parallel layers: GradScaler asks the other ranks itself about DTensors. Local.
+    """
+    for slot in means.slots:
+        grad = slot.parameter.grad
+        if division_of(slot.parameter) is not None and grad is not None:
+            grad[(0,) * grad.dim()].fill_(float("inf"))
+            return
 
 
 def _copy(slots: Sequence[Slot], memory: GradientMemory) -> None:

@@ -8,6 +8,7 @@ the mesh on which the parameters lie, or over the communicators of parallel laye
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -48,6 +49,7 @@ class ModelMesh:
                 groups.setdefault(tuple(dist.get_process_group_ranks(group)), group)
         self._groups = [group for ranks, group in groups.items() if len(ranks) > 1]
         self._comms = list(divisions)
+        self._has_warned = False
         self.size = math.prod(g.size() for g in self._groups) * math.prod(
             comm.size for comm in self._comms
         )
@@ -63,6 +65,27 @@ class ModelMesh:
         if self.size == 1:
             return values
         return tuple(total / self.size for total in self._sum(*values))
+
+    def mean_weights(
+        self, weight: float, num_samples: float, rank_label: str
+    ) -> tuple[float, float]:
+        """This rank's weight and samples, each the mean over the ranks of the model.
+
+        Warns once of weights that differ among them.
+        """
+        mean, mean_samples, square = self.means(weight, num_samples, weight * weight)
+        if square - mean * mean > 1e-9 * square and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{rank_label}: this rank has weight {weight:g}, and those that hold the same "
+                f"model {mean:g} on average. fully_shard weights them equally, so that the "
+                "gradient is not the mean over all samples. Give them batches of one size; or "
+                "multiply each loss by its own weight over the average, and call "
+                "optimizer.set_weight(average) on each.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return mean, mean_samples
 
     def any(self, flag: bool) -> bool:
         """Whether it is True on any rank of the model."""

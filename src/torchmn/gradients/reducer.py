@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from torchmn.communicators import Communicator
-from torchmn.communicators.local_tensors import division_of
 from torchmn.compression import Codec
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.gradients.backward_pass import AtEnd, BackwardPass
@@ -30,7 +29,11 @@ from torchmn.gradients.codec_state import codec_state, load_codec_state
 from torchmn.gradients.exchanged_parameters import ExchangedParameters
 from torchmn.gradients.footer import GIVEN_UP, NUM_FOOTER, OTHER_LAYOUT
 from torchmn.gradients.gradient_memory import GradientMemory
-from torchmn.gradients.mean_assignment import assign_means, assign_sparse_means
+from torchmn.gradients.mean_assignment import (
+    assign_means,
+    assign_sparse_means,
+    spread_nonfinite,
+)
 from torchmn.gradients.nonfinite import NonfiniteGradients, NonfiniteLog
 from torchmn.gradients.parameter_hook import has_later_hook, watch_gradient
 from torchmn.gradients.sparse_gradients import mean_sparse_gradients
@@ -117,7 +120,6 @@ class GradientReducer:
         self.is_suspended = num_sets == 0
         """Whether nothing is exchanged: gradients stay this rank's own."""
         self.is_active = True
-        self._has_warned_uneven = False
         self.num_passes = 0
         """Exchanges with data of this rank since `restart_counts`."""
         self.passes_weight = 0.0
@@ -414,15 +416,11 @@ class GradientReducer:
 
     def _context(self) -> PassContext:
         own, is_active = self.contribution, self.is_active
-        mesh = self.parameters.mesh
         weight, num_samples = 0.0, 0.0
         if is_active:
-            weight, num_samples, square = mesh.means(
-                own.weight, own.num_samples, own.weight * own.weight
+            weight, num_samples = self.parameters.mesh.mean_weights(
+                own.weight, own.num_samples, self.comm.rank_label
             )
-            if square - weight * weight > 1e-9 * square and not self._has_warned_uneven:
-                self._has_warned_uneven = True
-                self._warn_uneven(own.weight, weight)
         return PassContext(
             step=self.step,
             weight=weight,
@@ -430,16 +428,6 @@ class GradientReducer:
             is_active=is_active,
             has_loaded=self._has_loaded,
             index=self._num_exchanges,
-        )
-
-    def _warn_uneven(self, own: float, mean: float) -> None:
-        warnings.warn(
-            f"{self.comm.rank_label}: this rank has weight {own:g}, and those that hold the same "
-            f"model {mean:g} on average. fully_shard weights them equally, so that the gradient is "
-            "not the mean over all samples. Give them batches of one size; or multiply each loss "
-            "by its own weight over the average, and call optimizer.set_weight(average) on each.",
-            RuntimeWarning,
-            stacklevel=2,
         )
 
     def _end_backward(self) -> None:
@@ -624,18 +612,7 @@ class GradientReducer:
         self._clear_absent(means)
         found = self.record_nonfinite(means)
         if found is not None and found.is_elsewhere:
-            self._share_nonfinite(means)
-
-    def _share_nonfinite(self, means: BucketSet) -> None:
-        """Let a GradScaler of this rank leave out the step that those of other ranks leave out.
-
-        GradScaler asks the other ranks itself about DTensors. Local.
-        """
-        for slot in means.slots:
-            grad = slot.parameter.grad
-            if division_of(slot.parameter) is not None and grad is not None:
-                grad[(0,) * grad.dim()].fill_(float("inf"))
-                return
+            spread_nonfinite(means)
 
     def _is_mean(self, parameter: nn.Parameter) -> bool:
         """Whether ``p.grad`` is the mean of an earlier pass, maybe with a later one added."""
