@@ -139,8 +139,8 @@ def reduce_scatter(comm: Communicator, xs: Sequence[Tensor] | Tensor, op: UserOp
         return _reduced(_equal_shapes(comm, alltoall(comm, _parts(xs))), op)
 
     def backward(grads: list[Tensor]) -> tuple[Gradients, Tensor | None]:
-        gathered = allgather(comm, grads[0])
-        return gathered if op == "sum" else [g / comm.size for g in gathered], None
+        own = grads[0] if op == "sum" else grads[0] / comm.size
+        return allgather(comm, own), None
 
     forward = partial(comm.reduce_scatter, xs, op)
     return _made("reduce_scatter", comm, _parts(xs), lambda: (forward(),), backward)[0]
