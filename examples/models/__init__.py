@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .gpt import GPT
 from .mlp import MLP
 from .mlp_parts import mlp_part
 from .resnet import ResNet
@@ -9,4 +10,4 @@ from .small_cnn import SmallCNN
 from .transformer import Transformer
 from .vgg import VGG
 
-__all__ = ["MLP", "VGG", "ResNet", "SmallCNN", "Transformer", "mlp_part"]
+__all__ = ["GPT", "MLP", "VGG", "ResNet", "SmallCNN", "Transformer", "mlp_part"]
