@@ -1,11 +1,11 @@
 """Train a GPT-style language model on bytes, with few bytes between the workers.
 
-    torchmn run -n 2 examples/lm/train_lm.py --data tinyshakespeare.txt --schedule streaming --codec int8
+    torchmn run -n 2 examples/lm/train_lm.py --data text.gz --schedule streaming --codec int8
 
 DiLoCo (Douillard et al. 2023, 2025) lets every worker train by itself for a block of steps and then
 exchanges parameters: between sites, or over 100 Mb/s, where gradients at every step would take many
-times longer than the computation. ``--schedule every_step`` is ordinary data parallelism. A job that
-is ended by the scheduler saves first; started again with the same --out it continues.
+times longer than the computation. ``--schedule every_step`` is ordinary data parallelism. A job
+that the scheduler ends saves first; started again with the same --out it continues.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from tests.processes.runner import PYTHON_PATH
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "lm" / "train_lm.py"
-SMALL = "--steps 30 --eval 10 --length 16 --layers 1 --width 16 --batchsize 6".split()
+SMALL = ["--steps", "30", "--eval", "10", "--length", "16", "--layers", "1", "--width", "16",
+         "--batchsize", "6"]  # fmt: skip
 
 
 def losses(folder: Path, num_ranks: int, *options: str) -> dict[int, float]:
