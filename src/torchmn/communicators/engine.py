@@ -197,6 +197,9 @@ class Engine:
 
     def _loop(self) -> None:
         self._background_id = threading.get_ident()
+        # torch passes its number of threads to its BLAS when a thread first asks for it. Without
+        # this the first matrix product, of PowerSGD, would use all cores and have other bits.
+        torch.get_num_threads()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         work: Work[object] | None = None

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
 from torch._C._distributed_c10d import HashStore
 
 from torchmn.communicators import Communicator, create_communicator
@@ -60,6 +61,7 @@ def run_threads(function: Callable[[int], Result], world_size: int) -> list[Resu
     errors: list[BaseException] = []
 
     def rank_main(rank: int) -> None:
+        torch.get_num_threads()  # or the thread's first matrix product would use all cores
         try:
             results[rank] = function(rank)
         except BaseException as error:  # raised again in the calling thread
