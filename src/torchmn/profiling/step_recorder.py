@@ -474,7 +474,9 @@ class StepRecorder:
         clock, begin = self.clock, ended.begin
         _add_up(clock, ended.marks, ended.end, ended.folded)
         exchanges = []
-        while self.exchanges and clock.is_over(self.exchanges[0].ended):
+        while self.exchanges and clock.is_over(mark := self.exchanges[0].ended):
+            if clock.seconds(mark, ended.end) < 0:  # it ended in the next step
+                break
             exchanges.append(self.exchanges.popleft())
         for trace in self.traces:
             trace.add_step(ended.number, ended.marks, ended.end, exchanges)
