@@ -17,14 +17,18 @@ from torchmn.gradients.finiteness import Finiteness
 from torchmn.gradients.footer import (
     ACTIVE,
     GIVEN_UP,
+    MEAN_NOISE,
     NONFINITE,
     NUM_FOOTER,
     OTHER_LAYOUT,
+    OWN_NOISE,
+    OWN_SQUARE,
     SAMPLES,
     WEIGHT,
     footer_row,
     raise_if_flags_differ,
 )
+from torchmn.gradients.gradient_norms import GradientNorms, own_terms, squared_norms, total_of
 from torchmn.gradients.nonfinite import NonfiniteGradients
 from torchmn.gradients.weights import PassContext, WeightAgreement, weight_scale
 from torchmn.profiling import recording
@@ -82,6 +86,8 @@ class BucketSet:
         self._holds_means = True
         self._agreement: WeightAgreement | None = None
         self.finiteness = Finiteness()
+        self._own_squares: list[Tensor] | None = None
+        """Squared norms of what is packed; None if this exchange is not measured."""
         self.restart()
 
     @property
@@ -123,13 +129,17 @@ class BucketSet:
         for bucket in self.buckets:
             bucket.num_packed = 0
 
-    def begin(self, context: PassContext, scale: float | None) -> None:
+    def begin(
+        self, context: PassContext, scale: float | None, *, is_measured: bool = False
+    ) -> None:
         """Begin an exchange. *Collective*; it waits for nothing.
 
         ``scale``: the `weight_scale`, the same on all ranks; None to agree on one, for which
         `await_scale` waits. The ranks' weights are summed first where that must come first.
+        ``is_measured``: `norms` will be asked for.
         """
         self.context, self.is_begun = context, True
+        self._own_squares = [] if is_measured else None
         self._leave_lent()
         codec = self.algorithm.codec
         if scale is None or (codec is not None and codec.keeps_residuals):
@@ -207,6 +217,8 @@ class BucketSet:
                 self.is_accumulating = True
         slot.is_packed = True
         self.finiteness.note(slot)
+        if self._own_squares is not None and slot.has_gradient and slot.end > slot.start:
+            self._own_squares.append(squared_norms(slot.buffer[slot.start : slot.end]))
         is_full = False
         for bucket in slot.buckets:
             bucket.num_packed += 1
@@ -247,6 +259,15 @@ class BucketSet:
             num_nonfinite = self.finiteness.count(self._footer.device)
             if num_nonfinite is not None:
                 self._footer[NONFINITE] = num_nonfinite
+            if self._own_squares is not None:
+                self._footer[OWN_SQUARE], self._footer[OWN_NOISE], self._footer[MEAN_NOISE] = (
+                    own_terms(
+                        total_of(self._own_squares, self._footer.device),
+                        self._own_factor,
+                        self.context,
+                        is_own=not self.is_accumulating,
+                    )
+                )
 
     # ---- sending ----
 
@@ -430,6 +451,21 @@ class BucketSet:
         """Whether any rank had a gradient, for every one of `slots` (zero_fill off)."""
         return [flag != 0.0 for flag in self._row[NUM_FOOTER:]]
 
+    def norms(self) -> GradientNorms | None:
+        """Of the gradients and of the means that `wait` has made; None if not measured. Local."""
+        total = self.total_weight
+        if self._own_squares is None or not total:
+            return None
+        squares = [squared_norms(s.buffer[s.start : s.end]) for s in self.slots if s.end > s.start]
+        return GradientNorms(
+            step=self.context.step,
+            num_samples=self.num_samples,
+            own_square=self._row[OWN_SQUARE] / total,
+            mean_square=total_of(squares, self._footer.device).item(),
+            own_noise=self._row[OWN_NOISE] / total,
+            mean_noise=self._row[MEAN_NOISE] / total**2,
+        )
+
     def nonfinite(self) -> NonfiniteGradients | None:
         """What was not finite in the sums that were awaited. *Collective*, and only once.
 
@@ -483,6 +519,7 @@ class BucketSet:
                 f"The saved pending gradient is of other parameters; they differ in {odd[:5]}."
             )
         self._leave_lent()
+        self._own_squares = None
         for slot in self.slots:
             mean = means[slot.name]
             slot.tensor.zero_() if mean is None else slot.tensor.copy_(mean)

@@ -18,9 +18,15 @@ from torchmn.gradients.weights import PassContext
     OTHER_LAYOUT,
     LOADED,
     FLAGGED_RANKS,
+    OWN_SQUARE,
+    OWN_NOISE,
+    MEAN_NOISE,
     NUM_FOOTER,
-) = range(10)
-"""The elements of a footer. After them come presence flags, one per parameter, if asked for."""
+) = range(13)
+"""The elements of a footer. After them come presence flags, one per parameter, if asked for.
+
+`OWN_SQUARE` and the two after it are 0 unless norms are measured (`gradient_norms`).
+"""
 
 _FLAGS = {
     GIVEN_UP: (

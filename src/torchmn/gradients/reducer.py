@@ -29,6 +29,7 @@ from torchmn.gradients.codec_state import codec_state, load_codec_state
 from torchmn.gradients.exchanged_parameters import ExchangedParameters
 from torchmn.gradients.footer import GIVEN_UP, NUM_FOOTER, OTHER_LAYOUT
 from torchmn.gradients.gradient_memory import GradientMemory
+from torchmn.gradients.gradient_norms import NormListener
 from torchmn.gradients.mean_assignment import (
     assign_means,
     assign_sparse_means,
@@ -125,6 +126,7 @@ class GradientReducer:
         self.passes_weight = 0.0
         """The sum of this rank's weights in them."""
         self.nonfinite = NonfiniteLog()
+        self.norm_listener: NormListener | None = None
         self.memory = GradientMemory()
         """Of what scripts see as ``p.grad``."""
         self._is_syncing = True
@@ -412,7 +414,9 @@ class GradientReducer:
     def _begin_exchange(self) -> None:
         """Fix what this rank contributes; once for each exchange."""
         if not self.filling.is_begun:
-            self.filling.begin(self._context(), self._scale)
+            listener = self.norm_listener
+            is_measured = listener is not None and listener.wants(self.step)
+            self.filling.begin(self._context(), self._scale, is_measured=is_measured)
 
     def _context(self) -> PassContext:
         own, is_active = self.contribution, self.is_active
@@ -597,6 +601,7 @@ class GradientReducer:
     def discard(self, means: BucketSet) -> None:
         """Take note of means that no gradient becomes. *Collective*, see `record_nonfinite`."""
         self.record_nonfinite(means)
+        self._report_norms(means)
         self.adopt_scale(means)
 
     # ---- means ----
@@ -610,9 +615,15 @@ class GradientReducer:
         """
         assign_means(means, self.memory, as_view=self.gradient_as_bucket_view)
         self._clear_absent(means)
+        self._report_norms(means)
         found = self.record_nonfinite(means)
         if found is not None and found.is_elsewhere:
             spread_nonfinite(means)
+
+    def _report_norms(self, means: BucketSet) -> None:
+        """Of means that were awaited, to whoever wants them. Local."""
+        if self.norm_listener is not None and (norms := means.norms()) is not None:
+            self.norm_listener.measured(norms)
 
     def _is_mean(self, parameter: nn.Parameter) -> bool:
         """Whether ``p.grad`` is the mean of an earlier pass, maybe with a later one added."""

@@ -11,6 +11,7 @@ from torchmn.large_batch.ghost_batch_norm import (
 from torchmn.large_batch.global_batch import GlobalBatch, MicroBatch
 from torchmn.large_batch.lamb import LAMB
 from torchmn.large_batch.lars import LARS
+from torchmn.large_batch.noise_scale import GradientNoiseScale
 from torchmn.large_batch.schedules import (
     BatchSchedule,
     Cosine,
@@ -34,6 +35,7 @@ __all__ = [
     "GhostBatchNorm2d",
     "GhostBatchNorm3d",
     "GlobalBatch",
+    "GradientNoiseScale",
     "GradualWarmup",
     "GrowingSampler",
     "LinearScaling",

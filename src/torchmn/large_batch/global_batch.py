@@ -29,6 +29,7 @@ from torchmn.errors import RankMismatchError, UsageError
 from torchmn.large_batch.batch_growth import BatchGrowth, GrowingSampler
 from torchmn.links.micro_batches import num_samples, split
 from torchmn.optimizer.multi_node_optimizer import MultiNodeOptimizer
+from torchmn.profiling import recording
 
 
 class MicroBatch(NamedTuple):
@@ -130,6 +131,20 @@ class GlobalBatch:
                 f"global_batch={global_batch}: shares of up to {share} samples are {needed} "
                 f"pass(es) of up to {local_batch}. Give global_batch and one of the other two."
             )
+        self._note_settings()
+
+    def _note_settings(self) -> None:
+        """Write the values into the record of the run, if there is one and they are others."""
+        recorder = recording.current()
+        if recorder is not None:
+            values = {
+                "global_batch": self.global_batch,
+                "local_batch": self.local_batch,
+                "accumulation": self.accumulation,
+                "workers": self.comm.size,
+            }
+            settings = {name: str(value) for name, value in values.items()}
+            recorder.settings_are(recorder.num_steps, settings)
 
     # ---- the values ----
 
@@ -292,6 +307,8 @@ class GlobalBatch:
 
         Raises UsageError: the tensors have different numbers of samples.
         """
+        if self.growth is not None:
+            self._note_settings()
         num_own = num_samples(samples, "the batch")
         ours = optimizer if isinstance(optimizer, MultiNodeOptimizer) else None
         is_sum = ours is not None and ours.reducer.reduction == "sum"

@@ -16,6 +16,7 @@ from torchmn.compiling import not_compiled
 from torchmn.compression import Codec, ErrorFeedback
 from torchmn.errors import TorchmnError, UnsupportedError, UsageError
 from torchmn.gradients.bucket_set import Reduction
+from torchmn.gradients.gradient_norms import NormListener
 from torchmn.gradients.model_hooks import ModelHooks
 from torchmn.gradients.nonfinite import NonfiniteGradients
 from torchmn.gradients.parameter_hook import owners_of
@@ -31,6 +32,7 @@ from torchmn.gradients.sparse_gradients import sparse_parameters
 from torchmn.gradients.weights import Contribution
 from torchmn.links.clipping import clip_grad_norm_
 from torchmn.optimizer import resume
+from torchmn.optimizer.chains import find_chains
 from torchmn.optimizer.closure import over_ranks
 from torchmn.optimizer.join import joined
 from torchmn.optimizer.nonfinite_policy import (
@@ -133,7 +135,8 @@ class MultiNodeOptimizer(Optimizer):
             # With this the model also keeps the optimizer: gradients are exchanged even if nothing
             # else refers to it.
             self._hooks.before_copy(self._models[0], self._complete)
-            if weight == "samples" or schedule.counts_samples:
+            self._counts_samples = weight == "samples" or schedule.counts_samples
+            if self._counts_samples:
                 self._hooks.before_forward(self._models[0], self.reducer.contribution.count)
             self.recorded = RecordedSteps(self, self._models)
             self.recorded.meet()
@@ -434,6 +437,27 @@ class MultiNodeOptimizer(Optimizer):
                 "(Weight 0 leaves this rank out.)"
             )
         self.reducer.contribution.set(float(weight), float(weight))
+
+    def measure_norms(self, listener: NormListener) -> None:
+        """Give a listener the norms of gradients, and count samples for it. Local.
+
+        Raises UsageError: there is one already; UnsupportedError: the model is a chain over ranks.
+        """
+        if find_chains(self._models, self.communicator, None):
+            raise UnsupportedError(
+                f"{self.communicator.rank_label}: the norm of a gradient is that of all parameters,"
+                " and the modules of this chain are on several ranks. Measure with a model that is "
+                "whole on each rank."
+            )
+        if self.reducer.norm_listener is not None:
+            raise UsageError(
+                "The norms of this optimizer's gradients are measured already. Use the "
+                f"{type(self.reducer.norm_listener).__name__} that was made first."
+            )
+        self.reducer.norm_listener = listener
+        if not self._counts_samples:
+            self._counts_samples = True
+            self._hooks.before_forward(self._models[0], self.reducer.contribution.count)
 
     @contextmanager
     def join(self) -> Iterator[None]:

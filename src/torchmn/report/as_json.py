@@ -41,6 +41,7 @@ def _run(summary: Summary, findings: Sequence[Finding]) -> object:
             "last_step": int(summary.step[-1]),
             "step_s": summary.step_s,
             "samples_per_s": summary.samples_per_s,
+            "gradient_noise_scale": summary.noise_scale,
             "share_of_exposed_exchange": summary.share_of_exposed_exchange,
             "share_of_waiting": summary.share_of_waiting,
             "findings": [asdict(finding) for finding in findings],

@@ -149,6 +149,8 @@ def _add_findings(body: _Body, summary: Summary, findings: Sequence[Finding]) ->
         body.add("</ol>")
     else:
         body.add("<p>Nothing stands out: no cause costs 2 % of a step.</p>")
+    if summary.batch_advice is not None:
+        body.add(f"<h3>The batch</h3><p>{escape(summary.batch_advice)}</p>")
     if summary.notes:
         notes = "".join(f"<li>{escape(note)}</li>" for note in summary.notes)
         body.add(f"<h3>About the records</h3><ul class='notes'>{notes}</ul>")

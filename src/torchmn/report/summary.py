@@ -10,7 +10,7 @@ import numpy as np
 
 from torchmn.errors import DataError
 from torchmn.profiling.recorded_run import RankRecord, Run
-from torchmn.profiling.records import PHASES, Phase
+from torchmn.profiling.records import NOISE_SCALE, PHASES, Phase
 from torchmn.report.quantities import listed, rank_list
 
 if TYPE_CHECKING:
@@ -174,6 +174,26 @@ class Summary:
         if np.isnan(samples).any():
             return None
         return float(samples.mean() / self.step_s * self.run.size)
+
+    @cached_property
+    def noise_scale(self) -> float | None:
+        """The gradient noise scale at the end of the record, in samples. None: not measured."""
+        found = [rank.values[NOISE_SCALE][1] for rank in self.ranks if NOISE_SCALE in rank.values]
+        return float(found[0][-1]) if found else None
+
+    @property
+    def batch_advice(self) -> str | None:
+        """What the gradient noise scale says about the batch. None: it was not measured."""
+        if self.noise_scale is None:
+            return None
+        batch = self.ranks[0].settings.get("global_batch")
+        if batch is None and self.samples_per_s is not None:
+            batch = f"{self.samples_per_s * self.step_s:.0f}"
+        own = "" if batch is None else f", and the global batch is {int(batch):,}"
+        return (
+            f"A batch above {self.noise_scale:,.0f} samples will not pay: that is the gradient "
+            f"noise scale at the end of the record{own} (McCandlish et al. 2018, arXiv 1812.06162)."
+        )
 
     @property
     def steps_per_s(self) -> float:

@@ -67,7 +67,10 @@ def _run(summary: Summary, findings: Sequence[Finding]) -> RenderableType:
     )
     parts: list[RenderableType] = [title, facts]
     parts.extend(Text(f"note: {note}", style="dim") for note in summary.notes)
-    parts += ["", *_findings(findings), "", _phases(summary)]
+    parts += ["", *_findings(findings), ""]
+    if summary.batch_advice is not None:
+        parts += [summary.batch_advice, ""]
+    parts.append(_phases(summary))
     if summary.links:
         parts.append(_links(summary))
     slow = summary.slowest_steps()
