@@ -27,7 +27,7 @@ from torchmn.checkpoint import MultiNodeCheckpointer, create_multi_node_checkpoi
 from torchmn.checkpoint.retention import order_of
 from torchmn.cntk.communicator import default_communicator
 from torchmn.cntk.distributed_learners import optimizers_of
-from torchmn.cntk.learners import Learner, LearnerSet
+from torchmn.cntk.learner import Learner, LearnerSet
 from torchmn.cntk.minibatch_sums import MinibatchSums, mean_and_sum, start_sum
 from torchmn.communicators import Communicator
 from torchmn.errors import DataError, UnsupportedError, UsageError
