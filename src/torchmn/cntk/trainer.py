@@ -24,12 +24,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchmn.checkpoint import MultiNodeCheckpointer, create_multi_node_checkpointer
-from torchmn.checkpoint.retention import order_of
 from torchmn.cntk.communicator import default_communicator
 from torchmn.cntk.distributed_learners import optimizers_of
 from torchmn.cntk.learner import Learner, LearnerSet
 from torchmn.cntk.minibatch_sums import MinibatchSums, mean_and_sum, start_sum
-from torchmn.communicators import Communicator
 from torchmn.errors import DataError, UnsupportedError, UsageError
 from torchmn.links.layer_communicator import has_collective_layers
 from torchmn.optimizer import MultiNodeOptimizer
@@ -359,9 +357,7 @@ class Trainer:
     ) -> None:
         """Save model, learners and counters in the folder ``filename``. *Collective.*"""
         checkpointer = self._checkpointer_of(filename)
-        comm = self.communicator or default_communicator()
-        step = max(self.num_minibatches, newest_step(comm, Path(filename).absolute()))
-        checkpointer.save(step, self.stateful(dict(external_state or {})))
+        checkpointer.save(self.num_minibatches, self.stateful(dict(external_state or {})))
         checkpointer.finish()
 
     def restore_from_checkpoint(self, filename: str | Path) -> dict[str, Any]:
@@ -419,16 +415,6 @@ class Trainer:
             )
             self._checkpointer = path, made
         return self._checkpointer[1]
-
-
-def newest_step(comm: Communicator, folder: Path) -> int:
-    """The step of the newest checkpoint in a folder, as rank 0 sees it. *Collective.*
-
-    What is saved now is newer, also if the training has begun again and made fewer steps: a
-    repeated step gets a higher revision.
-    """
-    names = [each.name for each in folder.glob("step-*")] if comm.rank == 0 else []
-    return int(comm.bcast_obj(max((order_of(name)[0] for name in names), default=0)))
 
 
 class _Plain:

@@ -36,7 +36,7 @@ from torchmn.cntk.session_config import (
     is_positive_int,
     raise_if_infinite,
 )
-from torchmn.cntk.trainer import Trainer, newest_step
+from torchmn.cntk.trainer import Trainer
 from torchmn.communicators import Communicator
 from torchmn.errors import UsageError
 from torchmn.evaluation import sync_buffers_
@@ -462,13 +462,11 @@ class _Checkpoints:
         self.checkpointer = create_multi_node_checkpointer(
             comm, self.path.parent, self.path.name, on_failure="raise"
         )
-        self._least_step = 0
-        """Of another training in the same folder, whose checkpoints count as older ones."""
 
     def save(self, index: int) -> None:
         external = {"session": self._updater.state_dict()}
         trainer = self._updater.trainer
-        self.checkpointer.save(self._step(), trainer.stateful(external))
+        self.checkpointer.save(trainer.num_minibatches, trainer.stateful(external))
         if self._config.preserve_all:
             trainer.save_checkpoint(f"{self.path}{index}", external)
 
@@ -476,11 +474,8 @@ class _Checkpoints:
         trainer = self._updater.trainer
         done = {"is_summarized": False, "is_validated": False}  # before: the writers know of it
         external = {"session": {**self._updater.state_dict(), **done}}
-        self.checkpointer.save(self._step(), trainer.stateful(external))
+        self.checkpointer.save(trainer.num_minibatches, trainer.stateful(external))
         self.checkpointer.finish()
-
-    def _step(self) -> int:
-        return max(self._updater.trainer.num_minibatches, self._least_step)
 
     def restore(self) -> bool:
         """Continue from the newest checkpoint, or else from the last one that was preserved.
@@ -489,7 +484,6 @@ class _Checkpoints:
         preserved one is of another session.
         """
         if not self._config.restore:
-            self._least_step = newest_step(self.comm, self.path)
             return False
         external: dict[str, Any] = {}
         trainer = self._updater.trainer
