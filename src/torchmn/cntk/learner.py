@@ -299,14 +299,11 @@ class LearnerSet(Optimizer):
             self.state.update(each.state)
         self._share(self.param_groups)
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step each learner."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for each in self.learners:
+        """Step each learner; the first one calls the closure, which computes all gradients."""
+        first, *others = self.learners
+        loss: float | None = first.step(closure)  # type: ignore[arg-type]
+        for each in others:
             each.step()
         return loss
 
