@@ -13,6 +13,7 @@ import numpy as np
 from torchmn.cntk.schedules import Schedule, minibatch_size_schedule
 from torchmn.errors import UsageError
 from torchmn.readers import MinibatchSource, UserMinibatchSource, as_minibatch_source
+from torchmn.readers.streams import wanted_streams
 
 Callback = Callable[[int, float, int, int], bool | None]
 """Gets the index of a cross validation, the mean error, its samples and minibatches."""
@@ -160,6 +161,9 @@ def _check(config: CrossValidationConfig | TestConfig) -> None:
     if config.mb_size is not None:
         config.minibatch_size, config.mb_size = config.mb_size, None
     minibatch_size_schedule(config.minibatch_size)
+    if config.minibatch_source is not None:
+        streams = as_minibatch_source(config.minibatch_source).streams
+        wanted_streams(config.model_inputs_to_streams, streams)
 
 
 def raise_if_infinite(what: str, source: Source | None, cure: str) -> None:

@@ -227,6 +227,13 @@ class Trainer:
         of_loss, of_metric = (
             (self._loss, self._metric) if criterion is None else _criteria(criterion)
         )
+        if not isinstance(arguments, Mapping):
+            raise UsageError(
+                f"The arguments of a minibatch are of type {type(arguments).__name__}. They must "
+                f"be a dict by name: the parameters of {type(self.model).__name__}.forward"
+                f"({', '.join(self._model_names)}), and others for loss and metric. Give "
+                f"{{{', '.join(f'{name!r}: ...' for name in [*self._model_names, 'labels'])}}}."
+            )
         is_empty = all(_num_samples(value) == 0 for value in arguments.values())
         if is_empty and not (arguments and has_collective_layers(self.model)):
             return None, MinibatchSums(0.0, None if of_metric is None else 0.0)

@@ -46,6 +46,7 @@ from torchmn.readers import (
     MinibatchSource,
     as_minibatch_source,
 )
+from torchmn.readers.streams import wanted_streams
 from torchmn.readers.user import UserSourceMinibatches
 from torchmn.resilience import Preemption
 from torchmn.training import Trainer as Loop
@@ -90,6 +91,7 @@ class TrainingSession:
         self.max_samples = None if max_samples is None else int(max_samples)
         self.sizes = minibatch_size_schedule(mb_size)
         self.input_map = model_inputs_to_streams
+        wanted_streams(self.input_map, self.mb_source.streams)
         self.progress_frequency = progress_frequency
         self.checkpoint_config = checkpoint_config
         self.cv_config = cv_config
@@ -294,7 +296,7 @@ def training_session(
         test_config: what to evaluate at the end.
 
     Raises UsageError: ``mb_source`` is infinite and ``max_samples`` is None; a frequency or size is
-        no positive number.
+        no positive number; ``model_inputs_to_streams`` is no dict of the source's streams.
     """
     return TrainingSession(
         trainer,

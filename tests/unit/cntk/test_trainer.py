@@ -390,6 +390,11 @@ def test_names_that_do_not_fit() -> None:
         alone().train_minibatch({"features": x, "labels": y, "weights": y})
     with pytest.raises(UsageError, match="the metric <lambda>"):
         alone((C.cross_entropy_with_softmax, lambda output: output)).train_minibatch(whole)
+    for arguments in ([x, y], "features"):
+        with pytest.raises(
+            UsageError, match=r"of type \w+\. They .* \{'features': \.\.\., 'labels'"
+        ):
+            alone().train_minibatch(arguments)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="forward hook"):
         alone().train_minibatch(whole, outputs=[])  # type: ignore[arg-type]
 
