@@ -17,8 +17,6 @@ from torchmn.readers.streams import wanted_streams
 
 Callback = Callable[[int, float, int, int], bool | None]
 """Gets the index of a cross validation, the mean error, its samples and minibatches."""
-
-
 Source = MinibatchSource | UserMinibatchSource
 
 

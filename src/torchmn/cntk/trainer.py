@@ -101,7 +101,7 @@ class Trainer:
         self.num_sweeps = 0
         """Sweeps over the data that have ended."""
         self._last = MinibatchSums()
-        parts = [model, *(c for c in (self._loss,) if isinstance(c, nn.Module))]
+        parts = [part for part in (model, self._loss) if isinstance(part, nn.Module)]
         self._models = [part for part in parts if any(True for _ in part.parameters())]
         self.communicator, self.optimizers = optimizers_of(self.parameter_learners, self._models)
         self._model_names = _parameter_names(model)

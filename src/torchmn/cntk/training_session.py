@@ -148,7 +148,9 @@ class TrainingSession:
                 f"{self.trainer.total_number_of_samples_seen} samples that the trainer has seen. "
                 "Give another source, or max_samples of all sessions of this trainer together."
             )
-        return None if self.test_config is None else self._test(self.test_config, device)
+        if self.test_config is None:
+            return None
+        return self._evaluate("test", self.test_config, None, device)
 
     def on_cross_validation_end(
         self, index: int, average_error: float, num_samples: int, num_minibatches: int
@@ -180,9 +182,6 @@ class TrainingSession:
         if self.comm is not None:
             row = self.comm.allreduce(row, "min")
         return bool(row.item())
-
-    def _test(self, config: TestConfig, device: torch.device | str | None) -> Evaluation:
-        return self._evaluate("test", config, None, device)
 
     def _evaluate(
         self,

@@ -478,9 +478,6 @@ def test_sequences_are_passed_with_their_lengths() -> None:
 
 
 def test_sweeps_move_schedules() -> None:
-    learner = C.sgd(
-        Network().parameters(), C.learning_rate_schedule([0.5, 0.25], C.UnitType.sample)
-    )
     model = Network()
     learner = C.sgd(model.parameters(), C.learning_rate_schedule([0.5, 0.25], C.UnitType.sample))
     trainer = C.Trainer(model, C.cross_entropy_with_softmax, learner)
