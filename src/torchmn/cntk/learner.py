@@ -302,7 +302,7 @@ class LearnerSet(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Step each learner; the first one calls the closure, which computes all gradients."""
         first, *others = self.learners
-        loss: float | None = first.step(closure)  # type: ignore[arg-type]
+        loss: float | None = first.step(closure)
         for each in others:
             each.step()
         return loss
