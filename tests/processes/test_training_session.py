@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from tests.processes.runner import PYTHON_PATH
+from tests.processes.test_exit_status import AS_ROOT
+from tests.processes.test_launchers import launcher
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
@@ -28,10 +30,20 @@ Whole = tuple[list[Any], list[str]]
 def run(
     folder: Path, learner: str, name: str, strike: str = "", after: int = 0, n: int = 2
 ) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torchmn", "run", "-n", str(n)]
+    return launch(
+        [*command, "--log-dir", str(folder / "logs")], folder, learner, name, strike, after
+    )
+
+
+def launch(
+    command: list[str], folder: Path, learner: str, name: str, strike: str = "", after: int = 0
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "torchmn", "run", "-n", str(n), "--log-dir", str(folder / "logs"),
-         str(SCRIPT), str(folder / name), learner, str(folder / name), strike, str(after)],
-        env={**os.environ, "PYTHONPATH": PYTHON_PATH},
+        [*command, str(SCRIPT), str(folder / name), learner, str(folder / name), strike,
+         str(after)],
+        env={**os.environ, "PYTHONPATH": PYTHON_PATH, "OMPI_MCA_btl": "^ofi",
+             **(AS_ROOT if os.geteuid() == 0 else {})},
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 
@@ -88,3 +100,25 @@ def test_a_session_that_is_ended_continues_with_the_same_bits(
     assert restored.startswith("Restoring training session from the checkpoint")
     assert continued
     assert continued == printed[-len(continued) :]  # also the numbers of epochs
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What one process has in the end."""
+    folder = tmp_path_factory.mktemp("alone")
+    done = run(folder, "plain", "alone", n=1)
+    assert done.returncode == 0, done.stderr
+    return results(folder, "alone", 1)[0]
+
+
+@pytest.mark.parametrize("name", ["torchrun", pytest.param("mpirun", marks=pytest.mark.mpi)])
+def test_under_other_launchers_ranks_have_the_results_of_one(
+    alone: Any, tmp_path: Path, name: str
+) -> None:
+    done = launch(launcher(name), tmp_path, "plain", "two")
+    assert done.returncode == 0, done.stderr
+    first, second = results(tmp_path, "two")
+    assert torch.equal(first[0], second[0])
+    assert first[1:] == second[1:]
+    torch.testing.assert_close(first[0], alone[0])
+    assert first[1:] == (pytest.approx(alone[1]), NUM_MINIBATCHES)

@@ -31,10 +31,14 @@ class Best:
 
 
 def name_of(step: int, taken: Sequence[str]) -> str:
-    """The name of the next checkpoint of a step; a repeated one does not replace the first."""
-    name = f"step-{step:08d}"
-    revisions = [order_of(other)[1] for other in taken if _is_of(other, step)]
-    return f"{name}-{max(revisions) + 1}" if revisions else name
+    """The name of the next checkpoint, which is the newest: it replaces none and follows all.
+
+    After one of this step or a later one, of a training that has begun again, the revision grows.
+    """
+    revision, newest_step = max(map(order_of, filter(is_checkpoint, taken)), default=(1, -1))
+    if step <= newest_step:
+        revision += 1
+    return f"step-{step:08d}" + (f"-{revision}" if revision > 1 else "")
 
 
 def is_checkpoint(name: str) -> bool:
@@ -43,9 +47,9 @@ def is_checkpoint(name: str) -> bool:
 
 
 def order_of(name: str) -> tuple[int, int]:
-    """(step, revision) of a checkpoint by its name: the newest has the largest."""
+    """(revision, step) of a checkpoint by its name: the one that was saved last has the largest."""
     found = _NAME.fullmatch(name)
-    return (int(found[1]), int(found[2] or 1)) if found else (-1, 0)
+    return (int(found[2] or 1), int(found[1])) if found else (0, -1)
 
 
 def checkpoints_to_delete(
@@ -71,7 +75,3 @@ def checkpoints_to_delete(
     oldest = min(order_of(name) for name in kept)
     delete = [name for name in ordered if name not in kept]
     return delete + [name for name in bad if name.startswith(TEMPORARY) or order_of(name) < oldest]
-
-
-def _is_of(name: str, step: int) -> bool:
-    return is_checkpoint(name) and order_of(name)[0] == step

@@ -13,9 +13,8 @@ from torchmn.cntk.distributed_learners import (
     block_momentum_distributed_learner,
     data_parallel_distributed_learner,
 )
+from torchmn.cntk.learner import Learner, LearnerOptions
 from torchmn.cntk.learners import (
-    Learner,
-    LearnerOptions,
     adagrad,
     adam,
     momentum_sgd,

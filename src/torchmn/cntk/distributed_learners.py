@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchmn.cntk.communicator import default_communicator
-from torchmn.cntk.learners import LearnerSet
+from torchmn.cntk.learner import LearnerSet
 from torchmn.communicators import Communicator
 from torchmn.errors import UnsupportedError, UsageError
 from torchmn.optimizer import MultiNodeOptimizer

@@ -13,11 +13,10 @@ import numpy as np
 from torchmn.cntk.schedules import Schedule, minibatch_size_schedule
 from torchmn.errors import UsageError
 from torchmn.readers import MinibatchSource, UserMinibatchSource, as_minibatch_source
+from torchmn.readers.streams import wanted_streams
 
 Callback = Callable[[int, float, int, int], bool | None]
 """Gets the index of a cross validation, the mean error, its samples and minibatches."""
-
-
 Source = MinibatchSource | UserMinibatchSource
 
 
@@ -94,13 +93,12 @@ class CrossValidationConfig:
     mb_size: Size | None = None
 
     def __post_init__(self) -> None:
-        _take_earlier_names(self)
+        _check(self)
         if self.minibatch_source is None and self.callback is None:
             raise UsageError("CrossValidationConfig needs a minibatch_source, a callback or both.")
         if self.max_samples is None:
             raise_if_infinite("cross validation", self.minibatch_source, "max_samples=")
         checked_frequency(self.frequency)
-        minibatch_size_schedule(self.minibatch_size)
 
 
 @dataclass
@@ -128,11 +126,10 @@ class TestConfig:
     mb_size: Size | None = None
 
     def __post_init__(self) -> None:
-        _take_earlier_names(self)
+        _check(self)
         if self.minibatch_source is None:
             raise UsageError("TestConfig needs a minibatch_source.")
         raise_if_infinite("test", self.minibatch_source, "the source max_samples= or max_sweeps=")
-        minibatch_size_schedule(self.minibatch_size)
 
 
 def checked_frequency(frequency: Frequency) -> tuple[int | None, DataUnit]:
@@ -153,13 +150,18 @@ def is_positive_int(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) > 0
 
 
-def _take_earlier_names(config: CrossValidationConfig | TestConfig) -> None:
+def _check(config: CrossValidationConfig | TestConfig) -> None:
+    """Take CNTK's earlier names. Raises UsageError: what both configurations have is wrong."""
     if config.source is not None:
         if config.minibatch_source is not None:
             raise UsageError("source= is CNTK's earlier name of minibatch_source=. Give one.")
         config.minibatch_source, config.source = config.source, None
     if config.mb_size is not None:
         config.minibatch_size, config.mb_size = config.mb_size, None
+    minibatch_size_schedule(config.minibatch_size)
+    if config.minibatch_source is not None:
+        streams = as_minibatch_source(config.minibatch_source).streams
+        wanted_streams(config.model_inputs_to_streams, streams)
 
 
 def raise_if_infinite(what: str, source: Source | None, cure: str) -> None:

@@ -24,12 +24,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchmn.checkpoint import MultiNodeCheckpointer, create_multi_node_checkpointer
-from torchmn.checkpoint.retention import order_of
 from torchmn.cntk.communicator import default_communicator
 from torchmn.cntk.distributed_learners import optimizers_of
-from torchmn.cntk.learners import Learner, LearnerSet
+from torchmn.cntk.learner import Learner, LearnerSet
 from torchmn.cntk.minibatch_sums import MinibatchSums, mean_and_sum, start_sum
-from torchmn.communicators import Communicator
 from torchmn.errors import DataError, UnsupportedError, UsageError
 from torchmn.links.layer_communicator import has_collective_layers
 from torchmn.optimizer import MultiNodeOptimizer
@@ -103,7 +101,7 @@ class Trainer:
         self.num_sweeps = 0
         """Sweeps over the data that have ended."""
         self._last = MinibatchSums()
-        parts = [model, *(c for c in (self._loss,) if isinstance(c, nn.Module))]
+        parts = [part for part in (model, self._loss) if isinstance(part, nn.Module)]
         self._models = [part for part in parts if any(True for _ in part.parameters())]
         self.communicator, self.optimizers = optimizers_of(self.parameter_learners, self._models)
         self._model_names = _parameter_names(model)
@@ -229,6 +227,13 @@ class Trainer:
         of_loss, of_metric = (
             (self._loss, self._metric) if criterion is None else _criteria(criterion)
         )
+        if not isinstance(arguments, Mapping):
+            raise UsageError(
+                f"The arguments of a minibatch are of type {type(arguments).__name__}. They must "
+                f"be a dict by name: the parameters of {type(self.model).__name__}.forward"
+                f"({', '.join(self._model_names)}), and others for loss and metric. Give "
+                f"{{{', '.join(f'{name!r}: ...' for name in [*self._model_names, 'labels'])}}}."
+            )
         is_empty = all(_num_samples(value) == 0 for value in arguments.values())
         if is_empty and not (arguments and has_collective_layers(self.model)):
             return None, MinibatchSums(0.0, None if of_metric is None else 0.0)
@@ -359,9 +364,7 @@ class Trainer:
     ) -> None:
         """Save model, learners and counters in the folder ``filename``. *Collective.*"""
         checkpointer = self._checkpointer_of(filename)
-        comm = self.communicator or default_communicator()
-        step = max(self.num_minibatches, newest_step(comm, Path(filename).absolute()))
-        checkpointer.save(step, self.stateful(dict(external_state or {})))
+        checkpointer.save(self.num_minibatches, self.stateful(dict(external_state or {})))
         checkpointer.finish()
 
     def restore_from_checkpoint(self, filename: str | Path) -> dict[str, Any]:
@@ -419,16 +422,6 @@ class Trainer:
             )
             self._checkpointer = path, made
         return self._checkpointer[1]
-
-
-def newest_step(comm: Communicator, folder: Path) -> int:
-    """The step of the newest checkpoint in a folder, as rank 0 sees it. *Collective.*
-
-    What is saved now is newer, also if the training has begun again and made fewer steps: a
-    repeated step gets a higher revision.
-    """
-    names = [each.name for each in folder.glob("step-*")] if comm.rank == 0 else []
-    return int(comm.bcast_obj(max((order_of(name)[0] for name in names), default=0)))
 
 
 class _Plain:

@@ -36,7 +36,7 @@ from torchmn.cntk.session_config import (
     is_positive_int,
     raise_if_infinite,
 )
-from torchmn.cntk.trainer import Trainer, newest_step
+from torchmn.cntk.trainer import Trainer
 from torchmn.communicators import Communicator
 from torchmn.errors import UsageError
 from torchmn.evaluation import sync_buffers_
@@ -46,6 +46,7 @@ from torchmn.readers import (
     MinibatchSource,
     as_minibatch_source,
 )
+from torchmn.readers.streams import wanted_streams
 from torchmn.readers.user import UserSourceMinibatches
 from torchmn.resilience import Preemption
 from torchmn.training import Trainer as Loop
@@ -90,6 +91,7 @@ class TrainingSession:
         self.max_samples = None if max_samples is None else int(max_samples)
         self.sizes = minibatch_size_schedule(mb_size)
         self.input_map = model_inputs_to_streams
+        wanted_streams(self.input_map, self.mb_source.streams)
         self.progress_frequency = progress_frequency
         self.checkpoint_config = checkpoint_config
         self.cv_config = cv_config
@@ -146,7 +148,9 @@ class TrainingSession:
                 f"{self.trainer.total_number_of_samples_seen} samples that the trainer has seen. "
                 "Give another source, or max_samples of all sessions of this trainer together."
             )
-        return None if self.test_config is None else self._test(self.test_config, device)
+        if self.test_config is None:
+            return None
+        return self._evaluate("test", self.test_config, None, device)
 
     def on_cross_validation_end(
         self, index: int, average_error: float, num_samples: int, num_minibatches: int
@@ -178,9 +182,6 @@ class TrainingSession:
         if self.comm is not None:
             row = self.comm.allreduce(row, "min")
         return bool(row.item())
-
-    def _test(self, config: TestConfig, device: torch.device | str | None) -> Evaluation:
-        return self._evaluate("test", config, None, device)
 
     def _evaluate(
         self,
@@ -294,7 +295,7 @@ def training_session(
         test_config: what to evaluate at the end.
 
     Raises UsageError: ``mb_source`` is infinite and ``max_samples`` is None; a frequency or size is
-        no positive number.
+        no positive number; ``model_inputs_to_streams`` is no dict of the source's streams.
     """
     return TrainingSession(
         trainer,
@@ -462,13 +463,11 @@ class _Checkpoints:
         self.checkpointer = create_multi_node_checkpointer(
             comm, self.path.parent, self.path.name, on_failure="raise"
         )
-        self._least_step = 0
-        """Of another training in the same folder, whose checkpoints count as older ones."""
 
     def save(self, index: int) -> None:
         external = {"session": self._updater.state_dict()}
         trainer = self._updater.trainer
-        self.checkpointer.save(self._step(), trainer.stateful(external))
+        self.checkpointer.save(trainer.num_minibatches, trainer.stateful(external))
         if self._config.preserve_all:
             trainer.save_checkpoint(f"{self.path}{index}", external)
 
@@ -476,11 +475,8 @@ class _Checkpoints:
         trainer = self._updater.trainer
         done = {"is_summarized": False, "is_validated": False}  # before: the writers know of it
         external = {"session": {**self._updater.state_dict(), **done}}
-        self.checkpointer.save(self._step(), trainer.stateful(external))
+        self.checkpointer.save(trainer.num_minibatches, trainer.stateful(external))
         self.checkpointer.finish()
-
-    def _step(self) -> int:
-        return max(self._updater.trainer.num_minibatches, self._least_step)
 
     def restore(self) -> bool:
         """Continue from the newest checkpoint, or else from the last one that was preserved.
@@ -489,7 +485,6 @@ class _Checkpoints:
         preserved one is of another session.
         """
         if not self._config.restore:
-            self._least_step = newest_step(self.comm, self.path)
             return False
         external: dict[str, Any] = {}
         trainer = self._updater.trainer

@@ -238,6 +238,8 @@ class CTFChunk:
         self.text = text
         self.begins = sequences.begins
         self.counts = sequences.counts
+        self.has_one = None if self.counts is None else (self.counts == 1).all(axis=0)
+        """By stream, whether each sequence has one sample of it; None: of every stream."""
         self.with_ids = with_ids
 
     def sequences(self, indices: Indices, seed: Seed) -> Mapping[str, StreamData]:
@@ -514,7 +516,8 @@ def _parse(parts: Sequence[ChunkPart], of: CTFDeserializer) -> dict[str, StreamD
             if right is not None:
                 keep = np.repeat(right, own)
                 own[~right] = 0
-            own = None if (own == 1).all() else own
+            has_one = all(c.has_one is None or c.has_one[stream] for c, _, _ in parts)
+            own = None if has_one and (own == 1).all() else own
         data: torch.Tensor
         if info.is_sparse:
             pairs = row_pairs[begin : begin + rows]

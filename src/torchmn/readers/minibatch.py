@@ -22,7 +22,7 @@ class MinibatchData:
         num_samples: samples of this stream and partition.
         sweep_end: whether this minibatch, over all partitions, reached the end of a sweep.
         lengths: of the sequences, int64 ``(num_sequences,)`` on the CPU; None where each sequence
-            has one sample.
+            of the data has one sample.
         is_first: with ``truncation_length``, for each piece whether it begins a sequence, so that a
             recurrent state starts from zero; bool ``(num_sequences,)`` on the CPU. None otherwise.
     """

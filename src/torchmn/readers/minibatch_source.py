@@ -520,8 +520,19 @@ def _after(before: _Progress, minibatch: _Minibatch) -> _Progress:
 def as_minibatch_source(
     source: MinibatchSource | UserMinibatchSource,
 ) -> MinibatchSource | UserSourceMinibatches:
-    """A source with the interface of `MinibatchSource`: itself, or made of a user's. Local."""
-    return UserSourceMinibatches(source) if isinstance(source, UserMinibatchSource) else source
+    """A source with the interface of `MinibatchSource`: itself, or made of a user's. Local.
+
+    Raises UsageError: it is no source.
+    """
+    if isinstance(source, UserMinibatchSource):
+        return UserSourceMinibatches(source)
+    if not hasattr(source, "next_minibatch"):
+        raise UsageError(
+            f"The minibatch source is of type {type(source).__name__}. It must be a "
+            "MinibatchSource or a UserMinibatchSource. Arrays and tensors become one by "
+            "MinibatchSourceFromData({'features': x, 'labels': y})."
+        )
+    return source
 
 
 def _joined(

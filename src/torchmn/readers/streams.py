@@ -136,9 +136,19 @@ InputMap = Mapping[Any, "StreamInformation | str"]
 def wanted_streams(
     input_map: InputMap | None, streams: Mapping[str, StreamInformation]
 ) -> dict[Any, StreamInformation]:
-    """The stream for each key; None: all streams. Raises UnknownNameError."""
+    """The stream for each key; None: all streams.
+
+    Raises UsageError: the map is no dict, or names a stream that is not there.
+    """
     if input_map is None:
         return {stream: stream for stream in streams.values()}
+    if not isinstance(input_map, Mapping):
+        every = ", ".join(f"{name!r}: source.streams.{name}" for name in streams)
+        raise UsageError(
+            f"The map of streams is of type {type(input_map).__name__}. It must be a dict of the "
+            f"source's streams by the names of the model's inputs. Give {{{every}}}, with keys of "
+            "your own."
+        )
     wanted = {}
     for key, stream in input_map.items():
         name = stream.name if isinstance(stream, StreamInformation) else stream

@@ -335,6 +335,23 @@ def test_same_step_again_is_another_checkpoint(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000004", "step-00000004-2"]
 
 
+def test_what_was_saved_last_is_resumed(tmp_path: Path) -> None:
+    """Also by a run that began again without `resume` and has made fewer steps."""
+
+    def rank_main(comm: torchmn.Communicator) -> tuple[int, Any]:
+        for name, steps in (("first run", (10, 20, 30)), ("second run", (5, 15))):
+            checkpointer = checkpointer_of(comm, tmp_path, keep=2)
+            for step in steps:
+                checkpointer.save(step, {"it": Holder(f"{name}, {step}")})
+            checkpointer.finish()
+            checkpointer.close()
+        holder = Holder()
+        return checkpointer_of(comm, tmp_path).resume({"it": holder}), holder.state
+
+    assert on_ranks(rank_main, 2) == [(15, "second run, 15")] * 2
+    assert names(tmp_path) == ["step-00000005-2", "step-00000015-2"]
+
+
 def test_what_ranks_have_in_common_is_written_once(tmp_path: Path) -> None:
     def rank_main(comm: torchmn.Communicator) -> int:
         model = nn.Linear(100, 100)

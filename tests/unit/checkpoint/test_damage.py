@@ -167,7 +167,7 @@ def test_torn_newest_does_not_shadow_and_goes_later(path: Path) -> None:
     assert resume(path)[0][0] == 1
     with pytest.warns(RuntimeWarning, match="manifest.json is missing"):
         train(path, NUM_RANKS, 3, keep=1)
-    assert names(path) == ["step-00000003"]
+    assert names(path) == ["step-00000003-2"]  # a step after that of the torn one
 
 
 def test_damaged_one_counts_for_nothing_when_old_ones_are_removed(path: Path) -> None:

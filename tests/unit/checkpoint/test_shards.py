@@ -99,12 +99,16 @@ def manifest(metric: float | None = None) -> Manifest:
 
 
 def test_names_of_checkpoints() -> None:
-    taken = ["step-00000007", "step-00000007-2", "step-00000008", ".tmp-00000007-ab"]
-    assert name_of(7, taken) == "step-00000007-3"
-    assert name_of(8, taken) == "step-00000008-2"
+    taken = ["step-00000007", "step-00000008", ".tmp-00000009-ab", "step-00000009.bak"]
     assert name_of(9, taken) == "step-00000009"
     assert name_of(123456789012, taken) == "step-123456789012"
-    assert order_of("step-123456789012") > order_of("step-00000007-10") > order_of(taken[1])
+    assert name_of(8, taken) == "step-00000008-2"
+    assert name_of(3, taken) == "step-00000003-2"  # of a training that has begun again
+    taken.append("step-00000003-2")
+    assert name_of(3, taken) == "step-00000003-3"
+    assert name_of(9, taken) == "step-00000009-2"
+    assert order_of("step-00000003-10") > order_of("step-123456789012-2") > order_of(taken[-1])
+    assert order_of(taken[-1]) > order_of(taken[1]) > order_of(taken[0]) > order_of(taken[2])
 
 
 def test_retention_never_removes_the_newest_or_the_best() -> None:

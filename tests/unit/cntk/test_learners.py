@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import torchmn.cntk as C
+from torchmn.cntk.learner import LearnerSet
 from torchmn.errors import UnsupportedError, UsageError
 
 from .learner_cases import SIZES, cases
@@ -253,6 +254,25 @@ def test_options_of_a_group() -> None:
 
     assert by_learner(groups) == by_learner(learners)
     assert by_learner(groups) != by_learner(lambda p: C.sgd(p, 0.08))
+
+
+def test_learners_that_step_together_call_a_closure_once() -> None:
+    """And before any of them steps."""
+    model, calls = nn.Linear(1, 1), []
+
+    def closure() -> float:
+        before = [model.weight.item(), model.bias.item()]
+        loss = model(torch.ones(1, 1)).sum()
+        loss.backward()
+        calls.append([before, model.weight.requires_grad and loss.requires_grad])
+        return loss.item()
+
+    learners = [C.sgd([model.weight], 0.5), torch.optim.SGD([model.bias], 0.25)]
+    before = [model.weight.item(), model.bias.item()]
+    learners[0].begin_minibatch(1)
+    assert LearnerSet(learners).step(closure) == sum(before)
+    assert calls == [[before, True]]
+    assert [model.weight.item(), model.bias.item()] == [before[0] - 0.5, before[1] - 0.25]
 
 
 def test_noise_has_its_deviation_and_is_repeatable() -> None:

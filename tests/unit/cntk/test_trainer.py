@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import torchmn
 import torchmn.cntk as C
@@ -355,6 +356,39 @@ def test_layers_whose_ranks_communicate(criterion: Any) -> None:
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
 
+def test_averaged_weights(tmp_path: Path) -> None:
+    """Those of one process; what is saved of them loads without this package."""
+
+    def rank(comm: Communicator) -> list[Tensor]:
+        model = Network()
+        averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.6))
+        learner = C.momentum_sgd(model.parameters(), PER_SAMPLE, TIME)
+        trainer = C.Trainer(
+            model,
+            C.cross_entropy_with_softmax,
+            C.data_parallel_distributed_learner(learner, comm=comm),
+        )
+        for whole in minibatches(SIZES):
+            trainer.train_minibatch(part_of(whole, comm.rank, comm.size))
+            averaged.update_parameters(model)
+        if comm.rank == 0:
+            torch.save(averaged.state_dict(), tmp_path / f"of {comm.size}.pt")
+        return [value.clone() for value in averaged.state_dict().values()]
+
+    (one,), (first, second) = run_ranks(rank, 1), run_ranks(rank, 2)
+    assert_equal(first, second)
+    plain = AveragedModel(Network())
+    names = list(plain.state_dict())
+    for size, values in ((1, one), (2, first)):
+        saved = torch.load(tmp_path / f"of {size}.pt", weights_only=True)
+        assert list(saved) == names
+        plain.load_state_dict(saved)
+        assert_equal(list(plain.state_dict().values()), values)
+    assert not torch.equal(one[1], values_of(Network())[0])
+    for ours, theirs in zip(first, one, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
 def test_evaluation_leaves_modes_as_they_were() -> None:
     model = nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.Dropout(0.5), nn.BatchNorm1d(CLASSES))
     model[2].eval()
@@ -390,6 +424,11 @@ def test_names_that_do_not_fit() -> None:
         alone().train_minibatch({"features": x, "labels": y, "weights": y})
     with pytest.raises(UsageError, match="the metric <lambda>"):
         alone((C.cross_entropy_with_softmax, lambda output: output)).train_minibatch(whole)
+    for arguments in ([x, y], "features"):
+        with pytest.raises(
+            UsageError, match=r"of type \w+\. They .* \{'features': \.\.\., 'labels'"
+        ):
+            alone().train_minibatch(arguments)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="forward hook"):
         alone().train_minibatch(whole, outputs=[])  # type: ignore[arg-type]
 
@@ -439,9 +478,6 @@ def test_sequences_are_passed_with_their_lengths() -> None:
 
 
 def test_sweeps_move_schedules() -> None:
-    learner = C.sgd(
-        Network().parameters(), C.learning_rate_schedule([0.5, 0.25], C.UnitType.sample)
-    )
     model = Network()
     learner = C.sgd(model.parameters(), C.learning_rate_schedule([0.5, 0.25], C.UnitType.sample))
     trainer = C.Trainer(model, C.cross_entropy_with_softmax, learner)

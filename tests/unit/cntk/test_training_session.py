@@ -582,6 +582,39 @@ def test_wrong_configurations(make: Any, message: str) -> None:
         make()
 
 
+@pytest.mark.parametrize("inputs", [["x", "y"], "x"], ids=["list", "str"])
+def test_streams_must_be_a_dict(inputs: Any) -> None:
+    """Found at once, not when the first evaluation begins."""
+    train = source()
+    match = rf"of type {type(inputs).__name__}\. .* {{'x': source\.streams\.x, 'y'"
+    with pytest.raises(UsageError, match=match):
+        train.next_minibatch(4, inputs)
+    for config in (C.CrossValidationConfig, C.TestConfig):
+        with pytest.raises(UsageError, match=match):
+            config(train, model_inputs_to_streams=inputs)
+
+    def rank(comm: Communicator) -> None:
+        with pytest.raises(UsageError, match=match):
+            C.training_session(Training(comm).trainer, train, 4, inputs)
+
+    run_one(rank)
+
+
+@pytest.mark.parametrize("wrong", [{"x": np.ones((4, 3))}, "train.ctf"], ids=["dict", "str"])
+def test_what_is_no_source(wrong: Any) -> None:
+    match = rf"source is of type {type(wrong).__name__}\. .* MinibatchSourceFromData"
+    for config in (C.CrossValidationConfig, C.TestConfig):
+        with pytest.raises(UsageError, match=match):
+            config(wrong)
+
+    def rank(comm: Communicator) -> None:
+        for options in ({}, {"max_samples": 8}):
+            with pytest.raises(UsageError, match=match):
+                C.training_session(Training(comm).trainer, wrong, 4, {"x": "x"}, **options)
+
+    run_one(rank)
+
+
 def test_earlier_names() -> None:
     data = source()
     config = C.CrossValidationConfig(source=data, mb_size=7)

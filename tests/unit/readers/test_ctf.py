@@ -231,6 +231,17 @@ class TestErrors:
         with pytest.raises(DataError, match="has changed"):
             deserializer.get_chunk(0)
 
+    def test_a_part_of_short_sequences_has_lengths_too(self, tmp_path: Path) -> None:
+        """So that a model gets sequences on every rank, whichever these are."""
+        text = "0 |x 1 2 |y 1:1\n1 |x 1 2 |y 2:1\n1 |x 3 4\n"
+        deserializer = CTFDeserializer(write(tmp_path, text), XY)
+        (chunk,) = (deserializer.get_chunk(k) for k in range(deserializer.num_chunks()))
+        for index, length in ((0, 1), (1, 2)):
+            found = chunk.sequences(np.array([index]), (0, 0))
+            assert found["x"][1] is not None
+            assert found["x"][1].tolist() == [length]
+            assert found["y"][1] is None
+
     @pytest.mark.parametrize("max_samples", [1, 3])
     def test_sequences_of_several_chunks_come_in_the_order_of_the_minibatch(
         self, tmp_path: Path, max_samples: int
