@@ -303,7 +303,7 @@ class MinibatchSource:
 
     def _take(self, progress: _Progress, request: _Request) -> _Minibatch | None:
         left = self._max_samples - progress.num_samples
-        if left <= 0:
+        if left <= 0 or progress.position.sweep >= self._max_sweeps:
             return None
         end_sweep = None if self._max_sweeps == INFINITELY_REPEAT else self._max_sweeps
         size = min(request.minibatch_size, left)

@@ -283,6 +283,15 @@ def test_max_samples_ends_the_passes() -> None:
     assert INFINITELY_REPEAT == 2**64 - 1
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_max_sweeps_ends_all_later_passes(num_workers: int) -> None:
+    dataset = MinibatchDataset(source(max_sweeps=2), 4)
+    loader = DataLoader(dataset, batch_size=None, num_workers=num_workers)
+    assert [sum(map(len, sweep)) for sweep in passes(loader, 5)] == [COUNT, COUNT, 0, 0, 0]
+    dataset.set_epoch(7)
+    assert passes(loader, 1) == [[]]
+
+
 class Held(UserDeserializer):
     """A thread is in the middle of reading a chunk while the process forks."""
 

@@ -140,6 +140,16 @@ def test_a_state_of_another_source_is_refused() -> None:
         )
 
 
+def test_a_state_after_the_end_of_the_source_has_no_minibatch() -> None:
+    longer = MinibatchSource(Numbers(), max_sweeps=5)
+    longer.go_to_sweep(3)
+    longer.next_minibatch(4)
+    source = MinibatchSource(Numbers(), max_sweeps=2)
+    source.restore_from_checkpoint(longer.get_checkpoint_state())
+    assert source.next_minibatch(4) == {}
+    longer.close()
+
+
 def test_a_copy_has_threads_of_its_own() -> None:
     source = MinibatchSource(Numbers(), max_sweeps=1)
     source.next_minibatch(5, NUMBER)
