@@ -304,6 +304,16 @@ def test_a_training_thread_that_is_interrupted_loses_nothing() -> None:
     wanted.close()
 
 
+def test_an_error_on_the_way_to_the_device_loses_nothing() -> None:
+    source, wanted = MinibatchSource(Numbers(9)), MinibatchSource(Numbers(9))
+    with pytest.raises(RuntimeError):
+        source.next_minibatch(4, NUMBER, "no-such-device")
+    assert source.current_position == 0
+    assert ids(source.next_minibatch(4, NUMBER)) == ids(wanted.next_minibatch(4, NUMBER))
+    source.close()
+    wanted.close()
+
+
 def test_threads_end_with_the_source() -> None:
     def names() -> set[str]:
         return {t.name for t in threading.enumerate() if t.name.startswith("torchmn-")}
