@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from torchmn.readers.ctf_errors import describe
 from torchmn.readers.ctf_index import ChunkPlace, Index, make_index
 from torchmn.readers.ctf_parse import Sequences, parse
 from torchmn.readers.deserializer import ChunkInfo, ChunkPart, Indices, Seed, StreamData
+from torchmn.readers.process_lock import ProcessLock
 from torchmn.readers.streams import StreamDef, StreamInformation
 from torchmn.units import MiB
 
@@ -69,7 +69,7 @@ class CTFDeserializer:
         self._chunk_bytes = chunk_bytes
         self._skip_ids = skip_sequence_ids
         self._fill = fill_with_zeros
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         self._index: Index | None = None
         self._wrong = _WrongSequences(max_errors)
 
@@ -91,13 +91,6 @@ class CTFDeserializer:
         place = index.chunks[chunk_id]
         text, sequences = index.read(place)
         return CTFChunk(self, place, text, sequences, index.with_ids or self._skip_ids)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._lock = threading.Lock()
 
     def _indexed(self) -> Index:
         with self._lock:
@@ -161,7 +154,7 @@ class _WrongSequences:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._offsets: set[int] = set()
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
 
     def __reduce__(self) -> tuple[object, ...]:
         return _WrongSequences, (self._limit,)

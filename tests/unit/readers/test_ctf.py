@@ -6,6 +6,7 @@ import importlib
 import os
 import pickle
 import random
+import threading
 import warnings
 from pathlib import Path
 
@@ -14,11 +15,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from torchmn.errors import DataError, UsageError
 from torchmn.readers import ctf_index, ctf_parse
 from torchmn.readers.assembly import gather
 from torchmn.readers.ctf import CTFDeserializer
+from torchmn.readers.iterable import MinibatchDataset
 from torchmn.readers.minibatch_source import MinibatchSource
 from torchmn.readers.streams import StreamDef, StreamDefs
 
@@ -285,6 +288,26 @@ def test_it_can_be_sent_to_a_worker_process(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # without numba
         assert all(read(copy) == read(deserializer) for copy in copies)
+
+
+def test_a_fork_while_a_thread_holds_its_lock(tmp_path: Path) -> None:
+    path = write(tmp_path, "|x 1 2 |y 1:1\n" * 5)
+    deserializer = CTFDeserializer(path, XY)
+    source = MinibatchSource(deserializer)
+    held, may_end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with deserializer._lock:
+            held.set()
+            may_end.wait(60)
+
+    holder = threading.Thread(target=hold, daemon=True)
+    holder.start()
+    assert held.wait(10)
+    loader = DataLoader(MinibatchDataset(source, 2), batch_size=None, num_workers=1, timeout=20)
+    assert sum(len(batch["x"]) for batch in loader) == 5
+    may_end.set()
+    holder.join()
 
 
 @pytest.mark.parametrize(
