@@ -111,12 +111,13 @@ def _next_special(text, p, end):
 
 
 @_entry
-def scan(text, names, bounds, with_ids, begins, lines, ids, counts):
+def scan(text, inputs, with_ids, begins, lines, ids, counts):
     """Find the sequences of whole lines; returns their number and that of the lines.
 
     Writes where each begins, its line from 0, its id and its samples by stream. Stops where the
     arrays are full, with -1 as the number.
     """
+    names, bounds = inputs.names, inputs.bounds
     num_streams = bounds.size - 1
     n, line = 0, 0
     p, end = 0, text.size
@@ -242,36 +243,15 @@ def _any_number(text, p, end):
 
 
 @_entry
-def parse(
-    text,
-    begins,
-    indices,
-    places,
-    with_ids,
-    ignore_ids,
-    names,
-    bounds,
-    is_sparse,
-    dims,
-    fill,
-    first_rows,
-    starts,
-    dense,
-    pair_values,
-    pair_columns,
-    num_pairs,
-    row_pairs,
-    errors,
-):
+def parse(text, begins, indices, places, may_have_ids, inputs, fill, samples):
     """Parse sequences of a chunk, each to its place in a minibatch; returns how many are wrong.
 
     Sequence ``indices[k]`` begins at ``begins[indices[k]]``, ends where the next one begins, and is
-    number ``i = places[k]`` of the minibatch: its rows in stream s are ``first_rows[i, s]`` and the
-    following. Dense rows are written to ``dense[starts[s]:]``. Sparse ones are written to
-    ``pair_values`` and ``pair_columns`` from ``num_pairs[s]`` on, which grows, in the order in
-    which they are parsed, and ``row_pairs[starts[s]:]`` gets where each begins and ends there. Of a
-    wrong sequence ``errors[i]`` gets the first error: kind, offset, number.
+    number ``places[k]`` of the minibatch, whose memory is ``samples`` (see `ctf_parse.Samples`).
+    Pairs are in the order in which they are parsed.
     """
+    names, bounds, is_sparse, dims = inputs
+    first_rows, starts, dense, pair_values, pair_columns, num_pairs, row_pairs, errors = samples
     num_streams = dims.size
     rows = np.zeros(num_streams, np.int64)
     num_wrong = 0
@@ -285,7 +265,7 @@ def parse(
             while p < end and _is_blank(_at(text, p)):
                 p += 1
             if p < end and _ZERO <= _at(text, p) <= _NINE:
-                if not with_ids and not ignore_ids:
+                if not may_have_ids:
                     kind, at = UNEXPECTED_ID, p
                     break
                 while p < end and _ZERO <= _at(text, p) <= _NINE:

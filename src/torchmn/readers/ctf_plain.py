@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from torchmn.readers.assembly import rows_of
+from torchmn.readers.ctf_columns import Inputs
 from torchmn.readers.ctf_errors import (
     DUPLICATE_INDEX,
     INDEX_TOO_LARGE,
@@ -23,6 +24,7 @@ from torchmn.readers.ctf_errors import (
     TOO_MANY,
     UNEXPECTED_ID,
 )
+from torchmn.readers.ctf_parse import Samples
 
 Array = np.ndarray[Any, Any]
 
@@ -54,8 +56,7 @@ def _is_ignored(rest: bytes) -> bool:
 
 def scan(
     text: Array,
-    names: Array,
-    bounds: Array,
+    inputs: Inputs,
     with_ids: bool,
     begins: Array,
     lines: Array,
@@ -63,7 +64,7 @@ def scan(
     counts: Array,
 ) -> tuple[int, int]:
     """See `ctf_compiled.scan`."""
-    streams = _streams(names, bounds)
+    streams = _streams(inputs)
     content = text.tobytes()
     n, line, start = 0, 0, 0
     last_id: int | None = None
@@ -107,8 +108,8 @@ def _as_id(digits: bytes) -> int:
     return value
 
 
-def _streams(names: Array, bounds: Array) -> dict[bytes, int]:
-    flat = names.tobytes()
+def _streams(inputs: Inputs) -> dict[bytes, int]:
+    flat, bounds = inputs.names.tobytes(), inputs.bounds
     return {flat[bounds[s] : bounds[s + 1]]: s for s in range(len(bounds) - 1)}
 
 
@@ -117,31 +118,22 @@ def parse(
     begins: Array,
     indices: Array,
     places: Array,
-    with_ids: bool,
-    ignore_ids: bool,
-    names: Array,
-    bounds: Array,
-    is_sparse: Array,
-    dims: Array,
+    may_have_ids: bool,
+    inputs: Inputs,
     fill: bool,
-    first_rows: Array,
-    starts: Array,
-    dense: Array,
-    pair_values: Array,
-    pair_columns: Array,
-    num_pairs: Array,
-    row_pairs: Array,
-    errors: Array,
+    samples: Samples,
 ) -> int:
     """See `ctf_compiled.parse`."""
-    streams = _streams(names, bounds)
+    streams = _streams(inputs)
+    _, _, is_sparse, dims = inputs
+    first_rows, starts, dense, pair_values, pair_columns, num_pairs, row_pairs, errors = samples
     num_wrong = 0
     for index, i in zip(indices.tolist(), places.tolist(), strict=True):
         begin, end = begins[index : index + 2].tolist()
         first_row, rows = first_rows[i], np.zeros(len(dims), np.int64)
         try:
             for bar, offset, stream, sample in _samples(
-                text[begin:end].tobytes(), streams, with_ids or ignore_ids
+                text[begin:end].tobytes(), streams, may_have_ids
             ):
                 dim = int(dims[stream])
                 place = first_row[stream] + rows[stream]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import binascii
 import os
-import threading
 import zipfile
 import zlib
 from array import array
@@ -20,6 +19,7 @@ from torchmn.errors import DataError, UsageError
 from torchmn.readers.decoding import decode
 from torchmn.readers.deserializer import ChunkInfo, ChunkPart, Indices, Seed, StreamData
 from torchmn.readers.files import open_file
+from torchmn.readers.process_lock import ProcessLock
 from torchmn.readers.sparse import csr_tensor
 from torchmn.readers.streams import StreamDef, StreamInformation
 from torchmn.readers.transforms import NUM_VIEWS, Crop, Draw, ImageTransform, Scale
@@ -389,7 +389,7 @@ class _Archives:
     """Open zip files, by process: a child of this one must not share their positions."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         self._open: dict[tuple[int, str], zipfile.ZipFile] = {}
 
     def read(self, path: str, member: str) -> bytes:

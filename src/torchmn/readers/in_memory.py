@@ -81,7 +81,7 @@ def from_pandas(
 
     Raises:
         UsageError: there is no such column.
-        DataError: a value is missing or no number.
+        DataError: a value is missing, no number, or not one of the stream's type.
 
     ``from_pandas(frame, {"features": ["age", "income"], "labels": "bought"})``
     """
@@ -138,7 +138,8 @@ def from_csv(
 
     Raises:
         UsageError: there is no such column.
-        DataError: the file is missing, or a value is no finite number; names line and column.
+        DataError: the file is missing; a value is no finite number (names line and column), or not
+            one of the stream's type.
 
     ``from_csv("train.csv", {"features": ["age", "income"], "labels": "bought"})``
     """
@@ -216,5 +217,20 @@ def _arrays(
     for name, wanted in streams.items():
         one = isinstance(wanted, str)
         value = columns[wanted] if one else np.stack([columns[n] for n in wanted], axis=1)  # type: ignore[index]
-        arrays[name] = value.astype(dtypes.get(name, np.float32))
+        arrays[name] = _cast(name, value, np.dtype(dtypes.get(name, np.float32)))
     return arrays
+
+
+def _cast(name: str, values: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """The values in the type of a stream. Raises DataError: it cannot hold one of them."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        found: np.ndarray[Any, Any] = values.astype(dtype)
+    is_lost = ~np.isfinite(found)
+    if dtype.kind != "f":  # from 2**53 on, float64 does not hold every integer
+        is_lost = (found != values) | (np.abs(values) >= 2**53)
+    if is_lost.any():
+        raise DataError(
+            f"The stream {name!r} has the value {values[is_lost][0]}, which {dtype} cannot hold. "
+            "Give the stream another type: dtypes={...}."
+        )
+    return found

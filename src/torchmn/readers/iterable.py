@@ -223,6 +223,8 @@ class MinibatchDataset(IterableDataset[Any]):
         sweep = next((s >> 32 for s in known if s & 0x7FFFFFFF == name), None)
         if sweep is None:
             sweep = max(s >> 32 for s in known) + 1
+            if self._num_passes == 1:  # a new worker, whose source is where the process left it
+                sweep = max(sweep, self.source.sweep + 1)
         slots[worker % NUM_SLOTS] = sweep << 32 | name
         return sweep - 1
 

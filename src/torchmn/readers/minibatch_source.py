@@ -261,14 +261,19 @@ class MinibatchSource:
 
         Raises:
             UsageError: an argument is out of range.
-            DataError: a file cannot be read. The next call reads the same minibatch again.
+            DataError: a file cannot be read. The next call returns the same minibatch, as it does
+                after any error, such as too little memory on the device.
         """
         request = _request(minibatch_size_in_samples, num_data_partitions, partition_index)
         wanted = wanted_streams(input_map, self._streams)
-        found = self._next(request)
-        return {key: found[stream.name].to(device) for key, stream in wanted.items() if found}
+        return self._next(request, wanted, device)
 
-    def _next(self, request: _Request) -> dict[str, MinibatchData]:
+    def _next(
+        self,
+        request: _Request,
+        wanted: Mapping[Any, StreamInformation],
+        device: torch.device | str | None = None,
+    ) -> dict[Any, MinibatchData]:
         self._notice_fork()
         if self._ahead and self._ahead[0].request != request:
             self._forget_ahead()
@@ -279,15 +284,16 @@ class MinibatchSource:
         planned = self._ahead[0]
         try:
             streams = planned.streams.result()
+            found = {key: streams[stream.name].to(device) for key, stream in wanted.items()}
         except BaseException:
             self._forget_ahead()
             raise
         with suppress(Exception):  # of a later minibatch, which raises it when it is asked for
             self._plan_ahead(request, at_least=self._num_ahead and self._num_ahead + 1)
-        self._ahead.popleft()
-        self._progress = planned.after
         self.global_num_samples = planned.minibatch.num_samples
-        return streams
+        self._progress = planned.after
+        self._ahead.popleft()  # last: an interrupt before it loses no minibatch
+        return found
 
     def _plan_ahead(self, request: _Request, at_least: int) -> None:
         """Begin to read minibatches until there are ``at_least`` some that were begun."""
@@ -303,7 +309,7 @@ class MinibatchSource:
 
     def _take(self, progress: _Progress, request: _Request) -> _Minibatch | None:
         left = self._max_samples - progress.num_samples
-        if left <= 0:
+        if left <= 0 or progress.position.sweep >= self._max_sweeps:
             return None
         end_sweep = None if self._max_sweeps == INFINITELY_REPEAT else self._max_sweeps
         size = min(request.minibatch_size, left)
@@ -360,7 +366,7 @@ class MinibatchSource:
         sweep, number = self.sweep, 0
         while self.sweep == sweep:
             if number % stride == first:
-                found = self._next(request)
+                found = self._next(request, self._streams)
                 if not found:
                     return
                 yield found

@@ -59,10 +59,10 @@ class DropsShortMinibatches:
 
     @staticmethod
     def apply(patch):
-        def drop(self, request):
-            found = _next(self, request)
+        def drop(self, *arguments):
+            found = _next(self, *arguments)
             while found and not any(part.num_samples for part in found.values()):
-                found = _next(self, request)
+                found = _next(self, *arguments)
             return found
 
         patch.setattr(MinibatchSource, "_next", drop)
@@ -127,9 +127,9 @@ class LosesTheMinibatchOfAnError:
 
     @staticmethod
     def apply(patch):
-        def next_one(self, request):
+        def next_one(self, request, *arguments):
             try:
-                return _next(self, request)
+                return _next(self, request, *arguments)
             except Exception:
                 self._pass_over(request)
                 raise

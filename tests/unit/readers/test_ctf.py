@@ -6,6 +6,7 @@ import importlib
 import os
 import pickle
 import random
+import threading
 import warnings
 from pathlib import Path
 
@@ -14,11 +15,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from torchmn.errors import DataError, UsageError
-from torchmn.readers import ctf
+from torchmn.readers import ctf_index, ctf_parse
 from torchmn.readers.assembly import gather
 from torchmn.readers.ctf import CTFDeserializer
+from torchmn.readers.iterable import MinibatchDataset
 from torchmn.readers.minibatch_source import MinibatchSource
 from torchmn.readers.streams import StreamDef, StreamDefs
 
@@ -32,7 +35,7 @@ def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     if request.param == "ctf_compiled":
         pytest.importorskip("numba", reason="numba is not installed")
     module = importlib.import_module(f"torchmn.readers.{request.param}")
-    monkeypatch.setattr(ctf, "_kernels", lambda: module)
+    monkeypatch.setattr(ctf_parse, "kernels", lambda: module)
     return str(request.param)
 
 
@@ -198,7 +201,7 @@ class TestErrors:
             CTFDeserializer(write(tmp_path, "|x 1 2".encode("utf-16")), XY).num_chunks()
 
     def test_a_line_has_a_limit(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(ctf, "MAX_SEQUENCE_BYTES", 1000)
+        monkeypatch.setattr(ctf_index, "MAX_SEQUENCE_BYTES", 1000)
         path = write(tmp_path, "|x 1 2 |y\n" * 4 + "|x" + " 1" * 1000 + "\n|x 1 2 |y\n" * 200)
         with pytest.raises(DataError, match="line 5: the sequence .* more than 1000 bytes"):
             CTFDeserializer(path, XY, chunk_bytes=100).num_chunks()
@@ -225,7 +228,7 @@ class TestErrors:
         deserializer = CTFDeserializer(path, XY)
         assert deserializer.num_chunks() == 1
         with monkeypatch.context() as patch:
-            patch.setattr(ctf, "_scan", None)
+            patch.setattr(ctf_index, "scan", None)
             assert read(deserializer)["x"] == [[[1, 2]], [[3, 4]]]
         write(tmp_path, "|x 1 2 |y |# 3 4 |y\n")
         with pytest.raises(DataError, match="has changed"):
@@ -298,6 +301,26 @@ def test_it_can_be_sent_to_a_worker_process(tmp_path: Path) -> None:
         assert all(read(copy) == read(deserializer) for copy in copies)
 
 
+def test_a_fork_while_a_thread_holds_its_lock(tmp_path: Path) -> None:
+    path = write(tmp_path, "|x 1 2 |y 1:1\n" * 5)
+    deserializer = CTFDeserializer(path, XY)
+    source = MinibatchSource(deserializer)
+    held, may_end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with deserializer._lock:
+            held.set()
+            may_end.wait(60)
+
+    holder = threading.Thread(target=hold, daemon=True)
+    holder.start()
+    assert held.wait(10)
+    loader = DataLoader(MinibatchDataset(source, 2), batch_size=None, num_workers=1, timeout=20)
+    assert sum(len(batch["x"]) for batch in loader) == 5
+    may_end.set()
+    holder.join()
+
+
 @pytest.mark.parametrize(
     ("streams", "message"),
     [
@@ -321,13 +344,13 @@ def test_streams_that_text_cannot_have(streams: dict[str, StreamDef], message: s
 
 def test_without_numba_it_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    ctf._kernels.cache_clear()
+    ctf_parse.kernels.cache_clear()
     try:
         with pytest.warns(UserWarning, match=r"parsed by Python.*torchmn\[compression\]"):
-            assert ctf._kernels().__name__.endswith("ctf_plain")
-        ctf._kernels()
+            assert ctf_parse.kernels().__name__.endswith("ctf_plain")
+        ctf_parse.kernels()
     finally:
-        ctf._kernels.cache_clear()
+        ctf_parse.kernels.cache_clear()
 
 
 # ---- the two parsers agree, on any bytes
@@ -347,7 +370,7 @@ def outcomes(folder: Path, text: bytes, monkeypatch: pytest.MonkeyPatch) -> list
     found: list[object] = []
     for name in ("ctf_compiled", "ctf_plain"):
         module = importlib.import_module(f"torchmn.readers.{name}")
-        monkeypatch.setattr(ctf, "_kernels", lambda module=module: module)
+        monkeypatch.setattr(ctf_parse, "kernels", lambda module=module: module)
         for chunk_bytes in (16, 10**6):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")

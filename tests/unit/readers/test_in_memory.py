@@ -120,6 +120,25 @@ def test_wrong_csv(tmp_path: Path, text: str, message: str) -> None:
         from_csv(csv(tmp_path, text), {"x": ["a", "b"]})
 
 
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        ("0.5", "int64"),
+        ("300", "uint8"),
+        ("-1", "uint8"),
+        ("2", "bool"),
+        ("9007199254740993", "int64"),
+        ("1e39", "float32"),
+        ("70000", "float16"),
+    ],
+)
+def test_a_value_that_its_type_cannot_hold(tmp_path: Path, value: str, dtype: str) -> None:
+    path = tmp_path / "data.csv"
+    path.write_bytes(f"a,b\r\n1,1\r\n2,{value}\r\n".encode())
+    with pytest.raises(DataError, match=f"stream 'y' has the value .* which {dtype} cannot hold"):
+        from_csv(path, {"x": "a", "y": "b"}, dtypes={"y": dtype})
+
+
 def test_a_csv_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="missing.csv cannot be read"):
         from_csv(tmp_path / "missing.csv", {"x": "a"})

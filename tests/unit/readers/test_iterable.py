@@ -283,6 +283,28 @@ def test_max_samples_ends_the_passes() -> None:
     assert INFINITELY_REPEAT == 2**64 - 1
 
 
+def test_workers_begin_where_the_source_is() -> None:
+    moved = source()
+    dataset = MinibatchDataset(moved, 4)
+    loader = DataLoader(dataset, batch_size=None, num_workers=2)
+    first = passes(DataLoader(dataset, batch_size=None), 1)
+    assert first + passes(loader, 2) == expected(3)
+    other = source()
+    dataset = MinibatchDataset(other, 4)
+    other.load_state_dict(MinibatchDataset(source(), 4).state_after(8))
+    loader = DataLoader(dataset, batch_size=None, num_workers=2)
+    assert passes(loader, 2) == [expected(2)[1][2:], expected(3)[2]]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_max_sweeps_ends_all_later_passes(num_workers: int) -> None:
+    dataset = MinibatchDataset(source(max_sweeps=2), 4)
+    loader = DataLoader(dataset, batch_size=None, num_workers=num_workers)
+    assert [sum(map(len, sweep)) for sweep in passes(loader, 5)] == [COUNT, COUNT, 0, 0, 0]
+    dataset.set_epoch(7)
+    assert passes(loader, 1) == [[]]
+
+
 class Held(UserDeserializer):
     """A thread is in the middle of reading a chunk while the process forks."""
 

@@ -140,6 +140,16 @@ def test_a_state_of_another_source_is_refused() -> None:
         )
 
 
+def test_a_state_after_the_end_of_the_source_has_no_minibatch() -> None:
+    longer = MinibatchSource(Numbers(), max_sweeps=5)
+    longer.go_to_sweep(3)
+    longer.next_minibatch(4)
+    source = MinibatchSource(Numbers(), max_sweeps=2)
+    source.restore_from_checkpoint(longer.get_checkpoint_state())
+    assert source.next_minibatch(4) == {}
+    longer.close()
+
+
 def test_a_copy_has_threads_of_its_own() -> None:
     source = MinibatchSource(Numbers(), max_sweeps=1)
     source.next_minibatch(5, NUMBER)
@@ -289,6 +299,16 @@ def test_a_training_thread_that_is_interrupted_loses_nothing() -> None:
     object.__setattr__(source._ahead[0], "streams", Interrupted())
     with pytest.raises(KeyboardInterrupt):
         source.next_minibatch(4, NUMBER)
+    assert ids(source.next_minibatch(4, NUMBER)) == ids(wanted.next_minibatch(4, NUMBER))
+    source.close()
+    wanted.close()
+
+
+def test_an_error_on_the_way_to_the_device_loses_nothing() -> None:
+    source, wanted = MinibatchSource(Numbers(9)), MinibatchSource(Numbers(9))
+    with pytest.raises(RuntimeError):
+        source.next_minibatch(4, NUMBER, "no-such-device")
+    assert source.current_position == 0
     assert ids(source.next_minibatch(4, NUMBER)) == ids(wanted.next_minibatch(4, NUMBER))
     source.close()
     wanted.close()
