@@ -53,6 +53,7 @@ class _MultiNode(nn.modules.batchnorm._BatchNorm):
         *,
         loss_weight: LossWeight = "rank",
     ) -> None:
+        _raise_if_unknown(loss_weight)
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         _join_ranks(self, comm, loss_weight)
 
@@ -138,9 +139,12 @@ def convert_batch_norm(
         comm: the ranks whose batches count together.
         loss_weight: see `MultiNodeBatchNorm2d`.
 
-    Raises UnsupportedError, before anything is changed: the model has batch normalization of
-    another class, such as SyncBatchNorm, a lazy one or a subclass.
+    Raises, before anything is changed:
+        UnsupportedError: the model has batch normalization of another class, such as SyncBatchNorm,
+            a lazy one or a subclass.
+        UnknownNameError: ``loss_weight`` is neither.
     """
+    _raise_if_unknown(loss_weight)
     for layer in convert_layers(model, _MultiNode, _OF_TORCH):
         _join_ranks(layer, comm, loss_weight)
     return model
@@ -164,9 +168,12 @@ def revert_batch_norm(model: Model) -> Model:
 
 
 def _join_ranks(module: Any, comm: Communicator, loss_weight: LossWeight) -> None:
+    module._ranks, module.loss_weight, module._number = Ranks(comm), loss_weight, None
+
+
+def _raise_if_unknown(loss_weight: str) -> None:
     if loss_weight not in get_args(LossWeight):
         raise UnknownNameError("loss_weight", loss_weight, get_args(LossWeight))
-    module._ranks, module.loss_weight, module._number = Ranks(comm), loss_weight, None
 
 
 # ---- the computation ----
