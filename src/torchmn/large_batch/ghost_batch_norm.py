@@ -10,14 +10,13 @@ With ``ghost_batch`` samples per rank it is what ranks do with plain batch norma
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchmn.errors import UnsupportedError, UsageError
-
-Model = TypeVar("Model", bound=nn.Module)
+from torchmn.errors import UsageError
+from torchmn.links.batch_norm_conversion import Model, convert_layers, revert_layers
 
 
 class _Ghost(nn.modules.batchnorm._BatchNorm):
@@ -76,7 +75,6 @@ _OF_TORCH: dict[type[nn.Module], type[_Ghost]] = {
     nn.BatchNorm2d: GhostBatchNorm2d,
     nn.BatchNorm3d: GhostBatchNorm3d,
 }
-_OF_GHOST: dict[type[nn.Module], type[nn.Module]] = {own: t for t, own in _OF_TORCH.items()}
 
 
 def convert_to_ghost_batch_norm(model: Model, ghost_batch: int) -> Model:
@@ -91,28 +89,19 @@ def convert_to_ghost_batch_norm(model: Model, ghost_batch: int) -> Model:
         UsageError: ``ghost_batch`` is less than 2.
     """
     _raise_if_small(ghost_batch)
-    found: list[Any] = []
-    for name, module in model.named_modules():
-        if type(module) in _OF_TORCH or type(module) in _OF_GHOST:
-            found.append(module)
-        elif isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise UnsupportedError(
-                f"'{name or 'the model'}' is a {type(module).__name__}, not exactly an "
-                "nn.BatchNorm1d, 2d or 3d, and cannot be converted. Make it one of these first "
-                "(torchmn.links.revert_batch_norm for multi-node ones)."
-            )
-    for module in found:
-        module.__class__ = _OF_TORCH.get(type(module), type(module))
-        module.ghost_batch = ghost_batch
+    for layer in convert_layers(model, _Ghost, _OF_TORCH):
+        layer.ghost_batch = ghost_batch
     return model
 
 
 def revert_ghost_batch_norm(model: Model) -> Model:
-    """Make every ghost batch normalization one of torch, in place. Local. Returns the model."""
-    for module in model.modules():
-        if isinstance(module, _Ghost):
-            del module.ghost_batch
-            module.__class__ = _OF_GHOST[type(module)]  # type: ignore[assignment]
+    """Make every ghost batch normalization one of torch, in place. Local. Returns the model.
+
+    Raises UnsupportedError, before anything is changed: a layer is of a subclass, as after
+    `torch.nn.utils.parametrize`.
+    """
+    for layer in revert_layers(model, _Ghost, _OF_TORCH):
+        del layer.ghost_batch
     return model
 
 

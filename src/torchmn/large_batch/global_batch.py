@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -265,27 +266,18 @@ class GlobalBatch:
                 "GlobalBatch for other training data; for evaluation use GlobalSampler."
             )
         length = dataset if isinstance(dataset, int) else len(dataset)
-        if self.growth is None:
-            self._sampler = GlobalSampler(
-                length,
-                self.comm,
-                self.initial,
-                seed,
-                shuffle,
-                drop_last=drop_last,
-                pad_last=pad_last,
-            )
-        else:
-            self._sampler = GrowingSampler(
-                length,
-                self.comm,
-                self.initial,
-                seed,
-                shuffle,
-                growth=self.growth,
-                drop_last=drop_last,
-                pad_last=pad_last,
-            )
+        make: Callable[..., GlobalSampler] = GlobalSampler
+        if self.growth is not None:
+            make = partial(GrowingSampler, growth=self.growth)
+        self._sampler = make(
+            length,
+            self.comm,
+            self.initial,
+            seed,
+            shuffle,
+            drop_last=drop_last,
+            pad_last=pad_last,
+        )
         return self._sampler
 
     def micro_batches(

@@ -15,25 +15,25 @@ ratio of 1 and no weight decay, as in section 4 of the paper.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from torchmn.errors import UsageError
 from torchmn.large_batch.trust_ratio import (
+    GroupPart,
     Scratch,
-    gradients_of,
-    is_foreach,
+    TrustRatioOptimizer,
     norm,
     norms,
+    raise_if_negative,
     ratios,
 )
 
 
-class LAMB(Optimizer):
+class LAMB(TrustRatioOptimizer):
     """Adam with layer-wise adaptive rates (You et al. 2019, arXiv 1904.00962).
 
     Args:
@@ -53,9 +53,6 @@ class LAMB(Optimizer):
     >>> optimizer = LAMB(layer.parameters(), lr=0.01, weight_decay=0.01)
     """
 
-    is_separable = True
-    """Each parameter is updated from its own gradient alone."""
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -70,9 +67,7 @@ class LAMB(Optimizer):
     ) -> None:
         if not all(0 <= beta < 1 for beta in betas):
             raise UsageError(f"betas={betas} must be 0 or more and less than 1.")
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if not value >= 0:
-                raise UsageError(f"{name}={value} must be 0 or more.")
+        raise_if_negative(lr=lr, eps=eps, weight_decay=weight_decay)
         if norm_bounds is not None and not 0 <= norm_bounds[0] < norm_bounds[1]:
             raise UsageError(f"norm_bounds={norm_bounds} must be two increasing numbers from 0.")
         defaults = {
@@ -86,27 +81,6 @@ class LAMB(Optimizer):
         }
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update the parameters. Local."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for is_left_out, params, grads in gradients_of(group):
-                update = _update_together if is_foreach(group, params) else _update_each
-                decay = 0.0 if is_left_out else group["weight_decay"]
-                update(
-                    group,
-                    params,
-                    grads,
-                    [self._state_of(parameter) for parameter in params],
-                    decay=decay,
-                    is_adapted=not is_left_out,
-                )
-        return loss
-
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
         """The state of a parameter, whose steps are counted."""
         state: dict[str, Any] = self.state[parameter]
@@ -117,71 +91,53 @@ class LAMB(Optimizer):
         state["step"] += 1
         return state
 
+    def _update_each(self, group: dict[str, Any], part: GroupPart) -> None:
+        """Update tensor after tensor, with two buffers for all of them."""
+        rate, (beta1, beta2), eps = float(group["lr"]), group["betas"], group["eps"]
+        decay, scratch = part.weight_decay, Scratch(part.params)
+        for w, g, state in zip(part.params, part.grads, part.states, strict=True):
+            m, v = state["mean"], state["square"]
+            first, second = _corrections(group["betas"], state["step"])
+            m.lerp_(g, 1 - beta1)
+            v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+            root, direction = scratch.like(w)
+            # With both sides divided by the correction of m, which saves a pass over the values.
+            torch.sqrt(v, out=root).mul_(second / first).add_(eps / first)
+            if decay:
+                torch.mul(w, decay, out=direction).addcdiv_(m, root)
+            else:
+                torch.div(m, root, out=direction)
+            ratio = 1.0
+            if part.is_adapted:
+                own, other = norm(w).item(), norm(direction).item()
+                if group["norm_bounds"] is not None:
+                    least, most = group["norm_bounds"]
+                    own = min(max(own, least), most)
+                ratio = own / other if own > 0 and other > 0 else 1.0
+            w.add_(direction, alpha=-rate * ratio)
+
+    def _update_together(self, group: dict[str, Any], part: GroupPart) -> None:
+        params, grads, states = part.params, part.grads, part.states
+        rate, (beta1, beta2) = float(group["lr"]), group["betas"]
+        means, squares = [state["mean"] for state in states], [state["square"] for state in states]
+        corrections = [_corrections(group["betas"], state["step"]) for state in states]
+        torch._foreach_lerp_(means, grads, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+        roots = list(torch._foreach_sqrt(squares))
+        torch._foreach_mul_(roots, [second / first for first, second in corrections])
+        torch._foreach_add_(roots, [group["eps"] / first for first, _ in corrections])
+        directions = list(torch._foreach_div(means, roots))
+        if part.weight_decay:
+            torch._foreach_add_(directions, params, alpha=part.weight_decay)
+        if part.is_adapted:
+            own = norms(params)
+            if group["norm_bounds"] is not None:
+                own = own.clamp(*group["norm_bounds"])
+            torch._foreach_mul_(directions, ratios(own, norms(directions)))
+        torch._foreach_add_(params, directions, alpha=-rate)
+
 
 def _corrections(betas: tuple[float, float], step: int) -> tuple[float, float]:
     """What m and the root of v are multiplied by."""
     return 1 / (1 - betas[0] ** step), 1 / (1 - betas[1] ** step) ** 0.5
-
-
-def _update_each(
-    group: dict[str, Any],
-    params: list[Tensor],
-    grads: list[Tensor],
-    states: list[dict[str, Any]],
-    *,
-    decay: float,
-    is_adapted: bool,
-) -> None:
-    """Tensor after tensor, with two buffers for all of them."""
-    rate, (beta1, beta2), eps = float(group["lr"]), group["betas"], group["eps"]
-    scratch = Scratch(params)
-    for w, g, state in zip(params, grads, states, strict=True):
-        m, v = state["mean"], state["square"]
-        first, second = _corrections(group["betas"], state["step"])
-        m.lerp_(g, 1 - beta1)
-        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        root, direction = scratch.like(w)
-        # With both sides divided by the correction of m, which saves a pass over the values.
-        torch.sqrt(v, out=root).mul_(second / first).add_(eps / first)
-        if decay:
-            torch.mul(w, decay, out=direction).addcdiv_(m, root)
-        else:
-            torch.div(m, root, out=direction)
-        ratio = 1.0
-        if is_adapted:
-            own, other = norm(w).item(), norm(direction).item()
-            if group["norm_bounds"] is not None:
-                least, most = group["norm_bounds"]
-                own = min(max(own, least), most)
-            ratio = own / other if own > 0 and other > 0 else 1.0
-        w.add_(direction, alpha=-rate * ratio)
-
-
-def _update_together(
-    group: dict[str, Any],
-    params: list[Tensor],
-    grads: list[Tensor],
-    states: list[dict[str, Any]],
-    *,
-    decay: float,
-    is_adapted: bool,
-) -> None:
-    """One call for all tensors."""
-    rate, (beta1, beta2) = float(group["lr"]), group["betas"]
-    means, squares = [state["mean"] for state in states], [state["square"] for state in states]
-    corrections = [_corrections(group["betas"], state["step"]) for state in states]
-    torch._foreach_lerp_(means, grads, 1 - beta1)
-    torch._foreach_mul_(squares, beta2)
-    torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
-    roots = list(torch._foreach_sqrt(squares))
-    torch._foreach_mul_(roots, [second / first for first, second in corrections])
-    torch._foreach_add_(roots, [group["eps"] / first for first, _ in corrections])
-    directions = list(torch._foreach_div(means, roots))
-    if decay:
-        torch._foreach_add_(directions, params, alpha=decay)
-    if is_adapted:
-        own = norms(params)
-        if group["norm_bounds"] is not None:
-            own = own.clamp(*group["norm_bounds"])
-        torch._foreach_mul_(directions, ratios(own, norms(directions)))
-    torch._foreach_add_(params, directions, alpha=-rate)

@@ -15,18 +15,24 @@ paper: after it has changed, the momentum keeps the old one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from torchmn.errors import UsageError
-from torchmn.large_batch.trust_ratio import gradients_of, is_foreach, norm, norms, ratios
+from torchmn.large_batch.trust_ratio import (
+    GroupPart,
+    TrustRatioOptimizer,
+    norm,
+    norms,
+    raise_if_negative,
+    ratios,
+)
 
 
-class LARS(Optimizer):
+class LARS(TrustRatioOptimizer):
     """SGD with momentum and layer-wise adaptive rates (You et al. 2017, arXiv 1708.03888).
 
     Args:
@@ -45,9 +51,6 @@ class LARS(Optimizer):
     >>> optimizer = LARS(layer.parameters(), lr=1.0, weight_decay=1e-4)
     """
 
-    is_separable = True
-    """Each parameter is updated from its own gradient alone."""
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -61,9 +64,7 @@ class LARS(Optimizer):
     ) -> None:
         if not 0 <= momentum < 1:
             raise UsageError(f"momentum={momentum} must be 0 or more and less than 1.")
-        for name, value in (("lr", lr), ("weight_decay", weight_decay), ("trust", trust)):
-            if not value >= 0:
-                raise UsageError(f"{name}={value} must be 0 or more.")
+        raise_if_negative(lr=lr, weight_decay=weight_decay, trust=trust)
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -74,65 +75,34 @@ class LARS(Optimizer):
         }
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update the parameters. Local."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for is_left_out, params, grads in gradients_of(group):
-                velocities = []
-                for parameter in params:
-                    state = self.state[parameter]
-                    if not state:
-                        state["velocity"] = torch.zeros_like(parameter)
-                    velocities.append(state["velocity"])
-                update = _update_together if is_foreach(group, params) else _update_each
-                decay = 0.0 if is_left_out else group["weight_decay"]
-                update(group, params, grads, velocities, decay=decay, is_adapted=not is_left_out)
-        return loss
+    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state["velocity"] = torch.zeros_like(parameter)
+        return state
 
+    def _update_each(self, group: dict[str, Any], part: GroupPart) -> None:
+        decay = part.weight_decay
+        for w, g, state in zip(part.params, part.grads, part.states, strict=True):
+            v, scale = state["velocity"], float(group["lr"])
+            if part.is_adapted:
+                own = norm(w).item()
+                denominator = norm(g).item() + decay * own
+                if own > 0 and denominator > 0:
+                    scale *= group["trust"] * own / denominator
+            v.mul_(group["momentum"]).add_(g, alpha=scale)
+            if decay:
+                v.add_(w, alpha=scale * decay)
+            w.sub_(v)
 
-def _update_each(
-    group: dict[str, Any],
-    params: list[Tensor],
-    grads: list[Tensor],
-    velocities: list[Tensor],
-    *,
-    decay: float,
-    is_adapted: bool,
-) -> None:
-    """Tensor after tensor."""
-    for w, g, v in zip(params, grads, velocities, strict=True):
-        scale = float(group["lr"])
-        if is_adapted:
-            own = norm(w).item()
-            denominator = norm(g).item() + decay * own
-            if own > 0 and denominator > 0:
-                scale *= group["trust"] * own / denominator
-        v.mul_(group["momentum"]).add_(g, alpha=scale)
-        if decay:
-            v.add_(w, alpha=scale * decay)
-        w.sub_(v)
-
-
-def _update_together(
-    group: dict[str, Any],
-    params: list[Tensor],
-    grads: list[Tensor],
-    velocities: list[Tensor],
-    *,
-    decay: float,
-    is_adapted: bool,
-) -> None:
-    """One call for all tensors."""
-    updates = list(torch._foreach_add(grads, params, alpha=decay))
-    if is_adapted:
-        own = norms(params)
-        torch._foreach_mul_(updates, ratios(own, norms(grads) + decay * own, group["trust"]))
-    torch._foreach_mul_(updates, float(group["lr"]))
-    torch._foreach_mul_(velocities, group["momentum"])
-    torch._foreach_add_(velocities, updates)
-    torch._foreach_sub_(params, velocities)
+    def _update_together(self, group: dict[str, Any], part: GroupPart) -> None:
+        params, grads, decay = part.params, part.grads, part.weight_decay
+        velocities = [state["velocity"] for state in part.states]
+        updates = list(torch._foreach_add(grads, params, alpha=decay))
+        if part.is_adapted:
+            own = norms(params)
+            torch._foreach_mul_(updates, ratios(own, norms(grads) + decay * own, group["trust"]))
+        torch._foreach_mul_(updates, float(group["lr"]))
+        torch._foreach_mul_(velocities, group["momentum"])
+        torch._foreach_add_(velocities, updates)
+        torch._foreach_sub_(params, velocities)

@@ -2,40 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from torchmn.communicators.local_tensors import is_distributed
-from torchmn.errors import UnsupportedError
+from torchmn.errors import UnsupportedError, UsageError
 
 
-def gradients_of(group: dict[str, Any]) -> Iterator[tuple[bool, list[Tensor], list[Tensor]]]:
-    """The parameters of a group that have gradients, and these: adapted ones, then those left out.
+class GroupPart(NamedTuple):
+    """The parameters of a group that have gradients and are all adapted, or all not."""
 
-    Raises UnsupportedError: a gradient is sparse, or a parameter is sharded or not real.
-    """
-    for is_left_out in (False, True):
-        params = [
-            parameter
-            for parameter in group["params"]
-            if parameter.grad is not None
-            and (group["exclude_vectors"] and parameter.dim() <= 1) == is_left_out
-        ]
-        if not params:
-            continue
-        for parameter in params:
-            _raise_if_unsupported(parameter)
-        yield is_left_out, params, [parameter.grad for parameter in params]
+    params: list[Tensor]
+    grads: list[Tensor]
+    states: list[dict[str, Any]]
+    weight_decay: float
+    is_adapted: bool
 
 
-def is_foreach(group: dict[str, Any], params: Sequence[Tensor]) -> bool:
-    """Whether one call updates all tensors. On a CPU tensor after tensor stays in the cache."""
-    if group["foreach"] is not None:
-        return bool(group["foreach"])
-    return all(parameter.is_cuda for parameter in params)
+class TrustRatioOptimizer(Optimizer):
+    """An optimizer whose rate is adapted to the norm of each parameter. Subclasses update."""
+
+    is_separable = True
+    """Each parameter is updated from its own gradient alone."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the parameters. Local.
+
+        Raises UnsupportedError: a gradient is sparse, or a parameter is sharded or not real.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for part in self._parts(group):
+                is_foreach = group["foreach"]
+                if is_foreach is None:  # on a CPU tensor after tensor stays in the cache
+                    is_foreach = all(parameter.is_cuda for parameter in part.params)
+                update = self._update_together if is_foreach else self._update_each
+                update(group, part)
+        return loss
+
+    @abstractmethod
+    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
+        """The state of a parameter in this step, made in its first."""
+
+    @abstractmethod
+    def _update_each(self, group: dict[str, Any], part: GroupPart) -> None:
+        """Update tensor after tensor."""
+
+    @abstractmethod
+    def _update_together(self, group: dict[str, Any], part: GroupPart) -> None:
+        """Update by one call for all tensors."""
+
+    def _parts(self, group: dict[str, Any]) -> Iterator[GroupPart]:
+        """The adapted parameters, then those that are left out."""
+        for is_adapted in (True, False):
+            params = [
+                parameter
+                for parameter in group["params"]
+                if parameter.grad is not None
+                and (parameter.dim() > 1 or not group["exclude_vectors"]) == is_adapted
+            ]
+            if not params:
+                continue
+            for parameter in params:
+                _raise_if_unsupported(parameter)
+            yield GroupPart(
+                params=params,
+                grads=[parameter.grad for parameter in params],
+                states=[self._state_of(parameter) for parameter in params],
+                weight_decay=group["weight_decay"] if is_adapted else 0.0,
+                is_adapted=is_adapted,
+            )
+
+
+def raise_if_negative(**arguments: float | Tensor) -> None:
+    """Raise UsageError: an argument is negative or NaN."""
+    for name, value in arguments.items():
+        if not value >= 0:
+            raise UsageError(f"{name}={value} must be 0 or more.")
 
 
 def norm(tensor: Tensor) -> Tensor:

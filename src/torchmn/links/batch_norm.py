@@ -14,7 +14,7 @@ torch's SyncBatchNorm needs GPUs, rounds m_r to float32 and fails for an empty b
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,11 @@ from torch.autograd.function import once_differentiable
 
 from torchmn.communicators import Communicator
 from torchmn.compiling import not_compiled
-from torchmn.errors import UnknownNameError, UnsupportedError
+from torchmn.errors import UnknownNameError
+from torchmn.links.batch_norm_conversion import Model, convert_layers, revert_layers
 from torchmn.links.layer_communicator import LayerCommunicator, Ranks
 
 LossWeight = Literal["rank", "samples"]
-Model = TypeVar("Model", bound=nn.Module)
 
 _FORWARD, _BACKWARD = range(2)
 _CURE = "Call torchmn.links.convert_batch_norm(model, comm) after loading."
@@ -53,6 +53,7 @@ class _MultiNode(nn.modules.batchnorm._BatchNorm):
         *,
         loss_weight: LossWeight = "rank",
     ) -> None:
+        _raise_if_unknown(loss_weight)
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         _join_ranks(self, comm, loss_weight)
 
@@ -121,7 +122,6 @@ _OF_TORCH: dict[type[nn.Module], type[_MultiNode]] = {
     nn.BatchNorm2d: MultiNodeBatchNorm2d,
     nn.BatchNorm3d: MultiNodeBatchNorm3d,
 }
-_OF_RANKS: dict[type[nn.Module], type[nn.Module]] = {own: t for t, own in _OF_TORCH.items()}
 
 
 def convert_batch_norm(
@@ -139,22 +139,14 @@ def convert_batch_norm(
         comm: the ranks whose batches count together.
         loss_weight: see `MultiNodeBatchNorm2d`.
 
-    Raises UnsupportedError, before anything is changed: the model has batch normalization of
-    another class, such as SyncBatchNorm, a lazy one or a subclass.
+    Raises, before anything is changed:
+        UnsupportedError: the model has batch normalization of another class, such as SyncBatchNorm,
+            a lazy one or a subclass.
+        UnknownNameError: ``loss_weight`` is neither.
     """
-    found: list[nn.Module] = []
-    for name, module in model.named_modules():
-        if type(module) in _OF_TORCH or isinstance(module, _MultiNode):
-            found.append(module)
-        elif isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise UnsupportedError(
-                f"'{name or 'the model'}' is a {type(module).__name__}, not exactly an "
-                "nn.BatchNorm1d, 2d or 3d, and cannot be converted. Replace it by one of these; "
-                "run a lazy one once before converting, and parametrize after converting."
-            )
-    for module in found:
-        module.__class__ = _OF_TORCH.get(type(module), type(module))
-        _join_ranks(module, comm, loss_weight)
+    _raise_if_unknown(loss_weight)
+    for layer in convert_layers(model, _MultiNode, _OF_TORCH):
+        _join_ranks(layer, comm, loss_weight)
     return model
 
 
@@ -170,24 +162,18 @@ def revert_batch_norm(model: Model) -> Model:
     Raises UnsupportedError, before anything is changed: a layer is of a subclass, as after
     `torch.nn.utils.parametrize`.
     """
-    found = [(name, m) for name, m in model.named_modules() if isinstance(m, _MultiNode)]
-    for name, module in found:
-        if type(module) not in _OF_RANKS:
-            raise UnsupportedError(
-                f"'{name or 'the model'}' is a {type(module).__name__}, not exactly a "
-                "MultiNodeBatchNorm1d, 2d or 3d, and cannot be reverted. Remove its "
-                "parametrizations, or load its state into a layer of torch."
-            )
-    for _, module in found:
-        del module._ranks, module.loss_weight, module._number
-        module.__class__ = _OF_RANKS[type(module)]  # type: ignore[assignment]
+    for layer in revert_layers(model, _MultiNode, _OF_TORCH):
+        del layer._ranks, layer.loss_weight, layer._number
     return model
 
 
 def _join_ranks(module: Any, comm: Communicator, loss_weight: LossWeight) -> None:
+    module._ranks, module.loss_weight, module._number = Ranks(comm), loss_weight, None
+
+
+def _raise_if_unknown(loss_weight: str) -> None:
     if loss_weight not in get_args(LossWeight):
         raise UnknownNameError("loss_weight", loss_weight, get_args(LossWeight))
-    module._ranks, module.loss_weight, module._number = Ranks(comm), loss_weight, None
 
 
 # ---- the computation ----

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from torchmn.communicators import Communicator
 from torchmn.errors import UnsupportedError, UsageError
@@ -98,6 +99,22 @@ def test_other_classes_are_refused_before_anything_changes() -> None:
             convert_to_ghost_batch_norm(convert_batch_norm(model(), comm), 4)
 
     run_ranks(convert, 1)
+
+
+def test_parametrized_layers_keep_their_class() -> None:
+    ghost = convert_to_ghost_batch_norm(model(), 4)
+    parametrize.register_parametrization(ghost[4], "weight", nn.Identity())
+    with pytest.raises(UnsupportedError, match=r"'4' is a Parametrized.*GhostBatchNorm1d, 2d or"):
+        revert_ghost_batch_norm(ghost)
+    assert type(ghost[1]) is GhostBatchNorm2d
+    assert "ghost_batch=8" in repr(convert_to_ghost_batch_norm(ghost, 8)[4])
+    parametrize.remove_parametrizations(ghost[4], "weight")
+    revert_ghost_batch_norm(ghost)
+    assert type(ghost[4]) is nn.BatchNorm1d
+    parametrize.register_parametrization(ghost[4], "weight", nn.Identity())
+    with pytest.raises(UnsupportedError, match="'4' is a ParametrizedBatchNorm1d"):
+        convert_to_ghost_batch_norm(ghost, 4)
+    assert type(ghost[1]) is nn.BatchNorm2d
 
 
 def test_one_process_as_two_ranks_with_plain_batch_normalization() -> None:

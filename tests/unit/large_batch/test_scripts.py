@@ -88,6 +88,40 @@ def loader_of(batch: GlobalBatch, **options: Any) -> DataLoader[Any]:
     return DataLoader(data(), batch_sampler=batch.sampler(data()), **options)
 
 
+def whole_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    """Of plain torch, on a whole batch."""
+    optimizer.zero_grad()
+    mse_loss(model(x), y).backward()
+    optimizer.step()
+
+
+def steps(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: GlobalBatch,
+    loader: DataLoader[Any],
+) -> Iterator[None]:
+    """One epoch as scripts write it; yields after each step."""
+    for samples in loader:
+        optimizer.zero_grad()
+        for (x, y), share in batch.micro_batches(samples, optimizer):
+            (mse_loss(model(x), y) * share).backward()
+        optimizer.step()
+        yield
+
+
+def trained(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: GlobalBatch,
+    loader: DataLoader[Any],
+) -> Parameters:
+    """The parameters after all epochs."""
+    for _ in range(NUM_EPOCHS):
+        list(steps(model, optimizer, batch, loader))
+    return values(model)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("weight", ["rank", "samples"])
 def test_accumulation_with_an_uneven_rest(size: int, weight: Any) -> None:
@@ -96,21 +130,12 @@ def test_accumulation_with_an_uneven_rest(size: int, weight: Any) -> None:
         sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         optimizer = torchmn.create_multi_node_optimizer(sgd, comm, model, weight=weight)
         batch = GlobalBatch(BATCH, comm=comm, local_batch=3)
-        loader = loader_of(batch)
-        for _ in range(NUM_EPOCHS):
-            for samples in loader:
-                optimizer.zero_grad()
-                for (x, y), share in batch.micro_batches(samples, optimizer):
-                    (mse_loss(model(x), y) * share).backward()
-                optimizer.step()
-        return values(model)
+        return trained(model, optimizer, batch, loader_of(batch))
 
     model = net()
     sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     for _, x, y in whole_batches():
-        sgd.zero_grad()
-        mse_loss(model(x), y).backward()
-        sgd.step()
+        whole_step(model, sgd, x, y)
     assert_near(run_ranks(script, size), values(model))
 
 
@@ -145,11 +170,7 @@ def test_clipping_and_two_groups() -> None:
         loader = loader_of(batch, num_workers=0)
         schedule = MultiStep(optimizer, batch, [1, 2], 0.5)
         for _ in range(NUM_EPOCHS):
-            for samples in loader:
-                optimizer.zero_grad()
-                for (x, y), share in batch.micro_batches(samples, optimizer):
-                    (mse_loss(model(x), y) * share).backward()
-                optimizer.step()
+            list(steps(model, optimizer, batch, loader))
             schedule.step()
         return values(model)
 
@@ -213,11 +234,7 @@ def test_linear_scaling_and_warmup_stepped_per_batch() -> None:
         schedule = GradualWarmup(schedule, batch, 1)
         schedule = Cosine(schedule, batch, NUM_EPOCHS, begin=1)
         for _ in range(NUM_EPOCHS):
-            for samples in loader:
-                optimizer.zero_grad()
-                for (x, y), share in batch.micro_batches(samples, optimizer):
-                    (mse_loss(model(x), y) * share).backward()
-                optimizer.step()
+            for _ in steps(model, optimizer, batch, loader):
                 schedule.step()
         return values(model)
 
@@ -228,9 +245,7 @@ def test_linear_scaling_and_warmup_stepped_per_batch() -> None:
         warmup = min(1.0, 0.5 + 0.5 * epochs)
         decay = (1 + math.cos(math.pi * max(0.0, epochs - 1) / 2)) / 2
         sgd.param_groups[0]["lr"] = 0.01 * 2 * warmup * decay
-        sgd.zero_grad()
-        mse_loss(model(x), y).backward()
-        sgd.step()
+        whole_step(model, sgd, x, y)
     assert_near(run_ranks(script, 2), values(model))
 
 
@@ -242,21 +257,12 @@ def test_layer_wise_rates(make: Callable[..., torch.optim.Optimizer]) -> None:
             make(model.parameters(), 0.05, weight_decay=0.01), comm, model
         )
         batch = GlobalBatch(BATCH, comm=comm, accumulation=2)
-        loader = loader_of(batch)
-        for _ in range(NUM_EPOCHS):
-            for samples in loader:
-                optimizer.zero_grad()
-                for (x, y), share in batch.micro_batches(samples, optimizer):
-                    (mse_loss(model(x), y) * share).backward()
-                optimizer.step()
-        return values(model)
+        return trained(model, optimizer, batch, loader_of(batch))
 
     model = net()
     plain = make(model.parameters(), 0.05, weight_decay=0.01)
     for _, x, y in whole_batches():
-        plain.zero_grad()
-        mse_loss(model(x), y).backward()
-        plain.step()
+        whole_step(model, plain, x, y)
     assert_near(run_ranks(script, 2), values(model))
 
 
@@ -270,14 +276,7 @@ def test_batch_growth_in_place_of_decay() -> None:
         )
         growth = BatchGrowth([1, 2], 2, max_batch=NUM_SAMPLES)
         batch = GlobalBatch(BATCH, comm=comm, local_batch=4, growth=growth)
-        loader = loader_of(batch)
-        for _ in range(NUM_EPOCHS):
-            for samples in loader:
-                optimizer.zero_grad()
-                for (x, y), share in batch.micro_batches(samples, optimizer):
-                    (mse_loss(model(x), y) * share).backward()
-                optimizer.step()
-        return values(model)
+        return trained(model, optimizer, batch, loader_of(batch))
 
     model = net()
     sgd = torch.optim.SGD(model.parameters(), 0.1)
@@ -285,9 +284,7 @@ def test_batch_growth_in_place_of_decay() -> None:
     sampler = torchmn.GlobalSampler(NUM_SAMPLES, _OneRank(), 1)  # type: ignore[arg-type]
     for epoch, size in enumerate((14, 28, 45)):
         for rows in torch.as_tensor(sampler.order(epoch)).split(size):
-            sgd.zero_grad()
-            mse_loss(model(x[rows]), y[rows]).backward()
-            sgd.step()
+            whole_step(model, sgd, x[rows], y[rows])
     assert_near(run_ranks(script, 2), values(model))
 
 
@@ -310,11 +307,7 @@ def test_stopped_in_the_middle_and_resumed_on_other_ranks(
         checkpointer = torchmn.create_multi_node_checkpointer(comm, tmp_path, name)
         step = checkpointer.resume(state)
         while batch.samples_seen < NUM_EPOCHS * NUM_SAMPLES and step < num_steps:
-            for samples in loader:
-                optimizer.zero_grad()
-                for (x, y), share in batch.micro_batches(samples, optimizer):
-                    (mse_loss(model(x), y) * share).backward()
-                optimizer.step()
+            for _ in steps(model, optimizer, batch, loader):
                 schedule.step()
                 step += 1
                 checkpointer.save(step, state)
@@ -343,11 +336,7 @@ def test_a_resumed_run_on_the_same_ranks_is_bit_equal(tmp_path: Path) -> None:
             for name, state in saved.items():
                 parts[name].load_state_dict(copy.deepcopy(state))
         for _ in range(3):
-            for samples in loader:
-                optimizer.zero_grad()
-                for (x, y), share in batch.micro_batches(samples, optimizer):
-                    (mse_loss(model(x), y) * share).backward()
-                optimizer.step()
+            for _ in steps(model, optimizer, batch, loader):
                 schedule.step()
                 if stop is not None and saved is None and comm.num_steps == stop:
                     states[stop, comm.rank] = {

@@ -82,6 +82,9 @@ def test_other_classes_are_named_before_anything_is_changed(other: nn.Module) ->
         assert type(model[0]) is nn.BatchNorm2d
         with pytest.raises(UnknownNameError, match="loss_weight"):
             MultiNodeBatchNorm2d(3, comm, loss_weight="tokens")  # type: ignore[arg-type]
+        with pytest.raises(UnknownNameError, match="loss_weight"):
+            convert_batch_norm(model[0], comm, loss_weight="tokens")  # type: ignore[arg-type]
+        assert type(model[0]) is nn.BatchNorm2d
 
     run_ranks(rank_main, 1)
 
