@@ -5,8 +5,9 @@ from __future__ import annotations
 from .mlp import MLP
 from .mlp_parts import mlp_part
 from .resnet import ResNet
+from .resnet50 import ImageNetResNet
 from .small_cnn import SmallCNN
 from .transformer import Transformer
 from .vgg import VGG
 
-__all__ = ["MLP", "VGG", "ResNet", "SmallCNN", "Transformer", "mlp_part"]
+__all__ = ["MLP", "VGG", "ImageNetResNet", "ResNet", "SmallCNN", "Transformer", "mlp_part"]
