@@ -1,4 +1,4 @@
-"""The ImageNet example on real photos of flowers: any number of workers, and ends before its time."""
+"""The ImageNet example on real photos: any number of workers, and jobs that are ended."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples/imagenet/train_imagenet.py"
-OPTIONS = (
-    "--recipe document --arch resnet18 --model-width 8 --image-size 64 --epochs 2 --cpu "
-    "--global-batch 8 --batchsize 8 --batch-norm all --workers 0 --learnrate 0.5 "
-    "--log-steps 1 --save-steps 2 --check 0.001"  # in each step: these are fast
-).split()
+OPTIONS = ["--recipe", "document", "--arch", "resnet18", "--model-width", "8", "--cpu"]
+OPTIONS += ["--image-size", "64", "--epochs", "2", "--global-batch", "8", "--batchsize", "8"]
+OPTIONS += ["--batch-norm", "all", "--workers", "0", "--learnrate", "0.5", "--log-steps", "1"]
+OPTIONS += ["--save-steps", "2", "--check", "0.001"]  # checks in each step: these are fast
 EPOCH_STEPS, NUM_STEPS = 12, 24  # 100 photos, of which 4 are left out of each epoch
 
 
