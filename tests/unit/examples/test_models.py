@@ -35,6 +35,8 @@ def num_parameters(network: nn.Module) -> int:
         ("VGG", {"num_classes": 5, "in_channels": 1}, (1, 32, 32), 14_983_488),
         ("ResNet", {}, (3, 32, 32), 269_722),
         ("ResNet", {"num_blocks": 1, "num_classes": 5}, (3, 32, 32), 74_965),
+        ("ImageNetResNet", {"num_classes": 1000}, (3, 64, 64), 25_557_032),
+        ("ImageNetResNet", {"num_classes": 1000, "arch": "resnet18"}, (3, 64, 64), 11_689_512),
         ("SmallCNN", {}, (1, 28, 28), 426_234),
         ("SmallCNN", {"image_size": 8}, (1, 8, 8), 57_594),
         ("SmallCNN", {"in_channels": 3, "image_size": 32}, (3, 32, 32), 549_402),
@@ -89,3 +91,38 @@ def test_small_cnn_learns(model: Callable[..., nn.Module]) -> None:
                 parameter -= 0.1 * parameter.grad
         losses.append(loss.item())
     assert losses[-1] < 0.8 * losses[0]
+
+
+def resnet50_of_torchvision() -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the state dict of torchvision's ``resnet50``."""
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def add(convolution: str, norm: str, out: int, channels: int, kernel: int) -> None:
+        shapes[f"{convolution}.weight"] = (out, channels, kernel, kernel)
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            shapes[f"{norm}.{name}"] = (out,)
+        shapes[f"{norm}.num_batches_tracked"] = ()
+
+    add("conv1", "bn1", 64, 3, 7)
+    inputs = 64
+    for stage, (blocks, width) in enumerate([(3, 64), (4, 128), (6, 256), (3, 512)], start=1):
+        for block in range(blocks):
+            at = f"layer{stage}.{block}"
+            add(f"{at}.conv1", f"{at}.bn1", width, inputs, 1)
+            add(f"{at}.conv2", f"{at}.bn2", width, width, 3)
+            add(f"{at}.conv3", f"{at}.bn3", 4 * width, width, 1)
+            if block == 0:
+                add(f"{at}.downsample.0", f"{at}.downsample.1", 4 * width, inputs, 1)
+            inputs = 4 * width
+    return {**shapes, "fc.weight": (1000, 2048), "fc.bias": (1000,)}
+
+
+def test_resnet50_has_torchvision_s_layout(model: Callable[..., nn.Module]) -> None:
+    network = model("ImageNetResNet", zero_init_residual=True)
+    found = {name: tuple(value.shape) for name, value in network.state_dict().items()}
+    assert found == resnet50_of_torchvision()
+    assert list(found) == list(resnet50_of_torchvision())
+    assert len(found) == 320
+    assert not network.layer1[0].bn3.weight.any()
+    strides = network.layer2[0].conv1.stride, network.layer2[0].conv2.stride
+    assert strides == ((1, 1), (2, 2))

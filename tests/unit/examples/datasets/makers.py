@@ -1,4 +1,4 @@
-"""Small files in the official formats of CIFAR-10 and MNIST."""
+"""Small files in the official formats of CIFAR-10 and MNIST, and real photos of flowers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import tarfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 from examples.datasets.files import RawImages
 
 NUM_IMAGES = 4
@@ -127,3 +128,21 @@ def flipped(payload: bytes, position: int) -> bytes:
     changed = bytearray(payload)
     changed[position] ^= 0x10
     return bytes(changed)
+
+
+def unpack_flowers(real_data: Path, folder: Path, *, train: int, val: int) -> Path:
+    """The first photos of each of the five classes, as ``train/<class>`` and ``val/<class>``."""
+    archive = real_data / "flower-photos-160" / "flower_photos_160.tar"
+    if not archive.is_file():
+        pytest.skip(reason=f"{archive} is not there")
+    left: dict[str, int] = {}
+    with tarfile.open(archive) as file:
+        for member in file:
+            parent = str(Path(member.name).parent)
+            limit = train if parent.startswith("train") else val
+            left[parent] = left.get(parent, limit) - member.isfile()
+            content = file.extractfile(member)
+            if content is not None and left[parent] >= 0:
+                (folder / parent).mkdir(parents=True, exist_ok=True)
+                (folder / member.name).write_bytes(content.read())
+    return folder

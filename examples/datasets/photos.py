@@ -1,0 +1,168 @@
+"""Photos in files: a folder of classes, a map file, or tar shards with their labels."""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from torchmn.communicators import Communicator
+from torchmn.communicators.heartbeat import run_on_one_rank
+from torchmn.errors import DataError
+from torchmn.readers.decoding import decode
+from torchmn.readers.transforms import Draw, crop
+
+SUFFIXES = (".jpg", ".jpeg", ".png")
+_WHOLE_FILE = -1
+Entry = tuple[str, int, int, int]
+"""File, first byte, number of bytes, label."""
+
+# Szegedy et al. 2015, arXiv 1409.4842, section 6: 8 % to 100 % of the area, sides of 3/4 to 4/3.
+RANDOM_CROP = crop(
+    "randomarea", area_ratio=(0.08, 1), aspect_ratio=(0.75, 1), jitter_type="uniratio"
+)
+CENTER_CROP = crop("center", side_ratio=0.875)  # 224 of a shorter side of 256
+
+
+@dataclass(frozen=True)
+class PhotoList:
+    """Where each photo is, in two arrays that the workers of a DataLoader share."""
+
+    files: np.ndarray
+    """The distinct files, as bytes: one each, or the shards."""
+    places: np.ndarray
+    """Number of the file, first byte, number of bytes and label, shape ``(photos, 4)``."""
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @property
+    def num_classes(self) -> int:
+        """One more than the largest label."""
+        return int(self.places[:, 3].max()) + 1
+
+    def read(self, index: int) -> tuple[bytes, int]:
+        """The content of an image file, and its label."""
+        number, begin, nbytes, label = self.places[index].tolist()
+        with open(self.files[number], "rb", buffering=0) as file:
+            file.seek(begin)
+            return file.read(nbytes), label
+
+
+def find_photos(root: Path, part: str, comm: Communicator) -> PhotoList:
+    """The photos of ``train`` or ``val``. *Collective:* rank 0 looks for them.
+
+    The first of these that exists: ``root/train/*.tar`` or ``root/train-*.tar``, shards with
+    ``name.jpg`` and ``name.cls``, the label, as WebDataset's; ``root/train_map.txt`` with lines of
+    path, a tab and label, as CNTK's; ``root/train/<class>/*.jpg`` with the classes of ``train``.
+
+    Raises DataError: there are none, or a list of them is wrong; on all ranks.
+    """
+
+    def search(heartbeat: Callable[[], None]) -> tuple[str, Tensor]:
+        numbers: dict[str, int] = {}
+        rows = []
+        for name, begin, nbytes, label in _entries(root, part):
+            rows.append((numbers.setdefault(name, len(numbers)), begin, nbytes, label))
+            if len(rows) % 1000 == 0:
+                heartbeat()
+        if not rows:
+            raise DataError(
+                f"{root} has no photos for {part!r}. It should have {part}/<class>/*.jpg, "
+                f"{part}_map.txt, {part}/*.tar or {part}-*.tar."
+            )
+        return "\n".join(numbers), torch.tensor(rows)
+
+    names, places = run_on_one_rank(comm, 0, search)
+    return PhotoList(np.array([os.fsencode(n) for n in names.split("\n")]), places.numpy())
+
+
+def _entries(root: Path, part: str) -> Iterator[Entry]:
+    shards = sorted((root / part).glob("*.tar")) or sorted(root.glob(f"{part}-*.tar"))
+    if shards:
+        for shard in shards:
+            yield from _of_shard(shard)
+    elif (root / f"{part}_map.txt").exists():
+        yield from _of_map_file(root / f"{part}_map.txt")
+    elif (root / part).is_dir():
+        classes = sorted(path.name for path in (root / "train").iterdir() if path.is_dir())
+        for folder in sorted(path for path in (root / part).iterdir() if path.is_dir()):
+            if folder.name not in classes:
+                raise DataError(f"{folder} is a class that {root / 'train'} does not have.")
+            label = classes.index(folder.name)
+            for path in sorted(folder.iterdir()):
+                if path.suffix.lower() in SUFFIXES:
+                    yield str(path), 0, _WHOLE_FILE, label
+
+
+def _of_map_file(path: Path) -> Iterator[Entry]:
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        *_, name, label = ("", *line.split("\t"))
+        if not (name and label.isdigit()):
+            raise DataError(f"{path}, line {number}: it should be path, a tab and label.")
+        if name.startswith("..."):  # in the folder of the map file
+            name = str(path.parent / name[3:].lstrip("/\\"))
+        yield name, 0, _WHOLE_FILE, int(label)
+
+
+def _of_shard(path: Path) -> Iterator[Entry]:
+    images: dict[str, tuple[int, int]] = {}
+    labels: dict[str, int] = {}
+    try:
+        with tarfile.open(path, "r:") as file:
+            for member in file:
+                key, suffix = os.path.splitext(member.name)
+                if suffix.lower() in SUFFIXES:
+                    images[key] = member.offset_data, member.size
+                elif suffix == ".cls":
+                    content = file.extractfile(member)
+                    labels[key] = int(content.read() if content else b"")
+    except (tarfile.TarError, ValueError) as error:
+        raise DataError(f"{path} is no tar file of images and labels: {error}") from error
+    if images.keys() != labels.keys():
+        example = min(images.keys() ^ labels.keys())
+        raise DataError(f"{path}: {example} should have an image and a label, {example}.cls.")
+    for key, (begin, nbytes) in images.items():
+        yield str(path), begin, nbytes, labels[key]
+
+
+class Photos(Dataset[tuple[Tensor, Tensor]]):
+    """Photos (3, size, size) of bytes in the order blue, green, red, and their labels.
+
+    What is random in a photo depends on the seed, ``epoch`` and its number, and on nothing else.
+    """
+
+    def __init__(self, photos: PhotoList, size: int, *, seed: int | None = None) -> None:
+        """With a seed random parts, half of them mirrored; without one the centres."""
+        self.photos = photos
+        self.size = size
+        self.seed = seed
+        self.epoch = 0
+        """To be set before the DataLoader is iterated."""
+
+    def __len__(self) -> int:
+        return len(self.photos)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        content, label = self.photos.read(index)
+        try:
+            pixels = decode(content, 3)
+        except DataError as error:
+            name = os.fsdecode(self.photos.files[self.photos.places[index, 0]])
+            raise DataError(f"photo {index}, in {name}: {error}") from error
+        if self.seed is None:
+            pixels = CENTER_CROP.apply(pixels, Draw(0, 0, index))
+        else:
+            pixels = RANDOM_CROP.apply(pixels, Draw(self.seed, self.epoch, index))
+        image = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1).unsqueeze(0)
+        image = torch.nn.functional.interpolate(
+            image, (self.size, self.size), mode="bilinear", antialias=True
+        )
+        return image.squeeze(0), torch.tensor(label)
