@@ -36,8 +36,6 @@ class Recipe:
     """Photos of a worker in one step."""
     is_cosine: bool
     label_smoothing: float
-    decays_all: bool
-    """Whether normalization and biases have weight decay."""
     bf16: bool
 
 
@@ -49,16 +47,14 @@ RECIPES = {
         batchsize=32,
         is_cosine=False,
         label_smoothing=0.0,
-        decays_all=True,
         bf16=False,
     ),
-    # He et al. 2018, Bag of Tricks, arXiv 1812.01187: 120 epochs, cosine, smoothing, no bias decay.
+    # He et al. 2018, Bag of Tricks, arXiv 1812.01187: 120 epochs, cosine, smoothing.
     "modern": Recipe(
         epochs=120,
         batchsize=128,
         is_cosine=True,
         label_smoothing=0.1,
-        decays_all=False,
         bf16=True,
     ),
 }
@@ -101,10 +97,8 @@ def parse_options() -> argparse.Namespace:
 
 
 def build_optimizer(options: argparse.Namespace, model: nn.Module) -> SGD:
-    """SGD with momentum; weight decay on what the recipe says."""
-    decays_all = RECIPES[options.recipe].decays_all
-    groups = model.parameters() if decays_all else weight_decay_groups(model, 1e-4)
-    return SGD(groups, lr=options.learnrate, momentum=0.9, weight_decay=1e-4)
+    """SGD with momentum; no weight decay on normalization (Goyal et al. 2017) and biases."""
+    return SGD(weight_decay_groups(model, 1e-4), lr=options.learnrate, momentum=0.9)
 
 
 def build_schedule(

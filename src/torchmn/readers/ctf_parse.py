@@ -161,7 +161,7 @@ def parse(
             if right is not None:
                 keep = np.repeat(right, own)
                 own[~right] = 0
-            has_one = all(part.chunk.has_one is None or part.chunk.has_one[stream] for part in parts)
+            has_one = all(c.has_one is None or c.has_one[stream] for c, _, _ in parts)
             own = None if has_one and (own == 1).all() else own
         data = _tensor(samples, columns, stream, num_rows[stream], keep)
         found[info.name] = data, None if own is None else torch.from_numpy(own)
