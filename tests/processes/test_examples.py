@@ -182,7 +182,7 @@ def test_networks_fit_the_images(
 
 
 def test_scripts_are_short() -> None:
-    """Those that people copy. The two that train whole workloads have evaluation and search, too."""
+    """Those that people copy. Two train whole workloads: with evaluation, search and recipes."""
     long = {"train_imagenet.py": 200, "seq2seq/train_seq2seq.py": 215}
     for script in [*EXAMPLES.glob("*/train_*.py"), *EXAMPLES.glob("cntk/*.py")]:
         limit = next((n for name, n in long.items() if script.match(name)), 120)
