@@ -6,9 +6,10 @@ import weakref
 from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
+import torch
 
 from torchmn.errors import DataError, UsageError
-from torchmn.readers.assembly import gather
+from torchmn.readers.assembly import gather, select
 from torchmn.readers.deserializer import (
     Chunk,
     ChunkInfo,
@@ -185,10 +186,27 @@ class _JoinedChunk:
 
     def sequences(self, indices: Indices, seed: Seed) -> dict[str, StreamData]:
         """See `Chunk`."""
-        found: dict[str, StreamData] = {}
-        for part in self._parts:
-            found.update(part.sequences(indices, seed))
+        return _without_left_out([part.sequences(indices, seed) for part in self._parts])
+
+
+def _without_left_out(parts: Sequence[Mapping[str, StreamData]]) -> dict[str, StreamData]:
+    """All streams, without the sequences that one deserializer has left out because of an error.
+
+    Such a sequence has length 0 in all streams of its deserializer, and then in all others, too.
+    """
+    found = {name: data for part in parts for name, data in part.items()}
+    left_out = torch.zeros(1, dtype=torch.bool, device="cpu")
+    for part in parts:
+        of_part = [own for _, own in part.values() if own is not None]
+        if len(of_part) == len(part):
+            left_out = left_out | torch.stack(of_part).eq(0).all(0)
+    if not left_out.any():
         return found
+    for name, (data, own) in found.items():
+        lengths = torch.ones_like(left_out, dtype=torch.int64) if own is None else own
+        kept = (~left_out).repeat_interleave(lengths).nonzero().flatten()
+        found[name] = select(data, kept.numpy()), lengths.masked_fill(left_out, 0)
+    return found
 
 
 def _keys(infos: list[ChunkInfo]) -> list[Hashable] | None:
