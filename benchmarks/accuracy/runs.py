@@ -21,7 +21,7 @@ class Run:
     """``accuracy`` in per cent on the test images; ``loss`` of the final model on training images.
 
     ``curve`` and ``hits`` hold mean loss and accuracy of consecutive steps, each taken before the
-    step. ``settings`` is a checksum of the task and the side: runs with other settings are not
+    step. ``test_loss`` on the test images. ``settings`` is a checksum of the task and the side: runs with other settings are not
     compared. ``commit`` is the commit of the code, unknown for the earliest runs.
     """
 
@@ -39,6 +39,7 @@ class Run:
     hits: list[float] = field(default_factory=list)
     staleness: dict[str, float] | None = None
     commit: str = ""
+    test_loss: float = float("nan")
 
     @classmethod
     def of(cls, task: Task, side: Side, seed: int, **outcome: object) -> Run:

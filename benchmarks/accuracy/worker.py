@@ -13,11 +13,10 @@ import torch
 from record import commit
 from torch import Tensor, nn
 
-from accuracy.choice import CANDIDATE_SIDES
-from accuracy.choice import TASK as CHOICE
+from accuracy.experiments import EXPERIMENTS
 from accuracy.runs import Run, append
-from accuracy.sides import SIDES, Side
-from accuracy.tasks import NUM_WORKERS, TASKS, Images, Task, batches, load
+from accuracy.sides import Side
+from accuracy.tasks import NUM_WORKERS, Images, Task, batches, load
 
 
 def work(plan: str, runs_path: str, folder: str) -> None:
@@ -25,7 +24,8 @@ def work(plan: str, runs_path: str, folder: str) -> None:
     import torchmn
 
     torch.set_num_threads(1)
-    tasks, sides = {**TASKS, CHOICE.name: CHOICE}, {**SIDES, **CANDIDATE_SIDES}
+    tasks = {name: task for each in EXPERIMENTS for name, task in each.tasks.items()}
+    sides = {name: side for each in EXPERIMENTS for name, side in each.sides.items()}
     is_leader = torchmn.create_communicator("flat", transport="torch").rank == 0
     data: dict[str, Images] = {}
     wanted = [tuple(entry) for entry in json.loads(Path(plan).read_text())]
@@ -103,7 +103,7 @@ def train(task: Task, side: Side, seed: int, images: Images) -> dict[str, Any]:
         optimizer.close()
         sync_buffers_([model], comm, "average")
         comm.bcast_data(model)  # asynchronous replicas differ: take those of rank 0
-        accuracy, _ = evaluate(model, images.test, comm)
+        accuracy, test_loss = evaluate(model, images.test, comm)
         few = task.num_loss_images
         _, loss_at_end = evaluate(model, (images.train[0][:few], images.train[1][:few]), comm)
         losses, hits = comm.allreduce(torch.stack([losses, hits]), "mean")
@@ -113,6 +113,7 @@ def train(task: Task, side: Side, seed: int, images: Images) -> dict[str, Any]:
         "status": "done",
         "accuracy": accuracy,
         "loss": loss_at_end,
+        "test_loss": test_loss,
         "curve": [float(part.mean()) for part in losses.split(task.curve_steps)],
         "hits": [100 * float(part.mean()) for part in hits.split(task.curve_steps)],
         "num_steps": num_steps,
@@ -128,7 +129,13 @@ def make_schedule(name: str, options: Mapping[str, object]) -> Any:
     if name not in SCHEDULES:
         raise UnknownNameError("schedule", name, SCHEDULES)
     factory: Any = SCHEDULES[name]
-    return factory(**options)
+    chosen = dict(options)
+    if "outer_rate" in chosen:
+        rate, momentum = chosen.pop("outer_rate"), chosen.pop("outer_momentum")
+        chosen["outer"] = lambda anchors: torch.optim.SGD(
+            anchors, rate, momentum=momentum, nesterov=True
+        )
+    return factory.recommended(**chosen) if chosen.pop("recommended", False) else factory(**chosen)
 
 
 def evaluate(model: nn.Module, data: tuple[Tensor, Tensor], comm: Any) -> tuple[float, float]:

@@ -23,6 +23,7 @@ from torchmn.optimizer import SCHEDULES
 from torchmn.schedules import (
     BlockMomentum,
     DiLoCo,
+    DoubleBuffering,
     EveryStep,
     EveryStepNextForward,
     PeriodicAverage,
@@ -54,9 +55,11 @@ BLOCKS = {
     "block_momentum": blocks(schedule=lambda _: BlockMomentum(36)),
     "diloco": blocks(schedule=lambda _: DiLoCo(36), inner=adamw),
     "overlap": blocks(schedule=lambda _: PeriodicAverage(36, overlap_steps=2)),
+    "eager": blocks(schedule=lambda _: DiLoCo(36, overlap_steps=2, eager=True)),
     "fragments": blocks(schedule=lambda _: DiLoCo(36, num_fragments=3, overlap_steps=1)),
     "warm": blocks(schedule=lambda _: Warmup(40, BlockMomentum(36, overlap_steps=1))),
 }
+by_name["eager_double_buffering"] = Recipe(schedule=lambda _: DoubleBuffering(eager=True))
 IN_NODES = blocks(schedule=lambda _: DiLoCo(24, intra_node="every_step", num_fragments=2))
 EVERY = {**by_name, **BLOCKS}
 OTHERS = {

@@ -127,6 +127,8 @@ class GradientReducer:
         """The sum of this rank's weights in them."""
         self.nonfinite = NonfiniteLog()
         self.norm_listener: NormListener | None = None
+        self._own_gradients: dict[Tensor, Tensor] | None = None
+        """What this rank's last backward pass has computed, if a schedule wants it."""
         self.memory = GradientMemory()
         """Of what scripts see as ``p.grad``."""
         self._is_syncing = True
@@ -309,6 +311,28 @@ class GradientReducer:
         self.filling.restart()
         return handed_over
 
+    def keep_own_gradients(self) -> None:
+        """Keep what each backward pass computes on this rank for `take_own_gradients`. Local."""
+        self._own_gradients = {}
+
+    def take_own_gradients(self) -> dict[Tensor, Tensor]:
+        """This rank's dense gradients of the pass that has ended; empty if none are kept. Local.
+
+        None of a parameter whose gradient was added to the mean of an earlier step.
+        """
+        if self._own_gradients is None:
+            return {}
+        for slot in self.filling.slots:
+            if slot.parameter.grad is not None and not self._is_mean(slot.parameter):
+                self._keep_own(slot.parameter)  # packed at the end of the pass
+        own, self._own_gradients = self._own_gradients, {}
+        return own
+
+    def _keep_own(self, parameter: nn.Parameter) -> None:
+        grad = parameter.grad
+        if self._own_gradients is not None and grad is not None and not grad.is_sparse:
+            self._own_gradients[parameter] = grad.clone() if self.gradient_as_bucket_view else grad
+
     def forget_weights(self) -> None:
         """Agree again on the scale of weights at the next exchange. *Collective.*"""
         self._scale = None if self.filling.is_narrow else 1.0
@@ -376,6 +400,8 @@ class GradientReducer:
                     "Use use_reentrant=False."
                 )
             is_mean = self._is_mean(slot.parameter)
+            if self._own_gradients is not None and not is_mean:
+                self._keep_own(parameter)
             filling.pack(slot)
             # What was copied is freed at once: the next layer's gradient then takes its memory,
             # where all of them together would cost 10,000 page faults a step for 60 MB.

@@ -8,29 +8,74 @@ Source: ChainerMN's `_DoubleBufferingOptimizer`, CNTK's ``useBufferedAsyncGradie
 Staleness is exactly one step. Differences: no iteration is spent on a broadcast, so that N
 iterations give N-1 steps instead of N-2; `flush()` applies the last gradient; the pending gradient
 is saved.
+
+``eager=True`` computes g_k where the late mean will lead, by a step with the rank's own gradient
+that is undone when the mean is there (see `eager_step`):
+
+    step k:      undo; w_{k+1} = w_k - update(mean(g_{k-1})); take: w_{k+1} - update(own g_k)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchmn.errors import UnsupportedError
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchmn.communicators import Communicator
+from torchmn.errors import UnsupportedError, UsageError
 from torchmn.gradients.bucket_set import BucketSet
-from torchmn.schedules.base import Schedule
+from torchmn.gradients.reducer import GradientReducer
+from torchmn.schedules.base import ReplicaConsistency, Schedule
+from torchmn.schedules.eager_step import EagerStep, norm_of_gradients
 
 
 class DoubleBuffering(Schedule):
-    """Gradients are applied one step late, and their exchange overlaps with a whole step."""
+    """Gradients are applied one step late, and their exchange overlaps with a whole step.
+
+    Args:
+        eager: compute each gradient after a step with the rank's own gradient of the step before,
+            which is undone when the mean is there. Training is then about as good as with
+            `EveryStep` (``docs/explain/recipes.md``). It costs a second step of the optimizer and a
+            copy of the parameters and of its state. Between steps ranks hold different parameters:
+            call `flush` before evaluating, and before changing them. Not for sharded parameters.
+    """
 
     name = "double_buffering"
     num_sets = 2
     staleness_steps = 1
 
-    def __init__(self) -> None:
+    def __init__(self, *, eager: bool = False) -> None:
+        self.eager = eager
+        self.exchanges_shards = not eager
         self._pending: BucketSet | None = None
         self._has_mean = False
         self._num_backwards = 0
+        self._ahead: EagerStep | None = None
+        self._own: dict[Tensor, Tensor] = {}
+        """This rank's gradients of the last backward pass, if eager."""
+
+    @classmethod
+    def recommended(cls) -> DoubleBuffering:
+        """The settings that were measured to keep the accuracy: ``eager``."""
+        return cls(eager=True)
+
+    @property
+    def replica_consistency(self) -> ReplicaConsistency:
+        """``per_block`` after a step with the rank's own gradient."""
+        return "per_block" if self.is_ahead else "per_step"
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the parameters are those of a step that will be undone. Local."""
+        return self._ahead is not None and self._ahead.is_taken
+
+    def attach(self, reducer: GradientReducer, inner: Optimizer) -> None:
+        super().attach(reducer, inner)
+        if self.eager:
+            self._ahead = EagerStep(inner, reducer.parameters.trained, reducer.comm.rank_label)
+            reducer.keep_own_gradients()
 
     def backward_ended(self) -> None:
         """See `Schedule.backward_ended`."""
@@ -41,6 +86,7 @@ class DoubleBuffering(Schedule):
                 "the mean of the step before. Wrap all passes but the last in optimizer.no_sync()."
             )
         reducer = self._reducer
+        self._own = reducer.take_own_gradients()
         reducer.start_remaining()
         before, self._pending = self._pending, reducer.swap_buffers()
         if before is None:
@@ -62,12 +108,22 @@ class DoubleBuffering(Schedule):
             )
         self._num_backwards = 0
         has_mean, self._has_mean = self._has_mean, False
+        self._undo()
+        own, self._own = self._own, {}
         if has_mean:
+            mean_norm = norm_of_gradients(self._inner) if own else 0.0
             self._inner.step()
+            if self._ahead is not None:
+                self._ahead.take(own, mean_norm)
         return loss
+
+    def _undo(self) -> None:
+        if self._ahead is not None:
+            self._ahead.undo()
 
     def shadow_step(self) -> int:
         """See `Schedule.shadow_step`."""
+        self._undo()
         if self._pending is not None:
             self._pending.wait()
         reducer = self._reducer
@@ -91,6 +147,7 @@ class DoubleBuffering(Schedule):
     def flush(self) -> None:
         """See `Schedule.flush`."""
         has_mean, self._has_mean, self._num_backwards = self._has_mean, False, 0
+        self._undo()
         if has_mean:  # there was a backward pass, but no step yet
             self._inner.step()
         if self._pending is None:
@@ -100,17 +157,49 @@ class DoubleBuffering(Schedule):
         self._inner.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Schedule.state_dict`: the mean that the next step will apply, by name."""
+        """See `Schedule.state_dict`: the mean that the next step will apply, by name.
+
+        If eager, also what this rank's parameters are, and what the next step returns to.
+        """
         if self._pending is None:
             return {}
         self._pending.wait()
-        return {"pending": self._pending.means(), "pending_record": self._pending.record()}
+        ahead = {"ahead": self._ahead.state_dict()} if self._ahead and self.is_ahead else {}
+        return {"pending": self._pending.means(), "pending_record": self._pending.record(), **ahead}
+
+    def reshard_state_dict(
+        self, states: Sequence[dict[str, Any]], comm: Communicator
+    ) -> dict[str, Any]:
+        """See `Resharding`: the new ranks start from what the next step would have returned to."""
+        state = dict(states[0])
+        if "ahead" in state:
+            before = state["ahead"]["before"]
+            state["ahead"] = {"before": before, "after": before["parameters"]}
+        return state
+
+    def resume_warnings(self) -> list[str]:
+        """See `MultiNodeOptimizer.resume_warnings`."""
+        if not self.eager:
+            return []
+        return [
+            "With eager=True gradients are computed after a step with a rank's own gradient, which "
+            "is that of fewer or more samples now: the run takes another path, as with another "
+            "seed."
+        ]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Schedule.load_state_dict`. Raises UsageError: other parameters than saved."""
         if self._pending is not None:
             self._pending.drain()  # its memory is used again
         self._pending, self._has_mean, self._num_backwards = None, False, 0
+        self._own = {}
+        if self._ahead is not None:
+            self._ahead.load_state_dict(state.get("ahead", {}))
+        elif "ahead" in state:
+            raise UsageError(
+                "This state was saved with DoubleBuffering(eager=True) after a step that the mean "
+                "undoes. Resume with eager=True, or call optimizer.flush() before saving."
+            )
         if "pending" in state:
             self._reducer.filling.load_means(state["pending"], state.get("pending_record"))
             self._pending = self._reducer.swap_buffers()

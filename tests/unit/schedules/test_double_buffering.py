@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import threading
 
@@ -12,6 +13,7 @@ from torch import nn
 from tests.unit.models import batch, equal, grads, local_grads, loss_of, mlp, near, values
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import UnsupportedError, UsageError
+from torchmn.schedules import DoubleBuffering
 from torchmn.testing import run_ranks
 
 WORLDS = [1, 2, 3]
@@ -260,3 +262,168 @@ def test_a_frozen_parameter_is_not_moved_by_a_late_gradient() -> None:
         return values(model)
 
     assert equal(*run_ranks(rank_main, 2))
+
+
+# ---- eager ----
+
+
+def make_eager(comm, model, inner=adam, **options):
+    schedule = DoubleBuffering(eager=True)
+    return create_multi_node_optimizer(inner(model), comm, model, schedule=schedule, **options)
+
+
+def reference(num_ranks: int, num_steps: int, max_norm: float | None = None) -> list[torch.Tensor]:
+    """The same in one process: copies of everything in place of undoing."""
+    model = mlp()
+    optimizer = adam(model)
+    before: list[torch.Tensor] | None = None
+    ahead = [model] * num_ranks
+    for step in range(num_steps):
+        own = []
+        for rank, each in enumerate(ahead):
+            each.zero_grad()
+            loss_of(each, batch(rank, step)).backward()
+            own.append([p.grad.clone() for p in each.parameters()])
+        mean = [sum(each) / num_ranks for each in zip(*own, strict=True)]
+        ahead = [model] * num_ranks
+        if before is not None:
+            norm = stepped(model, optimizer, before, max_norm)
+            ahead = []
+            for gradients in own:
+                other, its = copy.deepcopy((model, optimizer))
+                factor = min(1.0, norm / float(torch.nn.utils.get_total_norm(gradients)))
+                stepped(other, its, [g * factor for g in gradients], None)
+                ahead.append(other)
+        before = mean
+    stepped(model, optimizer, before, None)
+    return values(model)
+
+
+def stepped(model, optimizer, gradients, max_norm) -> float:
+    for p, gradient in zip(model.parameters(), gradients, strict=True):
+        p.grad = gradient.clone()
+    if max_norm is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    norm = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+    optimizer.step()
+    return norm
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.05])
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_eager_steps_with_own_gradients_and_undoes_them(world_size, max_norm) -> None:
+    def rank_main(comm):
+        model = mlp()
+        optimizer = make_eager(comm, model)
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of(model, batch(comm.rank, step)).backward()
+            if max_norm is not None and step:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            optimizer.step()
+        optimizer.flush()
+        assert optimizer.schedule.replica_consistency == "per_step"
+        return values(model)
+
+    expected = reference(world_size, 6, max_norm)
+    results = run_ranks(rank_main, world_size)
+    assert all(equal(result, results[0]) for result in results)
+    assert near(results[0], expected)
+
+
+def test_between_eager_steps_ranks_differ_and_p_grad_is_the_mean() -> None:
+    def rank_main(comm):
+        model = mlp()
+        optimizer = make_eager(comm, model)
+        train(model, optimizer, comm.rank, range(3))
+        assert optimizer.schedule.replica_consistency == "per_block"
+        assert optimizer.replicated_tensors() == []
+        between, means = values(model), grads(model)
+        optimizer.flush()
+        return between, means, values(model)
+
+    (first, means, after), (other, its_means, its_after) = run_ranks(rank_main, 2)
+    assert not equal(first, other)
+    assert equal(means, its_means)
+    assert equal(after, its_after)
+
+
+def test_eager_with_ranks_that_leave_early() -> None:
+    def rank_main(comm):
+        model = mlp()
+        optimizer = make_eager(comm, model)
+        with optimizer.join():
+            train(model, optimizer, comm.rank, range(6 - 2 * comm.rank))
+        joined = values(model)
+        train(model, optimizer, comm.rank, range(2))
+        optimizer.flush()
+        return joined, values(model)
+
+    (joined, after), *others = run_ranks(rank_main, 3)
+    for other in others:
+        assert equal(joined, other[0])
+        assert equal(after, other[1])
+
+
+def test_eager_refuses_changed_parameters() -> None:
+    def rank_main(comm):
+        model = mlp()
+        optimizer = make_eager(comm, model)
+        train(model, optimizer, comm.rank, range(3))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.data.clamp_(-0.01, 0.01)
+        with pytest.raises(UsageError, match=r"flush\(\) before it"):
+            train(model, optimizer, comm.rank, [3])
+        optimizer.schedule.flush()
+
+    run_ranks(rank_main, 2)
+
+
+def test_an_average_of_weights_that_is_put_in_and_out_again_is_no_change() -> None:
+    def rank_main(comm):
+        model = mlp()
+        optimizer = make_eager(comm, model)
+        train(model, optimizer, comm.rank, range(3))
+        kept = values(model)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+            for p, value in zip(model.parameters(), kept, strict=True):
+                p.copy_(value)
+        train(model, optimizer, comm.rank, [3])
+        optimizer.flush()
+        return values(model)
+
+    first, other = run_ranks(rank_main, 2)
+    assert equal(first, other)
+
+
+def test_a_rank_whose_own_gradient_is_not_finite_takes_no_eager_step() -> None:
+    def rank_main(comm):
+        model = mlp()
+        optimizer = make_eager(comm, model, on_nonfinite="ignore")
+        train(model, optimizer, comm.rank, range(2))
+        optimizer.zero_grad()
+        loss = loss_of(model, batch(comm.rank, 2))
+        (loss * (float("nan") if comm.rank == 1 else 1.0)).backward()
+        optimizer.step()
+        is_ahead = optimizer.schedule.is_ahead
+        optimizer.schedule.on_zero_grad()
+        return is_ahead
+
+    assert run_ranks(rank_main, 2) == [True, False]
+
+
+def test_an_eager_state_is_refused_without_eager() -> None:
+    def rank_main(comm):
+        model = mlp()
+        optimizer = make_eager(comm, model)
+        train(model, optimizer, comm.rank, range(3))
+        state = optimizer.state_dict()
+        optimizer.close()
+        plain = make(comm, model)
+        with pytest.raises(UsageError, match="eager=True"):
+            plain.load_state_dict(state)
+
+    run_ranks(rank_main, 1)

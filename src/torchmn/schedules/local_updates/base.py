@@ -16,7 +16,9 @@ Overlap (``overlap_steps=k``): at step t rank i contributes a - w_i(t) and conti
     a <- outer_step(a, d, N),    w_i <- a + (w_i(t+k) - w_i(t))
 
 so that what was learned meanwhile belongs to the next block. At most one exchange is pending: the
-next one waits for it.
+next one waits for it. With ``eager=True`` a rank continues from w_i(t) moved by what the outer step
+would do if d were 0, which all ranks know at t: the momentum of the blocks before (see
+`outer_momentum`). What arrives k steps late is then the mean of this block alone.
 
 Fragments (``num_fragments=F``; Streaming DiLoCo, Douillard et al. 2025): the parameters are split
 into F consecutive parts; f is exchanged when (f + 1) / F of a block is full, so that the first
@@ -57,6 +59,7 @@ from torchmn.schedules.local_updates.fragments import (
     split_into_fragments,
 )
 from torchmn.schedules.local_updates.intra_node import IntraNodeAverage
+from torchmn.schedules.local_updates.outer_momentum import momentum_of
 from torchmn.schedules.local_updates.partial_block import OuterState, take_partial_step
 from torchmn.schedules.local_updates.resharding import reshard_blocks
 
@@ -72,6 +75,7 @@ class LocalUpdateSchedule(Schedule):
         block_size: in samples over all workers; default: 512 per worker.
         overlap_steps: steps during which the exchange is pending; 0 waits for it.
         num_fragments: number of parts of the parameters, exchanged one after another.
+        eager: with ``overlap_steps``, take the momentum of the outer step before the exchange.
         intra_node: ``every_step`` averages gradients at every step among the ranks of a node.
 
     Every floating-point parameter of the optimizer is exchanged, frozen ones included; to save
@@ -94,6 +98,7 @@ class LocalUpdateSchedule(Schedule):
         *,
         overlap_steps: int = 0,
         num_fragments: int = 1,
+        eager: bool = False,
         intra_node: IntraNode | None = None,
     ) -> None:
         _check("block_size", block_size is None or 0 < block_size < math.inf, block_size, "above 0")
@@ -103,6 +108,7 @@ class LocalUpdateSchedule(Schedule):
         self.block_size = block_size
         self.overlap_steps = overlap_steps
         self.num_fragments = num_fragments
+        self.eager = eager
         self.intra_node = intra_node
         self.num_samples = 0.0
         """Samples over all workers in all exchanges so far. The same on all ranks."""
@@ -315,11 +321,21 @@ class LocalUpdateSchedule(Schedule):
             weight = 0.0 if node.num_missed_steps else weight / max(1, node.num_active)
         fragment.pack(weight, is_active=is_active, step=self._reducer.step)
         self._pending = fragment
+        if overlap_steps and self.eager:
+            fragment.move(self._momentum(fragment))
         fragment.start(overlap_steps)
         if overlap_steps:
             return 1
         self._finish_exchange()
         return fragment.buckets.num_active
+
+    def _momentum(self, fragment: Fragment) -> list[Tensor] | None:
+        """What the next outer step will do to its parameters even if they learned nothing."""
+        return momentum_of(
+            fragment.pseudo_gradients(),
+            lambda zeros: self.outer_step(zeros, self._block_size),
+            self.outer_state_tensors,
+        )
 
     def _finish_exchange(self) -> None:
         """Wait for the pending exchange and take the outer step."""

@@ -40,7 +40,7 @@ class BlockMomentum(LocalUpdateSchedule):
     """Blocks of ``block_size`` samples with momentum from block to block.
 
     Args:
-        block_size: see `LocalUpdateSchedule`, as for the last three.
+        block_size: see `LocalUpdateSchedule`, as for the last four.
         block_momentum_as_time_constant: T in samples over all workers; 0: no momentum.
         nesterov: look ahead.
         reset_sgd_momentum_after_aggregation: set the inner optimizer's first moments
@@ -62,12 +62,14 @@ class BlockMomentum(LocalUpdateSchedule):
         *,
         overlap_steps: int = 0,
         num_fragments: int = 1,
+        eager: bool = False,
         intra_node: IntraNode | None = None,
     ) -> None:
         super().__init__(
             block_size,
             overlap_steps=overlap_steps,
             num_fragments=num_fragments,
+            eager=eager,
             intra_node=intra_node,
         )
         constant = block_momentum_as_time_constant

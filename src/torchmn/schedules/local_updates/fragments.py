@@ -105,6 +105,12 @@ class Fragment:
         buckets.write_footer()
         self.num_samples = 0.0
 
+    @torch.no_grad()
+    def move(self, changes: Sequence[Tensor] | None) -> None:
+        """Change the parameters; the pending exchange does not see it, and its end undoes it."""
+        if changes is not None:
+            torch._foreach_add_(self.parameters, list(changes))
+
     def start(self, overlap_steps: float) -> None:
         """Hand all buckets to the engine and return at once."""
         self.steps_left = overlap_steps

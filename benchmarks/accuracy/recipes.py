@@ -1,0 +1,193 @@
+"""Recipes for schedules whose exchange overlaps: chosen on one network, evaluated on another.
+
+The choice is made on `PlainNet`, which has no shortcuts, with the CIFAR subset without its last
+2,000 *training* images, which take the place of the test images, and with seeds that evaluate
+nothing. The evaluation is made on `ResidualNet`, all training images, the test images and five
+seeds that nothing was run with before. Fixed before the first run of the choice:
+
+- the candidates below, all at the baseline's rate, schedule, batch and number of samples, but for
+  double buffering at 5/4 of the rate; blocks have 16 steps and an exchange takes 6 of them;
+- the rule: the lowest mean loss on the held-out images over the seeds, the earlier one in a tie.
+
+`bench_recipes.py --choose` executes the choice, `bench_recipes.py` the evaluation.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import replace
+
+from record import Bar
+
+from accuracy.bars import interval_of, pairs_of
+from accuracy.networks import PlainNet
+from accuracy.runs import Key, Run
+from accuracy.sides import BASELINE, BLOCK_STEPS, OVERLAP_STEPS, SIDES, Side
+from accuracy.tasks import TASKS
+
+POINTS = 0.5
+LOSS_SHARE = 1.05
+
+# ---- the choice ----
+
+
+def _blocks(name: str, schedule: str, **options: object) -> Side:
+    return Side(
+        name=name,
+        schedule=schedule,
+        options={"overlap_steps": OVERLAP_STEPS, **options},
+        block_steps=BLOCK_STEPS,
+    )
+
+
+def _diloco(rate: float, momentum: float, *, eager: bool) -> Side:
+    return _blocks(
+        f"DiLoCo, outer rate {rate}, momentum {momentum}{', eager' if eager else ''}",
+        "diloco",
+        outer_rate=rate,
+        outer_momentum=momentum,
+        eager=eager,
+    )
+
+
+def _eager_buffering(name: str, factor: float) -> Side:
+    options = {"eager": True}
+    return Side(
+        name=name, schedule="double_buffering", options=options, learning_rate_factor=factor
+    )
+
+
+CANDIDATES: Mapping[str, tuple[Side, ...]] = {
+    "double buffering": (
+        SIDES["double buffering"],
+        _eager_buffering("double buffering, eager", 1.0),
+        _eager_buffering("double buffering, eager, rate x 5/4", 1.25),
+    ),
+    "DiLoCo": (
+        _diloco(0.7, 0.9, eager=False),
+        _diloco(0.7, 0.5, eager=False),
+        *(
+            _diloco(rate, momentum, eager=True)
+            for rate, momentum in ((0.7, 0.9), (0.7, 0.8), (0.7, 0.7), (0.6, 0.85), (0.8, 0.8))
+        ),
+    ),
+    "block momentum": tuple(
+        _blocks(
+            f"block momentum{', eager' if eager else ''}{'' if resets else ', inner momentum kept'}",
+            "block_momentum",
+            eager=eager,
+            reset_sgd_momentum_after_aggregation=resets,
+        )
+        for eager, resets in ((False, True), (True, True), (True, False))
+    ),
+}
+CHOICE_SIDES = {
+    side.name: side
+    for side in (SIDES[BASELINE], *(side for sides in CANDIDATES.values() for side in sides))
+}
+CHOICE_TASK = replace(
+    TASKS["cifar"],
+    name="cifar, another network, held out",
+    network=PlainNet,
+    held_out=2_000,
+    epochs=15,  # 1,875 steps; the evaluation has 1,872
+    seeds=(200, 201),
+    fresh_seeds=(),
+    sides=tuple(CHOICE_SIDES),
+)
+
+
+def chosen(runs: Mapping[Key, Run]) -> dict[str, Side]:
+    """The chosen candidate of each schedule; none while runs are missing."""
+    found = {}
+    for schedule, candidates in CANDIDATES.items():
+        losses = {side.name: _mean_loss(runs, side) for side in candidates}
+        if not any(math.isnan(loss) for loss in losses.values()):
+            found[schedule] = min(candidates, key=lambda side: losses[side.name])
+    return found
+
+
+def _mean_loss(runs: Mapping[Key, Run], side: Side) -> float:
+    own = [runs.get((CHOICE_TASK.name, side.name, seed)) for seed in CHOICE_TASK.seeds]
+    if any(run is None or run.status == "not built" for run in own):
+        return math.nan
+    return statistics.mean(
+        run.test_loss if run.status == "done" else math.inf for run in own if run
+    )
+
+
+def choice_bars(runs: Mapping[Key, Run]) -> list[Bar]:
+    """What each candidate reached, relative to every step with the same seeds."""
+    best = chosen(runs)
+    bars = []
+    base = _mean_loss(runs, SIDES[BASELINE])
+    bars.append(Bar(f"{CHOICE_TASK.name}: {BASELINE}: loss on held-out images", base, ""))
+    for schedule, candidates in CANDIDATES.items():
+        for side in candidates:
+            mark = ": chosen" if best.get(schedule) is side else ""
+            value = _mean_loss(runs, side) / base
+            bars.append(Bar(f"{side.name}{mark}: loss / {BASELINE}", value, "x"))
+    return bars
+
+
+# ---- the evaluation ----
+
+
+def _recommended(name: str, schedule: str, codec: str | None, block_steps: int | None) -> Side:
+    return Side(
+        name=f"{name}{f' {codec}' if codec else ''}, recommended",
+        schedule=schedule,
+        codec=codec,
+        options={"recommended": True},
+        block_steps=block_steps,
+    )
+
+
+RECIPE_SIDES = {
+    side.name: side
+    for side in (
+        SIDES[BASELINE],
+        *(
+            _recommended(name, schedule, codec, block_steps)
+            for name, schedule, block_steps in (
+                ("double buffering", "double_buffering", None),
+                ("DiLoCo", "diloco", BLOCK_STEPS),
+                ("block momentum", "block_momentum", BLOCK_STEPS),
+            )
+            for codec in (None, "int8")
+        ),
+    )
+}
+RECIPE_TASK = replace(
+    TASKS["cifar"],
+    name="cifar, recipes",
+    seeds=(20, 21, 22, 23, 24),
+    fresh_seeds=(),
+    sides=tuple(RECIPE_SIDES),
+)
+
+
+def recipe_bars(runs: Mapping[Key, Run]) -> list[Bar]:
+    """Each recipe less every step with the same seed: points, and shares of the training loss."""
+    bars = []
+    for name in RECIPE_TASK.sides:
+        if name == BASELINE:
+            continue
+        pairs = pairs_of(RECIPE_TASK, name, runs)
+        points, losses = f"> -{POINTS}, 0 in reach", f"<= {LOSS_SHARE}"
+        label = f"{RECIPE_TASK.name}: {name}"
+        if not pairs.points:
+            bars.append(Bar(f"{label}: missing ({pairs.missing})", math.nan, "", points))
+            continue
+        mean, interval = statistics.mean(pairs.points), interval_of(pairs.points)
+        share = statistics.mean(pairs.losses)
+        is_whole = not pairs.missing
+        holds = mean > -POINTS and interval is not None and interval[1] >= 0 if is_whole else None
+        bars.append(Bar(label, mean, "points", points, holds, pairs.points, interval))
+        bars.append(
+            Bar(f"{label}, training loss / {BASELINE}", share, "x", losses,
+                share <= LOSS_SHARE if is_whole else None, pairs.losses, interval_of(pairs.losses))
+        )  # fmt: skip
+    return bars
