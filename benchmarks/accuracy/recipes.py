@@ -75,7 +75,7 @@ CANDIDATES: Mapping[str, tuple[Side, ...]] = {
     ),
     "block momentum": tuple(
         _blocks(
-            f"block momentum{', eager' if eager else ''}{'' if resets else ', inner momentum kept'}",
+            f"block momentum{', eager' * eager}{', inner momentum kept' * (not resets)}",
             "block_momentum",
             eager=eager,
             reset_sgd_momentum_after_aggregation=resets,

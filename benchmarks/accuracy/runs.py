@@ -18,10 +18,11 @@ Key = tuple[str, str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """``accuracy`` in per cent on the test images; ``loss`` of the final model on training images.
+    """``accuracy`` in per cent on the test images; ``loss`` of the final model on training images,
+    ``test_loss`` on the test images.
 
     ``curve`` and ``hits`` hold mean loss and accuracy of consecutive steps, each taken before the
-    step. ``test_loss`` on the test images. ``settings`` is a checksum of the task and the side: runs with other settings are not
+    step. ``settings`` is a checksum of the task and the side: runs with other settings are not
     compared. ``commit`` is the commit of the code, unknown for the earliest runs.
     """
 

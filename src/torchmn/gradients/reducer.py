@@ -401,7 +401,7 @@ class GradientReducer:
                 )
             is_mean = self._is_mean(slot.parameter)
             if self._own_gradients is not None and not is_mean:
-                self._keep_own(parameter)
+                self._keep_own(slot.parameter)
             filling.pack(slot)
             # What was copied is freed at once: the next layer's gradient then takes its memory,
             # where all of them together would cost 10,000 page faults a step for 60 MB.

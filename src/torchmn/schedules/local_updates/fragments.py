@@ -109,7 +109,8 @@ class Fragment:
     def move(self, changes: Sequence[Tensor] | None) -> None:
         """Change the parameters; the pending exchange does not see it, and its end undoes it."""
         if changes is not None:
-            torch._foreach_add_(self.parameters, list(changes))
+            for parameter, change in zip(self.parameters, changes, strict=True):
+                parameter.add_(change)
 
     def start(self, overlap_steps: float) -> None:
         """Hand all buckets to the engine and return at once."""

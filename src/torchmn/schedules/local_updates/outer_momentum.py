@@ -1,11 +1,11 @@
 """What an outer step will do whatever the ranks have learned in the block.
 
-An outer step moves an anchor a by the mean pseudo-gradient d of a block and updates its state s. The
-state is the same on all ranks, so each of them knows before the exchange of d what the step is for
-d = 0: for Nesterov momentum m and rate r that is - r m² s. With overlap a rank moves its parameters
-by it when the exchange starts, and by the rest, which is linear in d, when it has ended. Without
-it the momentum of every block is late by the steps of the exchange, and the more of it there is,
-the more the overlap costs.
+An outer step moves an anchor a by the mean pseudo-gradient d of a block and updates its state s.
+The state is the same on all ranks, so each of them knows before the exchange of d what the step is
+for d = 0: for Nesterov momentum m and rate r that is - r m² s. With overlap a rank moves its
+parameters by it when the exchange starts, and by the rest when it has ended. Otherwise the momentum
+of every block is late by the steps of the exchange, and the more of it there is, the more the
+overlap costs.
 
 Source: our own; Kale et al., *Eager Updates For Overlapped Communication and Computation in
 DiLoCo*, 2025, also take the rank's own part of d at once.

@@ -7,8 +7,8 @@ import torch
 
 from tests.unit.models import batch, local_grads, mlp, near, values
 from tests.unit.schedules.local_updates.runs import set_values, train, wrap
-from torchmn.schedules import BlockMomentum, DiLoCo, PeriodicAverage
 from torchmn.gradients.replicas import different_tensors
+from torchmn.schedules import BlockMomentum, DiLoCo, PeriodicAverage
 from torchmn.testing import run_ranks
 
 RATE, MOMENTUM = 0.7, 0.8
