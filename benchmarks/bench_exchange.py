@@ -135,13 +135,15 @@ def _print_table(lines: list[Line]) -> None:
 def _report(record: Path) -> int:
     from accuracy.bars import failed_limits
     from accuracy.choice import chosen
-    from accuracy.experiments import CHOICE, TABLE
+    from accuracy.experiments import CHOICE, RECIPES, TABLE
+    from accuracy.recipes import failed_recipes
     from exchange.bars import bars_of
     from exchange.exclusions import exclusions_from
     from exchange.figure import draw
 
     lines = load(record)
-    bars = bars_of(lines, exclusions_from(failed_limits(TABLE.runs(), chosen(CHOICE.runs()))))
+    failed = failed_limits(TABLE.runs(), chosen(CHOICE.runs())) | failed_recipes(RECIPES.runs())
+    bars = bars_of(lines, exclusions_from(failed))
     status = report("exchange", bars)
     for name, runs in lines.items():
         newest = {side: outcome for run in runs for side, outcome in run["sides"].items()}

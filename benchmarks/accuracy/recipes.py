@@ -154,7 +154,6 @@ RECIPE_SIDES = {
             for name, schedule, block_steps in (
                 ("double buffering", "double_buffering", None),
                 ("DiLoCo", "diloco", BLOCK_STEPS),
-                ("block momentum", "block_momentum", BLOCK_STEPS),
             )
             for codec in (None, "int8")
         ),
@@ -167,6 +166,18 @@ RECIPE_TASK = replace(
     fresh_seeds=(),
     sides=tuple(RECIPE_SIDES),
 )
+
+
+def failed_recipes(runs: Mapping[Key, Run]) -> dict[str, str]:
+    """By recipe, its first limit that is not met or not measured; "" if it passes."""
+    failed = dict.fromkeys(RECIPE_TASK.sides[1:], "")
+    bars = recipe_bars(runs)
+    for name in failed:
+        own = [bar for bar in bars if bar.bar.startswith(f"{RECIPE_TASK.name}: {name}")]
+        for bar in own:
+            if bar.holds is not True and not failed[name]:
+                failed[name] = f"{RECIPE_TASK.name}: {bar.value:.2f} {bar.unit}, not {bar.limit}"
+    return failed
 
 
 def recipe_bars(runs: Mapping[Key, Run]) -> list[Bar]:

@@ -359,8 +359,14 @@ def _torchmn_blocks(options: Mapping[str, object]) -> Runner:
 
     schedule = getattr(torchmn.schedules, str(options["schedule"]))
     block_size = BLOCK_STEPS * BATCH * dist.get_world_size()
-    made = schedule(block_size=block_size, **options["schedule_options"])  # type: ignore[arg-type]
-    return _torchmn(options, made)
+    make = schedule.recommended if options["recommended"] else schedule
+    return _torchmn(options, make(block_size, **options["schedule_options"]))  # type: ignore[arg-type]
+
+
+def _double_buffering_recommended(options: Mapping[str, object]) -> Runner:
+    from torchmn.schedules import DoubleBuffering
+
+    return _torchmn(options, DoubleBuffering.recommended())
 
 
 def _mean(options: Mapping[str, object]) -> Runner:
@@ -409,6 +415,7 @@ BUILDERS: dict[str, Callable[[Mapping[str, object]], Runner]] = {
     "MLP with CNTK's names": _mlp_with_cntk_names,
     "torchmn": _torchmn,
     "torchmn blocks": _torchmn_blocks,
+    "double buffering, recommended": _double_buffering_recommended,
     "mean": _mean,
     "mean by gloo": _mean_by_gloo,
     "mean by MPI": _mean_by_mpi,

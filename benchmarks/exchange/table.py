@@ -100,12 +100,20 @@ def _auto(name: str, accuracy: tuple[str, ...] | None, **options: object) -> Sid
     )
 
 
-def _blocks(name: str, schedule: str, overlap_steps: int = 0, codec: str | None = None) -> Side:
+def _blocks(
+    name: str,
+    schedule: str,
+    overlap_steps: int = 0,
+    codec: str | None = None,
+    *,
+    is_recommended: bool = False,
+) -> Side:
     """The exchange begins 4 steps after the beginning of a turn and has 12 steps to finish."""
     options = {
         "schedule": schedule,
         "schedule_options": {"overlap_steps": overlap_steps} if overlap_steps else {},
         "codec": codec,
+        "recommended": is_recommended,
     }
     return Side(
         name=name,
@@ -181,6 +189,17 @@ _ALL = (
         for mode, overlap_steps in (("", 0), (", overlapped", 6))
     ),
     *(
+        _blocks(f"DiLoCo{codec}, recommended", "DiLoCo", 6, codec.strip() or None,
+                is_recommended=True)
+        for codec in ("", " int8")
+    ),
+    *(
+        Side(name=f"double buffering{codec}, recommended", build="double buffering, recommended",
+             options={"codec": codec.strip() or None},
+             accuracy=(f"double buffering{codec}, recommended",))
+        for codec in ("", " int8")
+    ),
+    *(
         Side(name=f"MLP, {name}", build=build, options=options, steps=48, lead_steps=16,
              warm_up_steps=20, accuracy=accuracy)
         for name, build, options, accuracy in (
@@ -215,6 +234,10 @@ _BLOCKING = ("block momentum", "DiLoCo")
 _OVERLAPPED = ("block momentum, overlapped", "DiLoCo, overlapped")
 _BLOCKING_INT8 = ("block momentum int8", "DiLoCo int8")
 _OVERLAPPED_INT8 = ("block momentum int8, overlapped", "DiLoCo int8, overlapped")
+_RECOMMENDED = (
+    *("double buffering, recommended", "double buffering int8, recommended"),
+    *("DiLoCo, recommended", "DiLoCo int8, recommended"),
+)
 _PEER_BLOCKS = ("post-local SGD", "torchft DiLoCo", "torchft streaming")
 _HOROVOD = ("horovod", "horovod fp16")
 _FLOAT32 = ("no-exchange, waiting", "ddp", *_HOROVOD, "every step", "next forward", "auto")
@@ -283,6 +306,17 @@ def _lines_of(num_hosts: int, shares: float, ratios: Mapping[str, float]) -> tup
             ),
             baseline_every=2,
             steps={BASELINE: 8},
+        ),
+        *(
+            Line(
+                name=f"{prefix}-{rate}-recommended",
+                num_hosts=num_hosts,
+                rate=rate,
+                sides=("ddp", "ddp fp16", "every step 1bit", *_RECOMMENDED),
+                limits=(Limit(ours=("DiLoCo int8, recommended",), minimum=0.95 - shares),),
+                steps={"ddp": 1, "ddp fp16": 1} if rate == "100mbit" else {},
+            )
+            for rate in ("1gbit", "100mbit")
         ),
         Line(
             name=f"{prefix}-10gbit-float32",
