@@ -37,8 +37,8 @@ def nesterov(parameters: list[Tensor]) -> Optimizer:
 
 
 def nesterov_of_recipe(parameters: list[Tensor]) -> Optimizer:
-    """The outer optimizer of `DiLoCo.recommended`: learning rate 0.7, Nesterov momentum 0.8."""
-    return torch.optim.SGD(parameters, lr=0.7, momentum=0.8, nesterov=True)
+    """The outer optimizer of `DiLoCo.recommended`: learning rate 0.7, Nesterov momentum 0.7."""
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.7, nesterov=True)
 
 
 class DiLoCo(LocalUpdateSchedule):
@@ -85,7 +85,7 @@ class DiLoCo(LocalUpdateSchedule):
     ) -> DiLoCo:
         """Overlapped blocks that were measured to keep the accuracy of every step.
 
-        The outer momentum is 0.8 in place of the paper's 0.9, and eager. Give fewer steps of
+        The outer momentum is 0.7 in place of the paper's 0.9, and eager. Give fewer steps of
         overlap where the link needs fewer: about the time of an exchange over that of a step.
         How it was chosen and what it reaches: ``docs/explain/recipes.md``.
         """
