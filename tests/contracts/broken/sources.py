@@ -36,10 +36,10 @@ class SameOrderEachSweep:
 
     @staticmethod
     def apply(patch):
-        permutation = randomization.permutation
+        permutation = randomization.keyed_permutation
         patch.setattr(
             randomization,
-            "permutation",
+            "keyed_permutation",
             lambda length, seed, sweep, *key: permutation(length, seed, 0, *key),
         )
 
