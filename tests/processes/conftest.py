@@ -26,12 +26,21 @@ def _own_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def skip_without_mpi() -> None:
+    if missing := this_machine(os.environ).missing_for_mpi:
+        pytest.skip(reason=f"MPI lacks {missing}: install it with 'make setup'")
+
+
 @pytest.fixture(params=["gloo", "mpi"])
 def backend(request: pytest.FixtureRequest) -> str:
-    missing = this_machine(os.environ).missing_for_mpi
-    if request.param == "mpi" and missing:
-        pytest.skip(reason=f"MPI lacks {missing}: install it with 'make setup'")
+    if request.param == "mpi":
+        skip_without_mpi()
     return str(request.param)
+
+
+@pytest.fixture
+def needs_mpi() -> None:
+    skip_without_mpi()
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from tests.processes.runner import Runner
-from torchmn.launch.backend import this_machine
 
 pytestmark = pytest.mark.processes
 
@@ -160,9 +159,8 @@ def test_rank_that_ignores_sigterm_is_killed(runner: Runner, backend: str) -> No
     runner.wait_until_nothing_is_left()
 
 
+@pytest.mark.usefixtures("needs_mpi")
 def test_launcher_speaks_when_no_rank_did(runner: Runner) -> None:
-    if this_machine(os.environ).missing_for_mpi:
-        pytest.skip(reason="no MPI: install it with 'make setup'")
     script = runner.script("print('never')")
     done = runner.run("-n", "1", "--backend", "mpi", script, PRTE_MCA_ess="no-such-thing")
     assert done.returncode != 0
@@ -246,10 +244,9 @@ def test_killed_agent_leaves_nothing(runner: Runner, backend: str) -> None:
     runner.wait_until_nothing_is_left()
 
 
+@pytest.mark.usefixtures("needs_mpi")
 def test_mpirun_starts_beside_the_files_of_one_that_was_killed(runner: Runner) -> None:
     """They are named by a process id, and those of another mpirun with the same id end it."""
-    if this_machine(os.environ).missing_for_mpi:
-        pytest.skip(reason="no MPI: install it with 'make setup'")
     temporary = runner.folder / "tmp"
     num_ids = int(Path("/proc/sys/kernel/pid_max").read_text())
     for ahead in range(3000):  # that of the mpirun is among them
@@ -263,10 +260,9 @@ def test_mpirun_starts_beside_the_files_of_one_that_was_killed(runner: Runner) -
     assert sorted(path.name[:5] for path in temporary.iterdir()) == ["ompi."] * 3000
 
 
+@pytest.mark.usefixtures("needs_mpi")
 def test_killed_mpirun_leaves_no_shared_memory(runner: Runner) -> None:
     """Else the segments of Open MPI, which mpirun or MPI_Finalize removes, stay in /dev/shm."""
-    if this_machine(os.environ).missing_for_mpi:
-        pytest.skip(reason="no MPI: install it with 'make setup'")
     script = runner.script(
         "import time\nfrom mpi4py import MPI\nMPI.COMM_WORLD.allreduce(1)\n"
         "maps = {line.split()[-1] for line in open('/proc/self/maps') if 'sm_segment' in line}\n"
@@ -286,9 +282,8 @@ def test_killed_mpirun_leaves_no_shared_memory(runner: Runner) -> None:
     runner.wait_until_nothing_is_left()
 
 
+@pytest.mark.usefixtures("needs_mpi")
 def test_killed_mpirun_leaves_nothing(runner: Runner) -> None:
-    if this_machine(os.environ).missing_for_mpi:
-        pytest.skip(reason="no MPI: install it with 'make setup'")
     process = start_with_grandchildren(runner, "mpi")
     next(p for p in runner.processes("--bind-to") if p.ppid() == process.pid).kill()
     _, err = process.communicate(timeout=20)
@@ -355,9 +350,8 @@ def test_secret_differs_by_job(runner: Runner) -> None:
     assert one["TORCHMN_SECRET"] != other["TORCHMN_SECRET"]
 
 
+@pytest.mark.usefixtures("needs_mpi")
 def test_world_of_mpi(runner: Runner) -> None:
-    if this_machine(os.environ).missing_for_mpi:
-        pytest.skip(reason="no MPI: install it with 'make setup'")
     script = runner.script(
         "from mpi4py import MPI; comm = MPI.COMM_WORLD\n"
         "assert comm.rank == rank\n"

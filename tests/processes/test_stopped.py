@@ -11,19 +11,15 @@ import sys
 import psutil
 import pytest
 
+from tests.processes.conftest import skip_without_mpi
 from tests.processes.runner import Runner
-from torchmn.launch.backend import find_mpirun, this_machine
+from torchmn.launch.backend import find_mpirun
 
 pytestmark = pytest.mark.processes
 
 HOST = os.uname().nodename
 WAITING = "import time\nprint('ready', flush=True)\ntime.sleep(600)\n"
 LIMIT_S = "1.5"
-
-
-def needs_mpi() -> None:
-    if this_machine(os.environ).missing_for_mpi:
-        pytest.skip(reason="no MPI: install it with 'make setup'")
 
 
 def begin(runner: Runner, *options: str, script: str = WAITING) -> subprocess.Popen[str]:
@@ -74,7 +70,7 @@ def test_a_rank_that_calls_no_collective(runner: Runner, backend: str) -> None:
 @pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
 def test_a_launcher(runner: Runner, launcher: str) -> None:
     if launcher == "mpirun":
-        needs_mpi()
+        skip_without_mpi()
     process = begin(
         runner, "--backend", "mpi" if launcher == "mpirun" else "gloo", "--launcher", launcher
     )
@@ -125,7 +121,7 @@ time.sleep(600)
 
 def start_under_mpirun(runner: Runner, script: str, **env: str) -> subprocess.Popen[str]:
     """Two ranks, without torchmn run."""
-    needs_mpi()
+    skip_without_mpi()
     mpirun = find_mpirun(os.environ)
     assert mpirun
     words = ["mpirun", "--oversubscribe", "-n", "2", sys.executable, runner.script(script)]

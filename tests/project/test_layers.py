@@ -42,7 +42,15 @@ ROWS = [
     {"control"},
     {"topology"},
     {"script"},
-    {"compiling", "environment_variables", "errors", "exit_status", "units", "version"},
+    {
+        "compiling",
+        "environment_variables",
+        "errors",
+        "exit_status",
+        "permutations",
+        "units",
+        "version",
+    },
 ]
 LEVEL = {unit: level for level, row in enumerate(ROWS) for unit in row}
 MAY_IMPORT_LAUNCH = {"cli", "doctor", "testing", ROOT}

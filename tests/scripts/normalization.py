@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
@@ -44,14 +46,20 @@ def _convolutions() -> nn.Sequential:
     )
 
 
+def _train(
+    model: nn.Module, optimizer: Optimizer, batches: Iterable[tuple[Tensor, Tensor]]
+) -> None:
+    for x, y in batches:
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
 @script("Batch normalization over ranks, statistics included")
 def normalized_over_ranks(worker: Worker) -> nn.Module:
     model = worker.across_ranks(_normalized())
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+    _train(model, optimizer, worker.batches())
     return model
 
 
@@ -60,10 +68,7 @@ def normalized_uneven_batches(worker: Worker) -> nn.Module:
     model = worker.across_ranks(_normalized(), loss_weight="samples")
     sgd = torch.optim.SGD(model.parameters(), 0.1)
     optimizer = worker.optimizer(sgd, model, weight="samples")
-    for x, y in worker.uneven_batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+    _train(model, optimizer, worker.uneven_batches())
     return model
 
 
@@ -112,10 +117,7 @@ def normalized_compiled(worker: Worker) -> nn.Module:
     sgd = torch.optim.SGD(model.parameters(), 0.1)
     optimizer = worker.optimizer(sgd, model, weight="samples")
     compiled = torch.compile(model, backend="aot_eager", dynamic=True)
-    for x, y in worker.uneven_batches():
-        optimizer.zero_grad()
-        mse_loss(compiled(x), y).backward()
-        optimizer.step()
+    _train(compiled, optimizer, worker.uneven_batches())
     return model
 
 
@@ -169,10 +171,7 @@ def normalized_frozen(worker: Worker) -> nn.Module:
     model[1].eval().requires_grad_(False)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = worker.optimizer(torch.optim.SGD(trained, 0.1), model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+    _train(model, optimizer, worker.batches())
     return model
 
 

@@ -23,13 +23,8 @@ from torchmn.cntk.learners import (
     sgd,
 )
 from torchmn.cntk.losses import classification_error, cross_entropy_with_softmax, squared_error
-from torchmn.cntk.progress import (
-    ProgressPrinter,
-    ProgressWriter,
-    TensorBoardProgressWriter,
-    TrainingSummaryProgressCallback,
-    log_number_of_parameters,
-)
+from torchmn.cntk.progress_printer import ProgressPrinter, log_number_of_parameters
+from torchmn.cntk.progress_writer import ProgressWriter
 from torchmn.cntk.schedules import (
     IGNORE,
     Schedule,
@@ -49,12 +44,14 @@ from torchmn.cntk.session_config import (
     DataUnit,
     TestConfig,
 )
+from torchmn.cntk.tensorboard_progress_writer import TensorBoardProgressWriter
 from torchmn.cntk.trainer import Trainer
 from torchmn.cntk.training_session import (
     Evaluation,
     TrainingSession,
     training_session,
 )
+from torchmn.cntk.training_summary_callback import TrainingSummaryProgressCallback
 from torchmn.readers import (
     FULL_DATA_SWEEP,
     INFINITELY_REPEAT,

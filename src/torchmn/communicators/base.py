@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import socket
 import time
-import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -31,6 +30,7 @@ from torchmn.communicators.collectives import Collectives
 from torchmn.communicators.engine import Engine, Work
 from torchmn.communicators.flight_recorder import FlightRecorder
 from torchmn.communicators.group import Group
+from torchmn.communicators.groups import Groups
 from torchmn.communicators.point_to_point import PointToPoint
 from torchmn.communicators.process_groups import make_process_group, mesh_of_groups
 from torchmn.compression import Codec
@@ -39,8 +39,7 @@ from torchmn.monitor import script_monitor
 from torchmn.profiling import recording
 from torchmn.topology import Topology
 from torchmn.topology.network import own_addresses
-from torchmn.transports.base import TimeLimit, Transport
-from torchmn.transports.shared_memory import SharedMemoryTransport
+from torchmn.transports.base import Transport
 from torchmn.units import MiB
 
 if TYPE_CHECKING:
@@ -129,18 +128,14 @@ class Communicator(Collectives, ABC):
             rank_label=self.rank_label,
             first_timeout_s=first_timeout_s,
         )
+        self._groups = Groups(self.world, topology, device)
         self._jobs = CollectiveJobs(self.world, trust, device)
         self._messages = PointToPoint(self.world, trust, device)
         self._gradients = PointToPoint(self.world, trust, device, is_synchronous=True)
         self._num_answered: Counter[int] = Counter()
-        self._num_splits = 0
         self._default_algorithm = self.allreduce_algorithm(codec)
-        self._subgroups: list[Group] = []
-        self._shared_memory: SharedMemoryTransport | None = None
         self._on_finalize: list[Callable[[], None]] = []
         self._resume_warnings: list[str] = []
-        self._counted: list[tuple[Transport, list[str]]] = []
-        self._num_counted_groups = 0
         self.check_placement()
         self._connect()
         recording.follow(self)
@@ -163,7 +158,7 @@ class Communicator(Collectives, ABC):
         """Raise UnsupportedError if this route cannot serve this placement. Local, same on all."""
 
     def _connect(self) -> None:
-        """Make the groups that the route needs, once."""
+        """Make the groups that the route needs, once, by methods of ``self._groups``."""
 
     @abstractmethod
     def _sum_(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:
@@ -199,22 +194,7 @@ class Communicator(Collectives, ABC):
 
         *Collective*: all ranks request the same sizes in the same order.
         """
-        shared = self._shared_memory
-        if shared is None or device.type != "cpu":
-            return torch.zeros(numel, dtype=dtype, device=device)
-        limit = TimeLimit(self.world.limit_s)
-        try:
-            return self.engine.call(lambda: shared.allocate(numel, dtype, limit))
-        except UnsupportedError as error:
-            self._shared_memory = None
-            if shared.rank == 0:
-                warnings.warn(
-                    f"{self.rank_label}: {error} Gradients are copied into shared memory in chunks "
-                    "instead, which is slower.",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-            return torch.zeros(numel, dtype=dtype, device=device)
+        return self._groups.new_buffer(numel, dtype, device)
 
     # ---- sums of gradients ----
 
@@ -311,12 +291,9 @@ class Communicator(Collectives, ABC):
     @property
     def settings(self) -> dict[str, str]:
         """Route and transports, for the record of the run. Local."""
-        names = dict.fromkeys(
-            group.transport.name for group in (self.world, *self._subgroups) if group.size > 1
-        )
         return {
             "route": self.name,
-            "transport": ", ".join(names),
+            "transport": ", ".join(self._groups.transport_names),
             "topology": str(self.topology),
             "allreduce_grad_dtype": "" if self.codec is None else self.codec.name,
             "reason": self.reason,
@@ -328,18 +305,12 @@ class Communicator(Collectives, ABC):
         What passes through shared memory counts for this host, and what a library sends by an
         algorithm of its own as if it were a ring.
         """
-        sent: dict[str, int] = {}
-        received: dict[str, int] = {}
-        for transport, hosts in self._counted_transports():
-            for total, own in ((sent, transport.sent), (received, transport.received)):
-                for peer, nbytes in own.copy().items():
-                    total[hosts[peer]] = total.get(hosts[peer], 0) + nbytes
-        return sent, received
+        return self._groups.traffic()
 
     @property
     def num_sent_nbytes(self) -> int:
         """Bytes sent so far, as `traffic` counts them. Local."""
-        return sum(sum(each.sent.copy().values()) for each, _ in self._counted_transports())
+        return self._groups.num_sent_nbytes
 
     def recent_collectives(self) -> list[dict[str, Any]]:
         """The last collectives that have ended, for a profile: what they moved, and when. Local."""
@@ -366,19 +337,6 @@ class Communicator(Collectives, ABC):
             if entry.ended_s is not None
         ]
 
-    def _counted_transports(self) -> list[tuple[Transport, list[str]]]:
-        """Each transport once, with the host of each of its ranks."""
-        groups = (self.world, *self._subgroups)
-        if self._num_counted_groups != len(groups):
-            found: dict[int, tuple[Transport, list[str]]] = {}
-            for group in groups:
-                ranks = self.flight_recorder.members(group.name)
-                hosts = [self.topology.hosts[rank] for rank in ranks or range(self.size)]
-                for transport in group.transport.transports():
-                    found.setdefault(id(transport), (transport, hosts))
-            self._counted, self._num_counted_groups = list(found.values()), len(groups)
-        return self._counted
-
     # ---- transports and groups ----
 
     def new_transport(self, name: str) -> Transport:
@@ -387,70 +345,18 @@ class Communicator(Collectives, ABC):
         The caller gives it time limits, and each message between two ranks has its own tag and
         thread.
         """
-        self._num_splits += 1
-        world = self.world.with_transport(self.world.transport.thread_safe_transport)
-        key = f"{name}{self._num_splits}"
-        group = self.engine.call(lambda: world.split(name, range(self.size), key))
-        self._subgroups.append(group)
-        return group.transport
+        return self._groups.new_transport(name)
 
     def close_transport(self, transport: Transport) -> None:
         """Close a transport of `new_transport` before `finalize` does. Local.
 
         Where closing is collective, as over MPI, `finalize` does it nevertheless.
         """
-        if not transport.is_close_collective:
-            self._subgroups = [g for g in self._subgroups if g.transport is not transport]
-            transport.close()
-
-    def _part_of(self, name: str, ranks: Sequence[int]) -> Group | None:
-        """A group of some ranks; None on the other ranks. For `_connect`."""
-        self._num_splits += 1
-        if self.rank not in ranks:
-            return None
-        group = self.world.split(name, ranks, f"{name}{self._num_splits}-{ranks[0]}")
-        self.flight_recorder.register_group(name, ranks)
-        self._subgroups.append(group)
-        return group
-
-    def _with_shared_memory(self, group: Group) -> Group:
-        """A group of ranks of one node with collectives through shared memory. For `_connect`.
-
-        The same group for GPUs, and with a warning where the ranks cannot share memory.
-        """
-        if group.size == 1 or self.device.type != "cpu":
-            return group
-        try:
-            transport = self.engine.call(
-                lambda: SharedMemoryTransport(group.transport, TimeLimit(group.limit_s))
-            )
-        except UnsupportedError as error:
-            if group.rank == 0:
-                warnings.warn(
-                    f"{self.rank_label}: {error} Continuing with {group.transport.name}, "
-                    "which is slower.",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-            return group
-        shared = group.with_transport(transport)
-        self._subgroups.append(shared)
-        self._shared_memory = transport
-        return shared
+        self._groups.close_transport(transport)
 
     def group_for_small_messages(self) -> Group:
         """All ranks, over what is fastest for some KiB: shared memory on one node. *Collective.*"""
-        shared = self._shared_memory
-        if shared is not None and shared.size == self.size:
-            return self.world.with_transport(shared)
-        if self.inter_size > 1 or self.world.transport.has_fast_small_sums:
-            return self.world
-        return self._with_shared_memory(self.world)
-
-    def _own_part_of(self, name: str, partition: Sequence[Sequence[int]]) -> Group:
-        """The group of this rank in a partition of the ranks. For `_connect`."""
-        parts = [self._part_of(name, ranks) for ranks in partition]
-        return next(part for part in parts if part is not None)
+        return self._groups.for_small_messages()
 
     # ---- models ----
 
@@ -495,7 +401,7 @@ class Communicator(Collectives, ABC):
         members = self.engine.call(self._jobs.subgroup(ranks))
         if self.rank in members:
             return self._split_off("subgroup", members)
-        self._num_splits += 1  # counted on all ranks
+        self._groups.count_split()
         return None
 
     @property
@@ -521,9 +427,7 @@ class Communicator(Collectives, ABC):
 
     def _split_off(self, kind: str, ranks: Sequence[int]) -> Communicator:
         """A communicator of these ranks, which hold this one."""
-        self._num_splits += 1
-        name = f"{kind}{self._num_splits}"
-        group = self.engine.call(lambda: self.world.split(name, ranks, f"{name}-{ranks[0]}"))
+        group = self._groups.split_off(kind, ranks)
         part = type(self)(
             group.transport,
             self.topology.subset(ranks),
@@ -565,9 +469,7 @@ class Communicator(Collectives, ABC):
             self._on_finalize.pop()()
         self.engine.close()
         recording.forget(self)
-        for group in (*reversed(self._subgroups), self.world):
-            group.transport.close()
-        self._subgroups.clear()
+        self._groups.close()
 
     def __copy__(self) -> Communicator:
         return self
@@ -586,15 +488,6 @@ class Communicator(Collectives, ABC):
     def __repr__(self) -> str:
         transport = self.world.transport.name
         return f"<{type(self).__name__} {self.rank_label}, {self.topology}, {transport}>"
-
-
-def all_ranks_valid(group: Group, is_valid: bool) -> bool:
-    """Whether the flag is True on all ranks of a group. *Collective over the group.*"""
-    if group.size == 1:
-        return is_valid
-    flag = torch.tensor([0 if is_valid else 1], dtype=torch.int32, device="cpu")
-    group.all_reduce_(flag, "max")
-    return not int(flag)
 
 
 def between_nodes(topology: Topology) -> str:

@@ -124,6 +124,14 @@ class Group:
         """Return when every rank has arrived."""
         self._run("barrier", None, self.transport.barrier)
 
+    def all_true(self, flag: bool) -> bool:
+        """Whether the flag is True on all ranks."""
+        if self.size == 1:
+            return flag
+        is_false = torch.tensor([0 if flag else 1], dtype=torch.int32, device="cpu")
+        self.all_reduce_(is_false, "max")
+        return not int(is_false)
+
     def _run(
         self,
         name: str,

@@ -7,7 +7,7 @@ from torchmn.communicators.allreduce import (
     ReduceBlock,
     ReduceScatterAllGather,
 )
-from torchmn.communicators.base import Communicator, all_ranks_valid, between_nodes
+from torchmn.communicators.base import Communicator, between_nodes
 from torchmn.communicators.group import Group
 
 
@@ -26,8 +26,8 @@ class HierarchicalCommunicator(Communicator):
 
     def _connect(self) -> None:
         nodes = self.topology.nodes
-        self._node = self._with_shared_memory(self._own_part_of("node", nodes))
-        self._leaders = self._part_of("leaders", [ranks[0] for ranks in nodes])
+        self._node = self._groups.with_shared_memory(self._groups.own_part("node", nodes))
+        self._leaders = self._groups.part("leaders", [ranks[0] for ranks in nodes])
 
     @property
     def inter_node_group(self) -> Group | None:
@@ -52,7 +52,7 @@ class HierarchicalCommunicator(Communicator):
 
     def all_valid(self, is_valid: bool) -> bool:
         """Leaders have decoded the same bytes; the other ranks of the node have decoded nothing."""
-        return all_ranks_valid(self._node, is_valid)
+        return self._node.all_true(is_valid)
 
     def _sum_over_leaders_(
         self, leaders: Group, block: ReduceBlock, algorithm: AllReduceAlgorithm

@@ -30,7 +30,7 @@ class SingleNodeCommunicator(Communicator):
             )
 
     def _connect(self) -> None:
-        self._node = self._with_shared_memory(self.world)
+        self._node = self._groups.with_shared_memory(self.world)
         if not self.overlaps_backward:
             self.bucket_bytes = _UNHIDDEN_BUCKET_BYTES
 

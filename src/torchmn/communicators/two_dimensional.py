@@ -7,7 +7,7 @@ from torchmn.communicators.allreduce import (
     ReduceBlock,
     ReduceScatterAllGather,
 )
-from torchmn.communicators.base import Communicator, all_ranks_valid, between_nodes
+from torchmn.communicators.base import Communicator, between_nodes
 from torchmn.communicators.group import Group
 from torchmn.errors import UnsupportedError
 
@@ -36,8 +36,8 @@ class TwoDimensionalCommunicator(Communicator):
 
     def _connect(self) -> None:
         nodes = self.topology.nodes
-        self._node = self._with_shared_memory(self._own_part_of("node", nodes))
-        self._column = self._own_part_of("column", list(zip(*nodes, strict=True)))
+        self._node = self._groups.with_shared_memory(self._groups.own_part("node", nodes))
+        self._column = self._groups.own_part("column", list(zip(*nodes, strict=True)))
 
     @property
     def inter_node_group(self) -> Group | None:
@@ -63,4 +63,4 @@ class TwoDimensionalCommunicator(Communicator):
 
     def all_valid(self, is_valid: bool) -> bool:
         """Ranks of one column have decoded the same bytes; other columns have decoded others."""
-        return all_ranks_valid(self._node, is_valid)
+        return self._node.all_true(is_valid)

@@ -1,19 +1,14 @@
-"""Permutations that depend on the seed alone, the same on every machine and numpy version.
-
-numpy guarantees the streams of RandomState and SeedSequence, but not those of Generator.
-"""
+"""Permutations of data sets and their seeds. See `torchmn.permutations`."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 
 from torchmn.errors import UsageError
+from torchmn.permutations import Order as Order
+from torchmn.permutations import keyed_permutation
 
 SEED_RULE = "A seed must be an integer from 0 to 2**32 - 1, or None."
-
-Order = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def permutation(length: int, seed: int) -> Order:
@@ -28,8 +23,7 @@ def permutation(length: int, seed: int) -> Order:
 
 def epoch_permutation(length: int, seed: int, epoch: int) -> Order:
     """One permutation of ``length`` indices for (seed, epoch), both 0 or more."""
-    bits = np.random.MT19937(np.random.SeedSequence((seed, epoch)))
-    return np.random.RandomState(bits).permutation(length).astype(np.int64)
+    return keyed_permutation(length, seed, epoch)
 
 
 def is_seed(value: object) -> bool:

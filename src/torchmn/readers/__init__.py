@@ -7,12 +7,8 @@ from torchmn.readers.in_memory import MinibatchSourceFromData, from_csv, from_pa
 from torchmn.readers.iterable import MinibatchDataset, MinibatchIterator
 from torchmn.readers.mean_image import read_mean_image, write_mean_image
 from torchmn.readers.minibatch import MinibatchData
-from torchmn.readers.minibatch_source import (
-    FULL_DATA_SWEEP,
-    INFINITELY_REPEAT,
-    MinibatchSource,
-    as_minibatch_source,
-)
+from torchmn.readers.minibatch_plan import FULL_DATA_SWEEP, INFINITELY_REPEAT
+from torchmn.readers.minibatch_source import MinibatchSource, as_minibatch_source
 from torchmn.readers.other_formats import (
     CBFDeserializer,
     HTKFeatureDeserializer,

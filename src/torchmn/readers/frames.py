@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import overload
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from torchmn.errors import DataError
 from torchmn.readers.assembly import select
+from torchmn.readers.chunk_infos import InfosOnDemand
 from torchmn.readers.deserializer import (
     Chunk,
     ChunkInfo,
@@ -55,27 +55,19 @@ class FrameDeserializer:
         return repr(self._deserializer)
 
 
-class _FrameInfos(Sequence[ChunkInfo]):
+class _FrameInfos(InfosOnDemand):
     """Made when they are asked for, as an index may be too."""
 
     def __init__(self, infos: Sequence[ChunkInfo]) -> None:
         self._infos = infos
 
-    @overload
-    def __getitem__(self, chunk_id: int) -> ChunkInfo: ...
-    @overload
-    def __getitem__(self, chunk_id: slice) -> Sequence[ChunkInfo]: ...
-    def __getitem__(self, chunk_id: int | slice) -> ChunkInfo | Sequence[ChunkInfo]:
-        if isinstance(chunk_id, slice):
-            return [self[number] for number in range(*chunk_id.indices(len(self)))]
+    def info(self, chunk_id: int) -> ChunkInfo:
+        """See `InfosOnDemand`."""
         num_samples = self._infos[chunk_id].num_samples
         return ChunkInfo(num_sequences=num_samples, num_samples=num_samples)
 
     def __len__(self) -> int:
         return len(self._infos)
-
-    def __iter__(self) -> Iterator[ChunkInfo]:
-        return (self[number] for number in range(len(self)))
 
 
 class _FrameChunk:

@@ -13,7 +13,8 @@ import numpy as np
 
 from torchmn.errors import DataError, UnknownNameError, UsageError
 from torchmn.readers.arrays import ArrayChunk, ArrayDeserializer
-from torchmn.readers.minibatch_source import INFINITELY_REPEAT, MinibatchSource
+from torchmn.readers.minibatch_plan import INFINITELY_REPEAT
+from torchmn.readers.minibatch_source import MinibatchSource
 
 Columns: TypeAlias = "str | Sequence[str]"
 """One column, whose samples have the shape ``()``, or several, ``(num_columns,)``."""

@@ -10,6 +10,7 @@ import torch
 
 from torchmn.errors import DataError, UsageError
 from torchmn.readers.assembly import gather, select
+from torchmn.readers.chunk_infos import sequence_lengths
 from torchmn.readers.deserializer import (
     Chunk,
     ChunkInfo,
@@ -50,7 +51,7 @@ class JoinedDeserializer:
         has_keys = all(own is not None for own in keys)
         self._starts = np.cumsum([0, *(info.num_sequences for info in infos[0])])
         self._others = []
-        lengths = [_lengths(own) for own in infos]
+        lengths = [sequence_lengths(own) for own in infos]
         for number, other in enumerate(others, 1):
             order = np.arange(counts[0])
             if has_keys:
@@ -216,17 +217,6 @@ def _keys(infos: list[ChunkInfo]) -> list[Hashable] | None:
             return None
         keys.extend(info.keys)
     return keys
-
-
-def _lengths(infos: list[ChunkInfo]) -> Indices | None:
-    if all(info.lengths is None for info in infos):
-        return None
-    return np.concatenate(
-        [
-            np.ones(info.num_sequences, np.int64) if info.lengths is None else info.lengths
-            for info in infos
-        ]
-    )
 
 
 def _match(

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -18,82 +13,15 @@ from torchmn.readers.deserializer import Deserializer
 from torchmn.readers.frames import FrameDeserializer
 from torchmn.readers.joining import JoinedDeserializer
 from torchmn.readers.minibatch import MinibatchData
-from torchmn.readers.randomization import Position, SequenceOrder
-from torchmn.readers.read_ahead import Chunks, Deferred, Threads
+from torchmn.readers.minibatch_plan import INFINITELY_REPEAT, MinibatchPlan, Request
+from torchmn.readers.minibatches_ahead import MinibatchesAhead
 from torchmn.readers.streams import InputMap, Record, StreamInformation, wanted_streams
-from torchmn.readers.truncation import TruncatedOrder
 from torchmn.readers.user import (
     UserChunks,
     UserDeserializer,
     UserMinibatchSource,
     UserSourceMinibatches,
 )
-
-INFINITELY_REPEAT = 2**64 - 1
-"""``max_samples`` or ``max_sweeps`` of a source without end."""
-FULL_DATA_SWEEP = 2**64 - 2
-"""``max_samples`` of a source that ends after one sweep."""
-DEFAULT_WINDOW_IN_CHUNKS = 128
-
-
-class _Position(Protocol):
-    @property
-    def sweep(self) -> int: ...
-
-    def state(self) -> Mapping[str, Any]: ...
-
-
-class _Minibatch(Protocol):
-    @property
-    def num_samples(self) -> int: ...
-    @property
-    def sweep_end(self) -> bool: ...
-    @property
-    def next_position(self) -> _Position: ...
-    @property
-    def chunk_ids(self) -> set[int]: ...
-
-    def reader(
-        self, num_partitions: int, index: int
-    ) -> Callable[..., dict[str, MinibatchData]]: ...
-
-
-class _Order(Protocol):
-    def start(self, sweep: int = 0) -> Any: ...
-
-    def reading_at(self, position: Any) -> Position: ...
-
-    def restored(self, state: Mapping[str, Any]) -> Any: ...
-
-    def take(
-        self, start: Any, num_samples: int, end_sweep: int | None, crosses_sweeps: bool = True
-    ) -> _Minibatch | None: ...
-
-
-@dataclass(frozen=True)
-class _Progress:
-    """Where a source is: its next sequence, and the samples of all partitions so far."""
-
-    position: _Position
-    num_samples: int = 0
-
-
-@dataclass(frozen=True)
-class _Request:
-    minibatch_size: int
-    num_partitions: int
-    partition: int
-    crosses_sweeps: bool = True
-
-
-@dataclass(frozen=True, eq=False)
-class _Planned:
-    """A minibatch that is being read."""
-
-    request: _Request
-    after: _Progress
-    minibatch: _Minibatch
-    streams: Future[dict[str, MinibatchData]] | Deferred[dict[str, MinibatchData]]
 
 
 class MinibatchSource:
@@ -176,44 +104,32 @@ class MinibatchSource:
         self._deserializer = _joined(deserializers)
         if frame_mode:
             self._deserializer = FrameDeserializer(self._deserializer)
-        if max_samples == FULL_DATA_SWEEP:
-            max_samples, max_sweeps = INFINITELY_REPEAT, 1
-        self._max_samples = max_samples
-        self._max_sweeps = max_sweeps
-        self._seed = randomization_seed
         self._streams = _streams_of(self._deserializer)
-        num_chunks = self._deserializer.num_chunks()
-        if num_chunks < 1:
+        if self._deserializer.num_chunks() < 1:
             raise DataError(
                 f"{self._deserializer!r} has no chunk. A source needs at least one sample: is the "
                 "right file given?"
             )
-        window = randomization_window_in_chunks
-        if not window and not randomization_window_in_samples:
-            window = DEFAULT_WINDOW_IN_CHUNKS
-        self._infos = self._deserializer.chunk_infos()
-        self._window = SequenceOrder(
-            self._infos,
-            randomization_seed if randomize else None,
-            window or 0,
-            randomization_window_in_samples,
+        self._plan = MinibatchPlan(
+            self._deserializer.chunk_infos(),
+            max_samples=max_samples,
+            max_sweeps=max_sweeps,
+            window_in_chunks=randomization_window_in_chunks or 0,
+            window_in_samples=randomization_window_in_samples,
+            seed=randomization_seed if randomize else None,
+            frame_mode=frame_mode,
+            truncation_length=truncation_length,
         )
-        self._order: _Order = self._window
-        if truncation_length:
-            self._order = TruncatedOrder(self._window, truncation_length)
-        self._settings = {
-            "seed": randomization_seed if randomize else -1,
-            "num_chunks": num_chunks,
-            "window_in_chunks": window or 0,
-            "window_in_samples": randomization_window_in_samples,
-            "frame_mode": int(frame_mode),
-            "truncation_length": truncation_length,
-        }
-        self._num_threads = self._threads_wanted(multithreaded_deserializer)
-        self._progress = _Progress(self._order.start())
+        self._ahead = MinibatchesAhead(
+            self._plan,
+            self._deserializer,
+            self.stream_infos(),
+            randomization_seed,
+            _num_threads(self._deserializer, multithreaded_deserializer),
+        )
+        self._progress = self._plan.start()
         self.global_num_samples = 0
         """Samples of the last minibatch, over all partitions."""
-        self._begin_process()
 
     # ---- streams
 
@@ -234,7 +150,7 @@ class MinibatchSource:
     @property
     def is_infinite(self) -> bool:
         """Whether neither ``max_samples`` nor ``max_sweeps`` ends it."""
-        return self._max_samples == INFINITELY_REPEAT and self._max_sweeps == INFINITELY_REPEAT
+        return self._plan.is_infinite
 
     # ---- minibatches
 
@@ -264,88 +180,31 @@ class MinibatchSource:
             DataError: a file cannot be read. The next call returns the same minibatch, as it does
                 after any error, such as too little memory on the device.
         """
-        request = _request(minibatch_size_in_samples, num_data_partitions, partition_index)
+        request = Request.checked(minibatch_size_in_samples, num_data_partitions, partition_index)
         wanted = wanted_streams(input_map, self._streams)
         return self._next(request, wanted, device)
 
     def _next(
         self,
-        request: _Request,
+        request: Request,
         wanted: Mapping[Any, StreamInformation],
         device: torch.device | str | None = None,
     ) -> dict[Any, MinibatchData]:
-        self._notice_fork()
-        if self._ahead and self._ahead[0].request != request:
-            self._forget_ahead()
-        self._plan_ahead(request, at_least=max(self._num_ahead, 1))
-        if not self._ahead:
+        first = self._ahead.first(self._progress, request)
+        if first is None:
             self.global_num_samples = 0
             return {}
-        planned = self._ahead[0]
         try:
-            streams = planned.streams.result()
+            streams = first.streams.result()
             found = {key: streams[stream.name].to(device) for key, stream in wanted.items()}
         except BaseException:
-            self._forget_ahead()
+            self._ahead.forget()
             raise
-        with suppress(Exception):  # of a later minibatch, which raises it when it is asked for
-            self._plan_ahead(request, at_least=self._num_ahead and self._num_ahead + 1)
-        self.global_num_samples = planned.minibatch.num_samples
-        self._progress = planned.after
-        self._ahead.popleft()  # last: an interrupt before it loses no minibatch
+        self._ahead.begin_another(self._progress, request)
+        self.global_num_samples = first.minibatch.num_samples
+        self._progress = first.after
+        self._ahead.drop_first()  # last: an interrupt before it loses no minibatch
         return found
-
-    def _plan_ahead(self, request: _Request, at_least: int) -> None:
-        """Begin to read minibatches until there are ``at_least`` some that were begun."""
-        while len(self._ahead) < at_least:
-            before = self._ahead[-1].after if self._ahead else self._progress
-            minibatch = self._take(before, request)
-            if minibatch is None:
-                return
-            after = _after(before, minibatch)
-            reader = minibatch.reader(request.num_partitions, request.partition)
-            self._ahead.append(_Planned(request, after, minibatch, self._start_reading(reader)))
-            self._move_window(self._order.reading_at(before.position))
-
-    def _take(self, progress: _Progress, request: _Request) -> _Minibatch | None:
-        left = self._max_samples - progress.num_samples
-        if left <= 0 or progress.position.sweep >= self._max_sweeps:
-            return None
-        end_sweep = None if self._max_sweeps == INFINITELY_REPEAT else self._max_sweeps
-        size = min(request.minibatch_size, left)
-        return self._order.take(progress.position, size, end_sweep, request.crosses_sweeps)
-
-    def _start_reading(
-        self, reader: Callable[..., dict[str, MinibatchData]]
-    ) -> Future[dict[str, MinibatchData]] | Deferred[dict[str, MinibatchData]]:
-        read = partial(reader, self.stream_infos(), self._chunks, self._seed)
-        return self._threads.run(read) if self._num_ahead else Deferred(read)
-
-    def _move_window(self, position: Position) -> None:
-        """Drop the chunks of blocks that are done, and read those of the next block in time."""
-        if self._window.keeps_all:
-            return
-        current = self._window.chunk_ids(position)
-        used = {chunk for planned in self._ahead for chunk in planned.minibatch.chunk_ids}
-        used.update(current)
-        following = self._window.next_block(position)
-        ahead: tuple[int, ...] = ()
-        if following.sweep != self._max_sweeps and len(used) == len(current):
-            ahead = self._window.chunk_ids(following)
-            block = self._window.block(position)
-            ahead = ahead[: -(-len(ahead) * position.sequence // max(len(block), 1))]
-        self._chunks.keep_only(used | set(ahead))
-        if self._num_ahead:
-            for chunk_id in sorted(set(ahead) - self._chunks_ahead):
-                self._loader.run(partial(self._chunks.read_ahead, chunk_id))
-            self._chunks_ahead.clear()
-            self._chunks_ahead.update(ahead)
-
-    def _forget_ahead(self) -> None:
-        self._notice_fork()
-        for planned in self._ahead:
-            planned.streams.cancel()
-        self._ahead.clear()
 
     def minibatches_of_sweep(
         self,
@@ -361,7 +220,7 @@ class MinibatchSource:
         None goes over the end. With ``stride`` n only every n-th is read, beginning with number
         ``first``; the others are passed over.
         """
-        request = _request(minibatch_size, num_data_partitions, partition_index)
+        request = Request.checked(minibatch_size, num_data_partitions, partition_index)
         request = replace(request, crosses_sweeps=False)
         sweep, number = self.sweep, 0
         while self.sweep == sweep:
@@ -374,11 +233,11 @@ class MinibatchSource:
                 return
             number += 1
 
-    def _pass_over(self, request: _Request) -> bool:
-        self._forget_ahead()
-        minibatch = self._take(self._progress, request)
+    def _pass_over(self, request: Request) -> bool:
+        self._ahead.forget()
+        minibatch = self._plan.take(self._progress, request)
         if minibatch is not None:
-            self._progress = _after(self._progress, minibatch)
+            self._progress = self._progress.after(minibatch)
         return minibatch is not None
 
     # ---- sweeps
@@ -391,22 +250,17 @@ class MinibatchSource:
     @property
     def sweep_detail(self) -> float:
         """Sweeps done, with the part of the current one, as its blocks of chunks are done."""
-        return self._window.fraction(self._order.reading_at(self._progress.position))
+        return self._plan.fraction(self._progress)
 
     @property
     def num_samples_of_sweep(self) -> int | None:
         """Samples in a sweep; None where that is not known without reading the data."""
-        infos = self._infos
-        known = isinstance(infos, (list, tuple))
-        return sum(info.num_samples for info in infos) if known else None
+        return self._plan.num_samples_of_sweep
 
     def go_to_sweep(self, sweep: int) -> None:
         """Continue with the first sample of a sweep, which counts from 0."""
-        self._forget_ahead()
-        num_samples = 0
-        if self._max_samples != INFINITELY_REPEAT:
-            num_samples = sweep * sum(info.num_samples for info in self._infos)
-        self._progress = _Progress(self._order.start(sweep), num_samples)
+        self._ahead.forget()
+        self._progress = self._plan.start(sweep)
 
     # ---- state
 
@@ -420,7 +274,7 @@ class MinibatchSource:
 
         The same on all ranks, and valid for any number of partitions and any minibatch size.
         """
-        return self._state(self._progress)
+        return self._plan.state(self._progress)
 
     def state_dict(self) -> dict[str, Any]:
         """`get_checkpoint_state`, by the name that a checkpointer calls."""
@@ -436,91 +290,35 @@ class MinibatchSource:
         For what reads ahead of the training in other processes. Nothing is read.
         """
         progress = self._progress
-        request = replace(_request(minibatch_size, None, None), crosses_sweeps=False)
+        request = replace(Request.checked(minibatch_size, None, None), crosses_sweeps=False)
         for _ in range(num_minibatches):
-            minibatch = self._take(progress, request)
+            minibatch = self._plan.take(progress, request)
             if minibatch is None:
                 break
-            progress = _after(progress, minibatch)
-        return self._state(progress)
-
-    def _state(self, progress: _Progress) -> dict[str, Any]:
-        return {
-            **progress.position.state(),
-            "num_samples": progress.num_samples,
-            **self._settings,
-        }
+            progress = progress.after(minibatch)
+        return self._plan.state(progress)
 
     def restore_from_checkpoint(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state.
 
         Raises UsageError: it is not a state of a source with this data, seed and window.
         """
-        missing = [name for name in self.get_checkpoint_state() if name not in state]
-        if missing:
-            raise UsageError(
-                f"The state of a MinibatchSource lacks {', '.join(missing)}. It has "
-                f"{', '.join(map(str, state)) or 'nothing'}."
-            )
-        for name, value in self._settings.items():
-            if int(state[name]) != value:
-                raise UsageError(
-                    f"The state was saved with {name}={state[name]} and the source has {value}, "
-                    "so its order of samples is another. Make the source as it was when the state "
-                    "was saved."
-                )
-        position = self._order.restored(state)
-        self._forget_ahead()
-        self._progress = _Progress(position, int(state["num_samples"]))
+        progress = self._plan.restored(state)
+        self._ahead.forget()
+        self._progress = progress
 
     # ---- threads
 
     def stop_reading_ahead(self) -> None:
         """Read each minibatch when it is asked for, where something else reads ahead."""
-        self.close()
-        self._num_threads = self._num_ahead = 0
+        self._ahead.stop()
 
     def close(self) -> None:
         """End the threads that read ahead, and drop what they have read. A later call resumes."""
-        self._forget_ahead()
-        self._threads.close()
-        self._loader.close()
-        self._chunks.keep_only(())
-
-    def _threads_wanted(self, multithreaded: bool | None) -> int:
-        if getattr(self._deserializer, "is_in_memory", False):
-            return 0
-        if multithreaded is None:
-            multithreaded = bool(getattr(self._deserializer, "is_parallel", False))
-        # Launchers set torch's number of threads to this rank's share of the cores.
-        return max(torch.get_num_threads(), 2) if multithreaded else 1
-
-    def _notice_fork(self) -> None:
-        """Leave what belongs to the threads of the process that this one was forked from."""
-        if os.getpid() != self._process:
-            self._begin_process()
-
-    def _begin_process(self) -> None:
-        """What a process has for itself: threads do not survive a fork."""
-        self._process = os.getpid()
-        self._ahead: deque[_Planned] = deque()
-        self._chunks_ahead: set[int] = set()
-        self._num_ahead = self._num_threads and self._num_threads + 1
-        self._chunks = Chunks(self._deserializer.get_chunk, repr(self._deserializer))
-        self._threads = Threads(self._num_threads, "torchmn-decode")
-        self._loader = Threads(1, "torchmn-read")
+        self._ahead.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = {"_ahead", "_chunks_ahead", "_chunks", "_threads", "_loader", "_process"}
-        return {name: value for name, value in vars(self).items() if name not in left_out}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._begin_process()
-
-
-def _after(before: _Progress, minibatch: _Minibatch) -> _Progress:
-    return _Progress(minibatch.next_position, before.num_samples + minibatch.num_samples)
+        return {**vars(self), "_ahead": self._ahead.unread_copy()}
 
 
 def as_minibatch_source(
@@ -551,19 +349,13 @@ def _joined(
     return known[0] if len(known) == 1 else JoinedDeserializer(known)
 
 
-def _request(size: int, num_partitions: int | None, partition: int | None) -> _Request:
-    num_partitions = 1 if num_partitions is None else num_partitions
-    partition = 0 if partition is None else partition
-    if size < 1:
-        raise UsageError(
-            f"minibatch_size_in_samples={size} must be at least 1: the samples of all partitions."
-        )
-    if not 0 <= partition < num_partitions:
-        raise UsageError(
-            f"partition_index={partition} must be from 0 to num_data_partitions - 1 = "
-            f"{num_partitions - 1}. Give num_data_partitions=comm.size, partition_index=comm.rank."
-        )
-    return _Request(int(size), int(num_partitions), int(partition))
+def _num_threads(deserializer: Deserializer, multithreaded: bool | None) -> int:
+    if getattr(deserializer, "is_in_memory", False):
+        return 0
+    if multithreaded is None:
+        multithreaded = bool(getattr(deserializer, "is_parallel", False))
+    # Launchers set torch's number of threads to this rank's share of the cores.
+    return max(torch.get_num_threads(), 2) if multithreaded else 1
 
 
 def _streams_of(deserializer: Deserializer) -> Record[StreamInformation]:

@@ -19,7 +19,9 @@ from typing import Any
 import numpy as np
 
 from torchmn.errors import DataError, UsageError
+from torchmn.permutations import keyed_permutation
 from torchmn.readers.assembly import empty, gather, join
+from torchmn.readers.chunk_infos import sequence_lengths
 from torchmn.readers.deserializer import Chunk, ChunkInfo, Indices
 from torchmn.readers.minibatch import MinibatchData
 from torchmn.readers.streams import StreamInformation
@@ -318,7 +320,7 @@ class SequenceOrder:
         num_chunks = len(self._infos)
         if self._seed is None:
             return [(chunk,) for chunk in range(num_chunks)]
-        order = [int(c) for c in permutation(num_chunks, self._seed, sweep)]
+        order = [int(c) for c in keyed_permutation(num_chunks, self._seed, sweep)]
         if self._is_small:
             return [tuple(order)]
         if self._window_in_chunks:
@@ -353,22 +355,9 @@ class SequenceOrder:
         counts = [info.num_sequences for info in infos]
         chunks = np.repeat(np.array(chunk_ids, np.int64), counts)
         indices = np.concatenate([np.arange(count, dtype=np.int64) for count in counts])
-        lengths = None
-        if any(info.lengths is not None for info in infos):
-            lengths = np.concatenate(
-                [
-                    np.ones(info.num_sequences, np.int64) if info.lengths is None else info.lengths
-                    for info in infos
-                ]
-            )
+        lengths = sequence_lengths(infos)
         if self._seed is not None:
-            order = permutation(len(chunks), self._seed, sweep, number + 1)
+            order = keyed_permutation(len(chunks), self._seed, sweep, number + 1)
             chunks, indices = chunks[order], indices[order]
             lengths = None if lengths is None else lengths[order]
         return Block(sweep, number, chunk_ids, chunks, indices, lengths)
-
-
-def permutation(length: int, *key: int) -> Indices:
-    """The permutation of ``length`` indices for some integers, the same with every NumPy."""
-    bits = np.random.MT19937(np.random.SeedSequence(key))
-    return np.random.RandomState(bits).permutation(length).astype(np.int64)

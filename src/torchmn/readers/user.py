@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, overload
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from torchmn.errors import DataError, UnsupportedError
 from torchmn.readers.arrays import ArrayChunk
+from torchmn.readers.chunk_infos import InfosOnDemand
 from torchmn.readers.deserializer import Chunk, ChunkInfo
 from torchmn.readers.minibatch import MinibatchData
 from torchmn.readers.process_lock import ProcessLock
@@ -207,25 +208,17 @@ class UserChunks:
         return type(user).__name__ if type(user).__repr__ is object.__repr__ else repr(user)
 
 
-class _UserInfos(Sequence[ChunkInfo]):
+class _UserInfos(InfosOnDemand):
     """Read when they are asked for."""
 
     def __init__(self, chunks: UserChunks) -> None:
         self._chunks = chunks
 
-    @overload
-    def __getitem__(self, chunk_id: int) -> ChunkInfo: ...
-    @overload
-    def __getitem__(self, chunk_id: slice) -> Sequence[ChunkInfo]: ...
-    def __getitem__(self, chunk_id: int | slice) -> ChunkInfo | Sequence[ChunkInfo]:
-        if isinstance(chunk_id, slice):
-            return [self[number] for number in range(*chunk_id.indices(len(self)))]
+    def info(self, chunk_id: int) -> ChunkInfo:
+        """See `InfosOnDemand`."""
         if not 0 <= chunk_id < len(self):
             raise IndexError(chunk_id)
         return self._chunks.info(chunk_id)
 
     def __len__(self) -> int:
         return self._chunks.num_chunks()
-
-    def __iter__(self) -> Iterator[ChunkInfo]:
-        return (self[number] for number in range(len(self)))

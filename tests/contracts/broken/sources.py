@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from torchmn.readers import minibatch_source, randomization, read_ahead
+from torchmn.readers import randomization, read_ahead
+from torchmn.readers.minibatch_plan import Progress
 from torchmn.readers.minibatch_source import MinibatchSource
+from torchmn.readers.minibatches_ahead import MinibatchesAhead
 from torchmn.readers.randomization import GlobalMinibatch, SequenceOrder
 
 _partition, _take, _next = GlobalMinibatch.partition, SequenceOrder.take, MinibatchSource._next
@@ -34,10 +36,10 @@ class SameOrderEachSweep:
 
     @staticmethod
     def apply(patch):
-        permutation = randomization.permutation
+        permutation = randomization.keyed_permutation
         patch.setattr(
             randomization,
-            "permutation",
+            "keyed_permutation",
             lambda length, seed, sweep, *key: permutation(length, seed, 0, *key),
         )
 
@@ -49,9 +51,9 @@ class CountsItsOwnPartition:
     def apply(patch):
         def after(before, minibatch):
             own = -(-minibatch.num_samples // 2)
-            return minibatch_source._Progress(minibatch.next_position, before.num_samples + own)
+            return Progress(minibatch.next_position, before.num_samples + own)
 
-        patch.setattr(minibatch_source, "_after", after)
+        patch.setattr(Progress, "after", after)
 
 
 class DropsShortMinibatches:
@@ -86,7 +88,8 @@ class SavesWhatIsReadAhead:
     @staticmethod
     def apply(patch):
         def state(self):
-            return self._state(self._ahead[-1].after if self._ahead else self._progress)
+            begun = self._ahead._begun
+            return self._plan.state(begun[-1].after if begun else self._progress)
 
         patch.setattr(MinibatchSource, "get_checkpoint_state", state)
 
@@ -100,7 +103,7 @@ class KeepsItsReadAhead:
 
         def restored(self, state):
             with patch.context() as inner:
-                inner.setattr(MinibatchSource, "_forget_ahead", lambda self: None)
+                inner.setattr(MinibatchesAhead, "forget", lambda self: None)
                 restore(self, state)
 
         patch.setattr(MinibatchSource, "restore_from_checkpoint", restored)

@@ -17,7 +17,7 @@ from torchmn.testing import run_ranks
 
 
 def num_groups(comm: Communicator) -> int:
-    return len(comm._subgroups)
+    return len(comm._groups)
 
 
 def collect(comm: Communicator) -> None:

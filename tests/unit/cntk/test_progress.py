@@ -13,14 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from torchmn.cntk import progress
-from torchmn.cntk.progress import (
-    ProgressPrinter,
-    ProgressWriter,
-    TensorBoardProgressWriter,
-    TrainingSummaryProgressCallback,
-    log_number_of_parameters,
-)
+from torchmn.cntk import progress_printer, progress_writer
+from torchmn.cntk.progress_printer import ProgressPrinter, log_number_of_parameters
+from torchmn.cntk.progress_writer import ProgressWriter
+from torchmn.cntk.tensorboard_progress_writer import TensorBoardProgressWriter
+from torchmn.cntk.training_summary_callback import TrainingSummaryProgressCallback
 from torchmn.errors import UnsupportedError, UsageError
 
 
@@ -37,7 +34,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(progress, "time", clock)
+    monkeypatch.setattr(progress_writer, "time", clock)
+    monkeypatch.setattr(progress_printer, "time", clock)
     return clock
 
 

@@ -7,12 +7,14 @@ import pytest
 
 from torchmn.data.permutations import draw_seed, epoch_permutation, is_seed, permutation
 from torchmn.errors import UsageError
+from torchmn.permutations import keyed_permutation
 
 
 def test_permutations_never_change() -> None:
     assert permutation(8, 0).tolist() == [6, 2, 1, 7, 3, 0, 5, 4]
     assert epoch_permutation(8, 0, 0).tolist() == [6, 3, 5, 0, 7, 2, 1, 4]
     assert epoch_permutation(8, 0, 1).tolist() == [3, 1, 0, 4, 5, 6, 7, 2]
+    assert keyed_permutation(8, 0, 1, 2).tolist() == [5, 1, 4, 6, 7, 2, 3, 0]
 
 
 @pytest.mark.parametrize("seed", [0, 2**32 - 1, np.int64(5)])

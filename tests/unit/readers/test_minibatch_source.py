@@ -275,9 +275,10 @@ def test_reading_ahead_is_bounded() -> None:
     numbers = Numbers(40)
     source = MinibatchSource(numbers, randomize=False, randomization_window_in_chunks=4)
     source.next_minibatch(3, NUMBER)
-    source._threads.run(lambda: None).result()  # all that was asked for has been done
-    source._loader.run(lambda: None).result()
-    assert len(source._ahead) == 2
+    ahead = source._ahead
+    ahead._threads.run(lambda: None).result()  # all that was asked for has been done
+    ahead._loader.run(lambda: None).result()
+    assert len(ahead._begun) == 2
     assert 1 <= len(numbers.num_reads) <= 4
     source.close()
 
@@ -296,7 +297,7 @@ def test_a_training_thread_that_is_interrupted_loses_nothing() -> None:
 
     slow.may_read.set()
     assert ids(source.next_minibatch(4, NUMBER)) == ids(wanted.next_minibatch(4, NUMBER))
-    object.__setattr__(source._ahead[0], "streams", Interrupted())
+    object.__setattr__(source._ahead._begun[0], "streams", Interrupted())
     with pytest.raises(KeyboardInterrupt):
         source.next_minibatch(4, NUMBER)
     assert ids(source.next_minibatch(4, NUMBER)) == ids(wanted.next_minibatch(4, NUMBER))
