@@ -48,7 +48,7 @@ def _torchft(
     manager = torchft_manager()
     from torchft.local_sgd import DiLoCo
 
-    fragments = _halves(model) if options["fragments"] == 2 else [model]
+    fragments = halves(model) if options["fragments"] == 2 else [model]
     outer = [_nesterov(options["outer"], list(part.parameters())) for part in fragments]
     schedule = DiLoCo(
         manager,
@@ -64,7 +64,7 @@ def _torchft(
     return Training(model, inner)
 
 
-def _halves(model: nn.Module) -> list[nn.Module]:
+def halves(model: nn.Module) -> list[nn.Module]:
     """Two fragments of about as many parameters, in order."""
     parameters = list(model.parameters())
     numels = list(itertools.accumulate(p.numel() for p in parameters))
