@@ -108,9 +108,11 @@ def describe(run: Run) -> str:
     if "failed" in run:
         return f"{run['name']}, seed {run['seed']}: {run['failed']}"
     steps, seconds, loss = run["curve"][-1]
-    outcome = "reached" if run["steps"] else "NOT reached"
+    outcome = f"reached {run['goal']}" if run["steps"] else f"did not reach {run['goal']}"
+    if not run["goal"]:
+        outcome = "trained"
     return (
-        f"{run['name']}, seed {run['seed']}: {outcome} {run['goal']} (loss {loss:.4f}) at step "
+        f"{run['name']}, seed {run['seed']}: {outcome} (loss {loss:.4f}) at step "
         f"{steps} in {seconds:.1f} s; a step: {1e3 * seconds / steps:.0f} ms, processor "
         f"{1e3 * run['processor_seconds'] / steps:.0f} ms, "
         f"{run['megabytes'] / steps:.2f} MB; others {run['foreign_share']:.0%}"
