@@ -9,11 +9,11 @@ Two test hosts (needs root, and TORCHMN_TEST_DATA for the texts), a core and a t
 processes for every run. Model, start, order of sequences, batch, AdamW, warm-up and validation are
 the same for all sides (`time_to_loss/worker.py`); they differ in the exchange, and in the learning
 rate and the blocks that suit it, all chosen in the same way (`time_to_loss/choice.py`). The goal is
-the loss that DDP has after a fixed number of steps with a seed that judges nothing.
+the loss that DDP has after a fixed number of steps with a seed that is not compared.
 
 The clock starts when both ranks are ready for the first step. It stands still during a validation:
-it stops when both ranks have made the step and none of their bytes are under way, and goes on when
-both have validated. torchft's bytes cannot be waited for from outside, so that its streaming is not
+it stops when both ranks have made the step and none of their bytes are under way, and continues
+when both have validated. torchft's bytes cannot be waited for from outside, so that its streaming is not
 charged for what is under way then. Each rank validates the parameters that it has, the larger loss
 counts, and a run ends at the first validation at or below the goal.
 
@@ -53,7 +53,7 @@ def main() -> int:
     if arguments.smoke:
         return _smoke(arguments.sides)
     if not arguments.report:
-        _choose(arguments) if arguments.choose else _judge(arguments)
+        _choose(arguments) if arguments.choose else _compare(arguments)
     choice_runs = load(arguments.choice_record)
     if arguments.choose:
         return report("lm_choice", choice_bars(choice_runs))
@@ -65,7 +65,7 @@ def _parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--seeds", type=int, default=5, help="repetitions, each with its own seed [%(default)s]")
     add("--sides", default="*", help="names or patterns, separated by semicolons [all]")
-    add("--record", type=Path, default=RECORD, help="file of the judging runs")
+    add("--record", type=Path, default=RECORD, help="file of the compared runs")
     add("--choice-record", type=Path, default=CHOICE, help="file of the candidates' runs")
     add("--choose", action="store_true", help="run the candidates that are missing instead")
     add("--report", action="store_true", help="report the recorded runs without measuring")
@@ -81,7 +81,7 @@ def _choose(arguments: argparse.Namespace) -> None:
     """Run what `choice.py` needs and the record lacks."""
     from time_to_loss import choice
     from time_to_loss.runs import load
-    from time_to_loss.settings import CANDIDATES, DDP, JUDGED, TUNED
+    from time_to_loss.settings import CANDIDATES, COMPARED, DDP, TUNED
 
     path = arguments.choice_record
     for side in DDP:
@@ -91,31 +91,31 @@ def _choose(arguments: argparse.Namespace) -> None:
     goal = choice.goal_of(load(path), TUNED)
     if side is None or goal is None:
         return
-    if choice.goal_of(load(path), JUDGED) is None:
-        _set_goal(path, side, JUDGED)
+    if choice.goal_of(load(path), COMPARED) is None:
+        _set_goal(path, side, COMPARED)
     for side in CANDIDATES:
         if choice.seconds_of(load(path), side) is None and _is_wanted(side.name, arguments.sides):
             for seed in TUNED.seeds:
                 _run(path, side, TUNED, seed, goal)
 
 
-def _judge(arguments: argparse.Namespace) -> None:
+def _compare(arguments: argparse.Namespace) -> None:
     """All chosen sides with each seed, in another order each time."""
     from time_to_loss import choice
     from time_to_loss.runs import load
-    from time_to_loss.settings import JUDGED
+    from time_to_loss.settings import COMPARED
 
     choice_runs = load(arguments.choice_record)
-    goal = choice.goal_of(choice_runs, JUDGED)
+    goal = choice.goal_of(choice_runs, COMPARED)
     chosen = choice.chosen(choice_runs).values()
     sides = [side for side in chosen if _is_wanted(side.name, arguments.sides)]
     if goal is None or not sides:
         print("No settings were chosen yet: run bench_lm.py --choose.", file=sys.stderr)
         return
-    for turn, seed in enumerate(JUDGED.seeds[: arguments.seeds]):
+    for turn, seed in enumerate(COMPARED.seeds[: arguments.seeds]):
         start = turn % len(sides)
         for side in sides[start:] + sides[:start]:
-            _run(arguments.record, side, JUDGED, seed, goal)
+            _run(arguments.record, side, COMPARED, seed, goal)
 
 
 def _run(path: Path, side: Side, text: Text, seed: int, goal: float) -> None:

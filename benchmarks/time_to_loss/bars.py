@@ -10,7 +10,7 @@ from record import Bar, median_bar, ratio_bar
 
 from time_to_loss import choice
 from time_to_loss.runs import Run, of_side
-from time_to_loss.settings import CANDIDATES, DDP, JUDGED, LIMITS, OURS, RATE, TUNED
+from time_to_loss.settings import CANDIDATES, COMPARED, DDP, LIMITS, OURS, RATE, TUNED
 
 Seconds = Mapping[str, Mapping[int, float]]
 """By family and seed."""
@@ -26,7 +26,7 @@ def choice_bars(runs: Sequence[Run]) -> list[Bar]:
     for side in CANDIDATES:
         seconds = choice.seconds_of(runs, side)
         bars.append(_one(side.name, "s", seconds, side.name in picked))
-    for text in (TUNED, JUDGED):
+    for text in (TUNED, COMPARED):
         bars.append(_one(f"goal of {text.name}", "loss", choice.goal_of(runs, text), False))
     return bars
 
@@ -40,14 +40,14 @@ def _one(name: str, unit: str, value: float | None, is_chosen: bool) -> Bar:
 
 
 def bars_of(runs: Sequence[Run], choice_runs: Sequence[Run]) -> list[Bar]:
-    """All bars of the judged runs."""
+    """All bars of the comparison."""
     sides = choice.chosen(choice_runs)
-    goal = choice.goal_of(choice_runs, JUDGED)
+    goal = choice.goal_of(choice_runs, COMPARED)
     bars: list[Bar] = []
     seconds: dict[str, dict[int, float]] = {}
     for family in (*LIMITS, *OURS):
         side = sides.get(family)
-        own = of_side(runs, side, JUDGED, RATE, goal) if side and goal else {}
+        own = of_side(runs, side, COMPARED, RATE, goal) if side and goal else {}
         every = [run for same in own.values() for run in same]
         missed = sum(run["seconds"] is None for run in every)
         if not every or missed:
@@ -60,11 +60,11 @@ def bars_of(runs: Sequence[Run], choice_runs: Sequence[Run]) -> list[Bar]:
         name = side.name if side else family
         bars.append(median_bar(name, [*seconds[family].values()], "s"))
         bars.append(median_bar(f"{name}: steps", [run["steps"] for run in every], "steps"))
-    judged = choice.ours(choice_runs, sides.values())
+    limited = choice.ours(choice_runs, sides.values())
     for ours in OURS:
         for theirs, limit in LIMITS.items():
-            bars.append(ratio(ours, theirs, seconds, limit if ours == judged else None))
-    if judged is None:
+            bars.append(ratio(ours, theirs, seconds, limit if ours == limited else None))
+    if limited is None:
         bars.append(Bar("no side of ours was chosen: run --choose", math.nan, "", "chosen", False))
     return bars
 

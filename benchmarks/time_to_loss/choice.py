@@ -1,7 +1,7 @@
 """The settings of each side, chosen by runs on `settings.TUNED`; fixed before the first run:
 
 - DDP has the learning rate with the lowest loss after `NUM_STEPS` steps. That loss is the goal of a
-  text; for the judged text it is DDP's at the chosen rate, with a seed that judges nothing.
+  text; for the compared text it is DDP's at the chosen rate, with a seed that is not compared.
 - Any other family has the candidate that reached the goal in the fewest seconds over the link.
 - Limits are for the family of ours that was faster there.
 """

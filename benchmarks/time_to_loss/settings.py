@@ -1,7 +1,7 @@
 """What is trained, and the candidates from which the settings of each side are chosen.
 
-Nothing is chosen on the text and the seeds that judge. `JUDGED` trains on Shakespeare with seeds
-0, 1, ...; learning rates and lengths of blocks come from `TUNED`, another text with a seed of its
+Nothing is chosen on the text and the seeds of the comparison. `COMPARED` trains on Shakespeare
+with seeds 0, 1, ...; learning rates and lengths of blocks come from `TUNED`, another text with a seed of its
 own (`choice.py`). All families have the same learning rates to choose from, and DiLoCo of both
 libraries the same blocks and the outer optimizer of the paper.
 """
@@ -38,7 +38,7 @@ class Text:
     goal_seed: int
 
 
-JUDGED = Text(name="tinyshakespeare", seeds=(0, 1, 2, 3, 4), goal_seed=100)
+COMPARED = Text(name="tinyshakespeare", seeds=(0, 1, 2, 3, 4), goal_seed=100)
 TUNED = Text(name="wikitext2.valid", seeds=(200,), goal_seed=100)
 
 
@@ -117,6 +117,6 @@ CANDIDATES: tuple[Side, ...] = (
     *(diloco(rate, block, "int8") for rate in RATES for block in BLOCKS),
 )
 OURS = ("torchmn gradients", "torchmn DiLoCo")
-"""The families of which the faster one on `TUNED` is judged by the limits."""
+"""The families of which the faster one on `TUNED` has the limits."""
 LIMITS = {"ddp": ">= 5", "ddp fp16": None, "torchft DiLoCo": ">= 1.2"}
 """How many times faster it is to be."""

@@ -103,7 +103,7 @@ def _diloco(model: nn.Module, inner: torch.optim.Optimizer, options: Mapping[str
     optimizer = torchmn.create_multi_node_optimizer(
         inner, comm, model, schedule=schedule, codec=options["codec"]
     )
-    # A barrier is queued behind whatever is under way; flush() would end the block early.
+    # A barrier is queued after whatever is under way; flush() would end the block early.
     return Training(model, optimizer, comm.barrier)
 
 

@@ -1,4 +1,4 @@
-"""`make bench-lm`: what judges chooses nothing, and missing or disturbed runs hold no limit."""
+"""`make bench-lm`: compared runs choose nothing, and missing or disturbed ones hold no limit."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def choice_runs(load: Load, run_of: MakeRun) -> list[dict[str, Any]]:
         for side, loss in losses
     ]
     curve = [[settings.NUM_STEPS, 9.0, 1.8996]]
-    runs.append(run_of(settings.DDP[1], settings.JUDGED, curve=curve, **goal))
+    runs.append(run_of(settings.DDP[1], settings.COMPARED, curve=curve, **goal))
     runs += [
         run_of(side, settings.TUNED, rate=settings.RATE, goal=2.101, seconds=100.0 - index)
         for index, side in enumerate(settings.CANDIDATES)
@@ -55,12 +55,12 @@ def choice_runs(load: Load, run_of: MakeRun) -> list[dict[str, Any]]:
     return runs
 
 
-def test_texts_and_seeds_that_judge_choose_nothing(load: Load) -> None:
+def test_compared_texts_and_seeds_choose_nothing(load: Load) -> None:
     settings = load("time_to_loss.settings")
-    judged, tuned = settings.JUDGED, settings.TUNED
-    assert judged.name != tuned.name
-    assert judged.goal_seed not in judged.seeds
-    assert not {*judged.seeds} & {*tuned.seeds}
+    compared, tuned = settings.COMPARED, settings.TUNED
+    assert compared.name != tuned.name
+    assert compared.goal_seed not in compared.seeds
+    assert not {*compared.seeds} & {*tuned.seeds}
 
 
 def test_every_family_has_the_same_rates_and_diloco_of_both_libraries_the_same_blocks(
@@ -84,7 +84,7 @@ def test_goals_and_sides_are_those_of_the_rule(
 ) -> None:
     settings, choice = load("time_to_loss.settings"), load("time_to_loss.choice")
     assert choice.goal_of(choice_runs, settings.TUNED) == 2.101
-    assert choice.goal_of(choice_runs, settings.JUDGED) == 1.9
+    assert choice.goal_of(choice_runs, settings.COMPARED) == 1.9
     chosen = choice.chosen(choice_runs)
     assert chosen["ddp"] == settings.DDP[1]
     assert chosen["ddp fp16"].learning_rate == settings.DDP[1].learning_rate
@@ -106,27 +106,29 @@ def test_a_candidate_that_missed_the_goal_or_was_not_measured_is_not_chosen(
         assert "torchmn DiLoCo" not in chosen
 
 
-def _judged(load: Load, run_of: MakeRun, choice_runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _compared_runs(
+    load: Load, run_of: MakeRun, choice_runs: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
     settings, choice = load("time_to_loss.settings"), load("time_to_loss.choice")
     seconds = {"ddp": 120.0, "ddp fp16": 70.0, "torchft DiLoCo": 26.0, "torchmn gradients": 25.0}
     return [
         run_of(
             side,
-            settings.JUDGED,
+            settings.COMPARED,
             seed=seed,
             goal=1.9,
             rate=settings.RATE,
             seconds=seconds.get(side.family, 20.0) + 0.1 * seed,
         )
         for side in choice.chosen(choice_runs).values()
-        for seed in settings.JUDGED.seeds
+        for seed in settings.COMPARED.seeds
     ]
 
 
 def test_limits_are_for_the_family_that_was_faster_before(
     load: Load, run_of: MakeRun, choice_runs: list[dict[str, Any]]
 ) -> None:
-    bars = load("time_to_loss.bars").bars_of(_judged(load, run_of, choice_runs), choice_runs)
+    bars = load("time_to_loss.bars").bars_of(_compared_runs(load, run_of, choice_runs), choice_runs)
     held = {bar.bar: bar.holds for bar in bars if bar.limit}
     assert held == {
         "torchmn DiLoCo: times faster than ddp": True,
@@ -143,7 +145,7 @@ def test_a_side_that_missed_the_goal_or_was_not_measured_holds_no_limit(
     more: dict[str, Any],
     family: str,
 ) -> None:
-    runs = _judged(load, run_of, choice_runs)
+    runs = _compared_runs(load, run_of, choice_runs)
     for run in runs:
         if run["family"] == family:
             run.update(more)
