@@ -2,6 +2,7 @@
 # Install into .peers the systems that `make bench-exchange` compares torchmn with, besides torch:
 # torchft; Horovod, which is compiled for some minutes and needs cmake, make and g++; and CNTK
 # 2.7, which needs a Python 3.6 (PYTHON36=...) and the Open MPI 4 of Debian or Ubuntu.
+# For `make bench-lm`: torchft.
 # For `make bench-reading`: CNTK, its image libraries (cntk-images, which needs cmake, make, nasm, gcc
 # and a deb-src line in apt's sources), and WebDataset and decoders of JPEG (readers).
 # Nothing is installed outside of .peers, and no benchmark requires it.

@@ -97,9 +97,9 @@ def wait_for_quiet(quiet_timeout_s: float) -> None:
     """Return when other programs leave the processors idle, or after the time-out."""
     deadline = time.monotonic() + quiet_timeout_s
     while time.monotonic() < deadline:
-        clock, busy = time.monotonic(), _busy_s()
+        clock, busy = time.monotonic(), busy_s()
         time.sleep(0.25)
-        share = (_busy_s() - busy) / ((time.monotonic() - clock) * (os.cpu_count() or 1))
+        share = (busy_s() - busy) / ((time.monotonic() - clock) * (os.cpu_count() or 1))
         if share <= QUIET_SHARE:
             return
 
@@ -109,11 +109,11 @@ def turn(deployment: Deployment, line: Line, name: str, unit: int) -> dict[str, 
     side = SIDES[name]
     steps = line.steps.get(name, side.steps)
     before = deployment.bytes_over_links()
-    clock, busy = time.monotonic(), _busy_s()
+    clock, busy = time.monotonic(), busy_s()
     replies = deployment.workers_of(name).request(
         "turn", side=name, lead_steps=side.lead_steps, steps=steps
     )
-    busy, clock = _busy_s() - busy, time.monotonic() - clock
+    busy, clock = busy_s() - busy, time.monotonic() - clock
     after = deployment.bytes_over_links()
     foreign_s = max(0.0, busy - sum(reply["busy_s"] for reply in replies))
     speeds = [1 / reply["seconds"] for reply in replies]
@@ -133,7 +133,7 @@ def turn(deployment: Deployment, line: Line, name: str, unit: int) -> dict[str, 
     }
 
 
-def _busy_s() -> float:
+def busy_s() -> float:
     """Seconds that all processors have spent in programs or lost to other virtual machines.
 
     Interrupts are left out: they include the packets of the workers themselves.

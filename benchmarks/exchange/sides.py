@@ -147,19 +147,16 @@ def _post_local_sgd(options: Mapping[str, object]) -> Runner:
     return Runner(_step_of(wrapped, PostLocalSGDOptimizer(inner, averager)))
 
 
-def _torchft(options: Mapping[str, object]) -> Runner:
-    """torchft's DiLoCo, with each worker as a replica group."""
+def torchft_manager() -> Any:
+    """A manager that makes each worker a replica group of its own. *Collective.*"""
+    import logging
     from datetime import timedelta
 
     from torchft import Manager, ProcessGroupGloo
     from torchft.coordination import LighthouseServer
-    from torchft.local_sgd import DiLoCo
 
     for name in ("torchft", "torchft_quorums", "torchft_commits", "torchft_errors"):
-        import logging
-
         logging.getLogger(name).setLevel(logging.ERROR)
-    model, inner = training()
     lighthouse: list[object] = [None]
     if dist.get_rank() == 0:
         _alive.append(
@@ -172,7 +169,7 @@ def _torchft(options: Mapping[str, object]) -> Runner:
     )
     _alive.append(store)
     timeout = timedelta(seconds=TIMEOUT_S)
-    manager = Manager(
+    return Manager(
         pg=ProcessGroupGloo(timeout=timeout),
         min_replica_size=dist.get_world_size(),
         load_state_dict=lambda state: None,
@@ -189,6 +186,14 @@ def _torchft(options: Mapping[str, object]) -> Runner:
         timeout=timeout,
         quorum_timeout=timeout,
     )
+
+
+def _torchft(options: Mapping[str, object]) -> Runner:
+    """torchft's DiLoCo, with each worker as a replica group."""
+    manager = torchft_manager()
+    from torchft.local_sgd import DiLoCo
+
+    model, inner = training()
     features = list(model.features)  # type: ignore[union-attr]
     half = len(features) * 3 // 4  # about half of the parameters on each side
     parts = [nn.Sequential(*features[:half]), nn.Sequential(*features[half:], model.classifier)]

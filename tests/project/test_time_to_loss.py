@@ -1,0 +1,168 @@
+"""`make bench-lm`: compared runs choose nothing, and missing or disturbed ones hold no limit."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+Load = Callable[[str], ModuleType]
+MakeRun = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Load:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module
+
+
+@pytest.fixture
+def run_of() -> MakeRun:
+    """A recorded run of a side: as the file has it, so that tuples are lists."""
+
+    def run_of_(side: Any, text: Any, **more: Any) -> dict[str, Any]:
+        made = {"seed": text.seeds[0], "text": text.name, "foreign_share": 0.0, "steps": 200}
+        made.update(side.settings(), **more)
+        found: dict[str, Any] = json.loads(json.dumps(made))
+        return found
+
+    return run_of_
+
+
+@pytest.fixture
+def choice_runs(load: Load, run_of: MakeRun) -> list[dict[str, Any]]:
+    """DDP's best rate is the second one; of other families the last candidate is the fastest."""
+    settings = load("time_to_loss.settings")
+    goal = {"rate": settings.FAST_RATE, "seed": settings.TUNED.goal_seed, "goal": 0.0}
+    losses = zip(settings.DDP, (2.3, 2.1, 2.2), strict=True)
+    runs = [
+        run_of(side, settings.TUNED, curve=[[settings.NUM_STEPS, 9.0, loss]], **goal)
+        for side, loss in losses
+    ]
+    curve = [[settings.NUM_STEPS, 9.0, 1.8996]]
+    runs.append(run_of(settings.DDP[1], settings.COMPARED, curve=curve, **goal))
+    runs += [
+        run_of(side, settings.TUNED, rate=settings.RATE, goal=2.101, seconds=100.0 - index)
+        for index, side in enumerate(settings.CANDIDATES)
+    ]
+    return runs
+
+
+def test_compared_texts_and_seeds_choose_nothing(load: Load) -> None:
+    settings = load("time_to_loss.settings")
+    compared, tuned = settings.COMPARED, settings.TUNED
+    assert compared.name != tuned.name
+    assert compared.goal_seed not in compared.seeds
+    assert not {*compared.seeds} & {*tuned.seeds}
+
+
+def test_every_family_has_the_same_rates_and_diloco_of_both_libraries_the_same_blocks(
+    load: Load,
+) -> None:
+    settings = load("time_to_loss.settings")
+    sides = (*settings.DDP, *settings.CANDIDATES)
+    families = {side.family for side in sides}
+    for family in families:
+        assert {side.learning_rate for side in sides if side.family == family} == {*settings.RATES}
+    blocks = {
+        family: {side.options["block"] for side in sides if side.family == family}
+        for family in ("torchft DiLoCo", "torchmn DiLoCo")
+    }
+    assert blocks["torchft DiLoCo"] == blocks["torchmn DiLoCo"] == {*settings.BLOCKS}
+    assert len({side.name for side in sides}) == len(sides)
+
+
+def test_goals_and_sides_are_those_of_the_rule(
+    load: Load, choice_runs: list[dict[str, Any]]
+) -> None:
+    settings, choice = load("time_to_loss.settings"), load("time_to_loss.choice")
+    assert choice.goal_of(choice_runs, settings.TUNED) == 2.101
+    assert choice.goal_of(choice_runs, settings.COMPARED) == 1.9
+    chosen = choice.chosen(choice_runs)
+    assert chosen["ddp"] == settings.DDP[1]
+    assert chosen["ddp fp16"].learning_rate == settings.DDP[1].learning_rate
+    last = {side.family: side for side in settings.CANDIDATES}
+    assert {family: chosen[family] for family in last} == last
+    assert choice.ours(choice_runs, chosen.values()) == "torchmn DiLoCo"
+
+
+@pytest.mark.parametrize("more", [{"seconds": None}, {"foreign_share": 0.5}, {"failed": "why"}])
+def test_a_candidate_that_missed_the_goal_or_was_not_measured_is_not_chosen(
+    load: Load, choice_runs: list[dict[str, Any]], more: dict[str, Any]
+) -> None:
+    choice, settings = load("time_to_loss.choice"), load("time_to_loss.settings")
+    choice_runs[-1].update(more)
+    chosen = choice.chosen(choice_runs)
+    if "seconds" in more:
+        assert chosen["torchmn DiLoCo"] == settings.CANDIDATES[-2]
+    else:
+        assert "torchmn DiLoCo" not in chosen
+
+
+def _compared_runs(
+    load: Load, run_of: MakeRun, choice_runs: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    settings, choice = load("time_to_loss.settings"), load("time_to_loss.choice")
+    seconds = {"ddp": 120.0, "ddp fp16": 70.0, "torchft DiLoCo": 26.0, "torchmn gradients": 25.0}
+    return [
+        run_of(
+            side,
+            settings.COMPARED,
+            seed=seed,
+            goal=1.9,
+            rate=settings.RATE,
+            seconds=seconds.get(side.family, 20.0) + 0.1 * seed,
+        )
+        for side in choice.chosen(choice_runs).values()
+        for seed in settings.COMPARED.seeds
+    ]
+
+
+def test_limits_are_for_the_family_that_was_faster_before(
+    load: Load, run_of: MakeRun, choice_runs: list[dict[str, Any]]
+) -> None:
+    bars = load("time_to_loss.bars").bars_of(_compared_runs(load, run_of, choice_runs), choice_runs)
+    held = {bar.bar: bar.holds for bar in bars if bar.limit}
+    assert held == {
+        "torchmn DiLoCo: times faster than ddp": True,
+        "torchmn DiLoCo: times faster than torchft DiLoCo": True,
+    }
+
+
+@pytest.mark.parametrize("more", [{"seconds": None}, {"foreign_share": 0.5}, {"failed": "why"}])
+@pytest.mark.parametrize("family", ["torchmn DiLoCo", "torchft DiLoCo"])
+def test_a_side_that_missed_the_goal_or_was_not_measured_holds_no_limit(
+    load: Load,
+    run_of: MakeRun,
+    choice_runs: list[dict[str, Any]],
+    more: dict[str, Any],
+    family: str,
+) -> None:
+    runs = _compared_runs(load, run_of, choice_runs)
+    for run in runs:
+        if run["family"] == family:
+            run.update(more)
+    bars = load("time_to_loss.bars").bars_of(runs, choice_runs)
+    limits = [bar for bar in bars if bar.limit and family in bar.bar]
+    assert limits
+    assert not any(bar.holds for bar in limits)
+
+
+def test_without_a_choice_nothing_holds(load: Load) -> None:
+    bars = load("time_to_loss.bars").bars_of([], [])
+    assert [bar.holds for bar in bars if bar.limit] == [False]
+
+
+def test_fragments_of_torchft_are_all_parameters_in_about_equal_parts(load: Load) -> None:
+    sides = load("time_to_loss.sides")
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(6)))
+    halves = [list(part.parameters()) for part in sides.halves(model)]
+    assert [id(p) for half in halves for p in half] == [id(p) for p in model.parameters()]
+    assert abs(sum(p.numel() for p in halves[0]) - sum(p.numel() for p in halves[1])) <= 64
