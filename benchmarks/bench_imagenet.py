@@ -6,7 +6,7 @@ TORCHMN_TEST_DATA (or --data):
     decoder         simplejpeg over the same bytes in memory, and nothing else
     shortest loop   what any pipeline must do, as one writes it by hand: read the file, decode it,
                     cut, resize and mirror it by OpenCV into the tensor of a batch
-    pipeline        what the training loop receives: DataLoader, GlobalSampler, the crops of training
+    pipeline        what the training loop receives: DataLoader, GlobalSampler, random crops
 
 and the pipeline again with one process that reads, whose time is added. Rates are per second of
 processor time. The loop normalizes on the model's device, so that this is part of no side.
@@ -45,7 +45,7 @@ from torchmn.readers.decoding import pillow
 from torchmn.readers.transforms import Draw
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from datasets.photos import RANDOM_CROP, PhotoList, Photos, find_photos, whole_batch  # noqa: E402
+from datasets.photos import RANDOM_CROP, PhotoList, Photos, find_photos, whole_batch
 
 BATCH = 64
 NUM_PHOTOS, NUM_MOSAICS = 1000, 300

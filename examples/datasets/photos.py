@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
@@ -11,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from torchmn.communicators import Communicator
 from torchmn.communicators.heartbeat import run_on_one_rank
 from torchmn.errors import DataError
-from torchmn.readers.decoding import Reduction, decode, image_size
+from torchmn.readers.decoding import ImageMemory, Reduction, decode, image_size
 from torchmn.readers.transforms import Crop, Draw, crop
 
 try:
@@ -166,13 +167,15 @@ class Photos(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """A batch of photos (batch, 3, size, size), and their labels (batch)."""
-        images = torch.empty(len(indices), self.size, self.size, 3, dtype=torch.uint8)
+        images = batch_of_bytes(len(indices), self.size, self.size, 3)
+        memory = ImageMemory()
         labels = [
-            self._read(index, into) for index, into in zip(indices, images.numpy(), strict=True)
+            self._read(index, into, memory)
+            for index, into in zip(indices, images.numpy(), strict=True)
         ]
         return images.permute(0, 3, 1, 2), torch.tensor(labels)
 
-    def _read(self, index: int, into: np.ndarray) -> int:
+    def _read(self, index: int, into: np.ndarray, memory: ImageMemory) -> int:
         """Write a photo, and return its label."""
         content, label = self.photos.read(index)
         draw = Draw(self.seed or 0, self.epoch, index)
@@ -182,7 +185,7 @@ class Photos(Dataset[tuple[Tensor, Tensor]]):
             # both weighed.
             most = min(region.height, region.width) / self.size
             reduction: Reduction = 8 if most >= 8 else 4 if most >= 4 else 2 if most >= 2 else 1
-            pixels = decode(content, 3, reduction=reduction)
+            pixels = decode(content, 3, reduction=reduction, memory=memory)
         except DataError as error:
             name = os.fsdecode(self.photos.files[self.photos.places[index, 0]])
             raise DataError(f"photo {index}, in {name}: {error}") from error
@@ -195,6 +198,14 @@ class Photos(Dataset[tuple[Tensor, Tensor]]):
     @property
     def _crop(self) -> Crop:
         return CENTER_CROP if self.seed is None else RANDOM_CROP
+
+
+def batch_of_bytes(*shape: int) -> Tensor:
+    """Without values; in a process of a DataLoader, in memory that the training loop shares."""
+    if get_worker_info() is None:
+        return torch.empty(shape, dtype=torch.uint8)
+    storage = torch.UntypedStorage._new_shared(math.prod(shape))  # as default_collate does
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape)
 
 
 def whole_batch(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
