@@ -115,7 +115,11 @@ def bars_of(
 
 
 def compare(
-    title: str, found: dict[str, list[tuple[float, float]]], ours: str, theirs: str, limit: str
+    title: str,
+    found: dict[str, list[tuple[float, float]]],
+    ours: str,
+    theirs: str,
+    limit: str | None,
 ) -> Iterator[Bar]:
     if ours in found and theirs in found:
         rates = [[1 / s for _, s in found[side]] for side in (ours, theirs)]

@@ -29,7 +29,7 @@ from torchmn.evaluation import Ratio
 from torchmn.large_batch import GlobalBatch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from datasets.photos import Photos, find_photos
+from datasets.photos import Photos, find_photos, whole_batch
 from models import ImageNetResNet
 
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of red, green, blue
@@ -150,7 +150,8 @@ class Network(nn.Module):
 
 def loading(options: argparse.Namespace, device: torch.device) -> dict[str, object]:
     """How a DataLoader reads photos."""
-    return {"num_workers": options.workers, "pin_memory": device.type == "cuda"}
+    return {"num_workers": options.workers, "pin_memory": device.type == "cuda",
+            "collate_fn": whole_batch}  # fmt: skip
 
 
 def build_evaluator(

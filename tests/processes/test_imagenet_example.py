@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -109,6 +110,19 @@ def test_a_job_that_is_ended_in_an_epoch_continues_with_the_same_bits(
     )
     assert list(one) == list(other)
     assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler")
+def test_a_compiled_network_has_the_curves_of_another_on_1_and_2_workers(
+    flowers: Path, two_workers: Path, tmp_path: Path
+) -> None:
+    for num_workers in (1, 2):
+        train(flowers, tmp_path / str(num_workers), num_workers, "--compile")
+        found = log(tmp_path / str(num_workers))
+        assert len(found) == NUM_STEPS + 2
+        for place, row in list(log(two_workers).items())[:4]:
+            assert found[place]["loss"] == pytest.approx(row["loss"], rel=1e-3)
 
 
 def test_the_modern_recipe_with_readers_in_processes(flowers: Path, tmp_path: Path) -> None:

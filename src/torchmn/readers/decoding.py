@@ -9,14 +9,17 @@ import functools
 import importlib
 import importlib.util
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from torchmn.errors import DataError, UnsupportedError
 
 Image = np.ndarray[Any, Any]
+Reduction = Literal[1, 2, 4, 8]
 
 MAX_PIXELS = 2**27
 _JPEG = b"\xff\xd8"
@@ -24,44 +27,113 @@ _EXIF = b"Exif\0\0"
 _ORIENTATION = 0x0112
 
 
-def decode(content: bytes, channels: int) -> Image:
+class ImageMemory:
+    """Memory for images that are decoded one after another. Not for several threads.
+
+    New pages from the kernel take up to a third of the time of decoding.
+    """
+
+    def __init__(self) -> None:
+        self._bytes = np.empty(0, np.uint8)
+
+    def __call__(self, nbytes: int) -> Image:
+        """At least so many bytes, flat: those of the call before, if they are enough."""
+        if self._bytes.size < nbytes:
+            self._bytes = np.empty(nbytes, np.uint8)
+        return self._bytes
+
+
+def image_size(content: bytes) -> tuple[int, int]:
+    """Height and width as `decode` gives them, without decoding.
+
+    Raises DataError and UnsupportedError as `decode`.
+    """
+    rows, columns = _jpeg_size(content) or _size_by_pillow(content)
+    _raise_if_huge(columns, rows)
+    return (columns, rows) if _orientation(content) >= 5 else (rows, columns)
+
+
+def decode(
+    content: bytes,
+    channels: int,
+    *,
+    reduction: Reduction = 1,
+    memory: ImageMemory | None = None,
+) -> Image:
     """An image (height, width, channels), uint8: blue, green, red, or grey for one channel.
 
-    It is turned as its EXIF orientation says.
+    It is turned as its EXIF orientation says. With a reduction, each pixel is the mean of 2 x 2,
+    4 x 4 or 8 x 8, and the height and width are rounded up. JPEG is decoded to the smaller size at
+    once, which takes less time; there the means are of libjpeg's inverse transform, and those of
+    Pillow, where simplejpeg is missing, may differ by a few levels. With ``memory`` the image is
+    valid until that is used again.
 
     Raises:
         DataError: no image, or a damaged or very large one. The caller adds which.
         UnsupportedError: the libraries are not installed.
     """
-    if content.startswith(_JPEG) and _has_simplejpeg():
-        import simplejpeg
+    size = _jpeg_size(content)
+    if size is None:
+        return _decode_by_pillow(content, channels, reduction)
+    import simplejpeg
 
-        try:
-            height, width, _, _ = simplejpeg.decode_jpeg_header(content)
-        except ValueError:
-            return _decode_by_pillow(content, channels)  # a rare kind, or no JPEG
-        _raise_if_huge(width, height)
-        try:
-            image: Image = simplejpeg.decode_jpeg(content, "BGR" if channels == 3 else "GRAY")
-        except ValueError as error:
-            raise DataError(f"a damaged JPEG: {error}") from error
-        return _turned(image, content) if _EXIF in content[:64] else image
-    return _decode_by_pillow(content, channels)
+    rows, columns = size
+    _raise_if_huge(columns, rows)
+    rows, columns = -(-rows // reduction), -(-columns // reduction)
+    options: dict[str, Any] = {}
+    if reduction > 1:
+        options = {"min_height": rows, "min_width": columns, "min_factor": reduction}
+    if memory is not None:
+        options["buffer"] = memory(rows * columns * channels)
+    try:
+        image: Image = simplejpeg.decode_jpeg(
+            content, "BGR" if channels == 3 else "GRAY", **options
+        )
+    except ValueError as error:
+        raise DataError(f"a damaged JPEG: {error}") from error
+    return _turned(image, _orientation(content))
 
 
-def _decode_by_pillow(content: bytes, channels: int) -> Image:
+def _jpeg_size(content: bytes) -> tuple[int, int] | None:
+    """Height and width, not turned; None for what simplejpeg does not decode."""
+    if not (content.startswith(_JPEG) and _has_simplejpeg()):
+        return None
+    import simplejpeg
+
+    try:
+        rows, columns, _, _ = simplejpeg.decode_jpeg_header(content)
+    except ValueError:
+        return None  # a rare kind, or no JPEG
+    return rows, columns
+
+
+def _size_by_pillow(content: bytes) -> tuple[int, int]:
+    with _opened(content) as image:
+        columns, rows = image.size
+    return rows, columns
+
+
+def _decode_by_pillow(content: bytes, channels: int, reduction: Reduction) -> Image:
+    with _opened(content) as image:
+        _raise_if_huge(*image.size)
+        converted = image.convert("RGB" if channels == 3 else "L")
+        pixels = np.asarray(converted.reduce(reduction) if reduction > 1 else converted)
+    bgr = pixels[:, :, ::-1] if channels == 3 else pixels[:, :, None]
+    return _turned(bgr, _orientation(content))
+
+
+@contextmanager
+def _opened(content: bytes) -> Iterator[Any]:
+    """Pillow's image. Raises DataError for whatever is raised while it is read."""
     module = pillow()
     try:
         with module.open(io.BytesIO(content)) as image:
-            _raise_if_huge(*image.size)
-            pixels = np.asarray(image.convert("RGB" if channels == 3 else "L"))
+            yield image
     except DataError:
         raise
     except Exception as error:  # Pillow's plugins raise all kinds for damaged files
         reason = str(error).replace(f" {content!r}", "")[:200]
         raise DataError(f"no image, or a damaged one: {type(error).__name__}: {reason}") from error
-    bgr = pixels[:, :, ::-1] if channels == 3 else pixels[:, :, None]
-    return _turned(bgr, content)
 
 
 def _raise_if_huge(width: int, height: int) -> None:
@@ -69,13 +141,20 @@ def _raise_if_huge(width: int, height: int) -> None:
         raise DataError(f"{width} x {height} pixels, more than {MAX_PIXELS} in all")
 
 
-def _turned(image: Image, content: bytes) -> Image:
-    """The image as its EXIF orientation says."""
+def _orientation(content: bytes) -> int:
+    """EXIF's, from 1 to 8; 1 for a file without."""
+    if content.startswith(_JPEG) and _EXIF not in content[:64]:
+        return 1
     try:
         with pillow().open(io.BytesIO(content)) as file:
             orientation = file.getexif().get(_ORIENTATION, 1)
     except Exception:  # the pixels are fine
-        return image
+        return 1
+    return orientation if orientation in range(1, 9) else 1
+
+
+def _turned(image: Image, orientation: int) -> Image:
+    """The image as its EXIF orientation says."""
     if orientation in (2, 4, 5, 7):
         image = image[:, ::-1]
     turns = {3: 2, 4: 2, 5: 1, 6: 3, 7: 3, 8: 1}.get(orientation, 0)

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 
 from torchmn.errors import DataError, UsageError
-from torchmn.readers.decoding import decode
+from torchmn.readers.decoding import ImageMemory, decode
 from torchmn.readers.deserializer import ChunkInfo, ChunkPart, Indices, Seed, StreamData
 from torchmn.readers.files import open_file
 from torchmn.readers.process_lock import ProcessLock
 from torchmn.readers.sparse import csr_tensor
 from torchmn.readers.streams import StreamDef, StreamInformation
-from torchmn.readers.transforms import NUM_VIEWS, Crop, Draw, ImageTransform, Scale
+from torchmn.readers.transforms import NUM_VIEWS, Color, Crop, Draw, ImageTransform, Mean, Scale
 from torchmn.units import KiB, MiB
 
 Image = np.ndarray[Any, Any]
@@ -195,11 +195,13 @@ class ImageChunk:
         self, indices: Indices, seed: Seed, places: Indices, pixels: Image, labels: Indices
     ) -> None:
         decoder = self._decoder
+        memory = ImageMemory() if decoder.may_reuse_memory else None
         for place, index in zip(places.tolist(), indices.tolist(), strict=True):
             number, view = divmod(index, decoder.num_views)
             item = self._item(number)
             labels[place] = item.label
-            decoder.transform(item, Draw(*seed, self._first + number, view), pixels[place])
+            draw = Draw(*seed, self._first + number, view)
+            decoder.transform(item, draw, pixels[place], memory)
 
 
 def _one_hot(labels: Indices, num_classes: int) -> torch.Tensor:
@@ -225,6 +227,8 @@ class _Decoder:
         if len({scale.channels for scale in scales}) > 1:
             raise UsageError(f"The transforms of {name!r} scale to several numbers of channels.")
         crops = [t for t in self._transforms if isinstance(t, Crop)]
+        own = (Crop, Scale, Mean, Color)  # others may keep what they are given
+        self.may_reuse_memory = all(isinstance(t, own) for t in self._transforms)
         self.num_views = NUM_VIEWS if any(c.crop_type == "multiview10" for c in crops) else 1
         self.shape = self._shape(streams[name], first)
         self.infos = [StreamInformation(name, 0, "dense", np.float32, self.shape)]
@@ -238,9 +242,9 @@ class _Decoder:
         count = num_images * self.num_views
         return ChunkInfo(num_sequences=count, num_samples=count)
 
-    def transform(self, item: _Item, draw: Draw, into: Image) -> None:
+    def transform(self, item: _Item, draw: Draw, into: Image, memory: ImageMemory | None) -> None:
         """Write the image as (channels, height, width)."""
-        image = self._transformed(item, draw)
+        image = self._transformed(item, draw, memory)
         if (image.shape[2], *image.shape[:2]) != into.shape:
             raise DataError(
                 f"{item.place}: the image is {_size_of(image)} after its transforms, and others "
@@ -249,9 +253,9 @@ class _Decoder:
             )
         np.copyto(into, np.ascontiguousarray(image.transpose(2, 0, 1)))  # faster than in one step
 
-    def _transformed(self, item: _Item, draw: Draw) -> Image:
+    def _transformed(self, item: _Item, draw: Draw, memory: ImageMemory | None = None) -> Image:
         try:
-            image = decode(item.content, self._channels)
+            image = decode(item.content, self._channels, memory=memory)
             for transform in self._transforms:
                 image = transform.apply(image, draw)
         except DataError as error:

@@ -15,7 +15,7 @@ import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 import torch
@@ -80,6 +80,17 @@ class ImageTransform(Protocol):
 # ---- crop
 
 
+class Region(NamedTuple):
+    """A part of an image, in pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+    is_mirrored: bool
+    """Left and right are to be exchanged."""
+
+
 @dataclass(frozen=True)
 class Crop:
     """See `crop`."""
@@ -94,22 +105,23 @@ class Crop:
 
     def apply(self, image: Image, draw: Draw) -> Image:
         """See `ImageTransform.apply`."""
-        rows, columns = image.shape[:2]
+        region = self.region(*image.shape[:2], draw)
+        rows = slice(region.top, region.top + region.height)
+        cut = image[rows, region.left : region.left + region.width]
+        return cut[:, ::-1] if region.is_mirrored else cut
+
+    def region(self, rows: int, columns: int, draw: Draw) -> Region:
+        """What is cut out of an image of this size."""
         width, height = self._size(rows, columns, draw)
         right, down = columns - width, rows - height
         if self.crop_type == "center":
-            left, top = right // 2, down // 2
-        elif self.crop_type == "multiview10":
+            return Region(down // 2, right // 2, height, width, is_mirrored=False)
+        if self.crop_type == "multiview10":
             places = [(0, 0), (right, 0), (0, down), (right, down), (right // 2, down // 2)]
             left, top = places[draw.view % 5]
-        else:
-            left, top = draw.integer(right), draw.integer(down)
-        cut = image[top : top + height, left : left + width]
-        if self.crop_type == "multiview10":
-            is_flipped = draw.view >= NUM_VIEWS // 2
-        else:
-            is_flipped = self.crop_type != "center" and draw.coin()
-        return cut[:, ::-1] if is_flipped else cut
+            return Region(top, left, height, width, is_mirrored=draw.view >= NUM_VIEWS // 2)
+        left, top = draw.integer(right), draw.integer(down)
+        return Region(top, left, height, width, is_mirrored=draw.coin())
 
     def output_shape(self, shape: Shape | None) -> Shape | None:
         """See `ImageTransform.output_shape`."""
@@ -305,7 +317,7 @@ def _resized(image: Image, width: int, height: int, interpolation: Interpolation
         return image
     if interpolation == "lanczos":
         return _resized_by_pillow(image, width, height)
-    tensor = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1).unsqueeze(0)
+    tensor = torch.from_numpy(contiguous(image)).permute(2, 0, 1).unsqueeze(0)
     mode = {"nearest": "nearest", "linear": "bilinear", "cubic": "bicubic"}[interpolation]
     corners = None if mode == "nearest" else False
     of_bytes = image.dtype == np.uint8
@@ -317,6 +329,15 @@ def _resized(image: Image, width: int, height: int, interpolation: Interpolation
     if mode == "bicubic" and of_bytes:
         resized = resized.round_().clamp_(0, 255).to(torch.uint8)
     found: Image = resized.squeeze(0).permute(1, 2, 0).numpy()
+    return found
+
+
+def contiguous(image: Image) -> Image:
+    """The same in rows one after another. Mirrored pixels are copied faster than NumPy does."""
+    if image.strides[1] >= 0 or image.dtype != np.uint8:
+        return np.ascontiguousarray(image)
+    rows = torch.from_numpy(np.ascontiguousarray(image[:, ::-1]))
+    found: Image = rows.permute(2, 0, 1).unsqueeze(0).flip(3)[0].permute(1, 2, 0).numpy()
     return found
 
 

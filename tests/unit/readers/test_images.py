@@ -9,7 +9,7 @@ import pickle
 import random
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -312,6 +312,29 @@ class TestJpeg:
         turned = ImageOps.exif_transpose(PIL.open(io.BytesIO(content)))
         expected = np.asarray(turned)[:, :, ::-1]
         np.testing.assert_array_equal(decoding.decode(content, 3), expected)
+        assert decoding.image_size(content) == expected.shape[:2]
+
+    @pytest.mark.parametrize("reduction", [2, 4, 8])
+    @pytest.mark.parametrize("channels", [1, 3])
+    def test_is_decoded_to_a_smaller_size(
+        self, reduction: Literal[2, 4, 8], channels: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """About the means of squares, of whichever library; the last ones may be incomplete."""
+        rows, columns = np.mgrid[0:45, 0:67]
+        smooth = np.stack([rows * 2, columns * 2, rows + columns], axis=2).astype(np.uint8)
+        for kind, has_simplejpeg in (("JPEG", True), ("JPEG", False), ("PNG", True)):
+            if kind == "JPEG" and has_simplejpeg:
+                pytest.importorskip("simplejpeg", reason="simplejpeg is not installed")
+            monkeypatch.setattr(decoding, "_has_simplejpeg", lambda has=has_simplejpeg: has)
+            options = {"quality": 95} if kind == "JPEG" else {}
+            content = encoded(smooth, kind, **options)
+            whole = decoding.decode(content, channels).astype(float)
+            found = decoding.decode(content, channels, reduction=reduction)
+            assert found.shape == (-(-45 // reduction), -(-67 // reduction), channels)
+            height, width = 45 // reduction, 67 // reduction
+            squares = whole[: height * reduction, : width * reduction]
+            squares = squares.reshape(height, reduction, width, reduction, channels)
+            np.testing.assert_allclose(found[:height, :width], squares.mean(axis=(1, 3)), atol=4)
 
 
 class TestBase64:

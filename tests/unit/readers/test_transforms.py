@@ -11,7 +11,7 @@ import pytest
 
 from torchmn.errors import DataError, UnknownNameError, UsageError
 from torchmn.readers.mean_image import write_mean_image
-from torchmn.readers.transforms import Draw, color, crop, mean, scale
+from torchmn.readers.transforms import Draw, color, contiguous, crop, mean, scale
 
 ROWS, COLUMNS = 40, 60
 IMAGE: Any = np.arange(ROWS * COLUMNS * 3, dtype=np.uint32).reshape(ROWS, COLUMNS, 3)
@@ -54,6 +54,15 @@ class TestCrop:
         assert {row for row, _ in places} == set(range(21))
         assert {column for _, column in places} <= set(range(41))
         assert len({column for _, column in places}) > 35
+
+    @pytest.mark.parametrize("channels", [1, 3])
+    def test_mirrored_pixels_are_copied_as_they_are(self, channels: int) -> None:
+        image = (IMAGE % 251).astype(np.uint8)[:, :, :channels]
+        cuts = [image[3:20, 5:40][:, ::-1], image[3:20, 5:40], image[:, ::-1].astype(float)]
+        for cut in cuts:
+            found = contiguous(cut)
+            assert found.flags.c_contiguous
+            np.testing.assert_array_equal(found, cut)
 
     def test_jitter_draws_sizes_from_the_range(self) -> None:
         transform = crop("randomside", side_ratio="0.5:0.75", jitter_type="uniratio")

@@ -6,13 +6,18 @@ import io
 import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from examples.datasets.photos import PhotoList, Photos, find_photos
+from examples.datasets import photos as module
+from examples.datasets.photos import PhotoList, Photos, find_photos, whole_batch
+from torch.nn.functional import interpolate
 from torch.utils.data import DataLoader
 
 from tests.unit.examples.datasets.makers import unpack_flowers
 from torchmn.errors import DataError
+from torchmn.readers.decoding import decode
+from torchmn.readers.transforms import Draw
 from torchmn.testing import run_ranks
 
 pytest.importorskip("PIL", reason="Pillow is not installed")
@@ -72,7 +77,8 @@ def test_what_is_random_depends_on_seed_epoch_and_photo(flowers: Path) -> None:
     def images(seed: int, epoch: int, workers: int = 0) -> torch.Tensor:
         dataset = Photos(photos, 32, seed=seed)
         dataset.epoch = epoch
-        return torch.cat([batch for batch, _ in DataLoader(dataset, 4, num_workers=workers)])
+        loader = DataLoader(dataset, 4, num_workers=workers, collate_fn=whole_batch)
+        return torch.cat([batch for batch, _ in loader])
 
     first = images(0, 0)
     assert (first.shape, first.dtype) == ((15, 3, 32, 32), torch.uint8)
@@ -84,6 +90,37 @@ def test_what_is_random_depends_on_seed_epoch_and_photo(flowers: Path) -> None:
     same = centre[3][0]
     centre.epoch = 1
     assert torch.equal(same, centre[3][0])
+
+
+@pytest.mark.parametrize("has_opencv", [True, False])
+@pytest.mark.parametrize("seed", [None, 0])
+def test_batches_have_the_pixels_of_the_part(
+    flowers: Path, monkeypatch: pytest.MonkeyPatch, has_opencv: bool, seed: int | None
+) -> None:
+    """Of large parts too, which are decoded to a smaller size; each photo alone is the same."""
+    if has_opencv:
+        pytest.importorskip("cv2", reason="OpenCV is not installed")
+    else:
+        monkeypatch.setattr(module, "cv2", None)
+    listed = found(flowers)
+    for size in (12, 40, 200):
+        photos = Photos(listed, size, seed=seed)
+        images, labels = photos.__getitems__(range(len(photos)))
+        assert images.shape == (15, 3, size, size)
+        assert images.is_contiguous(memory_format=torch.channels_last)
+        for index in range(0, 15, 4):
+            image, label = photos[index]
+            assert torch.equal(image, images[index])
+            assert label == labels[index]
+            transform = module.CENTER_CROP if seed is None else module.RANDOM_CROP
+            whole = decode(listed.read(index)[0], 3)
+            part = transform.apply(whole, Draw(seed or 0, 0, index)).astype(np.float32)
+            planes = torch.from_numpy(part).permute(2, 0, 1).unsqueeze(0)
+            expected = interpolate(planes, (size, size), mode="bilinear", antialias=True)[0]
+            difference = (image.float() - expected).abs()
+            assert difference.mean() < 6  # of 255: weights of other neighbours
+            mirrored = (image.float().flip(2) - expected).abs()
+            assert difference.mean() < mirrored.mean() / 2
 
 
 def test_val_has_the_classes_of_train(flowers: Path, tmp_path: Path) -> None:
