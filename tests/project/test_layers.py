@@ -34,7 +34,7 @@ ROWS = [
     {"links"},
     {"functions"},
     {"data", "readers", "evaluation", "checkpoint", "resilience"},
-    {"resharding"},
+    {"resharding", "batch_settings"},
     {"communicators"},
     {"transports", "compression"},
     {"monitor"},

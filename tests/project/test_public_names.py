@@ -20,6 +20,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 SOURCE = Path(torchmn.__file__).parent
 INTERNAL = {
     "autotune",
+    "batch_settings",
     "cli",
     "compiling",
     "control",

@@ -1,5 +1,6 @@
 """Checkpoints: everything that is needed to resume training, written by all ranks together."""
 
+from torchmn.batch_settings import BatchSettings, HasBatchSettings
 from torchmn.checkpoint.checkpointer import MultiNodeCheckpointer, SaveRecord
 from torchmn.checkpoint.create import create_multi_node_checkpointer
 from torchmn.checkpoint.dcp import export_dcp, import_dcp
@@ -10,8 +11,10 @@ from torchmn.checkpoint.storage import FolderStorage, Storage
 from torchmn.resharding import HasResumeWarnings, Resharding
 
 __all__ = [
+    "BatchSettings",
     "Best",
     "FolderStorage",
+    "HasBatchSettings",
     "HasReplicatedTensors",
     "HasResumeWarnings",
     "MultiNodeCheckpointer",

@@ -13,6 +13,7 @@ from typing import Annotated
 
 from msgspec import Meta, MsgspecError, convert
 
+from torchmn.batch_settings import BatchSettings
 from torchmn.communicators.checksums import digest
 from torchmn.errors import DataError
 
@@ -39,7 +40,10 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The content of a checkpoint. ``metric`` is the value that `Best` compares, or None."""
+    """The content of a checkpoint. ``metric`` is the value that `Best` compares, or None.
+
+    ``batches`` has the global batch as each object of the state knows it, by the object's name.
+    """
 
     step: Size
     world_size: Annotated[int, Meta(ge=1)]
@@ -48,6 +52,7 @@ class Manifest:
     versions: dict[str, str]
     metric: float | None
     files: dict[FileName, FileEntry]
+    batches: dict[str, BatchSettings] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """The file's content."""

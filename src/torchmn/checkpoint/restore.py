@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from torchmn.batch_settings import batch_settings_by_name
 from torchmn.checkpoint import rng_state
 from torchmn.checkpoint.manifest import Manifest
 from torchmn.checkpoint.parts import place_parts, targets_of
@@ -112,4 +113,8 @@ class RestoreOperation:
         if not self._is_same_size:
             for obj in (*state.values(), self._comm):
                 notes += warnings_of(obj)
+        for label, own in batch_settings_by_name(state).items():
+            saved = self._manifest.batches.get(label)
+            note = None if saved is None else own.warning_after(saved, self._manifest.step)
+            notes += [note] if note else []
         return list(dict.fromkeys(notes))

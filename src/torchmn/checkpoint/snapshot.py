@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from torchmn.batch_settings import BatchSettings, batch_settings_by_name
 from torchmn.communicators import object_codec
 from torchmn.communicators.local_tensors import is_distributed, local_part
 from torchmn.communicators.object_codec import Part
@@ -64,11 +65,15 @@ class SavedRank:
 
 @dataclass(frozen=True, kw_only=True)
 class Copy:
-    """A rank's state: descriptions, tensors by name, names of replicated tensors."""
+    """A rank's state: descriptions, tensors by name, names of replicated tensors.
+
+    ``batches``: the global batch, as objects of the state know it.
+    """
 
     objects: dict[str, SavedObject]
     tensors: dict[str, Tensor]
     replicated: list[str]
+    batches: dict[str, BatchSettings] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -124,6 +129,7 @@ class CopyMemory:
                 n for n, tensor in names.tensors.items() if tensor.data_ptr() in replicated
             ],
             tensors=self._copy(names.tensors),
+            batches=batch_settings_by_name(state),
         )
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -117,7 +117,7 @@ class Writer:
                 self._discard(staged)
                 result["note"] = self._newest()
             else:
-                result = self._commit(staged, request, gathered, reports)
+                result = self._commit(staged, request, request.copy, gathered, reports)
         result = self.channel.all_gather(result, "a checkpoint was completed", nbytes=nbytes)[0]
         if problems or result["problem"]:
             return self._failed(request, problems or [result["problem"]], result["note"])
@@ -182,6 +182,7 @@ class Writer:
         self,
         staged: str,
         request: Request,
+        copy: Copy,
         gathered: Sequence[Mapping[str, Any]],
         reports: Sequence[Mapping[str, Any]],
     ) -> dict[str, Any]:
@@ -202,6 +203,7 @@ class Writer:
                 versions={"torchmn": __version__, "torch": torch.__version__},
                 metric=gathered[0]["metric"],
                 files=files,
+                batches=copy.batches,
             )
             replaced = self.storage.commit(staged, name, manifest.to_bytes())
         except Exception as error:

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import Sampler, default_collate
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from torchmn.batch_settings import BatchSettings, HasBatchSettings
 from torchmn.data.permutations import Order, epoch_permutation
 from torchmn.data.sampler_pass import SamplerPass, iterating_loader
 from torchmn.data.scatter import shard_bounds
@@ -122,6 +123,8 @@ class GlobalSampler(Sampler[list[int]]):
         self.rank = comm.rank
         self.size = comm.size
         self._comm = comm
+        self.batch: HasBatchSettings | None = None
+        """The `GlobalBatch` that has made this sampler, if one has."""
         self._start = SamplerState(epoch=0, position=0)
         self._pass: SamplerPass | None = None
 
@@ -140,6 +143,21 @@ class GlobalSampler(Sampler[list[int]]):
         """This rank's share of a full global batch."""
         begin, end = self._share(self.global_batch)
         return end - begin
+
+    def batch_settings(self) -> BatchSettings | None:
+        """See `HasBatchSettings`."""
+        if self.batch is not None:
+            return self.batch.batch_settings()
+        bounds = [
+            shard_bounds(self.global_batch, self.size, rank, force_equal_length=False)
+            for rank in range(self.size)
+        ]
+        return BatchSettings(
+            global_batch=self.global_batch,
+            initial=self.global_batch,
+            shares=[end - begin for begin, end in bounds],
+            epoch_steps=len(self),
+        )
 
     def __len__(self) -> int:
         """Steps in a full epoch; a pass that resumes in the middle of one makes fewer."""

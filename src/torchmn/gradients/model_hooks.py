@@ -9,8 +9,10 @@ both can be answered for one module by an attribute of its own, which the answer
 from __future__ import annotations
 
 import copy
+import inspect
 import weakref
 from collections.abc import Callable
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from torchmn.compiling import is_compiled_call, leave_to_python
 
 _STATE, _SCRIPTABLE = "__getstate__", "__prepare_scriptable__"
+_FORWARD, _REPLICA = "forward", "_replicate_for_data_parallel"
 _TABLES = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -35,6 +38,8 @@ class ModelHooks:
     def __init__(self) -> None:
         self._handles: list[tuple[nn.Module, RemovableHandle]] = []
         self._listeners: list[tuple[nn.Module, Callable[[], None]]] = []
+        self._shown: list[nn.Module] = []
+        """Modules whose hooks torch.compile must not miss."""
 
     def before_forward(
         self,
@@ -62,6 +67,17 @@ class ModelHooks:
         leave_to_python(hook, function, is_compiled_call)
         self._keep(module, module.register_forward_hook(hook, always_call=True))
 
+    def show_to_compiler(self, module: nn.Module) -> None:
+        """Let code without these hooks, compiled before for such a module, not run this one.
+
+        torch.compile does not check that a module still has no hooks (``skip_nnmodule_hook_guards``
+        of torch._dynamo), and shares code between modules of one structure: what was compiled when
+        the model had no hooks, or for another model, would run for this one. But it checks that
+        ``forward`` is not an attribute of the module's own.
+        """
+        _hide(module).show_to_compiler()
+        self._shown.append(module)
+
     def before_copy(self, module: nn.Module, function: Callable[[], None]) -> None:
         """Call ``function()`` before the module is copied, pickled or scripted."""
         _hide(module).listeners.append(function)
@@ -75,9 +91,11 @@ class ModelHooks:
         for module, function in self._listeners:
             listeners = _hide(module).listeners
             listeners[:] = [other for other in listeners if other is not function]
-        for module, _ in (*self._handles, *self._listeners):
+        for module in self._shown:
+            _hide(module).hide_from_compiler()
+        for module in (*(m for m, _ in (*self._handles, *self._listeners)), *self._shown):
             _show(module)
-        self._handles, self._listeners = [], []
+        self._handles, self._listeners, self._shown = [], [], []
 
     def _keep(self, module: nn.Module, handle: RemovableHandle) -> None:
         _hide(module).ids.add(handle.id)
@@ -91,6 +109,8 @@ class _Hidden:
         self._module = weakref.ref(module)
         self.ids: set[int] = set()
         self.listeners: list[Callable[[], None]] = []
+        self._num_shown = 0
+        self._forward: MethodType | None = None
 
     def __call__(self) -> Any:
         """The module's state as its class gives it, less what is hidden."""
@@ -101,7 +121,7 @@ class _Hidden:
         state = kind.__getstate__(module)
         if not isinstance(state, dict):
             return state
-        state = {key: value for key, value in state.items() if key not in (_STATE, _SCRIPTABLE)}
+        state = {key: value for key, value in state.items() if not self._is_own(key, value)}
         if "_parameters" in state:  # which may do more than a dict does
             state["_parameters"] = dict(state["_parameters"].items())
         for name in _TABLES:
@@ -110,6 +130,44 @@ class _Hidden:
                     (key, value) for key, value in state[name].items() if key not in self.ids
                 )
         return state
+
+    def show_to_compiler(self) -> None:
+        """Give the module its own ``forward`` as an attribute, unless it has another one."""
+        module = self._module()
+        self._num_shown += 1
+        if module is None or _FORWARD in module.__dict__:
+            return
+        forward = inspect.getattr_static(type(module), _FORWARD, None)
+        if isinstance(forward, FunctionType):
+            self._forward = MethodType(forward, module)
+            module.__dict__[_FORWARD] = self._forward
+            module.__dict__[_REPLICA] = self.replica
+
+    def hide_from_compiler(self) -> None:
+        """Take it away when nothing needs it any more."""
+        module = self._module()
+        self._num_shown -= 1
+        if self._num_shown or module is None or self._forward is None:
+            return
+        for key in (_FORWARD, _REPLICA):
+            if self._is_own(key, module.__dict__.get(key)):
+                del module.__dict__[key]
+        self._forward = None
+
+    def replica(self) -> nn.Module:
+        """What `torch.nn.DataParallel` makes of the module; its forward is its own."""
+        module: Any = self._module()
+        replica: nn.Module = type(module)._replicate_for_data_parallel(module)
+        for key, value in [*replica.__dict__.items()]:
+            if self._is_own(key, value):
+                del replica.__dict__[key]
+        return replica
+
+    def _is_own(self, key: str, value: object) -> bool:
+        """Whether it is an attribute that hides hooks or shows them, and not the user's."""
+        if key == _FORWARD:
+            return self._forward is not None and value is self._forward
+        return key in (_STATE, _SCRIPTABLE, _REPLICA)
 
     def scriptable(self) -> nn.Module | None:
         """A copy of the module and all modules in it, with the same parameters."""

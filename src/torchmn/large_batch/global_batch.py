@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from torchmn.batch_settings import BatchSettings
 from torchmn.communicators import Communicator
 from torchmn.data.global_sampler import GlobalSampler
 from torchmn.data.scatter import shard_bounds
@@ -191,6 +192,21 @@ class GlobalBatch:
         )
         return f"{text}; began with {self.initial}, {self.growth})" if self.growth else f"{text})"
 
+    def batch_settings(self) -> BatchSettings | None:
+        """What a checkpoint records of the batch; see `torchmn.checkpoint.HasBatchSettings`."""
+        if self.growth is not None and self.growth.unit == "epochs" and self._sampler is None:
+            return None  # how long an epoch is comes with the sampler
+        plan = self._plan(self.global_batch)
+        return BatchSettings(
+            global_batch=self.global_batch,
+            initial=self.initial,
+            growth="" if self.growth is None else repr(self.growth),
+            shares=list(plan.shares),
+            local_batch=plan.pass_size,
+            accumulation=plan.num_passes,
+            epoch_steps=None if self._sampler is None else len(self._sampler),
+        )
+
     # ---- progress ----
 
     @property
@@ -278,6 +294,7 @@ class GlobalBatch:
             drop_last=drop_last,
             pad_last=pad_last,
         )
+        self._sampler.batch = self
         return self._sampler
 
     def micro_batches(

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from torchmn.batch_settings import BatchSettings
 from torchmn.errors import UnknownNameError, UsageError
 from torchmn.large_batch.batch_growth import Unit, check_milestones
 from torchmn.large_batch.global_batch import GlobalBatch
@@ -99,6 +100,10 @@ class BatchSchedule(LRScheduler):
         """The factors of this schedule and of those that it wraps."""
         inner = 1.0 if self._inner is None else self._inner._product(samples)
         return inner * self.factor(samples)
+
+    def batch_settings(self) -> BatchSettings | None:
+        """What a checkpoint records of the batch; see `torchmn.checkpoint.HasBatchSettings`."""
+        return self.batch.batch_settings()
 
     def state_dict(self) -> dict[str, Any]:
         """The rates by group, first and now."""

@@ -137,7 +137,7 @@ class MultiNodeOptimizer(Optimizer):
             self._hooks.before_copy(self._models[0], self._complete)
             self._counts_samples = weight == "samples" or schedule.counts_samples
             if self._counts_samples:
-                self._hooks.before_forward(self._models[0], self.reducer.contribution.count)
+                self._count_samples()
             self.recorded = RecordedSteps(self, self._models)
             self.recorded.meet()
         except BaseException:
@@ -457,7 +457,11 @@ class MultiNodeOptimizer(Optimizer):
         self.reducer.norm_listener = listener
         if not self._counts_samples:
             self._counts_samples = True
-            self._hooks.before_forward(self._models[0], self.reducer.contribution.count)
+            self._count_samples()
+
+    def _count_samples(self) -> None:
+        self._hooks.before_forward(self._models[0], self.reducer.contribution.count)
+        self._hooks.show_to_compiler(self._models[0])
 
     @contextmanager
     def join(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from torchmn.batch_settings import BatchSettings
 from torchmn.data import GlobalSampler
 from torchmn.data.serial_iterator import Ranks
 from torchmn.errors import UsageError
@@ -170,6 +171,10 @@ class EpochLoader:
             "in the current epoch, some are seen twice and some not at all. With "
             " DataLoader(batch_sampler=GlobalSampler(...)) none are lost or repeated."
         ]
+
+    def batch_settings(self) -> BatchSettings | None:
+        """What a checkpoint records of the batch: the sampler's, if it is a `GlobalSampler`."""
+        return None if self._sampler is None else self._sampler.batch_settings()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `BatchSource`. Raises UsageError: the state of another kind of iterator."""

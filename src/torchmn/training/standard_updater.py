@@ -11,6 +11,7 @@ from pytorch_pfn_extras.reporting import Reporter
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchmn.batch_settings import BatchSettings, batch_settings_of
 from torchmn.errors import UsageError
 from torchmn.evaluation import batch_to, call_with_batch, num_samples
 from torchmn.links.layer_communicator import has_collective_layers
@@ -123,6 +124,10 @@ class StandardUpdater:
     def resume_warnings(self) -> list[str]:
         """Warnings for loading a state of another number of ranks."""
         return warnings_of(self.source)
+
+    def batch_settings(self) -> BatchSettings | None:
+        """What a checkpoint records of the batch: the source's."""
+        return batch_settings_of(self.source)
 
     def _step_without_samples(self, batch: Any) -> None:
         set_weight = getattr(self.optimizer, "set_weight", None)

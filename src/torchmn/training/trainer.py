@@ -14,6 +14,7 @@ from pytorch_pfn_extras.training.trigger import (  # type: ignore[attr-defined]
 )
 from pytorch_pfn_extras.writing import SimpleWriter, Writer  # type: ignore[attr-defined]
 
+from torchmn.batch_settings import BatchSettings, batch_settings_of
 from torchmn.errors import DataError, RankMismatchError, UsageError
 from torchmn.resharding import reshard_object, warnings_of
 from torchmn.training.epoch_triggers import follow_epochs
@@ -235,6 +236,11 @@ class Trainer(ExtensionsManager):
         """Warnings for loading a state of another number of ranks."""
         parts = [*self._optimizers.values(), *self._state_objects.values()]
         return [note for part in parts for note in warnings_of(part)]
+
+    def batch_settings(self) -> BatchSettings | None:
+        """What a checkpoint records of the batch: the updater's, or that of another object."""
+        known = (batch_settings_of(part) for part in self._state_objects.values())
+        return next((settings for settings in known if settings is not None), None)
 
     def _raise_if_ranks_disagree(self) -> None:
         if self._comm is None:

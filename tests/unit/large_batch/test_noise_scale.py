@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from html import escape
 from io import StringIO
@@ -15,8 +16,9 @@ import pytest
 import torch
 from rich.console import Console
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.unit.models import OfList, batch, equal, fill, local_grads, loss_of, mlp, values
+from tests.unit.models import OfList, batch, equal, fill, local_grads, loss_of, mlp, near, values
 from tests.unit.recorded_runs import ImitatedRun
 from torchmn import create_multi_node_optimizer
 from torchmn.communicators import Communicator
@@ -264,6 +266,166 @@ def test_ranks_that_left_their_loop_measure_with_the_others() -> None:
     results = run_ranks(rank_main, 3)
     assert results[0]["num_measurements"] == 5
     assert results[1:] == results[:1] * 2
+
+
+# ---- ordinary loops ----
+
+SPLITS = [(3, 5), (6, 2), (1, 7), (4, 4), (2, 6), (5, 3)]
+"""Samples of each of two ranks in each step."""
+
+
+class Loop:
+    """A user's loop on its part of each batch; ``comm`` is None for one process with all of it."""
+
+    def __init__(self, comm: Communicator | None) -> None:
+        self.comm = comm
+        self.noise: list[GradientNoiseScale] = []
+
+    def wrapped(self, inner: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+        if self.comm is None:
+            return inner
+        optimizer = create_multi_node_optimizer(inner, self.comm, model, weight="samples")
+        self.noise.append(GradientNoiseScale(optimizer, every=1))
+        return optimizer
+
+    def sgd(self, model: nn.Module) -> torch.optim.Optimizer:
+        inner = torch.optim.SGD(model.parameters(), 0.3, momentum=0.9)
+        return self.wrapped(inner, model)
+
+    def parts(self, steps: range = range(len(SPLITS))) -> Iterator[Tensor]:
+        for step in steps:
+            first, _ = SPLITS[step]
+            whole = batch(0, step, sum(SPLITS[step]))
+            yield whole if self.comm is None else (whole[:first], whole[first:])[self.comm.rank]
+
+
+def plain(loop: Loop) -> list[nn.Module]:
+    model = mlp()
+    optimizer = loop.sgd(model)
+    for x in loop.parts():
+        optimizer.zero_grad()
+        loss_of(model, x).backward()
+        optimizer.step()
+    return [model]
+
+
+def clipped(loop: Loop) -> list[nn.Module]:
+    model = mlp()
+    optimizer = loop.sgd(model)
+    for x in loop.parts():
+        optimizer.zero_grad()
+        loss_of(model, x).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+    return [model]
+
+
+def scaled(loop: Loop) -> list[nn.Module]:
+    model = mlp()
+    optimizer = loop.sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    for x in loop.parts():
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, x)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return [model]
+
+
+def averaged(loop: Loop) -> list[nn.Module]:
+    model = mlp()
+    before = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    optimizer = loop.sgd(model)
+    after = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for x in loop.parts():
+        optimizer.zero_grad()
+        loss_of(model, x).backward()
+        optimizer.step()
+        for average in (before, after):
+            average.update_parameters(model)
+        with torch.no_grad():
+            loss_of(after, x)
+    return [model, before, after]
+
+
+def two_optimizers(loop: Loop) -> list[nn.Module]:
+    models = [mlp(), mlp(seed=9)]
+    optimizers = [loop.sgd(model) for model in models]
+    for x in loop.parts():
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(model, x).backward()
+            optimizer.step()
+    return [*models]
+
+
+def resumed(loop: Loop) -> list[nn.Module]:
+    states: list[Any] = []
+    for steps in (range(3), range(3, len(SPLITS))):
+        model = mlp()
+        optimizer = loop.sgd(model)
+        held = [model, optimizer, *loop.noise[-1:]]
+        for each, state in zip(held, states, strict=False):
+            each.load_state_dict(state)
+        for x in loop.parts(steps):
+            optimizer.zero_grad()
+            loss_of(model, x).backward()
+            optimizer.step()
+        states = [copy.deepcopy(each.state_dict()) for each in held]
+    return [model]
+
+
+def again(loop: Loop) -> list[nn.Module]:
+    return [model for _ in range(2) for model in plain(loop)]
+
+
+def compiled(loop: Loop) -> list[nn.Module]:
+    """Ranks are threads that share what torch.compile keeps, so the first call of each is alone."""
+    model = mlp()
+    optimizer = loop.sgd(model)
+    forward = torch.compile(model, backend="eager", dynamic=True)
+    for x in loop.parts():
+        optimizer.zero_grad()
+        with _compiling:
+            loss = loss_of(forward, x)
+        loss.backward()
+        optimizer.step()
+    return [model]
+
+
+_compiling = threading.Lock()
+WAYS = [plain, clipped, scaled, averaged, two_optimizers, resumed, again, compiled]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_ordinary_loops_train_as_one_process(way: Callable[[Loop], list[nn.Module]]) -> None:
+    torch.compiler.reset()
+    alone = [values(model) for model in way(Loop(None))]
+
+    def rank_main(comm: Communicator) -> tuple[list[list[Tensor]], list[dict[str, float]]]:
+        loop = Loop(comm)
+        models = way(loop)
+        measured = [{"value": n.value() or math.nan, **n.state_dict()} for n in loop.noise]
+        return [values(model) for model in models], measured
+
+    (trained, measured), other = run_ranks(rank_main, 2)
+    assert all(near(mine, whole) for mine, whole in zip(trained, alone, strict=True))
+    assert all(equal(mine, theirs) for mine, theirs in zip(trained, other[0], strict=True))
+    assert measured == other[1]
+    last = measured[-1]
+    assert last["num_measurements"] == len(SPLITS)
+    assert math.isfinite(last["square"] + last["variance"])
+    assert math.isfinite(last["value"])
+
+
+def test_the_comparison_sees_ranks_that_exchange_nothing() -> None:
+    class Alone(Loop):
+        def wrapped(self, inner: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+            return inner
+
+    (alone,) = plain(Loop(None))
+    results = run_ranks(lambda comm: values(plain(Alone(comm))[0]), 2)
+    assert not any(near(result, values(alone)) for result in results)
 
 
 def test_only_some_steps_are_measured_and_the_state_is_resumed() -> None:
