@@ -16,7 +16,7 @@ from accuracy.networks import DigitNet, ResidualNet
 from accuracy.tasks import Images
 from torch import nn
 
-BASE_BATCH = 16
+BASE_BATCH = 8
 FACTORS = (4, 16, 64)
 DECAY = 4
 """By what the rate is divided, or a growing batch multiplied, at each milestone."""
@@ -71,9 +71,9 @@ TASKS = {
             num_images=15_000,
             epochs=3,
             milestones=(1.5, 2.25, 2.7),
-            learning_rate=0.01,  # chosen
-            warm_up_epochs=0.25,  # chosen
-            trust={4: 0.02, 16: 0.02, 64: 0.02},  # chosen
+            learning_rate=0.005,  # chosen
+            warm_up_epochs=0.6,  # chosen
+            trust={4: 0.05, 16: 0.05, 64: 0.05},  # chosen
             seeds=(0, 1, 2),
             num_seeds=3,
         ),
@@ -84,9 +84,9 @@ TASKS = {
             num_images=10_000,
             epochs=8,
             milestones=(4, 6, 7.2),
-            learning_rate=0.02,  # chosen
-            warm_up_epochs=0.5,  # chosen
-            trust={4: 0.02, 16: 0.02, 64: 0.02},  # chosen
+            learning_rate=0.01,  # chosen
+            warm_up_epochs=1.6,  # chosen
+            trust={4: 0.05, 16: 0.05, 64: 0.05},  # chosen
             seeds=(0, 1, 2, 3, 4),
             num_seeds=3,
         ),

@@ -26,7 +26,7 @@ from large_batch.runs import NUM_POINTS
 from large_batch.sides import Side
 from large_batch.tasks import BASE_BATCH, DECAY, MOMENTUM, Task
 
-MAX_PASS = 256
+MAX_PASS = 128
 """Samples of a forward and backward pass: no more than stay in the processor's cache."""
 NUM_NORM_IMAGES = 2048
 NUM_LOSS_IMAGES = 2500

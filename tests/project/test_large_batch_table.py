@@ -36,14 +36,14 @@ def load(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
 
 @pytest.fixture
 def small(load):  # type: ignore[no-untyped-def]
-    """A task of 5 steps of 32 an epoch, its data in float64, and a network with normalization."""
+    """A task of 80 images, its data in float64, and a network with normalization."""
     tasks = load("large_batch.tasks")
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(160, 3, 4, 4, generator=generator, dtype=torch.float64)
-    y = torch.randint(0, 5, (160,), generator=generator)
+    x = torch.randn(80, 3, 4, 4, generator=generator, dtype=torch.float64)
+    y = torch.randint(0, 5, (80,), generator=generator)
     task = replace(
         tasks.TASKS["mnist"],
-        num_images=160,
+        num_images=80,
         epochs=2,
         milestones=(1.0, 1.5),
         warm_up_epochs=0.5,
@@ -64,7 +64,7 @@ def network() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("recipe", ["linear", "warm-up", "LARS", "growth"])
+@pytest.mark.parametrize("recipe", ["linear", "warm-up", "LARS"])
 def test_a_simulated_run_is_that_of_two_workers(load, small, recipe: str) -> None:  # type: ignore[no-untyped-def]
     task, x, y = small
     training, sides = load("large_batch.training"), load("large_batch.sides")
@@ -82,9 +82,6 @@ def test_a_simulated_run_is_that_of_two_workers(load, small, recipe: str) -> Non
         return [parameter.detach().clone() for parameter in model.parameters()]
 
     (simulated,) = run_ranks(parameters, 1)
-    if recipe == "growth":  # begins with one worker's batch: two have half of it each
-        assert all(bool(torch.isfinite(each).all()) for each in simulated)
-        return
     for real in run_ranks(parameters, 2):
         for one, other in zip(simulated, real, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
@@ -112,13 +109,13 @@ def test_one_batch_norm_for_all_samples_is_another_training(load, small) -> None
 
 
 def test_passes_of_one_worker_each_have_the_gradient_of_one_pass_in_parts(load, small) -> None:  # type: ignore[no-untyped-def]
-    _, x, y = small
+    (_, x, y), size = small, load("large_batch.tasks").BASE_BATCH
     accumulated, at_once = network(), network()
-    torchmn.large_batch.convert_to_ghost_batch_norm(at_once, 16)
+    torchmn.large_batch.convert_to_ghost_batch_norm(at_once, size)
     for part in range(4):
-        own = slice(16 * part, 16 * part + 16)
+        own = slice(size * part, size * part + size)
         (cross_entropy(accumulated(x[own]), y[own]) / 4).backward()  # type: ignore[no-untyped-call]
-    cross_entropy(at_once(x[:64]), y[:64]).backward()  # type: ignore[no-untyped-call]
+    cross_entropy(at_once(x[: 4 * size]), y[: 4 * size]).backward()  # type: ignore[no-untyped-call]
     for one, other in zip(accumulated.parameters(), at_once.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-12)
 
@@ -139,7 +136,7 @@ def test_a_run_of_each_recipe_gives_a_whole_record(load, small) -> None:  # type
             steps[side.name] = outcome["num_steps"]
     assert steps["base"] == 20
     assert steps["4 x, plain"] == steps["4 x, LARS"] == 6
-    assert steps["4 x, growth"] == 10 + 3  # an epoch of 16, then one of 64
+    assert steps["4 x, growth"] == 10 + 3  # an epoch of 8, then one of 32
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_the_accuracy_of_guessing(load, small) -> None:  # type: ignore[no-untyped-def]
@@ -283,7 +280,7 @@ def test_runs_of_other_settings_are_not_in_the_table(load, table_runs, tmp_path:
 
 def test_the_measured_critical_batch_of_runs_that_follow_the_formula(load, table_runs) -> None:  # type: ignore[no-untyped-def]
     prediction, experiments = load("large_batch.prediction"), load("large_batch.experiments")
-    critical, base, num = 200.0, 16, load("large_batch.runs").NUM_POINTS
+    critical, base, num = 100.0, 8, load("large_batch.runs").NUM_POINTS
     runs = table_runs({})
     for key, (_, side) in experiments.table().wanted.items():
         if key in runs:
