@@ -1,0 +1,65 @@
+"""`bench_recipes.py --part large-batch`: which runs are meant, and what is printed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from fnmatch import fnmatch
+
+from accuracy.runs import Key
+from record import report
+
+from large_batch.choice import choice_bars, choices
+from large_batch.experiments import Experiment, carry_out, table
+from large_batch.experiments import choices as choice_experiment
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry out the runs and print the table. Returns the exit status."""
+    experiment = choice_experiment() if arguments.choose else table()
+    if not arguments.report:
+        folder = os.environ.get("TORCHMN_TEST_DATA")
+        if folder is None:
+            print(
+                "bench_recipes: TORCHMN_TEST_DATA must be the folder of the data.", file=sys.stderr
+            )
+            return 2
+        keys = _meant(experiment, arguments)
+        if arguments.resume:
+            done = experiment.runs()
+            keys = [key for key in keys if key not in done]
+        carry_out(experiment, keys, folder, arguments.jobs)
+    if arguments.choose:
+        return report("large_batch_choice", choice_bars(experiment.runs()))
+    from large_batch.bars import bars_of
+    from large_batch.figure import draw
+
+    runs = experiment.runs()
+    status = report("large_batch_recipes", bars_of(runs))
+    print(f"drawn: {draw(runs)}")
+    return status
+
+
+def _meant(experiment: Experiment, arguments: argparse.Namespace) -> list[Key]:
+    seeds = arguments.seeds and {int(text) for text in arguments.seeds.split(",")}
+    stage = {
+        (each.task.name, side.name)
+        for each in choices()
+        if fnmatch(each.stage, arguments.stage)
+        for side in each.candidates.values()
+    }
+    return [
+        key
+        for key in experiment.wanted
+        if _matches(key[0], arguments.tasks)
+        and _matches(key[1], arguments.only)
+        and (not seeds or key[2] in seeds)
+        and (not arguments.choose or key[:2] in stage)
+    ]
+
+
+def _matches(name: str, patterns: str) -> bool:
+    # Names may contain a comma followed by a space.
+    return any(fnmatch(name, pattern) for pattern in re.split(r",(?! )", patterns))
