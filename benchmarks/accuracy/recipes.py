@@ -13,7 +13,8 @@ Double buffering at 5/4 of the rate was a candidate too, and had the lowest loss
 1.012 times that of every step). It was excluded before the first run of the evaluation: the rate is
 that of `ResidualNet`, and every step gains from a higher one on `PlainNet` as well.
 
-`bench_recipes.py --choose` executes the choice, `bench_recipes.py` the evaluation.
+`bench_recipes.py --part schedules --choose` executes the choice, without ``--choose`` the
+evaluation.
 """
 
 from __future__ import annotations
