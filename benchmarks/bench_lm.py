@@ -13,9 +13,9 @@ the loss that DDP has after a fixed number of steps with a seed that is not comp
 
 The clock starts when both ranks are ready for the first step. It stands still during a validation:
 it stops when both ranks have made the step and none of their bytes are under way, and continues
-when both have validated. torchft's bytes cannot be waited for from outside, so that its streaming is not
-charged for what is under way then. Each rank validates the parameters that it has, the larger loss
-counts, and a run ends at the first validation at or below the goal.
+when both have validated. torchft's bytes cannot be waited for from outside, so that its streaming
+is not charged for what is under way then. Each rank validates the parameters that it has, the
+larger loss counts, and a run ends at the first validation at or below the goal.
 
 A ratio is of the seconds of two sides with the same seed. All recorded runs with the current
 settings count, so that repeating a run until it is fast does not help; but none in which other

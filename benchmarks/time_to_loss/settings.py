@@ -1,8 +1,8 @@
 """What is trained, and the candidates from which the settings of each side are chosen.
 
 Nothing is chosen on the text and the seeds of the comparison. `COMPARED` trains on Shakespeare
-with seeds 0, 1, ...; learning rates and lengths of blocks come from `TUNED`, another text with a seed of its
-own (`choice.py`). All families have the same learning rates to choose from, and DiLoCo of both
+with seeds 0, 1, ...; learning rates and lengths of blocks come from `TUNED`, another text with a
+seed of its own (`choice.py`). All families have the same learning rates to choose from, and DiLoCo of both
 libraries the same blocks and the outer optimizer of the paper.
 """
 
