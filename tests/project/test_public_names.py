@@ -28,6 +28,7 @@ INTERNAL = {
     "exit_status",
     "gradients",
     "monitor",
+    "permutations",
     "planning",
     "report",
     "resharding",
