@@ -29,6 +29,7 @@ INTERNAL = {
     "exit_status",
     "gradients",
     "monitor",
+    "permutations",
     "planning",
     "report",
     "resharding",
