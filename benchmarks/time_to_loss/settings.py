@@ -2,8 +2,8 @@
 
 Nothing is chosen on the text and the seeds of the comparison. `COMPARED` trains on Shakespeare
 with seeds 0, 1, ...; learning rates and lengths of blocks come from `TUNED`, another text with a
-seed of its own (`choice.py`). All families have the same learning rates to choose from, and DiLoCo of both
-libraries the same blocks and the outer optimizer of the paper.
+seed of its own (`choice.py`). All families have the same learning rates to choose from, and DiLoCo
+of both libraries the same blocks and the outer optimizer of the paper.
 """
 
 from __future__ import annotations
