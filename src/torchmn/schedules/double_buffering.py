@@ -12,7 +12,8 @@ is saved.
 ``eager=True`` computes g_k where the late mean will lead, by a step with the rank's own gradient
 that is undone when the mean is there (see `eager_step`):
 
-    step k:      undo; w_{k+1} = w_k - update(mean(g_{k-1})); take: w_{k+1} - update(own g_k)
+    step k:      w_{k+1} = w_k - update(mean(g_{k-1}));  take: w_{k+1} - update(own g_k)
+    backward:    g_{k+1} is computed there;  undo: w_{k+1}
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torchmn.errors import UnsupportedError, UsageError
 from torchmn.gradients.bucket_set import BucketSet
 from torchmn.gradients.reducer import GradientReducer
 from torchmn.schedules.base import ReplicaConsistency, Schedule
-from torchmn.schedules.eager_step import EagerStep, norm_of_gradients
+from torchmn.schedules.eager_step import EagerStep
 
 
 class DoubleBuffering(Schedule):
@@ -36,10 +37,13 @@ class DoubleBuffering(Schedule):
 
     Args:
         eager: compute each gradient after a step with the rank's own gradient of the step before,
-            which is undone when the mean is there. Training is then about as good as with
+            which is undone at the end of `backward`. Training is then about as good as with
             `EveryStep` (``docs/explain/recipes.md``). It costs a second step of the optimizer and a
-            copy of the parameters and of its state. Between steps ranks hold different parameters:
-            call `flush` before evaluating, and before changing them. Not for sharded parameters.
+            copy of the gradients, the parameters and its state. From `step` to the end of
+            `backward` each rank's parameters are its own: call `flush` before evaluating, saving
+            or changing them. Averages (EMA) and constraints of parameters belong in
+            ``optimizer.register_step_post_hook``, or between `backward` and `step`: both see what
+            all ranks share. Not for parameters of which ranks hold parts.
     """
 
     name = "double_buffering"
@@ -48,13 +52,14 @@ class DoubleBuffering(Schedule):
 
     def __init__(self, *, eager: bool = False) -> None:
         self.eager = eager
-        self.exchanges_shards = not eager
         self._pending: BucketSet | None = None
         self._has_mean = False
         self._num_backwards = 0
         self._ahead: EagerStep | None = None
         self._own: dict[Tensor, Tensor] = {}
         """This rank's gradients of the last backward pass, if eager."""
+        self._may_be_ahead = False
+        """Whether ranks may have stepped with own gradients since: the same on all ranks."""
 
     @classmethod
     def recommended(cls) -> DoubleBuffering:
@@ -63,8 +68,8 @@ class DoubleBuffering(Schedule):
 
     @property
     def replica_consistency(self) -> ReplicaConsistency:
-        """``per_block`` after a step with the rank's own gradient."""
-        return "per_block" if self.is_ahead else "per_step"
+        """``per_block`` after a step with the rank's own gradient, on any rank."""
+        return "per_block" if self._may_be_ahead else "per_step"
 
     @property
     def is_ahead(self) -> bool:
@@ -72,8 +77,16 @@ class DoubleBuffering(Schedule):
         return self._ahead is not None and self._ahead.is_taken
 
     def attach(self, reducer: GradientReducer, inner: Optimizer) -> None:
+        """See `Schedule.attach`. Raises UnsupportedError: eager, and ranks hold parts."""
         super().attach(reducer, inner)
         if self.eager:
+            parameters = reducer.parameters
+            if parameters.are_sharded or parameters.mesh.has_parallel_layers:
+                raise UnsupportedError(
+                    f"{reducer.comm.rank_label}: DoubleBuffering(eager=True) compares norms of "
+                    "whole gradients on each rank, and of this model ranks hold parts. Use "
+                    "DoubleBuffering() or 'every_step'."
+                )
             self._ahead = EagerStep(inner, reducer.parameters.trained, reducer.comm.rank_label)
             reducer.keep_own_gradients()
 
@@ -86,15 +99,17 @@ class DoubleBuffering(Schedule):
                 "the mean of the step before. Wrap all passes but the last in optimizer.no_sync()."
             )
         reducer = self._reducer
-        self._own = reducer.take_own_gradients()
+        own = reducer.take_own_gradients()
+        self._own = own if reducer.filling.context.weight else {}
         reducer.start_remaining()
         before, self._pending = self._pending, reducer.swap_buffers()
         if before is None:
             for slot in self._pending.slots:
                 slot.parameter.grad = None
-            return
-        reducer.set_grads(before)
-        self._has_mean = True
+        else:
+            reducer.set_grads(before)
+            self._has_mean = True
+        self._undo()  # last, as it may raise; what the script does to gradients sees all ranks' w
 
     def step(self, closure: Callable[[], float] | None) -> float | None:
         """See `Schedule.step`."""
@@ -108,18 +123,25 @@ class DoubleBuffering(Schedule):
             )
         self._num_backwards = 0
         has_mean, self._has_mean = self._has_mean, False
-        self._undo()
         own, self._own = self._own, {}
-        if has_mean:
-            mean_norm = norm_of_gradients(self._inner) if own else 0.0
+        if has_mean and self._ahead is not None:
+            self._may_be_ahead = True
+            reducer = self._reducer  # an own part of a sum is as many times smaller
+            self._ahead.step(own, reducer.comm.size if reducer.reduction == "sum" else 1.0)
+        elif has_mean:
             self._inner.step()
-            if self._ahead is not None:
-                self._ahead.take(own, mean_norm)
         return loss
 
     def _undo(self) -> None:
+        self._may_be_ahead = False
         if self._ahead is not None:
             self._ahead.undo()
+
+    def close(self) -> None:
+        """See `Schedule.close`. Undoes a step with the own gradient. Local."""
+        self._may_be_ahead = False
+        if self._ahead is not None:
+            self._ahead.release()
 
     def shadow_step(self) -> int:
         """See `Schedule.shadow_step`."""
@@ -159,22 +181,22 @@ class DoubleBuffering(Schedule):
     def state_dict(self) -> dict[str, Any]:
         """See `Schedule.state_dict`: the mean that the next step will apply, by name.
 
-        If eager, also what this rank's parameters are, and what the next step returns to.
+        If eager, also what this rank's parameters are, and what they will return to.
         """
         if self._pending is None:
             return {}
         self._pending.wait()
-        ahead = {"ahead": self._ahead.state_dict()} if self._ahead and self.is_ahead else {}
+        ahead = {"ahead": self._ahead.state_dict()} if self._ahead and self._may_be_ahead else {}
         return {"pending": self._pending.means(), "pending_record": self._pending.record(), **ahead}
 
     def reshard_state_dict(
         self, states: Sequence[dict[str, Any]], comm: Communicator
     ) -> dict[str, Any]:
-        """See `Resharding`: the new ranks start from what the next step would have returned to."""
+        """See `Resharding`: the new ranks start from what the old ones would have returned to."""
         state = dict(states[0])
         if "ahead" in state:
             before = state["ahead"]["before"]
-            state["ahead"] = {"before": before, "after": before["parameters"]}
+            state["ahead"] = {"before": before, "after": before}
         return state
 
     def resume_warnings(self) -> list[str]:
@@ -193,6 +215,7 @@ class DoubleBuffering(Schedule):
             self._pending.drain()  # its memory is used again
         self._pending, self._has_mean, self._num_backwards = None, False, 0
         self._own = {}
+        self._may_be_ahead = self.eager and "ahead" in state
         if self._ahead is not None:
             self._ahead.load_state_dict(state.get("ahead", {}))
         elif "ahead" in state:

@@ -3,7 +3,8 @@
 The expectation of a rank's own gradient is that of the mean, so that a step with it is right but
 for noise. A schedule that waits for the mean takes it to compute the next gradient at about the
 parameters that the mean will give, undoes it, and then steps with the mean: what ranks hold in the
-long run depends on means only, and is the same on all of them.
+long run depends on means only, and is the same on all of them. Nothing of it is left in the
+optimizer (see `trial_step`), whose state is that of the steps with means at any time.
 
 The own gradient is made no longer than the last mean. It is noisier than the mean, and the mean
 may have been clipped.
@@ -14,7 +15,6 @@ Computation in DiLoCo*, 2025, which do the same with blocks and keep the own par
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,8 +24,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchmn.errors import UsageError
+from torchmn.schedules.trial_step import trial_step
 
 Named = Sequence[tuple[str, nn.Parameter]]
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the size of an element in bytes."""
+_MAX_NAMED = 3
 
 
 class EagerStep:
@@ -36,129 +40,131 @@ class EagerStep:
 
     def __init__(self, inner: Optimizer, trained: Callable[[], Named], rank_label: str) -> None:
         self._inner, self._trained, self._rank_label = inner, trained, rank_label
-        self._before: dict[str, Any] | None = None
-        """The parameters and the optimizer's state before the step; None if there is none."""
-        self._norms: Tensor | None = None
-        """Of the parameters after it."""
+        self._before: list[tuple[str, nn.Parameter, Tensor]] = []
+        """The parameters and their values before the step; empty if there is none."""
+        self._sums: list[int] = []
+        """Of the bits of the parameters after it."""
 
     @property
     def is_taken(self) -> bool:
         """Whether the parameters are those of a step that will be undone."""
-        return self._before is not None
+        return bool(self._before)
 
-    def take(self, own: Mapping[Tensor, Tensor], mean_norm: float) -> None:
-        """Step with own gradients, scaled down to ``mean_norm`` where their norm is larger.
+    def step(self, own: Mapping[Tensor, Tensor], scale: float = 1.0) -> None:
+        """Step with the means in ``p.grad``, then with own gradients, which `undo` takes back.
 
-        Nothing is done where there are none, or not only finite ones. ``p.grad`` stays as it is.
+        The latter are multiplied by ``scale``, or by less: their norm becomes no larger than that
+        of the means. Without any, or not only finite ones, nothing is done with them. ``p.grad``
+        stays as it is.
         """
-        own_norm = _norm(list(own.values()))
-        if not (own_norm > 0 and math.isfinite(own_norm) and mean_norm > 0):
+        if not own:
+            self._inner.step()
             return
-        self._before = self._saved()
-        factor = min(1.0, mean_norm / own_norm)
-        parameters = [p for group in self._inner.param_groups for p in group["params"]]
-        means = [p.grad for p in parameters]
+        norms: list[float] = []  # of what the optimizer sees, after all hooks that clip it
+        hook = self._inner.register_step_pre_hook(
+            lambda *_: norms.append(_norm([p.grad for p in self._parameters()]))
+        )
         try:
-            for p in parameters:
-                p.grad = own[p] * factor if p in own else None
             self._inner.step()
         finally:
-            for p, mean in zip(parameters, means, strict=True):
-                p.grad = mean
-        self._norms = self._norms_now()
+            hook.remove()
+        self._take(own, scale, norms[-1] if norms else 0.0)
 
     def undo(self) -> None:
-        """Return to the parameters and the state before the step, if there was one.
+        """Return to the parameters before the step, if there was one.
 
-        Raises UsageError: the script has changed the parameters since.
+        Raises UsageError: the script has changed the parameters since. They are returned as well.
         """
-        before = self._before
-        if before is None:
-            return
-        if self._norms is not None and not torch.equal(self._norms, self._norms_now()):
-            self._before = None
+        before, self._before = self._before, []
+        changed = self._changed(before)
+        _load(before)
+        if changed:
             raise UsageError(
-                f"{self._rank_label}: parameters were changed after step(). Those were of a step "
-                "with the rank's own gradient, which is undone when the mean is there, and the "
-                "change would be lost. Call optimizer.flush() before it, or use "
+                f"{self._rank_label}: parameters were changed after step(): "
+                f"{', '.join(map(repr, changed[:_MAX_NAMED]))}. They were those of a step with the "
+                "rank's own gradient, which is undone when the mean is there, and the change with "
+                "it. Change parameters in a hook (optimizer.register_step_post_hook) or between "
+                "backward() and step(), call optimizer.flush() before it, or use "
                 "DoubleBuffering(eager=False)."
             )
-        self._load(before)
-        self._before = None
+
+    def release(self) -> None:
+        """As `undo`, but parameters that the script has changed since keep their values."""
+        before, self._before = self._before, []
+        changed = set(self._changed(before))
+        _load([each for each in before if each[0] not in changed])
 
     # ---- state ----
 
     def state_dict(self) -> dict[str, Any]:
         """What `undo` returns to, and this rank's parameters now."""
-        if self._before is None:
-            return {}
-        return {"before": self._before, "after": _cloned(self._trained())}
+        after = {name: p.detach().clone() for name, p in self._trained()}
+        return {"before": after | {n: value.clone() for n, _, value in self._before}, "after": after}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`: the parameters become those of the step."""
-        self._before = None
+        self.release()
         if not state:
             return
-        self._load_parameters(state["after"])
-        self._before = copy.deepcopy(state["before"])
-        self._norms = self._norms_now()
+        named = self._trained()
+        _load([(name, p, state["after"][name]) for name, p in named])
+        self._before = [(n, p, state["before"][n].to(p, copy=True)) for n, p in named]
+        self._sums = _sums_of_bits([p for _, p in named])
 
     # ---- implementation ----
 
-    def _saved(self) -> dict[str, Any]:
-        state = self._inner.state
-        return {
-            "parameters": _cloned(self._trained()),
-            "state": {
-                name: {key: _copied(value) for key, value in state[p].items()}
-                for name, p in self._trained()
-                if p in state
-            },
-        }
+    def _take(self, own: Mapping[Tensor, Tensor], scale: float, mean_norm: float) -> None:
+        parameters = self._parameters()
+        own_norm = _norm([own.get(p) for p in parameters])
+        if not (own_norm > 0 and math.isfinite(own_norm) and mean_norm > 0):
+            return
+        factor = min(scale, mean_norm / own_norm)
+        means = [p.grad for p in parameters]
+        before = [(name, p, p.detach().clone()) for name, p in self._trained()]
+        try:
+            with trial_step(self._inner):
+                for p in parameters:
+                    p.grad = own[p] * factor if p in own else None
+                self._inner.step()
+        except BaseException:
+            _load(before)
+            raise
+        finally:
+            for p, mean in zip(parameters, means, strict=True):
+                p.grad = mean
+        self._before, self._sums = before, _sums_of_bits([p for _, p, _ in before])
 
-    def _load(self, saved: dict[str, Any]) -> None:
-        self._load_parameters(saved["parameters"])
-        state = self._inner.state
-        for name, p in self._trained():
-            if name not in saved["state"]:
-                state.pop(p, None)
-                continue
-            own = state[p]
-            for key in own.keys() - saved["state"][name].keys():
-                del own[key]
-            for key, value in saved["state"][name].items():
-                now = own.get(key)
-                if isinstance(value, Tensor) and isinstance(now, Tensor):
-                    now.copy_(value)  # the same tensor: compiled optimizers have its address
-                else:
-                    own[key] = value
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self._inner.param_groups for p in group["params"]]
 
-    @torch.no_grad()
-    def _load_parameters(self, saved: dict[str, Tensor]) -> None:
-        for name, p in self._trained():
-            p.copy_(saved[name])
-
-    def _norms_now(self) -> Tensor:
-        norms = torch._foreach_norm([p.detach() for _, p in self._trained()])
-        return torch.stack([norm.double().cpu() for norm in norms])
+    def _changed(self, before: Sequence[tuple[str, nn.Parameter, Tensor]]) -> list[str]:
+        sums = _sums_of_bits([p for _, p, _ in before])
+        rows = zip(before, self._sums, sums, strict=False)
+        return [name for (name, _, _), then, now in rows if then != now]
 
 
-def norm_of_gradients(inner: Optimizer) -> float:
-    """The norm of all gradients that the optimizer would step with. Local."""
-    grads = [p.grad for group in inner.param_groups for p in group["params"]]
-    return _norm([grad for grad in grads if grad is not None])
+@torch.no_grad()
+def _load(values: Sequence[tuple[str, nn.Parameter, Tensor]]) -> None:
+    for _, parameter, value in values:
+        parameter.copy_(value)
 
 
-def _norm(gradients: Sequence[Tensor]) -> float:
+@torch.no_grad()
+def _sums_of_bits(parameters: Sequence[Tensor]) -> list[int]:
+    """A number for each: any change of one element changes it. Devices are waited for once."""
+    sums: list[Tensor] = []
+    for p in parameters:
+        real = torch.view_as_real(p) if p.is_complex() else p
+        sums.append(real.detach().view(_INTEGERS[real.element_size()]).sum(dtype=torch.int64))
+    if len({each.device for each in sums}) > 1:
+        sums = [each.cpu() for each in sums]
+    return torch.stack(sums).tolist() if sums else []
+
+
+def _norm(gradients: Sequence[Tensor | None]) -> float:
     dense = [
-        gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients
+        gradient.coalesce().values() if gradient.is_sparse else gradient
+        for gradient in gradients
+        if gradient is not None
     ]
     return float(torch.nn.utils.get_total_norm(dense)) if dense else 0.0
-
-
-def _cloned(named: Named) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in named}
-
-
-def _copied(value: object) -> object:
-    return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
