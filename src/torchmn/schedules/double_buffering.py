@@ -10,10 +10,10 @@ iterations give N-1 steps instead of N-2; `flush()` applies the last gradient; t
 is saved.
 
 ``eager=True`` computes g_k where the late mean will lead, by a step with the rank's own gradient
-that is undone when the mean is there (see `eager_step`):
+(see `eager_step`):
 
-    step k:      w_{k+1} = w_k - update(mean(g_{k-1}));  take: w_{k+1} - update(own g_k)
-    backward:    g_{k+1} is computed there;  undo: w_{k+1}
+    step k:      w_{k+1} = w_k - update(mean(g_{k-1}));  note c = update(own g_k)
+    pass k+1:    g_{k+1} is computed at w_{k+1} - c;  after it the parameters are w_{k+1} again
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchmn.communicators import Communicator
-from torchmn.errors import UnsupportedError, UsageError
+from torchmn.errors import UnsupportedError
 from torchmn.gradients.bucket_set import BucketSet
 from torchmn.gradients.reducer import GradientReducer
-from torchmn.schedules.base import ReplicaConsistency, Schedule
+from torchmn.schedules.base import Schedule
 from torchmn.schedules.eager_step import EagerStep
 
 
@@ -36,14 +36,13 @@ class DoubleBuffering(Schedule):
     """Gradients are applied one step late, and their exchange overlaps with a whole step.
 
     Args:
-        eager: compute each gradient after a step with the rank's own gradient of the step before,
-            which is undone at the end of `backward`. Training is then about as good as with
-            `EveryStep` (``docs/explain/recipes.md``). It costs a second step of the optimizer and a
-            copy of the gradients, the parameters and its state. From `step` to the end of
-            `backward` each rank's parameters are its own: call `flush` before evaluating, saving
-            or changing them. Averages (EMA) and constraints of parameters belong in
-            ``optimizer.register_step_post_hook``, or between `backward` and `step`: both see what
-            all ranks share. Not for parameters of which ranks hold parts.
+        eager: compute each gradient after a step with the rank's own gradient of the step before.
+            Training is then about as good as with `EveryStep` (``docs/explain/recipes.md``). It
+            costs a second step of the optimizer and copies of gradients, parameters and the
+            optimizer's state. Parameters are those after that step from a call of the model, with
+            gradients enabled, to the end of `backward`; at any other time all ranks hold the same.
+            Call the model that `create_multi_node_optimizer` was given, not parts of it. Hooks of
+            the optimizer see steps with means only. Not for parameters of which ranks hold parts.
     """
 
     name = "double_buffering"
@@ -58,23 +57,11 @@ class DoubleBuffering(Schedule):
         self._ahead: EagerStep | None = None
         self._own: dict[Tensor, Tensor] = {}
         """This rank's gradients of the last backward pass, if eager."""
-        self._may_be_ahead = False
-        """Whether ranks may have stepped with own gradients since: the same on all ranks."""
 
     @classmethod
     def recommended(cls) -> DoubleBuffering:
         """The settings that were measured to keep the accuracy: ``eager``."""
         return cls(eager=True)
-
-    @property
-    def replica_consistency(self) -> ReplicaConsistency:
-        """``per_block`` after a step with the rank's own gradient, on any rank."""
-        return "per_block" if self._may_be_ahead else "per_step"
-
-    @property
-    def is_ahead(self) -> bool:
-        """Whether the parameters are those of a step that will be undone. Local."""
-        return self._ahead is not None and self._ahead.is_taken
 
     def attach(self, reducer: GradientReducer, inner: Optimizer) -> None:
         """See `Schedule.attach`. Raises UnsupportedError: eager, and ranks hold parts."""
@@ -109,7 +96,8 @@ class DoubleBuffering(Schedule):
         else:
             reducer.set_grads(before)
             self._has_mean = True
-        self._undo()  # last, as it may raise; what the script does to gradients sees all ranks' w
+        if self._ahead is not None:
+            self._ahead.pass_ended()  # last, as it may raise
 
     def step(self, closure: Callable[[], float] | None) -> float | None:
         """See `Schedule.step`."""
@@ -125,27 +113,15 @@ class DoubleBuffering(Schedule):
         has_mean, self._has_mean = self._has_mean, False
         own, self._own = self._own, {}
         if has_mean and self._ahead is not None:
-            self._may_be_ahead = True
             reducer = self._reducer  # an own part of a sum is as many times smaller
             self._ahead.step(own, reducer.comm.size if reducer.reduction == "sum" else 1.0)
         elif has_mean:
             self._inner.step()
         return loss
 
-    def _undo(self) -> None:
-        self._may_be_ahead = False
-        if self._ahead is not None:
-            self._ahead.undo()
-
-    def close(self) -> None:
-        """See `Schedule.close`. Undoes a step with the own gradient. Local."""
-        self._may_be_ahead = False
-        if self._ahead is not None:
-            self._ahead.release()
-
     def shadow_step(self) -> int:
         """See `Schedule.shadow_step`."""
-        self._undo()
+        self._forget()
         if self._pending is not None:
             self._pending.wait()
         reducer = self._reducer
@@ -169,7 +145,7 @@ class DoubleBuffering(Schedule):
     def flush(self) -> None:
         """See `Schedule.flush`."""
         has_mean, self._has_mean, self._num_backwards = self._has_mean, False, 0
-        self._undo()
+        self._forget()
         if has_mean:  # there was a backward pass, but no step yet
             self._inner.step()
         if self._pending is None:
@@ -178,26 +154,31 @@ class DoubleBuffering(Schedule):
         self._reducer.set_grads(pending)
         self._inner.step()
 
+    def close(self) -> None:
+        """See `Schedule.close`."""
+        if self._ahead is not None:
+            self._ahead.close()
+
+    def _forget(self) -> None:
+        if self._ahead is not None:
+            self._ahead.forget()
+
     def state_dict(self) -> dict[str, Any]:
         """See `Schedule.state_dict`: the mean that the next step will apply, by name.
 
-        If eager, also what this rank's parameters are, and what they will return to.
+        If eager, also what a step with this rank's own gradient changes.
         """
         if self._pending is None:
             return {}
         self._pending.wait()
-        ahead = {"ahead": self._ahead.state_dict()} if self._ahead and self._may_be_ahead else {}
+        ahead = {} if self._ahead is None else {"ahead": self._ahead.state_dict()}
         return {"pending": self._pending.means(), "pending_record": self._pending.record(), **ahead}
 
     def reshard_state_dict(
         self, states: Sequence[dict[str, Any]], comm: Communicator
     ) -> dict[str, Any]:
-        """See `Resharding`: the new ranks start from what the old ones would have returned to."""
-        state = dict(states[0])
-        if "ahead" in state:
-            before = state["ahead"]["before"]
-            state["ahead"] = {"before": before, "after": before}
-        return state
+        """See `Resharding`: an own gradient of fewer or more samples is left out."""
+        return {key: value for key, value in states[0].items() if key != "ahead"}
 
     def resume_warnings(self) -> list[str]:
         """See `MultiNodeOptimizer.resume_warnings`."""
@@ -215,14 +196,28 @@ class DoubleBuffering(Schedule):
             self._pending.drain()  # its memory is used again
         self._pending, self._has_mean, self._num_backwards = None, False, 0
         self._own = {}
-        self._may_be_ahead = self.eager and "ahead" in state
         if self._ahead is not None:
             self._ahead.load_state_dict(state.get("ahead", {}))
-        elif "ahead" in state:
-            raise UsageError(
-                "This state was saved with DoubleBuffering(eager=True) after a step that the mean "
-                "undoes. Resume with eager=True, or call optimizer.flush() before saving."
-            )
         if "pending" in state:
             self._reducer.filling.load_means(state["pending"], state.get("pending_record"))
             self._pending = self._reducer.swap_buffers()
+
+    # ---- DefersUpdates ----
+
+    @property
+    def has_pending_updates(self) -> bool:
+        """See `DefersUpdates.has_pending_updates`: the one that is late belongs to no step yet."""
+        return False
+
+    def install_hooks(self, models: Sequence[nn.Module], sync_reason: str | None) -> None:
+        """See `DefersUpdates.install_hooks`."""
+        if self._ahead is not None:
+            self._ahead.watch(models)
+
+    def await_gradients(self, reason: str | None = None) -> None:
+        """See `DefersUpdates.await_gradients`: they are there when backward() returns."""
+
+    def complete(self) -> None:
+        """See `DefersUpdates.complete`: parameters become those that all ranks hold."""
+        if self._ahead is not None:
+            self._ahead.remove()

@@ -50,7 +50,7 @@ def _kept_state(optimizer: Optimizer) -> Restore:
 
 
 def _kept(mapping: MutableMapping[Any, Any], without: str = "") -> Restore:
-    """What makes it the same again: the same tensors too, as compiled steps have their addresses."""
+    """What makes it the same again, and the same tensors: compiled steps have their addresses."""
     kept = {key: (value, _copied(value)) for key, value in mapping.items() if key != without}
 
     @torch.no_grad()
@@ -58,7 +58,7 @@ def _kept(mapping: MutableMapping[Any, Any], without: str = "") -> Restore:
         for key in [key for key in mapping if key not in kept and key != without]:
             del mapping[key]
         for key, (value, copied) in kept.items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and isinstance(copied, Tensor):
                 value.copy_(copied)
                 mapping[key] = value
             else:

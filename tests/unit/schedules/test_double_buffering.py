@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import threading
 
@@ -13,7 +12,6 @@ from torch import nn
 from tests.unit.models import batch, equal, grads, local_grads, loss_of, mlp, near, values
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import UnsupportedError, UsageError
-from torchmn.schedules import DoubleBuffering
 from torchmn.testing import run_ranks
 
 WORLDS = [1, 2, 3]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.unit.models import batch, equal, grads, loss_of, mlp, near, values
 from torchmn import create_multi_node_optimizer
-from torchmn.errors import UnsupportedError, UsageError
+from torchmn.errors import UsageError
 from torchmn.schedules import DoubleBuffering
 from torchmn.testing import run_ranks
 
@@ -41,12 +41,6 @@ class SlowingSGD(torch.optim.SGD):
         total += group["count"] * self.num_steps
         group["lr"] = 0.2 / float(1 + total)
         return super().step(closure)
-
-
-def make(comm, model, **options):
-    return create_multi_node_optimizer(
-        adam(model), comm, model, schedule="double_buffering", **options
-    )
 
 
 def make_eager(comm, model, inner=adam, **options):
@@ -122,7 +116,6 @@ def trained(comm, steps=6, inner=adam, *, edit=lambda model: None, set_to_none=T
             edit(model)
         optimizer.step()
     optimizer.flush()
-    assert optimizer.schedule.replica_consistency == "per_step"
     return values(model)
 
 
@@ -241,53 +234,165 @@ def test_a_hook_may_constrain_parameters() -> None:
     assert all(value.abs().max() <= 0.05 for value in results[0])
 
 
-# ---- between steps ----
+# ---- where parameters are those of a step with the own gradient ----
 
 
-def test_between_steps_ranks_differ_and_gradients_and_state_are_the_same() -> None:
+def test_ranks_differ_from_forward_to_the_end_of_backward_alone() -> None:
     def rank_main(comm):
         model = mlp()
         optimizer = make_eager(comm, model)
         train(model, optimizer, comm.rank, range(3))
-        assert optimizer.schedule.replica_consistency == "per_block"
-        assert optimizer.replicated_tensors() == []
-        between, shared = values(model), grads(model)
+        shared = [*values(model), *grads(model)]
         shared += [s["exp_avg"].clone() for s in optimizer.state.values()]
+        with torch.no_grad():
+            model(batch(0, 3))
+        model.eval()
+        model(batch(0, 3))
+        model.train()
+        assert equal(values(model), shared[:4])
+        optimizer.zero_grad()
+        loss = loss_of(model, batch(comm.rank, 3))
+        ahead = values(model)
+        loss.backward()
+        shared += [*values(model), *grads(model)]
+        optimizer.step()
         optimizer.flush()
-        return between, shared, values(model)
+        return shared + values(model), ahead
 
-    (first, shared, after), (other, its_shared, its_after) = run_ranks(rank_main, 2)
-    assert not equal(first, other)
+    (shared, ahead), (its_shared, its_ahead) = run_ranks(rank_main, 2)
     assert equal(shared, its_shared)
-    assert equal(after, its_after)
+    assert not equal(ahead, its_ahead)
+    assert equal(shared[:4], shared[12:16])
 
 
-def test_between_backward_and_step_parameters_are_the_same() -> None:
+def test_a_copy_of_the_model_and_a_replica_check_see_what_ranks_share() -> None:
     def rank_main(comm):
         model = mlp()
         optimizer = make_eager(comm, model)
         train(model, optimizer, comm.rank, range(3))
-        loss_of(model, batch(comm.rank, 3)).backward()
-        assert optimizer.schedule.replica_consistency == "per_step"
+        before = values(model)
+        model(batch(comm.rank, 3))
+        assert not equal(values(model), before)
+        assert equal(values(copy.deepcopy(model)), before)
+        model(batch(comm.rank, 3))
+        assert equal(optimizer.replicated_tensors(), before)
+        model(batch(comm.rank, 3))
+        optimizer.close()
+        return values(model), before
+
+    for after, before in run_ranks(rank_main, 2):
+        assert equal(after, before)
+
+
+def test_saving_changes_nothing() -> None:
+    def rank_main(comm):
+        results = []
+        for saves in (False, True):
+            model = mlp()
+            optimizer = make_eager(comm, model)
+            for step in range(5):
+                train(model, optimizer, comm.rank, [step])
+                if saves:
+                    model(batch(comm.rank, step))
+                    optimizer.state_dict()
+            optimizer.flush()
+            results.append(values(model))
+        return results
+
+    for plain, saved in run_ranks(rank_main, 2):
+        assert equal(plain, saved)
+
+
+def test_a_model_that_is_trained_in_eval() -> None:
+    """The first pass is missed; from then on it is known to be trained."""
+
+    def rank_main(comm):
+        model = mlp().eval()
+        optimizer = make_eager(comm, model)
+        seen = []
+        for step in range(4):
+            optimizer.zero_grad()
+            before = values(model)
+            loss = loss_of(model, batch(comm.rank, step))
+            seen.append(equal(values(model), before))
+            loss.backward()
+            optimizer.step()
+        optimizer.flush()
+        return seen
+
+    assert run_ranks(rank_main, 2) == [[True, True, True, False]] * 2
+
+
+def test_a_model_that_is_never_called_is_named_in_a_warning() -> None:
+    def rank_main(comm):
+        model = mlp()
+        optimizer = make_eager(comm, model)
+        for step in range(5):
+            optimizer.zero_grad()
+            x = batch(comm.rank, step)
+            for layer in model:
+                x = layer(x)
+            x.pow(2).mean().backward()
+            optimizer.step()
+        optimizer.flush()
+
+    with pytest.warns(UserWarning, match="eager=True.* has no effect: no backward pass"):
+        run_ranks(rank_main, 1)
+
+
+# ---- changes by the script ----
+
+
+def test_parameters_may_change_between_steps() -> None:
+    """Constraints, Lookahead, pruning, an earlier state: all ranks change them alike."""
+
+    def rank_main(comm):
+        model = mlp()
+        optimizer = make_eager(comm, model)
+        for step in range(5):
+            train(model, optimizer, comm.rank, [step])
+            for p in model.parameters():
+                p.data.clamp_(-0.01, 0.01)
+        assert all(value.abs().max() <= 0.01 for value in values(model))
+        optimizer.flush()
         return values(model)
 
     assert equal(*run_ranks(rank_main, 2))
 
 
-def test_a_closed_optimizer_leaves_the_parameters_of_all_ranks() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_a_change_between_forward_and_backward_is_refused(dtype) -> None:
+    """The smallest one: a sign."""
+
+    class Weight(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            generator = torch.Generator().manual_seed(3)
+            self.weight = nn.Parameter(torch.randn(300, 70, generator=generator, dtype=dtype))
+
+        def forward(self, factor: int) -> Tensor:
+            return (self.weight * factor).abs().pow(2).mean()
+
     def rank_main(comm):
-        model = mlp()
-        optimizer = make_eager(comm, model)
-        true: list[Tensor] = []
-        optimizer.register_step_post_hook(lambda *_: true.extend(values(model)))
-        train(model, optimizer, comm.rank, range(2))
-        assert not equal(values(model), true)
-        if comm.rank == 0:
-            optimizer.close()  # as in a notebook: by the newer one on the other rank
-        newer = make_eager(comm, model)
-        assert equal(values(model), true)
-        train(model, newer, comm.rank, range(2))
-        newer.flush()
+        model = Weight()
+        optimizer = make_eager(comm, model, sgd)
+
+        def pass_(change=lambda: None) -> None:
+            optimizer.zero_grad()
+            loss = model(1 + comm.rank)
+            change()
+            loss.backward()
+            optimizer.step()
+
+        def negate_one() -> None:
+            model.weight.data[7, 5] *= -1
+
+        for _ in range(3):
+            pass_()
+        with pytest.raises(UsageError, match="between forward and backward: 'weight'"):
+            pass_(negate_one)
+        pass_()
+        optimizer.flush()
         return values(model)
 
     assert equal(*run_ranks(rank_main, 2))
@@ -297,84 +402,31 @@ def test_closing_keeps_what_the_script_has_loaded() -> None:
     def rank_main(comm):
         model = mlp()
         optimizer = make_eager(comm, model)
-        true: list[Tensor] = []
-        optimizer.register_step_post_hook(lambda *_: true.extend(values(model)))
         train(model, optimizer, comm.rank, range(2))
+        shared = values(model)
+        model(batch(comm.rank, 2))
         with torch.no_grad():
             model[0].weight.fill_(0.5)
         optimizer.close()
-        return [torch.full_like(true[0], 0.5), *true[1:]], values(model)
+        return [torch.full_like(shared[0], 0.5), *shared[1:]], values(model)
 
     for expected, found in run_ranks(rank_main, 2):
         assert equal(found, expected)
 
 
-def test_loading_a_state_without_a_step_ahead_undoes_it() -> None:
+def test_a_newer_optimizer_for_the_same_model() -> None:
+    """As in a notebook, where the older one is not flushed."""
+
     def rank_main(comm):
         model = mlp()
         optimizer = make_eager(comm, model)
-        start = optimizer.state_dict()
-        train(model, optimizer, comm.rank, range(3))
-        optimizer.load_state_dict(start)
-        return values(model)
-
-    assert equal(*run_ranks(rank_main, 2))
-
-
-# ---- changes by the script ----
-
-
-def test_changed_parameters_are_refused() -> None:
-    def rank_main(comm):
-        model = mlp()
-        optimizer = make_eager(comm, model)
-        train(model, optimizer, comm.rank, range(3))
-        for p in model.parameters():
-            p.data.clamp_(-0.01, 0.01)
-        with pytest.raises(UsageError, match=r"'0\.bias'.*flush\(\) before"):
-            train(model, optimizer, comm.rank, [3])
-        optimizer.flush()
-        return values(model)
-
-    assert equal(*run_ranks(rank_main, 2))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
-def test_the_smallest_change_is_noticed(dtype) -> None:
-    def rank_main(comm):
-        model = nn.Module()
-        generator = torch.Generator().manual_seed(3)
-        model.weight = nn.Parameter(torch.randn(300, 70, generator=generator, dtype=dtype))
-        optimizer = make_eager(comm, model, sgd)
-
-        def pass_() -> None:
-            optimizer.zero_grad()
-            (model.weight * (1 + comm.rank)).abs().pow(2).mean().backward()
-            optimizer.step()
-
-        for _ in range(3):
-            pass_()
-        with torch.no_grad():
-            model.weight[7, 5] *= -1
-        with pytest.raises(UsageError, match="'weight'"):
-            pass_()
-
-    run_ranks(rank_main, 2)
-
-
-def test_an_average_of_weights_that_is_put_in_and_out_again_is_no_change() -> None:
-    def rank_main(comm):
-        model = mlp()
-        optimizer = make_eager(comm, model)
-        train(model, optimizer, comm.rank, range(3))
-        kept = values(model)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.zero_()
-            for p, value in zip(model.parameters(), kept, strict=True):
-                p.copy_(value)
-        train(model, optimizer, comm.rank, [3])
-        optimizer.flush()
+        train(model, optimizer, comm.rank, range(2))
+        shared = values(model)
+        model(batch(comm.rank, 2))
+        newer = make_eager(comm, model)
+        assert equal(values(model), shared)
+        train(model, newer, comm.rank, range(2))
+        newer.flush()
         return values(model)
 
     assert equal(*run_ranks(rank_main, 2))
@@ -409,16 +461,11 @@ def test_a_rank_whose_own_gradient_is_not_finite_takes_no_step_with_it() -> None
         loss = loss_of(model, batch(comm.rank, 2))
         (loss * (float("nan") if comm.rank == 1 else 1.0)).backward()
         optimizer.step()
-        schedule = optimizer.schedule
-        assert schedule.replica_consistency == "per_block"  # of all ranks, not of this one
-        state = optimizer.state_dict()["torchmn"]["ahead"]
-        is_ahead = schedule.is_ahead
+        has_own = bool(optimizer.state_dict()["torchmn"]["ahead"])
         optimizer.close()
-        return is_ahead, list(state["before"].values())
+        return has_own
 
-    (first, before), (other, its_before) = run_ranks(rank_main, 2)
-    assert (first, other) == (True, False)
-    assert equal(before, its_before)
+    assert run_ranks(rank_main, 2) == [True, False]
 
 
 def test_a_rank_of_weight_zero_takes_no_step_with_its_gradient() -> None:
@@ -430,9 +477,9 @@ def test_a_rank_of_weight_zero_takes_no_step_with_its_gradient() -> None:
             optimizer.set_weight(1.0 if comm.rank == 0 else 0.0)
             loss_of(model, batch(comm.rank, step)).backward()
             optimizer.step()
-        is_ahead = optimizer.schedule.is_ahead
+        has_own = bool(optimizer.state_dict()["torchmn"]["ahead"])
         optimizer.flush()
-        return is_ahead
+        return has_own
 
     assert run_ranks(rank_main, 2) == [True, False]
 
@@ -444,43 +491,29 @@ def test_a_gradient_of_a_pass_that_raised_is_forgotten() -> None:
         raise ArithmeticError
 
     def rank_main(comm):
-        model = nn.ModuleList([mlp(), mlp(1)])
-        optimizer = make_eager(comm, model, sgd)
+        model = [mlp(), mlp(1)]
+        inner = torch.optim.SGD([*model[0].parameters(), *model[1].parameters()], 0.1)
+        optimizer = make_eager(comm, model, lambda _: inner)
 
-        def pass_(step, *used, fails=False) -> None:
+        def pass_(step, *used, fails=False) -> list[Tensor]:
             optimizer.zero_grad()
             x = batch(comm.rank, step)
             if fails:
                 x = x.clone().requires_grad_()
                 x.register_hook(fail)
-            sum(loss_of(model[i], x) for i in used).backward()
+            loss = sum(loss_of(model[i], x) for i in used)
+            ahead = values(model[1])
+            loss.backward()
             optimizer.step()
+            return ahead
 
         for step in range(3):
             pass_(step, 0, 1)
         with pytest.raises(ArithmeticError):
             pass_(3, 0, 1, fails=True)
         pass_(4, 0)
-        ahead = values(model[1])
-        pass_(5, 0)
-        return ahead, values(model[1])
+        ahead = pass_(5, 0)
+        optimizer.flush()
+        return ahead
 
-    (ahead, _), (its_ahead, _) = run_ranks(rank_main, 2)
-    assert equal(ahead, its_ahead)
-
-
-# ---- what it does not suit ----
-
-
-def test_a_state_with_a_step_ahead_is_refused_without_eager() -> None:
-    def rank_main(comm):
-        model = mlp()
-        optimizer = make_eager(comm, model)
-        train(model, optimizer, comm.rank, range(3))
-        state = optimizer.state_dict()
-        optimizer.close()
-        plain = make(comm, model)
-        with pytest.raises(UsageError, match="eager=True"):
-            plain.load_state_dict(state)
-
-    run_ranks(rank_main, 1)
+    assert equal(*run_ranks(rank_main, 2))
