@@ -316,22 +316,19 @@ class GradientReducer:
         self._own_gradients = {}
 
     def take_own_gradients(self) -> dict[Tensor, Tensor]:
-        """This rank's dense gradients of the pass that has ended; empty if none are kept. Local.
-
-        None of a parameter whose gradient was added to the mean of an earlier step.
-        """
+        """This rank's dense gradients of the pass that has ended; empty if none are kept. Local."""
         if self._own_gradients is None:
             return {}
-        for slot in self.filling.slots:
-            if slot.parameter.grad is not None and not self._is_mean(slot.parameter):
-                self._keep_own(slot.parameter)  # packed at the end of the pass
         own, self._own_gradients = self._own_gradients, {}
         return own
 
-    def _keep_own(self, parameter: nn.Parameter) -> None:
-        grad = parameter.grad
-        if self._own_gradients is not None and grad is not None and not grad.is_sparse:
-            self._own_gradients[parameter] = grad.clone() if self.gradient_as_bucket_view else grad
+    def _pack(self, slot: Slot, *, is_mean: bool) -> None:
+        """Write this rank's gradient into the bucket; ``is_mean``: it was added to a mean."""
+        grad = slot.parameter.grad
+        if self._own_gradients is not None and grad is not None:
+            is_reused = is_mean or self.gradient_as_bucket_view
+            self._own_gradients[slot.parameter] = grad.clone() if is_reused else grad
+        self.filling.pack(slot)
 
     def forget_weights(self) -> None:
         """Agree again on the scale of weights at the next exchange. *Collective.*"""
@@ -400,9 +397,7 @@ class GradientReducer:
                     "Use use_reentrant=False."
                 )
             is_mean = self._is_mean(slot.parameter)
-            if self._own_gradients is not None and not is_mean:
-                self._keep_own(slot.parameter)
-            filling.pack(slot)
+            self._pack(slot, is_mean=is_mean)
             # What was copied is freed at once: the next layer's gradient then takes its memory,
             # where all of them together would cost 10,000 page faults a step for 60 MB.
             if self.gradient_as_bucket_view:
@@ -440,6 +435,8 @@ class GradientReducer:
     def _begin_exchange(self) -> None:
         """Fix what this rank contributes; once for each exchange."""
         if not self.filling.is_begun:
+            if self._own_gradients is not None:
+                self._own_gradients = {}  # of a pass that raised
             listener = self.norm_listener
             is_measured = listener is not None and listener.wants(self.step)
             self.filling.begin(self._context(), self._scale, is_measured=is_measured)
@@ -581,9 +578,9 @@ class GradientReducer:
         self._scale = filling.await_scale(self._scale)
         for slot in filling.slots:
             if not slot.is_packed:
-                filling.pack(slot)
-                if self._is_mean(slot.parameter):
-                    filling.is_accumulating = True
+                is_mean = self._is_mean(slot.parameter)
+                self._pack(slot, is_mean=is_mean)
+                filling.is_accumulating |= is_mean
         is_active = filling.context.is_active
         filling.write_footer(
             presence=[]

@@ -97,7 +97,7 @@ class Schedule(ABC):
 
 @runtime_checkable
 class DefersUpdates(Protocol):
-    """A schedule whose means come after backward() has returned, and whose updates after step().
+    """A schedule whose means come after backward() has returned, or whose updates after step().
 
     Having these members declares it. All are local, and the methods wait for sums under way.
     """
@@ -116,4 +116,4 @@ class DefersUpdates(Protocol):
         """
 
     def complete(self) -> None:
-        """Apply every update of past steps."""
+        """Make parameters those that the steps so far give: outside of passes, on all ranks."""

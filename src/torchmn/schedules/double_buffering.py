@@ -10,9 +10,10 @@ iterations give N-1 steps instead of N-2; `flush()` applies the last gradient; t
 is saved.
 
 ``eager=True`` computes g_k where the late mean will lead, by a step with the rank's own gradient
-that is undone when the mean is there (see `eager_step`):
+(see `eager_step`):
 
-    step k:      undo; w_{k+1} = w_k - update(mean(g_{k-1})); take: w_{k+1} - update(own g_k)
+    step k:      w_{k+1} = w_k - update(mean(g_{k-1}));  note c = update(own g_k)
+    pass k+1:    g_{k+1} is computed at w_{k+1} - c;  after it the parameters are w_{k+1} again
 """
 
 from __future__ import annotations
@@ -20,26 +21,28 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchmn.communicators import Communicator
-from torchmn.errors import UnsupportedError, UsageError
+from torchmn.errors import UnsupportedError
 from torchmn.gradients.bucket_set import BucketSet
 from torchmn.gradients.reducer import GradientReducer
-from torchmn.schedules.base import ReplicaConsistency, Schedule
-from torchmn.schedules.eager_step import EagerStep, norm_of_gradients
+from torchmn.schedules.base import Schedule
+from torchmn.schedules.eager_step import EagerStep
 
 
 class DoubleBuffering(Schedule):
     """Gradients are applied one step late, and their exchange overlaps with a whole step.
 
     Args:
-        eager: compute each gradient after a step with the rank's own gradient of the step before,
-            which is undone when the mean is there. Training is then about as good as with
-            `EveryStep` (``docs/explain/recipes.md``). It costs a second step of the optimizer and a
-            copy of the parameters and of its state. Between steps ranks hold different parameters:
-            call `flush` before evaluating, and before changing them. Not for sharded parameters.
+        eager: compute each gradient after a step with the rank's own gradient of the step before.
+            Training is then about as good as with `EveryStep` (``docs/explain/recipes.md``). It
+            costs a second step of the optimizer and copies of gradients, parameters and the
+            optimizer's state. Parameters are those after that step from a call of the model, with
+            gradients enabled, to the end of `backward`; at any other time all ranks hold the same.
+            Call the model that `create_multi_node_optimizer` was given, not parts of it. Hooks of
+            the optimizer see steps with means only. Not for parameters of which ranks hold parts.
     """
 
     name = "double_buffering"
@@ -48,7 +51,6 @@ class DoubleBuffering(Schedule):
 
     def __init__(self, *, eager: bool = False) -> None:
         self.eager = eager
-        self.exchanges_shards = not eager
         self._pending: BucketSet | None = None
         self._has_mean = False
         self._num_backwards = 0
@@ -61,19 +63,17 @@ class DoubleBuffering(Schedule):
         """The settings that were measured to keep the accuracy: ``eager``."""
         return cls(eager=True)
 
-    @property
-    def replica_consistency(self) -> ReplicaConsistency:
-        """``per_block`` after a step with the rank's own gradient."""
-        return "per_block" if self.is_ahead else "per_step"
-
-    @property
-    def is_ahead(self) -> bool:
-        """Whether the parameters are those of a step that will be undone. Local."""
-        return self._ahead is not None and self._ahead.is_taken
-
     def attach(self, reducer: GradientReducer, inner: Optimizer) -> None:
+        """See `Schedule.attach`. Raises UnsupportedError: eager, and ranks hold parts."""
         super().attach(reducer, inner)
         if self.eager:
+            parameters = reducer.parameters
+            if parameters.are_sharded or parameters.mesh.has_parallel_layers:
+                raise UnsupportedError(
+                    f"{reducer.comm.rank_label}: DoubleBuffering(eager=True) compares norms of "
+                    "whole gradients on each rank, and of this model ranks hold parts. Use "
+                    "DoubleBuffering() or 'every_step'."
+                )
             self._ahead = EagerStep(inner, reducer.parameters.trained, reducer.comm.rank_label)
             reducer.keep_own_gradients()
 
@@ -86,15 +86,18 @@ class DoubleBuffering(Schedule):
                 "the mean of the step before. Wrap all passes but the last in optimizer.no_sync()."
             )
         reducer = self._reducer
-        self._own = reducer.take_own_gradients()
+        own = reducer.take_own_gradients()
+        self._own = own if reducer.filling.context.weight else {}
         reducer.start_remaining()
         before, self._pending = self._pending, reducer.swap_buffers()
         if before is None:
             for slot in self._pending.slots:
                 slot.parameter.grad = None
-            return
-        reducer.set_grads(before)
-        self._has_mean = True
+        else:
+            reducer.set_grads(before)
+            self._has_mean = True
+        if self._ahead is not None:
+            self._ahead.pass_ended()  # last, as it may raise
 
     def step(self, closure: Callable[[], float] | None) -> float | None:
         """See `Schedule.step`."""
@@ -108,22 +111,17 @@ class DoubleBuffering(Schedule):
             )
         self._num_backwards = 0
         has_mean, self._has_mean = self._has_mean, False
-        self._undo()
         own, self._own = self._own, {}
-        if has_mean:
-            mean_norm = norm_of_gradients(self._inner) if own else 0.0
+        if has_mean and self._ahead is not None:
+            reducer = self._reducer  # an own part of a sum is as many times smaller
+            self._ahead.step(own, reducer.comm.size if reducer.reduction == "sum" else 1.0)
+        elif has_mean:
             self._inner.step()
-            if self._ahead is not None:
-                self._ahead.take(own, mean_norm)
         return loss
-
-    def _undo(self) -> None:
-        if self._ahead is not None:
-            self._ahead.undo()
 
     def shadow_step(self) -> int:
         """See `Schedule.shadow_step`."""
-        self._undo()
+        self._forget()
         if self._pending is not None:
             self._pending.wait()
         reducer = self._reducer
@@ -147,7 +145,7 @@ class DoubleBuffering(Schedule):
     def flush(self) -> None:
         """See `Schedule.flush`."""
         has_mean, self._has_mean, self._num_backwards = self._has_mean, False, 0
-        self._undo()
+        self._forget()
         if has_mean:  # there was a backward pass, but no step yet
             self._inner.step()
         if self._pending is None:
@@ -156,26 +154,31 @@ class DoubleBuffering(Schedule):
         self._reducer.set_grads(pending)
         self._inner.step()
 
+    def close(self) -> None:
+        """See `Schedule.close`."""
+        if self._ahead is not None:
+            self._ahead.close()
+
+    def _forget(self) -> None:
+        if self._ahead is not None:
+            self._ahead.forget()
+
     def state_dict(self) -> dict[str, Any]:
         """See `Schedule.state_dict`: the mean that the next step will apply, by name.
 
-        If eager, also what this rank's parameters are, and what the next step returns to.
+        If eager, also what a step with this rank's own gradient changes.
         """
         if self._pending is None:
             return {}
         self._pending.wait()
-        ahead = {"ahead": self._ahead.state_dict()} if self._ahead and self.is_ahead else {}
+        ahead = {} if self._ahead is None else {"ahead": self._ahead.state_dict()}
         return {"pending": self._pending.means(), "pending_record": self._pending.record(), **ahead}
 
     def reshard_state_dict(
         self, states: Sequence[dict[str, Any]], comm: Communicator
     ) -> dict[str, Any]:
-        """See `Resharding`: the new ranks start from what the next step would have returned to."""
-        state = dict(states[0])
-        if "ahead" in state:
-            before = state["ahead"]["before"]
-            state["ahead"] = {"before": before, "after": before["parameters"]}
-        return state
+        """See `Resharding`: an own gradient of fewer or more samples is left out."""
+        return {key: value for key, value in states[0].items() if key != "ahead"}
 
     def resume_warnings(self) -> list[str]:
         """See `MultiNodeOptimizer.resume_warnings`."""
@@ -195,11 +198,26 @@ class DoubleBuffering(Schedule):
         self._own = {}
         if self._ahead is not None:
             self._ahead.load_state_dict(state.get("ahead", {}))
-        elif "ahead" in state:
-            raise UsageError(
-                "This state was saved with DoubleBuffering(eager=True) after a step that the mean "
-                "undoes. Resume with eager=True, or call optimizer.flush() before saving."
-            )
         if "pending" in state:
             self._reducer.filling.load_means(state["pending"], state.get("pending_record"))
             self._pending = self._reducer.swap_buffers()
+
+    # ---- DefersUpdates ----
+
+    @property
+    def has_pending_updates(self) -> bool:
+        """See `DefersUpdates.has_pending_updates`: the one that is late belongs to no step yet."""
+        return False
+
+    def install_hooks(self, models: Sequence[nn.Module], sync_reason: str | None) -> None:
+        """See `DefersUpdates.install_hooks`."""
+        if self._ahead is not None:
+            self._ahead.watch(models)
+
+    def await_gradients(self, reason: str | None = None) -> None:
+        """See `DefersUpdates.await_gradients`: they are there when backward() returns."""
+
+    def complete(self) -> None:
+        """See `DefersUpdates.complete`: parameters become those that all ranks hold."""
+        if self._ahead is not None:
+            self._ahead.remove()

@@ -1,9 +1,10 @@
 """A step with a rank's own gradient, until the mean of all ranks is there.
 
 The expectation of a rank's own gradient is that of the mean, so that a step with it is right but
-for noise. A schedule that waits for the mean takes it to compute the next gradient at about the
-parameters that the mean will give, undoes it, and then steps with the mean: what ranks hold in the
-long run depends on means only, and is the same on all of them.
+for noise. A schedule that waits for the mean adds what it would change for one forward and backward
+pass, so that the next gradient is computed at about the parameters that the mean will give. Before
+and after these passes parameters are those of steps with means, the same on all ranks: what scripts
+read, average, save, evaluate and change. Nothing is left in the optimizer (see `trial_step`).
 
 The own gradient is made no longer than the last mean. It is noisier than the mean, and the mean
 may have been clipped.
@@ -14,151 +15,185 @@ Computation in DiLoCo*, 2025, which do the same with blocks and keep the own par
 
 from __future__ import annotations
 
-import copy
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchmn.compiling import not_compiled
 from torchmn.errors import UsageError
+from torchmn.gradients.model_hooks import ModelHooks
+from torchmn.schedules.fingerprint import differ, fingerprint
+from torchmn.schedules.trial_step import trial_step
 
 Named = Sequence[tuple[str, nn.Parameter]]
+_MAX_NAMED = 3
 
 
 class EagerStep:
-    """Takes and undoes steps with own gradients. All methods are local.
+    """Makes steps with own gradients, and adds them during passes. All methods are local.
 
     ``trained`` returns the parameters that are exchanged, by name.
     """
 
     def __init__(self, inner: Optimizer, trained: Callable[[], Named], rank_label: str) -> None:
         self._inner, self._trained, self._rank_label = inner, trained, rank_label
-        self._before: dict[str, Any] | None = None
-        """The parameters and the optimizer's state before the step; None if there is none."""
-        self._norms: Tensor | None = None
-        """Of the parameters after it."""
+        self._hooks = ModelHooks()
+        self._changes: dict[str, Tensor] = {}
+        """What the next passes add, by the parameter's name."""
+        self._before: list[tuple[str, nn.Parameter, Tensor]] = []
+        """The parameters and their values without it, while it is added."""
+        self._fingerprints: list[Tensor] = []
+        """Of the parameters with it."""
+        self._num_missed = 0
+        """Passes for which it was not added."""
 
-    @property
-    def is_taken(self) -> bool:
-        """Whether the parameters are those of a step that will be undone."""
-        return self._before is not None
+    def watch(self, models: Sequence[nn.Module]) -> None:
+        """Add steps when one of the models is called to train it."""
 
-    def take(self, own: Mapping[Tensor, Tensor], mean_norm: float) -> None:
-        """Step with own gradients, scaled down to ``mean_norm`` where their norm is larger.
+        def add(*_: object) -> None:
+            if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+                return
+            if not self._changes or self._before:
+                return
+            if torch._C._functorch.maybe_current_level() is not None:  # refuses changes in place
+                return
+            if self._num_missed or any(m.training for model in models for m in model.modules()):
+                self._add()
 
-        Nothing is done where there are none, or not only finite ones. ``p.grad`` stays as it is.
+        for model in models:
+            self._hooks.before_forward(model, add, prepend=True)
+
+    def step(self, own: Mapping[Tensor, Tensor], scale: float = 1.0) -> None:
+        """Step with the means in ``p.grad``; note what a step with own gradients would change.
+
+        The latter are multiplied by ``scale``, or by less: their norm becomes no larger than that
+        of the means. Without any, or not only finite ones, nothing is noted. ``p.grad`` stays.
         """
-        own_norm = _norm(list(own.values()))
-        if not (own_norm > 0 and math.isfinite(own_norm) and mean_norm > 0):
-            return
-        self._before = self._saved()
-        factor = min(1.0, mean_norm / own_norm)
-        parameters = [p for group in self._inner.param_groups for p in group["params"]]
-        means = [p.grad for p in parameters]
+        norms: list[float] = []  # of what the optimizer sees, after all hooks that clip it
+        hook = self._inner.register_step_pre_hook(
+            lambda *_: norms.append(_norm([p.grad for p in self._parameters()]) if own else 0.0)
+        )
         try:
-            for p in parameters:
-                p.grad = own[p] * factor if p in own else None
             self._inner.step()
         finally:
-            for p, mean in zip(parameters, means, strict=True):
-                p.grad = mean
-        self._norms = self._norms_now()
+            hook.remove()
+        self._try(own, scale, norms[-1] if norms else 0.0)
 
-    def undo(self) -> None:
-        """Return to the parameters and the state before the step, if there was one.
+    def pass_ended(self) -> None:
+        """Drop the step: its passes are over. Raises UsageError: see `remove`."""
+        if self._changes and not self._before:
+            self._num_missed += 1  # maybe because all is in eval(), which does not count from now
+            if self._num_missed == 2:
+                self._warn()
+        self.forget()
 
-        Raises UsageError: the script has changed the parameters since.
+    def remove(self) -> None:
+        """Take the step back; the next forward pass adds it again.
+
+        Raises UsageError: the script has changed parameters meanwhile. The change is taken back.
         """
-        before = self._before
-        if before is None:
-            return
-        if self._norms is not None and not torch.equal(self._norms, self._norms_now()):
-            self._before = None
+        before, self._before = self._before, []
+        changed = self._changed(before)
+        _load(before)
+        if changed:
+            names = ", ".join(map(repr, changed[:_MAX_NAMED]))
             raise UsageError(
-                f"{self._rank_label}: parameters were changed after step(). Those were of a step "
-                "with the rank's own gradient, which is undone when the mean is there, and the "
-                "change would be lost. Call optimizer.flush() before it, or use "
-                "DoubleBuffering(eager=False)."
+                f"{self._rank_label}: parameters were changed between forward and backward: "
+                f"{names}. They were those of a step with the rank's own gradient, which is taken "
+                "back at the end of backward, and the change with it. Change parameters between "
+                "backward() and the next forward pass, compute what is not trained on under "
+                "torch.no_grad(), or use DoubleBuffering(eager=False)."
             )
-        self._load(before)
-        self._before = None
+
+    def forget(self) -> None:
+        """Drop the step. Raises UsageError: see `remove`."""
+        self._changes = {}
+        self.remove()
+
+    def close(self) -> None:
+        """Drop the step and stop watching. What the script has changed meanwhile stays."""
+        self._hooks.remove()
+        before, self._before, self._changes = self._before, [], {}
+        changed = set(self._changed(before))
+        _load([each for each in before if each[0] not in changed])
 
     # ---- state ----
 
-    def state_dict(self) -> dict[str, Any]:
-        """What `undo` returns to, and this rank's parameters now."""
-        if self._before is None:
-            return {}
-        return {"before": self._before, "after": _cloned(self._trained())}
+    def state_dict(self) -> dict[str, Tensor]:
+        """What the next passes add, by name. It is not added then."""
+        self.remove()
+        return {name: change.clone() for name, change in self._changes.items()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`: the parameters become those of the step."""
-        self._before = None
-        if not state:
-            return
-        self._load_parameters(state["after"])
-        self._before = copy.deepcopy(state["before"])
-        self._norms = self._norms_now()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from `state_dict`."""
+        self.forget()
+        named = self._trained() if state else []
+        self._changes = {name: state[name].to(p, copy=True) for name, p in named}
 
     # ---- implementation ----
 
-    def _saved(self) -> dict[str, Any]:
-        state = self._inner.state
-        return {
-            "parameters": _cloned(self._trained()),
-            "state": {
-                name: {key: _copied(value) for key, value in state[p].items()}
-                for name, p in self._trained()
-                if p in state
-            },
-        }
+    def _try(self, own: Mapping[Tensor, Tensor], scale: float, mean_norm: float) -> None:
+        self._changes = {}
+        parameters = self._parameters()
+        own_norm = _norm([own.get(p) for p in parameters])
+        if not (own_norm > 0 and math.isfinite(own_norm) and mean_norm > 0):
+            return
+        factor = min(scale, mean_norm / own_norm)
+        means = [p.grad for p in parameters]
+        before = [(name, p, p.detach().clone()) for name, p in self._trained()]
+        try:
+            with trial_step(self._inner):
+                for p in parameters:
+                    p.grad = own[p] * factor if p in own else None
+                self._inner.step()
+            self._changes = {name: p.detach() - value for name, p, value in before}
+        finally:
+            _load(before)
+            for p, mean in zip(parameters, means, strict=True):
+                p.grad = mean
 
-    def _load(self, saved: dict[str, Any]) -> None:
-        self._load_parameters(saved["parameters"])
-        state = self._inner.state
-        for name, p in self._trained():
-            if name not in saved["state"]:
-                state.pop(p, None)
-                continue
-            own = state[p]
-            for key in own.keys() - saved["state"][name].keys():
-                del own[key]
-            for key, value in saved["state"][name].items():
-                now = own.get(key)
-                if isinstance(value, Tensor) and isinstance(now, Tensor):
-                    now.copy_(value)  # the same tensor: compiled optimizers have its address
-                else:
-                    own[key] = value
-
+    @not_compiled
     @torch.no_grad()
-    def _load_parameters(self, saved: dict[str, Tensor]) -> None:
-        for name, p in self._trained():
-            p.copy_(saved[name])
+    def _add(self) -> None:
+        self._before = [(name, p, p.detach().clone()) for name, p in self._trained()]
+        for name, p, _ in self._before:
+            change = self._changes.get(name)
+            if change is not None and change.shape == p.shape:
+                p.add_(change.to(p))
+        self._fingerprints = [fingerprint(p) for _, p, _ in self._before]
 
-    def _norms_now(self) -> Tensor:
-        norms = torch._foreach_norm([p.detach() for _, p in self._trained()])
-        return torch.stack([norm.double().cpu() for norm in norms])
+    def _changed(self, before: Sequence[tuple[str, nn.Parameter, Tensor]]) -> list[str]:
+        now = [fingerprint(p) for _, p, _ in before]
+        flags = differ(self._fingerprints[: len(now)], now)
+        return [name for (name, _, _), flag in zip(before, flags, strict=True) if flag]
+
+    def _warn(self) -> None:
+        warnings.warn(
+            f"{self._rank_label}: DoubleBuffering(eager=True) has no effect: no backward pass "
+            "followed a call of the model that was given to create_multi_node_optimizer. Call that "
+            "model itself, not only parts of it (or give the parts, as a list), and not inside of "
+            "torch.func or of a function that is compiled together with backward().",
+            stacklevel=2,
+        )
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self._inner.param_groups for p in group["params"]]
 
 
-def norm_of_gradients(inner: Optimizer) -> float:
-    """The norm of all gradients that the optimizer would step with. Local."""
-    grads = [p.grad for group in inner.param_groups for p in group["params"]]
-    return _norm([grad for grad in grads if grad is not None])
+@torch.no_grad()
+def _load(values: Sequence[tuple[str, nn.Parameter, Tensor]]) -> None:
+    if values:
+        torch._foreach_copy_([p for _, p, _ in values], [value for _, _, value in values])
 
 
-def _norm(gradients: Sequence[Tensor]) -> float:
+def _norm(gradients: Sequence[Tensor | None]) -> float:
     dense = [
-        gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients
+        gradient.coalesce().values() if gradient.is_sparse else gradient
+        for gradient in gradients
+        if gradient is not None
     ]
     return float(torch.nn.utils.get_total_norm(dense)) if dense else 0.0
-
-
-def _cloned(named: Named) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in named}
-
-
-def _copied(value: object) -> object:
-    return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)

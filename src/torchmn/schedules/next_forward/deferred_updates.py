@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from torchmn.compiling import is_compiled_call
 from torchmn.errors import UnsupportedError, UsageError
-from torchmn.gradients.buckets import is_dense
 from torchmn.gradients.model_hooks import ModelHooks
 from torchmn.profiling import recording
+from torchmn.schedules.fingerprint import fingerprint
 from torchmn.schedules.next_forward.parameter_access import listen, put_back
 from torchmn.schedules.next_forward.partial_step import PartialStep
 from torchmn.schedules.next_forward.pending_gradient import GradientUnderWay, MeansUnderWay
@@ -81,7 +81,7 @@ class DeferredUpdates:
             self._step.update(not_exchanged)
         self.apply([parameter for parameter in self._pending if self._has_arrived(parameter)])
         self._pending = {
-            parameter: replace(update, fingerprint=_fingerprint(parameter))
+            parameter: replace(update, fingerprint=fingerprint(parameter))
             for parameter, update in self._pending.items()
         }
 
@@ -130,7 +130,7 @@ class DeferredUpdates:
         if known and not changed:
             # One question to a GPU, not one for each parameter.
             then = torch.stack([cast(Tensor, self._pending[p].fingerprint).cpu() for p in known])
-            now = torch.stack([_fingerprint(parameter).cpu() for parameter in known])
+            now = torch.stack([fingerprint(parameter).cpu() for parameter in known])
             changed = [p for p, same in zip(known, (then == now).tolist(), strict=True) if not same]
         if changed:
             raise UsageError(
@@ -192,22 +192,6 @@ class DeferredUpdates:
                 f"EveryStepNextForward(eager_parameters=[{update.name!r}]), or call "
                 "optimizer.flush() before such a forward pass."
             )
-
-
-def _fingerprint(parameter: nn.Parameter) -> Tensor:
-    """A sum of its bits, as integers: not the same if any one of them is changed."""
-    values = parameter.detach()
-    if not is_dense(values):
-        values = values.contiguous()
-    flat = values.as_strided((values.numel(),), (1,))
-    for kind in (torch.int64, torch.int32, torch.int16):
-        if flat.nbytes % kind.itemsize == 0 and flat.data_ptr() % kind.itemsize == 0:
-            break
-    else:
-        kind = torch.uint8
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).flatten()
-    return flat.view(kind).sum(dtype=torch.int64)
 
 
 def update_sites(
