@@ -3,12 +3,12 @@
     bench_recipes.py [--part large-batch|schedules|all] [--only PATTERN,...] [--tasks NAME,...]
                      [--seeds 0,1,...] [--jobs N] [--resume] [--report] [--choose [--stage NAME]]
 
-``large-batch`` is described in `large_batch/tasks.py`, ``schedules`` in `accuracy/recipes.py`. Every
-run is appended to a file of `records/`; the tables cover all recorded runs with the current settings
-and name those that are missing. `--resume` skips finished runs, which are repeated otherwise;
-`--report` only prints the tables and draws the figure. `--choose` carries out the runs by which
-settings were chosen, on images and seeds that the tables do not use. TORCHMN_TEST_DATA is the
-folder of the data.
+``large-batch`` is described in `large_batch/tasks.py`, ``schedules`` in `accuracy/recipes.py`.
+Every run is appended to a file of `records/`; the tables cover all recorded runs with the current
+settings and name those that are missing. `--resume` skips finished runs, which are repeated
+otherwise; `--report` only prints the tables and draws the figure. `--choose` carries out the runs
+by which settings were chosen, on images and seeds that the tables do not use. TORCHMN_TEST_DATA is
+the folder of the data.
 """
 
 from __future__ import annotations

@@ -67,9 +67,7 @@ def carry_out(experiment: Experiment, keys: Sequence[Key], folder: str, num_jobs
     """Execute runs, ``num_jobs`` at a time with one core each, and append them to the record."""
     alone = [key for key in keys if experiment.wanted[key][1] is not TWO_WORKERS]
     with ProcessPoolExecutor(num_jobs, get_context("spawn")) as pool:
-        running = [
-            pool.submit(execute, *experiment.wanted[key], key[2], folder) for key in alone
-        ]
+        running = [pool.submit(execute, *experiment.wanted[key], key[2], folder) for key in alone]
         for future in as_completed(running):
             _keep(experiment.path, future.result())
     for key in keys:

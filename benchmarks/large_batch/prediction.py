@@ -6,11 +6,11 @@ So K times the base batch b has the efficiency, relative to the base batch,
 
     (1 + b / B) / (1 + K b / B)
 
-which is near 1 as long as K b is far below B, and b / B + 1/K far above it. The noise scale, measured
-by `GradientNoiseScale` on two real workers, predicts B (section 2.2): its median over the samples
-before the first fall of the rate. Measured is the efficiency by the samples until the training
-loss is what the base batch has after `TARGET_SHARE` of all samples: those of the base batch over
-those of the recipe that needs the fewest. The curves are means over the seeds.
+which is near 1 as long as K b is far below B, and b / B + 1/K far above it. The noise scale,
+measured by `GradientNoiseScale` on two real workers, predicts B (section 2.2): its median over the
+samples before the first fall of the rate. Measured is the efficiency by the samples until the
+training loss is what the base batch has after `TARGET_SHARE` of all samples: those of the base
+batch over those of the recipe that needs the fewest. The curves are means over the seeds.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def efficiencies(task: Task, runs: Mapping[Key, LargeRun]) -> list[Efficiency]:
         needed = {
             recipe: points
             for recipe in COMPARED
-            if (points := _points_to(target, _curve(task, Side(factor=factor, recipe=recipe), runs)))
+            if (
+                points := _points_to(target, _curve(task, Side(factor=factor, recipe=recipe), runs))
+            )
         }
         best = min(needed, key=lambda recipe: needed[recipe], default="")
         own = _points_to(target, base)

@@ -48,15 +48,20 @@ def choice_runs(load, recipes):  # type: ignore[no-untyped-def]
 
 
 def test_the_choice_and_the_evaluation_share_nothing(load, recipes) -> None:  # type: ignore[no-untyped-def]
-    choice, judged = recipes.CHOICE_TASK, recipes.RECIPE_TASK
-    assert choice.network is not judged.network
-    assert choice.held_out > 0 == judged.held_out
+    choice, evaluated = recipes.CHOICE_TASK, recipes.RECIPE_TASK
+    assert choice.network is not evaluated.network
+    assert choice.held_out > 0 == evaluated.held_out
     others = load("accuracy.tasks").TASKS.values()
     used = {seed for task in (*others, choice) for seed in (*task.seeds, *task.fresh_seeds)}
-    assert not used & {*judged.seeds}
-    assert len(judged.seeds) == 5
+    assert not used & {*evaluated.seeds}
+    assert len(evaluated.seeds) == 5
     of_both = (choice.learning_rate, choice.batch, choice.momentum, choice.weight_decay)
-    assert of_both == (judged.learning_rate, judged.batch, judged.momentum, judged.weight_decay)
+    assert of_both == (
+        evaluated.learning_rate,
+        evaluated.batch,
+        evaluated.momentum,
+        evaluated.weight_decay,
+    )
 
 
 def test_the_lowest_loss_is_chosen_and_nothing_while_runs_are_missing(recipes, choice_runs) -> None:  # type: ignore[no-untyped-def]

@@ -105,7 +105,7 @@ class Crop:
 
     def apply(self, image: Image, draw: Draw) -> Image:
         """See `ImageTransform.apply`."""
-        region = self.region(*image.shape[:2], draw)
+        region = self.region(image.shape[0], image.shape[1], draw)
         rows = slice(region.top, region.top + region.height)
         cut = image[rows, region.left : region.left + region.width]
         return cut[:, ::-1] if region.is_mirrored else cut

@@ -344,7 +344,7 @@ def test_a_model_that_is_never_called_is_named_in_a_warning() -> None:
 
 
 def test_parameters_may_change_between_steps() -> None:
-    """Constraints, Lookahead, pruning, an earlier state: all ranks change them alike."""
+    """Constraints, Lookahead, pruning, an earlier state: the same change on all ranks."""
 
     def rank_main(comm):
         model = mlp()
