@@ -227,5 +227,7 @@ def resize(pixels: np.ndarray, into: np.ndarray, *, is_mirrored: bool) -> None:
             for array in (np.ascontiguousarray(pixels), into)
         )
         torch.ops.aten._upsample_bilinear2d_aa.out(image, into.shape[:2], False, out=target)
-    if is_mirrored:
+    if is_mirrored and cv2 is not None:
+        cv2.flip(into, 1, dst=into)
+    elif is_mirrored:
         np.copyto(into, contiguous(into[:, ::-1]))
