@@ -23,8 +23,9 @@ from torch.optim import Optimizer
 
 from torchmn.errors import UsageError
 from torchmn.schedules.local_updates.base import IntraNode, LocalUpdateSchedule
-from torchmn.schedules.local_updates.fragments import PseudoGradient
+from torchmn.schedules.local_updates.fragments import Fragment, PseudoGradient
 from torchmn.schedules.local_updates.partial_block import OuterState
+from torchmn.schedules.trial_step import trial_step
 
 RECOMMENDED_OVERLAP = 6
 """Steps, of the 16 of a block."""
@@ -120,6 +121,10 @@ class DiLoCo(LocalUpdateSchedule):
         self.outer.step()  # skips anchors without a gradient: other fragments
         for each in pseudo_gradients:
             each.anchor.grad = None
+
+    def _momentum(self, fragment: Fragment) -> list[Tensor] | None:
+        with trial_step(self.outer):
+            return super()._momentum(fragment)
 
     def outer_state_tensors(self, pseudo_gradients: Sequence[PseudoGradient]) -> OuterState:
         return {

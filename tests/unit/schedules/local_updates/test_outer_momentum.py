@@ -96,6 +96,54 @@ def test_anchors_move_by_means_alone(make) -> None:
         assert not near(late[9], eager[9])
 
 
+class Counting(torch.optim.SGD):
+    """Keeps counts where torch's own optimizers have none, and slows down with them."""
+
+    num_steps = 0
+
+    def step(self, closure=None):
+        group = self.param_groups[0]
+        group["count"] = group.get("count", 0) + 1
+        self.num_steps += 1
+        for p in group["params"]:
+            if p.grad is not None:
+                number = self.state[p].setdefault("number", torch.zeros((), dtype=torch.int64))
+                number += group["count"] + self.num_steps
+                self.state[p]["python number"] = self.state[p].get("python number", 0) + 1
+                group["lr"] = 0.7 / (1 + float(number) + self.state[p]["python number"])
+        return super().step(closure)
+
+
+def test_an_outer_optimizer_knows_nothing_of_it() -> None:
+    """Neither its counts nor its hooks nor a learning rate scheduler."""
+
+    def rank_main(comm):
+        counts = []
+        for eager in (False, True):
+            schedule = DiLoCo(
+                16,
+                overlap_steps=1,
+                eager=eager,
+                outer=lambda anchors: Counting(anchors, 0.7, momentum=0.8),
+            )
+            model, optimizer = wrap(comm, schedule)
+            calls = []
+            schedule.outer.register_step_post_hook(lambda *_, calls=calls: calls.append(1))
+            for step in range(9):
+                train(model, optimizer, comm.rank, step)
+            optimizer.flush()
+            state = schedule.outer.state_dict()
+            numbers = [(each["number"], each["python number"]) for each in state["state"].values()]
+            group = state["param_groups"][0]
+            calls.append(schedule.outer.num_steps)
+            counts.append((len(calls), calls[-1], group["count"], group["lr"], numbers))
+            optimizer.close()
+        return counts
+
+    for late, eager in run_ranks(rank_main, 2):
+        assert late == eager
+
+
 @pytest.mark.parametrize("options", [{"overlap_steps": 0, "outer": nesterov}, {"outer": None}])
 def test_nothing_changes_without_overlap_or_momentum(options) -> None:
     def rank_main(comm):
