@@ -275,6 +275,12 @@ def test_runs_of_other_settings_are_not_in_the_table(load, table_runs, tmp_path:
     )
 
 
+def test_the_tables_of_the_tutorial_are_those_of_the_record(load) -> None:  # type: ignore[no-untyped-def]
+    page = load("large_batch.page")
+    text = page.text(load("large_batch.experiments").table().runs())
+    assert text in page.PAGE.read_text(), "write them again: bench_recipes.py --report"
+
+
 # ---- the prediction ----
 
 
