@@ -35,10 +35,12 @@ def run(arguments: argparse.Namespace) -> int:
         return report("large_batch_choice", choice_bars(experiment.runs()))
     from large_batch.bars import bars_of
     from large_batch.figure import draw
+    from large_batch.page import write
 
     runs = experiment.runs()
     status = report("large_batch_recipes", bars_of(runs))
-    print(f"drawn: {draw(runs)}")
+    if runs:
+        print(f"drawn: {draw(runs)}\nwritten: {write(runs)}")
     return status
 
 
