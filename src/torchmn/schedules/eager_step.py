@@ -42,6 +42,7 @@ class EagerStep:
     def __init__(self, inner: Optimizer, trained: Callable[[], Named], rank_label: str) -> None:
         self._inner, self._trained, self._rank_label = inner, trained, rank_label
         self._hooks = ModelHooks()
+        self._models: list[nn.Module] = []
         self._changes: dict[str, Tensor] = {}
         """What the next passes add, by the parameter's name."""
         self._before: list[tuple[str, nn.Parameter, Tensor]] = []
@@ -53,19 +54,22 @@ class EagerStep:
 
     def watch(self, models: Sequence[nn.Module]) -> None:
         """Add steps when one of the models is called to train it."""
+        self._models = list(models)
+        self._hook(self._models)
 
-        def add(*_: object) -> None:
-            if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-                return
-            if not self._changes or self._before:
-                return
-            if torch._C._functorch.maybe_current_level() is not None:  # refuses changes in place
-                return
-            if self._num_missed or any(m.training for model in models for m in model.modules()):
-                self._add()
+    def _hook(self, modules: Sequence[nn.Module]) -> None:
+        for module in modules:
+            self._hooks.before_forward(module, self._forward_begins, prepend=True)
 
-        for model in models:
-            self._hooks.before_forward(model, add, prepend=True)
+    def _forward_begins(self, *_: object) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        if not self._changes or self._before:
+            return
+        if torch._C._functorch.maybe_current_level() is not None:  # refuses changes in place
+            return
+        if self._num_missed or any(m.training for model in self._models for m in model.modules()):
+            self._add()
 
     def step(self, own: Mapping[Tensor, Tensor], scale: float = 1.0) -> None:
         """Step with the means in ``p.grad``; note what a step with own gradients would change.
@@ -86,8 +90,10 @@ class EagerStep:
     def pass_ended(self) -> None:
         """Drop the step: its passes are over. Raises UsageError: see `remove`."""
         if self._changes and not self._before:
-            self._num_missed += 1  # maybe because all is in eval(), which does not count from now
-            if self._num_missed == 2:
+            self._num_missed += 1
+            if self._num_missed == 1:  # the script may train it in eval(), or call its layers
+                self._hook([m for model in self._models for m in model.modules() if m is not model])
+            elif self._num_missed == 2:
                 self._warn()
         self.forget()
 
@@ -173,10 +179,10 @@ class EagerStep:
 
     def _warn(self) -> None:
         warnings.warn(
-            f"{self._rank_label}: DoubleBuffering(eager=True) has no effect: no backward pass "
-            "followed a call of the model that was given to create_multi_node_optimizer. Call that "
-            "model itself, not only parts of it (or give the parts, as a list), and not inside of "
-            "torch.func or of a function that is compiled together with backward().",
+            f"{self._rank_label}: DoubleBuffering(eager=True) has no effect on some passes: they "
+            "did not begin with a call of the model, or a module of it. Call modules, with "
+            "gradients enabled, before parameters are used, and not inside of torch.func or of a "
+            "function that is compiled together with backward().",
             stacklevel=2,
         )
 

@@ -303,24 +303,31 @@ def test_saving_changes_nothing() -> None:
         assert equal(plain, saved)
 
 
-def test_a_model_that_is_trained_in_eval() -> None:
-    """The first pass is missed; from then on it is known to be trained."""
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize(
+    "calls", [lambda model, x: model(x), lambda model, x: model[2](model[0](x))]
+)
+def test_a_model_that_is_trained_in_eval_or_layer_by_layer(calls, is_training) -> None:
+    """The first pass is missed; from then on it is known."""
 
     def rank_main(comm):
-        model = mlp().eval()
+        model = mlp().train(is_training)
         optimizer = make_eager(comm, model)
         seen = []
-        for step in range(4):
+        for step in range(5):
             optimizer.zero_grad()
             before = values(model)
-            loss = loss_of(model, batch(comm.rank, step))
-            seen.append(equal(values(model), before))
+            loss = calls(model, batch(comm.rank, step)).pow(2).mean()
+            seen.append(not equal(values(model), before))
             loss.backward()
             optimizer.step()
         optimizer.flush()
-        return seen
+        return seen, values(model)
 
-    assert run_ranks(rank_main, 2) == [[True, True, True, False]] * 2
+    (seen, after), (its_seen, its_after) = run_ranks(rank_main, 2)
+    assert seen == its_seen
+    assert seen[3:] == [True, True]
+    assert equal(after, its_after)
 
 
 def test_a_model_that_is_never_called_is_named_in_a_warning() -> None:
@@ -329,14 +336,12 @@ def test_a_model_that_is_never_called_is_named_in_a_warning() -> None:
         optimizer = make_eager(comm, model)
         for step in range(5):
             optimizer.zero_grad()
-            x = batch(comm.rank, step)
-            for layer in model:
-                x = layer(x)
-            x.pow(2).mean().backward()
+            hidden = batch(comm.rank, step) @ model[0].weight.T
+            hidden.pow(2).mean().backward()
             optimizer.step()
         optimizer.flush()
 
-    with pytest.warns(UserWarning, match="eager=True.* has no effect: no backward pass"):
+    with pytest.warns(UserWarning, match="eager=True.* has no effect on some passes"):
         run_ranks(rank_main, 1)
 
 
