@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -157,9 +157,9 @@ def _train(worker: Worker, model: nn.Module, forward: Call) -> nn.Module:
     return model
 
 
-def _run_before(model: nn.Module, forward: Call) -> None:
+def _run_before(model: nn.Module, forward: Call, sizes: Sequence[int] = (3, 5, 8)) -> None:
     """As a trial of shapes does, with gradients that are thrown away."""
-    for size in (3, 5, 8):
+    for size in sizes:
         forward(torch.ones(size, 5, dtype=torch.float64)).sum().backward()
     model.zero_grad()
 
@@ -167,9 +167,9 @@ def _run_before(model: nn.Module, forward: Call) -> None:
 @script("Compiled and run before wrapping", is_slow=True)
 def compiled_and_run_before_wrapping(worker: Worker) -> list[nn.Module]:
     models: list[nn.Module] = []
-    for model in (mlp(), Network()):
+    for model, sizes in ((mlp(), [3, 5, 8]), (Network(), [3, 5, 8]), (mlp(), [3])):
         compiled = compiled_of(model)
-        _run_before(model, compiled)
+        _run_before(model, compiled, sizes)  # of one size only: code for this size, of one rank
         models.append(_train(worker, model, compiled))
     return models
 

@@ -109,7 +109,7 @@ class _Hidden:
         self._module = weakref.ref(module)
         self.ids: set[int] = set()
         self.listeners: list[Callable[[], None]] = []
-        self._num_shown = 0
+        self.num_shown = 0
         self._forward: MethodType | None = None
 
     def __call__(self) -> Any:
@@ -134,7 +134,7 @@ class _Hidden:
     def show_to_compiler(self) -> None:
         """Give the module its own ``forward`` as an attribute, unless it has another one."""
         module = self._module()
-        self._num_shown += 1
+        self.num_shown += 1
         if module is None or _FORWARD in module.__dict__:
             return
         forward = inspect.getattr_static(type(module), _FORWARD, None)
@@ -146,8 +146,8 @@ class _Hidden:
     def hide_from_compiler(self) -> None:
         """Take it away when nothing needs it any more."""
         module = self._module()
-        self._num_shown -= 1
-        if self._num_shown or module is None or self._forward is None:
+        self.num_shown -= 1
+        if self.num_shown or module is None or self._forward is None:
             return
         for key in (_FORWARD, _REPLICA):
             if self._is_own(key, module.__dict__.get(key)):
@@ -187,7 +187,7 @@ def _hide(module: nn.Module) -> _Hidden:
 def _show(module: nn.Module) -> None:
     """Nothing is hidden of the module any more."""
     hidden = module.__dict__.get(_STATE)
-    if isinstance(hidden, _Hidden) and not hidden.ids and not hidden.listeners:
+    if isinstance(hidden, _Hidden) and not (hidden.ids or hidden.listeners or hidden.num_shown):
         del module.__dict__[_STATE], module.__dict__[_SCRIPTABLE]
 
 
