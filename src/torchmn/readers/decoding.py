@@ -37,7 +37,7 @@ class ImageMemory:
         self._bytes = np.empty(0, np.uint8)
 
     def __call__(self, nbytes: int) -> Image:
-        """At least this number of bytes, flat: those of the call before, if they are enough."""
+        """At least ``nbytes`` bytes, flat: those of the call before, if they are enough."""
         if self._bytes.size < nbytes:
             self._bytes = np.empty(nbytes, np.uint8)
         return self._bytes

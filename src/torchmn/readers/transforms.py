@@ -105,9 +105,10 @@ class Crop:
 
     def apply(self, image: Image, draw: Draw) -> Image:
         """See `ImageTransform.apply`."""
-        region = self.region(image.shape[0], image.shape[1], draw)
-        rows = slice(region.top, region.top + region.height)
-        cut = image[rows, region.left : region.left + region.width]
+        rows, columns = image.shape[:2]
+        region = self.region(rows, columns, draw)
+        below, right = region.top + region.height, region.left + region.width
+        cut = image[region.top : below, region.left : right]
         return cut[:, ::-1] if region.is_mirrored else cut
 
     def region(self, rows: int, columns: int, draw: Draw) -> Region:
