@@ -15,15 +15,18 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 _frames: Any = torch._C._dynamo.eval_frame
 
 
-def not_compiled(function: _Function) -> _Function:
+def not_compiled(
+    function: _Function, reason: str = "torchmn exchanges gradients there"
+) -> _Function:
     """Decorate a function that torch.compile leaves alone, with all that it calls.
 
-    Code that is being compiled calls it as it is (a graph break). The same as
-    ``torch.compiler.disable``, which loads the compiler: that takes seconds.
+    Code that is being compiled calls it as it is (a graph break, which ``fullgraph=True`` refuses
+    with the ``reason``). The same as ``torch.compiler.disable``, which loads the compiler: that
+    takes seconds.
     """
     marked: Any = function
     marked._torchdynamo_disable = True
-    marked._torchdynamo_disable_msg = "torchmn exchanges gradients there"
+    marked._torchdynamo_disable_msg = reason
     _skip(function, is_recursive=True)
     return function
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,10 @@ from torchmn.schedules.trial_step import trial_step
 
 Named = Sequence[tuple[str, nn.Parameter]]
 _MAX_NAMED = 3
+_NOT_COMPILED = (
+    "DoubleBuffering(eager=True) changes parameters before the model runs. Leave fullgraph=True "
+    "out, or compile the model before create_multi_node_optimizer"
+)
 
 
 class EagerStep:
@@ -49,27 +54,29 @@ class EagerStep:
         """The parameters and their values without it, while it is added."""
         self._fingerprints: list[Tensor] = []
         """Of the parameters with it."""
+        self._mean_norm = 0.0
+        """Of the last means that the optimizer has seen."""
         self._num_missed = 0
         """Passes for which it was not added."""
 
     def watch(self, models: Sequence[nn.Module]) -> None:
         """Add steps when one of the models is called to train it."""
         self._models = list(models)
-        self._hook(self._models)
+        for model in models:
+            self._hooks.before_forward(model, self._forward_begins, prepend=True)
 
-    def _hook(self, modules: Sequence[nn.Module]) -> None:
-        for module in modules:
-            self._hooks.before_forward(module, self._forward_begins, prepend=True)
-
+    @partial(not_compiled, reason=_NOT_COMPILED)  # a break before a model, not within
     def _forward_begins(self, *_: object) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return
-        if not self._changes or self._before:
+        if not self._changes or self._before or not torch.is_grad_enabled():
             return
         if torch._C._functorch.maybe_current_level() is not None:  # refuses changes in place
             return
         if self._num_missed or any(m.training for model in self._models for m in model.modules()):
             self._add()
+
+    def _layer_begins(self, *_: object) -> None:
+        if not torch.compiler.is_compiling():
+            self._forward_begins()
 
     def step(self, own: Mapping[Tensor, Tensor], scale: float = 1.0) -> None:
         """Step with the means in ``p.grad``; note what a step with own gradients would change.
@@ -77,22 +84,25 @@ class EagerStep:
         The latter are multiplied by ``scale``, or by less: their norm becomes no larger than that
         of the means. Without any, or not only finite ones, nothing is noted. ``p.grad`` stays.
         """
-        norms: list[float] = []  # of what the optimizer sees, after all hooks that clip it
-        hook = self._inner.register_step_pre_hook(
-            lambda *_: norms.append(_norm([p.grad for p in self._parameters()]) if own else 0.0)
-        )
+        self._mean_norm = 0.0
+        hook = self._inner.register_step_pre_hook(self._measure)  # after all hooks that clip
         try:
             self._inner.step()
         finally:
             hook.remove()
-        self._try(own, scale, norms[-1] if norms else 0.0)
+        self._try(own, scale)
+
+    @not_compiled
+    def _measure(self, *_: object) -> None:
+        self._mean_norm = _norm([p.grad for p in self._parameters()])
 
     def pass_ended(self) -> None:
         """Drop the step: its passes are over. Raises UsageError: see `remove`."""
         if self._changes and not self._before:
             self._num_missed += 1
             if self._num_missed == 1:  # the script may train it in eval(), or call its layers
-                self._hook([m for model in self._models for m in model.modules() if m is not model])
+                for module in {m for model in self._models for m in model.modules()}:
+                    self._hooks.before_forward(module, self._layer_begins, prepend=True)
             elif self._num_missed == 2:
                 self._warn()
         self.forget()
@@ -142,13 +152,13 @@ class EagerStep:
 
     # ---- implementation ----
 
-    def _try(self, own: Mapping[Tensor, Tensor], scale: float, mean_norm: float) -> None:
+    def _try(self, own: Mapping[Tensor, Tensor], scale: float) -> None:
         self._changes = {}
         parameters = self._parameters()
         own_norm = _norm([own.get(p) for p in parameters])
-        if not (own_norm > 0 and math.isfinite(own_norm) and mean_norm > 0):
+        if not (own_norm > 0 and math.isfinite(own_norm) and self._mean_norm > 0):
             return
-        factor = min(scale, mean_norm / own_norm)
+        factor = min(scale, self._mean_norm / own_norm)
         means = [p.grad for p in parameters]
         before = [(name, p, p.detach().clone()) for name, p in self._trained()]
         try:
