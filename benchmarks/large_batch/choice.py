@@ -130,6 +130,6 @@ def choice_bars(runs: Mapping[Key, LargeRun]) -> list[Bar]:
             name = f"{choice.name} in the table: missing (not all candidates were run)"
             bars.append(Bar(name, math.nan, "", "chosen", None))
         else:
-            held = choice.used == best
+            held = math.isclose(choice.used, best)
             bars.append(Bar(f"{choice.name} in the table", choice.used, "", f"= {best:g}", held))
     return bars

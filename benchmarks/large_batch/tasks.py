@@ -73,7 +73,7 @@ TASKS = {
             milestones=(1.5, 2.25, 2.7),
             learning_rate=0.01,  # chosen
             warm_up_epochs=0.3,  # chosen
-            trust={4: 0.05, 16: 0.05, 64: 0.05},  # chosen
+            trust={4: 0.1, 16: 0.1, 64: 0.05},  # chosen
             seeds=(0, 1, 2),
             num_seeds=3,
         ),
