@@ -65,6 +65,8 @@ class Segment:
 
         A small parameter is never split.
         """
+        if position >= self.numel:  # also where the nearest multiple of a block is 0
+            return self.numel
         step = self.numel if self.is_small else block_length
         offset = 0 if self.is_small else self.offset
         boundary = round((offset + position) / step) * step - offset if step else 0

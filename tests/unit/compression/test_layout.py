@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from torchmn.compression import Layout, Segment
@@ -56,6 +56,10 @@ def layouts(draw: st.DrawFn) -> Layout:
     return Layout(tuple(segments))
 
 
+FEWER_ELEMENTS_THAN_STRIPES = Layout((Segment("p0", 0, 1), Segment("p1", 1, 1, is_small=True)))
+
+
+@example(FEWER_ELEMENTS_THAN_STRIPES, 3, 4.0)
 @given(layouts(), st.integers(1, 6), st.sampled_from([1.0, 4.0, 32.0]))
 def test_stripes_cover_once_in_order_and_keep_blocks(
     layout: Layout, num_stripes: int, small_cost: float
