@@ -25,6 +25,7 @@ programs used more than a tenth of the processors, which slow down computation a
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
@@ -49,6 +50,9 @@ def main() -> int:
 
     if not arguments.report and (reason := missing_requirement()):
         print(f"Test hosts are not available: {reason}.", file=sys.stderr)
+        return 2
+    if not arguments.report and not os.environ.get("TORCHMN_TEST_DATA"):
+        print("bench_lm: TORCHMN_TEST_DATA must be the folder of the data.", file=sys.stderr)
         return 2
     if arguments.smoke:
         return _smoke(arguments.sides)
