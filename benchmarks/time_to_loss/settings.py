@@ -3,7 +3,7 @@
 Nothing is chosen on the text and the seeds of the comparison. `COMPARED` trains on Shakespeare
 with seeds 0, 1, ...; learning rates and lengths of blocks come from `TUNED`, another text with a
 seed of its own (`choice.py`). All families have the same learning rates to choose from, and DiLoCo
-of both libraries the same blocks and the outer optimizer of the paper.
+of both libraries the same blocks, and the outer optimizer of the paper or one with less momentum.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
 EVAL_STEPS, FIRST_EVAL_STEP = 10, 100
 NUM_VALIDATION = 64
 """Validation sequences, spread over the last tenth of the text."""
+
+
+Outer = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +71,10 @@ def ddp(rate: float, hook: str = "") -> Side:
     return Side(family=family, name=name, build="ddp", learning_rate=rate, options=options)
 
 
-def torchft(rate: float, block: int, **streaming: float) -> Side:
+def torchft(rate: float, block: int, outer: Outer | None = None, **streaming: float) -> Side:
     """``block`` is sync_every; ``streaming``: fragments, delay and alpha of torchft's DiLoCo."""
-    options = {"block": block, "outer": PAPER, "fragments": 1, "delay": 0, "alpha": 0.0}
-    mode = ", streaming" if streaming else ""
+    options = {"block": block, "outer": outer or PAPER, "fragments": 1, "delay": 0, "alpha": 0.0}
+    mode = (", streaming" if streaming else "") + (f", momentum {outer[1]:g}" if outer else "")
     return Side(
         family="torchft DiLoCo",
         name=f"torchft DiLoCo{mode}, {block} steps, rate {rate:g}",
@@ -104,6 +107,20 @@ def diloco(rate: float, block: int, codec: str) -> Side:
     )
 
 
+def eager_diloco(rate: float, block: int, codec: str) -> Side:
+    """`DiLoCo.recommended`: the whole block under way during 6 steps."""
+    options = {"block": block, "outer": RECIPE, "fragments": 1, "overlap": 6, "codec": codec}
+    return Side(
+        family="torchmn DiLoCo",
+        name=f"torchmn DiLoCo, recommended {codec}, {block} steps, rate {rate:g}",
+        build="diloco",
+        learning_rate=rate,
+        options={**options, "eager": True},
+    )
+
+
+RECIPE = (0.7, 0.7)
+"""Those of `DiLoCo.recommended`, chosen for images (``docs/explain/recipes.md``)."""
 PAPER = (0.7, 0.9)
 """Rate and Nesterov momentum of the outer optimizer, of the paper and torchft's documentation."""
 RATES = (5e-4, 1e-3, 2e-3)
@@ -115,6 +132,9 @@ CANDIDATES: tuple[Side, ...] = (
     *(torchft(rate, 20, fragments=2, delay=4, alpha=0.5) for rate in RATES),
     *(next_forward(rate, codec) for rate in RATES for codec in ("int4", "1bit")),
     *(diloco(rate, block, "int8") for rate in RATES for block in BLOCKS),
+    # Added after the first seed of the comparison, for both systems: another outer momentum.
+    *(torchft(rate, block, RECIPE) for rate in RATES[:2] for block in BLOCKS[1:]),
+    *(eager_diloco(rate, block, "int8") for rate in RATES[:2] for block in BLOCKS[1:]),
 )
 OURS = ("torchmn gradients", "torchmn DiLoCo")
 """The families of which the faster one on `TUNED` has the limits."""

@@ -99,6 +99,7 @@ def _diloco(model: nn.Module, inner: torch.optim.Optimizer, options: Mapping[str
         outer=partial(_nesterov, options["outer"]),
         num_fragments=options["fragments"],
         overlap_steps=options["overlap"],
+        eager=options.get("eager", False),
     )
     optimizer = torchmn.create_multi_node_optimizer(
         inner, comm, model, schedule=schedule, codec=options["codec"]
