@@ -152,7 +152,9 @@ def count(model: Any, inner: Any, optimizer: Any) -> dict[str, int]:
     held += [local(v) for s in inner.state.values() for v in s.values() if torch.is_tensor(v)]
     kept: list[Any] = []
     if optimizer is not inner:
-        held += [bucket.buffer for each in optimizer.reducer.sets for bucket in each.buckets]
+        held += [
+            bucket.buffer for each in optimizer.reducer.buffers.sets for bucket in each.buckets
+        ]
         kept = list(tensors(optimizer.state_dict()["torchmn"]))
     return {"counted": num_bytes(held), "kept": num_bytes(kept)}
 

@@ -4,10 +4,115 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import nn
+
 from torchmn.communicators.local_tensors import division_of
 from torchmn.gradients.bucket_set import BucketSet
 from torchmn.gradients.buckets import Slot
+from torchmn.gradients.exchange_buffers import ExchangeBuffers
+from torchmn.gradients.exchanged_parameters import ExchangedParameters
 from torchmn.gradients.gradient_memory import GradientMemory
+from torchmn.gradients.gradient_norms import NormListener
+from torchmn.gradients.nonfinite import NonfiniteGradients, NonfiniteLog
+
+
+class MeanAssignment:
+    """Makes the means of a reducer the gradients of its parameters, and looks after them.
+
+    Args:
+        parameters: those of the reducer.
+        buffers: its buckets.
+        as_view: whether the slots themselves become the gradients.
+    """
+
+    def __init__(
+        self, parameters: ExchangedParameters, buffers: ExchangeBuffers, *, as_view: bool
+    ) -> None:
+        self._parameters = parameters
+        self._buffers = buffers
+        self._as_view = as_view
+        self.memory = GradientMemory()
+        """Of what scripts see as ``p.grad``."""
+        self.nonfinite = NonfiniteLog()
+        self.norm_listener: NormListener | None = None
+
+    def assign(self, means: BucketSet) -> None:
+        """Wait for the means and make every ``p.grad`` its mean, and None where there is none.
+
+        There is none if no rank had a gradient (zero_fill off), and for a parameter that became
+        trainable after these means were started. Buckets are copied while others arrive.
+        *Collective*, though it sends nothing unless something was not finite.
+        """
+        assign_means(means, self.memory, as_view=self._as_view)
+        self._clear_absent(means)
+        assign_sparse_means(means)
+        self._buffers.adopt_scale(means)
+        self._report_norms(means)
+        found = self.record_nonfinite(means)
+        if found is not None and found.is_elsewhere:
+            spread_nonfinite(means)
+
+    def discard(self, means: BucketSet) -> None:
+        """Take note of means that no gradient becomes. *Collective*, see `record_nonfinite`."""
+        self.record_nonfinite(means)
+        self._report_norms(means)
+        self._buffers.adopt_scale(means)
+
+    def is_mean(self, parameter: nn.Parameter) -> bool:
+        """Whether ``p.grad`` is the mean of an earlier pass, maybe with a later one added."""
+        grad = parameter.grad
+        return grad is not None and (
+            self.memory.is_mean(parameter)
+            or any(
+                (slot := each.slot_of.get(parameter)) is not None and slot.tensor is grad
+                for each in self._buffers.sets
+            )
+        )
+
+    def record_nonfinite(self, means: BucketSet) -> NonfiniteGradients | None:
+        """Take note of what is not finite in them. *Collective*, if there is something.
+
+        See `record_problem`.
+        """
+        found = means.nonfinite() or self._nonfinite_sparse(means)
+        return self.record_problem(found, means.context.step)
+
+    def record_problem(
+        self, found: NonfiniteGradients | None, step: int
+    ) -> NonfiniteGradients | None:
+        """Take note of what this rank has found, or of what those have that hold other parts.
+
+        *Collective over the ranks of the model*, which must all do the same about it.
+        """
+        if self._parameters.mesh.any(found is not None) and found is None:
+            found = NonfiniteGradients(step, is_elsewhere=True)
+        return self.nonfinite.record(found)
+
+    def _nonfinite_sparse(self, means: BucketSet) -> NonfiniteGradients | None:
+        """What is not finite among the sparse means, which are the same on all ranks. Local."""
+        names = [
+            name
+            for name, parameter in self._parameters.sparse
+            if (mean := means.sparse_means.get(parameter)) is not None
+            and not mean._values().isfinite().all()
+        ]
+        return NonfiniteGradients(means.context.step, in_sum=names) if names else None
+
+    def _report_norms(self, means: BucketSet) -> None:
+        """Of means that were awaited, to whoever wants them. Local."""
+        if self.norm_listener is not None and (norms := means.norms()) is not None:
+            self.norm_listener.measured(norms)
+
+    def _clear_absent(self, means: BucketSet) -> None:
+        """Clear every ``p.grad`` that has no mean among these."""
+        if not self._buffers.zero_fill:
+            for slot, is_present in zip(means.slots, means.presence, strict=True):
+                if not is_present:
+                    slot.parameter.grad = None
+        if means not in self._buffers.sets:  # of an earlier layout
+            for parameter in self._buffers.filling.slot_of:
+                if parameter not in means.slot_of:
+                    parameter.grad = None
 
 
 def assign_means(means: BucketSet, memory: GradientMemory, *, as_view: bool) -> None:

@@ -24,18 +24,13 @@ from torchmn.compression import Codec
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.gradients.backward_pass import AtEnd, BackwardPass
 from torchmn.gradients.bucket_set import BucketSet, Reduction
-from torchmn.gradients.buckets import NamedParameter, Slot, plan_buckets
+from torchmn.gradients.buckets import NamedParameter, Slot
 from torchmn.gradients.codec_state import codec_state, load_codec_state
+from torchmn.gradients.exchange_buffers import ExchangeBuffers
 from torchmn.gradients.exchanged_parameters import ExchangedParameters
-from torchmn.gradients.footer import GIVEN_UP, NUM_FOOTER, OTHER_LAYOUT
-from torchmn.gradients.gradient_memory import GradientMemory
-from torchmn.gradients.gradient_norms import NormListener
-from torchmn.gradients.mean_assignment import (
-    assign_means,
-    assign_sparse_means,
-    spread_nonfinite,
-)
-from torchmn.gradients.nonfinite import NonfiniteGradients, NonfiniteLog
+from torchmn.gradients.footer import GIVEN_UP, OTHER_LAYOUT
+from torchmn.gradients.mean_assignment import MeanAssignment
+from torchmn.gradients.nonfinite import NonfiniteGradients
 from torchmn.gradients.parameter_hook import has_later_hook, watch_gradient
 from torchmn.gradients.sparse_gradients import mean_sparse_gradients
 from torchmn.gradients.weights import Contribution, PassContext
@@ -110,8 +105,8 @@ class GradientReducer:
         self.comm = comm
         self.codec = codec
         self.parameters = ExchangedParameters(parameters, find_sparse, find_untrained)
-        self.zero_fill = zero_fill
-        self.reduction = reduction
+        self.buffers = ExchangeBuffers(max(1, num_sets), zero_fill=zero_fill, reduction=reduction)
+        self.means = MeanAssignment(self.parameters, self.buffers, as_view=gradient_as_bucket_view)
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.contribution = contribution or Contribution()
         """This rank's weight in the next exchange or step, and its samples."""
@@ -125,25 +120,15 @@ class GradientReducer:
         """Exchanges with data of this rank since `restart_counts`."""
         self.passes_weight = 0.0
         """The sum of this rank's weights in them."""
-        self.nonfinite = NonfiniteLog()
-        self.norm_listener: NormListener | None = None
         self._own_gradients: dict[Tensor, Tensor] | None = None
         """What this rank's last backward pass has computed, if a schedule wants it."""
-        self.memory = GradientMemory()
-        """Of what scripts see as ``p.grad``."""
         self._is_syncing = True
         self._has_loaded = False
         self._unexchanged: set[Tensor] = set()
         """Parameters whose gradient holds passes under no_sync() that no exchange has taken."""
         self._has_warned = False
-        self._scale: float | None = None
-        """The `weight_scale` of the next exchange; None: to be agreed on."""
-        self._num_sets = max(1, num_sets)
-        self._bucket_bytes: int | None = None
-        """If it is not the communicator's."""
         self._on_backward_end = on_backward_end
         self._watcher: PassWatcher | None = None
-        self._chunk_bytes: int | None = None
         self._hooks: list[RemovableHandle] = []
         self._lock = threading.RLock()
         """Autograd has a thread for each device."""
@@ -161,8 +146,8 @@ class GradientReducer:
         """The count of steps and what belongs to it, the same on all ranks. Local."""
         return {
             "step": self.step,
-            "scale": self._scale,
-            "problems": [asdict(problem) for problem in self.nonfinite.problems],
+            "scale": self.buffers.scale,
+            "problems": [asdict(problem) for problem in self.means.nonfinite.problems],
         }
 
     def load_state_dict(self, codec: dict[str, Any], progress: dict[str, Any]) -> None:
@@ -177,13 +162,13 @@ class GradientReducer:
 
     def load_progress(self, progress: dict[str, Any]) -> None:
         """The part of `load_state_dict` that is the same on all ranks."""
-        self.forget_weights()
+        self.buffers.forget_scale()
         if not progress:
             return
         self.step = progress["step"]
-        self.nonfinite.problems[:] = [NonfiniteGradients(**p) for p in progress["problems"]]
+        self.means.nonfinite.problems[:] = [NonfiniteGradients(**p) for p in progress["problems"]]
         if self.filling.is_narrow:
-            self._scale = progress["scale"]
+            self.buffers.scale = progress["scale"]
 
     def end_step(self) -> None:
         """The optimizer has stepped. Local."""
@@ -206,34 +191,13 @@ class GradientReducer:
         if self.is_suspended:
             trainable, sparse = [], []
         self._num_exchanges = 0
-        self.memory.clear()
-        algorithm = self.comm.allreduce_algorithm(self.codec)
-        self.sets = [
-            BucketSet(
-                self.comm,
-                algorithm,
-                plan_buckets(
-                    trainable,
-                    granularity=self.comm.granularity,
-                    bucket_bytes=self._bucket_bytes or self.comm.bucket_bytes,
-                    chunk_bytes=self._chunk_bytes,
-                    codec=self.codec,
-                    num_footer=NUM_FOOTER + (0 if self.zero_fill else len(trainable)),
-                    footer_device=sparse[0][1].device if sparse else None,
-                    allocate=self.comm.new_buffer,
-                ),
-                reduction=self.reduction,
-            )
-            for _ in range(self._num_sets)
-        ]
-        self.filling = self.sets[0]
-        """The set that the current backward pass fills."""
-        self.filling.warm_up()
+        self.means.memory.clear()
+        self.buffers.lay_out(self.comm, self.codec, trainable, sparse)
         if self.is_needed:
             self._hooks = [
                 watch_gradient(p, self._on_gradient) for p in self.parameters.differentiable
             ]
-        self.forget_weights()
+        self.buffers.forget_scale()
         if self._watcher is not None:
             self._watcher.layout_changed()
 
@@ -247,17 +211,12 @@ class GradientReducer:
 
         *Collective*: sums may be rounded otherwise, the means are the same.
         """
-        self._chunk_bytes, self._watcher = chunk_bytes, watcher
+        self.buffers.chunk_bytes, self._watcher = chunk_bytes, watcher
         self.rebuild()
 
     def forget_watcher(self) -> None:
         """End what `set_chunk_size` began, with buckets from the next layout on. Local."""
-        self._watcher = self._chunk_bytes = None
-
-    def set_order(self, order: Sequence[int], num_early: int) -> None:
-        """See `BucketSet.set_order`; until the next layout."""
-        for each in self.sets:
-            each.set_order(order, num_early)
+        self._watcher = self.buffers.chunk_bytes = None
 
     def reconfigure(
         self,
@@ -273,8 +232,8 @@ class GradientReducer:
         Options that are None stay as they are.
         """
         self.comm, self.codec, self.is_suspended = comm, codec, False
-        self._num_sets = self._num_sets if num_sets is None else num_sets
-        self._bucket_bytes = bucket_bytes or self._bucket_bytes
+        self.buffers.num_sets = self.buffers.num_sets if num_sets is None else num_sets
+        self.buffers.bucket_bytes = bucket_bytes or self.buffers.bucket_bytes
         self._on_backward_end = on_backward_end or self._on_backward_end
         self.rebuild()
 
@@ -296,20 +255,20 @@ class GradientReducer:
         But it must know what is not finite in other parts of a parallel layer.
         """
         return not self.is_suspended and (
-            self.comm.size > 1 or self._num_sets > 1 or self.parameters.mesh.has_parallel_layers
+            self.comm.size > 1
+            or self.buffers.num_sets > 1
+            or self.parameters.mesh.has_parallel_layers
         )
 
     @property
     def bucket_bytes(self) -> int:
         """The size of a bucket, at least, but for the last."""
-        return self._chunk_bytes or self._bucket_bytes or self.comm.bucket_bytes
+        return self.buffers.chunk_bytes or self.buffers.bucket_bytes or self.comm.bucket_bytes
 
-    def swap_buffers(self) -> BucketSet:
-        """Declare the set being filled as handed over and continue with the next one."""
-        handed_over = self.filling
-        self.filling = self.sets[(self.sets.index(handed_over) + 1) % len(self.sets)]
-        self.filling.restart()
-        return handed_over
+    @property
+    def filling(self) -> BucketSet:
+        """The buckets that the current backward pass fills."""
+        return self.buffers.filling
 
     def keep_own_gradients(self) -> None:
         """Keep what each backward pass computes on this rank for `take_own_gradients`. Local."""
@@ -329,10 +288,6 @@ class GradientReducer:
             is_reused = is_mean or self.gradient_as_bucket_view
             self._own_gradients[slot.parameter] = grad.clone() if is_reused else grad
         self.filling.pack(slot)
-
-    def forget_weights(self) -> None:
-        """Agree again on the scale of weights at the next exchange. *Collective.*"""
-        self._scale = None if self.filling.is_narrow else 1.0
 
     # ---- during backward ----
 
@@ -396,7 +351,7 @@ class GradientReducer:
                     "twice in one pass, as torch.utils.checkpoint with use_reentrant=True does. "
                     "Use use_reentrant=False."
                 )
-            is_mean = self._is_mean(slot.parameter)
+            is_mean = self.means.is_mean(slot.parameter)
             self._pack(slot, is_mean=is_mean)
             # What was copied is freed at once: the next layer's gradient then takes its memory,
             # where all of them together would cost 10,000 page faults a step for 60 MB.
@@ -419,11 +374,11 @@ class GradientReducer:
             self._give_up_pass()
         if self._watcher is not None:
             self._watcher.filling_begins()
-        self.nonfinite.take()
+        self.means.nonfinite.take()
         parameters = self.parameters
         callback = AtEnd(self._end_backward, is_last=parameters.are_sharded)
         packs_early = (
-            self._scale is not None
+            self.buffers.scale is not None
             and parameters.can_be_compared_in_backward
             and not parameters.have_changed()
         )
@@ -437,9 +392,9 @@ class GradientReducer:
         if not self.filling.is_begun:
             if self._own_gradients is not None:
                 self._own_gradients = {}  # of a pass that raised
-            listener = self.norm_listener
+            listener = self.means.norm_listener
             is_measured = listener is not None and listener.wants(self.step)
-            self.filling.begin(self._context(), self._scale, is_measured=is_measured)
+            self.filling.begin(self._context(), self.buffers.scale, is_measured=is_measured)
 
     def _context(self) -> PassContext:
         own, is_active = self.contribution, self.is_active
@@ -479,7 +434,7 @@ class GradientReducer:
             raise  # on all ranks, and nothing is under way: they may continue
         except BaseException as error:
             # Ranks that gave up a pass use the same buckets again, others the next ones.
-            if self._num_sets > 1 or not isinstance(error, RankMismatchError):
+            if self.buffers.num_sets > 1 or not isinstance(error, RankMismatchError):
                 self._pass = ended
                 if ended is not None:
                     ended.failure = error
@@ -510,7 +465,7 @@ class GradientReducer:
         """Send the rest of this exchange with a footer that says why there will be no means."""
         filling = self.filling
         self._begin_exchange()
-        self._scale = filling.await_scale(self._scale)
+        self.buffers.scale = filling.await_scale(self.buffers.scale)
         filling.send_nothing(flag)
         self._num_exchanges += 1
         self._exchange_sparse(weight=0.0)
@@ -540,7 +495,7 @@ class GradientReducer:
         self.finish_filling()
         filling = self.filling
         context = filling.context
-        is_of_sums = filling.is_accumulating and self.reduction == "sum"
+        is_of_sums = filling.is_accumulating and self.buffers.reduction == "sum"
         try:
             self._on_backward_end()
         finally:
@@ -575,16 +530,16 @@ class GradientReducer:
                 self._watcher.filling_begins()
             self._watcher.filling_ends()
         self._begin_exchange()
-        self._scale = filling.await_scale(self._scale)
+        self.buffers.scale = filling.await_scale(self.buffers.scale)
         for slot in filling.slots:
             if not slot.is_packed:
-                is_mean = self._is_mean(slot.parameter)
+                is_mean = self.means.is_mean(slot.parameter)
                 self._pack(slot, is_mean=is_mean)
                 filling.is_accumulating |= is_mean
         is_active = filling.context.is_active
         filling.write_footer(
             presence=[]
-            if self.zero_fill
+            if self.buffers.zero_fill
             else [slot.has_gradient and is_active for slot in filling.slots]
         )
         self._unexchanged.clear()
@@ -608,102 +563,18 @@ class GradientReducer:
                 self.comm,
                 [parameter for _, parameter in self.parameters.sparse],
                 weight,
-                zero_fill=self.zero_fill,
-                reduction=self.reduction,
+                zero_fill=self.buffers.zero_fill,
+                reduction=self.buffers.reduction,
             )
 
     def shadow_exchange(self) -> BucketSet:
         """Take part in an exchange of the other ranks without data. *Collective.*"""
         self.finish_filling()
         self.reduce_remaining()
-        means = self.swap_buffers()
+        means = self.buffers.swap()
         means.wait()
-        self.discard(means)
+        self.means.discard(means)
         return means
-
-    def discard(self, means: BucketSet) -> None:
-        """Take note of means that no gradient becomes. *Collective*, see `record_nonfinite`."""
-        self.record_nonfinite(means)
-        self._report_norms(means)
-        self.adopt_scale(means)
-
-    # ---- means ----
-
-    def set_grads(self, means: BucketSet) -> None:
-        """Wait for the means and make every ``p.grad`` its mean, and None where there is none.
-
-        There is none if no rank had a gradient (zero_fill off), and for a parameter that became
-        trainable after these means were started. Buckets are copied while others arrive.
-        *Collective*, though it sends nothing unless something was not finite.
-        """
-        assign_means(means, self.memory, as_view=self.gradient_as_bucket_view)
-        self._clear_absent(means)
-        self._report_norms(means)
-        found = self.record_nonfinite(means)
-        if found is not None and found.is_elsewhere:
-            spread_nonfinite(means)
-
-    def _report_norms(self, means: BucketSet) -> None:
-        """Of means that were awaited, to whoever wants them. Local."""
-        if self.norm_listener is not None and (norms := means.norms()) is not None:
-            self.norm_listener.measured(norms)
-
-    def _is_mean(self, parameter: nn.Parameter) -> bool:
-        """Whether ``p.grad`` is the mean of an earlier pass, maybe with a later one added."""
-        grad = parameter.grad
-        return grad is not None and (
-            self.memory.is_mean(parameter)
-            or any(
-                (slot := each.slot_of.get(parameter)) is not None and slot.tensor is grad
-                for each in self.sets
-            )
-        )
-
-    def _clear_absent(self, means: BucketSet) -> None:
-        """Clear every ``p.grad`` that has no mean among these."""
-        if not self.zero_fill:
-            for slot, is_present in zip(means.slots, means.presence, strict=True):
-                if not is_present:
-                    slot.parameter.grad = None
-        if means not in self.sets:  # of an earlier layout
-            for parameter in self.filling.slot_of:
-                if parameter not in means.slot_of:
-                    parameter.grad = None
-        assign_sparse_means(means)
-        self.adopt_scale(means)
-
-    def adopt_scale(self, means: BucketSet) -> None:
-        """Scale the next gradients as suits the weights of these. *Collective*, sends nothing."""
-        if self.filling.is_narrow:
-            self._scale = means.next_scale
-
-    # ---- what is not finite ----
-
-    def record_nonfinite(self, means: BucketSet) -> NonfiniteGradients | None:
-        """Take note of what is not finite in them. *Collective*, if there is something.
-
-        See `record_problem`.
-        """
-        return self.record_problem(means.nonfinite() or self._nonfinite_sparse(means))
-
-    def record_problem(self, found: NonfiniteGradients | None) -> NonfiniteGradients | None:
-        """Take note of what this rank has found, or of what those have that hold other parts.
-
-        *Collective over the ranks of the model*, which must all do the same about it.
-        """
-        if self.parameters.mesh.any(found is not None) and found is None:
-            found = NonfiniteGradients(self.step, is_elsewhere=True)
-        return self.nonfinite.record(found)
-
-    def _nonfinite_sparse(self, means: BucketSet) -> NonfiniteGradients | None:
-        """What is not finite among the sparse means, which are the same on all ranks. Local."""
-        names = [
-            name
-            for name, parameter in self.parameters.sparse
-            if (mean := means.sparse_means.get(parameter)) is not None
-            and not mean._values().isfinite().all()
-        ]
-        return NonfiniteGradients(self.step, in_sum=names) if names else None
 
     # ---- inside ----
 
@@ -725,7 +596,7 @@ class GradientReducer:
 
     def _fill_missing(self) -> None:
         """One rank alone treats a missing gradient as several do."""
-        if self.zero_fill:
+        if self.buffers.zero_fill:
             for _, parameter in self.parameters.trained():
                 if parameter.grad is None and parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter)

@@ -320,7 +320,7 @@ class GlobalBatch:
             self._note_settings()
         num_own = num_samples(samples, "the batch")
         ours = optimizer if isinstance(optimizer, MultiNodeOptimizer) else None
-        is_sum = ours is not None and ours.reducer.reduction == "sum"
+        is_sum = ours is not None and ours.reducer.buffers.reduction == "sum"
         if ours is not None and not is_sum:
             ours.set_weight(num_own)
         if self._sampler is not None:

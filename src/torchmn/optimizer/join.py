@@ -39,7 +39,7 @@ def joined(optimizer: Joinable, models: Sequence[nn.Module]) -> Iterator[None]:
                 optimizer.tuner.step_ended()
     schedule = optimizer.schedule
     reducer.contribution.reset()
-    reducer.forget_weights()
+    reducer.buffers.forget_scale()
     comm = reducer.comm
     gathered = comm.allgather_obj((reducer.num_passes, reducer.step))
     last = max(num for num, _ in gathered)

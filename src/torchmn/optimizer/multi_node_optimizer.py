@@ -45,13 +45,14 @@ from torchmn.optimizer.untrained_parameters import (
     untrained_parameters,
     warn_of_untrained_parameters,
 )
+from torchmn.optimizer.wrapped_optimizer import WrappedOptimizer
 from torchmn.resharding import raise_if_other_optimizer, warnings_of
 from torchmn.schedules.base import USED_BY_SCALER, DefersUpdates, Schedule
 
 Weight = Literal["rank", "samples"]
 
 
-class MultiNodeOptimizer(Optimizer):
+class MultiNodeOptimizer(WrappedOptimizer):
     """Made by `create_multi_node_optimizer`. It is a `torch.optim.Optimizer`.
 
     ``param_groups``, ``state`` and ``defaults`` are the inner optimizer's own objects, and reading
@@ -83,7 +84,6 @@ class MultiNodeOptimizer(Optimizer):
         tuner: Autotuner | None = None,
     ) -> None:
         _raise_if_attached(schedule)
-        # Optimizer.__init__ would make groups and state of its own; ours are the inner one's.
         self.inner = inner
         self.communicator = comm
         comm.num_steps = comm.num_steps or 0
@@ -189,48 +189,13 @@ class MultiNodeOptimizer(Optimizer):
 
     # ---- what makes it an Optimizer ----
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's own. Local; it never waits."""
-        return self.inner.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.inner.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        """The inner optimizer's own. Local; it never waits.
-
-        Raises UsageError: updates of past steps are not applied yet.
-        """
+    def _raise_if_state_is_old(self) -> None:
         if self._deferring is not None and self._deferring.has_pending_updates:
             raise UsageError(
                 f"{self.communicator.rank_label}: optimizer.state was read after step(), but "
                 f"{self.schedule.name} applies each update just before its layer runs again, so "
                 "the state is not up to date. Call optimizer.synchronize() first."
             )
-        return self.inner.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.inner.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The inner optimizer's own."""
-        return self.inner.defaults
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # not there yet: __init__ has not run, as in copying
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UnsupportedError(
-            "A multi-node optimizer cannot be copied or pickled: it holds connections to the other "
-            "ranks. Save its state_dict(), or copy optimizer.inner."
-        )
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -391,7 +356,7 @@ class MultiNodeOptimizer(Optimizer):
         if tuner is not None and is_tuned:
             make = tuner.space.schedules.get(ours[0]["schedule"])
             schedule = make() if make is not None else schedule
-        state = resume.reshard(states, comm, schedule, self.reducer.reduction)
+        state = resume.reshard(states, comm, schedule, self.reducer.buffers.reduction)
         if tuner is not None and is_tuned:
             state["torchmn"]["tuner"] = tuner.reshard_state_dict([own["tuner"] for own in ours])
         return state
@@ -430,7 +395,7 @@ class MultiNodeOptimizer(Optimizer):
         """
         if not 0 <= weight < float("inf"):
             raise UsageError(f"weight={weight} must be a non-negative finite number.")
-        if self.reducer.reduction == "sum" and weight not in (0, 1):
+        if self.reducer.buffers.reduction == "sum" and weight not in (0, 1):
             raise UsageError(
                 f"set_weight({weight}) with reduction='sum': gradients are added as they are. "
                 "Multiply the loss, or use reduction='mean', which divides by the weights. "
@@ -449,12 +414,12 @@ class MultiNodeOptimizer(Optimizer):
                 " and the modules of this chain are on several ranks. Measure with a model that is "
                 "whole on each rank."
             )
-        if self.reducer.norm_listener is not None:
+        if self.reducer.means.norm_listener is not None:
             raise UsageError(
                 "The norms of this optimizer's gradients are measured already. Use the "
-                f"{type(self.reducer.norm_listener).__name__} that was made first."
+                f"{type(self.reducer.means.norm_listener).__name__} that was made first."
             )
-        self.reducer.norm_listener = listener
+        self.reducer.means.norm_listener = listener
         if not self._counts_samples:
             self._counts_samples = True
             self._count_samples()
@@ -529,7 +494,7 @@ class MultiNodeOptimizer(Optimizer):
     @property
     def nonfinite(self) -> list[NonfiniteGradients]:
         """Every step whose gradients were not finite on some rank: step, ranks, parameters."""
-        return self.reducer.nonfinite.problems
+        return self.reducer.means.nonfinite.problems
 
     def close(self) -> None:
         """Release the model, to train it by itself or make another optimizer for it. Local."""

@@ -33,12 +33,14 @@ def record_own_nonfinite(reducer: GradientReducer, parameters: Iterable[Tensor])
             for name, parameter in reducer.parameters.trained()
             if parameter.grad is not None and not bool(parameter.grad.to_dense().isfinite().all())
         ]
-    reducer.record_problem(NonfiniteGradients(reducer.step, {0: names}) if names else None)
+    reducer.means.record_problem(
+        NonfiniteGradients(reducer.step, {0: names}) if names else None, reducer.step
+    )
 
 
 def act_on_nonfinite(reducer: GradientReducer, policy: OnNonfinite) -> None:
     """Raise NonFiniteGradientError or warn, once, if the current means are not finite. Local."""
-    problem = reducer.nonfinite.take()
+    problem = reducer.means.nonfinite.take()
     if problem is None or policy == "ignore":
         return
     text = (
@@ -48,7 +50,7 @@ def act_on_nonfinite(reducer: GradientReducer, policy: OnNonfinite) -> None:
     )
     if policy == "raise":
         error = NonFiniteGradientError(text)
-        if reducer.nonfinite.num_in_a_row() == _MAX_IN_A_ROW:
+        if reducer.means.nonfinite.num_in_a_row() == _MAX_IN_A_ROW:
             script_monitor.exchange_failed(error)
         raise error
     warnings.warn(text, RuntimeWarning, stacklevel=5)

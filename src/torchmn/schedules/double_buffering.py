@@ -89,12 +89,12 @@ class DoubleBuffering(Schedule):
         own = reducer.take_own_gradients()
         self._own = own if reducer.filling.context.weight else {}
         reducer.start_remaining()
-        before, self._pending = self._pending, reducer.swap_buffers()
+        before, self._pending = self._pending, reducer.buffers.swap()
         if before is None:
             for slot in self._pending.slots:
                 slot.parameter.grad = None
         else:
-            reducer.set_grads(before)
+            reducer.means.assign(before)
             self._has_mean = True
         if self._ahead is not None:
             self._ahead.pass_ended()  # last, as it may raise
@@ -114,7 +114,7 @@ class DoubleBuffering(Schedule):
         own, self._own = self._own, {}
         if has_mean and self._ahead is not None:
             reducer = self._reducer  # an own part of a sum is as many times smaller
-            self._ahead.step(own, reducer.comm.size if reducer.reduction == "sum" else 1.0)
+            self._ahead.step(own, reducer.comm.size if reducer.buffers.reduction == "sum" else 1.0)
         elif has_mean:
             self._inner.step()
         return loss
@@ -128,11 +128,11 @@ class DoubleBuffering(Schedule):
         reducer.finish_filling()
         reducer.start_remaining()
         if self._pending is not None:
-            reducer.discard(self._pending)
+            reducer.means.discard(self._pending)
         filling = reducer.filling
         filling.wait()
         if filling.num_active:  # in the same turns as the others: their buckets belong together
-            self._pending = reducer.swap_buffers()
+            self._pending = reducer.buffers.swap()
         else:
             filling.restart()
         return filling.num_active
@@ -151,7 +151,7 @@ class DoubleBuffering(Schedule):
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        self._reducer.set_grads(pending)
+        self._reducer.means.assign(pending)
         self._inner.step()
 
     def close(self) -> None:
@@ -200,7 +200,7 @@ class DoubleBuffering(Schedule):
             self._ahead.load_state_dict(state.get("ahead", {}))
         if "pending" in state:
             self._reducer.filling.load_means(state["pending"], state.get("pending_record"))
-            self._pending = self._reducer.swap_buffers()
+            self._pending = self._reducer.buffers.swap()
 
     # ---- DefersUpdates ----
 

@@ -32,8 +32,8 @@ class EveryStep(Schedule):
             reducer.reduce_remaining()
         else:
             reducer.start_remaining()
-        means = reducer.swap_buffers()
-        reducer.set_grads(means)
+        means = reducer.buffers.swap()
+        reducer.means.assign(means)
         self.num_active, self.num_samples = means.num_active, means.num_samples
         self._is_exchanged = True
 

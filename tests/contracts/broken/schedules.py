@@ -16,7 +16,7 @@ class SumsInsteadOfMean(EveryStep):
 
     def backward_ended(self):
         super().backward_ended()
-        for slot in self._reducer.sets[0].slots:
+        for slot in self._reducer.buffers.sets[0].slots:
             slot.parameter.grad.mul_(self._reducer.comm.size)
 
 
@@ -43,7 +43,7 @@ class IsTwoLate(DoubleBuffering):
 
     def backward_ended(self):
         super().backward_ended()
-        parameters = [slot.parameter for slot in self._reducer.sets[0].slots]
+        parameters = [slot.parameter for slot in self._reducer.buffers.sets[0].slots]
         fresh = [p.grad.clone() for p in parameters] if self._has_mean else None
         self._has_mean = self._held is not None
         for position, parameter in enumerate(parameters):
@@ -66,7 +66,7 @@ class DriftsApart(EveryStep):
     def backward_ended(self):
         super().backward_ended()
         if self._reducer.comm.rank == 1:
-            first = self._reducer.sets[0].slots[0].parameter
+            first = self._reducer.buffers.sets[0].slots[0].parameter
             first.grad.mul_(1 + 2.0**-50)
 
 
@@ -120,7 +120,7 @@ class AddsNoise(EveryStep):
 
     def backward_ended(self):
         super().backward_ended()
-        for slot in self._reducer.sets[0].slots:
+        for slot in self._reducer.buffers.sets[0].slots:
             slot.parameter.grad.add_(1e-9)
 
 
@@ -129,8 +129,8 @@ class HidesWhatIsNotFinite(EveryStep):
 
     def backward_ended(self):
         super().backward_ended()
-        self._reducer.nonfinite.take()
-        for slot in self._reducer.sets[0].slots:
+        self._reducer.means.nonfinite.take()
+        for slot in self._reducer.buffers.sets[0].slots:
             slot.parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
 
 
@@ -262,7 +262,7 @@ class ContinuesWithNaN(SmallBlocks):
     """Ignores movements that are not finite."""
 
     def _discard_block(self, fragment):
-        self._reducer.nonfinite.take()
+        self._reducer.means.nonfinite.take()
         fragment.reset_to_anchors()
 
 

@@ -344,7 +344,7 @@ class LocalUpdateSchedule(Schedule):
             return
         buckets = fragment.buckets
         buckets.drain()
-        if self._reducer.record_nonfinite(buckets) is not None:
+        if self._reducer.means.record_nonfinite(buckets) is not None:
             self._discard_block(fragment)
             return
         num_samples = buckets.total_weight

@@ -113,8 +113,8 @@ class OrderTuner:
     ) -> None:
         self._reducer = reducer
         self._on_failure = on_failure
-        self._buckets = reducer.sets[0].buckets[:-1]  # less the footer's
-        self.meter = PassMeter(models, reducer.sets[0].slot_of)
+        self._buckets = reducer.buffers.sets[0].buckets[:-1]  # less the footer's
+        self.meter = PassMeter(models, reducer.buffers.sets[0].slot_of)
         self._num_exchanges = 0
         self._link_s: dict[int, float] = {}
         self._last_entry = 0

@@ -109,7 +109,7 @@ class MeansUnderWay:
     def resolve(self) -> None:
         """Wait for all, and let every gradient that is still held be its mean."""
         self.means.await_footer()
-        self._reducer.adopt_scale(self.means)
+        self._reducer.buffers.adopt_scale(self.means)
         for parameter in self.means.slot_of:
             mean, reference = self.take(parameter), self._gradients.pop(parameter, None)
             gradient = reference() if reference is not None else None
@@ -132,7 +132,7 @@ class MeansUnderWay:
         elif mean.dtype is not parameter.dtype or mean.device != parameter.device:
             parameter.grad = mean.to(parameter)  # as in the middle of model.half()
         else:
-            self._reducer.memory.set_all([parameter], [mean])
+            self._reducer.means.memory.set_all([parameter], [mean])
 
 
 def await_before_add(parameter: nn.Parameter) -> RemovableHandle:

@@ -104,11 +104,11 @@ class EveryStepNextForward(Schedule):
             reducer.warn_of_second_pass()
         if self.plan is None or self._is_in_closure:
             reducer.reduce_remaining()
-            reducer.set_grads(reducer.swap_buffers())
+            reducer.means.assign(reducer.buffers.swap())
         else:
             reducer.start_remaining()
             has_all = all(slot.has_gradient for slot in reducer.filling.slots)
-            self._sums, self._is_exposed = reducer.swap_buffers(), False
+            self._sums, self._is_exposed = reducer.buffers.swap(), False
             present = set(self._sums.slot_of) if has_all else self._present_anywhere(self._sums)
             assign_sparse_means(self._sums)
             self._gradients = MeansUnderWay(reducer, self._sums, present, self._before_use)
@@ -137,9 +137,9 @@ class EveryStepNextForward(Schedule):
                 # on other ranks the script may not have used a gradient.
                 self._check_later(sums, is_applied=True)
             else:
-                reducer.record_nonfinite(sums)
+                reducer.means.record_nonfinite(sums)
         if self._late_problem is not None:
-            reducer.nonfinite.record(self._late_problem, is_known=True)
+            reducer.means.nonfinite.record(self._late_problem, is_known=True)
             self._late_problem = None
         self._inner.step()
         return None
@@ -190,7 +190,7 @@ class EveryStepNextForward(Schedule):
         if saved is None:
             return
         self.layout_changed()
-        if self._tuner is None or len(saved["order"]) != len(self._reducer.sets[0].buckets):
+        if self._tuner is None or len(saved["order"]) != len(self._reducer.buffers.sets[0].buckets):
             return
         modules = {name: module for module, name in self._module_names().items()}
         parameters = {name: parameter for parameter, name in self._names().items()}
@@ -274,14 +274,19 @@ class EveryStepNextForward(Schedule):
         self.plan = None
         self._unhook()
         reducer = self._reducer
-        if reducer.is_needed and reducer.sets[0].buckets and self._models and not self._sync_reason:
+        if (
+            reducer.is_needed
+            and reducer.buffers.sets[0].buckets
+            and self._models
+            and not self._sync_reason
+        ):
             self._tuner = OrderTuner(reducer, self._models, self._warn_once)
 
     # ---- inside ----
 
     def _present_anywhere(self, means: BucketSet) -> set[nn.Parameter]:
         """The parameters that have a mean, though some have no gradient on this rank."""
-        if self._reducer.zero_fill:
+        if self._reducer.buffers.zero_fill:
             return set(means.slot_of)
         means.await_footer()
         return {p for p, flag in zip(means.slot_of, means.presence, strict=True) if flag}
@@ -292,8 +297,8 @@ class EveryStepNextForward(Schedule):
         if not means.has_finite_gradients or self._late_problem is not None:
             return False
         reducer = self._reducer
-        reducer.adopt_scale(means)
-        flags = [True] * len(means.slots) if reducer.zero_fill else means.presence
+        reducer.buffers.adopt_scale(means)
+        flags = [True] * len(means.slots) if reducer.buffers.zero_fill else means.presence
         self._check_later(means, is_applied=True)
         is_present = dict(zip(means.slot_of, flags, strict=True))
         if self._gradients is not None:
@@ -333,8 +338,8 @@ class EveryStepNextForward(Schedule):
         if means is None:
             return
         means.drain()
-        self._reducer.record_nonfinite(means)
-        problem = self._reducer.nonfinite.take()
+        self._reducer.means.record_nonfinite(means)
+        problem = self._reducer.means.nonfinite.take()
         if self._is_applied:  # only its sum was not finite: the next step reports it
             self._late_problem = problem
 
@@ -358,17 +363,19 @@ class EveryStepNextForward(Schedule):
             self._tuner.meter.close()
             self._tuner = None
         self.plan = plan
-        self._reducer.set_order(plan.order, plan.num_early)
+        self._reducer.buffers.set_order(plan.order, plan.num_early)
         self._readers = dict(readers)
         self._updates.install_hooks(
             self._models,
             *update_sites(self._models, self._names(), readers, self.eager_parameters),
             self._before_graph,
         )
-        self._handles = [await_before_add(parameter) for parameter in self._reducer.sets[0].slot_of]
+        self._handles = [
+            await_before_add(parameter) for parameter in self._reducer.buffers.sets[0].slot_of
+        ]
 
     def _names(self) -> dict[nn.Parameter, str]:
-        return {slot.parameter: slot.name for slot in self._reducer.sets[0].slots}
+        return {slot.parameter: slot.name for slot in self._reducer.buffers.sets[0].slots}
 
     def _module_names(self) -> dict[nn.Module, str]:
         """By the number of the model and the path in it."""

@@ -283,7 +283,7 @@ class ParameterServer(Schedule):
 
     def _pack(self) -> dict[int, dict[str, Any]]:
         """Copy the gradients into the servers' memory; returns the metadata of each push."""
-        counts_as_zeros = self._reducer.zero_fill or self._codec is not None
+        counts_as_zeros = self._reducer.buffers.zero_fill or self._codec is not None
         metadata: dict[int, dict[str, Any]] = {server: {} for server in self._memory}
         is_waiting = False
         for server, name, parameter, slot in self._places:
@@ -427,7 +427,7 @@ class ParameterServer(Schedule):
         reducer, problem = self._reducer, None
         if nonfinite:
             problem = NonfiniteGradients(reducer.step, {self._comm.rank: nonfinite})
-        reducer.nonfinite.record(problem)
+        reducer.means.nonfinite.record(problem)
         self._call_hooks("_optimizer_step_pre_hooks")
 
     def _call_hooks(self, which: str) -> None:
