@@ -422,10 +422,11 @@ class StepRecorder:
             return
         self._loss_at_s = self._at_s
         value = found.detach()
-        if value.is_cuda:
+        if value.is_cuda:  # there when the marks of the step are over, and not read before
             host = torch.empty_like(value, device="cpu", pin_memory=True)
-            value = host.copy_(value, non_blocking=True)
-        self._loss = value.clone() if not self.clock.is_host else float(value)
+            self._loss = host.copy_(value, non_blocking=True)
+        else:
+            self._loss = value.clone() if not self.clock.is_host else float(value)
 
     def _new_traffic(self) -> tuple[dict[str, int], dict[str, int]]:
         before, self._traffic = self._traffic, self._total_traffic()

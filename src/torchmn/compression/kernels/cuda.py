@@ -66,37 +66,39 @@ def encode(
     """See `reference.encode`."""
     spec, tables = plan.spec, _tables_of(plan, values.device)
     flags = torch.zeros(len(plan.table), dtype=torch.uint8, device=values.device)
-    keys = np.zeros(len(plan.table), np.uint32) if noise is None else noise.keys(plan.stripe)
-    keys_there = torch.from_numpy(keys.astype(np.int64)).to(values.device, non_blocking=True)
-    if len(tables.blocks):
-        _encode_block[(len(tables.blocks),)](
-            values,
-            values if residual is None else residual,
-            values if new_residual is None else new_residual,
-            out,
-            out.view(torch.float32),
-            flags,
-            tables.blocks,
-            keys_there,
-            BITS=spec.bits,
-            LEVELS=max(spec.levels, 1),
-            IS_STOCHASTIC=spec.is_stochastic,
-            HAS_RESIDUAL=residual is not None,
-            PLANES=8 // spec.bits,
-            BYTES=_columns(plan),
-            **EXACT,
-        )
-    if len(tables.small):
-        _copy_small[(len(tables.small),)](
-            values,
-            out.view(values.dtype),
-            flags,
-            tables.small,
-            ADD=False,
-            OUT=True,
-            CHUNK=_SMALL_CHUNK,
-            **EXACT,
-        )
+    keys_there = tables.blocks  # not read without noise
+    if noise is not None:
+        keys_there = torch.from_numpy(noise.keys(plan.stripe).astype(np.int64)).to(values.device)
+    with torch.cuda.device_of(out):  # Triton launches on the current device
+        if len(tables.blocks):
+            _encode_block[(len(tables.blocks),)](
+                values,
+                values if residual is None else residual,
+                values if new_residual is None else new_residual,
+                out,
+                out.view(torch.float32),
+                flags,
+                tables.blocks,
+                keys_there,
+                BITS=spec.bits,
+                LEVELS=max(spec.levels, 1),
+                IS_STOCHASTIC=spec.is_stochastic,
+                HAS_RESIDUAL=residual is not None,
+                PLANES=8 // spec.bits,
+                BYTES=_columns(plan),
+                **EXACT,
+            )
+        if len(tables.small):
+            _copy_small[(len(tables.small),)](
+                values,
+                out.view(values.dtype),
+                flags,
+                tables.small,
+                ADD=False,
+                OUT=True,
+                CHUNK=_SMALL_CHUNK,
+                **EXACT,
+            )
     return flags
 
 
@@ -104,31 +106,32 @@ def decode(encoded: Tensor, out: Tensor, plan: StripePlan, *, add: bool) -> Tens
     """See `reference.decode`."""
     spec, tables = plan.spec, _tables_of(plan, out.device)
     flags = torch.zeros(len(plan.table), dtype=torch.uint8, device=out.device)
-    if len(tables.blocks):
-        _decode_block[(len(tables.blocks),)](
-            encoded,
-            encoded.view(torch.float32),
-            out,
-            flags,
-            tables.blocks,
-            BITS=spec.bits,
-            LEVELS=max(spec.levels, 1),
-            ADD=add,
-            PLANES=8 // spec.bits,
-            BYTES=_columns(plan),
-            **EXACT,
-        )
-    if len(tables.small):
-        _copy_small[(len(tables.small),)](
-            out,
-            encoded.view(out.dtype),
-            flags,
-            tables.small,
-            ADD=add,
-            OUT=False,
-            CHUNK=_SMALL_CHUNK,
-            **EXACT,
-        )
+    with torch.cuda.device_of(out):  # Triton launches on the current device
+        if len(tables.blocks):
+            _decode_block[(len(tables.blocks),)](
+                encoded,
+                encoded.view(torch.float32),
+                out,
+                flags,
+                tables.blocks,
+                BITS=spec.bits,
+                LEVELS=max(spec.levels, 1),
+                ADD=add,
+                PLANES=8 // spec.bits,
+                BYTES=_columns(plan),
+                **EXACT,
+            )
+        if len(tables.small):
+            _copy_small[(len(tables.small),)](
+                out,
+                encoded.view(out.dtype),
+                flags,
+                tables.small,
+                ADD=add,
+                OUT=False,
+                CHUNK=_SMALL_CHUNK,
+                **EXACT,
+            )
     return flags
 
 
