@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 from tests.gpu import work
-from tests.gpu.ranks import Over, run_work
+from tests.gpu.ranks import Over, needed, run_work
+from tests.processes.runner import Runner
 from torchmn.communicators import ROUTES
 from torchmn.testing import run_ranks
 
@@ -95,6 +97,35 @@ def test_what_hangs_is_an_error_in_time(function: str, over: Over) -> None:
 @pytest.mark.parametrize("over", ["gloo", "mpi"])
 def test_nccl_is_not_used_by_ranks_that_share_a_gpu(over: Over) -> None:
     run_work("refuses_nccl", over)
+
+
+STUCK = """
+import torch, torchmn
+comm = torchmn.create_communicator(timeout_s=5, first_timeout_s=5)
+x = torch.ones(1000, device=comm.device)
+comm.allreduce(x)
+if comm.rank == 1:
+    torch.cuda._sleep(60_000_000_000)
+comm.allreduce(x)
+"""
+
+
+@on_gpu
+def test_the_job_ends_and_names_the_rank_whose_stream_is_stuck(tmp_path: Path) -> None:
+    runner = Runner(tmp_path)
+    try:
+        missing = needed("mpi", 2)
+        if missing is not None:
+            pytest.skip(reason=missing)
+        env = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+        script = runner.script(STUCK)
+        process = runner.start("-n", "2", "--backend", "mpi", "--grace", "1", script, **env)
+        _, err = process.communicate(timeout=150)
+        assert process.returncode
+        assert "rank 1" in err
+        assert "did not finish its own work within 5 s" in err
+    finally:
+        runner.close()
 
 
 # ---- the same functions on CPUs, in the ordinary tests: the checks themselves are right ----

@@ -427,7 +427,7 @@ def stuck_stream(comm: Communicator) -> None:
         comm.allreduce(x)
     except CommunicationError as error:
         assert isinstance(error, TimeLimitError) or comm.rank != 0, error
-        assert time.monotonic() - began < comm.timeout_s + 10, "the error came late"
+        assert time.monotonic() - began < comm.timeout_s + 20, "the error came late"
         return
     raise AssertionError("no error: the sum returned before the stream got there")
 
@@ -437,13 +437,13 @@ def missing_rank(comm: Communicator) -> None:
     x = torch.ones(1000, device=comm.device)
     comm.allreduce(x)
     if comm.rank == 0:
-        time.sleep(comm.timeout_s + 3)
+        time.sleep(2 * comm.timeout_s)
         return
     began = time.monotonic()
     try:
         comm.allreduce(x)
     except CommunicationError:
-        assert time.monotonic() - began < comm.timeout_s + 10, "the error came late"
+        assert time.monotonic() - began < comm.timeout_s + 20, "the error came late"
     else:
         raise AssertionError("no error")
     assert float((torch.ones(10, device=comm.device) * 2).sum()) == 20.0

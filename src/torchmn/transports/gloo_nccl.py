@@ -22,7 +22,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -61,6 +61,7 @@ _OPS = {
 _POLLS_BEFORE_YIELD = 200
 _NO_LIMIT = timedelta(days=30)  # of NCCL's own: ours come first
 _CLOSE_S = 60.0
+_ABORT_S = 10.0
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _making_nccl = threading.Lock()
 _LATE = ("timed out", "timeout", "time out")
@@ -89,6 +90,7 @@ class TorchDistributedTransport(Transport):
         scratch: Scratch | None = None,
         own_address: str | None = None,
         supports_nccl: bool = True,
+        has_failed: threading.Event | None = None,
     ) -> None:
         super().__init__(rank, size, scratch)
         self.own_address = own_address
@@ -104,7 +106,7 @@ class TorchDistributedTransport(Transport):
         self.supports_nccl = supports_nccl and dist.is_nccl_available()
         self._nccl: Any = None
         self._nccl_turn = threading.Lock()
-        self._has_failed = False
+        self._has_failed = has_failed or threading.Event()  # this group or one it was split from
         self._staging: Staging | None = None
         if cuda_device is not None and self.supports_nccl:
             self._nccl = _nccl(PrefixStore("nccl", store), rank, size)
@@ -221,8 +223,8 @@ class TorchDistributedTransport(Transport):
                 raise RuntimeError("timed out")
             work.wait()  # it has ended: raises its error, and orders the current stream after it
         except RuntimeError as error:
-            self._has_failed = True
-            _abort(self._nccl)  # or its kernel would occupy the GPU, and what comes after waits
+            self._has_failed.set()
+            _run_within(_ABORT_S, self._nccl.abort)  # or its kernel would occupy the GPU
             raise _translate(error, what, limit.seconds) from error
 
     def split(self, ranks: Sequence[int], key: str, limit: TimeLimit) -> Transport:
@@ -236,6 +238,7 @@ class TorchDistributedTransport(Transport):
             scratch=self.scratch,
             own_address=self.own_address,
             supports_nccl=self.supports_nccl,
+            has_failed=self._has_failed,
         )
         if part.size > 1:  # a rank that exits now would break connections that others still make
             part.barrier(limit)
@@ -244,15 +247,24 @@ class TorchDistributedTransport(Transport):
     def close(self) -> None:
         nccl, self._nccl = self._nccl, None
         self._gloo = None  # a gloo group closes its sockets when it is gone
-        if nccl is not None and not self._has_failed:
-            _shut_down(nccl, min(self._timeout_s, _CLOSE_S))
+        if nccl is None:
+            return
+        if not self._has_failed.is_set():
+            limit_s = min(self._timeout_s, _CLOSE_S)
+            if _run_within(limit_s, nccl.shutdown):  # it waits for the other ranks of this node
+                return
+            warnings.warn(
+                f"Another rank of this node has not closed its NCCL communicator within "
+                f"{limit_s:g} s: this one is aborted. Call comm.finalize() on all ranks.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        _run_within(_ABORT_S, nccl.abort)
 
     def abandon(self) -> None:
-        """Close without the other ranks, at the exit of a process that may have failed. Local."""
-        has_raised = getattr(sys, "last_value", None) is not None
-        if self._nccl is not None and has_raised and not self._has_failed:
-            self._has_failed = True
-            _abort(self._nccl)
+        """Close at the exit of the process, without the other ranks if it has failed. Local."""
+        if getattr(sys, "last_value", None) is not None:
+            self._has_failed.set()
         self.close()
 
 
@@ -304,25 +316,17 @@ def _start_all(
     return works
 
 
-def _shut_down(nccl: Any, limit_s: float) -> None:
-    """Complete what is under way and release NCCL. It waits for the other ranks of this node."""
-    ending = threading.Thread(target=nccl.shutdown, name="torchmn-nccl-close", daemon=True)
+def _run_within(limit_s: float, end: Callable[[], object]) -> bool:
+    """Call what has no time limit of its own, and may wait for a GPU; whether it has returned."""
+    ending = threading.Thread(target=_ignoring_errors, args=(end,), daemon=True)
     ending.start()
     ending.join(limit_s)
-    if ending.is_alive():
-        warnings.warn(
-            f"Another rank of this node has not closed its NCCL communicator within {limit_s:g} s: "
-            "this one is aborted. Call comm.finalize() on all ranks.",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-        _abort(nccl)
+    return not ending.is_alive()
 
 
-def _abort(nccl: Any) -> None:
-    """End NCCL's kernels and connections without the other ranks."""
-    nccl._set_default_timeout(timedelta(seconds=_CLOSE_S))  # of the abort itself
-    nccl.abort()
+def _ignoring_errors(end: Callable[[], object]) -> None:
+    with suppress(RuntimeError):  # it was aborted before
+        end()
 
 
 @cache
