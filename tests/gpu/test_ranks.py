@@ -130,8 +130,23 @@ def test_the_job_ends_and_names_the_rank_whose_stream_is_stuck(tmp_path: Path) -
 
 # ---- the same functions on CPUs, in the ordinary tests: the checks themselves are right ----
 
+IN_PROCESSES = ("resume", "ddp_hook", "missing_rank")  # of which threads would share the world
+OF_COMPILERS = ("compiled",)  # a minute, and tests/scripts has it
 
-@pytest.mark.parametrize("function", [*COLLECTIVES, "sums", *TRAINING, "parameter_server"])
-def test_on_cpus(function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(work.SHARED, "folder", tmp_path)
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        name
+        for name in (*COLLECTIVES, "sums", *TRAINING, "parameter_server")
+        if name not in (*IN_PROCESSES, *OF_COMPILERS)
+    ],
+)
+def test_on_cpus(function: str) -> None:
     run_ranks(getattr(work, function), 2)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("function", IN_PROCESSES)
+def test_on_cpus_in_processes(function: str) -> None:
+    run_work(function, "gloo", timeout_s=3 if function == "missing_rank" else 60)

@@ -14,6 +14,7 @@ import weakref
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -38,6 +39,7 @@ __all__ = ["decode", "encode", "outer_sum", "subtract_outer_"]
 EXACT = {"enable_fp_fusion": False}
 """Options of each kernel."""
 _SMALL_CHUNK = 1024
+_NO_ROWS = np.zeros((0, 6), np.int64)
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds to even
 _MIN_BLOCK_RANGE = tl.constexpr(MIN_BLOCK_RANGE)
 _CLIP_FACTOR_4BIT = tl.constexpr(CLIP_FACTOR_4BIT)
@@ -143,33 +145,31 @@ def _columns(plan: StripePlan) -> int:
 def _tables_of(plan: StripePlan, device: torch.device) -> _Tables:
     tables = _tables.get(plan)
     if tables is None or tables.blocks.device != device:
-        spec, itemsize = plan.spec, plan.stripe.wide_dtype.itemsize
-        blocks: list[list[int]] = []
-        small: list[list[int]] = []
+        rows = {False: [_NO_ROWS], True: [_NO_ROWS]}
         for segment, row in enumerate(plan.table.tolist()):
-            step = _SMALL_CHUNK if row[IS_SMALL] else spec.block_length
-            for index, first in enumerate(range(0, row[NUMEL], step)):
-                length = min(step, row[NUMEL] - first)
-                if row[IS_SMALL]:
-                    small.append(
-                        [row[START] + first, length, row[CODES] // itemsize + first, 0, segment, 0]
-                    )
-                else:
-                    blocks.append(
-                        [
-                            row[START] + first,
-                            length,
-                            row[FLOATS] // 4 + index * spec.num_floats,
-                            row[CODES] + index * spec.block_length * spec.bits // 8,
-                            segment,
-                            row[OFFSET] + first,
-                        ]
-                    )
+            rows[bool(row[IS_SMALL])].append(_rows_of(segment, row, plan))
         tables = _tables[plan] = _Tables(
-            torch.tensor(blocks, dtype=torch.int64, device=device).view(-1, 6),
-            torch.tensor(small, dtype=torch.int64, device=device).view(-1, 6),
+            *(torch.from_numpy(np.concatenate(rows[kind])).to(device) for kind in (False, True))
         )
     return tables
+
+
+def _rows_of(segment: int, row: list[int], plan: StripePlan) -> npt.NDArray[np.int64]:
+    """The rows of a segment in its table: one for each block, or for each chunk of a small one."""
+    spec, is_small = plan.spec, row[IS_SMALL]
+    step = _SMALL_CHUNK if is_small else spec.block_length
+    first = np.arange(0, row[NUMEL], step, dtype=np.int64)
+    index = first // step
+    found = np.zeros((len(first), 6), np.int64)
+    found[:, 0], found[:, 1] = row[START] + first, np.minimum(step, row[NUMEL] - first)
+    found[:, 4] = segment
+    if is_small:
+        found[:, 2] = row[CODES] // plan.stripe.wide_dtype.itemsize + first
+    else:
+        found[:, 2] = row[FLOATS] // 4 + index * spec.num_floats
+        found[:, 3] = row[CODES] + index * spec.block_length * spec.bits // 8
+        found[:, 5] = row[OFFSET] + first
+    return found
 
 
 @triton.jit
