@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from benchmarks.record import RECORDS, environment
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.record import RECORDS, environment
 from torchmn.topology import count_gpus
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +42,7 @@ _FACTS_LIMIT_S = 120.0
 _NO_TESTS = 5
 """The exit status of pytest that has found none."""
 _MESSAGE_CHARS = 3000
+_TAIL_CHARS = 2500
 _ROW_CHARS = 400
 
 FACTS = """
@@ -136,14 +137,14 @@ def run_check(name: str, limit_s: float) -> Outcome:
         finally:
             end_with_children(process)
         seconds = round(time.monotonic() - began, 1)
-        text = output.read_text(errors="replace")[-_MESSAGE_CHARS:]
+        text = output.read_text(errors="replace")
         if status is None:
-            message = f"no end within {limit_s:.0f} s; it was killed. {text}"
+            message = f"no end within {limit_s:.0f} s; it was killed. {text[-_TAIL_CHARS:]}"
             return Outcome(name, "failed", seconds, message)
         outcome, message = read_report(report)
         if outcome == "" or (outcome == "passed" and status):
             outcome, message = "failed", _end_of(status, text)
-        return Outcome(name, outcome, seconds, message[-_MESSAGE_CHARS:])
+        return Outcome(name, outcome, seconds, message[:_MESSAGE_CHARS])
 
 
 def end_with_children(process: subprocess.Popen[Any]) -> None:
@@ -176,7 +177,7 @@ def _end_of(status: int, text: str) -> str:
     if status < 0:
         with contextlib.suppress(ValueError):
             how = f"ended by {signal.Signals(-status).name}"
-    return f"{how}: {text.strip()[-_MESSAGE_CHARS:]}"
+    return f"{how}: {text.strip()[-_TAIL_CHARS:]}"
 
 
 def run_all(

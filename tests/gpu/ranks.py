@@ -31,7 +31,9 @@ def needed(over: Over, size: int) -> str | None:
 
     num_gpus = torch.cuda.device_count()
     if over == "nccl" and num_gpus < size:
-        return f"NCCL refuses two ranks on one GPU: {size} ranks need {size} GPUs, here is {num_gpus}"
+        return (
+            f"NCCL refuses two ranks on one GPU: {size} ranks need {size} GPUs, here is {num_gpus}"
+        )
     if over == "mpi" and find_mpirun(os.environ) is None:
         return "no mpirun: install it with 'make setup'"
     return None
@@ -51,9 +53,7 @@ def run_work(
         _run(function, over, Path(folder), size, route, timeout_s)
 
 
-def _run(
-    function: str, over: Over, folder: Path, size: int, route: str, timeout_s: float
-) -> None:
+def _run(function: str, over: Over, folder: Path, size: int, route: str, timeout_s: float) -> None:
     words = [sys.executable, "-m", "tests.gpu.ranks", function, str(folder), route, str(timeout_s)]
     env = {**os.environ, "PYTHONPATH": f"{PYTHON_PATH}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
     if over != "nccl":

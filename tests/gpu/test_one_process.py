@@ -71,9 +71,7 @@ def test_jobs_of_both_kinds_share_memory_in_order(engine: Engine) -> None:
 
 def test_results_inside_of_containers_keep_their_memory(engine: Engine) -> None:
     for number in range(20):
-        work = engine.submit(
-            lambda n=number: {"x": [torch.full((500_000,), float(n), device=GPU)]}
-        )
+        work = engine.submit(lambda n=number: {"x": [torch.full((500_000,), float(n), device=GPU)]})
         x = work.wait()["x"][0]
         torch.cuda._sleep(LONG_CYCLES // 10)
         seen = x * 1

@@ -134,5 +134,7 @@ class TestGpusOfRanks:
 
     def test_some_have_one_and_some_have_none(self) -> None:
         topology = Topology(("left", "right"))
-        with pytest.raises(UnsupportedError, match="rank 1 on right finds no GPU and rank 0 on left"):
+        with pytest.raises(
+            UnsupportedError, match="rank 1 on right finds no GPU and rank 0 on left"
+        ):
             gpus_in_use(topology, [["a"], []])
