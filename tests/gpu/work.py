@@ -79,7 +79,7 @@ def assert_replicas(comm: Communicator, model: nn.Module) -> None:
 
 def assert_close(model: nn.Module, expected: nn.Module, tolerance: float = 1e-12) -> None:
     for (name, ours), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
-        error = float((ours - theirs).abs().max())
+        error = float((ours - theirs).detach().abs().max())
         assert error <= tolerance, f"{name} is off by {error}"
 
 
