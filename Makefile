@@ -3,13 +3,14 @@
 
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: help setup train test test-schedulers test-launchers bench chaos pages lint clean
+.PHONY: help setup train test test-schedulers test-launchers check-gpu bench chaos pages lint clean
 
 help:
 	@echo 'make train       train a network on real images with one worker, then two'
 	@echo 'make test        run the tests'
 	@echo 'make test-schedulers  install Slurm, Grid Engine and OpenPBS (root) and run the tests under them'
 	@echo 'make test-launchers  install MPICH, Debian'"'"'s Open MPI and sshd and run one script under all launchers'
+	@echo 'make check-gpu   check everything that needs a GPU, in 20 minutes; make bench-gpu measures it'
 	@echo 'make bench       run all benchmarks; make bench-NAME runs benchmarks/bench_NAME.py'
 	@echo 'make chaos       strike a training RUNS=50 times by random faults of SEED=... and resume it'
 	@echo 'make pages      write the pages of docs/reference that are made from the source'
@@ -34,6 +35,10 @@ test-schedulers: setup
 test-launchers: setup
 	@bash scripts/setup_launchers.sh
 	@TORCHMN_TEST_LAUNCHERS=1 $(VENV_PYTHON) -m pytest tests/launchers tests/processes/test_exit_status.py $(ARGS)
+
+# Says "not run" where there is no GPU, or where torch in .venv was built without CUDA.
+check-gpu: setup
+	@$(VENV_PYTHON) -m tests.gpu.check $(ARGS)
 
 # One after another, for they measure time; all of them, even if one does not hold its limit.
 bench: setup

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 from tests.processes.runner import PYTHON_PATH
 from torchmn.launch.backend import find_mpirun
 from torchmn.testing import MpiPool
+from torchmn.topology import count_gpus
 
 ROOT = Path(__file__).parents[1]
 
@@ -41,6 +42,12 @@ LIBRARIES_START = ("resource_tracker", "semaphore_tracker", "forkserver", "torch
 PATIENCE_S = 3.0
 MAX_WORKERS = 8
 """Of ``-n auto``: many tests start several processes or threads each."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The ordinary tests are about CPUs on any machine; `make check-gpu` runs those about GPUs."""
+    if "gpu" not in config.getoption("markexpr") and count_gpus(os.environ):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_xdist_auto_num_workers() -> int:

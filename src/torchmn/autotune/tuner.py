@@ -209,7 +209,9 @@ class Autotuner:
         comm = self._optimizer.reducer.comm
         self.trials.append(Trial(self._default, self._slowest_s()))
         group = comm.inter_node_group
-        link = comm.engine.call(lambda: measure_links(group)) if group is not None else None
+        link = None
+        if group is not None:
+            link = comm.engine.call(lambda: measure_links(group, comm.device))
         mine = self._timer.facts(NUM_TIMED)
         codecs = [
             CodecFacts(name=name, **asdict(measure_codec(create_codec(name), comm.device)))

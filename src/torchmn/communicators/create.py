@@ -10,6 +10,8 @@ import secrets
 import socket
 import warnings
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,7 @@ from torchmn.errors import (
     TopologyError,
     TorchmnError,
     UnknownNameError,
+    UnsupportedError,
     UsageError,
 )
 from torchmn.monitor import script_monitor
@@ -60,6 +63,7 @@ ROUTES: dict[str, type[Communicator]] = {
     "pure_nccl": PureNcclCommunicator,
 }
 _GREETING_BYTES = 512
+_UUID_DIGITS = 12
 _JOIN_S = 20.0  # for a second world, which is optional but may be faster
 _GRAD_DTYPES: dict[str, type[Codec] | None] = {
     "float32": None,
@@ -107,7 +111,8 @@ def create_communicator(
 
     Raises:
         UnknownNameError: unknown route, transport or dtype.
-        UnsupportedError: the route does not support this placement, device or transport.
+        UnsupportedError: the route does not support this placement, device or transport, or some
+            ranks have a GPU and some have none.
         TopologyError: launcher, MPI and host names contradict each other.
         LaunchError: there is no rendezvous address, or MPI was finalized.
         RankMismatchError: ranks gave different arguments or run different versions of torch.
@@ -132,9 +137,9 @@ def create_communicator(
     with script_monitor.joining(first_s):
         world, is_own = _world(transport, first_s)
     greeting = {"name": name, "dtype": codec.name if codec else None, "torch": torch.__version__}
-    found, is_recorded = _exchange_hosts(world, greeting, first_s)
-    topology = _checked_topology(topology, found, world)
-    device = _own_device(topology.place(world.rank).intra_rank)
+    found, is_recorded = _exchange_greetings(world, greeting, first_s)
+    topology = _checked_topology(topology, [each.host for each in found], world)
+    device = _own_device(topology, [each.gpus for each in found], world, is_own=is_own)
 
     secret: bytes | None = None
 
@@ -153,7 +158,7 @@ def create_communicator(
 
     if name != "auto":
         return _ready(make(name, world, ""), is_recorded=is_recorded)
-    routes = candidate_routes(topology, device)
+    routes = candidate_routes(topology, device, has_nccl=world.supports_nccl)
     worlds = {world.name: world}
     if transport == "auto" and len(topology.nodes) > 1:
         worlds |= _other_worlds(world, first_s)
@@ -242,8 +247,6 @@ def _own_part(
     world: Transport, topology: Topology, device: torch.device, timeout_s: float
 ) -> Transport:
     """The transport of one communicator, split from the world."""
-    if isinstance(world, TorchDistributedTransport):
-        world.cuda_device = device if device.type == "cuda" else None
     _num_created[id(world)] += 1
     key = f"communicator{_num_created[id(world)]}"
     limit = TimeLimit(timeout_s)
@@ -275,16 +278,28 @@ def _codec_of(dtype: torch.dtype | str | None) -> Codec | None:
     return factory() if factory else None
 
 
-def _exchange_hosts(
+@dataclass(frozen=True)
+class _Greeting:
+    """What all ranks know of one rank."""
+
+    host: str
+    gpus: Sequence[str]
+    """The GPUs that it may use, by the beginning of their UUIDs."""
+
+
+def _exchange_greetings(
     world: Transport, greeting: dict[str, Any], timeout_s: float
-) -> tuple[list[str], bool]:
-    """Every rank's host name, and whether all of them want to record their steps.
+) -> tuple[list[_Greeting], bool]:
+    """Every rank's host and GPUs, and whether all of them want to record their steps.
 
     Raises RankMismatchError: the greetings differ.
     """
-    own = json.dumps(
-        {"host": socket.gethostname(), "records": recording.wants_record(os.environ), **greeting}
-    ).encode()
+    facts = {
+        "host": socket.gethostname(),
+        "gpus": _visible_gpus(),
+        "records": recording.wants_record(os.environ),
+    }
+    own = json.dumps({**facts, **greeting}).encode()
     if len(own) > _GREETING_BYTES:
         raise UsageError(
             f"The host name {socket.gethostname()!r} is too long: a greeting has "
@@ -294,14 +309,14 @@ def _exchange_hosts(
     table[world.rank, : len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     world.all_gather_stripes_(table.view(-1), TimeLimit(timeout_s))
     rows = [json.loads(row.numpy().tobytes().rstrip(b"\0")) for row in table]
-    hosts = [row.pop("host") for row in rows]
+    greetings = [_Greeting(row.pop("host"), row.pop("gpus")) for row in rows]
     wants_record = [row.pop("records") for row in rows]
     raise_if_values_differ(
         "Ranks called create_communicator()",
         rows,
         "All ranks must give the same arguments and run the same versions.",
     )
-    return hosts, all(wants_record)
+    return greetings, all(wants_record)
 
 
 def _checked_topology(given: Topology | None, found_hosts: list[str], world: Transport) -> Topology:
@@ -341,11 +356,49 @@ def _raise_if_nodes_differ(
         )
 
 
-def _own_device(intra_rank: int) -> torch.device:
-    """The GPU of this rank, made current before any CUDA call: no context on another GPU."""
-    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if num_devices == 0 or os.environ.get(BACKEND_VARIABLE) == "gloo":
+def _visible_gpus() -> list[str]:
+    """The GPUs that this process may use; makes no context on any of them."""
+    if os.environ.get(BACKEND_VARIABLE) == "gloo" or not torch.cuda.is_available():
+        return []
+    properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [str(each.uuid).replace("-", "")[:_UUID_DIGITS] for each in properties]
+
+
+def gpus_in_use(topology: Topology, gpus: Sequence[Sequence[str]]) -> list[str]:
+    """The GPU of each rank, of those that it may use; empty where no rank may use any.
+
+    The ranks of a node take its GPUs in turn. A pure function of facts that are the same on every
+    rank. Raises UnsupportedError on all ranks: some have a GPU and some have none.
+    """
+    without = [rank for rank, own in enumerate(gpus) if not own]
+    if len(without) == topology.size:
+        return []
+    if without:
+        with_one = next(rank for rank, own in enumerate(gpus) if own)
+        raise UnsupportedError(
+            f"rank {without[0]} on {topology.hosts[without[0]]} finds no GPU and rank {with_one} "
+            f"on {topology.hosts[with_one]} does: ranks train either all on GPUs or all on CPUs. "
+            "Check CUDA_VISIBLE_DEVICES and the builds of torch (torchmn doctor), or train on CPUs "
+            "with torchmn run --backend gloo."
+        )
+    return [own[topology.place(rank).intra_rank % len(own)] for rank, own in enumerate(gpus)]
+
+
+def _own_device(
+    topology: Topology, gpus: Sequence[Sequence[str]], world: Transport, *, is_own: bool
+) -> torch.device:
+    """The GPU of this rank, made current before any CUDA call: no context on another GPU.
+
+    NCCL connects the ranks if each has a GPU of its own. ``is_own``: the caller has made ``world``,
+    which then is the transport of the communicator.
+    """
+    used = gpus_in_use(topology, gpus)
+    if not used:
         return torch.device("cpu")
-    device = torch.device("cuda", intra_rank % num_devices)
+    place = topology.place(world.rank)
+    device = torch.device("cuda", place.intra_rank % len(gpus[world.rank]))
     torch.cuda.set_device(device)
+    if isinstance(world, TorchDistributedTransport):
+        may_use_nccl = len(set(used)) == len(used) and (world.has_nccl or not is_own)
+        world.use_gpu(device, may_use_nccl=may_use_nccl)
     return device

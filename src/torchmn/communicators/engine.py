@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar, cast
 
 import torch
@@ -54,9 +54,9 @@ class Work(Generic[Result]):
         if self._finished is not None:
             stream = torch.cuda.current_stream(self._engine.device)
             stream.wait_event(self._finished)
-            for x in self._result if isinstance(self._result, tuple) else (self._result,):
-                if isinstance(x, torch.Tensor) and x.is_cuda:
-                    x.record_stream(stream)  # it was allocated on the engine's stream
+            for tensor in _tensors_in(self._result):
+                if tensor.is_cuda:
+                    tensor.record_stream(stream)  # it was allocated on the engine's stream
         return cast(Result, self._result)
 
     def run(self) -> None:
@@ -80,6 +80,11 @@ class Engine:
 
     ``is_threaded=False`` (an MPI that forbids calls from a second thread) makes `submit` only
     queue; the jobs then run on the thread that waits, without overlap.
+
+    On a GPU every job runs on the engine's stream, whichever thread runs it: jobs share memory
+    (scratch, messages, residuals), and only the order of one stream keeps the kernels of the next
+    one from writing what those of the last one still read. Events order it with the streams of the
+    callers.
 
     With ``has_peers`` a job that fails on this rank alone may have left others in the middle of it:
     no further one is run, whatever the script does with the error, and the launcher gets a report.
@@ -105,7 +110,7 @@ class Engine:
 
     @property
     def stream(self) -> torch.cuda.Stream:
-        """The side stream of background exchanges (CUDA only)."""
+        """The stream of all jobs (CUDA only)."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         return self._stream
@@ -130,7 +135,7 @@ class Engine:
             return self.submit(job).wait()
         before = recording.enter("exchange")
         try:
-            return job()
+            return self._run_here(job)
         except BaseException as error:
             self._note(error)
             raise
@@ -140,6 +145,13 @@ class Engine:
                 self._is_running = False
                 if self._queue:
                     self._condition.notify_all()
+
+    def _run_here(self, job: Callable[[], Result]) -> Result:
+        if self.device.type != "cuda":
+            return job()
+        work = Work(job, self)
+        work.run()
+        return work.wait()
 
     def submit(self, job: Callable[[], Result]) -> Work[Result]:
         """Queue a job and return at once."""
@@ -238,6 +250,18 @@ class Engine:
 def mark_as_rejection(error: Exception) -> None:
     """Note that all ranks know of this error of an argument: the communicator stays usable."""
     setattr(error, _REJECTION, True)
+
+
+def _tensors_in(result: object) -> Iterator[torch.Tensor]:
+    """The tensors of a result, also inside of tuples, lists and dicts."""
+    if isinstance(result, torch.Tensor):
+        yield result
+    elif isinstance(result, (tuple, list)):
+        for each in result:
+            yield from _tensors_in(each)
+    elif isinstance(result, dict):
+        for each in result.values():
+            yield from _tensors_in(each)
 
 
 def _record_event(device: torch.device) -> torch.cuda.Event | None:

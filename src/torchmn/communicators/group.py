@@ -16,6 +16,7 @@ from torchmn.communicators.engine import Engine
 from torchmn.communicators.flight_recorder import FlightRecorder
 from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError
 from torchmn.transports.base import Message, ReduceOp, TimeLimit, Transport
+from torchmn.transports.staging import await_stream
 
 Result = TypeVar("Result")
 
@@ -123,6 +124,10 @@ class Group:
     def barrier(self) -> None:
         """Return when every rank has arrived."""
         self._run("barrier", None, self.transport.barrier)
+
+    def await_stream(self, device: torch.device) -> None:
+        """Return when a GPU has done what is queued on the current stream. Local."""
+        self._run("await_gpu", None, await_stream, device)
 
     def all_true(self, flag: bool) -> bool:
         """Whether the flag is True on all ranks."""

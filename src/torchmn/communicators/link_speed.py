@@ -18,6 +18,7 @@ import torch
 from torchmn.communicators.group import Group
 from torchmn.units import KiB, MiB
 
+_CPU = torch.device("cpu")
 _NUM_LATENCY_ROUNDS = 9
 _NUM_BANDWIDTH_ROUNDS = 3
 _LONG_S = 0.03
@@ -44,23 +45,24 @@ class LinkSpeed:
         return f"{self.bandwidth_bytes_per_s * 8e-9:.2g} Gb/s, {self.latency_s * 1e6:.0f} us"
 
 
-def measure_links(group: Group) -> LinkSpeed | None:
+def measure_links(group: Group, device: torch.device = _CPU) -> LinkSpeed | None:
     """Time the links of a group inside an engine job. *Collective.* None for one rank.
 
+    ``device`` is that of the gradients: CPU and CUDA tensors may go over different libraries.
     It takes about a tenth of a second, more where 256 KiB take longer than that.
     """
     if group.size == 1:
         return None
-    latency_s = min(_exchange_s(group, 8) for _ in range(_NUM_LATENCY_ROUNDS))
+    latency_s = min(_exchange_s(group, 8, device) for _ in range(_NUM_LATENCY_ROUNDS))
     nbytes = _FIRST_BYTES
-    while (took_s := _exchange_s(group, nbytes)) < _LONG_S and nbytes < _LAST_BYTES:
+    while (took_s := _exchange_s(group, nbytes, device)) < _LONG_S and nbytes < _LAST_BYTES:
         nbytes *= 4
     if took_s < 10 * _LONG_S:
-        more = [_exchange_s(group, nbytes) for _ in range(_NUM_BANDWIDTH_ROUNDS - 1)]
+        more = [_exchange_s(group, nbytes, device) for _ in range(_NUM_BANDWIDTH_ROUNDS - 1)]
         took_s = statistics.median([took_s, *more])
     message_s = 0.0
     if group.size > 2:
-        all_s = min(_all_to_all_s(group) for _ in range(_NUM_LATENCY_ROUNDS))
+        all_s = min(_all_to_all_s(group, device) for _ in range(_NUM_LATENCY_ROUNDS))
         message_s = max(0.0, all_s - latency_s) / (group.size - 2)
     return LinkSpeed(
         latency_s=latency_s,
@@ -69,19 +71,26 @@ def measure_links(group: Group) -> LinkSpeed | None:
     )
 
 
-def _exchange_s(group: Group, nbytes: int) -> float:
+def _exchange_s(group: Group, nbytes: int, device: torch.device) -> float:
     """Seconds of one exchange with the neighbours, those of the slowest rank."""
-    return _timed(group, nbytes, [(group.rank + 1) % group.size], [(group.rank - 1) % group.size])
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    return _timed(group, nbytes, [after], [before], device)
 
 
-def _all_to_all_s(group: Group) -> float:
+def _all_to_all_s(group: Group, device: torch.device) -> float:
     """Seconds of one exchange of 8 bytes with every other rank, those of the slowest rank."""
     others = [(group.rank + i) % group.size for i in range(1, group.size)]
-    return _timed(group, 8, others, others)
+    return _timed(group, 8, others, others, device)
 
 
-def _timed(group: Group, nbytes: int, targets: Sequence[int], sources: Sequence[int]) -> float:
-    outgoing = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+def _timed(
+    group: Group,
+    nbytes: int,
+    targets: Sequence[int],
+    sources: Sequence[int],
+    device: torch.device,
+) -> float:
+    outgoing = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     incoming = [torch.empty_like(outgoing) for _ in sources]
     group.barrier()
     started = time.perf_counter()

@@ -33,7 +33,7 @@ class NonCudaAwareCommunicator(HierarchicalCommunicator):
             )
         host = self._host[: buffer.nbytes].view(buffer.dtype)
         host.copy_(buffer, non_blocking=True)
-        torch.cuda.current_stream(buffer.device).synchronize()
+        leaders.await_stream(buffer.device)
         super()._sum_over_leaders_(leaders, block.with_buffer(host), algorithm)
         buffer.copy_(host, non_blocking=True)
-        torch.cuda.current_stream(buffer.device).synchronize()
+        leaders.await_stream(buffer.device)  # the pinned buffer is used again

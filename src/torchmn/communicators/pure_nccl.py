@@ -5,6 +5,7 @@ from __future__ import annotations
 from torchmn.communicators.allreduce import AllReduceAlgorithm, ReduceBlock
 from torchmn.communicators.base import Communicator
 from torchmn.errors import UnsupportedError
+from torchmn.transports.gloo_nccl import TorchDistributedTransport
 
 
 class PureNcclCommunicator(Communicator):
@@ -18,10 +19,17 @@ class PureNcclCommunicator(Communicator):
                 "pure_nccl needs a CUDA device on every rank, and this rank found none. "
                 "Use 'auto', 'single_node' or 'hierarchical' on CPUs."
             )
-        if not self.world.transport.supports_nccl:
+        transport = self.world.transport
+        if transport.name != TorchDistributedTransport.name:
             raise UnsupportedError(
-                "pure_nccl needs transport='torch', not "
-                f"{self.world.transport.name!r}: NCCL is reached through torch.distributed."
+                f"pure_nccl needs transport='torch', not {transport.name!r}: NCCL is reached "
+                "through torch.distributed."
+            )
+        if not transport.supports_nccl:
+            raise UnsupportedError(
+                f"pure_nccl needs a GPU for each of the {self.size} ranks, and some share one, "
+                "which NCCL refuses, or this build of torch has no NCCL. Use 'auto', "
+                "'single_node' or 'hierarchical', which then send through host memory."
             )
 
     def _sum_(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:

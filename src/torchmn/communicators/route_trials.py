@@ -21,12 +21,15 @@ _TRIAL_BYTES = MiB
 _MARGIN = 1.1  # a later candidate must be faster by this factor
 
 
-def candidate_routes(topology: Topology, device: torch.device) -> dict[str, str]:
+def candidate_routes(
+    topology: Topology, device: torch.device, *, has_nccl: bool = True
+) -> dict[str, str]:
     """Names of routes, each with the reason, the most likely one first.
 
-    A pure function of facts that are the same on every rank.
+    A pure function of facts that are the same on every rank. ``has_nccl``: whether the transport
+    uses NCCL for GPUs; not over MPI, nor where ranks share a GPU.
     """
-    if device.type == "cuda":
+    if device.type == "cuda" and has_nccl:
         return {"pure_nccl": "every rank has a GPU, and NCCL chooses its own paths"}
     if len(topology.nodes) == 1:
         return {"single_node": f"all {topology.size} ranks share a node"}

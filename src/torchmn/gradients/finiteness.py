@@ -49,8 +49,10 @@ class Finiteness:
         if not self._sums:
             return None
         if device.type != "cpu":
-            totals = torch.stack([total.abs().to(torch.float32) for _, total in self._sums])
-            return (~torch.isfinite(totals)).sum()
+            # Each on the device of its gradient and in its own dtype: a finite float64 may be
+            # infinite in float32.
+            flags = [torch.isfinite(total).to(device) for _, total in self._sums]
+            return (~torch.stack(flags)).sum()
         self._here = [
             slot.name
             for slot, total in self._sums

@@ -188,6 +188,8 @@ class GradientReducer:
         self.close()
         trainable = self.parameters.lay_out(self._unexchanged)
         sparse = self.parameters.sparse
+        if self.comm.size > 1:
+            self._raise_if_on_another_gpu([*trainable, *sparse])
         if self.is_suspended:
             trainable, sparse = [], []
         self._num_exchanges = 0
@@ -200,6 +202,17 @@ class GradientReducer:
         self.buffers.forget_scale()
         if self._watcher is not None:
             self._watcher.layout_changed()
+
+    def _raise_if_on_another_gpu(self, named: Sequence[NamedParameter]) -> None:
+        """The engine orders its stream with those of one GPU, and NCCL has one for each rank."""
+        device = self.comm.device
+        for name, parameter in named:
+            if parameter.is_cuda and parameter.device != device:
+                raise UnsupportedError(
+                    f"{self.comm.rank_label}: '{name}' is on {parameter.device}, but this rank "
+                    f"exchanges gradients on {device}. Move the model to comm.device, or leave the "
+                    "parameters on the CPU."
+                )
 
     def release(self, parameters: Collection[nn.Parameter]) -> None:
         """Stop exchanging these: another optimizer trains them. *Collective.*"""

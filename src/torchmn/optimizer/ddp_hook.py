@@ -322,11 +322,18 @@ def _connect(group: Any, device: torch.device, timeout_s: float) -> Communicator
     shared = _get_process_group_store(group if group is not None else default)
     number = shared.add(f"torchmn/ddp_hooks_of/{rank}", 1)  # hooks of all ranks come in one order
     store = PrefixStore(f"torchmn/ddp_hook{number}", shared)
-    store.set(f"host{rank}", socket.gethostname())
-    hosts = tuple(store.get(f"host{peer}").decode() for peer in range(size))
     cuda_device = device if device.type == "cuda" else None
+    gpu = "" if cuda_device is None else torch.cuda.get_device_properties(cuda_device).uuid
+    store.set(f"rank{rank}", f"{socket.gethostname()} {gpu}")
+    found = [store.get(f"rank{peer}").decode().split(" ") for peer in range(size)]
+    hosts = tuple(host for host, _ in found)
     transport = TorchDistributedTransport(
-        store, rank, size, timeout_s=timeout_s, cuda_device=cuda_device
+        store,
+        rank,
+        size,
+        timeout_s=timeout_s,
+        cuda_device=cuda_device,
+        supports_nccl=len({gpu for _, gpu in found}) == size,  # none of them shares its GPU
     )
     return FlatCommunicator(
         transport, Topology(hosts), device=device, timeout_s=timeout_s, trust=Trust()

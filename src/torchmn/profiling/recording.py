@@ -96,7 +96,7 @@ class Recording:
         self._file = RecordFile(folder, _run_start(comm))
         self.recorder = StepRecorder(self._file.write, clock_of(comm.device.type))
         self.recorder.follow(comm)
-        self._is_on_gpu = comm.device.type == "cuda"
+        self._gpu = comm.device if comm.device.type == "cuda" else None
         self._offset: ClockOffset | None = None
         self._requested: RequestedTrace | None = None
         self._functions: tuple[cProfile.Profile, Path] | None = None
@@ -174,7 +174,7 @@ class Recording:
             now = time.monotonic()
             if now >= memory_at:
                 memory_at = now + _MEMORY_PERIOD_S
-                self._file.write(_memory(is_on_gpu=self._is_on_gpu))
+                self._file.write(_memory(self._gpu))
             if now >= clocks_at and self._clocks is not None:
                 clocks_at = now + _CLOCK_PERIOD_S
                 offset = (
@@ -413,13 +413,14 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _memory(*, is_on_gpu: bool) -> Memory:
+def _memory(gpu: Any) -> Memory:
+    """Of this process. ``gpu``: of this rank, or None; a thread's own is the first one."""
     rss_nbytes = device_nbytes = 0
     with contextlib.suppress(OSError, ValueError, IndexError):
         pages = Path("/proc/self/statm").read_text().split()[1]
         rss_nbytes = int(pages) * os.sysconf("SC_PAGE_SIZE")
-    if is_on_gpu:
+    if gpu is not None:
         import torch
 
-        device_nbytes = torch.cuda.memory_allocated()
+        device_nbytes = torch.cuda.memory_allocated(gpu)
     return Memory(at_s=time.perf_counter(), rss_nbytes=rss_nbytes, device_nbytes=device_nbytes)

@@ -254,9 +254,11 @@ class StepRecorder:
         self._phase = phase
         marks = self._marks
         marks.append((self.clock.mark(), phase))
-        if len(marks) > _MAX_MARKS and self.clock.is_host:
-            _add_up(self.clock, marks, marks[-1][0], self._folded)
-            del marks[:-1]
+        if len(marks) > _MAX_MARKS:  # as in a long evaluation
+            last = len(marks) - 1 if self.clock.is_host else len(marks) // 2
+            if self.clock.is_over(marks[last][0]):  # a GPU may be that far behind
+                _add_up(self.clock, marks[:last], marks[last][0], self._folded)
+                del marks[:last]
 
     def _relabel(self, phase: Phase, untrained: frozenset[Phase]) -> None:
         """What came just before was a part of this phase, as is clear now."""
@@ -422,10 +424,11 @@ class StepRecorder:
             return
         self._loss_at_s = self._at_s
         value = found.detach()
-        if value.is_cuda:
+        if value.is_cuda:  # there when the marks of the step are over, and not read before
             host = torch.empty_like(value, device="cpu", pin_memory=True)
-            value = host.copy_(value, non_blocking=True)
-        self._loss = value.clone() if not self.clock.is_host else float(value)
+            self._loss = host.copy_(value, non_blocking=True)
+        else:
+            self._loss = value.clone() if not self.clock.is_host else float(value)
 
     def _new_traffic(self) -> tuple[dict[str, int], dict[str, int]]:
         before, self._traffic = self._traffic, self._total_traffic()

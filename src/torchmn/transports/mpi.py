@@ -38,6 +38,7 @@ from torchmn.transports.base import (
     Transport,
     poll_until,
 )
+from torchmn.transports.staging import Staging
 from torchmn.units import GiB, KiB
 
 _NATIVE_BYTES = 16 * KiB
@@ -66,7 +67,7 @@ class MpiTransport(Transport):
         self._comm = mpi_comm
         super().__init__(mpi_comm.Get_rank(), mpi_comm.Get_size(), scratch)
         self.is_threaded = self._mpi.Query_thread() >= self._mpi.THREAD_SERIALIZED
-        self._pinned = Scratch(pin_memory=torch.cuda.is_available())
+        self._staging = Staging()
         self._native = _native_types(self._mpi)
         self._ops = {
             "sum": self._mpi.SUM,
@@ -100,7 +101,9 @@ class MpiTransport(Transport):
         self, sends: Sequence[Message], recvs: Sequence[Message], limit: TimeLimit, tag: int = 0
     ) -> None:
         if any(tensor.is_cuda for _, tensor in (*sends, *recvs)):
-            self._exchange_staged(sends, recvs, limit, tag)
+            self._staging.exchange(
+                sends, recvs, limit, lambda out, into: self.exchange(out, into, limit, tag)
+            )
             return
         self._count_bytes(sends, recvs)
         comm, memory, byte = self._comm, self._mpi.buffer.fromaddress, self._mpi.BYTE
@@ -143,24 +146,6 @@ class MpiTransport(Transport):
         source = int(status.Get_source())
         self.received[source] += buffer.nbytes
         return source
-
-    def _exchange_staged(
-        self, sends: Sequence[Message], recvs: Sequence[Message], limit: TimeLimit, tag: int
-    ) -> None:
-        """Carry CUDA tensors through one pinned host buffer."""
-        total = sum(tensor.nbytes for _, tensor in (*sends, *recvs))
-        host = self._pinned.take(total, torch.uint8, torch.device("cpu"))
-        pieces = list(host.split([tensor.nbytes for _, tensor in (*sends, *recvs)]))
-        for (_, tensor), piece in zip(sends, pieces, strict=False):
-            piece.copy_(tensor.view(torch.uint8), non_blocking=True)
-        torch.cuda.current_stream().synchronize()
-        host_sends = [(peer, piece) for (peer, _), piece in zip(sends, pieces, strict=False)]
-        arrivals = pieces[len(sends) :]
-        host_recvs = [(peer, piece) for (peer, _), piece in zip(recvs, arrivals, strict=True)]
-        self.exchange(host_sends, host_recvs, limit, tag)
-        for (_, tensor), piece in zip(recvs, arrivals, strict=True):
-            tensor.view(torch.uint8).copy_(piece, non_blocking=True)
-        torch.cuda.current_stream().synchronize()  # the pinned buffer is used again
 
     def all_reduce_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
         datatype = self._native.get(buffer.dtype)

@@ -12,7 +12,14 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from torchmn import create_communicator
-from torchmn.errors import RankMismatchError, TopologyError, UnknownNameError, UsageError
+from torchmn.communicators.create import gpus_in_use
+from torchmn.errors import (
+    RankMismatchError,
+    TopologyError,
+    UnknownNameError,
+    UnsupportedError,
+    UsageError,
+)
 from torchmn.testing import run_ranks
 from torchmn.topology import Topology
 from torchmn.transports.gloo_nccl import TorchDistributedTransport
@@ -112,3 +119,22 @@ def test_a_script_without_a_main_guard_raises_in_its_workers(tmp_path: Path) -> 
     assert "worker ended with 1" in done.stdout
     assert "UsageError: create_communicator() was called while a process" in done.stderr
     assert "if __name__ == '__main__':" in done.stderr
+
+
+class TestGpusOfRanks:
+    def test_the_ranks_of_a_node_take_its_gpus_in_turn(self) -> None:
+        topology = Topology.blocks([3, 1])
+        assert gpus_in_use(topology, [["a", "b"]] * 3 + [["c", "d"]]) == ["a", "b", "a", "c"]
+
+    def test_each_rank_may_see_only_its_own(self) -> None:
+        assert gpus_in_use(Topology.blocks([2]), [["a"], ["b"]]) == ["a", "b"]
+
+    def test_no_gpu_anywhere(self) -> None:
+        assert gpus_in_use(Topology.blocks([2]), [[], []]) == []
+
+    def test_some_have_one_and_some_have_none(self) -> None:
+        topology = Topology(("left", "right"))
+        with pytest.raises(
+            UnsupportedError, match="rank 1 on right finds no GPU and rank 0 on left"
+        ):
+            gpus_in_use(topology, [["a"], []])

@@ -15,7 +15,7 @@ from tests.contracts.suites.communicator_contracts import (
     training_data,
 )
 from torchmn import create_multi_node_optimizer
-from torchmn.communicators.engine import Engine
+from torchmn.communicators.engine import Engine, _tensors_in
 from torchmn.errors import CommunicationError, PeerLostError, RankMismatchError, TimeLimitError
 from torchmn.testing import run_ranks
 from torchmn.transports.gloo_nccl import TorchDistributedTransport
@@ -195,3 +195,10 @@ def test_the_blocking_fallback_keeps_the_contracts(monkeypatch: pytest.MonkeyPat
             contract(comm)
 
     run_ranks(rank_main, 3, name="hierarchical")
+
+
+def test_tensors_of_a_result_are_found_wherever_they_are() -> None:
+    a, b, c = torch.zeros(3, 1)
+    assert list(_tensors_in({"x": [a, (b, "text", None)], "y": 3})) == [a, b]
+    assert list(_tensors_in(c)) == [c]
+    assert list(_tensors_in("text")) == []

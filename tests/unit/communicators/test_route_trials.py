@@ -29,6 +29,12 @@ def test_choice_and_reason(nodes: list[int], device: str, name: str, why: str) -
     assert why in chosen[1]
 
 
+@pytest.mark.parametrize(("nodes", "name"), [([2], "single_node"), ([2, 2], "hierarchical")])
+def test_gpus_without_nccl_take_the_routes_of_cpus(nodes: list[int], name: str) -> None:
+    device = torch.device("cuda", 0)
+    assert next(iter(candidate_routes(Topology.blocks(nodes), device, has_nccl=False))) == name
+
+
 def test_two_dimensional_is_a_candidate_for_balanced_nodes() -> None:
     both = ["hierarchical", "two_dimensional"]
     assert list(candidate_routes(Topology.blocks([2, 2]), torch.device("cpu"))) == both

@@ -281,6 +281,23 @@ def test_on_a_gpu_a_step_is_written_when_the_stream_has_passed_it(lines: list[Li
     assert [len(step.buckets) for step in written] == [1, 1, 1]
 
 
+def test_on_a_gpu_a_long_step_keeps_few_events(lines: list[Line]) -> None:
+    """Those that the stream has passed are added up; one that is far behind keeps them."""
+    stream = Stream()
+    recorder = StepRecorder(lines.append, GpuClock(stream.event))
+    recorder.forward_begins(4, is_training=True)
+    for number in range(20_000):
+        recorder.leave(recorder.enter("evaluation"))
+        stream.num_passed = stream.num_events if number > 5000 else 0
+    assert len(recorder._marks) < 5000
+    recorder.end_step(0)
+    stream.num_passed = stream.num_events
+    recorder.write_ended()
+    [step] = steps(lines)
+    assert sum(step.phases.values()) == step.seconds
+    assert step.phases["evaluation"] == 20_000.0
+
+
 def test_settings_are_written_where_they_change(recorder: StepRecorder, lines: list[Line]) -> None:
     recorder.settings_are(0, {"codec": "float32", "schedule": "every_step"})
     recorder.settings_are(1, {"codec": "float32", "schedule": "every_step"})

@@ -14,6 +14,7 @@ import weakref
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -38,6 +39,7 @@ __all__ = ["decode", "encode", "outer_sum", "subtract_outer_"]
 EXACT = {"enable_fp_fusion": False}
 """Options of each kernel."""
 _SMALL_CHUNK = 1024
+_NO_ROWS = np.zeros((0, 6), np.int64)
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds to even
 _MIN_BLOCK_RANGE = tl.constexpr(MIN_BLOCK_RANGE)
 _CLIP_FACTOR_4BIT = tl.constexpr(CLIP_FACTOR_4BIT)
@@ -66,37 +68,39 @@ def encode(
     """See `reference.encode`."""
     spec, tables = plan.spec, _tables_of(plan, values.device)
     flags = torch.zeros(len(plan.table), dtype=torch.uint8, device=values.device)
-    keys = np.zeros(len(plan.table), np.uint32) if noise is None else noise.keys(plan.stripe)
-    keys_there = torch.from_numpy(keys.astype(np.int64)).to(values.device, non_blocking=True)
-    if len(tables.blocks):
-        _encode_block[(len(tables.blocks),)](
-            values,
-            values if residual is None else residual,
-            values if new_residual is None else new_residual,
-            out,
-            out.view(torch.float32),
-            flags,
-            tables.blocks,
-            keys_there,
-            BITS=spec.bits,
-            LEVELS=max(spec.levels, 1),
-            IS_STOCHASTIC=spec.is_stochastic,
-            HAS_RESIDUAL=residual is not None,
-            PLANES=8 // spec.bits,
-            BYTES=_columns(plan),
-            **EXACT,
-        )
-    if len(tables.small):
-        _copy_small[(len(tables.small),)](
-            values,
-            out.view(values.dtype),
-            flags,
-            tables.small,
-            ADD=False,
-            OUT=True,
-            CHUNK=_SMALL_CHUNK,
-            **EXACT,
-        )
+    keys_there = tables.blocks  # not read without noise
+    if noise is not None:
+        keys_there = torch.from_numpy(noise.keys(plan.stripe).astype(np.int64)).to(values.device)
+    with torch.cuda.device_of(out):  # Triton launches on the current device
+        if len(tables.blocks):
+            _encode_block[(len(tables.blocks),)](
+                values,
+                values if residual is None else residual,
+                values if new_residual is None else new_residual,
+                out,
+                out.view(torch.float32),
+                flags,
+                tables.blocks,
+                keys_there,
+                BITS=spec.bits,
+                LEVELS=max(spec.levels, 1),
+                IS_STOCHASTIC=spec.is_stochastic,
+                HAS_RESIDUAL=residual is not None,
+                PLANES=8 // spec.bits,
+                BYTES=_columns(plan),
+                **EXACT,
+            )
+        if len(tables.small):
+            _copy_small[(len(tables.small),)](
+                values,
+                out.view(values.dtype),
+                flags,
+                tables.small,
+                ADD=False,
+                OUT=True,
+                CHUNK=_SMALL_CHUNK,
+                **EXACT,
+            )
     return flags
 
 
@@ -104,31 +108,32 @@ def decode(encoded: Tensor, out: Tensor, plan: StripePlan, *, add: bool) -> Tens
     """See `reference.decode`."""
     spec, tables = plan.spec, _tables_of(plan, out.device)
     flags = torch.zeros(len(plan.table), dtype=torch.uint8, device=out.device)
-    if len(tables.blocks):
-        _decode_block[(len(tables.blocks),)](
-            encoded,
-            encoded.view(torch.float32),
-            out,
-            flags,
-            tables.blocks,
-            BITS=spec.bits,
-            LEVELS=max(spec.levels, 1),
-            ADD=add,
-            PLANES=8 // spec.bits,
-            BYTES=_columns(plan),
-            **EXACT,
-        )
-    if len(tables.small):
-        _copy_small[(len(tables.small),)](
-            out,
-            encoded.view(out.dtype),
-            flags,
-            tables.small,
-            ADD=add,
-            OUT=False,
-            CHUNK=_SMALL_CHUNK,
-            **EXACT,
-        )
+    with torch.cuda.device_of(out):  # Triton launches on the current device
+        if len(tables.blocks):
+            _decode_block[(len(tables.blocks),)](
+                encoded,
+                encoded.view(torch.float32),
+                out,
+                flags,
+                tables.blocks,
+                BITS=spec.bits,
+                LEVELS=max(spec.levels, 1),
+                ADD=add,
+                PLANES=8 // spec.bits,
+                BYTES=_columns(plan),
+                **EXACT,
+            )
+        if len(tables.small):
+            _copy_small[(len(tables.small),)](
+                out,
+                encoded.view(out.dtype),
+                flags,
+                tables.small,
+                ADD=add,
+                OUT=False,
+                CHUNK=_SMALL_CHUNK,
+                **EXACT,
+            )
     return flags
 
 
@@ -140,33 +145,31 @@ def _columns(plan: StripePlan) -> int:
 def _tables_of(plan: StripePlan, device: torch.device) -> _Tables:
     tables = _tables.get(plan)
     if tables is None or tables.blocks.device != device:
-        spec, itemsize = plan.spec, plan.stripe.wide_dtype.itemsize
-        blocks: list[list[int]] = []
-        small: list[list[int]] = []
+        rows = {False: [_NO_ROWS], True: [_NO_ROWS]}
         for segment, row in enumerate(plan.table.tolist()):
-            step = _SMALL_CHUNK if row[IS_SMALL] else spec.block_length
-            for index, first in enumerate(range(0, row[NUMEL], step)):
-                length = min(step, row[NUMEL] - first)
-                if row[IS_SMALL]:
-                    small.append(
-                        [row[START] + first, length, row[CODES] // itemsize + first, 0, segment, 0]
-                    )
-                else:
-                    blocks.append(
-                        [
-                            row[START] + first,
-                            length,
-                            row[FLOATS] // 4 + index * spec.num_floats,
-                            row[CODES] + index * spec.block_length * spec.bits // 8,
-                            segment,
-                            row[OFFSET] + first,
-                        ]
-                    )
+            rows[bool(row[IS_SMALL])].append(_rows_of(segment, row, plan))
         tables = _tables[plan] = _Tables(
-            torch.tensor(blocks, dtype=torch.int64, device=device).view(-1, 6),
-            torch.tensor(small, dtype=torch.int64, device=device).view(-1, 6),
+            *(torch.from_numpy(np.concatenate(rows[kind])).to(device) for kind in (False, True))
         )
     return tables
+
+
+def _rows_of(segment: int, row: list[int], plan: StripePlan) -> npt.NDArray[np.int64]:
+    """The rows of a segment in its table: one for each block, or for each chunk of a small one."""
+    spec, is_small = plan.spec, row[IS_SMALL]
+    step = _SMALL_CHUNK if is_small else spec.block_length
+    first = np.arange(0, row[NUMEL], step, dtype=np.int64)
+    index = first // step
+    found = np.zeros((len(first), 6), np.int64)
+    found[:, 0], found[:, 1] = row[START] + first, np.minimum(step, row[NUMEL] - first)
+    found[:, 4] = segment
+    if is_small:
+        found[:, 2] = row[CODES] // plan.stripe.wide_dtype.itemsize + first
+    else:
+        found[:, 2] = row[FLOATS] // 4 + index * spec.num_floats
+        found[:, 3] = row[CODES] + index * spec.block_length * spec.bits // 8
+        found[:, 5] = row[OFFSET] + first
+    return found
 
 
 @triton.jit

@@ -135,7 +135,8 @@ def _encode_rows(
             is_usable = torch.isfinite(squares) & (magnitudes > 0)
             span = torch.where(is_usable, torch.minimum(span, typical), span)
         is_zero = span < MIN_BLOCK_RANGE
-        low = torch.where(is_zero, 0.0, span / spec.levels)
+        # A GPU multiplies by the reciprocal of a number: not the same bits.
+        low = torch.where(is_zero, 0.0, span / torch.full_like(span, spec.levels))
         inverse = torch.full_like(span, spec.levels) / span  # number / tensor rounds twice
         high = torch.where(is_zero, 0.0, inverse)
     bad = ~(torch.isfinite(largest) & torch.isfinite(low) & torch.isfinite(high))
