@@ -41,10 +41,13 @@ pathlib.Path(f"trained{comm.rank}").write_text(json.dumps([comm.size, weights]))
 print("trained", os.environ.get("TORCHMN_SUPERVISOR", "no address"), flush=True)
 """
 SAVES = """
-import sys, time, signal
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(85))
+import time, torchmn
+comm = torchmn.create_communicator("naive")
+preemption = torchmn.Preemption(comm, lambda: print("saved", flush=True), period_s=0.1)
 print("ready", flush=True)
-time.sleep(60)
+while True:
+    time.sleep(0.02)
+    preemption.step_ended()
 """
 
 
@@ -111,15 +114,14 @@ def test_a_failure_ends_all_pods_with_a_status_of_failure(runner: Runner) -> Non
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_pod_that_is_evicted_lets_its_rank_save(runner: Runner, index: int) -> None:
-    """Kubernetes sends SIGTERM to the first process of the pod."""
+def test_one_pod_is_evicted_and_the_ranks_of_all_save(runner: Runner, index: int) -> None:
+    """Kubernetes sends SIGTERM to the first process of the pod, and replaces pods that end by 85."""
     pods = Pods(runner, SAVES)
-    runner.wait_until(lambda: "ready" in _log(runner, 0) and "ready" in _log(runner, 1), "start")
-    for pod in pods.pods if index == 0 else pods.pods[1:]:
-        pod.send_signal(signal.SIGTERM)
-    statuses = [status for status, _, _ in pods.results()]
-    # without `Preemption` only the ranks that got the signal save, so pod 0 ends those of both
-    assert statuses[index] == 85
+    runner.wait_until(lambda: all("ready" in _log(runner, rank) for rank in (0, 1)), "start", 60)
+    pods.pods[index].send_signal(signal.SIGTERM)
+    (first, out, err), (second, _, other_err) = pods.results()
+    assert (first, second) == (85, 85), err + other_err
+    assert sorted(line for line in out.splitlines() if "saved" in line) == ["[0] saved", "[1] saved"]
     runner.wait_until_nothing_is_left()
 
 

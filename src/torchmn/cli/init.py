@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shlex
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Annotated
@@ -104,6 +105,10 @@ def _job_file(
     from torchmn.launch import submit as jobs
 
     is_kubernetes = scheduler == jobs.KUBERNETES
+    if settings.activate and Path(settings.activate).expanduser().is_dir():
+        # the job is submitted in another folder
+        where = Path(settings.activate).expanduser().absolute()
+        settings = replace(settings, activate=str(where))
     job = jobs.JobRequest(
         script=SCRIPT,
         name="train",
