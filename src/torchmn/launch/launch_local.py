@@ -37,6 +37,7 @@ from torchmn.topology import read_launcher_env
 
 _BACKENDS = ("auto", "gloo", "nccl")
 _END_LIMIT_S = FAILURE_GRACE_S + 5.0
+_KILL_LIMIT_S = 2.0
 _CALL, _RESULT, _ERROR = "function", "result", "error"
 
 Result = TypeVar("Result")
@@ -145,7 +146,7 @@ def launch_local(
         results = [_result(folder, rank) for rank in range(num_results)]
     finally:
         if ranks is not None:
-            ranks.end(0.0)
+            ranks.end(_KILL_LIMIT_S)
         shutil.rmtree(folder, ignore_errors=True)
     return results if all_results else results[0]
 

@@ -1,8 +1,8 @@
 """Run a function as ranks on this machine from an ordinary Python process.
 
-`start_local_ranks` does with the launcher's agents what ``torch.multiprocessing.spawn`` does with plain
-processes: a launcher runs as a child of this process, and each rank has an agent that binds it to
-its cores, monitors it, and ends it with the job. Function and arguments are pickled into a private
+`start_local_ranks` does with the launcher's agents what ``torch.multiprocessing.spawn`` does with
+plain processes: a launcher runs as a child of this process, and each rank has an agent that binds
+it to its cores, monitors it, and ends it with the job. Function and arguments are pickled into a private
 temporary folder. As with ``spawn``, every rank first imports the main script, if asked to.
 """
 
@@ -90,6 +90,9 @@ class LocalRanks:
                 break
             if force is not None:
                 force()
+        for pipe in (self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
         for file in [self._folder / "main", *self._folder.glob("call*")]:
             file.unlink(missing_ok=True)
         if not self._is_reported:
