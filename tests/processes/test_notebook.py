@@ -183,9 +183,7 @@ def test_the_interruption_of_the_kernel(notebook: Notebook, tmp_path: Path) -> N
     from threading import Thread
 
     notebook.run(
-        "def waits():\n"
-        "    open(f\"started{os.environ['RANK']}\", 'w').close()\n"
-        "    time.sleep(600)"
+        "def waits():\n    open(f\"started{os.environ['RANK']}\", 'w').close()\n    time.sleep(600)"
     )
 
     def interrupt() -> None:

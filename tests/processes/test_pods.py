@@ -121,7 +121,10 @@ def test_one_pod_is_evicted_and_the_ranks_of_all_save(runner: Runner, index: int
     pods.pods[index].send_signal(signal.SIGTERM)
     (first, out, err), (second, _, other_err) = pods.results()
     assert (first, second) == (85, 85), err + other_err
-    assert sorted(line for line in out.splitlines() if "saved" in line) == ["[0] saved", "[1] saved"]
+    assert sorted(line for line in out.splitlines() if "saved" in line) == [
+        "[0] saved",
+        "[1] saved",
+    ]
     runner.wait_until_nothing_is_left()
 
 

@@ -139,8 +139,8 @@ def _submit_pods(job: JobRequest, *, writes: bool, dry_run: bool, waits: bool) -
         )
     if not dry_run and shutil.which("kubectl") is None:
         raise UnsupportedError(
-            "A job for Kubernetes is created with kubectl, which is not on the PATH: only write the "
-            "manifest with --dry-run, and create it elsewhere."
+            "A job for Kubernetes is created with kubectl, which is not on the PATH: only write "
+            "the manifest with --dry-run, and create it elsewhere."
         )
     text = jobs.manifest(job, secret=secrets.token_hex(32))
     if dry_run and not writes:

@@ -96,7 +96,7 @@ def launch_local(
     log_dir: str | Path | None = None,
     all_results: bool = False,
 ) -> Any:
-    """Run ``function(*args)`` as ``num_ranks`` ranks on this machine and return what rank 0 returns.
+    """Run ``function(*args)`` as ranks on this machine and return what rank 0 returns.
 
     ```python
     def train(epochs):
@@ -194,15 +194,15 @@ def _pickled_call(
 
 
 def _pickle_problem(parts: Mapping[str, object], error: Exception) -> str:
-    name = "call"
+    found = "call"
     for name, part in parts.items():
         try:
             _dumps(part)
         except Exception as reason:
-            error = reason
+            found, error = name, reason
             break
     return (
-        f"The {name} cannot be sent to the ranks: {type(error).__name__}: {error}. What it uses "
+        f"The {found} cannot be sent to the ranks: {type(error).__name__}: {error}. What it uses "
         "from outside travels with it: make open files, locks, communicators, generators and "
         "loaders with workers inside of the function."
     )

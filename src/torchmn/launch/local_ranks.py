@@ -2,8 +2,9 @@
 
 `start_local_ranks` does with the launcher's agents what ``torch.multiprocessing.spawn`` does with
 plain processes: a launcher runs as a child of this process, and each rank has an agent that binds
-it to its cores, monitors it, and ends it with the job. Function and arguments are pickled into a private
-temporary folder. As with ``spawn``, every rank first imports the main script, if asked to.
+it to its cores, monitors it, and ends it with the job. Function and arguments are pickled into a
+private temporary folder. As with ``spawn``, every rank first imports the main script, unless its
+caller is attached.
 """
 
 from __future__ import annotations

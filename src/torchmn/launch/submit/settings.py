@@ -119,8 +119,8 @@ class Settings:
     def merged_over(self, defaults: Settings) -> Settings:
         """These settings, and those of ``defaults`` where these are not given.
 
-        Modules, volumes and directives of both are written, these last; of two exports of one name this one
-        counts.
+        Modules, volumes and directives of both are written, these last; of two exports of one name
+        this one counts.
         """
         own = {
             each.name: value

@@ -1,7 +1,7 @@
 """The site file, ``torchmn.toml``: settings that all jobs of a site have in common.
 
-Keys at the top level apply to all schedulers; those in ``[pbs]``, ``[slurm]``, ``[grid_engine]`` and
-``[kubernetes]`` apply to one and take precedence.
+Keys at the top level apply to all schedulers; those in ``[pbs]``, ``[slurm]``, ``[grid_engine]``
+and ``[kubernetes]`` apply to one and take precedence.
 """
 
 from __future__ import annotations

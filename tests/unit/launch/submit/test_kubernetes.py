@@ -75,7 +75,7 @@ def test_one_pod_needs_no_service() -> None:
     assert found.keys() == {"Secret", "Job"}
     pod = found["Job"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    assert container["command"] == "torchmn run -n 1 --grace 60 train.py".split()
+    assert container["command"] == ["torchmn", "run", "-n", "1", "--grace", "60", "train.py"]
     assert "env" not in container
     assert "podFailurePolicy" not in found["Job"]["spec"]
     assert found["Job"]["spec"]["backoffLimit"] == 0
