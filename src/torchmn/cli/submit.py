@@ -80,7 +80,7 @@ def submit(
     wanted = scheduler or found.scheduler
     exports = [jobs.parse_variable(text, os.environ) for text in settings.pop("exports") or ()]
     own = Settings(exports=tuple(exports), **given(settings))
-    request = {
+    request: dict[str, Any] = {
         "script": script,
         "args": tuple(args or ()),
         "num_nodes": num_nodes,
@@ -134,7 +134,7 @@ def _submit_pods(job: JobRequest, *, writes: bool, dry_run: bool, waits: bool) -
 
     if waits:
         raise UnsupportedError(
-            f"--wait does not follow jobs of Kubernetes: use `kubectl logs -f job/{job.name}` and "
+            f"--wait does not follow jobs of Kubernetes: use `{jobs.logs_command(job)}` and "
             f"`kubectl wait --for=condition=complete job/{job.name}`."
         )
     if not dry_run and shutil.which("kubectl") is None:
@@ -154,7 +154,7 @@ def _submit_pods(job: JobRequest, *, writes: bool, dry_run: bool, waits: bool) -
     if not dry_run:
         for line in jobs.create(job).splitlines():
             _say(line)
-        _say(f"its output: kubectl logs -f job/{job.name}")
+        _say(f"its output: {jobs.logs_command(job)}")
 
 
 def _say(text: str) -> None:

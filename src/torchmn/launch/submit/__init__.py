@@ -13,7 +13,7 @@ from torchmn.launch.submit.choose import (
     raise_if_no_command,
 )
 from torchmn.launch.submit.following import Follower
-from torchmn.launch.submit.kubernetes import create, manifest, pod_name
+from torchmn.launch.submit.kubernetes import create, logs_command, manifest, pod_name
 from torchmn.launch.submit.request import JobRequest, default_name, find_environment
 from torchmn.launch.submit.script import job_script
 from torchmn.launch.submit.settings import Settings
@@ -35,6 +35,7 @@ __all__ = [
     "find_site",
     "installed_schedulers",
     "job_script",
+    "logs_command",
     "make_log_dir",
     "manifest",
     "parse_variable",

@@ -67,10 +67,18 @@ def manifest(job: JobRequest, *, secret: str) -> str:
     heading = [
         "# Written by `torchmn submit` for Kubernetes. Edit it as you like, and submit it with",
         f"#   {by_hand}",
-        f"# Its output: kubectl logs -f job/{job.name}. "
-        f"Remove all of it: kubectl delete -f {job.file}",
+        f"# Its output: {logs_command(job)}",
+        f"# Remove all of it: kubectl delete -f {job.file}",
     ]
     return "\n".join(heading) + "\n" + documents(parts)
+
+
+def logs_command(job: JobRequest) -> str:
+    """What shows the output of all ranks: pod 0 writes it. (Its label is of Kubernetes 1.28.)"""
+    if job.num_nodes == 1:
+        return f"kubectl logs -f job/{job.name}"
+    index = "batch.kubernetes.io/job-completion-index=0"
+    return f"kubectl logs -f --tail=-1 -l app.kubernetes.io/instance={job.name},{index}"
 
 
 def create(job: JobRequest, *, ask: Ask = ask) -> str:
