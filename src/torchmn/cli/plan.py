@@ -49,7 +49,10 @@ def plan(
     links: Annotated[
         str | None, typer.Option(help="Rates of the adapters, such as 10gbit,1gbit.")
     ] = None,
-    codecs: Annotated[str | None, typer.Option(help="Codecs, such as float32,int8.")] = None,
+    codecs: Annotated[
+        str | None,
+        typer.Option(help="Codecs, such as float32,int8.", autocompletion=values_of(CODEC_NAMES)),
+    ] = None,
     schedules: Annotated[
         str | None,
         typer.Option(
