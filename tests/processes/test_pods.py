@@ -10,8 +10,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +21,7 @@ from tests.marks import ON_TEST_HOSTS
 from tests.processes.runner import PYTHON_PATH, Runner
 from torchmn.control.ports import find_free_port
 from torchmn.launch.submit import JobRequest, Settings, manifest
-from torchmn.testing.netlab import netlab
+from torchmn.testing.netlab import Lab, netlab
 
 pytestmark = pytest.mark.processes
 
@@ -90,19 +92,6 @@ class Pods:
         return found
 
 
-@pytest.mark.parametrize("per_pod", [1, 2])
-def test_the_ranks_of_two_pods_train_together(runner: Runner, per_pod: int) -> None:
-    (first, out, err), (second, other_out, _) = Pods(runner, TRAINS, per_pod=per_pod).results()
-    assert (first, second) == (0, 0), err
-    found = [json.loads(path.read_text()) for path in sorted(runner.folder.glob("trained*"))]
-    assert len(found) == 2 * per_pod
-    assert all(each == [2 * per_pod, found[0][1]] for each in found)
-    lines = sorted(f"[{rank}] trained no address" for rank in range(2 * per_pod))
-    assert sorted(out.splitlines()) == lines  # pod 0 shows the output of all ranks
-    assert other_out == ""
-    runner.wait_until_nothing_is_left()
-
-
 def test_a_failure_ends_all_pods_with_a_status_of_failure(runner: Runner) -> None:
     script = "import time\nif rank: raise ValueError('no such file')\ntime.sleep(60)"
     (first, _, err), (second, _, _) = Pods(runner, script).results()
@@ -111,23 +100,6 @@ def test_a_failure_ends_all_pods_with_a_status_of_failure(runner: Runner) -> Non
     assert "rank 1" in err
     assert "no such file" in err
     runner.wait_until_nothing_is_left()
-
-
-@pytest.mark.parametrize("index", [0, 1])
-def test_one_pod_is_evicted_and_the_ranks_of_all_save(runner: Runner, index: int) -> None:
-    """Kubernetes sends SIGTERM to the first process of the pod, and replaces what exits with 85."""
-    pods = Pods(runner, SAVES)
-    runner.wait_until(lambda: all("ready" in _log(runner, rank) for rank in (0, 1)), "start", 60)
-    pods.pods[index].send_signal(signal.SIGTERM)
-    (first, out, err), (second, _, other_err) = pods.results()
-    assert (first, second) == (85, 85), err + other_err
-    assert {"[0] saved", "[1] saved"} <= set(out.splitlines())
-    runner.wait_until_nothing_is_left()
-
-
-def _log(runner: Runner, rank: int) -> str:
-    path = runner.logs / f"rank{rank}.log"
-    return path.read_text() if path.exists() else ""
 
 
 def test_a_waiting_pod_ends_at_once_by_sigterm(runner: Runner) -> None:
@@ -159,51 +131,77 @@ def test_requests_that_cannot_be_met(
 
 
 class TestOnHosts:
-    """With names, a network between the pods, and the command of the manifest itself."""
+    """With a network between the pods and names in it, as the headless Service gives them."""
 
     pytestmark = ON_TEST_HOSTS
 
-    def test_the_command_of_the_manifest(self, tmp_path: Path) -> None:
+    @pytest.fixture
+    def lab(self, tmp_path: Path) -> Iterator[Lab]:
+        with netlab(2, None) as made:
+            names = [f"{host.address} train-{host.index}.train\n" for host in made.hosts]
+            (tmp_path / "names").write_text("".join(names))
+            for host in made.hosts:
+                host.run(["mount", "--bind", tmp_path / "names", "/etc/hosts"])
+            yield made
+
+    def start(self, lab: Lab, folder: Path, script: str, *, per_pod: int) -> list[Any]:
+        """The command and the variables of the manifest, in each pod; pod 1 begins."""
         yaml = pytest.importorskip("yaml", reason="no PyYAML")
         request = JobRequest(
             script="script.py",
             name="train",
             file="train.yaml",
             num_nodes=2,
-            ranks_per_node=1,
-            settings=Settings(image="none"),
+            ranks_per_node=per_pod,
+            settings=Settings(image="none", log_dir="logs"),
         )
         documents = yaml.safe_load_all(manifest(request, secret=SECRET))
         objects = {each["kind"]: each for each in documents}
         (container,) = objects["Job"]["spec"]["template"]["spec"]["containers"]
         given = {each["name"]: each["value"] for each in container["env"]}
         given |= objects["Secret"]["stringData"]
-        (tmp_path / "script.py").write_text(TRAINS)
-        with netlab(2, None) as lab:
-            names = "".join(
-                f"{host.address} train-{host.index}.train\n" for host in lab.hosts
-            )  # as the headless Service gives them
-            (tmp_path / "names").write_text(names)
-            pods = []
-            for host in lab.hosts:
-                host.run(["mount", "--bind", tmp_path / "names", "/etc/hosts"])
-                pods.append(
-                    host.popen(
-                        [sys.executable, "-m", *container["command"]],
-                        env={
-                            **os.environ,
-                            "PYTHONPATH": PYTHON_PATH,
-                            **given,
-                            "JOB_COMPLETION_INDEX": str(host.index),
-                        },
-                        cwd=tmp_path,
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.PIPE,
-                    )
+        (folder / "script.py").write_text(script)
+        pods = []
+        for host in reversed(lab.hosts):
+            index = {"JOB_COMPLETION_INDEX": str(host.index)}
+            pods.append(
+                host.popen(
+                    [sys.executable, "-m", *container["command"]],
+                    env={**os.environ, "PYTHONPATH": PYTHON_PATH, **given, **index},
+                    cwd=folder,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
                 )
-            for pod in pods:
-                _, err = pod.communicate(timeout=90)
-                assert pod.returncode == 0, err
-        found = [json.loads((tmp_path / f"trained{rank}").read_text()) for rank in range(2)]
-        assert found[0] == found[1]
-        assert found[0][0] == 2
+            )
+        return pods[::-1]
+
+    @pytest.mark.parametrize("per_pod", [1, 2])
+    def test_the_ranks_of_two_pods_train_together(
+        self, lab: Lab, tmp_path: Path, per_pod: int
+    ) -> None:
+        first, second = self.start(lab, tmp_path, TRAINS, per_pod=per_pod)
+        out, err = first.communicate(timeout=90)
+        other_out, other_err = second.communicate(timeout=90)
+        assert (first.returncode, second.returncode) == (0, 0), err + other_err
+        found = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("trained*"))]
+        assert len(found) == 2 * per_pod
+        assert all(each == [2 * per_pod, found[0][1]] for each in found)
+        lines = sorted(f"[{rank}] trained no address" for rank in range(2 * per_pod))
+        assert sorted(out.splitlines()) == lines  # pod 0 shows the output of all ranks
+        assert other_out == ""
+
+    @pytest.mark.parametrize("index", [0, 1])
+    def test_one_pod_is_evicted_and_the_ranks_of_all_save(
+        self, lab: Lab, tmp_path: Path, index: int
+    ) -> None:
+        """It gets SIGTERM. Kubernetes replaces all pods that exit with 85."""
+        pods = self.start(lab, tmp_path, SAVES, per_pod=1)
+        logs = [tmp_path / "logs" / "latest" / f"rank{rank}.log" for rank in range(2)]
+        deadline = time.monotonic() + 60
+        while not all(log.exists() and "ready" in log.read_text() for log in logs):
+            assert time.monotonic() < deadline, "the ranks did not start"
+            time.sleep(0.05)
+        pods[index].send_signal(signal.SIGTERM)
+        texts = [pod.communicate(timeout=60) for pod in pods]
+        assert [pod.returncode for pod in pods] == [85, 85], texts
+        assert {"[0] saved", "[1] saved"} <= set(texts[0][0].splitlines())
