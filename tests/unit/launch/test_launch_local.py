@@ -129,7 +129,7 @@ def test_an_interrupt_ends_all_ranks(tmp_path: Path) -> None:
     def interrupt() -> None:
         while not all((tmp_path / f"started{rank}").exists() for rank in range(2)):
             time.sleep(0.05)
-        signal.raise_signal(signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
     thread = threading.Thread(target=interrupt)
