@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     )
     from torchmn.errors import TorchmnError
     from torchmn.evaluation import GenericMultiNodeEvaluator, Ratio, create_multi_node_evaluator
+    from torchmn.launch.launch_local import launch_local
     from torchmn.launch.multiprocess_updater import MultiprocessParallelUpdater
     from torchmn.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
     from torchmn.resilience import Preemption, ReplicaCheck
@@ -87,6 +88,7 @@ _HOME = {
     "create_multi_node_iterator": "torchmn.data",
     "create_multi_node_optimizer": "torchmn.optimizer",
     "create_synchronized_iterator": "torchmn.data",
+    "launch_local": "torchmn.launch.launch_local",
     "run_main": "torchmn.script",
     "scatter_dataset": "torchmn.data",
     "scatter_index": "torchmn.data",
@@ -120,6 +122,7 @@ __all__ = [
     "create_multi_node_iterator",
     "create_multi_node_optimizer",
     "create_synchronized_iterator",
+    "launch_local",
     "run_main",
     "scatter_dataset",
     "scatter_index",

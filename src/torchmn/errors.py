@@ -6,6 +6,7 @@ TorchmnError
 ├── UnsupportedError                   each part is fine, the combination is refused
 ├── TopologyError                      two sources of facts about the world contradict each other
 ├── LaunchError                        a job could not be started or did not start as asked
+├── RankError                          a rank that `launch_local` started failed
 ├── SharedMemoryError                    the ranks of a node cannot share memory
 ├── NonFiniteGradientError             a gradient holds NaN or infinity
 ├── DataError                          a data file is missing, damaged or of another format
@@ -28,6 +29,7 @@ __all__ = [
     "LaunchError",
     "NonFiniteGradientError",
     "PeerLostError",
+    "RankError",
     "RankMismatchError",
     "SharedMemoryError",
     "TimeLimitError",
@@ -64,6 +66,18 @@ class TopologyError(TorchmnError):
 
 class LaunchError(TorchmnError):
     """A job could not be started, or did not start as asked."""
+
+
+class RankError(TorchmnError):
+    """A rank that `torchmn.launch_local` started raised an exception, or was ended.
+
+    ``rank`` is the one that failed first, ``None`` where the message alone names it. Its exception
+    is the ``__cause__`` where it could be sent to the caller.
+    """
+
+    def __init__(self, text: str, *, rank: int | None = None) -> None:
+        super().__init__(text)
+        self.rank = rank
 
 
 class SharedMemoryError(TorchmnError):

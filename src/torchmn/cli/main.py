@@ -9,10 +9,10 @@ from typing import NoReturn
 
 import typer
 
-from torchmn.cli import doctor, plan, report, run, submit
+from torchmn.cli import doctor, init, plan, report, run, submit
+from torchmn.cli.versions import versions_text
 from torchmn.environment_variables import TRACEBACK_VARIABLE
 from torchmn.errors import LaunchError, TorchmnError
-from torchmn.version import __version__
 
 app = typer.Typer(
     name="torchmn",
@@ -20,6 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("run", context_settings=run.CONTEXT)(run.run)
+app.command("init")(init.init)
 app.command("doctor", context_settings=doctor.CONTEXT)(doctor.doctor)
 app.command("plan")(plan.plan)
 app.command("report")(report.report)
@@ -29,10 +30,12 @@ app.command("submit", context_settings=submit.CONTEXT)(submit.submit)
 @app.callback(invoke_without_command=True)
 def _root(
     context: typer.Context,
-    version: bool = typer.Option(False, "-V", "--version", help="Show the version and exit."),
+    version: bool = typer.Option(
+        False, "-V", "--version", help="Show the versions and which engines are here, and exit."
+    ),
 ) -> None:
     if version:
-        typer.echo(f"torchmn {__version__}")
+        typer.echo(versions_text(os.environ))
         raise typer.Exit
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

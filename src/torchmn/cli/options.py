@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, get_type_hints
 
@@ -16,7 +16,8 @@ def add_options(kind: type[Any]) -> Callable[[Command], Command]:
     """Give a command that takes ``**options`` an option for each field of a dataclass.
 
     The metadata of a field has ``help`` if it gets an option, and may have ``flags``, the names of
-    the option, and ``metavar``. A field that holds a tuple gets a repeatable option.
+    the option, ``metavar``, and ``values`` that a shell completes. A field that holds a tuple gets
+    a repeatable option.
     """
 
     def add(command: Command) -> Command:
@@ -31,6 +32,9 @@ def add_options(kind: type[Any]) -> Callable[[Command], Command]:
                 *(each.metadata.get("flags") or (f"--{each.name.replace('_', '-')}",)),
                 metavar=each.metadata.get("metavar"),
                 help=each.metadata["help"],
+                autocompletion=values_of(values)
+                if (values := each.metadata.get("values"))
+                else None,
             )
             parameters.append(
                 inspect.Parameter(
@@ -46,6 +50,16 @@ def add_options(kind: type[Any]) -> Callable[[Command], Command]:
         return command
 
     return add
+
+
+def values_of(values: Sequence[str]) -> Callable[[str], list[str]]:
+    """What a shell completes for an option with these values; of a list only its last element."""
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, begin = incomplete.rpartition(",")
+        return [f"{before}{comma}{value}" for value in values if value.startswith(begin)]
+
+    return complete
 
 
 def given(options: dict[str, Any]) -> dict[str, Any]:

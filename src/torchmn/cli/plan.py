@@ -9,10 +9,32 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from torchmn.cli.options import values_of
 from torchmn.errors import TorchmnError, UsageError
 
 if TYPE_CHECKING:
     from torchmn.planning.description import Description
+
+# What a shell completes. The registries import torch, for which it would wait seconds.
+CODEC_NAMES = ("float32", "float16", "bfloat16", "int8", "int4", "int2", "1bit", "power_sgd")
+SCHEDULE_NAMES = (
+    "every_step",
+    "every_step_next_forward",
+    "double_buffering",
+    "periodic_average",
+    "block_momentum",
+    "diloco",
+    "parameter_server",
+)
+ROUTE_NAMES = (
+    "naive",
+    "flat",
+    "hierarchical",
+    "two_dimensional",
+    "single_node",
+    "non_cuda_aware",
+    "pure_nccl",
+)
 
 
 def plan(
@@ -27,9 +49,16 @@ def plan(
     links: Annotated[
         str | None, typer.Option(help="Rates of the adapters, such as 10gbit,1gbit.")
     ] = None,
-    codecs: Annotated[str | None, typer.Option(help="Codecs, such as float32,int8.")] = None,
+    codecs: Annotated[
+        str | None,
+        typer.Option(help="Codecs, such as float32,int8.", autocompletion=values_of(CODEC_NAMES)),
+    ] = None,
     schedules: Annotated[
-        str | None, typer.Option(help="Schedules, such as every_step,block_momentum.")
+        str | None,
+        typer.Option(
+            help="Schedules, such as every_step,block_momentum.",
+            autocompletion=values_of(SCHEDULE_NAMES),
+        ),
     ] = None,
     batches: Annotated[
         str | None, typer.Option(help="Samples of one rank in one step, such as 32,64.")
@@ -40,7 +69,10 @@ def plan(
     overlap_steps: Annotated[
         int | None, typer.Option(help="Steps during which its exchange is pending.")
     ] = None,
-    route: Annotated[str | None, typer.Option(help="The route of sums.")] = None,
+    route: Annotated[
+        str | None,
+        typer.Option(help="The route of sums.", autocompletion=values_of(ROUTE_NAMES)),
+    ] = None,
     cores_per_rank: Annotated[
         float | None, typer.Option(help="Cores of a rank; below 1 if ranks share a core.")
     ] = None,

@@ -1,17 +1,24 @@
-"""``torchmn submit``: write a job script for PBS, Slurm or Grid Engine, and submit it."""
+"""``torchmn submit``: write a job script or a manifest for a scheduler, and submit it."""
 
 from __future__ import annotations
 
 import os
+import secrets
+import shutil
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torchmn.cli.options import add_options, given
+from torchmn.cli.options import add_options, given, values_of
 from torchmn.launch.submit.settings import Settings
 
+if TYPE_CHECKING:
+    from torchmn.launch.submit import JobRequest
+
+SCHEDULER_NAMES = ("pbs", "slurm", "grid_engine", "kubernetes")
+"""As in `torchmn.launch.submit.NAMES`, which takes longer to import than a completion may."""
 CONTEXT = {"allow_interspersed_args": False}
 """What follows the script are arguments of the script, options too."""
 
@@ -25,7 +32,11 @@ def submit(
         list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")
     ] = None,
     scheduler: Annotated[
-        str | None, typer.Option(help="pbs, slurm or grid_engine (default: the one installed).")
+        str | None,
+        typer.Option(
+            help="pbs, slurm, grid_engine or kubernetes (default: the one installed).",
+            autocompletion=values_of(SCHEDULER_NAMES),
+        ),
     ] = None,
     num_nodes: Annotated[int, typer.Option("--nodes", help="Number of nodes.")] = 1,
     per_node: Annotated[int, typer.Option(help="Number of ranks on each node.")] = 1,
@@ -56,7 +67,8 @@ def submit(
 ) -> None:
     """Write a job script that runs SCRIPT on the nodes of a cluster, print it and submit it.
 
-    The job script is plain shell: edit it and submit it by hand as you like.
+    The job script is plain shell, and for Kubernetes a manifest: edit it and submit it by hand as
+    you like.
     """
     from torchmn.launch import python_command
     from torchmn.launch import submit as jobs
@@ -65,24 +77,37 @@ def submit(
     found = jobs.read_site(jobs.find_site(site, folder=folder, home=Path.home()))
     if found.path is not None:
         _say(f"using the site file {found.path}")
-    chosen = jobs.choose_scheduler(scheduler or found.scheduler, jobs.installed_schedulers(path))
+    wanted = scheduler or found.scheduler
+    exports = [jobs.parse_variable(text, os.environ) for text in settings.pop("exports") or ()]
+    own = Settings(exports=tuple(exports), **given(settings))
+    request: dict[str, Any] = {
+        "script": script,
+        "args": tuple(args or ()),
+        "num_nodes": num_nodes,
+        "ranks_per_node": per_node,
+        "is_module": is_module,
+        "max_requeues": max_requeues if requeues else 0,
+    }
+    if wanted == jobs.KUBERNETES:
+        name = jobs.pod_name(script) if name is None else name
+        job = jobs.JobRequest(
+            **request,
+            name=name,
+            file=str(output or f"{name}.kubernetes.yaml"),
+            settings=own.merged_over(found.settings_for(wanted)),
+        )
+        _submit_pods(job, writes=output is not None, dry_run=dry_run, waits=waits)
+        return
+    chosen = jobs.choose_scheduler(wanted, jobs.installed_schedulers(path))
     if not dry_run:
         jobs.raise_if_no_command(chosen, path)
     python_command(script, is_module=is_module)  # raises if there is no such script
-    exports = [jobs.parse_variable(text, os.environ) for text in settings.pop("exports") or ()]
-    merged = Settings(exports=tuple(exports), **given(settings)).merged_over(
-        found.settings_for(chosen.name)
-    )
+    merged = own.merged_over(found.settings_for(chosen.name))
     name = jobs.default_name(script) if name is None else name
     job = jobs.JobRequest(
-        script=script,
-        args=tuple(args or ()),
+        **request,
         name=name,
         file=str(output or f"{name}.{chosen.name}.sh"),
-        num_nodes=num_nodes,
-        ranks_per_node=per_node,
-        is_module=is_module,
-        max_requeues=max_requeues if requeues else 0,
         environment=jobs.find_environment(merged.activate, folder, is_here=not dry_run)
         if merged.activate
         else None,
@@ -100,6 +125,36 @@ def submit(
         if waits:
             follower = jobs.Follower(job=job, scheduler=chosen, out=sys.stdout, err=sys.stderr)
             raise typer.Exit(follower.follow(job_id))
+
+
+def _submit_pods(job: JobRequest, *, writes: bool, dry_run: bool, waits: bool) -> None:
+    """The same for Kubernetes. The script is in the image, so nothing is looked for here."""
+    from torchmn.errors import UnsupportedError
+    from torchmn.launch import submit as jobs
+
+    if waits:
+        raise UnsupportedError(
+            f"--wait does not follow jobs of Kubernetes: use `{jobs.logs_command(job)}` and "
+            f"`kubectl wait --for=condition=complete job/{job.name}`."
+        )
+    if not dry_run and shutil.which("kubectl") is None:
+        raise UnsupportedError(
+            "A job for Kubernetes is created with kubectl, which is not on the PATH: only write "
+            "the manifest with --dry-run, and create it elsewhere."
+        )
+    text = jobs.manifest(job, secret=secrets.token_hex(32))
+    if dry_run and not writes:
+        typer.echo(text, nl=False)
+        return
+    kept = jobs.write_script(text, Path(job.file), mode=0o600)
+    _say(
+        f"manifest written to {job.file}, readable by you only: it holds the job's secret"
+        + (f"; the old one is {kept}" if kept else "")
+    )
+    if not dry_run:
+        for line in jobs.create(job).splitlines():
+            _say(line)
+        _say(f"its output: {jobs.logs_command(job)}")
 
 
 def _say(text: str) -> None:

@@ -33,7 +33,7 @@ from torchmn.topology import (
     route_of,
 )
 
-_ALL_RANKS_S = 600.0
+_ALL_RANKS_S = 3600.0
 """The supervisor disconnects much earlier if the other ranks do not start."""
 
 

@@ -5,7 +5,7 @@
     on rank 0 only:  the optimizer's step, and with it weight decay and momentum
     from rank 0:     parameters
 
-This process is rank 0 and holds the *main* device; `launch_local` starts the other ranks, the
+This process is rank 0 and holds the *main* device; `start_local_ranks` starts the other ranks, the
 workers. Chainer's MultiprocessParallelUpdater computes the same, but sums the gradients and divides
 the learning rate by the number of devices instead, which makes weight decay weaker.
 """
@@ -40,7 +40,11 @@ from torchmn.evaluation import (
     Ratio,
 )
 from torchmn.gradients.replicas import named_parameters
-from torchmn.launch.launch_local import LocalRanks, launch_local, raise_if_imported_by_rank
+from torchmn.launch.local_ranks import (
+    LocalRanks,
+    raise_if_imported_by_rank,
+    start_local_ranks,
+)
 from torchmn.launch.updater_devices import Device, named_devices
 from torchmn.launch.updater_replica import MAIN, Order, Replica, run_worker
 from torchmn.optimizer import MultiNodeOptimizer
@@ -151,7 +155,7 @@ class MultiprocessParallelUpdater(StandardUpdater):
             self._num_threads_before = torch.get_num_threads()
             torch.set_num_threads(own.num_threads)
         if orders[1:]:
-            self._workers = launch_local(
+            self._workers = start_local_ranks(
                 run_worker,
                 [(order,) for order in orders[1:]],
                 backend="gloo" if is_cpu else "nccl",

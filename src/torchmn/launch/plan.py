@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torchmn.environment_variables import PROFILE_VARIABLE, RECORD_VARIABLE
+from torchmn.environment_variables import PROFILE_VARIABLE, RECORD_VARIABLE, SECRET_VARIABLE
 from torchmn.errors import TopologyError, UnknownNameError, UnsupportedError, UsageError
-from torchmn.launch.backend import choose_backend, this_machine
+from torchmn.launch.backend import BACKENDS, choose_backend, this_machine
 from torchmn.launch.elastic.job import ElasticJob, parse_elastic, parse_rendezvous
 from torchmn.launch.elastic.rendezvous_state import Limits
 from torchmn.launch.exported_variables import parse_variable
@@ -23,6 +23,7 @@ from torchmn.launch.job import (
     Launcher,
 )
 from torchmn.launch.starters.mpirun import problem_between_hosts
+from torchmn.launch.starters.pods import START_LIMIT_S, raise_if_no_pods
 from torchmn.monitor.job_result import LOG_DIR
 from torchmn.profiling.profile_request import ProfileRequest, is_record_off
 from torchmn.topology import (
@@ -38,12 +39,19 @@ from torchmn.topology import (
     select_hosts,
 )
 
-LAUNCHERS = ("auto", "local", "mpirun", "torchrun", "srun", "ssh")
+LAUNCHERS = ("auto", "local", "mpirun", "torchrun", "srun", "ssh", "pods")
 
 
-def _option(text: str, *flags: str, metavar: str | None = None, default: Any = None) -> Any:
+def _option(
+    text: str,
+    *flags: str,
+    metavar: str | None = None,
+    values: tuple[str, ...] = (),
+    default: Any = None,
+) -> Any:
     """A field with an option of `torchmn run`: its help text, and its names if not the field's."""
-    return field(default=default, metadata={"help": text, "flags": flags, "metavar": metavar})
+    metadata = {"help": text, "flags": flags, "metavar": metavar, "values": values}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +68,20 @@ class RunOptions:
     hosts: str | None = _option("Hosts and slots, such as a:4,b:2.")
     num_nodes: int | None = _option("Number of hosts.", "--nodes")
     per_node: int | None = _option("Number of ranks on each host.")
-    launcher: str = _option("Launcher: auto, local, mpirun, torchrun, srun or ssh.", default="auto")
+    launcher: str = _option(
+        "Launcher: auto, local, mpirun, torchrun, srun, ssh or pods.",
+        values=LAUNCHERS,
+        default="auto",
+    )
     exported: tuple[str, ...] = _option(
         "Environment variable to export to all ranks (repeatable).",
         "-x",
         metavar="NAME[=VALUE]",
         default=(),
     )
-    backend: str = _option("Communication backend: auto, gloo, nccl or mpi.", default="auto")
+    backend: str = _option(
+        "Communication backend: auto, gloo, nccl or mpi.", values=BACKENDS, default="auto"
+    )
     num_threads: int | None = _option(
         "Threads of each rank (default: its share of the cores).", "--threads"
     )
@@ -126,7 +140,7 @@ class RunOptions:
     ) -> Job:
         """The job on these hosts."""
         signal_grace_s = None if is_scheduled(env) else SIGNAL_GRACE_S
-        return Job(
+        job = Job(
             argv=self.argv,
             script=self.script,
             num_ranks=sum(host.slots for host in hosts),
@@ -140,6 +154,10 @@ class RunOptions:
             grace_s=FAILURE_GRACE_S if self.grace_s is None else self.grace_s,
             signal_grace_s=signal_grace_s if self.grace_s is None else self.grace_s,
         )
+        if launcher != "pods":
+            return job
+        # of which no pod can send another one its own
+        return replace(job, secret=env[SECRET_VARIABLE], start_limit_s=START_LIMIT_S)
 
 
 def detect_existing_rank(options: RunOptions, env: Mapping[str, str]) -> LauncherInfo | None:
@@ -174,16 +192,21 @@ def plan_job(options: RunOptions, env: Mapping[str, str]) -> tuple[Job, str]:
     is_remote = not all(is_this_host(host.name) for host in hosts)
     has_srun = shutil.which("srun", path=env.get("PATH")) is not None
     is_slurm = given is not None and given.scheduler == "Slurm" and is_remote and has_srun
-    wanted = "srun" if options.launcher == "auto" and is_slurm else options.launcher
+    has_pods = given is not None and given.scheduler == "Kubernetes" and len(given.hosts) > 1
+    wanted = options.launcher
+    if wanted == "auto" and (is_slurm or has_pods):
+        wanted = "srun" if is_slurm else "pods"
+    if wanted == "pods":
+        raise_if_no_pods(given, hosts, env)
     backend, reasons = _backend(options, wanted, env, hosts, given, is_remote=is_remote)
     launcher = _launcher(wanted, backend, is_remote=is_remote)
     _check_launcher_backend(launcher, backend, is_remote=is_remote)
-    if options.launcher_args and launcher in ("local", "ssh"):
+    if options.launcher_args and launcher in ("local", "ssh", "pods"):
         raise UnsupportedError(
             f"--launcher-args is for mpirun, torchrun and srun, and --launcher {launcher} was "
             "chosen: leave it out, or put the options of the remote shell into TORCHMN_RSH."
         )
-    if not is_remote:
+    if not is_remote and launcher != "pods":
         hosts = (Host(name=THIS_HOST, slots=sum(host.slots for host in hosts)),)
     return options.job(hosts, launcher, backend, env), reasons
 
@@ -325,7 +348,7 @@ def _launcher(wanted: str, backend: Backend, *, is_remote: bool) -> Launcher:
 def _check_launcher_backend(launcher: Launcher, backend: Backend, *, is_remote: bool) -> None:
     if launcher == "local" and is_remote:
         raise UsageError("--launcher local starts ranks on this host only: use ssh or mpirun.")
-    if backend == "mpi" and launcher in ("local", "ssh", "torchrun"):
+    if backend == "mpi" and launcher in ("local", "ssh", "torchrun", "pods"):
         raise UnsupportedError(
             f"--backend mpi needs an MPI launcher, which {launcher} is not: use --launcher mpirun "
             "or srun, or --backend gloo or nccl."

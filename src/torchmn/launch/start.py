@@ -26,7 +26,7 @@ from torchmn.launch.host_checks import HostFacts
 from torchmn.launch.job import Command, Job
 from torchmn.launch.log_folder import make_log_folder
 from torchmn.launch.open_mpi_folders import open_mpi_session
-from torchmn.launch.starters import local, mpirun, remote, srun, torchrun
+from torchmn.launch.starters import local, mpirun, pods, remote, srun, torchrun
 from torchmn.launch.supervisor import Supervisor
 from torchmn.launch.worker_environment import worker_environment
 from torchmn.profiling.finished_profile import finish_profile
@@ -39,10 +39,15 @@ def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
     Raises LaunchError: the job could not be started.
     """
     heartbeat_limit_s()  # raises before anything has started
+    if job.launcher == "pods" and pods.own_index(job, env) > 0:
+        pods.follow(job, env)
     output = RankOutput(*open_standard_streams())
-    route = route_between(job)
+    route = None if job.launcher == "pods" else route_between(job)
     facts = _check_hosts(job, worker_environment(job, env))
-    listener = channels.listen(route.address if route else "127.0.0.1")
+    if job.launcher == "pods":
+        listener = pods.listen(env)
+    else:
+        listener = channels.listen(route.address if route else "127.0.0.1")
     with ExitStack() as stack:
         authenticated = stack.enter_context(
             closing(AuthenticatedListener(listener, secret=job.secret, role=channels.SUPERVISOR))
@@ -67,7 +72,8 @@ def dry_run(job: Job, env: Mapping[str, str]) -> str:
     """The commands that `run_job` would run, in shell syntax, without contacting any host."""
     base = worker_environment(job, env, supervisor="HOST:PORT")
     shown = []
-    for command in commands_of(job, base, route=route_between(job)):
+    route = None if job.launcher == "pods" else route_between(job)
+    for command in commands_of(job, base, route=route):
         new = {
             name: "..." if name == SECRET_VARIABLE else text
             for name, text in sorted(command.env.items())
@@ -166,7 +172,7 @@ def commands_of(
     ``route`` is that of this host to the others, ``facts`` are those of the hosts by name.
     """
     first = (facts or {}).get(job.hosts[0].name)
-    if job.launcher == "local":
+    if job.launcher in ("local", "pods"):  # other pods start their own
         return local.commands(job, env)
     if job.launcher == "ssh":
         return remote.commands(job, env)
@@ -201,8 +207,8 @@ def commands_of(
 
 def _check_hosts(job: Job, env: Mapping[str, str]) -> dict[str, HostFacts]:
     """Check whether the hosts can run the job; what they answer, by name. Raises LaunchError."""
-    if job.launcher == "srun":
-        return {}  # Slurm knows its nodes, and agents are checked when they connect
+    if job.launcher in ("srun", "pods"):
+        return {}  # agents are checked when they connect
     if job.has_other_hosts:
         return remote.check_hosts(job, env)
     return {job.hosts[0].name: HostFacts(versions={}, port=find_free_port())}

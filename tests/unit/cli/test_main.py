@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -35,8 +37,9 @@ def test_help_lists_the_subcommands() -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("option", ["--version", "-V"])
 def test_version(option: str) -> None:
-    done = run("-m", "torchmn", option)
-    assert done.stdout.split() == ["torchmn", torchmn.__version__]
+    done = run("-X", "importtime", "-m", "torchmn", option)
+    assert done.stdout.split()[:2] == ["torchmn", torchmn.__version__]
+    assert not re.search(r"\| +(torch|numpy|mpi4py)$", done.stderr, re.MULTILINE)
 
 
 @pytest.mark.processes
@@ -48,9 +51,103 @@ def test_the_bare_command_shows_its_help() -> None:
 
 @pytest.mark.processes
 def test_a_shell_completes_options() -> None:
-    asks = {"_TORCHMN_COMPLETE": "complete_bash", "COMP_WORDS": "torchmn run --laun"}
-    done = run("-m", "torchmn", COMP_CWORD="2", **asks)
-    assert done.stdout.split() == ["--launcher-args", "--launcher"]
+    assert completed("torchmn run --laun") == ["--launcher-args", "--launcher"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        ("torchmn ini", ["init"]),
+        ("torchmn run --launcher p", ["pods"]),
+        ("torchmn run --backend n", ["nccl"]),
+        ("torchmn submit --scheduler ", ["pbs", "slurm", "grid_engine", "kubernetes"]),
+        ("torchmn init --kind t", ["text", "tabular"]),
+        ("torchmn init --scheduler n", ["none"]),
+        ("torchmn plan RUN --codecs int8,f", ["int8,float32", "int8,float16"]),
+        ("torchmn plan RUN --schedules dil", ["diloco"]),
+        ("torchmn plan RUN --route fl", ["flat"]),
+        ("torchmn run trai", []),  # then the shell completes names of files
+    ],
+)
+def test_a_shell_completes_values(words: str, values: list[str]) -> None:
+    assert completed(words) == values
+
+
+def completed(words: str) -> list[str]:
+    """As the function that ``--show-completion bash`` prints asks for them."""
+    number = len(words.split(" ")) - 1
+    asks = {"_TORCHMN_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(number)}
+    done = run("-m", "torchmn", **asks)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_complete(shell: str) -> None:
+    asks = {
+        "_TORCHMN_COMPLETE": f"complete_{shell}",
+        "_TYPER_COMPLETE_ARGS": "torchmn submit --scheduler ku",
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+        "_TYPER_COMPLETE_WORD_TO_COMPLETE": "ku",
+    }
+    done = run("-m", "torchmn", **asks)
+    assert "kubernetes" in done.stdout
+    assert "slurm" not in done.stdout
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_function_of_each_shell(shell: str) -> None:
+    done = run("-c", SHOW.format(shell=shell))
+    assert "_TORCHMN_COMPLETE" in done.stdout
+    assert "torchmn" in done.stdout
+
+
+SHOW = (
+    "from typer.completion import get_completion_script as script; "
+    "print(script(prog_name='torchmn', complete_var='_TORCHMN_COMPLETE', shell='{shell}'))"
+)
+
+
+@pytest.mark.processes
+def test_bash_itself_completes(tmp_path: Path) -> None:
+    """The function that is shown for it, called as bash calls it."""
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip(reason="no bash")
+    command = tmp_path / "torchmn"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m torchmn "$@"\n')
+    command.chmod(0o755)
+    script = (
+        'eval "$(torchmn --show-completion)"; '
+        "COMP_WORDS=(torchmn submit --scheduler sl); COMP_CWORD=3; "
+        'entry=$(complete -p torchmn); function=${entry#*-F }; "${function%% *}" torchmn sl; '
+        'echo "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run(
+        [bash, "--norc", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+        env={"PYTHONPATH": SOURCES, "PATH": f"{tmp_path}:/usr/bin:/bin"},
+    )
+    assert done.stdout.split() == ["slurm"], done.stderr
+
+
+def test_completed_names_are_the_registered_ones() -> None:
+    from torchmn.cli import plan, submit
+    from torchmn.communicators.create import ROUTES
+    from torchmn.compression import CODECS
+    from torchmn.launch.submit import NAMES
+    from torchmn.optimizer.create import SCHEDULES
+
+    assert tuple(CODECS) == plan.CODEC_NAMES
+    assert tuple(SCHEDULES) == plan.SCHEDULE_NAMES
+    assert tuple(ROUTES) == plan.ROUTE_NAMES
+    assert submit.SCHEDULER_NAMES == NAMES
 
 
 @pytest.mark.processes

@@ -14,6 +14,11 @@ from torchmn.launch.submit.slurm import Slurm
 SCHEDULERS: dict[str, Scheduler] = {
     scheduler.name: scheduler for scheduler in (PBS(), Slurm(), GridEngine())
 }
+"""Those that take a job script."""
+KUBERNETES = "kubernetes"
+"""Takes a manifest instead (`torchmn.launch.submit.kubernetes`), and only when asked for: a machine
+with kubectl is not a part of the cluster."""
+NAMES = (*SCHEDULERS, KUBERNETES)
 
 
 def installed_schedulers(path: str | None) -> tuple[str, ...]:
@@ -46,7 +51,7 @@ def choose_scheduler(wanted: str | None, installed: Sequence[str]) -> Scheduler:
     """
     if wanted is not None:
         if wanted not in SCHEDULERS:
-            raise UnknownNameError("scheduler", wanted, SCHEDULERS)
+            raise UnknownNameError("scheduler", wanted, NAMES)
         return SCHEDULERS[wanted]
     known = "|".join(SCHEDULERS)
     if not installed:

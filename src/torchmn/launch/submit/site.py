@@ -1,7 +1,7 @@
 """The site file, ``torchmn.toml``: settings that all jobs of a site have in common.
 
-Keys at the top level apply to all schedulers; those in ``[pbs]``, ``[slurm]`` and ``[grid_engine]``
-apply to one and take precedence.
+Keys at the top level apply to all schedulers; those in ``[pbs]``, ``[slurm]``, ``[grid_engine]``
+and ``[kubernetes]`` apply to one and take precedence.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchmn.errors import TorchmnError, UnknownNameError, UsageError
-from torchmn.launch.submit.choose import SCHEDULERS
+from torchmn.launch.submit.choose import NAMES
 from torchmn.launch.submit.settings import Settings, settings_from_table
 
 if sys.version_info >= (3, 11):
@@ -59,9 +59,9 @@ def read_site(path: Path | None) -> Site:
     except (ValueError, RecursionError) as error:  # TOML's own errors, no UTF-8, too deep
         raise UsageError(f"The site file {path} is not valid TOML: {error}.") from None
     scheduler = table.pop("scheduler", None)
-    if scheduler is not None and scheduler not in tuple(SCHEDULERS):
-        raise UnknownNameError(f"scheduler in {path}:", scheduler, SCHEDULERS)
-    own = {name: table.pop(name) for name in SCHEDULERS if name in table}
+    if scheduler is not None and scheduler not in NAMES:
+        raise UnknownNameError(f"scheduler in {path}:", scheduler, NAMES)
+    own = {name: table.pop(name) for name in NAMES if name in table}
     for name, value in own.items():
         if not isinstance(value, dict):
             raise UsageError(f"{path}: {name} must be a table, got {value!r}: write [{name}].")

@@ -11,7 +11,7 @@ from torchmn.launch.submit.request import JobRequest
 from torchmn.launch.submit.scheduler import Ask, Scheduler, ask
 
 
-def write_script(text: str, path: Path) -> Path | None:
+def write_script(text: str, path: Path, *, mode: int = 0o700) -> Path | None:
     """Write the script, for this user only, since exported variables may be secrets.
 
     An existing file with other content is renamed to ``NAME~``: it may have been edited. Returns
@@ -23,7 +23,7 @@ def write_script(text: str, path: Path) -> Path | None:
         if has_other:
             path.replace(kept)
         path.unlink(missing_ok=True)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o700), "wb") as file:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(text.encode())
     except OSError as error:
         raise UsageError(

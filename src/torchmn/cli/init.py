@@ -1,0 +1,150 @@
+"""``torchmn init``: write a training script that runs, and a job file for one's cluster."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchmn.cli.options import values_of
+from torchmn.cli.submit import SCHEDULER_NAMES
+from torchmn.errors import UnknownNameError, UsageError
+from torchmn.launch.submit.settings import Settings
+
+KINDS = ("image", "text", "tabular")
+NO_SCHEDULER = "none"
+SCRIPT = "train.py"
+
+
+def init(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[FOLDER]", help="Where to write (default: this folder).")
+    ] = Path(),
+    kind: Annotated[
+        str,
+        typer.Option(
+            help="What the model learns from: image, text or tabular.",
+            autocompletion=values_of(KINDS),
+        ),
+    ] = "image",
+    scheduler: Annotated[
+        str | None,
+        typer.Option(
+            help="pbs, slurm, grid_engine, kubernetes or none (default: the one installed).",
+            autocompletion=values_of((*SCHEDULER_NAMES, NO_SCHEDULER)),
+        ),
+    ] = None,
+    num_nodes: Annotated[int, typer.Option("--nodes", help="Number of nodes of the job.")] = 1,
+    per_node: Annotated[int, typer.Option(help="Number of ranks on each node.")] = 1,
+    walltime: Annotated[
+        str, typer.Option(help="Time limit of the job as hours:minutes:seconds.")
+    ] = "01:00:00",
+    image: Annotated[str | None, typer.Option(help="Kubernetes: container image.")] = None,
+    site: Annotated[
+        Path | None,
+        typer.Option(help="Site file (default: torchmn.toml, else ~/.config/torchmn/site.toml)."),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace files; the old ones are kept as NAME~.")
+    ] = False,
+) -> None:
+    """Write train.py, which trains at once on built-in data, and a job file for a scheduler.
+
+    The script has what a long training needs: parts of the data for each worker, exact evaluation,
+    checkpoints, and saving before the job's time limit. Asks nothing, and replaces nothing without
+    --force.
+    """
+    from torchmn.launch import submit as jobs
+
+    if kind not in KINDS:
+        raise UnknownNameError("kind", kind, KINDS)
+    found = jobs.read_site(jobs.find_site(site, folder=Path.cwd(), home=Path.home()))
+    chosen = scheduler or found.scheduler or _installed(os.environ.get("PATH"))
+    if chosen not in (*jobs.NAMES, NO_SCHEDULER):
+        raise UnknownNameError("scheduler", chosen, (*jobs.NAMES, NO_SCHEDULER))
+    texts = {SCRIPT: (resources.files("torchmn.cli.templates") / f"{kind}.py").read_text("utf-8")}
+    if chosen != NO_SCHEDULER:
+        own = Settings(walltime=walltime, image=image)
+        name, text = _job_file(
+            chosen, own.merged_over(found.settings_for(chosen)), num_nodes, per_node
+        )
+        texts[name] = text
+    existing = [str(folder / name) for name in texts if (folder / name).exists()]
+    if existing and not force:
+        raise UsageError(
+            f"{' and '.join(existing)} exist(s) already: use another folder, or --force, which "
+            "keeps the old one(s) as NAME~."
+        )
+    _make(folder)
+    for name, text in texts.items():
+        is_shell = name.endswith(".sh")
+        kept = jobs.write_script(text, folder / name, mode=0o700 if is_shell else 0o600)
+        typer.echo(f"{folder / name}" + (f" (the old one is {kept})" if kept else ""))
+    for line in _next_steps(folder, chosen, [*texts][-1], num_nodes * per_node):
+        typer.echo(line)
+
+
+def _installed(path: str | None) -> str:
+    """The scheduler of this cluster; none where there are several, for one must be chosen."""
+    from torchmn.launch.submit import installed_schedulers
+
+    names = installed_schedulers(path)
+    return names[0] if len(names) == 1 else NO_SCHEDULER
+
+
+def _job_file(
+    scheduler: str, settings: Settings, num_nodes: int, ranks_per_node: int
+) -> tuple[str, str]:
+    """Name and text of what `torchmn submit` would submit in the folder of the script."""
+    from torchmn.launch import submit as jobs
+
+    is_kubernetes = scheduler == jobs.KUBERNETES
+    if settings.activate and Path(settings.activate).expanduser().is_dir():
+        # the job is submitted in another folder
+        where = Path(settings.activate).expanduser().absolute()
+        settings = replace(settings, activate=str(where))
+    job = jobs.JobRequest(
+        script=SCRIPT,
+        name="train",
+        file=f"train.{scheduler}.{'yaml' if is_kubernetes else 'sh'}",
+        num_nodes=num_nodes,
+        ranks_per_node=ranks_per_node,
+        max_requeues=10,
+        environment=jobs.find_environment(settings.activate, Path.cwd(), is_here=False)
+        if settings.activate and not is_kubernetes
+        else None,
+        settings=settings,
+    )
+    if is_kubernetes:
+        return job.file, jobs.manifest(job, secret=secrets.token_hex(32))
+    return job.file, jobs.job_script(job, jobs.SCHEDULERS[scheduler])
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"The folder {folder} cannot be created ({error.strerror}): name another one."
+        ) from None
+
+
+def _next_steps(folder: Path, scheduler: str, job_file: str, num_ranks: int) -> list[str]:
+    from torchmn.launch import submit as jobs
+
+    change = [] if folder == Path() else [f"  cd {shlex.quote(str(folder))}"]
+    lines = ["", "Try it here, on two workers:", *change, f"  torchmn run -n 2 {SCRIPT}"]
+    if scheduler == NO_SCHEDULER:
+        return lines
+    if scheduler == jobs.KUBERNETES:
+        command = f"kubectl create -f {job_file}"
+    else:
+        submit = jobs.SCHEDULERS[scheduler].submit_command[0]
+        command = f"mkdir -p torchmn-logs && {submit} {job_file}"
+    return [*lines, f"As a job of {num_ranks} rank(s):", f"  {command}"]

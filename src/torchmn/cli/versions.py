@@ -1,0 +1,88 @@
+"""``torchmn --version``: versions, and which engines are here, without importing any of them."""
+
+from __future__ import annotations
+
+import platform
+import re
+import shutil
+from collections.abc import Mapping
+from importlib import metadata
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from torchmn.version import __version__
+
+
+def versions_text(env: Mapping[str, str]) -> str:
+    """A line for torchmn and one for everything that it uses. Local, and without torch."""
+    rows = {
+        "Python": platform.python_version(),
+        "torch": _version_of("torch") or "not installed",
+        "gloo": "in torch" if _version_of("torch") else "not installed",
+        "NCCL": _nccl(),
+        "MPI": _mpi(env),
+        "codec kernels": _kernels(),
+        "schedulers": ", ".join(_schedulers(env)) or "none found on the PATH",
+    }
+    width = max(map(len, rows))
+    lines = [f"  {name:{width}}  {text}" for name, text in rows.items()]
+    return "\n".join([f"torchmn {__version__}", *lines])
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _nccl() -> str:
+    cuda = _cuda_of_torch()
+    if not cuda:
+        return "no: this torch is not built for CUDA"
+    for distribution in metadata.distributions():
+        if (distribution.name or "").lower().startswith("nvidia-nccl"):
+            return f"{distribution.version}, torch built for CUDA {cuda}"
+    return f"in torch, built for CUDA {cuda}"
+
+
+def _cuda_of_torch() -> str:
+    """The CUDA that torch was built for, from the file that says so; empty without one."""
+    spec = PathFinder.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return ""
+    try:
+        text = (Path(spec.origin).parent / "version.py").read_text()
+    except OSError:
+        return ""
+    found = re.search(r"^cuda\b[^=\n]*=\s*['\"]([^'\"]+)", text, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def _mpi(env: Mapping[str, str]) -> str:
+    from torchmn.launch.backend import find_mpirun
+
+    path, binding = find_mpirun(env), _version_of("mpi4py")
+    parts = [
+        f"mpi4py {binding}" if binding else "no mpi4py",
+        f"mpirun at {path}" if path else "no mpirun",
+    ]
+    return ", ".join(parts)
+
+
+def _kernels() -> str:
+    numba, triton = _version_of("numba"), _version_of("triton")
+    parts = [
+        f"numba {numba} (CPU)" if numba else "no numba (codecs for CPUs run in torch)",
+        f"Triton {triton} (CUDA)" if triton else "no Triton (codecs for CUDA run in torch)",
+    ]
+    return ", ".join(parts)
+
+
+def _schedulers(env: Mapping[str, str]) -> list[str]:
+    from torchmn.launch.submit.choose import SCHEDULERS, installed_schedulers
+
+    path = env.get("PATH")
+    found = [SCHEDULERS[name] for name in installed_schedulers(path)]
+    here = [f"{scheduler.title} ({scheduler.submit_command[0]})" for scheduler in found]
+    return [*here, *(["Kubernetes (kubectl)"] if shutil.which("kubectl", path=path) else [])]

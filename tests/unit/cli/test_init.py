@@ -1,0 +1,136 @@
+"""``torchmn init``: what it writes trains, and it replaces nothing by itself."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from tests.processes.runner import PYTHON_PATH
+from torchmn.cli.init import KINDS
+from torchmn.cli.main import app
+from torchmn.errors import TorchmnError, UnknownNameError, UsageError
+from torchmn.launch.submit import SCHEDULERS
+
+TEMPLATES = Path(sys.modules["torchmn.cli.main"].__file__ or "").with_name("templates")
+
+
+def init(folder: Path, *words: str) -> Result:
+    done = CliRunner().invoke(app, ["init", str(folder), *words])
+    if isinstance(done.exception, TorchmnError):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    return done
+
+
+@pytest.fixture(autouse=True)
+def _no_site_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+
+
+def run(folder: Path, *words: str, limit_s: float = 100) -> subprocess.CompletedProcess[str]:
+    import os
+
+    return subprocess.run(
+        [sys.executable, "-m", "torchmn", "run", "-n", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": PYTHON_PATH},
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        check=False,
+    )
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_written_trains_and_resumes(tmp_path: Path, kind: str) -> None:
+    """Two ranks compute what one does, and a second start continues on another number."""
+    folder = tmp_path / kind
+    init(folder, "--kind", kind, "--scheduler", "none")
+    assert sorted(path.name for path in folder.iterdir()) == ["train.py"]
+    two = run(folder, "2", "--backend", "gloo", "train.py", "--epochs", "1")
+    assert two.returncode == 0, two.stderr
+    (line,) = two.stdout.splitlines()
+    assert line.startswith("[0] epoch 1: test loss ")
+    one = run(
+        folder, "1", "--backend", "gloo", "train.py", "--epochs", "1", "--checkpoints", "other"
+    )
+    if kind != "tabular":  # which has dropout
+        assert one.stdout.splitlines() == [line]
+    more = run(folder, "1", "--backend", "gloo", "train.py", "--epochs", "2")
+    assert more.returncode == 0, more.stderr
+    (later,) = more.stdout.splitlines()
+    assert later.startswith("[0] epoch 2: test loss ")
+    assert float(later.split()[-1]) >= float(line.split()[-1]) - 0.05
+    assert (folder / "model.pt").exists()
+
+
+def test_the_templates_have_one_main() -> None:
+    """And one evaluation; only the help of --data and the learning rate differ."""
+
+    def function(kind: str, name: str) -> list[str]:
+        tree = ast.parse((TEMPLATES / f"{kind}.py").read_text())
+        (found,) = (n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name)
+        lines = ast.unparse(found).splitlines()
+        return [line for line in lines if "'--data'" not in line and "'--rate'" not in line]
+
+    for name in ("main", "evaluate"):
+        assert function("image", name) == function("text", name) == function("tabular", name)
+    assert {path.stem for path in TEMPLATES.glob("*.py")} == {*KINDS, "__init__"}
+    assert all(len(p.read_text().splitlines()) <= 130 for p in TEMPLATES.glob("*.py"))
+
+
+@pytest.mark.parametrize("scheduler", ["pbs", "slurm", "kubernetes"])
+def test_a_job_file(tmp_path: Path, scheduler: str) -> None:
+    words = ["--nodes", "2", "--per-node", "4", "--walltime", "02:30:00"]
+    words += ["--image", "registry.io/train:1"] if scheduler == "kubernetes" else []
+    done = init(tmp_path / "own", "--scheduler", scheduler, *words)
+    name = f"train.{scheduler}.{'yaml' if scheduler == 'kubernetes' else 'sh'}"
+    path = tmp_path / "own" / name
+    text = path.read_text()
+    assert "train.py" in text
+    assert ("9000" if scheduler == "kubernetes" else "02:30:00") in text
+    assert path.stat().st_mode & 0o077 == 0
+    command = (
+        "kubectl create -f"
+        if scheduler == "kubernetes"
+        else SCHEDULERS[scheduler].submit_command[0]
+    )
+    assert f"{command} {name}" in done.output
+    assert "torchmn run -n 2 train.py" in done.output
+
+
+def test_the_site_file_is_used(tmp_path: Path) -> None:
+    (tmp_path / "torchmn.toml").write_text(
+        'scheduler = "grid_engine"\n[grid_engine]\nparallel_environment = "mpi"\n'
+    )
+    init(tmp_path / "own", "--per-node", "2")
+    assert "#$ -pe mpi 2" in (tmp_path / "own" / "train.grid_engine.sh").read_text()
+
+
+def test_nothing_is_replaced_by_itself(tmp_path: Path) -> None:
+    init(tmp_path, "--scheduler", "none")
+    script = tmp_path / "train.py"
+    script.write_text("mine\n")
+    with pytest.raises(UsageError, match=r"train.py exist\(s\) already: .*--force"):
+        init(tmp_path, "--scheduler", "slurm")
+    assert script.read_text() == "mine\n"
+    assert not (tmp_path / "train.slurm.sh").exists()
+    init(tmp_path, "--scheduler", "none", "--force")
+    assert script.with_name("train.py~").read_text() == "mine\n"
+    assert "torchmn" in script.read_text()
+
+
+def test_names_that_are_unknown(tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError, match="kind 'sound'. Known: image, text, tabular"):
+        init(tmp_path / "a", "--kind", "sound")
+    with pytest.raises(UnknownNameError, match="scheduler 'lsf'. Known: .*kubernetes, none"):
+        init(tmp_path / "a", "--scheduler", "lsf")
+    assert not (tmp_path / "a").exists()
