@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,9 +32,9 @@ class ControlChannel:
         rank_label: str,
         timeout_s: float,
         *,
-        job_ranks: Sequence[int] = (),
+        recorder: FlightRecorder,
     ) -> None:
-        self._recorder = FlightRecorder(job_ranks=job_ranks)
+        self._recorder = recorder
         script_monitor.follow(self._recorder)  # so that a missing rank is named
         self._transport = transport
         self._timeout_s = timeout_s
