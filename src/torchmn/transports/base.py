@@ -411,10 +411,12 @@ def abort_pending_receives(transport: Transport) -> None:
     """End receives that wait in other threads, where the transport does not poll. Local.
 
     A gloo group closes its connections when a receive exceeds its time limit; nothing else ends a
-    thread that waits in it. Connections to lost peers are closed already.
+    thread that waits in it. Connections to lost peers are closed already. Peers without a message
+    so far may have no connection, and are not given one now.
     """
     nothing = torch.zeros(1, dtype=torch.uint8, device="cpu")
-    for peer in range(transport.size):
+    peers = {p for each in transport.transports() for p in (*each.sent.copy(), *each.received.copy())}
+    for peer in sorted(peers):
         if peer != transport.rank:
             try:
                 limit = TimeLimit(0.001, lambda: False)
