@@ -69,6 +69,7 @@ def _control(numbers: list[int], bars: list[Bar]) -> dict[str, Any]:
 def _report(numbers: list[int], bars: list[Bar]) -> dict[str, Any]:
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from tests.unit.recorded_runs import ImitatedRun
+
     from torchmn.profiling.run_reader import read_run
     from torchmn.report.summary import summarize
 

@@ -55,9 +55,7 @@ def run_control(num_ranks: int) -> dict[str, float]:
             target=_imitate, args=(channels.address_of(listener), job.secret, num_ranks)
         )
         peers.start()
-        authenticated = AuthenticatedListener(
-            listener, secret=job.secret, role=channels.SUPERVISOR
-        )
+        authenticated = AuthenticatedListener(listener, secret=job.secret, role=channels.SUPERVISOR)
         output = RankOutput(nowhere, nowhere)
         session = AgentSession(authenticated, num_ranks, job, Path(name), output)
         try:
@@ -154,5 +152,3 @@ def num_descriptors() -> int:
     import resource
 
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-
-

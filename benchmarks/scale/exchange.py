@@ -81,9 +81,13 @@ def _rank(
     if connects_all:
         base.MAX_DIRECT_RANKS = gloo_nccl.MAX_DIRECT_RANKS = 1 << 30
     os.environ |= {
-        **{"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank)},
-        **{"LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1"},
-        **{"MASTER_PORT": str(port), "TORCHMN_RECORD": "off"},
+        "RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHMN_RECORD": "off",
     }
     forked_s = time.time() - began
     comm = torchmn.create_communicator(name, timeout_s=LIMIT_S)

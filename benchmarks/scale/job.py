@@ -54,7 +54,16 @@ def run_job(num_ranks: int, kind: str) -> dict[str, float]:
         folder = Path(name)
         (folder / "script.py").write_text(SCRIPT)
         began = time.time()
-        command = (sys.executable, "-m", "torchmn", "run", "-n", str(num_ranks), "--backend", "gloo")
+        command = (
+            sys.executable,
+            "-m",
+            "torchmn",
+            "run",
+            "-n",
+            str(num_ranks),
+            "--backend",
+            "gloo",
+        )
         with (folder / "output").open("w") as output:
             job = subprocess.Popen(
                 [*command, "script.py", kind, str(folder / "ranks")],

@@ -1,4 +1,4 @@
-"""The sdist and the wheel: the same bytes from the same commit, and in them what should be there."""
+"""The sdist and the wheel: the same bytes from the same commit, with what should be in them."""
 
 from __future__ import annotations
 
@@ -134,13 +134,14 @@ def test_the_metadata(metadata: Message) -> None:
 
 def test_all_is_every_extra_that_torchmn_itself_can_use(metadata: Message) -> None:
     """A new extra belongs into ``all``, or into one of the two sets above."""
-    extras = set(metadata.get_all("Provides-Extra") or ())
-    (listed,) = (
-        match[1]
-        for text in metadata.get_all("Requires-Dist") or ()
-        if (match := re.match(r"torchmn\[(.+)\]; extra == .all.", text))
-    )
-    assert set(listed.split(",")) == extras - FOR_DEVELOPERS - FOR_A_CHECKOUT - {"all"}
+    extras: dict[str, set[str]] = {name: set() for name in metadata.get_all("Provides-Extra", [])}
+    for text in metadata.get_all("Requires-Dist", []):
+        found = re.fullmatch(r"(.*?)(?:; | and )extra == '(.+)'", text)
+        if found:
+            extras[found[2]].add(found[1])
+    for_users = extras.keys() - FOR_DEVELOPERS - FOR_A_CHECKOUT - {"all"}
+    assert {"compression", "mpi", "report"} <= for_users
+    assert extras["all"] == set().union(*(extras[name] for name in for_users))
 
 
 def test_the_description_is_whole_without_the_files_beside_it(metadata: Message) -> None:
@@ -150,8 +151,12 @@ def test_the_description_is_whole_without_the_files_beside_it(metadata: Message)
     assert [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link] == []
     assert "![" not in text
     # What is left out are figures and addresses: all other words of the README are there.
-    words = set(re.findall(r"\w+", re.sub(r"!\[.*|\]\([^)]*\)", "", (ROOT / "README.md").read_text())))
-    captions = re.findall(r"^!\[.*\n\n\*((?:.+\n)+)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    words = set(
+        re.findall(r"\w+", re.sub(r"!\[.*|\]\([^)]*\)", "", (ROOT / "README.md").read_text()))
+    )
+    captions = re.findall(
+        r"^!\[.*\n\n\*((?:.+\n)+)", (ROOT / "README.md").read_text(), re.MULTILINE
+    )
     missing = words - set(re.findall(r"\w+", text)) - set(re.findall(r"\w+", "".join(captions)))
     assert missing == set()
 

@@ -1,7 +1,8 @@
-"""One version everywhere; CHANGELOG.md in its form; nothing deprecated stays longer than announced."""
+"""One version, CHANGELOG.md in its form, and nothing deprecated stays longer than announced."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,8 +29,8 @@ def deprecated(page: str) -> list[Deprecated]:
     """The rows of the table on this page."""
     table = page.partition("| name | since | removed_in | instead |\n|---|---|---|---|\n")
     assert table[1], "the table of deprecations has another head"
-    rows = table[2].partition("\n\n")[0].splitlines()
-    cells = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows if row]
+    rows = itertools.takewhile(lambda line: line.startswith("|"), table[2].splitlines())
+    cells = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
     return [Deprecated(*row) for row in cells]
 
 
@@ -86,7 +87,9 @@ def test_changelog() -> None:
     # The first release lists what there is by subject; later ones what has changed, by kind.
     later = releases if not versions else releases[:-1]
     if versions:
-        heads = {head for _, text in later for head in re.findall(r"^### (.*)$", text, re.MULTILINE)}
+        heads = {
+            head for _, text in later for head in re.findall(r"^### (.*)$", text, re.MULTILINE)
+        }
         assert heads <= KINDS
 
 

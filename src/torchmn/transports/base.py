@@ -415,7 +415,9 @@ def abort_pending_receives(transport: Transport) -> None:
     so far may have no connection, and are not given one now.
     """
     nothing = torch.zeros(1, dtype=torch.uint8, device="cpu")
-    peers = {p for each in transport.transports() for p in (*each.sent.copy(), *each.received.copy())}
+    peers = {
+        p for each in transport.transports() for p in (*each.sent.copy(), *each.received.copy())
+    }
     for peer in sorted(peers):
         if peer != transport.rank:
             try:

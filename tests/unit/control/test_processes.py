@@ -14,7 +14,6 @@ import pytest
 from torchmn.control.processes import (
     children,
     descendants,
-    has_children,
     kill_descendants,
     signal_name,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import socket
 from collections.abc import Iterator
@@ -37,10 +38,8 @@ class Listener:
 
     def admit(self) -> list[tuple[Channel, Message]]:
         self._reading.setblocking(False)
-        try:
+        with contextlib.suppress(BlockingIOError):
             self._reading.recv(100)
-        except BlockingIOError:
-            pass
         found, self.arrived = self.arrived, []
         return found
 
