@@ -3,7 +3,7 @@
 
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: help setup train test test-schedulers test-launchers check-gpu bench chaos pages lint clean
+.PHONY: help setup train test test-schedulers test-launchers check-gpu bench chaos pages lint dist test-wheel check-pythons clean
 
 help:
 	@echo 'make train       train a network on real images with one worker, then two'
@@ -15,6 +15,9 @@ help:
 	@echo 'make chaos       strike a training RUNS=50 times by random faults of SEED=... and resume it'
 	@echo 'make pages      write the pages of docs/reference that are made from the source'
 	@echo 'make lint        check style and types'
+	@echo 'make dist        build the sdist and the wheel of the last commit into dist/, the same bytes each time'
+	@echo 'make test-wheel  install the wheel into a new environment and run the tests outside of this folder'
+	@echo 'make check-pythons    try the wheel in clean environments of Python 3.10 to 3.13, those that are here'
 	@echo 'make setup       make .venv with everything the others need (they do it themselves)'
 	@echo 'make clean       remove .venv'
 
@@ -62,5 +65,16 @@ lint: setup
 	@$(VENV_PYTHON) -m ruff format --check .
 	@$(VENV_PYTHON) -m mypy
 
+dist: setup
+	@bash scripts/dist.sh
+
+# ARGS are arguments of pytest: make test-wheel ARGS='-n auto tests'
+test-wheel: setup
+	@bash scripts/test_wheel.sh $(ARGS)
+
+# ARGS='--train' installs torch, too, and trains; ARGS="--train 'torch==2.6.*'" with the oldest one.
+check-pythons: setup
+	@bash scripts/check_pythons.sh $(ARGS)
+
 clean:
-	rm -rf .venv .venv-mpich .venv-setup.log
+	rm -rf dist .venv .venv-mpich .venv-setup.log

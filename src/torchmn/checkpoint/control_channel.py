@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,9 +32,9 @@ class ControlChannel:
         rank_label: str,
         timeout_s: float,
         *,
-        job_ranks: Sequence[int] = (),
+        recorder: FlightRecorder,
     ) -> None:
-        self._recorder = FlightRecorder(job_ranks=job_ranks)
+        self._recorder = recorder
         script_monitor.follow(self._recorder)  # so that a missing rank is named
         self._transport = transport
         self._timeout_s = timeout_s
@@ -53,20 +52,14 @@ class ControlChannel:
         if transport is None:
             return [value]
         raw = bytearray(json.dumps(value, separators=(",", ":")).encode())
-        mine = torch.frombuffer(raw, dtype=torch.uint8)
-        others = [peer for peer in range(transport.size) if peer != transport.rank]
-        sizes = {peer: torch.zeros(1, dtype=torch.int64, device="cpu") for peer in others}
-        size = torch.tensor([mine.numel()], device="cpu")
         limit_s = self._timeout_s + nbytes / _SLOWEST_BYTES_PER_S
         self._waiting_since_s = time.monotonic()
         entry = self._recorder.begin("checkpoint", f"the round in which {what}", (), "-", limit_s)
         try:
-            self._exchange(dict.fromkeys(others, size), sizes, limit_s)
-            received = {
-                peer: torch.empty(int(size), dtype=torch.uint8, device="cpu")
-                for peer, size in sizes.items()
-            }
-            self._exchange(dict.fromkeys(others, mine), received, self._timeout_s)
+            sizes = self._gather(transport, torch.tensor([len(raw)], device="cpu"), limit_s)
+            blanks = int(sizes.max()) - len(raw)  # which JSON ignores
+            row = torch.frombuffer(raw + b" " * blanks, dtype=torch.uint8)
+            rows = self._gather(transport, row, self._timeout_s)
         except (PeerLostError, TimeLimitError) as error:
             self._recorder.end(entry, "late" if isinstance(error, TimeLimitError) else "failed")
             raise type(error)(
@@ -75,8 +68,7 @@ class ControlChannel:
         finally:
             self._waiting_since_s = None
         self._recorder.end(entry, "done")
-        received[transport.rank] = mine
-        return [json.loads(received[rank].numpy().tobytes()) for rank in range(transport.size)]
+        return [json.loads(row.tobytes()) for row in rows.numpy()]
 
     def waited_s(self) -> float:
         """How long this rank has been waiting in a round, in seconds; 0 outside of one."""
@@ -96,7 +88,10 @@ class ControlChannel:
         if self._transport is not None:
             abort_pending_receives(self._transport)
 
-    def _exchange(self, sends: dict[int, Tensor], recvs: dict[int, Tensor], limit_s: float) -> None:
-        if self._transport is not None:
-            self._time_limit = BackoffTimeLimit(limit_s, _LONGEST_PAUSE_S)
-            self._transport.exchange(list(sends.items()), list(recvs.items()), self._time_limit)
+    def _gather(self, transport: Transport, own: Tensor, limit_s: float) -> Tensor:
+        """(n,) on every rank to (W, n): rows in rank order."""
+        self._time_limit = BackoffTimeLimit(limit_s, _LONGEST_PAUSE_S)
+        rows = own.new_empty(transport.size, own.numel())
+        rows[transport.rank] = own
+        transport.all_gather_stripes_(rows.view(-1), self._time_limit)
+        return rows

@@ -114,7 +114,10 @@ def create_multi_node_checkpointer(
         comm,
         storage,
         ControlChannel(
-            transport, comm.rank_label, comm.timeout_s, job_ranks=comm.flight_recorder.job_ranks
+            transport,
+            comm.rank_label,
+            comm.timeout_s,
+            recorder=comm.flight_recorder.for_other_thread(),
         ),
         where=str(where),
         keep=keep,
@@ -149,7 +152,10 @@ def _memory_of_hosts(
         comm,
         MemoryStorage(copies),
         ControlChannel(
-            transport, comm.rank_label, comm.timeout_s, job_ranks=comm.flight_recorder.job_ranks
+            transport,
+            comm.rank_label,
+            comm.timeout_s,
+            recorder=comm.flight_recorder.for_other_thread(),
         ),
         where="the memory of the hosts",
         keep=1,

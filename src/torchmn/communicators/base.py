@@ -113,7 +113,8 @@ class Communicator(Collectives, ABC):
         self._steps = _Steps()
         self._process_group: dist.ProcessGroup | None = None
         self.flight_recorder = FlightRecorder(
-            job_ranks=range(self.size) if job_ranks is None else job_ranks
+            job_ranks=range(self.size) if job_ranks is None else job_ranks,
+            has_whole_job=job_ranks is None,
         )
         script_monitor.follow(self.flight_recorder)
         self.engine = Engine(

@@ -67,9 +67,12 @@ class CollectiveRecord:
 class FlightRecorder:
     """The last ``capacity`` collectives of one communicator and everything split from it. Local."""
 
-    def __init__(self, capacity: int = 512, *, job_ranks: Sequence[int] = ()) -> None:
+    def __init__(
+        self, capacity: int = 512, *, job_ranks: Sequence[int] = (), has_whole_job: bool = False
+    ) -> None:
         self.job_ranks = tuple(job_ranks)
         """The ranks of the job that the communicator's ranks are."""
+        self._has_whole_job = has_whole_job
         self._members: dict[str, tuple[int, ...]] = {}
         self._entries: deque[CollectiveRecord] = deque(maxlen=capacity)
         self._last_of: dict[str, CollectiveRecord] = {}
@@ -80,6 +83,10 @@ class FlightRecorder:
         self._first_step: int | None = None
         self.has_stepped = False
         """Whether the sums of the first step are over: from then on ranks run at one speed."""
+
+    def for_other_thread(self) -> FlightRecorder:
+        """An empty one of the same ranks, for exchanges beside these."""
+        return FlightRecorder(job_ranks=self.job_ranks, has_whole_job=self._has_whole_job)
 
     def begin(
         self,
@@ -151,6 +158,8 @@ class FlightRecorder:
         newest = []
         for entry in self._last_of.copy().values():
             members = self._members.get(entry.group, range(len(self.job_ranks)))
+            if self._has_whole_job and entry.group not in self._members:
+                members = ()  # all: every rank reports this, and a list of all would be long
             newest.append(
                 CollectiveStatus(
                     group=entry.group,

@@ -8,6 +8,7 @@ nothing piles up at a process that does not read.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 from torchmn.control.connection import Channel
 from torchmn.control.messages.monitor import Alive, HeartbeatRequest, StoppedProcess
@@ -54,15 +55,27 @@ class Heartbeat:
         self._asked_at = None
 
 
-def answer(channel: Channel, *pids: int, sees_launcher: bool = False) -> None:
+def answer(
+    channel: Channel, *pids: int, sees_launcher: bool = False, place: tuple[int, int] = (0, 1)
+) -> None:
     """Answer a request, and report which of these processes are stopped.
 
-    With ``sees_launcher`` also those that have started this one, or others beside it.
+    With ``sees_launcher`` also those that have started this one, and its share of those beside it:
+    ``place`` is the rank on this host and the number of ranks there.
     """
     watched = dict.fromkeys(pid for pid in pids if pid)
     if sees_launcher:
         above = ancestors(os.getpid())
-        beside = children(above[0]) if above else []
+        beside = share_of(children(above[0]), *place) if above else []
         watched |= dict.fromkeys([*beside, *above])
     stopped = [StoppedProcess(pid, process_name(pid)) for pid in watched if is_stopped(pid)]
     channel.post(Alive(stopped=stopped))
+
+
+def share_of(pids: Iterable[int], index: int, num: int) -> list[int]:
+    """Which of these processes one of ``num`` observers looks at: each is seen by two of them.
+
+    By two, for a process that is stopped may be an observer. If each looked at all, many ranks on
+    one host would do little else.
+    """
+    return [pid for i, pid in enumerate(sorted(pids)) if (i - index) % num < 2]

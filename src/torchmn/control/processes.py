@@ -216,6 +216,15 @@ def kill_descendants(pid: int, *, spare: Collection[int] = (), limit_s: float = 
         time.sleep(0.01)
 
 
+def has_children() -> bool:
+    """Whether this process has a child, be it one that has exited and was not reaped yet."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
 def reap_children() -> list[tuple[int, int]]:
     """The children that have exited: (process, exit code or minus the signal)."""
     ended: list[tuple[int, int]] = []

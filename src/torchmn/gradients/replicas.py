@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchmn.communicators import Communicator
-from torchmn.communicators.checksums import checksum, differences
+from torchmn.communicators.checksums import checksum, differences, digest
 from torchmn.communicators.local_tensors import (
     PART,
     from_part,
@@ -90,8 +91,8 @@ def raise_if_ranks_differ(
         if tensor in sparse:
             tensors[name] += ", with sparse gradients"
     settings = {name: str(value) for name, value in asked.items()} | _options(inner)
-    gathered = comm.allgather_obj((settings, tensors))
-    for rank in range(1, comm.size):
+    gathered = _gathered_if_different(comm, [settings, tensors])
+    for rank in range(1, len(gathered)):
         what = _first_difference("the models", gathered[0][1], gathered[rank][1], rank)
         what = what or _first_difference("the optimizers", gathered[0][0], gathered[rank][0], rank)
         if what:
@@ -171,8 +172,7 @@ def broadcast_optimizer_state(comm: Communicator, inner: Optimizer) -> None:
         for index, values in state.items()
         for name, value in (values.items() if isinstance(values, Mapping) else [("", values)])
     }
-    gathered = comm.allgather_obj(mine)
-    if any(other != gathered[0] for other in gathered):
+    if _gathered_if_different(comm, mine):
         whole = comm.bcast_obj(with_parts(inner.state_dict()) if comm.rank == 0 else None)
         if comm.rank != 0:
             load_inner_state(inner, whole)
@@ -219,8 +219,17 @@ def _placed(value: Any, like: Tensor, optimizer: str) -> Any:
 def different_tensors(comm: Communicator, models: Sequence[nn.Module]) -> list[str]:
     """Names of the tensors that are not bit-identical on all ranks. *Collective.*"""
     mine = {name: checksum([tensor]) for name, tensor in named_tensors(models).items()}
-    gathered = comm.allgather_obj(mine)
+    gathered = _gathered_if_different(comm, mine)
     return [difference.name for difference in differences(gathered)]
+
+
+def _gathered_if_different(comm: Communicator, mine: Any) -> list[Any]:
+    """The values of all ranks, plain JSON; none if they are equal, order included. *Collective.*
+
+    Then only digests are sent: a list of all tensors of every rank would be large on many ranks.
+    """
+    digests = comm.allgather_obj(digest(json.dumps(mine).encode()))
+    return comm.allgather_obj(mine) if len(set(digests)) > 1 else []
 
 
 def copy_state_from_rank(

@@ -41,6 +41,7 @@ from torchmn.control.private_files import open_private
 from torchmn.control.processes import (
     descendants,
     expects_signal,
+    has_children,
     is_stopped,
     kill_descendants,
     kill_on_parent_death,
@@ -80,6 +81,7 @@ class Agent:
         wakeup: socket.socket,
         share: CpuAssignment,
         beside: str = "",
+        place: tuple[int, int] = (0, 1),
     ) -> None:
         self._rank = rank
         self._order = order
@@ -87,6 +89,7 @@ class Agent:
         self._wakeup = wakeup
         self._share = share
         self._beside = beside
+        self._place = place
         path = Path(order.log_dir) / f"rank{rank}.log"
         self._output = ScriptOutput(path, channel, order.wants_refreshes)
         self._script_pid = 0
@@ -171,7 +174,8 @@ class Agent:
     # ---- the loop -----------------------------------------------------------------------------
 
     def _is_over(self) -> bool:
-        return self._returncode is not None and not descendants(os.getpid())
+        # Orphans become children of this process, so without children there are no descendants.
+        return self._returncode is not None and not (has_children() and descendants(os.getpid()))
 
     def _wait(self) -> None:
         """Wait for output, messages or signals, and process them."""
@@ -218,7 +222,7 @@ class Agent:
                 self._link.post(message)
                 self._terminate(message.signum, "supervisor")
             elif isinstance(message, HeartbeatRequest):
-                answer(self._channel, self._script_pid, sees_launcher=True)
+                answer(self._channel, self._script_pid, sees_launcher=True, place=self._place)
             elif isinstance(message, StatusRequest):
                 self._link.request_status()
             elif isinstance(message, ForwardSignal):

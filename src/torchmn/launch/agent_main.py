@@ -54,7 +54,8 @@ def main() -> int:
         share, beside = bind_cores(place, os.environ, available_processors())
         env = script_environment(os.environ, share, order.env, route)
         with keeper, open_mpi_memory(env) as variables:
-            agent = Agent(place.rank, order, channel, wakeup, share, beside)
+            on_host = (place.intra_rank or 0, place.intra_size or 1)
+            agent = Agent(place.rank, order, channel, wakeup, share, beside, on_host)
             return agent.run({**env, **variables})
     except TorchmnError as error:
         print(f"torchmn: {error}", file=sys.stderr, flush=True)

@@ -56,6 +56,7 @@ class AgentSession(RankSession):
         self._job = job
         self._output = output
         self._problems: list[str] = []
+        self._num_lines = 0  # of all ranks
         self.has_started = False
         """Whether the agents were ordered to start their scripts."""
         self.leave_by: float | None = None
@@ -134,12 +135,10 @@ class AgentSession(RankSession):
 
     def _on_output(self, record: RankRecord, message: Output) -> None:
         record.num_lines += len(message.lines)
+        self._num_lines += len(message.lines)
         if message.stream == "err":
             record.last_errors.extend(message.lines)
-            record.num_lines_of_others_since = 0
-        for other in self.records:
-            if other is not record:
-                other.num_lines_of_others_since += len(message.lines)
+            record.num_lines_of_others = self._num_lines - record.num_lines
         self._output.lines(record.rank, message.stream, message.lines)
 
     def accept(self) -> None:
@@ -181,7 +180,11 @@ class AgentSession(RankSession):
     def report_failure(self, folder: Path, result: JobResult, summary: str) -> None:
         """Show the failed rank's last error output again if other ranks wrote after it; keep it."""
         first = result.first_failure
-        if first is not None and first.num_lines_of_others_since and first.last_errors:
+        if (
+            first is not None
+            and first.last_errors
+            and self._num_lines - first.num_lines > first.num_lines_of_others
+        ):
             self._output.quote("\n".join(stderr_tail(result)))
         self._say(write_failure_report(folder, result, summary))
 

@@ -5,9 +5,11 @@ Pure functions of the status of every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import takewhile
+
+from msgspec import structs
 
 from torchmn.control.messages.monitor import (
     CollectiveStatus,
@@ -21,6 +23,7 @@ DONE = "done"
 """The state of a collective that has completed."""
 _NUM_STACK_LINES = 60
 _NUM_NAMED = 8
+_NUM_SEPARATE = 16
 _FRAME = 'File "'
 _PROCESS_TEXTS = {
     ProcessState.RUNNING: "runs",
@@ -143,8 +146,10 @@ def _hang_report(
     hosts: Mapping[int, str],
 ) -> HangReport:
     lines = [f"Hang: {head}.", f"{cause[0].upper()}{cause[1:]}.", ""]
-    for rank in sorted(hosts):
-        lines += _lines_of(rank, statuses.get(rank), hosts)
+    for ranks in _with_equal_lines(sorted(hosts), statuses):
+        title, *rest = _lines_of(ranks[0], statuses.get(ranks[0]), hosts)
+        same = [f"  (the same on {len(ranks) - 1} more: {_spans(ranks[1:])})"] if ranks[1:] else []
+        lines += [title, *same, *rest]
     return HangReport(summary=f"{head}; {cause}", text="\n".join(lines) + "\n", missing=missing)
 
 
@@ -269,6 +274,31 @@ def _innermost_line(stacks: str) -> str:
         return ""
     file, line, function = (part.strip() for part in frames[-1].split(",", 2))
     return f"{file[len(_FRAME) : -1]}:{line[len('line ') :]} {function}"
+
+
+def _with_equal_lines(ranks: Sequence[int], statuses: Statuses) -> list[list[int]]:
+    """Ranks that do the same, if there are so many that a list of all would hide the others."""
+    if len(ranks) <= _NUM_SEPARATE:
+        return [[rank] for rank in ranks]
+    found: dict[object, list[int]] = {}
+    for rank in ranks:
+        status = statuses.get(rank)
+        if status is not None:
+            without_age = tuple(structs.replace(each, age_s=0.0) for each in status.collectives)
+            status = replace(status, collectives=without_age)
+        found.setdefault(status, []).append(rank)
+    return list(found.values())
+
+
+def _spans(numbers: Iterable[int]) -> str:
+    """``0-2, 5, 7-8`` for numbers in ascending order."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][-1] + 1:
+            found[-1] = [found[-1][0], number]
+        else:
+            found.append([number])
+    return ", ".join("-".join(map(str, span)) for span in found)
 
 
 def _lines_of(rank: int, status: RankStatus | None, hosts: Mapping[int, str]) -> list[str]:

@@ -60,7 +60,7 @@ class RankRecord:
     was_ending: bool = False  # it was lost after it had been asked to end
     num_lines: int = 0
     last_errors: deque[str] = field(default_factory=lambda: deque(maxlen=40))
-    num_lines_of_others_since: int = 0
+    num_lines_of_others: int = 0  # when it last wrote to its standard error
 
     @property
     def has_ended(self) -> bool:

@@ -75,6 +75,8 @@ class RankSession:
         self.connections: dict[int, RankConnection] = {}
         self.is_ending = False
         self._listener = listener
+        self._selector: selectors.BaseSelector | None = None
+        self._watched: dict[int, Channel] = {}  # by rank
         self.clock = LoopClock()
 
     @property
@@ -90,12 +92,29 @@ class RankSession:
     # ---- incoming -----------------------------------------------------------------------------
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Register the listener and all connections, each with its callback as data."""
-        selector.register(self._listener, selectors.EVENT_READ, self.accept)
-        for connection in self.connections.values():
-            if connection.channel.is_open:
+        """Register the listener and all connections as one, with a callback as data.
+
+        They are in a selector that is kept: a loop that registered thousands of them each time
+        that one of them is ready would do little else.
+        """
+        if self._selector is None:
+            self._selector = selectors.DefaultSelector()
+            self._selector.register(self._listener, selectors.EVENT_READ, self.accept)
+        # Those that were closed first: a new connection may have the number of an old one.
+        for channel in [each for each in self._watched.values() if not each.is_open]:
+            self._selector.unregister(channel)
+        self._watched = {rank: each for rank, each in self._watched.items() if each.is_open}
+        for rank, connection in self.connections.items():
+            if rank not in self._watched and connection.channel.is_open:
+                self._watched[rank] = connection.channel
                 receive = partial(self.receive, connection)
-                selector.register(connection.channel, selectors.EVENT_READ, receive)
+                self._selector.register(connection.channel, selectors.EVENT_READ, receive)
+        selector.register(self._selector.fileno(), selectors.EVENT_READ, self._process_ready)
+
+    def _process_ready(self) -> None:
+        if self._selector is not None:
+            for key, _ in self._selector.select(0):
+                key.data()
 
     def accept(self) -> None:
         """Accept the clients that have authenticated, and send what is pending. Call it often."""
@@ -182,6 +201,9 @@ class RankSession:
     def close(self) -> None:
         """Close all connections and the listener."""
         self.disconnect(self.connections.values())
+        if self._selector is not None:
+            self._selector.close()
+            self._selector = None
         self._listener.close()
 
     # ---- processes that are stopped -----------------------------------------------------------

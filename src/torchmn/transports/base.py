@@ -29,6 +29,8 @@ _SMALL_BYTES = 64 * KiB
 _EAGER_S = 0.01
 _POLL_S = 0.00003
 _UNUSED_TAG = 3  # no message has it
+MAX_DIRECT_RANKS = 16
+"""More ranks than this gather small tensors in rounds, for which few of them need connections."""
 SYNCHRONOUS_TAG = 66
 """A message with this tag or a higher one is sent only when its receiver receives it."""
 
@@ -316,6 +318,9 @@ class Transport(ABC):
 
     def all_gather_stripes_(self, buffer: Tensor, limit: TimeLimit) -> None:
         """Give every rank stripe r of rank r's buffer, for all r."""
+        if self.size > MAX_DIRECT_RANKS and not buffer.is_cuda:
+            self._all_gather_in_rounds_(buffer, limit)
+            return
         pieces = self.stripes(buffer)
         mine = pieces[self.rank]
         self.exchange(
@@ -323,6 +328,32 @@ class Transport(ABC):
             [(peer, pieces[peer]) for peer in self._others],
             limit,
         )
+
+    def _all_gather_in_rounds_(self, buffer: Tensor, limit: TimeLimit) -> None:
+        """All-gather in ceil(log2 W) rounds (Bruck et al. 1997), each with one peer on either side.
+
+        Each round doubles the run of stripes that a rank holds, which begins with its own: it sends
+        that to the rank as far before it, and receives as much from the rank as far after it. The
+        bytes are those of sending each stripe to all.
+        """
+        num_held = 1
+        while num_held < self.size:
+            num_sent = min(num_held, self.size - num_held)
+            target, source = (self.rank - num_held) % self.size, (self.rank + num_held) % self.size
+            self.exchange(
+                [(target, part) for part in self._run_of_stripes(buffer, self.rank, num_sent)],
+                [(source, part) for part in self._run_of_stripes(buffer, source, num_sent)],
+                limit,
+            )
+            num_held += num_sent
+
+    def _run_of_stripes(self, buffer: Tensor, first: int, count: int) -> list[Tensor]:
+        """Stripe ``first`` and those after it, stripe 0 after the last: one tensor, or two."""
+        size, (quotient, rest) = self.size, divmod(buffer.numel(), self.size)
+        begin, end = (
+            rank * quotient + min(rank, rest) for rank in (first, (first + count - 1) % size + 1)
+        )
+        return [buffer[begin:end]] if first + count <= size else [buffer[begin:], buffer[:end]]
 
     def stripes(self, buffer: Tensor) -> list[Tensor]:
         """Cut a buffer into one contiguous stripe per rank, sizes differing by at most one."""
@@ -380,10 +411,14 @@ def abort_pending_receives(transport: Transport) -> None:
     """End receives that wait in other threads, where the transport does not poll. Local.
 
     A gloo group closes its connections when a receive exceeds its time limit; nothing else ends a
-    thread that waits in it. Connections to lost peers are closed already.
+    thread that waits in it. Connections to lost peers are closed already. Peers without a message
+    so far may have no connection, and are not given one now.
     """
     nothing = torch.zeros(1, dtype=torch.uint8, device="cpu")
-    for peer in range(transport.size):
+    peers = {
+        p for each in transport.transports() for p in (*each.sent.copy(), *each.received.copy())
+    }
+    for peer in sorted(peers):
         if peer != transport.rank:
             try:
                 limit = TimeLimit(0.001, lambda: False)

@@ -34,6 +34,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from torchmn.errors import PeerLostError, TimeLimitError, TorchmnError, UnsupportedError
 from torchmn.transports.base import (
+    MAX_DIRECT_RANKS,
     Message,
     ReduceOp,
     Scratch,
@@ -64,6 +65,8 @@ _CLOSE_S = 60.0
 _ABORT_S = 10.0
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _making_nccl = threading.Lock()
+_CAN_BE_LAZY = "lazy_init" in (dist.ProcessGroupGloo.create_device.__doc__ or "")
+"""torch 2.6 and 2.7 connect all ranks with each other at once."""
 _LATE = ("timed out", "timeout", "time out")
 _LOST = ("connection closed", "connection reset", "broken pipe", "connection refused")
 
@@ -347,13 +350,26 @@ def _register_exit_cleanup() -> weakref.WeakSet[TorchDistributedTransport]:
 
 
 def _gloo(store: Any, rank: int, size: int, timeout: timedelta, own_address: str | None) -> Any:
-    """gloo listens on ``own_address``; without one on GLOO_SOCKET_IFNAME or by the host's name."""
-    if own_address is None:
+    """gloo listens on ``own_address``; without one on GLOO_SOCKET_IFNAME or by the host's name.
+
+    Many ranks are connected with those that they exchange with, when they do; few ranks with all
+    others now, so that one that cannot be reached is found here.
+    """
+    is_lazy = size > MAX_DIRECT_RANKS and _CAN_BE_LAZY
+    if own_address is None and not is_lazy:
         return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    gloo: Any = dist.ProcessGroupGloo
+    lazy = {"lazy_init": True} if is_lazy else {}
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
+    options = gloo._Options()
     options._timeout = timeout
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address)]
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    if own_address is not None:
+        options._devices = [gloo.create_device(hostname=own_address, **lazy)]
+    elif interfaces:
+        options._devices = [gloo.create_device(interface=i, **lazy) for i in interfaces.split(",")]
+    else:
+        options._devices = [gloo.create_default_device(**lazy)]
+    return gloo(store, rank, size, options)
 
 
 def _sized_tag(tag: int, tensor: Tensor) -> int:

@@ -171,3 +171,19 @@ def test_a_collective_that_waits_for_others_shows_as_running() -> None:
         return state, comm.flight_recorder.last.state
 
     assert run_ranks(rank_main, 2)[0] == ("running", "done")
+
+
+def test_a_group_of_the_whole_job_is_described_without_its_ranks() -> None:
+    """Each of many ranks would send the list of all."""
+    recorder = FlightRecorder(job_ranks=range(4), has_whole_job=True)
+    recorder.register_group("node", (0, 1))
+    for made in (recorder, recorder.for_other_thread()):
+        made.begin("world", "barrier", (), "-")
+    recorder.begin("node", "barrier", (), "-")
+    assert [(each.group, each.ranks) for each in recorder.describe()] == [
+        ("world", ()),
+        ("node", (0, 1)),
+    ]
+    part = FlightRecorder(job_ranks=range(2))
+    part.begin("world", "barrier", (), "-")
+    assert part.describe()[0].ranks == (0, 1)

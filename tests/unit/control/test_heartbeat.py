@@ -14,7 +14,7 @@ import pytest
 
 from torchmn.control import loop_clock
 from torchmn.control.connection import Channel
-from torchmn.control.heartbeat import Heartbeat, answer
+from torchmn.control.heartbeat import Heartbeat, answer, share_of
 from torchmn.control.loop_clock import LoopClock
 from torchmn.control.messages.monitor import Alive, HeartbeatRequest
 from torchmn.errors import UsageError
@@ -79,3 +79,13 @@ def test_a_pause_of_this_process_counts_a_second(monkeypatch: pytest.MonkeyPatch
     assert clock.tick() - start == pytest.approx(0.25)
     now += 3600.0
     assert clock.tick() - start == pytest.approx(1.25)
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_processes", [0, 1, 2, 9, 17])
+def test_every_process_beside_the_ranks_is_seen_by_two(num: int, num_processes: int) -> None:
+    pids = [100 + 7 * i for i in range(num_processes)]
+    shares = [share_of(reversed(pids), index, num) for index in range(num)]
+    for pid in pids:
+        assert sum(pid in share for share in shares) == min(2, num)
+    assert max(map(len, shares)) <= 2 * -(-num_processes // num)

@@ -11,7 +11,12 @@ import time
 
 import pytest
 
-from torchmn.control.processes import children, descendants, kill_descendants, signal_name
+from torchmn.control.processes import (
+    children,
+    descendants,
+    kill_descendants,
+    signal_name,
+)
 from torchmn.exit_status import shell_code
 
 TREE = """
@@ -70,3 +75,20 @@ def test_children_that_another_thread_has_started() -> None:
 def test_shell_code_and_signal_name() -> None:
     assert [shell_code(code) for code in (0, 3, -9, -15)] == [0, 3, 137, 143]
     assert [signal_name(code) for code in (0, 3, -9, -64)] == [None, None, "SIGKILL", "SIGRTMAX"]
+
+
+@pytest.mark.processes
+def test_has_children_until_the_last_is_reaped() -> None:
+    script = """
+import os, subprocess, sys
+from torchmn.control.processes import has_children
+assert not has_children()
+process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+assert has_children()
+process.stdin.close()
+os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+assert has_children()
+process.wait()
+assert not has_children()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=30)

@@ -212,3 +212,31 @@ def test_a_rank_that_we_disconnect_has_not_failed(make: Callable[..., Agents]) -
     agents.session.disconnect(agents.session.connections.values())
     assert not agents.session.must_end(time.monotonic())
     assert not agents.session.is_open
+
+
+def test_what_failed_is_shown_again_if_others_wrote_after_it(make: Callable[..., Agents]) -> None:
+    agents = make()
+    agents.connect(0)
+    agents.connect(1)
+    session = agents.session
+
+    def write(rank: int, stream: str, *lines: str) -> None:
+        agents.send(rank, Output(stream=stream, lines=list(lines), num_bytes=10))
+
+    def shown_again() -> bool:
+        before = len(agents.err.getvalue())
+        result = session.result()
+        assert result.first_failure is session.records[1]
+        session.report_failure(session.log_dir, result, "summary")
+        return "End of stderr of rank 1" in agents.err.getvalue()[before:]
+
+    write(0, "out", "one", "two")
+    write(1, "err", "ValueError: this")
+    agents.send(1, Exit(returncode=1, ended_at=1.0, ended_by="itself", note=""))
+    assert not shown_again()
+    write(1, "out", "its own")
+    assert not shown_again()
+    write(0, "err", "later")
+    assert shown_again()
+    write(1, "err", "newer")
+    assert not shown_again()

@@ -136,3 +136,31 @@ def test_ranks_that_wait_for_each_other_in_a_cycle() -> None:
     assert "the ranks are in different collectives" in found.summary
     assert "ranks 1, 2 in barrier (bucket 1, step 7) of group 'world'" in found.summary
     assert "rank 0 in reduce of float32[9] (bucket 1, step 7) of group 'node'" in found.summary
+
+
+def test_ranks_that_do_the_same_are_listed_once_where_there_are_many() -> None:
+    hosts = {rank: f"node{rank // 8}" for rank in range(40)}
+    ranks = tuple(hosts)
+    statuses = {
+        rank: RankStatus.of(
+            StatusReply(
+                collectives=(
+                    CollectiveStatus(
+                        group="world", ranks=ranks, number=5, state="running", age_s=60.0 + rank
+                    ),
+                ),
+                stacks=STACKS,
+            )
+        )
+        for rank in ranks
+    }
+    statuses[20] = status("done", number=4, ranks=ranks)
+    del statuses[33]
+    found = report(OVERDUE, 0, statuses, hosts)
+    assert found.missing == (20, 33)
+    lines = found.text.splitlines()
+    at = lines.index("rank 0 on node0:")
+    assert lines[at + 1] == "  (the same on 37 more: 1-19, 21-32, 34-39)"
+    assert "rank 20 on node2:" in lines
+    assert "rank 33 on node4: no answer, neither from the rank nor from its agent." in lines
+    assert sum("train.py" in line for line in lines[1:]) <= 2 + 2 * 2

@@ -78,7 +78,7 @@ class Overdue(Record, frozen=True, kw_only=True):
 
 
 class CollectiveStatus(Record, frozen=True, kw_only=True):
-    """The newest collective of one group on one rank.
+    """The newest collective of one group on one rank; without ``ranks`` all of the job take part.
 
     ``where`` names the bucket and the step, if known; ``state`` is ``"done"`` once it is complete.
     """

@@ -1,0 +1,1 @@
+"""Many idle ranks on one machine: what `bench_scale.py` measures."""
