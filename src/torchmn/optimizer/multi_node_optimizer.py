@@ -92,6 +92,7 @@ class MultiNodeOptimizer(Optimizer):
         self._deferring: DefersUpdates | None = None
         self._models = list(models)
         self._is_joining = False
+        self._is_closed = False
         self._on_nonfinite = on_nonfinite
         self._max_grad_norm = max_grad_norm
         self._step_hook: RemovableHandle | None = None
@@ -438,6 +439,23 @@ class MultiNodeOptimizer(Optimizer):
             )
         self.reducer.contribution.set(float(weight), float(weight))
 
+    def weigh_by_samples(self) -> None:
+        """Weight the ranks by their samples from now on, as ``weight="samples"``. *Collective.*
+
+        Does nothing after `close`.
+        """
+        if self._is_closed:
+            return
+        self._asked["weight"] = "samples"
+        self.reducer.contribution.is_by_samples = True
+        self.reducer.forget_weights()
+        if not self._counts_samples:
+            self._counts_samples = True
+            self._count_samples()
+        for chain in find_chains(self._models, self.communicator, None):
+            if chain is self._models[0]:
+                chain.register_count(self.reducer.contribution.add)
+
     def measure_norms(self, listener: NormListener) -> None:
         """Give a listener the norms of gradients, and count samples for it. Local.
 
@@ -533,6 +551,7 @@ class MultiNodeOptimizer(Optimizer):
 
     def close(self) -> None:
         """Release the model, to train it by itself or make another optimizer for it. Local."""
+        self._is_closed = True
         self.schedule.close()
         self.reducer.close()
         self.recorded.close()
