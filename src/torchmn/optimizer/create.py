@@ -181,8 +181,7 @@ def create_multi_node_optimizer(
     chains = find_chains(models, comm, max_grad_norm)
     form = own_codec(codec, comm)
     may_differ = weight is None and reduction == "mean" and chosen.num_sets > 0
-    if weight is None:
-        weight = "samples" if may_differ and comm.divides_batches else "rank"
+    weight = weight or "rank"
     made = MultiNodeOptimizer(
         optimizer,
         comm,
@@ -201,7 +200,9 @@ def create_multi_node_optimizer(
         chain.register_no_sync(made.no_sync)
         if chain is models[0] and (weight == "samples" or chosen.counts_samples):
             chain.register_count(made.reducer.contribution.add)
-    if may_differ and weight == "rank":
+    if may_differ and comm.divides_batches:
+        made.weigh_by_samples()
+    elif may_differ:
         comm.when_batches_are_divided(made.weigh_by_samples)
     warn_of_equal_dropout(comm, models)
     if (

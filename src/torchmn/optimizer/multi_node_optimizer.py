@@ -30,6 +30,7 @@ from torchmn.gradients.replicas import (
 )
 from torchmn.gradients.sparse_gradients import sparse_parameters
 from torchmn.gradients.weights import Contribution
+from torchmn.links.batch_norm import weigh_losses_by_samples
 from torchmn.links.clipping import clip_grad_norm_
 from torchmn.optimizer import resume
 from torchmn.optimizer.chains import find_chains
@@ -442,7 +443,7 @@ class MultiNodeOptimizer(Optimizer):
     def weigh_by_samples(self) -> None:
         """Weight the ranks by their samples from now on, as ``weight="samples"``. *Collective.*
 
-        Does nothing after `close`.
+        Batch normalization over ranks follows it. Does nothing after `close`.
         """
         if self._is_closed:
             return
@@ -455,6 +456,8 @@ class MultiNodeOptimizer(Optimizer):
         for chain in find_chains(self._models, self.communicator, None):
             if chain is self._models[0]:
                 chain.register_count(self.reducer.contribution.add)
+        for model in self._models:
+            weigh_losses_by_samples(model)
 
     def measure_norms(self, listener: NormListener) -> None:
         """Give a listener the norms of gradients, and count samples for it. Local.
