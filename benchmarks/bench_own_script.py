@@ -41,11 +41,7 @@ def _measure(model: str, port: int, arguments: argparse.Namespace) -> list[Bar]:
     jobs = {
         one: start_ranks([SCRIPT, model, "1"], None, cores=[{cores[0]}], port=port),
         everything: start_ranks(
-            [SCRIPT, model, str(len(cores))],
-            None,
-            cores=[set(cores)],
-            port=port + 1,
-            variables={"OMP_NUM_THREADS": str(len(cores))},
+            [SCRIPT, model, str(len(cores))], None, cores=[set(cores)], port=port + 1
         ),
         several: start_ranks(
             [SCRIPT, model, "1"],

@@ -43,7 +43,7 @@ def main() -> None:
     name, threads = sys.argv[1], int(sys.argv[2])
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    model: nn.Module = {"VGG": lambda: VGG(10), "convolutions": lambda: SmallCNN(10),
+    model: nn.Module = {"VGG": lambda: VGG(10), "convolutions": lambda: SmallCNN(10, 3, 32),
                         "MLP": MLP, "LSTM": LSTM}[name]()  # fmt: skip
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
     size = int(os.environ["WORLD_SIZE"])

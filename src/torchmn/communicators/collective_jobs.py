@@ -162,9 +162,9 @@ class CollectiveJobs:
     # ---- objects ----
 
     @_rejecting
-    def bcast_obj(self, obj: object, root: int) -> Job[Any]:
+    def bcast_obj(self, obj: object, root: int, name: str = "bcast_obj") -> Job[Any]:
         self._check_root(root)
-        return lambda: self.objects.broadcast(Call("bcast_obj", root=root), obj, root)
+        return lambda: self.objects.broadcast(Call(name, root=root), obj, root)
 
     @_rejecting
     def gather_obj(self, obj: object, root: int) -> Job[tuple[Any, ...] | None]:

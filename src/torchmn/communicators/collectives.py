@@ -112,6 +112,10 @@ class Collectives:
         """`allgather_obj` of what precedes another collective, which errors name."""
         return self.engine.call(self._jobs.allgather_obj(obj, name))
 
+    def bcast_for(self, name: str, obj: object) -> Any:
+        """`bcast_obj` of rank 0 as a part of something else, which errors name."""
+        return self.engine.call(self._jobs.bcast_obj(obj, 0, name))
+
     def new_message_number(self, dest: int) -> int:
         """The number, from 1, of a message to ``dest`` that `send_back` will answer. Local."""
         self._num_answered[dest] += 1

@@ -107,7 +107,7 @@ def _scattered(loader: DataLoader[Any], comm: Communicator) -> DataLoader[Any]:
     """The copy, whose constructor is not called: a subclass may have another one."""
     mine = copy.copy(loader)
     own: dict[str, Any] = {
-        "batch_sampler": ScatteredBatches(loader.batch_sampler or (), comm),
+        "batch_sampler": ScatteredBatches(loader.batch_sampler, comm),  # type: ignore[arg-type]
         "_iterator": None,  # of persistent workers
     }
     if comm.size > 1:
@@ -184,8 +184,9 @@ class ScatteredBatches(Sampler[list[Any]]):
         Between two passes, and after one that was left early, it is the beginning of a pass.
         """
         own = self._pass
-        if own is None or not own.state:
-            return LoaderState(batches=0) if self._resumed is None else self._resumed
+        if own is None or not own.state:  # nothing was drawn since a state was loaded, if one was
+            resumed = self._resumed or (own and own.resumed)
+            return resumed or LoaderState(batches=0)
         num = own.first + own.counted.num_handed_out
         if num == own.num_batches or own.counted.was_left:
             return LoaderState(batches=0)
@@ -220,8 +221,8 @@ class ScatteredBatches(Sampler[list[Any]]):
                     yield drawn.samples(begin + first, begin + last)
 
     def _drawn(self, own: _Pass) -> Iterator[_Drawn]:
-        """What rank 0 draws: all batches of a pass at once, or some where it has no length."""
-        num = None if _length(self.batches) is not None else 1
+        """What rank 0 draws: all batches of a pass at once, or some where they have no end."""
+        num = None if _is_drawn_at_once(self.batches) else 1
         num_drawn = 0
         while True:
             drawn = self._received(own, num)
@@ -244,7 +245,7 @@ class ScatteredBatches(Sampler[list[Any]]):
             except Exception as raised:
                 error = raised
                 message = {"problem": str(raised), "kind": type(raised).__name__}
-        message = self._comm.bcast_obj(message)
+        message = self._comm.bcast_for("a pass over a loader of scatter_loader", message)
         if own.before is not None and is_first:
             torch.set_rng_state(own.before)
         if error is not None:
@@ -289,7 +290,9 @@ class ScatteredBatches(Sampler[list[Any]]):
 
 
 _MAX_BATCHES = 4096
-"""That are drawn at once of a sampler without a length."""
+"""That are drawn at once of a sampler without a length, or with one that stands for no end."""
+_MAX_SAMPLES = 1 << 26
+"""Of a pass that is drawn at once: half a GiB of indices."""
 
 
 @dataclass(frozen=True)
@@ -333,19 +336,26 @@ def _length(sized: object) -> int | None:
         return None
 
 
+def _is_drawn_at_once(batches: Any) -> bool:
+    """Whether a pass has a length, and one that can be sent whole."""
+    length = _length(batches)
+    batch_size = getattr(batches, "batch_size", None)
+    return length is not None and length * int(batch_size or 1) <= _MAX_SAMPLES
+
+
 def _facts(loader: Any) -> dict[str, Any]:
     """What must be the same on all ranks, and what is wrong with it."""
     problem = _problem(loader)
     if problem:
         return {"problem": problem}
-    num_batches = _length(loader.batch_sampler)
+    read_ahead = loader.num_workers * (loader.prefetch_factor or 0)
     return {
         "problem": "",
         "samples in its data set": _length(loader.dataset),
-        "batches": num_batches,
-        # A sampler without a length is drawn from while the loop runs: at the same steps.
+        "batches": _length(loader.batch_sampler),
+        # What is not drawn at once is drawn while the loop runs, on all ranks at the same steps.
         "batches read ahead by its workers": (
-            loader.num_workers * (loader.prefetch_factor or 0) if num_batches is None else 0
+            0 if _is_drawn_at_once(loader.batch_sampler) else read_ahead
         ),
     }
 
