@@ -162,6 +162,9 @@ class ScatteredBatches(Sampler[list[Any]]):
         self._comm = comm
         self._pass: _Pass | None = None
         self._resumed: LoaderState | None = None
+        """What was loaded and no pass has continued yet."""
+        self._before: torch.Tensor | None = None
+        """See `_Pass.before`."""
 
     def __len__(self) -> int:
         return len(self.batches)  # type: ignore[arg-type]
@@ -173,9 +176,10 @@ class ScatteredBatches(Sampler[list[Any]]):
 
     def __iter__(self) -> Iterator[list[Any]]:
         loader = iterating_loader(self, sys._getframe(1))
-        resumed, self._resumed = self._resumed, None
-        before = None if resumed is None else torch.get_rng_state()
-        own = self._pass = _Pass(SamplerPass(self._comm, loader), resumed, before)
+        # A loader with workers calls this twice and draws their seed in between.
+        if self._resumed is not None and self._before is None:
+            self._before = torch.get_rng_state()
+        own = self._pass = _Pass(SamplerPass(self._comm, loader), self._resumed, self._before)
         return own.counted.batches(self._parts(own))
 
     def state_dict(self) -> LoaderState:
@@ -203,7 +207,7 @@ class ScatteredBatches(Sampler[list[Any]]):
                 f"{self._comm.rank_label}: {list(state)} is not a state of a loader of "
                 "scatter_loader. Load what loader.batch_sampler.state_dict() has returned."
             )
-        self._pass = None
+        self._pass = self._before = None
         self._resumed = LoaderState(**state) if num else None  # type: ignore[typeddict-item]
 
     def _parts(self, own: _Pass) -> Iterator[list[Any]]:
@@ -248,6 +252,7 @@ class ScatteredBatches(Sampler[list[Any]]):
         message = self._comm.bcast_for("a pass over a loader of scatter_loader", message)
         if own.before is not None and is_first:
             torch.set_rng_state(own.before)
+            self._resumed = self._before = None
         if error is not None:
             raise error
         if "problem" in message:
