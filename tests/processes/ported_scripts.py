@@ -28,7 +28,7 @@ class Change:
     dedent: int = 0
 
     def apply(self, lines: list[str]) -> list[str]:
-        """The lines of a script with this change. Raises LookupError: the line is not there once."""
+        """The lines of a script with it. Raises LookupError: the line is not there just once."""
         places = [number for number, line in enumerate(lines) if line.strip() == self.line]
         if len(places) != 1:
             raise LookupError(f"{self.line!r} is {len(places)} times in the script, not once.")
@@ -190,9 +190,7 @@ IMAGENET = Port(
         ),
         Change(
             "if args.evaluate:",
-            [
-                "train_loader, val_loader = torchmn.scatter_loader((train_loader, val_loader), comm)"
-            ],
+            ["train_loader, val_loader = torchmn.scatter_loader((train_loader, val_loader), comm)"],
             "before",
         ),
         Change(

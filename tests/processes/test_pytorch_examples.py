@@ -1,6 +1,6 @@
 """Four scripts of pytorch/examples with at most seven changed lines, on 1, 2 and 4 ranks.
 
-They need a checkout of https://github.com/pytorch/examples, real data and, three of them, torchvision:
+They need a checkout of pytorch/examples, real data and, three of them, torchvision:
 
     TORCHMN_TEST_PYTORCH_EXAMPLES=examples TORCHMN_TEST_DATA=... pytest -s tests/processes/...
 
@@ -174,7 +174,11 @@ def _write_text(folder: Path) -> None:
     path = Path(DATA) / "text-lm" / "wikitext2.valid.txt.gz"
     lines = gzip.decompress(path.read_bytes()).decode("utf-8").splitlines(keepends=True)
     (folder / "text").mkdir()
-    for name, part in (("train", lines[:1200]), ("valid", lines[1200:1400]), ("test", lines[1400:1600])):
+    for name, part in (
+        ("train", lines[:1200]),
+        ("valid", lines[1200:1400]),
+        ("test", lines[1400:1600]),
+    ):
         (folder / "text" / f"{name}.txt").write_text("".join(part), encoding="utf-8")
 
 

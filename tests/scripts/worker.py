@@ -48,7 +48,7 @@ class Worker:
         return whole.tensor_split(self.size)[self.rank]
 
     def scatter_loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """The user's loader of whole batches, with this rank's part of each where there are ranks."""
+        """The user's loader of whole batches; on ranks with this rank's part of each."""
         return loader
 
     def sum_over_ranks(self, *values: Any) -> Any:

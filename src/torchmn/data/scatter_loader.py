@@ -202,7 +202,11 @@ class ScatteredBatches(Sampler[list[Any]]):
         Raises UsageError: it is not a state of `state_dict`.
         """
         num = state.get("batches")
-        if not isinstance(num, int) or num < 0 or (num and not {*state} >= {"digest", "randomness"}):
+        if (
+            not isinstance(num, int)
+            or num < 0
+            or (num and not {*state} >= {"digest", "randomness"})
+        ):
             raise UsageError(
                 f"{self._comm.rank_label}: {list(state)} is not a state of a loader of "
                 "scatter_loader. Load what loader.batch_sampler.state_dict() has returned."

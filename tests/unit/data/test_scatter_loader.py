@@ -90,7 +90,8 @@ LOADERS: dict[str, Any] = {
     "own batch sampler": lambda: DataLoader(data(), batch_sampler=TwoLengths()),
     "list of batches": lambda: DataLoader(data(), batch_sampler=[[4, 3, 2], [1], [0, 5]]),
     "tensors of indices": lambda: DataLoader(
-        data(), batch_sampler=torch.arange(NUM).split(4)  # type: ignore[arg-type]
+        data(),
+        batch_sampler=torch.arange(NUM).split(4),  # type: ignore[arg-type]
     ),
     "keys": lambda: DataLoader(
         {key: ord(key) for key in "abcdef"},  # type: ignore[arg-type]
@@ -157,12 +158,12 @@ def test_options_and_class_are_kept() -> None:
         scattered = scatter_loader(loader, comm)
         assert isinstance(scattered, Mine)
         assert loader.batch_sampler is not scattered.batch_sampler
+        others = {"batch_sampler", "collate_fn"}
+        assert {*vars(scattered)} == {*vars(loader)}
         return {
-            name: getattr(scattered, name) == getattr(loader, name)
-            for name in (
-                "dataset num_workers prefetch_factor timeout color batch_size drop_last sampler "
-                "pin_memory worker_init_fn persistent_workers multiprocessing_context in_order"
-            ).split()
+            name: value is getattr(loader, name)
+            for name, value in vars(scattered).items()
+            if name not in others
         }
 
     for kept in run_ranks(rank_main, 2):
