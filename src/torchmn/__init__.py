@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         create_synchronized_iterator,
         scatter_dataset,
         scatter_index,
+        scatter_loader,
         split_dataset_n_random,
     )
     from torchmn.errors import TorchmnError
@@ -92,6 +93,7 @@ _HOME = {
     "run_main": "torchmn.script",
     "scatter_dataset": "torchmn.data",
     "scatter_index": "torchmn.data",
+    "scatter_loader": "torchmn.data",
     "seed_ranks": "torchmn.checkpoint",
     "split_dataset_n_random": "torchmn.data",
 }
@@ -126,6 +128,7 @@ __all__ = [
     "run_main",
     "scatter_dataset",
     "scatter_index",
+    "scatter_loader",
     "seed_ranks",
     "split_dataset_n_random",
 ]

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import pytorch_pfn_extras as ppe
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -60,31 +59,32 @@ def test_docstrings(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_readme() -> None:
-    """Block by block, with what the user has before: a network, data and an evaluator."""
+def test_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Block by block, with what the user has before: a network, loaders and an optimizer."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len(blocks) >= 2
+    monkeypatch.chdir(tmp_path)
     data = TensorDataset(torch.randn(6, 3), torch.randn(6, 1))
     model = torch.nn.Linear(3, 1)
-
-    def loss(x: torch.Tensor, y: torch.Tensor) -> None:
-        ppe.reporting.report({"loss": torch.nn.functional.mse_loss(model(x), y)})
-
     names: dict[str, Any] = {
-        "Net": lambda: model,
-        "train": data,
-        "evaluator": ppe.training.extensions.Evaluator(DataLoader(data), model, eval_func=loss),
+        "torch": torch,
+        "model": model,
+        "train_loader": DataLoader(data, 2),
+        "test_loader": DataLoader(data, 3),
+        "loss_sum": 1.5,
+        "num_correct": 2,
     }
     try:
         for block in blocks:
-            names["sgd"] = torch.optim.SGD(model.parameters(), 0.1)
+            names["sgd"] = names["optimizer"] = torch.optim.SGD(model.parameters(), 0.1)
             exec(compile(block, "README.md", "exec"), names)
             optimizer = names["optimizer"]
             optimizer.zero_grad()
             model(torch.ones(2, 3)).sum().backward()
             optimizer.step()
             optimizer.close()
-        names["evaluator"]()
     finally:
         names["comm"].finalize()
-    assert len(names["train"]) == 6
+    assert (names["loss_sum"], names["num_correct"]) == (1.5, 2)
+    assert [len(x) for x, _ in names["train_loader"]] == [2, 2, 2]
+    assert torch.load(tmp_path / "model.pt").keys() == model.state_dict().keys()

@@ -17,6 +17,7 @@ from . import (
     passes,
     precision,
     rates,
+    whole_loaders,
 )
 from .registry import SCRIPTS, Script
 
@@ -35,6 +36,7 @@ _MODULES = (
     copies,
     exceptions,
     loaders,
+    whole_loaders,
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from torchmn import create_multi_node_optimizer
 from torchmn.communicators import Communicator
+from torchmn.data import EmptyBatchCollate, scatter_loader, shard_bounds
 from torchmn.links import convert_batch_norm
 from torchmn.schedules.base import Schedule
 
@@ -43,6 +46,14 @@ class Worker:
     def part(self, whole: Tensor) -> Tensor:
         """This rank's part of a batch ``(batch, ...)``."""
         return whole.tensor_split(self.size)[self.rank]
+
+    def scatter_loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """The user's loader of whole batches; on ranks with this rank's part of each."""
+        return loader
+
+    def sum_over_ranks(self, *values: Any) -> Any:
+        """The sums over ranks of what a loop has added up."""
+        return values
 
     def mean(self, value: Tensor | float) -> float:
         """The mean over ranks, for example of a loss."""
@@ -103,6 +114,14 @@ class Rank(Worker):
         """See `Worker.across_ranks`."""
         return convert_batch_norm(model, self.comm, **options)
 
+    def scatter_loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """See `Worker.scatter_loader`."""
+        return scatter_loader(loader, self.comm)
+
+    def sum_over_ranks(self, *values: Any) -> Any:
+        """See `Worker.sum_over_ranks`."""
+        return self.comm.sum_over_ranks(*values)
+
     def mean(self, value: Tensor | float) -> float:
         """See `Worker.mean`."""
         return float(self.comm.allreduce(torch.as_tensor(value).detach().reshape(1), "mean"))
@@ -131,6 +150,30 @@ class IsolatedRank(Worker):
     def __init__(self, rank: int, size: int) -> None:
         super().__init__()
         self.rank, self.size = rank, size
+
+    def scatter_loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """This rank's part of what its own sampler draws."""
+        mine = copy.copy(loader)
+        parts = _Parts(loader.batch_sampler, self.rank, self.size)
+        vars(mine).update(
+            batch_sampler=parts, collate_fn=EmptyBatchCollate(loader.dataset, loader.collate_fn)
+        )
+        return mine
+
+
+class _Parts:
+    """The parts of one rank of some batches."""
+
+    def __init__(self, batches: Any, rank: int, size: int) -> None:
+        self._batches, self._rank, self._size = batches, rank, size
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self._batches:
+            begin, end = shard_bounds(len(batch), self._size, self._rank, force_equal_length=False)
+            yield batch[begin:end]
 
 
 def whole_batch(step: int, batch_size: int = BATCH_SIZE) -> tuple[Tensor, Tensor]:

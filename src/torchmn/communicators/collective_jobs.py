@@ -21,6 +21,7 @@ from torchmn.communicators.group import Group
 from torchmn.communicators.local_tensors import local_part, placement_of
 from torchmn.communicators.object_exchange import ObjectExchange
 from torchmn.communicators.reductions import Reduction, dense, dense_parts, described
+from torchmn.communicators.sums import summand, sums_of
 from torchmn.errors import UsageError
 from torchmn.transports.base import fold
 
@@ -161,9 +162,9 @@ class CollectiveJobs:
     # ---- objects ----
 
     @_rejecting
-    def bcast_obj(self, obj: object, root: int) -> Job[Any]:
+    def bcast_obj(self, obj: object, root: int, name: str = "bcast_obj") -> Job[Any]:
         self._check_root(root)
-        return lambda: self.objects.broadcast(Call("bcast_obj", root=root), obj, root)
+        return lambda: self.objects.broadcast(Call(name, root=root), obj, root)
 
     @_rejecting
     def gather_obj(self, obj: object, root: int) -> Job[tuple[Any, ...] | None]:
@@ -180,6 +181,16 @@ class CollectiveJobs:
 
     def allgather_obj(self, obj: object, name: str = "allgather_obj") -> Job[list[Any]]:
         return lambda: list(self._to_all(Call(name), dict.fromkeys(range(self.size), obj)))
+
+    @_rejecting
+    def sum_over_ranks(self, values: Sequence[Tensor | float]) -> Job[tuple[Tensor | float, ...]]:
+        own = tuple(summand(value) for value in values)
+
+        def job() -> tuple[Tensor | float, ...]:
+            gathered = self.allgather_obj(own, "sum_over_ranks")()
+            return sums_of(gathered, values)
+
+        return job
 
     # ---- models and groups ----
 

@@ -112,6 +112,10 @@ class Collectives:
         """`allgather_obj` of what precedes another collective, which errors name."""
         return self.engine.call(self._jobs.allgather_obj(obj, name))
 
+    def bcast_for(self, name: str, obj: object) -> Any:
+        """`bcast_obj` of rank 0 as a part of something else, which errors name."""
+        return self.engine.call(self._jobs.bcast_obj(obj, 0, name))
+
     def new_message_number(self, dest: int) -> int:
         """The number, from 1, of a message to ``dest`` that `send_back` will answer. Local."""
         self._num_answered[dest] += 1
@@ -308,6 +312,32 @@ class Collectives:
         for other in others:
             total = total + other
         return total
+
+    def sum_over_ranks(self, *values: Tensor | float) -> Any:
+        """Each value summed over all ranks: what an evaluation loop has added up.
+
+        ``loss_sum, correct = comm.sum_over_ranks(loss_sum, correct)`` after the loop gives every
+        rank what one process has after all samples. One value is returned by itself, several as a
+        tuple.
+
+        Integers stay exact, and floats are added without rounding but the last one, so the sum does
+        not depend on the order of ranks. Tensors, of any one shape, are added in float64 or int64
+        and keep dtype and device; a rank that has no tensor yet, since it has seen no batch, may
+        pass a number in its place. For a mean, sum the numerator and the count, and divide after.
+
+        Args:
+            values: numbers or tensors, the same number of them on every rank.
+
+        Raises:
+            UsageError: a value is neither (RankMismatchError on other ranks).
+            RankMismatchError: ranks pass different numbers of values, or tensors of different
+                shapes; on all ranks.
+
+        >>> comm.sum_over_ranks(2.5, 3, torch.tensor([1, 2]))
+        (2.5, 3, tensor([1, 2]))
+        """
+        totals = self.engine.call(self._jobs.sum_over_ranks(values))
+        return totals[0] if len(totals) == 1 else totals
 
     def bcast_data(self, model: nn.Module) -> None:
         """Give every rank the parameters and buffers of rank 0, in place.

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import secrets
 import socket
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -94,6 +95,7 @@ def create_communicator(
     timeout_s: float = 60,
     first_timeout_s: float | None = None,
     allreduce_grad_dtype: torch.dtype | str | None = None,
+    quiet: bool = False,
 ) -> Communicator:
     """Join the other ranks of this job. *Collective*: every rank, with the same arguments.
 
@@ -108,6 +110,8 @@ def create_communicator(
         first_timeout_s: the limit until the end of the first exchange of gradients, while ranks
             still read data or compile at different speeds; 5 times ``timeout_s`` by default.
         allreduce_grad_dtype: float16 or bfloat16 to send gradients in; by default their own dtype.
+        quiet: only rank 0 prints: what other ranks write to ``sys.stdout`` is dropped until
+            `finalize`. Warnings and errors, on ``sys.stderr``, are shown.
 
     Raises:
         UnknownNameError: unknown route, transport or dtype.
@@ -157,7 +161,7 @@ def create_communicator(
         )
 
     if name != "auto":
-        return _ready(make(name, world, ""), is_recorded=is_recorded)
+        return _ready(make(name, world, ""), is_recorded=is_recorded, quiet=quiet)
     routes = candidate_routes(topology, device, has_nccl=world.supports_nccl)
     worlds = {world.name: world}
     if transport == "auto" and len(topology.nodes) > 1:
@@ -175,15 +179,30 @@ def create_communicator(
     )
     if measured:
         comm.reason = f"{route}; {comm.reason}; {measured}"
-    return _ready(comm, is_recorded=is_recorded)
+    return _ready(comm, is_recorded=is_recorded, quiet=quiet)
 
 
-def _ready(comm: Communicator, *, is_recorded: bool) -> Communicator:
+def _ready(comm: Communicator, *, is_recorded: bool, quiet: bool) -> Communicator:
     """The communicator, after what all ranks have to know of it. *Collective.*"""
     _warn_about_fallback(comm)
     if is_recorded:
         recording.start(comm, Path(os.environ[RECORD_VARIABLE]))
+    if quiet and comm.rank != 0:
+        _drop_standard_output(comm)
     return comm
+
+
+def _drop_standard_output(comm: Communicator) -> None:
+    """Lead ``sys.stdout`` of this process nowhere until the communicator is finalized. Local."""
+    shown, nowhere = sys.stdout, open(os.devnull, "w")  # noqa: SIM115 - until `finalize`
+    sys.stdout = nowhere
+
+    def restore() -> None:
+        if sys.stdout is nowhere:
+            sys.stdout = shown
+        nowhere.close()
+
+    comm.on_finalize(restore)
 
 
 def _warn_about_fallback(comm: Communicator) -> None:

@@ -8,6 +8,7 @@ from torchmn.data.multi_node_iterator import (
     create_multi_node_iterator,
 )
 from torchmn.data.scatter import scatter_dataset, scatter_index, shard_bounds
+from torchmn.data.scatter_loader import ScatteredBatches, scatter_loader
 from torchmn.data.serial_iterator import SerialIterator
 from torchmn.data.sub_dataset import SubDataset, split_dataset, split_dataset_n_random
 from torchmn.data.synchronized_iterator import create_synchronized_iterator
@@ -18,6 +19,7 @@ __all__ = [
     "GlobalSampler",
     "MultiNodeIterator",
     "MultiNodeLoader",
+    "ScatteredBatches",
     "SerialIterator",
     "SubDataset",
     "create_empty_dataset",
@@ -25,6 +27,7 @@ __all__ = [
     "create_synchronized_iterator",
     "scatter_dataset",
     "scatter_index",
+    "scatter_loader",
     "shard_bounds",
     "split_dataset",
     "split_dataset_n_random",

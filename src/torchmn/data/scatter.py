@@ -156,7 +156,9 @@ def scatter_dataset(
         lengths[root], comm.size, comm.rank, force_equal_length=chosen["force_equal_length"]
     )
     comm.add_resume_warning(SHARDS_DIFFER)
-    return SubDataset(samples, begin, end, order)
+    shard = SubDataset(samples, begin, end, order)
+    shard.is_of_one_rank = comm.size > 1
+    return shard
 
 
 def _arguments(

@@ -79,6 +79,8 @@ class SubDataset(Dataset[Sample]):
         self.dataset = dataset
         self.begin = begin
         self.end = end
+        self.is_of_one_rank = False
+        """Whether other ranks have other samples, as shards of `scatter_dataset`."""
         # A copy, so that the shard does not keep the permutation of the whole data set alive.
         self._indices = None if order is None else np.array(order[begin:end], dtype=np.int64)
 

@@ -118,7 +118,8 @@ class _Hidden:
         for function in self.listeners:
             function()
         kind: Any = type(module)
-        state = kind.__getstate__(module)
+        own_state = getattr(kind, "__getstate__", None)  # which Python 3.10 does not have
+        state = module.__dict__ if own_state is None else own_state(module)
         if not isinstance(state, dict):
             return state
         state = {key: value for key, value in state.items() if not self._is_own(key, value)}

@@ -16,7 +16,7 @@ backward pass is there and overlapped with the rest of the pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, ValuesView
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,22 +103,37 @@ class Contribution:
         self._last_counted = 0.0
 
     def count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before a forward pass: the number of samples is the first size of its first tensor."""
+        """Before a forward pass: the number of samples is the first size of its first tensor.
+
+        Tuples, lists and dicts are looked into.
+        """
         if not (module.training and torch.is_grad_enabled()) or self.is_set:
             return
         # Compiled code cannot ask; compiled whole, a checkpointed part is not called again.
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
             return
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor) and value.dim():
-                self.add(value.shape[0])
-                return
+        num_samples = _first_size((*args, *kwargs.values()))
+        if num_samples is not None:
+            self.add(num_samples)
 
     def add(self, num_samples: int) -> None:
         """Count samples, unless the weight was set."""
         if not self.is_set:
             self.num_samples += num_samples
             self.was_ever_known = self._has_counted = True
+
+
+def _first_size(values: Iterable[object]) -> int | None:
+    """The first size of the first tensor that has one, or None."""
+    for value in values:
+        if isinstance(value, Tensor) and value.dim():
+            return value.shape[0]
+        inside = value.values() if isinstance(value, Mapping) else value
+        if isinstance(inside, (list, tuple, ValuesView)):
+            size = _first_size(inside)
+            if size is not None:
+                return size
+    return None
 
 
 def weight_scale(total: float, num_active: int) -> float:

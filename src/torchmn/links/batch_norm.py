@@ -153,6 +153,13 @@ def convert_batch_norm(
 create_mnbn_model = convert_batch_norm
 
 
+def weigh_losses_by_samples(model: nn.Module) -> None:
+    """Let every layer of a model assume that ranks' losses are weighted by their samples. Local."""
+    for layer in model.modules():
+        if isinstance(layer, _MultiNode):
+            layer.loss_weight = "samples"
+
+
 def revert_batch_norm(model: Model) -> Model:
     """Make every multi-node batch normalization one of torch, in place. Local.
 

@@ -57,7 +57,7 @@ def create_multi_node_optimizer(
     allow_stale: bool = False,
     allow_deferred: bool = False,
     retune: bool = False,
-    weight: Weight = "rank",
+    weight: Weight | None = None,
     reduction: Reduction = "mean",
     on_nonfinite: OnNonfinite = "raise",
     max_grad_norm: float | None = None,
@@ -97,6 +97,9 @@ def create_multi_node_optimizer(
         retune: whether they choose again when steps have become slower.
         weight: ``rank`` is the mean of the ranks' means; ``samples`` weights them by the number of
             samples that the model's forward has seen; `MultiNodeOptimizer.set_weight` by anything.
+            By default ``samples`` where a loader of `torchmn.scatter_loader` gives the ranks of
+            ``comm`` parts of batches, which may differ by a sample, and gradients are means of
+            single steps; else ``rank``. The loader may be made before or after the optimizer.
         reduction: ``mean`` over ranks, for a loss that is a mean over the batch; ``sum``, for one
             that is a sum over it, as torch's losses with ``reduction="sum"``. N ranks then give
             the parameters of one. Under local updates, and with ``weight``, a sum makes no sense
@@ -113,13 +116,13 @@ def create_multi_node_optimizer(
         RankMismatchError: the ranks' models differ.
         UnsupportedError: a combination that makes no sense.
     """
-    if weight not in ("rank", "samples"):
+    if weight not in (None, "rank", "samples"):
         raise UnknownNameError("weight", weight, ("rank", "samples"))
     if on_nonfinite not in ("raise", "warn", "ignore"):
         raise UnknownNameError("on_nonfinite", on_nonfinite, ("raise", "warn", "ignore"))
     if reduction not in ("mean", "sum"):
         raise UnknownNameError("reduction", reduction, ("mean", "sum"))
-    if reduction == "sum" and weight != "rank":
+    if reduction == "sum" and weight not in (None, "rank"):
         raise UnsupportedError(
             f"weight={weight!r} and reduction='sum' contradict each other: weights divide a mean, "
             "and the gradients of a summed loss are added as they are. Leave weight= out, or let "
@@ -177,6 +180,8 @@ def create_multi_node_optimizer(
         _raise_if_whole_only(comm, [chosen, *candidates])
     chains = find_chains(models, comm, max_grad_norm)
     form = own_codec(codec, comm)
+    may_differ = weight is None and reduction == "mean" and chosen.num_sets > 0
+    weight = weight or "rank"
     made = MultiNodeOptimizer(
         optimizer,
         comm,
@@ -195,6 +200,10 @@ def create_multi_node_optimizer(
         chain.register_no_sync(made.no_sync)
         if chain is models[0] and (weight == "samples" or chosen.counts_samples):
             chain.register_count(made.reducer.contribution.add)
+    if may_differ and comm.divides_batches:
+        made.weigh_by_samples()
+    elif may_differ:
+        comm.when_batches_are_divided(made.weigh_by_samples)
     warn_of_equal_dropout(comm, models)
     if (
         tuner is None and codec is not None and not isinstance(chosen, ParameterServer)

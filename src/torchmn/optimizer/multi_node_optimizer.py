@@ -30,6 +30,7 @@ from torchmn.gradients.replicas import (
 )
 from torchmn.gradients.sparse_gradients import sparse_parameters
 from torchmn.gradients.weights import Contribution
+from torchmn.links.batch_norm import weigh_losses_by_samples
 from torchmn.links.clipping import clip_grad_norm_
 from torchmn.optimizer import resume
 from torchmn.optimizer.chains import find_chains
@@ -92,6 +93,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         self._deferring: DefersUpdates | None = None
         self._models = list(models)
         self._is_joining = False
+        self._is_closed = False
         self._on_nonfinite = on_nonfinite
         self._max_grad_norm = max_grad_norm
         self._step_hook: RemovableHandle | None = None
@@ -403,6 +405,25 @@ class MultiNodeOptimizer(WrappedOptimizer):
             )
         self.reducer.contribution.set(float(weight), float(weight))
 
+    def weigh_by_samples(self) -> None:
+        """Weight the ranks by their samples from now on, as ``weight="samples"``. *Collective.*
+
+        Batch normalization over ranks follows it. Does nothing after `close`.
+        """
+        if self._is_closed:
+            return
+        self._asked["weight"] = "samples"
+        self.reducer.contribution.is_by_samples = True
+        self.reducer.forget_weights()
+        if not self._counts_samples:
+            self._counts_samples = True
+            self._count_samples()
+        for chain in find_chains(self._models, self.communicator, None):
+            if chain is self._models[0]:
+                chain.register_count(self.reducer.contribution.add)
+        for model in self._models:
+            weigh_losses_by_samples(model)
+
     def measure_norms(self, listener: NormListener) -> None:
         """Give a listener the norms of gradients, and count samples for it. Local.
 
@@ -498,6 +519,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
     def close(self) -> None:
         """Release the model, to train it by itself or make another optimizer for it. Local."""
+        self._is_closed = True
         self.schedule.close()
         self.reducer.close()
         self.recorded.close()

@@ -21,12 +21,37 @@ from torchmn.errors import (
     UsageError,
 )
 from torchmn.testing import run_ranks
+from torchmn.testing.ranks import run_threads
 from torchmn.topology import Topology
 from torchmn.transports.gloo_nccl import TorchDistributedTransport
 
 
 def alone() -> TorchDistributedTransport:
     return TorchDistributedTransport(HashStore(), 0, 1, timeout_s=5)
+
+
+def test_only_rank_0_prints_where_ranks_are_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ranks are threads here, which share the stream: rank 1 drops what is printed."""
+    store = HashStore()
+    before = sys.stdout
+
+    def rank_main(rank: int) -> None:
+        transport = TorchDistributedTransport(store, rank, 2, timeout_s=5)
+        comm = create_communicator(
+            "naive", transport=transport, topology=Topology(("localhost",) * 2), quiet=True
+        )
+        comm.barrier()
+        print("dropped")
+        print("shown", file=sys.stderr)
+        comm.barrier()
+        comm.finalize()
+
+    run_threads(rank_main, 2)
+    assert sys.stdout is before
+    create_communicator("naive", transport=alone(), quiet=True).finalize()
+    print("rank 0")
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("rank 0\n", "shown\nshown\n")
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:

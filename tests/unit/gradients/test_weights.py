@@ -21,10 +21,28 @@ from tests.unit.models import (
 )
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import UsageError
-from torchmn.gradients.weights import weight_scale
+from torchmn.gradients.weights import Contribution, weight_scale
 from torchmn.testing import run_ranks
 
 SCHEDULES = ["every_step", "double_buffering"]
+
+
+@pytest.mark.parametrize(
+    ("args", "num_samples"),
+    [
+        ((torch.zeros(4, 2), torch.zeros(9)), 4),
+        (({"mask": torch.tensor(1.0), "x": torch.zeros(3, 2)},), 3),
+        ((1, "text", [(), (torch.zeros(0, 2),), torch.zeros(5)]), 0),
+        ((), 0),
+        ((torch.tensor(1.0), {"text": "abc"}), 0),
+    ],
+)
+def test_samples_are_found_in_containers(args: tuple[object, ...], num_samples: int) -> None:
+    contribution = Contribution(is_by_samples=True)
+    contribution.count(nn.Linear(1, 1), args, {})
+    assert contribution.weight == num_samples
+    contribution.count(nn.Linear(1, 1), (), {"batch": {"x": torch.zeros(7)}})
+    assert contribution.weight == num_samples + 7
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

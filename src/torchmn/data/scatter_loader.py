@@ -1,0 +1,427 @@
+"""An ordinary DataLoader on many ranks: every rank gets its part of each batch.
+
+Rank 0 draws the batches as one process does, from the loader's own sampler and generators, and all
+ranks receive the indices, once per pass. So any sampler works, the order of samples is that of one
+process, and the samples of a step do not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import operator
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+
+from torchmn.data.global_sampler import EmptyBatchCollate, GlobalSampler
+from torchmn.data.sampler_pass import SamplerPass, iterating_loader
+from torchmn.data.sampler_randomness import capture, replayed
+from torchmn.data.scatter import shard_bounds
+from torchmn.data.sub_dataset import SubDataset
+from torchmn.errors import DataError, RankMismatchError, UsageError
+
+if TYPE_CHECKING:
+    from torchmn.communicators import Communicator
+
+Sample = TypeVar("Sample")
+
+
+class LoaderState(TypedDict, total=False):
+    """``batches``: batches over all ranks that the loop has received; the rest is how to redraw."""
+
+    batches: int
+    digest: str
+    randomness: dict[str, Any]
+
+
+@overload
+def scatter_loader(loader: DataLoader[Sample], comm: Communicator) -> DataLoader[Sample]: ...
+
+
+@overload
+def scatter_loader(
+    loader: Sequence[DataLoader[Any]], comm: Communicator
+) -> tuple[DataLoader[Any], ...]: ...
+
+
+def scatter_loader(
+    loader: DataLoader[Any] | Sequence[DataLoader[Any]], comm: Communicator
+) -> DataLoader[Any] | tuple[DataLoader[Any], ...]:
+    """A copy of a DataLoader that gives every rank its part of each batch. *Collective.*
+
+    ``batch_size`` stays the size of the batch over all ranks, so a script trains on N ranks as it
+    does in one process. Each batch is divided among the ranks in order and as evenly as possible.
+    All other options, a sampler, batch sampler or subclass of your own included, are kept. Rank 0
+    draws the order of each pass, from its own random numbers, and the others receive it: after
+    `torchmn.seed_ranks` it is that of one process with the same ``torch.manual_seed``. A pass
+    begins on all ranks together (*collective*); each ``for`` is a new pass, as with any DataLoader.
+
+    Parts may differ by one sample, so optimizers that `create_multi_node_optimizer` makes for
+    ``comm`` weight the ranks by their samples unless ``weight=`` is given: means are exact.
+
+    Where a batch has fewer samples than there are ranks, the last ranks get a batch of 0 rows, so
+    that all make the same number of steps. Under ``torch.no_grad()`` or ``inference_mode()``, in an
+    evaluation, they get none: sum over ranks after the loop (`Communicator.sum_over_ranks`), not
+    in it.
+
+    ``loader.batch_sampler`` has ``state_dict()`` and ``load_state_dict()``: in the middle of a pass
+    the state continues it, on any number of ranks, otherwise a new pass begins. It remembers the
+    random numbers of the pass, not its order; a sampler that does not draw the same order from them
+    again is refused.
+
+    Args:
+        loader: on every rank, a DataLoader of the same data set with the same options; or several
+            in a tuple or list, for which a tuple of the same length is returned. It is not changed.
+        comm: the ranks that share each batch.
+
+    Raises:
+        UsageError: it is no DataLoader with batches of a data set with indices, or it gives each
+            rank its part already; on all ranks.
+        RankMismatchError: ranks passed loaders of different lengths; on all ranks.
+        When a pass begins: DataError, the sampler of rank 0 raised (rank 0 raises its error);
+        UsageError, a state that was loaded belongs to another order.
+
+    >>> import torch
+    >>> data = torch.utils.data.TensorDataset(torch.arange(5))
+    >>> loader = scatter_loader(torch.utils.data.DataLoader(data, batch_size=2), comm)
+    >>> len(loader), [x.tolist() for x, in loader]  # on one rank: all of each batch
+    (3, [[0, 1], [2, 3], [4]])
+    """
+    is_one = isinstance(loader, DataLoader) or not isinstance(loader, Sequence)
+    loaders: list[Any] = [loader] if is_one else list(loader)  # type: ignore[arg-type]
+    gathered = comm.allgather_obj([_facts(each) for each in loaders])
+    _raise_if_unfit(gathered)
+    comm.note_divided_batches()
+    scattered = tuple(_scattered(each, comm) for each in loaders)
+    return scattered[0] if is_one else scattered
+
+
+def _scattered(loader: DataLoader[Any], comm: Communicator) -> DataLoader[Any]:
+    """The copy, whose constructor is not called: a subclass may have another one."""
+    mine = copy.copy(loader)
+    own: dict[str, Any] = {
+        "batch_sampler": ScatteredBatches(loader.batch_sampler, comm),  # type: ignore[arg-type]
+        "_iterator": None,  # of persistent workers
+    }
+    if comm.size > 1:
+        own["collate_fn"] = EmptyBatchCollate(loader.dataset, loader.collate_fn)  # type: ignore[arg-type]
+    if comm.rank > 0 and loader.generator is not None:
+        # It seeds the workers, whose augmentation would be the same on all ranks.
+        own["generator"] = _generator_of(loader.generator, comm.rank)
+    vars(mine).update(own)  # a DataLoader lets no attribute of these be set
+    return mine
+
+
+def _generator_of(generator: torch.Generator, rank: int) -> torch.Generator:
+    text = f"torchmn rank {rank} loader {generator.initial_seed()}".encode()
+    seed = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
+    return torch.Generator(device="cpu").manual_seed(seed)
+
+
+@dataclass
+class _Pass:
+    """One ``for`` over the loader."""
+
+    counted: SamplerPass
+    resumed: LoaderState | None
+    before: torch.Tensor | None
+    """torch's generator when a resumed pass began, before the loader drew a seed of workers."""
+    state: LoaderState = field(default_factory=LoaderState)
+    """What is known once the order is drawn; empty before."""
+    num_batches: int | None = None
+    """Of the whole pass, once it is known."""
+    drawing: Iterator[Sequence[Any]] | None = None
+    """The sampler's iterator, on rank 0."""
+
+    @property
+    def first(self) -> int:
+        """The batch with which it begins."""
+        return 0 if self.resumed is None else self.resumed["batches"]
+
+
+class ScatteredBatches(Sampler[list[Any]]):
+    """This rank's parts of the batches that rank 0 draws; made by `scatter_loader`.
+
+    What the batch sampler of the original loader has, such as ``set_epoch``, is found here too, and
+    matters on rank 0.
+
+    Args:
+        batches: the original batch sampler.
+        comm: the ranks.
+    """
+
+    def __init__(self, batches: Iterable[Sequence[Any]], comm: Communicator) -> None:
+        self.batches = batches
+        self._comm = comm
+        self._pass: _Pass | None = None
+        self._resumed: LoaderState | None = None
+        """What was loaded and no pass has continued yet."""
+        self._before: torch.Tensor | None = None
+        """See `_Pass.before`."""
+
+    def __len__(self) -> int:
+        return len(self.batches)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "batches":  # as in copying, before it has any
+            raise AttributeError(name)
+        return getattr(self.batches, name)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        loader = iterating_loader(self, sys._getframe(1))
+        # A loader with workers calls this twice and draws their seed in between.
+        if self._resumed is not None and self._before is None:
+            self._before = torch.get_rng_state()
+        own = self._pass = _Pass(SamplerPass(self._comm, loader), self._resumed, self._before)
+        return own.counted.batches(self._parts(own))
+
+    def state_dict(self) -> LoaderState:
+        """Where the loop is that runs over the loader, the same on all ranks. Local.
+
+        Between two passes, and after one that was left early, it is the beginning of a pass.
+        """
+        own = self._pass
+        if own is None or not own.state:  # nothing was drawn since a state was loaded, if one was
+            resumed = self._resumed or (own and own.resumed)
+            return resumed or LoaderState(batches=0)
+        num = own.first + own.counted.num_handed_out
+        if num == own.num_batches or own.counted.was_left:
+            return LoaderState(batches=0)
+        return LoaderState(**{**own.state, "batches": num})  # type: ignore[typeddict-item]
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next pass continue where the state was saved. All ranks must call it, or none.
+
+        Raises UsageError: it is not a state of `state_dict`.
+        """
+        num = state.get("batches")
+        if (
+            not isinstance(num, int)
+            or num < 0
+            or (num and not {*state} >= {"digest", "randomness"})
+        ):
+            raise UsageError(
+                f"{self._comm.rank_label}: {list(state)} is not a state of a loader of "
+                "scatter_loader. Load what loader.batch_sampler.state_dict() has returned."
+            )
+        self._pass = self._before = None
+        self._resumed = LoaderState(**state) if num else None  # type: ignore[typeddict-item]
+
+    def _parts(self, own: _Pass) -> Iterator[list[Any]]:
+        """This rank's parts of one pass. The first one is *collective*."""
+        rank, size = self._comm.rank, self._comm.size
+        number = 0
+        for drawn in self._drawn(own):
+            for begin, end in drawn.bounds():
+                number += 1
+                if number <= own.first:
+                    continue
+                first, last = shard_bounds(end - begin, size, rank, force_equal_length=False)
+                # An evaluation needs no step of this rank for a batch of which it has no sample.
+                if last > first or torch.is_grad_enabled():
+                    yield drawn.samples(begin + first, begin + last)
+
+    def _drawn(self, own: _Pass) -> Iterator[_Drawn]:
+        """What rank 0 draws: all batches of a pass at once, or some where they have no end."""
+        num = None if _is_drawn_at_once(self.batches) else 1
+        num_drawn = 0
+        while True:
+            drawn = self._received(own, num)
+            num_drawn += len(drawn.lengths)
+            if drawn.is_last:
+                own.num_batches = num_drawn
+            yield drawn
+            if drawn.is_last:
+                return
+            num = None if num is None else min(2 * num, _MAX_BATCHES)
+
+    def _received(self, own: _Pass, num: int | None) -> _Drawn:
+        """The next batches of rank 0, on all ranks. *Collective.*"""
+        is_first = not own.state
+        message: dict[str, Any] = {}
+        error: Exception | None = None
+        if self._comm.rank == 0:
+            try:
+                message = self._draw(own, num)
+            except Exception as raised:
+                error = raised
+                message = {"problem": str(raised), "kind": type(raised).__name__}
+        message = self._comm.bcast_for("a pass over a loader of scatter_loader", message)
+        if own.before is not None and is_first:
+            torch.set_rng_state(own.before)
+            self._resumed = self._before = None
+        if error is not None:
+            raise error
+        if "problem" in message:
+            if message["kind"] == UsageError.__name__:
+                raise UsageError(message["problem"])
+            raise DataError(
+                f"{self._comm.rank_label}: the sampler of rank 0, which draws the batches for all "
+                f"ranks, raised {message['kind']}: {message['problem']}"
+            )
+        if is_first:
+            own.state = LoaderState(digest=message["digest"], randomness=message["randomness"])
+        return _Drawn(message["lengths"], message["samples"], message["is_last"])
+
+    def _draw(self, own: _Pass, num: int | None) -> dict[str, Any]:
+        """The next batches of the sampler, on rank 0. Local."""
+        is_first, resumed = not own.state, own.resumed
+        randomness: dict[str, Any] = {}
+        if is_first:
+            randomness = capture(self.batches) if resumed is None else resumed["randomness"]
+        with replayed(randomness if resumed is not None and is_first else None, self.batches):
+            if own.drawing is None:
+                own.drawing = iter(self.batches)
+            drawn = [list(batch) for batch in islice(own.drawing, num)]
+        lengths = np.array([len(batch) for batch in drawn], dtype=np.int64)
+        samples = _packed([index for batch in drawn for index in batch])
+        message = {"lengths": lengths, "samples": samples}
+        message["is_last"] = num is None or len(drawn) < num
+        if is_first:
+            digest = _digest(lengths, samples)
+            if resumed is not None and digest != resumed["digest"]:
+                raise UsageError(
+                    "scatter_loader: the state was saved in the middle of a pass, and "
+                    f"{type(self.batches).__name__} draws another order from the same random "
+                    "numbers: the data set, the batch size or the sampler is another one, or the "
+                    "sampler has numbers of its own. Give it a torch.Generator as its generator, "
+                    "or save and resume between two passes."
+                )
+            message |= {"digest": digest, "randomness": randomness}
+        return message
+
+
+_MAX_BATCHES = 4096
+"""That are drawn at once of a sampler without a length, or with one that stands for no end."""
+_MAX_SAMPLES = 1 << 26
+"""Of a pass that is drawn at once: half a GiB of indices."""
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """Some batches over all ranks: their lengths, and the indices of their samples in order."""
+
+    lengths: np.ndarray[Any, Any]
+    indices: np.ndarray[Any, Any] | list[Any]
+    is_last: bool
+
+    def bounds(self) -> Iterator[tuple[int, int]]:
+        """Where each batch begins and ends."""
+        end = 0
+        for length in self.lengths.tolist():
+            begin, end = end, end + length
+            yield begin, end
+
+    def samples(self, begin: int, end: int) -> list[Any]:
+        """The indices of some samples."""
+        part = self.indices[begin:end]
+        return part.tolist() if isinstance(part, np.ndarray) else part
+
+
+def _packed(indices: list[Any]) -> np.ndarray[Any, Any] | list[Any]:
+    """Indices that are integers as one array; others, such as keys of a dict, as they are."""
+    try:
+        return np.fromiter(map(operator.index, indices), dtype=np.int64, count=len(indices))
+    except (TypeError, OverflowError):
+        return indices
+
+
+def _digest(lengths: np.ndarray[Any, Any], samples: np.ndarray[Any, Any] | list[Any]) -> str:
+    raw = samples.tobytes() if isinstance(samples, np.ndarray) else repr(samples).encode()
+    return hashlib.sha256(lengths.tobytes() + raw).hexdigest()
+
+
+def _length(sized: object) -> int | None:
+    try:
+        return len(sized)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _is_drawn_at_once(batches: Any) -> bool:
+    """Whether a pass has a length, and one that can be sent whole."""
+    length = _length(batches)
+    batch_size = getattr(batches, "batch_size", None)
+    return length is not None and length * int(batch_size or 1) <= _MAX_SAMPLES
+
+
+def _facts(loader: Any) -> dict[str, Any]:
+    """What must be the same on all ranks, and what is wrong with it."""
+    problem = _problem(loader)
+    if problem:
+        return {"problem": problem}
+    read_ahead = loader.num_workers * (loader.prefetch_factor or 0)
+    return {
+        "problem": "",
+        "samples in its data set": _length(loader.dataset),
+        "batches": _length(loader.batch_sampler),
+        # What is not drawn at once is drawn while the loop runs, on all ranks at the same steps.
+        "batches read ahead by its workers": (
+            0 if _is_drawn_at_once(loader.batch_sampler) else read_ahead
+        ),
+    }
+
+
+def _problem(loader: Any) -> str:
+    if not isinstance(loader, DataLoader):
+        return (
+            f"a {type(loader).__name__}. It needs a torch.utils.data.DataLoader, or a tuple or "
+            "list of them."
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        return (
+            f"a DataLoader of a {type(loader.dataset).__name__}, a stream, whose samples have no "
+            "indices to divide. Let the data set yield the samples of this rank (comm.rank of "
+            "comm.size) with batch_size // comm.size samples in a batch, or use a source of "
+            "torchmn.readers, which divides streams."
+        )
+    if loader.batch_sampler is None:
+        return (
+            "a DataLoader with batch_size=None, which has no batches to divide. Give it a "
+            "batch_size, or a batch_sampler= that yields lists of indices."
+        )
+    inner = loader.batch_sampler
+    sampler = getattr(inner, "sampler", None)
+    if isinstance(inner, (GlobalSampler, ScatteredBatches)) or isinstance(
+        sampler, DistributedSampler
+    ):
+        kind = type(sampler if isinstance(sampler, DistributedSampler) else inner).__name__
+        return (
+            f"a DataLoader whose {kind} gives each rank its part already. Pass the DataLoader of "
+            "one process: batch_size= of all ranks together, and shuffle=True or a plain sampler."
+        )
+    if isinstance(loader.dataset, SubDataset) and loader.dataset.is_of_one_rank:
+        return (
+            "a DataLoader of a shard of scatter_dataset, which differs between ranks. Pass the "
+            "DataLoader of the whole data set; scatter_dataset is not needed."
+        )
+    return ""
+
+
+def _raise_if_unfit(gathered: list[list[dict[str, Any]]]) -> None:
+    """Raise the same error on all ranks."""
+    for rank, theirs in enumerate(gathered):
+        for each in theirs:
+            if each["problem"]:
+                raise UsageError(f"scatter_loader: rank {rank} passed {each['problem']}")
+    for rank, theirs in enumerate(gathered):
+        if len(theirs) != len(gathered[0]):
+            raise RankMismatchError(
+                f"scatter_loader: rank 0 passed {len(gathered[0])} loader(s) and rank {rank} "
+                f"{len(theirs)}. Pass the same loaders on every rank."
+            )
+        for index, (first, own) in enumerate(zip(gathered[0], theirs, strict=True)):
+            for name, value in own.items():
+                if value != first[name]:
+                    raise RankMismatchError(
+                        f"scatter_loader: loader {index} of rank 0 has {first[name]} {name} and "
+                        f"that of rank {rank} {value}. Pass a DataLoader of the same data set with "
+                        "the same options on every rank."
+                    )

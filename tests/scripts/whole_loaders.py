@@ -1,0 +1,231 @@
+"""An existing `DataLoader`, which `scatter_loader` divides among the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, Sampler, TensorDataset, WeightedRandomSampler
+
+from .models import mlp
+from .registry import script
+from .worker import Worker, whole_batch
+
+NUM = 37
+"""Samples: in batches of 8 the last one has 5, in batches of 9 it has 1, which is 0 on a rank."""
+
+
+def _data(seed: int = 0) -> TensorDataset:
+    return TensorDataset(*whole_batch(seed, NUM))
+
+
+def _generator(seed: int = 7) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _loader(worker: Worker, batch_size: int = 8, **options: Any) -> DataLoader[Any]:
+    """The user's loader, shuffled unless it has a sampler of its own, and the line of torchmn."""
+    if not {*options} & {"sampler", "batch_sampler", "shuffle"}:
+        options["shuffle"] = True
+    if "batch_sampler" not in options:
+        options["batch_size"] = batch_size
+    return worker.scatter_loader(DataLoader(_data(), generator=_generator(), **options))
+
+
+def _model_and_optimizer(worker: Worker, **options: Any) -> tuple[nn.Module, Any]:
+    model = mlp()
+    inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    return model, worker.optimizer(inner, model, **options)
+
+
+def _train(worker: Worker, batches: Any, num_epochs: int = 2) -> nn.Module:
+    model, optimizer = _model_and_optimizer(worker)
+    for _ in range(num_epochs):
+        for x, y in batches:
+            _step(model, optimizer, x, y)
+    return model
+
+
+def _step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
+    optimizer.zero_grad()
+    mse_loss(model(x), y).backward()
+    optimizer.step()
+
+
+@script("`shuffle=True`, a short last batch")
+def shuffled(worker: Worker) -> nn.Module:
+    return _train(worker, _loader(worker))
+
+
+@script("A last batch with fewer samples than there are ranks")
+def tiny_last_batch(worker: Worker) -> nn.Module:
+    return _train(worker, _loader(worker, 9))
+
+
+@script("`drop_last=True`, in order")
+def dropped_last_batch(worker: Worker) -> nn.Module:
+    return _train(worker, _loader(worker, shuffle=False, drop_last=True))
+
+
+@script("`WeightedRandomSampler`")
+def weighted_sampler(worker: Worker) -> nn.Module:
+    weights = torch.arange(1.0, NUM + 1).tolist()
+    sampler = WeightedRandomSampler(weights, 30, generator=_generator(1))
+    return _train(worker, _loader(worker, sampler=sampler))
+
+
+class _ByNorm(Sampler[list[int]]):
+    """Batches of similar samples, of different sizes: as for sequences by length."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = _data().tensors[0].norm(dim=1).argsort().tolist()
+        yield from (order[:4], order[4:17], order[17:26], order[26:])
+
+    def __len__(self) -> int:
+        return 4
+
+
+@script("A `batch_sampler` of one's own, with batches of different sizes")
+def own_batch_sampler(worker: Worker) -> nn.Module:
+    return _train(worker, _loader(worker, batch_sampler=_ByNorm()))
+
+
+class _OfDict(nn.Module):
+    """A model that takes a batch as one dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.inner(batch["x"])
+
+
+def _to_dict(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    x, y = zip(*samples, strict=True)
+    return {"x": torch.stack(x), "y": torch.stack(y)}
+
+
+@script("`collate_fn` that makes dicts, which the model takes whole")
+def collate_to_dicts(worker: Worker) -> nn.Module:
+    model = _OfDict()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
+    for batch in _loader(worker, 9, collate_fn=_to_dict):
+        optimizer.zero_grad()
+        mse_loss(model(batch), batch["y"]).backward()
+        optimizer.step()
+    return model
+
+
+@script("Two DataLoader workers")
+def two_workers(worker: Worker) -> nn.Module:
+    return _train(worker, _loader(worker, num_workers=2, multiprocessing_context="fork"))
+
+
+@script("`break` in each epoch")
+def early_break(worker: Worker) -> nn.Module:
+    model, optimizer = _model_and_optimizer(worker)
+    loader = _loader(worker)
+    for _ in range(3):
+        for number, (x, y) in enumerate(loader):
+            if number == 2:
+                break
+            _step(model, optimizer, x, y)
+    return model
+
+
+@script("Two loaders zipped, with batches of different sizes and two losses")
+def zipped(worker: Worker) -> nn.Module:
+    model, optimizer = _model_and_optimizer(worker)
+    other = worker.scatter_loader(DataLoader(_data(5), 4, shuffle=True, generator=_generator(3)))
+    for (x, y), (more, _) in zip(_loader(worker, drop_last=True), other, strict=False):
+        optimizer.zero_grad()
+        (mse_loss(model(x), y) + 0.1 * model(more).square().mean()).backward()
+        optimizer.step()
+    return model
+
+
+@script("An endless `cycle(loader)`, counted in steps")
+def endless(worker: Worker) -> nn.Module:
+    return _train(worker, [*islice(cycle(_loader(worker)), 12)], 1)
+
+
+@script("Gradient accumulation: two batches in a step")
+def accumulation(worker: Worker) -> nn.Module:
+    model, optimizer = _model_and_optimizer(worker)
+    batches = iter(_loader(worker, drop_last=True))
+    for (x, y), (more_x, more_y) in zip(batches, batches, strict=True):
+        optimizer.zero_grad()
+        with worker.no_sync(optimizer):
+            (mse_loss(model(x), y) / 2).backward()
+        (mse_loss(model(more_x), more_y) / 2).backward()
+        optimizer.step()
+    return model
+
+
+@script("Clipping, an average of the parameters and `OneCycleLR` with `len(loader)`")
+def usual_extras(worker: Worker) -> list[nn.Module]:
+    model, optimizer = _model_and_optimizer(worker)
+    loader = _loader(worker)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=2 * len(loader))
+    for _ in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            mse_loss(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            worker.flush(optimizer)
+            average.update_parameters(model)
+            rates.step()
+    return [model, average]
+
+
+@script("A `GradScaler`")
+def scaler(worker: Worker) -> nn.Module:
+    model, optimizer = _model_and_optimizer(worker)
+    scale = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+    for x, y in _loader(worker):
+        optimizer.zero_grad()
+        scale.scale(mse_loss(model(x), y)).backward()
+        scale.step(optimizer)
+        scale.update()
+    return model
+
+
+@script("Batch normalization over ranks, a short last batch")
+def batch_norm(worker: Worker) -> nn.Module:
+    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    for number, parameter in enumerate(model.parameters()):
+        nn.init.uniform_(parameter, 0.1, 0.4, generator=_generator(number))
+    model = worker.across_ranks(model)
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, y in _loader(worker):
+        _step(model, optimizer, x, y)
+    return model
+
+
+@script("An evaluation after each epoch: sums over ranks, a last batch of one sample")
+def evaluated(worker: Worker) -> nn.Module:
+    model, optimizer = _model_and_optimizer(worker)
+    train, test = _loader(worker), _loader(worker, 9, shuffle=False)
+    for _ in range(2):
+        for x, y in train:
+            _step(model, optimizer, x, y)
+        worker.flush(optimizer)
+        loss_sum, num_right, num = 0.0, 0, 0
+        with torch.no_grad():
+            for x, y in test:
+                output = model(x)
+                loss_sum += mse_loss(output, y, reduction="sum").item()
+                num_right += (output.argmax(1) == y.argmax(1)).sum().item()
+                num += len(x)
+        loss_sum, num_right, num = worker.sum_over_ranks(loss_sum, num_right, num)
+        worker.log("test loss", loss_sum / num)
+        worker.log("right", num_right)
+    return model

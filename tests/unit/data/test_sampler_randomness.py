@@ -1,0 +1,61 @@
+"""A sampler that draws again from the same random numbers."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, RandomSampler
+
+from torchmn.data.sampler_randomness import capture, replayed
+
+
+def test_every_generator_is_replayed_and_the_process_s_own_continue() -> None:
+    own = torch.Generator().manual_seed(1)
+    sampler = BatchSampler(RandomSampler(range(9), generator=own), 3, drop_last=False)
+
+    def draw() -> tuple[object, ...]:
+        drawn = torch.rand(2).tolist(), random.random(), np.random.rand(), random.gauss(0, 1)
+        return (*drawn, np.random.randn(), list(sampler))
+
+    state = capture(sampler)
+    wanted = draw()
+    left = own.get_state()
+    before = capture(None)
+    with replayed(state, sampler):
+        assert draw() == wanted
+    assert torch.equal(own.get_state(), left), "it stays where the draws have left it"
+    first = torch.rand(2).tolist(), random.random(), np.random.rand()
+    with replayed(before, None):
+        assert (torch.rand(2).tolist(), random.random(), np.random.rand()) == first
+
+
+def test_without_a_state_nothing_changes() -> None:
+    before = torch.get_rng_state()
+    with replayed(None, None):
+        torch.rand(1)
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_state_can_be_saved_as_plain_values(tmp_path) -> None:
+    state = capture(RandomSampler(range(3), generator=torch.Generator()))
+    torch.save(state, tmp_path / "state")
+    loaded = torch.load(tmp_path / "state", weights_only=True)
+    with replayed(loaded, RandomSampler(range(3), generator=torch.Generator())):
+        random.random()
+
+
+def test_an_error_inside_restores_too() -> None:
+    state = capture(None)
+    before = torch.get_rng_state()
+
+    def fail() -> None:
+        with replayed(state, None):
+            torch.rand(1)
+            raise LookupError("inside")
+
+    with pytest.raises(LookupError, match="inside"):
+        fail()
+    assert torch.equal(torch.get_rng_state(), before)

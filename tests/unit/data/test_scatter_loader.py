@@ -1,0 +1,511 @@
+"""An ordinary DataLoader on ranks: together they have the batches of one process, in its order."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+import torchmn
+from torchmn.data import GlobalSampler, ScatteredBatches, scatter_loader
+from torchmn.errors import DataError, RankMismatchError, UsageError
+from torchmn.testing import run_ranks
+
+SIZES = [1, 2, 3, 4]
+NUM = 21
+
+
+def generator(seed: int = 3) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def data(num: int = NUM) -> TensorDataset:
+    return TensorDataset(torch.arange(num), torch.arange(num) * 10)
+
+
+class Descending(Sampler[int]):
+    """A sampler of one's own, without a generator and without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(NUM - 1, -1, -1))
+
+
+class TwoLengths(Sampler[list[int]]):
+    """A batch sampler of one's own: batches of different lengths, and `set_epoch`."""
+
+    epoch = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(NUM, generator=generator(self.epoch)).tolist()
+        yield order[:5]
+        yield order[5:17]
+        yield order[17:]
+
+    def __len__(self) -> int:
+        return 3
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+LOADERS: dict[str, Any] = {
+    "in order": lambda: DataLoader(data(), 8),
+    "shuffled": lambda: DataLoader(data(), 8, shuffle=True, generator=generator()),
+    "drop_last": lambda: DataLoader(data(), 8, True, drop_last=True, generator=generator()),
+    "batch smaller than the ranks": lambda: DataLoader(data(), 2),
+    "weighted": lambda: DataLoader(
+        data(),
+        8,
+        sampler=WeightedRandomSampler(np.arange(NUM).tolist(), 30, generator=generator()),
+    ),
+    "with replacement": lambda: DataLoader(
+        data(), 8, sampler=RandomSampler(data(), True, 1000, generator=generator())
+    ),
+    "a length that stands for no end": lambda: DataLoader(
+        data(), 8, sampler=RandomSampler(data(), True, 10**12, generator=generator())
+    ),
+    "subset": lambda: DataLoader(
+        data(), 4, sampler=SubsetRandomSampler(range(3, 17), generator=generator())
+    ),
+    "own sampler without a length": lambda: DataLoader(data(), 4, sampler=Descending()),
+    "own batch sampler": lambda: DataLoader(data(), batch_sampler=TwoLengths()),
+    "list of batches": lambda: DataLoader(data(), batch_sampler=[[4, 3, 2], [1], [0, 5]]),
+    "tensors of indices": lambda: DataLoader(
+        data(),
+        batch_sampler=torch.arange(NUM).split(4),  # type: ignore[arg-type]
+    ),
+    "keys": lambda: DataLoader(
+        {key: ord(key) for key in "abcdef"},  # type: ignore[arg-type]
+        batch_sampler=BatchSampler(list("fedcba"), 3, drop_last=False),
+        collate_fn=torch.tensor,
+    ),
+    "two workers": lambda: DataLoader(data(), 8, True, num_workers=2, generator=generator()),
+    "workers that stay": lambda: DataLoader(
+        data(), 8, True, num_workers=1, persistent_workers=True, generator=generator()
+    ),
+}
+
+
+def passes(loader: DataLoader[Any], num: int = 3) -> list[list[list[int]]]:
+    """The first field of every batch of some passes, which may have no end."""
+    return [[first_of(batch).tolist() for batch in islice(loader, 150)] for _ in range(num)]
+
+
+def first_of(batch: Any) -> torch.Tensor:
+    return batch if isinstance(batch, torch.Tensor) else batch[0]
+
+
+def together(ranks: list[list[list[list[int]]]]) -> list[list[list[int]]]:
+    """What all ranks have in each step, in rank order."""
+    return [
+        [sum(parts, []) for parts in zip(*of_pass, strict=True)]
+        for of_pass in zip(*ranks, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", LOADERS)
+def test_the_batches_of_one_process(name: str, size: int) -> None:
+    if name == "keys" and size > 3:
+        pytest.skip(reason="an empty part needs a sample 0, which this data set has not")
+    wanted = passes(LOADERS[name]())
+
+    def rank_main(comm):
+        loader = scatter_loader(LOADERS[name](), comm)
+        has_length = name != "own sampler without a length"
+        if has_length:
+            assert len(loader) == len(LOADERS[name]())
+        return passes(loader)
+
+    ranks = run_ranks(rank_main, size)
+    if "no end" in name:  # it is read ahead, so its generator is further on in a second pass
+        assert together(ranks)[0] == wanted[0]
+        return
+    assert together(ranks) == wanted
+    if name == "shuffled":
+        assert wanted[0] != wanted[1]  # new in each pass
+    lengths = [[len(part) for batches in own for part in batches] for own in ranks]
+    assert all(max(parts) - min(parts) <= 1 for parts in zip(*lengths, strict=True))
+
+
+def test_options_and_class_are_kept() -> None:
+    class Mine(DataLoader[Any]):
+        def __init__(self) -> None:  # another constructor
+            super().__init__(data(), 4, shuffle=True, num_workers=2, prefetch_factor=3, timeout=7)
+            self.color = "red"
+
+    def rank_main(comm):
+        loader = Mine()
+        scattered = scatter_loader(loader, comm)
+        assert isinstance(scattered, Mine)
+        assert loader.batch_sampler is not scattered.batch_sampler
+        others = {"batch_sampler", "collate_fn"}
+        assert {*vars(scattered)} == {*vars(loader)}
+        return {
+            name: value is getattr(loader, name)
+            for name, value in vars(scattered).items()
+            if name not in others
+        }
+
+    for kept in run_ranks(rank_main, 2):
+        assert all(kept.values()), kept
+
+
+def test_several_at_once() -> None:
+    def rank_main(comm):
+        train, test = scatter_loader((DataLoader(data(), 4), DataLoader(data(9), 3)), comm)
+        return len(train), len(test), type(scatter_loader([DataLoader(data())], comm))
+
+    assert run_ranks(rank_main, 2) == [(6, 3, tuple)] * 2
+
+
+def test_an_attribute_of_the_batch_sampler() -> None:
+    def rank_main(comm):
+        loader = scatter_loader(DataLoader(data(), batch_sampler=TwoLengths()), comm)
+        loader.batch_sampler.set_epoch(5)
+        with pytest.raises(AttributeError, match="no_such_name"):
+            loader.batch_sampler.no_such_name  # noqa: B018
+        return passes(loader, 1)
+
+    alone = TwoLengths()
+    alone.set_epoch(5)
+    assert together(run_ranks(rank_main, 2)) == [[*map(list, alone)]] * 1
+
+
+# ---- parts without samples ----
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_rank_without_samples_gets_no_rows_in_training_and_nothing_in_evaluation(
+    size: int,
+) -> None:
+    def rank_main(comm):
+        loader = scatter_loader(DataLoader(data(9), 8), comm)
+        trained = [len(x) for x, _ in loader]
+        with torch.no_grad():
+            evaluated = [len(x) for x, _ in loader]
+        with torch.inference_mode():
+            assert [len(x) for x, _ in loader] == evaluated
+        return trained, evaluated
+
+    ranks = run_ranks(rank_main, size)
+    assert [len(trained) for trained, _ in ranks] == [2] * size
+    assert [len(evaluated) for _, evaluated in ranks] == [2] + [1] * (size - 1)
+    assert sum(sum(evaluated) for _, evaluated in ranks) == 9
+    assert ranks[-1][0][-1] == 0
+
+
+def test_dicts_of_no_samples() -> None:
+    def collate(samples: list[Any]) -> dict[str, torch.Tensor]:
+        return {"x": torch.stack([x for x, _ in samples]).float()}
+
+    def rank_main(comm):
+        loader = scatter_loader(DataLoader(data(9), 8, collate_fn=collate), comm)
+        return [batch["x"].shape[0] for batch in loader]
+
+    assert run_ranks(rank_main, 2) == [[4, 1], [4, 0]]
+
+
+# ---- weights ----
+
+
+@pytest.mark.parametrize("when", ["before", "after", "between"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_means_are_exact_for_uneven_parts(size: int, when: str) -> None:
+    """Whatever is made first: 21 samples in batches of 8, the last one of 5."""
+    torch.manual_seed(0)
+    samples = TensorDataset(torch.randn(NUM, 5).double(), torch.randn(NUM, 3).double())
+    start = nn.Linear(5, 3).double().state_dict()
+
+    def train(comm=None):
+        model = nn.Linear(5, 3).double()
+        model.load_state_dict(start)
+        loader = DataLoader(samples, 8, shuffle=True, generator=generator())
+        optimizer: Any = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        if comm is not None:
+            if when == "before":
+                loader = scatter_loader(loader, comm)
+            optimizer = torchmn.create_multi_node_optimizer(optimizer, comm, model)
+            if when == "between":  # another step than the first that has an exchange
+                nn.functional.mse_loss(model(samples[0][0][None]), samples[0][1][None]).backward()
+                optimizer.zero_grad()
+            if when != "before":
+                loader = scatter_loader(loader, comm)
+        for _ in range(2):
+            for x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(x), y).backward()
+                optimizer.step()
+        return model.weight.detach()
+
+    wanted = train()
+    for weight in run_ranks(train, size):
+        torch.testing.assert_close(weight, wanted, rtol=0, atol=1e-12)
+
+
+def test_weights_that_were_asked_for_stay() -> None:
+    def rank_main(comm):
+        model = nn.Linear(5, 3)
+        made = [
+            torchmn.create_multi_node_optimizer(
+                torch.optim.SGD(model.parameters(), 0.1), comm, model, **options
+            )
+            for options in ({"weight": "rank"}, {"reduction": "sum"}, {"schedule": "diloco"})
+        ]
+        scatter_loader(DataLoader(data()), comm)
+        model = nn.Linear(5, 3)
+        closed = torchmn.create_multi_node_optimizer(
+            torch.optim.SGD(model.parameters(), 0.1), comm, model
+        )
+        hooks = len(model._forward_pre_hooks)
+        closed.close()
+        comm.note_divided_batches()
+        assert len(model._forward_pre_hooks) <= hooks
+        return [optimizer.reducer.contribution.is_by_samples for optimizer in made]
+
+    assert run_ranks(rank_main, 2) == [[False] * 3] * 2
+
+
+# ---- state ----
+
+
+@pytest.mark.parametrize("name", ["shuffled", "weighted", "own batch sampler", "two workers"])
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 3), (3, 1)])
+def test_resumes_in_the_middle_of_a_pass(name: str, before: int, after: int) -> None:
+    wanted = passes(LOADERS[name](), 2)
+
+    def save(comm):
+        loader = scatter_loader(LOADERS[name](), comm)
+        batches = loader.batch_sampler
+        assert isinstance(batches, ScatteredBatches)
+        assert batches.state_dict() == {"batches": 0}
+        for number, _ in enumerate(loader):
+            if number == 1:
+                state = batches.state_dict()
+                break
+        assert batches.state_dict() == {"batches": 0}, "left early: the next for is a new pass"
+        return state
+
+    states = run_ranks(save, before)
+    assert [state["batches"] for state in states] == [2] * before
+
+    def resume(comm):
+        random.seed(99)
+        loader = scatter_loader(LOADERS[name](), comm)
+        loader.batch_sampler.load_state_dict(states[0])
+        assert loader.batch_sampler.state_dict()["batches"] == 2
+        return passes(loader, 2)
+
+    found = together(run_ranks(resume, after))
+    assert found == [wanted[0][2:], wanted[1]]
+
+
+def test_resume_leaves_the_process_s_numbers_as_they_are() -> None:
+    """In one process, whose default generator draws the order and, for example, dropout."""
+
+    def train(num_batches: int, state: Any = None) -> tuple[list[Any], Any]:
+        def rank_main(comm):
+            loader = scatter_loader(DataLoader(data(), 4, shuffle=True), comm)
+            seen: list[Any] = []
+            if state is not None:
+                loader.batch_sampler.load_state_dict(state[0])
+                torch.set_rng_state(state[1])
+            while len(seen) < num_batches:
+                for x, _ in loader:
+                    seen.append((x.tolist(), torch.rand(()).item()))
+                    if len(seen) == num_batches:
+                        return seen, (loader.batch_sampler.state_dict(), torch.get_rng_state())
+            raise AssertionError
+
+        return run_ranks(rank_main, 1)[0]
+
+    torch.manual_seed(5)
+    wanted, _ = train(14)
+    torch.manual_seed(5)
+    begun, state = train(8)  # in the second pass
+    torch.manual_seed(77)
+    resumed, _ = train(6, state)
+    assert begun + resumed == wanted
+
+
+def test_states_of_another_order_are_refused() -> None:
+    def rank_main(comm):
+        loader = scatter_loader(DataLoader(data(), 8, shuffle=True, generator=generator()), comm)
+        iterator = iter(loader)
+        next(iterator)
+        state = loader.batch_sampler.state_dict()
+        other = scatter_loader(DataLoader(data(), 4, shuffle=True, generator=generator()), comm)
+        other.batch_sampler.load_state_dict(state)
+        with pytest.raises(UsageError, match="draws another order"):
+            next(iter(other))
+        with pytest.raises(UsageError, match="is not a state"):
+            other.batch_sampler.load_state_dict({"epoch": 0, "position": 3})
+        return [len(x) for x, _ in other]  # and it continues with a new pass
+
+    assert run_ranks(rank_main, 2) == [[2] * 5 + [1], [2] * 5 + [0]]
+
+
+# ---- errors ----
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+
+class Broken(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield 1
+        raise LookupError("no more weights")
+
+    def __len__(self) -> int:
+        return 5
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda comm: data(), "a TensorDataset. It needs a torch.utils.data.DataLoader"),
+        (lambda comm: DataLoader(Stream(), 4), "samples have no indices to divide"),
+        (lambda comm: DataLoader(data(), batch_size=None), "has no batches to divide"),
+        (
+            lambda comm: DataLoader(data(), 4, sampler=DistributedSampler(data(), 2, 0)),
+            "DistributedSampler gives each rank its part already",
+        ),
+        (
+            lambda comm: DataLoader(data(), batch_sampler=GlobalSampler(NUM, comm, 4)),
+            "GlobalSampler gives each rank its part already",
+        ),
+        (
+            lambda comm: scatter_loader(DataLoader(data(), 4), comm),
+            "ScatteredBatches gives each rank its part already",
+        ),
+        (
+            lambda comm: DataLoader(torchmn.scatter_dataset(data(), comm), 4),
+            "a shard of scatter_dataset",
+        ),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(make: Any, text: str) -> None:
+    def rank_main(comm):
+        with pytest.raises(UsageError, match="scatter_loader: rank 0 passed") as caught:
+            scatter_loader(make(comm), comm)
+        return str(caught.value)
+
+    texts = run_ranks(rank_main, 2)
+    assert texts[0] == texts[1]
+    assert text in texts[0]
+
+
+def test_a_part_made_by_split_dataset_is_no_shard() -> None:
+    first, _ = torchmn.data.split_dataset(data(), 6)
+
+    def rank_main(comm):
+        return passes(scatter_loader(DataLoader(first, 4), comm), 1)
+
+    assert together(run_ranks(rank_main, 2)) == [[[0, 1, 2, 3], [4, 5]]]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda rank: DataLoader(data(20 + rank), 4),
+        lambda rank: DataLoader(data(), 4 + rank),
+        lambda rank: DataLoader(data(), 4, sampler=Descending(), num_workers=rank),
+        lambda rank: [DataLoader(data(), 4)] * (1 + rank),
+    ],
+)
+def test_loaders_that_differ_are_refused(make: Any) -> None:
+    def rank_main(comm):
+        with pytest.raises(RankMismatchError, match="rank 0 .* rank 1") as caught:
+            scatter_loader(make(comm.rank), comm)
+        return str(caught.value)
+
+    texts = run_ranks(rank_main, 2)
+    assert texts[0] == texts[1]
+
+
+def test_a_sampler_that_raises_ends_all_ranks() -> None:
+    def rank_main(comm):
+        loader = scatter_loader(DataLoader(data(), 4, sampler=Broken(data())), comm)
+        with pytest.raises((LookupError, DataError), match="no more weights") as caught:
+            next(iter(loader))
+        return caught.type
+
+    assert run_ranks(rank_main, 2) == [LookupError, DataError]
+
+
+# ---- how people loop ----
+
+
+def test_an_infinite_cycle_and_two_loaders_at_once() -> None:
+    def cycle(loader: DataLoader[Any]) -> Iterator[Any]:
+        while True:
+            yield from loader
+
+    def draw(labelled: DataLoader[Any], other: DataLoader[Any]) -> list[list[list[int]]]:
+        endless = cycle(labelled)
+        ends: deque[Any] = deque(maxlen=7)
+        for step, (x, _) in enumerate(other):
+            y, _ = next(endless)
+            ends.append([x.tolist(), y.tolist()])
+            if step == 6:
+                break
+        return list(ends)
+
+    def loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
+        return (
+            DataLoader(data(9), 4, shuffle=True, generator=generator(1)),
+            DataLoader(data(50), 6, shuffle=True, generator=generator(2)),
+        )
+
+    wanted = draw(*loaders())
+    ranks = run_ranks(lambda comm: draw(*scatter_loader(loaders(), comm)), 3)
+    for step, parts in enumerate(zip(*ranks, strict=True)):
+        for which in (0, 1):
+            assert sum((part[which] for part in parts), []) == wanted[step][which]
+
+
+def test_workers_of_ranks_draw_different_numbers() -> None:
+    """Also where all ranks have given the loader the same generator."""
+
+    class Noise(torch.utils.data.Dataset[torch.Tensor]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.rand(())
+
+    def rank_main(comm):
+        loader = scatter_loader(DataLoader(Noise(), 4, num_workers=1, generator=generator()), comm)
+        return torch.cat(list(loader)).tolist()
+
+    first, second = run_ranks(rank_main, 2)
+    assert set(first).isdisjoint(second)
+
+
+def test_sequential_sampler_without_default_collate() -> None:
+    def rank_main(comm):
+        loader = DataLoader(data(), 4, sampler=SequentialSampler(data()), collate_fn=list)
+        return [len(batch) for batch in scatter_loader(loader, comm)]
+
+    assert run_ranks(rank_main, 2) == [[2, 2, 2, 2, 2, 1], [2, 2, 2, 2, 2, 0]]
