@@ -3,7 +3,7 @@
 
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: help setup train test test-schedulers test-launchers bench chaos pages lint clean
+.PHONY: help setup train test test-schedulers test-launchers bench chaos pages docs lint clean
 
 help:
 	@echo 'make train       train a network on real images with one worker, then two'
@@ -13,6 +13,7 @@ help:
 	@echo 'make bench       run all benchmarks; make bench-NAME runs benchmarks/bench_NAME.py'
 	@echo 'make chaos       strike a training RUNS=50 times by random faults of SEED=... and resume it'
 	@echo 'make pages      write the pages of docs/reference that are made from the source'
+	@echo 'make docs        build the documentation site into build/site, offline'
 	@echo 'make lint        check style and types'
 	@echo 'make setup       make .venv with everything the others need (they do it themselves)'
 	@echo 'make clean       remove .venv'
@@ -51,6 +52,9 @@ pages: setup
 	@$(VENV_PYTHON) -m tests.project.messages
 	@$(VENV_PYTHON) -m tests.project.names
 	@$(VENV_PYTHON) -m tests.scripts.page
+
+docs: setup
+	@$(VENV_PYTHON) scripts/make_site.py $(ARGS)
 
 lint: setup
 	@$(VENV_PYTHON) -m ruff check .
