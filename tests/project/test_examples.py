@@ -14,6 +14,7 @@ import pytorch_pfn_extras as ppe
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+import torchmn
 from torchmn.communicators import Communicator
 from torchmn.testing import run_ranks
 from torchmn.testing.netlab import missing_requirement
@@ -50,7 +51,7 @@ def test_docstrings(name: str) -> None:
 
     def rank_main(comm: Communicator) -> doctest.TestResults:
         runner = doctest.DocTestRunner()
-        names = {"comm": comm, "np": np, "torch": torch}
+        names = {"comm": comm, "np": np, "torch": torch, "torchmn": torchmn}
         for found in doctest.DocTestFinder().find(module, extraglobs=names):
             runner.run(found)
         return runner.summarize()

@@ -103,6 +103,10 @@ def learning_rate_schedule(
     """Learning rates per sample or per minibatch; see `training_parameter_schedule`.
 
     Raises UsageError: a rate is negative, or see there.
+
+    Example:
+        >>> learning_rate_schedule([0.1, 0.01], UnitType.minibatch, epoch_size=100)[150]
+        0.01
     """
     made = training_parameter_schedule(lr, unit, epoch_size)
     return _checked(made, "learning rate", 0, math.inf)
@@ -131,6 +135,10 @@ def momentum_schedule(
     """Momentum per minibatch, of any size or of ``minibatch_size`` samples.
 
     Raises UsageError: a momentum below 0 or above 1, or see `training_parameter_schedule`.
+
+    Example:
+        >>> momentum_schedule(0.9)[0]
+        0.9
     """
     made = learning_parameter_schedule(momentum, minibatch_size, epoch_size)
     return _checked(made, "momentum", 0, 1)
@@ -166,6 +174,10 @@ def minibatch_size_schedule(schedule: Values | Schedule, epoch_size: int | None 
     """Sizes of global minibatches, in samples; see `training_parameter_schedule`.
 
     Raises UsageError: a size below 1, or see there.
+
+    Example:
+        >>> minibatch_size_schedule([(2, 32), (1, 64)], epoch_size=100)[250]
+        64
     """
     return _checked(_schedule(schedule, epoch_size, IGNORE), "minibatch size", 1, math.inf)
 

@@ -87,6 +87,11 @@ def convert_to_ghost_batch_norm(model: Model, ghost_batch: int) -> Model:
         UnsupportedError: the model has batch normalization of another class, such as a multi-node
             one: use `torchmn.links.revert_batch_norm` first.
         UsageError: ``ghost_batch`` is less than 2.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+        >>> torchmn.large_batch.convert_to_ghost_batch_norm(model, 8)[1].ghost_batch
+        8
     """
     _raise_if_small(ghost_batch)
     for layer in convert_layers(model, _Ghost, _OF_TORCH):
@@ -99,6 +104,11 @@ def revert_ghost_batch_norm(model: Model) -> Model:
 
     Raises UnsupportedError, before anything is changed: a layer is of a subclass, as after
     `torch.nn.utils.parametrize`.
+
+    Example:
+        >>> model = torchmn.large_batch.convert_to_ghost_batch_norm(torch.nn.BatchNorm1d(4), 8)
+        >>> type(torchmn.large_batch.revert_ghost_batch_norm(model)).__name__
+        'BatchNorm1d'
     """
     for layer in revert_layers(model, _Ghost, _OF_TORCH):
         del layer.ghost_batch

@@ -63,6 +63,20 @@ class GradientNoiseScale:
         UsageError: an argument is out of range, the optimizer is measured already, or its schedule,
             codec or reduction keeps gradients or their mean from being known.
         UnsupportedError: the model is sharded or divided among ranks, or has sparse gradients.
+
+    Example:
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(3, 1)
+        ...     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        ...     optimizer = torchmn.create_multi_node_optimizer(sgd, comm, model)
+        ...     noise = torchmn.large_batch.GradientNoiseScale(optimizer, every=1)
+        ...     for _ in range(3):
+        ...         optimizer.zero_grad()
+        ...         model(torch.rand(8, 3)).square().mean().backward()
+        ...         optimizer.step()
+        ...     return noise.value() is not None
+        >>> torchmn.testing.run_ranks(train, 2)
+        [True, True]
     """
 
     def __init__(

@@ -143,6 +143,11 @@ def convert_batch_norm(
         UnsupportedError: the model has batch normalization of another class, such as SyncBatchNorm,
             a lazy one or a subclass.
         UnknownNameError: ``loss_weight`` is neither.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+        >>> type(torchmn.links.convert_batch_norm(model, comm)[1]).__name__
+        'MultiNodeBatchNorm1d'
     """
     _raise_if_unknown(loss_weight)
     for layer in convert_layers(model, _MultiNode, _OF_TORCH):
@@ -161,6 +166,11 @@ def revert_batch_norm(model: Model) -> Model:
 
     Raises UnsupportedError, before anything is changed: a layer is of a subclass, as after
     `torch.nn.utils.parametrize`.
+
+    Example:
+        >>> layer = torchmn.links.convert_batch_norm(torch.nn.BatchNorm1d(4), comm)
+        >>> type(torchmn.links.revert_batch_norm(layer)).__name__
+        'BatchNorm1d'
     """
     for layer in revert_layers(model, _MultiNode, _OF_TORCH):
         del layer._ranks, layer.loss_weight, layer._number

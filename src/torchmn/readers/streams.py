@@ -103,6 +103,10 @@ class StreamInformation:
         dtype: of the values; float32, as in CNTK, unless a deserializer of your own has another.
         shape: of one sample. A sparse sample has one dimension.
         defines_mb_size: see `StreamDef`.
+
+    Example:
+        >>> StreamDefs(x=StreamDef(field="x", shape=3)).x.sample_shape
+        (3,)
     """
 
     name: str
