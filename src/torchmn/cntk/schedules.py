@@ -118,6 +118,10 @@ def learning_parameter_schedule(
     """Values for minibatches of ``minibatch_size`` samples, as CNTK 2.2 and later have them.
 
     Without one (`IGNORE`) for minibatches of any size. Raises as `training_parameter_schedule`.
+
+    Example:
+        >>> learning_parameter_schedule(0.1, minibatch_size=32).per_sample(0.1, 64)
+        0.003125
     """
     return _schedule(schedule, epoch_size, IGNORE if minibatch_size is None else minibatch_size)
 
@@ -125,7 +129,12 @@ def learning_parameter_schedule(
 def learning_parameter_schedule_per_sample(
     schedule: Values | Schedule, epoch_size: int | None = None
 ) -> Schedule:
-    """Values per sample. Raises as `training_parameter_schedule`."""
+    """Values per sample. Raises as `training_parameter_schedule`.
+
+    Example:
+        >>> learning_parameter_schedule_per_sample(0.1).per_sample(0.1, 64)
+        0.1
+    """
     return _schedule(schedule, epoch_size, 1)
 
 
@@ -147,7 +156,12 @@ def momentum_schedule(
 def momentum_schedule_per_sample(
     momentum: Values | Schedule, epoch_size: int | None = None
 ) -> Schedule:
-    """Momentum per sample. Raises as `momentum_schedule`."""
+    """Momentum per sample. Raises as `momentum_schedule`.
+
+    Example:
+        >>> momentum_schedule_per_sample(0.999)[0]
+        0.999
+    """
     return momentum_schedule(momentum, epoch_size, 1)
 
 

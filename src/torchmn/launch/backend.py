@@ -18,7 +18,12 @@ BACKENDS = ("auto", "gloo", "nccl", "mpi")
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the choice of a backend depends on."""
+    """What the choice of a backend depends on.
+
+    Example:
+        >>> Machine(num_gpus=2).missing_for_mpi
+        'an mpirun and mpi4py'
+    """
 
     num_gpus: int = 0
     mpirun: str | None = None

@@ -45,6 +45,10 @@ def allocation(env: Mapping[str, str]) -> Allocation | None:
     """The allocation that this process runs in, or ``None``. Local.
 
     Raises TopologyError: two schedulers contradict each other, or a file or list cannot be read.
+
+    Example:
+        >>> allocation({}) is None  # outside of a scheduler's job
+        True
     """
     found = [given for read in (_pbs, _slurm, _grid_engine) if (given := read(env)) is not None]
     if len({given.hosts for given in found}) > 1:
@@ -56,7 +60,12 @@ def allocation(env: Mapping[str, str]) -> Allocation | None:
 
 
 def is_scheduled(env: Mapping[str, str]) -> bool:
-    """Whether a scheduler's job started this process, so that the scheduler ends it in time."""
+    """Whether a scheduler's job started this process, so that the scheduler ends it in time.
+
+    Example:
+        >>> is_scheduled({})
+        False
+    """
     is_grid_engine = bool(env.get("JOB_ID") and env.get("SGE_TASK_ID"))
     return bool(env.get("SLURM_JOB_ID") or env.get("PBS_JOBID")) or is_grid_engine
 
