@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchmn
 from torchmn.cli.main import app
+from torchmn.profiling import recording
 
 from .snippets import ROOT, Block, blocks, commands, pages
 
@@ -113,7 +114,9 @@ def names(
     names = what_readers_have()
     first = names["comm"]
     yield names
-    for each in {id(c): c for c in [*names.values(), first] if isinstance(c, torchmn.Communicator)}.values():
+    recording.end(0)
+    made = [each for each in names.values() if isinstance(each, torchmn.Communicator)]
+    for each in {id(each): each for each in [*made, first]}.values():
         each.finalize()
     for number, handler in handlers.items():
         signal.signal(number, handler)

@@ -45,7 +45,8 @@ def classification_error(
     Arguments and Raises as `cross_entropy_with_softmax`.
 
     Example:
-        >>> classification_error(torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 1])).tolist()
+        >>> outputs = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
+        >>> classification_error(outputs, torch.tensor([0, 1])).tolist()
         [0.0, 1.0]
     """
     target = _tensor(target_vector)
