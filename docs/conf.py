@@ -31,6 +31,7 @@ autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
+napoleon_use_ivar = True
 python_maximum_signature_line_length = 80
 python_display_short_literal_types = True
 toc_object_entries_show_parents = "hide"
@@ -46,17 +47,28 @@ html_show_sphinx = False
 
 _LANGUAGES = {"en": "English", "ja": "日本語"}
 _FENCE = re.compile(r"^```(\w*)\s*$")
+_RAISES = re.compile(r"^(\s*)Raises, (.+):$")
 
 
-def _code_blocks(app: Any, what: str, name: str, obj: object, options: Any, lines: list[str]) -> None:
-    """Docstrings may hold blocks of code as Markdown writes them."""
+def _as_restructured_text(
+    app: Any, what: str, name: str, obj: object, options: Any, lines: list[str]
+) -> None:
+    """Docstrings may hold blocks of code as Markdown writes them, drawings, and our "Raises, ...:"."""
     converted: list[str] = []
     is_code = False
-    for line in lines:
+    is_drawing = False
+    for number, line in enumerate(lines):
         fence = _FENCE.match(line.strip())
+        raises = _RAISES.match(line)
+        begins_drawing = not is_drawing and "├" in "".join(lines[number + 1 : number + 2])
+        is_drawing = begins_drawing or (is_drawing and bool(line.strip()))
         if fence:
             is_code = not is_code
             converted += ["", f".. code-block:: {fence[1] or 'text'}", ""] if is_code else [""]
+        elif is_drawing:
+            converted += ["::", "", f"   {line}"] if begins_drawing else [f"   {line}"]
+        elif raises and not is_code:
+            converted += [f"{raises[1]}*{raises[2][:1].upper()}{raises[2][1:]}:*", "", f"{raises[1]}Raises:"]
         else:
             converted.append(f"   {line}" if is_code else line)
     lines[:] = converted
@@ -66,24 +78,33 @@ def _link_to_public_name(app: Any, env: Any, node: Any, content: Any) -> Any:
     """`GlobalSampler` and `Communicator.split`, wherever they stand, lead to the reference."""
     if node.get("refdomain") != "py":
         return None
-    objects = env.domaindata["py"]["objects"]
     target = node["reftarget"].removesuffix("()").lstrip(".~")
-    if not hasattr(env, "public_names"):
-        env.public_names = {}
-        for full in sorted(objects, key=lambda name: (name.count("."), name)):
-            for dots in (1, 2):
-                env.public_names.setdefault(".".join(full.split(".")[-dots:]), full)
     words = target.split(".")
-    if node.get("reftype") in {"class", "exc"}:
-        words = words[-1:]
-    elif len(words) == 1 and not words[0][:1].isupper():
+    is_type = node.get("reftype") in {"class", "exc"}
+    if is_type and words[0] != "torchmn" and len(words) > 1:
+        return None  # of another library
+    if not is_type and len(words) == 1 and not words[0][:1].isupper():
         return None  # `step` or `rank` are more often arguments than functions
-    full = env.public_names.get(".".join(words[-2:]))
+    package = ".".join(words[:2]) if words[0] == "torchmn" else node.get("py:module") or "torchmn"
+    name = ".".join(words[-1:] if is_type else words[-2:])
+    full = _public_name(env, name, package)
     if full is None:
         return None
-    found = objects[full]
+    found = env.domaindata["py"]["objects"][full]
     docname = node.get("refdoc", env.docname)
     return make_refnode(app.builder, docname, found.docname, found.node_id, content, full)
+
+
+def _public_name(env: Any, name: str, package: str) -> str | None:
+    """The full name: of this package, of the root, or the only one."""
+    objects = env.domaindata["py"]["objects"]
+    found = [full for full in objects if full == name or full.endswith(f".{name}")]
+    of_package = [full for full in found if full.startswith(f"{package}.")]
+    of_root = [full for full in found if full == f"torchmn.{name}"]
+    for choice in (of_root, of_package, found):
+        if len(choice) == 1:
+            return str(choice[0])
+    return None
 
 
 def _switch_of_language(
@@ -106,7 +127,7 @@ def _switch_of_language(
 
 def setup(app: Any) -> dict[str, bool]:
     """Called by Sphinx."""
-    app.connect("autodoc-process-docstring", _code_blocks, priority=400)  # before napoleon
+    app.connect("autodoc-process-docstring", _as_restructured_text, priority=400)  # before napoleon
     app.connect("missing-reference", _link_to_public_name)
     app.connect("html-page-context", _switch_of_language, priority=400)  # before the theme
     return {"parallel_read_safe": True}
