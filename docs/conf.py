@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import torchmn
 from docutils import nodes
+from sphinx import addnodes
 from sphinx.util.nodes import make_refnode
+
+import torchmn
 
 project = "torchmn"
 author = "the torchmn developers"
@@ -47,13 +49,13 @@ html_show_sphinx = False
 
 _LANGUAGES = {"en": "English", "ja": "日本語"}
 _FENCE = re.compile(r"^```(\w*)\s*$")
-_RAISES = re.compile(r"^(\s*)Raises, (.+):$")
+_RAISES = re.compile(r"^(\s*)Raises(?:, | \()(.+?)\)?:$")
 
 
 def _as_restructured_text(
     app: Any, what: str, name: str, obj: object, options: Any, lines: list[str]
 ) -> None:
-    """Docstrings may hold blocks of code as Markdown writes them, drawings, and our "Raises, ...:"."""
+    """Docstrings may hold code as Markdown writes it, drawings, and "Raises, on all ranks:"."""
     converted: list[str] = []
     is_code = False
     is_drawing = False
@@ -68,10 +70,28 @@ def _as_restructured_text(
         elif is_drawing:
             converted += ["::", "", f"   {line}"] if begins_drawing else [f"   {line}"]
         elif raises and not is_code:
-            converted += [f"{raises[1]}*{raises[2][:1].upper()}{raises[2][1:]}:*", "", f"{raises[1]}Raises:"]
+            indent, when = raises[1], raises[2]
+            converted += [f"{indent}*{when[:1].upper()}{when[1:]}:*", "", f"{indent}Raises:"]
         else:
             converted.append(f"   {line}" if is_code else line)
     lines[:] = converted
+
+
+def _is_inherited(
+    app: Any, what: str, name: str, obj: Any, skip: bool, options: Any
+) -> bool | None:
+    """Whether a member is left out: one that another library defines."""
+    function = getattr(obj, "fget", None) or getattr(obj, "__func__", obj)
+    module = getattr(function, "__module__", None)
+    is_foreign = callable(function) and str(module or "torchmn").split(".")[0] != "torchmn"
+    return True if is_foreign else None
+
+
+def _exact_references(app: Any, doctree: nodes.document) -> None:
+    """Types in signatures are not looked for in all packages at once, where some are ambiguous."""
+    for node in doctree.findall(addnodes.pending_xref):
+        if node.get("refdomain") == "py":
+            node["refspecific"] = False
 
 
 def _link_to_public_name(app: Any, env: Any, node: Any, content: Any) -> Any:
@@ -128,6 +148,8 @@ def _switch_of_language(
 def setup(app: Any) -> dict[str, bool]:
     """Called by Sphinx."""
     app.connect("autodoc-process-docstring", _as_restructured_text, priority=400)  # before napoleon
+    app.connect("autodoc-skip-member", _is_inherited)
+    app.connect("doctree-read", _exact_references)
     app.connect("missing-reference", _link_to_public_name)
     app.connect("html-page-context", _switch_of_language, priority=400)  # before the theme
     return {"parallel_read_safe": True}

@@ -351,7 +351,8 @@ def table(module: str, members: list[str]) -> str:
     for member in members:
         text = summary(getattr(import_module(module), member))
         text = re.sub(r"(?<!`)`([^`]+)`(?!`)", r"``\1``", text)
-        link = f"`{member} <{module}.html#{module}.{member}>`__"
+        address = re.sub("_$", r"\_", f"{module}.html#{module}.{member}")  # x_ would be a reference
+        link = f"`{member} <{address}>`__"
         rows.append(f"   * - {link}\n     - {text}\n")
     head = f"{module}\n{'-' * len(module)}\n\n.. list-table::\n   :widths: 30 70\n\n"
     return head + "".join(rows)

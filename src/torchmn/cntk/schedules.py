@@ -191,7 +191,7 @@ def minibatch_size_schedule(schedule: Values | Schedule, epoch_size: int | None 
 
     Example:
         >>> minibatch_size_schedule([(2, 32), (1, 64)], epoch_size=100)[250]
-        64
+        64.0
     """
     return _checked(_schedule(schedule, epoch_size, IGNORE), "minibatch size", 1, math.inf)
 

@@ -30,7 +30,7 @@ def create_codec(codec: str | Codec | None) -> Codec | None:
 
     Example:
         >>> torchmn.compression.create_codec("int8").bits
-        8.125
+        8.0625
         >>> torchmn.compression.create_codec("float32") is None
         True
     """

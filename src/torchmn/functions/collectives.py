@@ -102,7 +102,8 @@ def alltoall(comm: Communicator, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     CommunicationError: another rank does not run it.
 
     Example:
-        >>> [each.tolist() for each in torchmn.functions.alltoall(comm, [torch.ones(2)] * comm.size)]
+        >>> xs = [torch.ones(2)] * comm.size  # one for each rank
+        >>> [each.tolist() for each in torchmn.functions.alltoall(comm, xs)]
         [[1.0, 1.0]]
     """
 

@@ -89,7 +89,7 @@ class GlobalBatch:
     Example:
         >>> batch = torchmn.large_batch.GlobalBatch(100, local_batch=64, comm=comm)
         >>> print(batch)
-        GlobalBatch(100 samples per step = 1 rank(s) x 100, in 2 pass(es) of 50)
+        GlobalBatch(100 samples per step = 1 rank(s) x 100, in 2 pass(es) of up to 50)
     """
 
     def __init__(

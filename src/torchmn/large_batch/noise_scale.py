@@ -45,9 +45,9 @@ class GradientNoiseScale:
     ```
 
     The training stays the same to the bit. Measured are the gradients before clipping, in every
-    ``every``-th step; tr(Σ) and |G|² are averaged over measurements and then divided. Where the
-    run is recorded, `torchmn report` shows the result. Samples are those that the model's forward
-    sees in the first size of its first tensor, or those given to ``optimizer.set_weight``.
+    ``every``-th step; ``tr(Σ)`` and ``|G|²`` are averaged over measurements and then divided. Where
+    the run is recorded, `torchmn report` shows the result. Samples are those that the model's
+    forward sees in the first size of its first tensor, or those given to ``optimizer.set_weight``.
 
     Left out are steps with gradients that are not finite, that add to the means of an earlier
     exchange (more than one backward pass outside of ``no_sync()``,

@@ -28,7 +28,7 @@ class UserDeserializer(ABC):
     Example:
         >>> class Numbers(UserDeserializer):
         ...     def stream_infos(self):
-        ...         return [StreamInformation("x", sample_shape=(1,))]
+        ...         return [StreamInformation("x", shape=(1,))]
         ...     def num_chunks(self):
         ...         return 2
         ...     def get_chunk(self, chunk_id):

@@ -84,7 +84,7 @@ class ReplicaCheck:
     Example:
         >>> check = torchmn.ReplicaCheck(comm, torch.nn.Linear(3, 1), every=1)
         >>> check.step_ended()
-        >>> print(check.report)
+        >>> print(check.report())
         replicas were equal in 1 checks up to step 1
     """
 
