@@ -91,7 +91,7 @@ def _exact_references(app: Any, doctree: nodes.document) -> None:
     """Types in signatures are not looked for in all packages at once, where some are ambiguous."""
     for node in doctree.findall(addnodes.pending_xref):
         if node.get("refdomain") == "py":
-            node["refspecific"] = False
+            node.attributes.pop("refspecific", None)
 
 
 def _link_to_public_name(app: Any, env: Any, node: Any, content: Any) -> Any:
