@@ -33,7 +33,8 @@ autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
-napoleon_use_ivar = True
+napoleon_use_param = False  # one line may be for several arguments: "in_channels, out_channels"
+napoleon_custom_sections = [("Attributes", "params_style")]
 python_maximum_signature_line_length = 80
 python_display_short_literal_types = True
 toc_object_entries_show_parents = "hide"
@@ -152,4 +153,4 @@ def setup(app: Any) -> dict[str, bool]:
     app.connect("doctree-read", _exact_references)
     app.connect("missing-reference", _link_to_public_name)
     app.connect("html-page-context", _switch_of_language, priority=400)  # before the theme
-    return {"parallel_read_safe": True}
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

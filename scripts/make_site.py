@@ -417,7 +417,7 @@ def build(site: Path) -> list[str]:
     write_reference(source)
     write_contents(source)
     doctrees = source / ".doctrees"
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-d", str(doctrees)]
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "-j", "auto", "-d", str(doctrees)]
     done = subprocess.run([*command, str(source), str(site)])
     if done.returncode:
         return ["Sphinx warned: see above"]

@@ -69,12 +69,12 @@ def what_readers_have() -> dict[str, Any]:
 def _trainer(names: dict[str, Any]) -> None:
     """A trainer, which trains for one epoch."""
 
-    def loss(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(names["model"](x), t)
+    model = names["model"]
 
-    updater = torchmn.StandardUpdater(
-        names["loader"], names["optimizer"], names["model"], loss_func=loss
-    )
+    def loss(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(model(x), t)
+
+    updater = torchmn.StandardUpdater(names["loader"], names["optimizer"], model, loss_func=loss)
     names["trainer"] = torchmn.Trainer(updater, (1, "epoch"), "result")
 
 

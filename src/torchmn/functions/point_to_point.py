@@ -109,6 +109,15 @@ def recv(
         UsageError: there is no such rank or tag, or the message is an object of `send_obj`.
         CommunicationError: no message arrives, or, in backward, the sender does not receive the
             gradient within the time limit.
+
+    Example:
+        >>> def exchange(comm):
+        ...     if comm.rank == 0:
+        ...         torchmn.functions.send(torch.ones(2), comm, rank=1)
+        ...     else:
+        ...         return torchmn.functions.recv(comm, rank=0).tolist()
+        >>> torchmn.testing.run_ranks(exchange, 2)
+        [None, [1.0, 1.0]]
     """
     around = checkpoints()
     message = _Message(comm, rank)

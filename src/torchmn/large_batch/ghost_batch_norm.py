@@ -43,7 +43,12 @@ class _Ghost(nn.modules.batchnorm._BatchNorm):
 
 
 class GhostBatchNorm1d(_Ghost, nn.BatchNorm1d):
-    """`torch.nn.BatchNorm1d` by ghost batches; see `GhostBatchNorm2d`."""
+    """`torch.nn.BatchNorm1d` by ghost batches; see `GhostBatchNorm2d`.
+
+    Example:
+        >>> GhostBatchNorm1d(3, 16)(torch.rand(64, 3)).shape
+        torch.Size([64, 3])
+    """
 
 
 class GhostBatchNorm2d(_Ghost, nn.BatchNorm2d):
@@ -67,7 +72,12 @@ class GhostBatchNorm2d(_Ghost, nn.BatchNorm2d):
 
 
 class GhostBatchNorm3d(_Ghost, nn.BatchNorm3d):
-    """`torch.nn.BatchNorm3d` by ghost batches; see `GhostBatchNorm2d`."""
+    """`torch.nn.BatchNorm3d` by ghost batches; see `GhostBatchNorm2d`.
+
+    Example:
+        >>> GhostBatchNorm3d(3, 16)(torch.rand(64, 3, 2, 2, 2)).shape
+        torch.Size([64, 3, 2, 2, 2])
+    """
 
 
 _OF_TORCH: dict[type[nn.Module], type[_Ghost]] = {

@@ -85,7 +85,12 @@ class _MultiNode(nn.modules.batchnorm._BatchNorm):
 
 
 class MultiNodeBatchNorm1d(_MultiNode, nn.BatchNorm1d):
-    """`torch.nn.BatchNorm1d` over the batches of all ranks; see `MultiNodeBatchNorm2d`."""
+    """`torch.nn.BatchNorm1d` over the batches of all ranks; see `MultiNodeBatchNorm2d`.
+
+    Example:
+        >>> torchmn.links.MultiNodeBatchNorm1d(3, comm)(torch.rand(5, 3)).shape
+        torch.Size([5, 3])
+    """
 
 
 class MultiNodeBatchNorm2d(_MultiNode, nn.BatchNorm2d):
@@ -114,7 +119,12 @@ class MultiNodeBatchNorm2d(_MultiNode, nn.BatchNorm2d):
 
 
 class MultiNodeBatchNorm3d(_MultiNode, nn.BatchNorm3d):
-    """`torch.nn.BatchNorm3d` over the batches of all ranks; see `MultiNodeBatchNorm2d`."""
+    """`torch.nn.BatchNorm3d` over the batches of all ranks; see `MultiNodeBatchNorm2d`.
+
+    Example:
+        >>> torchmn.links.MultiNodeBatchNorm3d(3, comm)(torch.rand(5, 3, 2, 2, 2)).shape
+        torch.Size([5, 3, 2, 2, 2])
+    """
 
 
 _OF_TORCH: dict[type[nn.Module], type[_MultiNode]] = {

@@ -77,6 +77,11 @@ def share_nonfinite_(
     Args:
         parameters: of the model, or the model.
         comm: the ranks of the model; those of its parallel layers by default.
+
+    Example:
+        >>> layer = torchmn.links.ParallelLinear(3, 2, comm)
+        >>> layer(torch.ones(1, 3)).sum().backward()
+        >>> torchmn.links.share_nonfinite_(layer)
     """
     trained = _with_gradients(parameters)
     owners = [comm] if comm is not None else [o for o in _by_owners(trained) if o is not None]

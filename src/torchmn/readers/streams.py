@@ -65,6 +65,10 @@ class StreamDef:
         defines_mb_size: the minibatch size counts the samples of this stream; without such a
             stream, those of the longest one of each sequence.
         max_sequence_length: longer sequences are refused.
+
+    Example:
+        >>> StreamDef(field="image", shape=(3, 32, 32)).sample_shape
+        (3, 32, 32)
     """
 
     field: str | None = None
