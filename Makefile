@@ -3,7 +3,7 @@
 
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: help setup train test test-schedulers test-launchers check-gpu bench chaos pages lint dist test-wheel check-pythons clean
+.PHONY: help setup train test test-schedulers test-launchers check-gpu bench chaos pages docs lint dist test-wheel check-pythons clean
 
 help:
 	@echo 'make train       train a network on real images with one worker, then two'
@@ -14,6 +14,7 @@ help:
 	@echo 'make bench       run all benchmarks; make bench-NAME runs benchmarks/bench_NAME.py'
 	@echo 'make chaos       strike a training RUNS=50 times by random faults of SEED=... and resume it'
 	@echo 'make pages      write the pages of docs/reference that are made from the source'
+	@echo 'make docs        build the documentation site into build/site, offline'
 	@echo 'make lint        check style and types'
 	@echo 'make dist        build the sdist and the wheel of the last commit into dist/, the same bytes each time'
 	@echo 'make test-wheel  install the wheel into a new environment and run the tests outside of this folder'
@@ -59,6 +60,9 @@ pages: setup
 	@$(VENV_PYTHON) -m tests.project.messages
 	@$(VENV_PYTHON) -m tests.project.names
 	@$(VENV_PYTHON) -m tests.scripts.page
+
+docs: setup
+	@$(VENV_PYTHON) scripts/make_site.py $(ARGS)
 
 lint: setup
 	@$(VENV_PYTHON) -m ruff check .

@@ -42,7 +42,15 @@ __all__ = [
 
 
 class TorchmnError(Exception):
-    """The root of the tree: catch this to catch everything torchmn raises on purpose."""
+    """The root of the tree: catch this to catch everything torchmn raises on purpose.
+
+    Example:
+        >>> try:
+        ...     torchmn.create_communicator("no such route")
+        ... except torchmn.TorchmnError as error:
+        ...     print(type(error).__name__)
+        UnknownNameError
+    """
 
 
 class UsageError(TorchmnError, ValueError):

@@ -54,6 +54,10 @@ def run_main(main: Callable[[], object]) -> None:
     Any other exception keeps its traceback, and ``TORCHMN_TRACEBACK=1`` keeps that of a
     `TorchmnError` as well. Where MPI is in use the whole job is aborted, since `MPI_Finalize` at
     exit would wait for the other ranks. Raises SystemExit: ``main`` raised a `TorchmnError`.
+
+    Example:
+        >>> run_main(lambda: print("trained"))
+        trained
     """
     try:
         main()

@@ -39,6 +39,23 @@ def summary(value: object) -> str:
     return f"`{value!r}`" if isinstance(value, int | str) else ""
 
 
+def without_example() -> list[str]:
+    """Public functions and classes whose documentation has no example that the tests run."""
+    found = {}
+    for package in packages():
+        module = _module(package)
+        for name in module.__all__:  # type: ignore[attr-defined]
+            value = getattr(module, name)
+            if (inspect.isclass(value) or inspect.isroutine(value)) and not is_type(value):
+                found[f"{value.__module__}.{name}"] = ">>> " in (inspect.getdoc(value) or "")
+    return sorted(name for name, has_example in found.items() if not has_example)
+
+
+def is_type(value: object) -> bool:
+    """Whether it is there for annotations only: a protocol."""
+    return bool(getattr(value, "_is_protocol", False))
+
+
 def page() -> str:
     """The whole text of the page."""
     parts = [TITLE]

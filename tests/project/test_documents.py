@@ -53,7 +53,7 @@ def test_code_in_documents_is_python_and_imports_what_it_uses(page: Path) -> Non
     """A public name of ours without a prefix was imported earlier on the page."""
     imported: set[str] = set()
     missing = []
-    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+    for block in re.findall(r"```python[^\n]*\n(.*?)```", page.read_text(), re.DOTALL):
         tree = ast.parse(textwrap.dedent(block))
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchmn"):

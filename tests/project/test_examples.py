@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+import torchmn
 from torchmn.communicators import Communicator
 from torchmn.testing import run_ranks
 from torchmn.testing.netlab import missing_requirement
@@ -49,7 +50,7 @@ def test_docstrings(name: str) -> None:
 
     def rank_main(comm: Communicator) -> doctest.TestResults:
         runner = doctest.DocTestRunner()
-        names = {"comm": comm, "np": np, "torch": torch}
+        names = {"comm": comm, "np": np, "torch": torch, "torchmn": torchmn}
         for found in doctest.DocTestFinder().find(module, extraglobs=names):
             runner.run(found)
         return runner.summarize()

@@ -75,6 +75,19 @@ def create_multi_node_checkpointer(
         RankMismatchError: ranks gave different arguments.
         DataError: the folder cannot be created or read.
         UnsupportedError: the ranks do not share the file system.
+
+    Example:
+        >>> import tempfile
+        >>> folder, model = tempfile.TemporaryDirectory(), torch.nn.Linear(3, 1)
+        >>> state = {"model": model}
+        >>> checkpointer = torchmn.create_multi_node_checkpointer(comm, folder.name, "training")
+        >>> checkpointer.resume(state)  # nothing is there yet
+        0
+        >>> checkpointer.save(100, state)
+        >>> checkpointer.finish()
+        >>> torchmn.create_multi_node_checkpointer(comm, folder.name, "training").resume(state)
+        100
+        >>> folder.cleanup()
     """
     grid = comm if isinstance(comm, Grid) else None
     comm = comm.comm if isinstance(comm, Grid) else comm

@@ -20,6 +20,10 @@ class Best:
 
     ``key`` is the name in the trainer's observation, such as ``validation/main/accuracy``; in a
     plain loop the value is given to `save`. Raises UsageError: ``mode`` is neither max nor min.
+
+    Example:
+        >>> Best("validation/main/accuracy", "max")
+        Best(key='validation/main/accuracy', mode='max')
     """
 
     key: str

@@ -249,6 +249,10 @@ def sgd(
         options: see `LearnerOptions`.
 
     Raises UsageError: an option is out of range.
+
+    Example:
+        >>> layer = torch.nn.Linear(3, 2)
+        >>> learner = sgd(layer.parameters(), learning_rate_schedule(0.1, UnitType.minibatch))
     """
     return SGD(parameters, lr, options)
 
@@ -269,6 +273,10 @@ def momentum_sgd(
             steps longer.
 
     Raises UsageError: an option is out of range.
+
+    Example:
+        >>> layer, rate = torch.nn.Linear(3, 2), learning_rate_schedule(0.1, UnitType.minibatch)
+        >>> learner = momentum_sgd(layer.parameters(), rate, momentum_schedule(0.9))
     """
     return MomentumSGD(parameters, lr, momentum, options, unit_gain=unit_gain)
 
@@ -283,6 +291,10 @@ def nesterov(
     """`momentum_sgd` that looks ahead, as Nesterov's accelerated gradient. Arguments as there.
 
     Raises UsageError: an option is out of range.
+
+    Example:
+        >>> layer, rate = torch.nn.Linear(3, 2), learning_rate_schedule(0.1, UnitType.minibatch)
+        >>> learner = nesterov(layer.parameters(), rate, momentum_schedule(0.9))
     """
     return MomentumSGD(parameters, lr, momentum, options, unit_gain=unit_gain, is_nesterov=True)
 
@@ -309,6 +321,10 @@ def adam(
         adamax: use the largest gradient instead of the mean square.
 
     Raises UsageError: an option is out of range.
+
+    Example:
+        >>> layer, rate = torch.nn.Linear(3, 2), learning_rate_schedule(0.001, UnitType.sample)
+        >>> learner = adam(layer.parameters(), rate, momentum_schedule(0.9))
     """
     return Adam(
         parameters,
@@ -335,6 +351,10 @@ def adagrad(
         need_ave_multiplier: divide the factors of a parameter's elements by their mean.
 
     Raises UsageError: an option is out of range.
+
+    Example:
+        >>> layer, rate = torch.nn.Linear(3, 2), learning_rate_schedule(0.01, UnitType.sample)
+        >>> learner = adagrad(layer.parameters(), rate)
     """
     return AdaGrad(parameters, lr, options, need_ave_multiplier=need_ave_multiplier)
 

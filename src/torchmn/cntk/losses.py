@@ -20,6 +20,11 @@ def cross_entropy_with_softmax(
             class numbers ``(num_samples,)``.
 
     Raises UsageError: shapes that do not belong together.
+
+    Example:
+        >>> loss = cross_entropy_with_softmax(torch.zeros(2, 4), torch.tensor([0, 3]))
+        >>> [round(each, 4) for each in loss.tolist()]
+        [1.3863, 1.3863]
     """
     target = _tensor(target_vector)
     classes = _classes_of(target, output_vector)
@@ -38,6 +43,11 @@ def classification_error(
     """1 where the target's class is not among the ``topN`` largest outputs, per sample.
 
     Arguments and Raises as `cross_entropy_with_softmax`.
+
+    Example:
+        >>> outputs = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
+        >>> classification_error(outputs, torch.tensor([0, 1])).tolist()
+        [0.0, 1.0]
     """
     target = _tensor(target_vector)
     classes = _classes_of(target, output_vector)
@@ -51,7 +61,12 @@ def classification_error(
 
 
 def squared_error(output: Tensor, target: Tensor | MinibatchData) -> Tensor:
-    """The sum of the squared differences of each sample: ``(num_samples,)``."""
+    """The sum of the squared differences of each sample: ``(num_samples,)``.
+
+    Example:
+        >>> squared_error(torch.ones(2, 3), torch.zeros(2, 3)).tolist()
+        [3.0, 3.0]
+    """
     wanted = _tensor(target)
     wanted = wanted.to_dense() if wanted.layout == torch.sparse_csr else wanted
     if wanted.shape != output.shape:

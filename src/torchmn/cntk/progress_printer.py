@@ -176,7 +176,12 @@ class ProgressPrinter(ProgressWriter):
 
 
 def log_number_of_parameters(model: nn.Module, trace_level: int = 0) -> None:
-    """Print how many parameters a model has; with ``trace_level`` also the shape of each. Local."""
+    """Print how many parameters a model has; with ``trace_level`` also the shape of each. Local.
+
+    Example:
+        >>> log_number_of_parameters(torch.nn.Linear(3, 2))
+        Training 8 parameters in 2 parameter tensors.
+    """
     shapes = [tuple(parameter.shape) for parameter in model.parameters()]
     num = sum(parameter.numel() for parameter in model.parameters())
     print(f"Training {num} parameters in {len(shapes)} parameter tensors.", flush=True)

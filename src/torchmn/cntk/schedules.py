@@ -103,6 +103,10 @@ def learning_rate_schedule(
     """Learning rates per sample or per minibatch; see `training_parameter_schedule`.
 
     Raises UsageError: a rate is negative, or see there.
+
+    Example:
+        >>> learning_rate_schedule([0.1, 0.01], UnitType.minibatch, epoch_size=100)[150]
+        0.01
     """
     made = training_parameter_schedule(lr, unit, epoch_size)
     return _checked(made, "learning rate", 0, math.inf)
@@ -114,6 +118,10 @@ def learning_parameter_schedule(
     """Values for minibatches of ``minibatch_size`` samples, as CNTK 2.2 and later have them.
 
     Without one (`IGNORE`) for minibatches of any size. Raises as `training_parameter_schedule`.
+
+    Example:
+        >>> learning_parameter_schedule(0.1, minibatch_size=32).per_sample(0.1, 64)
+        0.003125
     """
     return _schedule(schedule, epoch_size, IGNORE if minibatch_size is None else minibatch_size)
 
@@ -121,7 +129,12 @@ def learning_parameter_schedule(
 def learning_parameter_schedule_per_sample(
     schedule: Values | Schedule, epoch_size: int | None = None
 ) -> Schedule:
-    """Values per sample. Raises as `training_parameter_schedule`."""
+    """Values per sample. Raises as `training_parameter_schedule`.
+
+    Example:
+        >>> learning_parameter_schedule_per_sample(0.1).per_sample(0.1, 64)
+        0.1
+    """
     return _schedule(schedule, epoch_size, 1)
 
 
@@ -131,6 +144,10 @@ def momentum_schedule(
     """Momentum per minibatch, of any size or of ``minibatch_size`` samples.
 
     Raises UsageError: a momentum below 0 or above 1, or see `training_parameter_schedule`.
+
+    Example:
+        >>> momentum_schedule(0.9)[0]
+        0.9
     """
     made = learning_parameter_schedule(momentum, minibatch_size, epoch_size)
     return _checked(made, "momentum", 0, 1)
@@ -139,7 +156,12 @@ def momentum_schedule(
 def momentum_schedule_per_sample(
     momentum: Values | Schedule, epoch_size: int | None = None
 ) -> Schedule:
-    """Momentum per sample. Raises as `momentum_schedule`."""
+    """Momentum per sample. Raises as `momentum_schedule`.
+
+    Example:
+        >>> momentum_schedule_per_sample(0.999)[0]
+        0.999
+    """
     return momentum_schedule(momentum, epoch_size, 1)
 
 
@@ -166,6 +188,10 @@ def minibatch_size_schedule(schedule: Values | Schedule, epoch_size: int | None 
     """Sizes of global minibatches, in samples; see `training_parameter_schedule`.
 
     Raises UsageError: a size below 1, or see there.
+
+    Example:
+        >>> minibatch_size_schedule([(2, 32), (1, 64)], epoch_size=100)[250]
+        64.0
     """
     return _checked(_schedule(schedule, epoch_size, IGNORE), "minibatch size", 1, math.inf)
 

@@ -75,6 +75,12 @@ class Communicator(Collectives, ABC):
         codec: the codec of ``allreduce_grad_dtype``, or None.
         reason: why ``name="auto"`` chose this route; may be empty.
         flight_recorder: the last collectives of this rank.
+
+    Example:
+        >>> comm.rank, comm.size, comm.allreduce(torch.tensor([1.0, 2.0]), "mean").tolist()
+        (0, 1, [1.0, 2.0])
+        >>> comm.allgather_obj({"rank": comm.rank})
+        [{'rank': 0}]
     """
 
     name: ClassVar[str]

@@ -25,7 +25,13 @@ _MAX_REFUSED = 3
 
 
 class Work(Generic[Result]):
-    """A started exchange. `wait` returns its result or raises its error. Local."""
+    """A started exchange. `wait` returns its result or raises its error. Local.
+
+    Example:
+        >>> work = comm.start_allreduce(torch.ones(2), "sum")
+        >>> work.wait().tolist(), work.done
+        ([1.0, 1.0], True)
+    """
 
     def __init__(self, job: Callable[[], Result], engine: Engine) -> None:
         self._job = job

@@ -42,6 +42,12 @@ class Grid:
         UsageError: the product of the sizes is not the number of ranks; a size or a name is out of
             range.
         RankMismatchError: ranks gave different axes; all ranks raise.
+
+    Example:
+        >>> grid = torchmn.Grid(comm, data=-1, model=1)
+        >>> grid.sizes, grid.coordinates, grid.data.size
+        ({'data': 1, 'model': 1}, {'data': 0, 'model': 0}, 1)
+        >>> grid.finalize()
     """
 
     def __init__(self, comm: Communicator, **axes: int) -> None:

@@ -47,6 +47,10 @@ class Status:
     """The source and tag of a message, filled in by ``recv(..., status=status)``. Local.
 
     ``source`` and ``tag`` are `ANY_SOURCE` and `ANY_TAG` before that.
+
+    Example:
+        >>> Status()
+        Status(source=-1, tag=-1)
     """
 
     source: int = ANY_SOURCE

@@ -27,6 +27,12 @@ def create_codec(codec: str | Codec | None) -> Codec | None:
     """A codec by name, or the object itself; None sends tensors uncompressed.
 
     Local. Raises UnknownNameError: not in `CODECS`.
+
+    Example:
+        >>> torchmn.compression.create_codec("int8").bits
+        8.0625
+        >>> torchmn.compression.create_codec("float32") is None
+        True
     """
     if codec is None or not isinstance(codec, str):
         return codec

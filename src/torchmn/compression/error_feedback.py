@@ -37,6 +37,11 @@ class ErrorFeedback(StripeCodec):
 
     One object belongs to one exchange: its residuals are of that exchange's parameters.
     Raises UsageError: not a stripe codec, or one that has error feedback.
+
+    Example:
+        >>> codec = ErrorFeedback(torchmn.compression.Quantized(bits=1))  # the same as codec="1bit"
+        >>> codec.keeps_residuals
+        True
     """
 
     keeps_residuals = True

@@ -74,14 +74,24 @@ class ReducedPrecision(StripeCodec):
 
 
 class Float16(ReducedPrecision):
-    """IEEE half precision: 11 bits of significand, largest value 65504."""
+    """IEEE half precision: 11 bits of significand, largest value 65504.
+
+    Example:
+        >>> Float16().name
+        'float16'
+    """
 
     def __init__(self) -> None:
         super().__init__("float16", torch.float16)
 
 
 class BFloat16(ReducedPrecision):
-    """bfloat16: 8 bits of significand, the range of float32."""
+    """bfloat16: 8 bits of significand, the range of float32.
+
+    Example:
+        >>> BFloat16().name
+        'bfloat16'
+    """
 
     def __init__(self) -> None:
         super().__init__("bfloat16", torch.bfloat16)

@@ -34,6 +34,10 @@ class Segment:
 
     It begins at element ``start`` of the buffer and at element ``offset`` of the parameter, counted
     in the order of the buffer's memory.
+
+    Example:
+        >>> Segment("weight", start=8, numel=6, shape=(2, 3)).end
+        14
     """
 
     name: str
@@ -79,6 +83,11 @@ class Layout:
 
     ``dtype`` is the buffer's. Two layouts that are equal share residuals, so that sets of buckets
     that alternate do. Elements of the buffer between segments belong to no parameter.
+
+    Example:
+        >>> layout = Layout.of([("weight", 0, (2, 3)), ("bias", 6, (2,))], torch.float32)
+        >>> layout.numel, [segment.name for segment in layout.segments]
+        (8, ['weight', 'bias'])
     """
 
     segments: tuple[Segment, ...]

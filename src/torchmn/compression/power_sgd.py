@@ -78,6 +78,12 @@ class PowerSGD(Codec):
     """A codec that reduces whole matrices, not stripes. One object belongs to one exchange.
 
     ``rank`` is r. Memory: 8 bytes an element, and Q. ``seed`` must be the same on all ranks.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 32)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> codec = PowerSGD(rank=2)
+        >>> optimizer = torchmn.create_multi_node_optimizer(sgd, comm, model, codec=codec)
     """
 
     needs_whole_parameters = True

@@ -51,6 +51,10 @@ class Quantized(StripeCodec):
     on each rank, such as ``comm.rank``, or errors are the same and do not average out. Values
     outside the range of float32 count as not finite. float64 buffers have float32 scales and
     float64 residuals.
+
+    Example:
+        >>> Quantized(bits=4, block_length=256).bits  # with the scale of each block
+        4.125
     """
 
     def __init__(

@@ -10,7 +10,12 @@ from torchmn.data.sub_dataset import SizedDataset
 
 
 class EmptyDataset(Dataset[tuple[()]]):
-    """``length`` samples, each an empty tuple."""
+    """``length`` samples, each an empty tuple.
+
+    Example:
+        >>> len(EmptyDataset(3)), EmptyDataset(3)[0]
+        (3, ())
+    """
 
     def __init__(self, length: int) -> None:
         self._length = length

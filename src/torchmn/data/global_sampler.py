@@ -71,6 +71,11 @@ class GlobalSampler(Sampler[list[int]]):
     Raises:
         UsageError: an argument is out of range, or an epoch would be empty.
         RankMismatchError: ranks passed different arguments; all ranks raise.
+
+    Example:
+        >>> sampler = torchmn.GlobalSampler(10, comm, global_batch=4, shuffle=False)
+        >>> list(sampler), sampler.epoch
+        ([[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]], 1)
     """
 
     def __init__(
@@ -332,6 +337,11 @@ class EmptyBatchCollate:
     Args:
         dataset: sample 0 is read from it for the first empty batch.
         collate_fn: makes a batch of a list of samples.
+
+    Example:
+        >>> collate = torchmn.data.EmptyBatchCollate([(torch.zeros(3), 1)])
+        >>> [part.shape for part in collate([])]
+        [torch.Size([0, 3]), torch.Size([0])]
     """
 
     def __init__(

@@ -62,6 +62,10 @@ def scatter_index(
     Raises:
         UsageError: the number of samples is negative, on all ranks.
         RankMismatchError: ranks passed different roots, on all ranks.
+
+    Example:
+        >>> torchmn.scatter_index(10, comm)
+        (0, 10)
     """
     try:
         length, problem = operator.index(n_total_samples), None
@@ -127,6 +131,12 @@ def scatter_dataset(
         SharedMemoryError: a node's memory is too small.
         UnsupportedError: a sample cannot be sent.
         All ranks raise the same error.
+
+    Example:
+        >>> dataset = "abcd" if comm.rank == 0 else None
+        >>> shard = torchmn.scatter_dataset(dataset, comm, shuffle=True, seed=0)
+        >>> len(shard), sorted(shard)
+        (4, ['a', 'b', 'c', 'd'])
     """
     arguments = _arguments(dataset, seed, max_buf_len)
     arguments["shuffle"] = bool(shuffle)

@@ -34,6 +34,12 @@ def create_synchronized_iterator(iterator: Batches, comm: Communicator) -> Batch
         UsageError: on some rank, ``iterator`` is something else.
         RankMismatchError: ranks have different numbers of samples (see `create_empty_dataset`),
             or only some of them shuffle.
+
+    Example:
+        >>> iterator = torchmn.SerialIterator(range(4), 2, collate_fn=list)
+        >>> iterator = torchmn.create_synchronized_iterator(iterator, comm)
+        >>> sorted(next(iterator) + next(iterator))
+        [0, 1, 2, 3]
     """
     kind, problem = _kind(iterator)
     seen = comm.allgather_obj((kind, problem, draw_seed()))

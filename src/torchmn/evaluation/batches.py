@@ -27,7 +27,12 @@ def num_samples(batch: Any) -> int | None:
 
 
 def batch_to(batch: Any, device: torch.device | str | None) -> Any:
-    """The batch with its tensors on ``device``; None leaves it as it is. Local."""
+    """The batch with its tensors on ``device``; None leaves it as it is. Local.
+
+    Example:
+        >>> batch_to({"x": torch.ones(2), "name": "a"}, "cpu")["x"].device
+        device(type='cpu')
+    """
     if device is None:
         return batch
     if isinstance(batch, (Tensor, PackedSequence)):
@@ -46,6 +51,10 @@ def call_with_batch(function: Callable[..., Result], batch: Any) -> Result:
 
     A tuple or list becomes the arguments, a dict the keyword arguments; a named tuple and anything
     else is the one argument.
+
+    Example:
+        >>> call_with_batch(lambda x, t: x + t, (1, 2)), call_with_batch(lambda x: x, {"x": 3})
+        (3, 3)
     """
     if isinstance(batch, (tuple, list)) and not hasattr(batch, "_fields"):
         return function(*batch)

@@ -36,6 +36,10 @@ def sync_buffers_(
     Raises:
         UnknownNameError: no such rule.
         RankMismatchError: the ranks' buffers differ in number or shape.
+
+    Example:
+        >>> model = torch.nn.BatchNorm1d(2)
+        >>> torchmn.evaluation.sync_buffers_([model], comm)
     """
     if rule not in BUFFER_RULES:
         raise UnknownNameError("rule for buffers", rule, BUFFER_RULES)

@@ -67,6 +67,17 @@ def create_multi_node_evaluator(
 
     ``evaluate()`` then raises UsageError: a value has no mean, or ``verify`` found a difference;
     CommunicationError: another rank raised.
+
+    Example:
+        >>> from pytorch_pfn_extras.reporting import Reporter, report
+        >>> from pytorch_pfn_extras.training.extensions import Evaluator
+        >>> model, loader = torch.nn.Linear(3, 1), [torch.ones(4, 3), torch.zeros(2, 3)]
+        >>> evaluator = Evaluator(loader, model, eval_func=lambda x: report({"mean": x.mean()}))
+        >>> evaluator = torchmn.create_multi_node_evaluator(evaluator, comm)
+        >>> with Reporter():  # a trainer has one
+        ...     result = evaluator.evaluate()
+        >>> round(result["mean"], 4)  # of six samples
+        0.6667
     """
     _raise_if_unusable(evaluator, buffers, compat, verify)
     evaluator._iterators = named_loaders(evaluator._iterators)

@@ -37,6 +37,15 @@ class GenericMultiNodeEvaluator(extension.Extension):
         converter: moves a batch: ``converter(batch, device)``.
         root: the rank that aggregates.
         progress_hook: called with (batches done on this rank,) after each batch.
+
+    Example:
+        >>> class Longest(torchmn.GenericMultiNodeEvaluator):
+        ...     def calc_local(self, *words):  # for each batch, on every rank
+        ...         return max(map(len, words))
+        ...     def aggregate(self, results):  # once, at the root
+        ...         return max(results)
+        >>> Longest(comm, [("a", "abc"), ("ab",)], torch.nn.Identity())()
+        3
     """
 
     trigger = (1, "epoch")

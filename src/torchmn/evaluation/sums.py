@@ -18,7 +18,15 @@ Sums = dict[str, tuple[float, float]]
 
 
 class WeightedSums:
-    """Adds up the reported values of one rank. Tensors stay on their device, without a sync."""
+    """Adds up the reported values of one rank. Tensors stay on their device, without a sync.
+
+    Example:
+        >>> sums = WeightedSums()
+        >>> sums.add("loss", 1.0, weight=3)
+        >>> sums.add("loss", 2.0, weight=1)
+        >>> means_of(sums.sums())
+        {'loss': 1.25}
+    """
 
     def __init__(self) -> None:
         self._totals: dict[str, Any] = {}
@@ -54,6 +62,10 @@ def merge_sums(parts: Sequence[Sums]) -> Sums:
     """Add the sums of all ranks; names in the order of the ranks.
 
     Bit-identical for the same parts in any order.
+
+    Example:
+        >>> merge_sums([{"loss": (3.0, 3.0)}, {"loss": (2.0, 1.0)}])
+        {'loss': (5.0, 4.0)}
     """
     merged = {}
     for name in dict.fromkeys(name for part in parts for name in part):
@@ -64,12 +76,22 @@ def merge_sums(parts: Sequence[Sums]) -> Sums:
 
 
 def means_of(sums: Sums) -> dict[str, float]:
-    """Sum over weight; NaN where nothing was counted."""
+    """Sum over weight; NaN where nothing was counted.
+
+    Example:
+        >>> means_of({"loss": (5.0, 4.0)})
+        {'loss': 1.25}
+    """
     return {name: total / weight if weight else math.nan for name, (total, weight) in sums.items()}
 
 
 def scalars_of(observation: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of an observation that have means, as in pytorch-pfn-extras but silently."""
+    """The values of an observation that have means, as in pytorch-pfn-extras but silently.
+
+    Example:
+        >>> scalars_of({"loss": 0.5, "name": "a", "tensor": torch.ones(2)})
+        {'loss': 0.5}
+    """
     return {name: value for name, value in observation.items() if has_mean(value)}
 
 

@@ -31,6 +31,10 @@ def bcast(comm: Communicator, x: Tensor | None, root: int = 0) -> Tensor:
 
     *Collective.* ``x`` of other ranks is ignored and may be None. Raises as `Communicator.bcast`;
     in backward CommunicationError: another rank does not run it.
+
+    Example:
+        >>> torchmn.functions.bcast(comm, torch.ones(2), root=0).tolist()
+        [1.0, 1.0]
     """
 
     def backward(grads: list[Tensor]) -> tuple[Gradients, Tensor | None]:
@@ -49,6 +53,10 @@ def gather(comm: Communicator, x: Tensor, root: int = 0) -> tuple[Tensor, ...] |
 
     *Collective.* Shapes and dtypes may differ. Other ranks get a delegate variable, as from `send`.
     Raises as `Communicator.gather`; in backward CommunicationError: another rank does not run it.
+
+    Example:
+        >>> [each.tolist() for each in torchmn.functions.gather(comm, torch.ones(2), root=0)]
+        [[1.0, 1.0]]
     """
     is_root = comm.rank == root
 
@@ -69,6 +77,10 @@ def scatter(comm: Communicator, xs: Sequence[Tensor] | Tensor | None, root: int 
 
     *Collective.* ``xs`` of other ranks is ignored and may be None. Raises as
     `Communicator.scatter`; in backward CommunicationError: another rank does not run it.
+
+    Example:
+        >>> torchmn.functions.scatter(comm, [torch.ones(2)] * comm.size, root=0).tolist()
+        [1.0, 1.0]
     """
     is_root = comm.rank == root
 
@@ -88,6 +100,11 @@ def alltoall(comm: Communicator, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
     *Collective.* Shapes and dtypes may differ. Raises as `Communicator.alltoall`; in backward
     CommunicationError: another rank does not run it.
+
+    Example:
+        >>> xs = [torch.ones(2)] * comm.size  # one for each rank
+        >>> [each.tolist() for each in torchmn.functions.alltoall(comm, xs)]
+        [[1.0, 1.0]]
     """
 
     def backward(grads: list[Tensor]) -> tuple[Gradients, Tensor | None]:
@@ -102,6 +119,10 @@ def allgather(comm: Communicator, x: Tensor) -> tuple[Tensor, ...]:
 
     *Collective.* Shapes and dtypes may differ. Raises as `Communicator.allgather`; in backward
     CommunicationError: another rank does not run it.
+
+    Example:
+        >>> [each.tolist() for each in torchmn.functions.allgather(comm, torch.ones(2))]
+        [[1.0, 1.0]]
     """
 
     def backward(grads: list[Tensor]) -> tuple[Gradients, Tensor | None]:
@@ -117,6 +138,12 @@ def allreduce(comm: Communicator, x: Tensor, op: UserOp = "sum") -> Tensor:
     *Collective.* Shape and dtype are the same on all ranks. The gradient of a max or min is divided
     among the ranks that have it. Product, max and min gather all ranks' tensors on each. Raises as
     `Communicator.allreduce`; in backward CommunicationError: another rank does not run it.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> torchmn.functions.allreduce(comm, x, "sum").sum().backward()
+        >>> x.grad.tolist()
+        [1.0, 1.0]
     """
     if op in OPS and op not in ("sum", "mean"):
         return _reduced(_equal_shapes(comm, allgather(comm, x)), op)
@@ -134,6 +161,10 @@ def reduce_scatter(comm: Communicator, xs: Sequence[Tensor] | Tensor, op: UserOp
     *Collective.* The r-th tensor has the same shape and dtype on all ranks. ``op`` as in
     `allreduce`. Raises as `Communicator.reduce_scatter`; in backward CommunicationError: another
     rank does not run it.
+
+    Example:
+        >>> torchmn.functions.reduce_scatter(comm, [torch.ones(2)] * comm.size, "sum").tolist()
+        [1.0, 1.0]
     """
     if op in OPS and op not in ("sum", "mean"):
         return _reduced(_equal_shapes(comm, alltoall(comm, _parts(xs))), op)

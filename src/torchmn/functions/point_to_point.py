@@ -43,6 +43,16 @@ def send(x: Tensor | Sequence[Tensor], comm: Communicator, rank: int, tag: int =
             range.
         CommunicationError: the receiver does not receive, or, in backward, returns no gradient
             within the time limit.
+
+    Example:
+        >>> def train(comm):  # a model in two halves
+        ...     if comm.rank == 0:
+        ...         weight = torch.ones(2, requires_grad=True)
+        ...         torchmn.functions.send(weight * 2, comm, rank=1).backward()
+        ...         return weight.grad.tolist()
+        ...     torchmn.functions.recv(comm, rank=0).sum().backward()
+        >>> torchmn.testing.run_ranks(train, 2)
+        [[2.0, 2.0], None]
     """
     is_tuple = isinstance(x, (list, tuple))
     xs = tuple(cast("Sequence[Tensor]", x)) if is_tuple else (cast(Tensor, x),)
@@ -99,6 +109,15 @@ def recv(
         UsageError: there is no such rank or tag, or the message is an object of `send_obj`.
         CommunicationError: no message arrives, or, in backward, the sender does not receive the
             gradient within the time limit.
+
+    Example:
+        >>> def exchange(comm):
+        ...     if comm.rank == 0:
+        ...         torchmn.functions.send(torch.ones(2), comm, rank=1)
+        ...     else:
+        ...         return torchmn.functions.recv(comm, rank=0).tolist()
+        >>> torchmn.testing.run_ranks(exchange, 2)
+        [None, [1.0, 1.0]]
     """
     around = checkpoints()
     message = _Message(comm, rank)
@@ -140,6 +159,10 @@ def pseudo_connect(delegate_variable: Tensor | None, *actual_variables: Tensor) 
 
     Returns the variables unchanged: one tensor, or a tuple of several. ``delegate_variable=None``
     connects nothing. Raises UsageError: no variable is given.
+
+    Example:
+        >>> torchmn.functions.pseudo_connect(None, torch.ones(2)).tolist()
+        [1.0, 1.0]
     """
     if not actual_variables:
         raise UsageError("pseudo_connect needs a variable, which the result is.")

@@ -34,6 +34,10 @@ class BatchGrowth:
         max_batch: the largest global batch. Smith et al. stay at a tenth of the data set.
 
     Raises UsageError: an argument is out of range.
+
+    Example:
+        >>> torchmn.large_batch.BatchGrowth([30, 60], factor=4, max_batch=4096)
+        BatchGrowth([30, 60], factor=4, unit='epochs', max_batch=4096)
     """
 
     def __init__(

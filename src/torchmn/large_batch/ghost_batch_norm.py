@@ -43,7 +43,12 @@ class _Ghost(nn.modules.batchnorm._BatchNorm):
 
 
 class GhostBatchNorm1d(_Ghost, nn.BatchNorm1d):
-    """`torch.nn.BatchNorm1d` by ghost batches; see `GhostBatchNorm2d`."""
+    """`torch.nn.BatchNorm1d` by ghost batches; see `GhostBatchNorm2d`.
+
+    Example:
+        >>> GhostBatchNorm1d(3, 16)(torch.rand(64, 3)).shape
+        torch.Size([64, 3])
+    """
 
 
 class GhostBatchNorm2d(_Ghost, nn.BatchNorm2d):
@@ -67,7 +72,12 @@ class GhostBatchNorm2d(_Ghost, nn.BatchNorm2d):
 
 
 class GhostBatchNorm3d(_Ghost, nn.BatchNorm3d):
-    """`torch.nn.BatchNorm3d` by ghost batches; see `GhostBatchNorm2d`."""
+    """`torch.nn.BatchNorm3d` by ghost batches; see `GhostBatchNorm2d`.
+
+    Example:
+        >>> GhostBatchNorm3d(3, 16)(torch.rand(64, 3, 2, 2, 2)).shape
+        torch.Size([64, 3, 2, 2, 2])
+    """
 
 
 _OF_TORCH: dict[type[nn.Module], type[_Ghost]] = {
@@ -87,6 +97,11 @@ def convert_to_ghost_batch_norm(model: Model, ghost_batch: int) -> Model:
         UnsupportedError: the model has batch normalization of another class, such as a multi-node
             one: use `torchmn.links.revert_batch_norm` first.
         UsageError: ``ghost_batch`` is less than 2.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+        >>> torchmn.large_batch.convert_to_ghost_batch_norm(model, 8)[1].ghost_batch
+        8
     """
     _raise_if_small(ghost_batch)
     for layer in convert_layers(model, _Ghost, _OF_TORCH):
@@ -99,6 +114,11 @@ def revert_ghost_batch_norm(model: Model) -> Model:
 
     Raises UnsupportedError, before anything is changed: a layer is of a subclass, as after
     `torch.nn.utils.parametrize`.
+
+    Example:
+        >>> model = torchmn.large_batch.convert_to_ghost_batch_norm(torch.nn.BatchNorm1d(4), 8)
+        >>> type(torchmn.large_batch.revert_ghost_batch_norm(model)).__name__
+        'BatchNorm1d'
     """
     for layer in revert_layers(model, _Ghost, _OF_TORCH):
         del layer.ghost_batch

@@ -85,6 +85,11 @@ class GlobalBatch:
     Raises:
         UsageError: a number is out of range, or the three contradict each other.
         RankMismatchError: ranks passed different arguments; all ranks raise.
+
+    Example:
+        >>> batch = torchmn.large_batch.GlobalBatch(100, local_batch=64, comm=comm)
+        >>> print(batch)
+        GlobalBatch(100 samples per step = 1 rank(s) x 100, in 2 pass(es) of up to 50)
     """
 
     def __init__(

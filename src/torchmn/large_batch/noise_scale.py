@@ -45,9 +45,9 @@ class GradientNoiseScale:
     ```
 
     The training stays the same to the bit. Measured are the gradients before clipping, in every
-    ``every``-th step; tr(Σ) and |G|² are averaged over measurements and then divided. Where the
-    run is recorded, `torchmn report` shows the result. Samples are those that the model's forward
-    sees in the first size of its first tensor, or those given to ``optimizer.set_weight``.
+    ``every``-th step; ``tr(Σ)`` and ``|G|²`` are averaged over measurements and then divided. Where
+    the run is recorded, `torchmn report` shows the result. Samples are those that the model's
+    forward sees in the first size of its first tensor, or those given to ``optimizer.set_weight``.
 
     Left out are steps with gradients that are not finite, that add to the means of an earlier
     exchange (more than one backward pass outside of ``no_sync()``,
@@ -63,6 +63,20 @@ class GradientNoiseScale:
         UsageError: an argument is out of range, the optimizer is measured already, or its schedule,
             codec or reduction keeps gradients or their mean from being known.
         UnsupportedError: the model is sharded or divided among ranks, or has sparse gradients.
+
+    Example:
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(3, 1)
+        ...     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        ...     optimizer = torchmn.create_multi_node_optimizer(sgd, comm, model)
+        ...     noise = torchmn.large_batch.GradientNoiseScale(optimizer, every=1)
+        ...     for _ in range(3):
+        ...         optimizer.zero_grad()
+        ...         model(torch.rand(8, 3)).square().mean().backward()
+        ...         optimizer.step()
+        ...     return noise.value() is not None
+        >>> torchmn.testing.run_ranks(train, 2)
+        [True, True]
     """
 
     def __init__(

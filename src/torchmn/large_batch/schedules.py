@@ -135,6 +135,12 @@ class LinearScaling(BatchSchedule):
         optimizer: its rate is the one that was found with ``base_batch``; or a schedule.
         batch: the global batch that is used now.
         base_batch: the global batch for which the rate was found.
+
+    Example:
+        >>> batch = torchmn.large_batch.GlobalBatch(1024, comm=comm)
+        >>> sgd = torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1)
+        >>> LinearScaling(sgd, batch, base_batch=256).get_last_lr()
+        [0.4]
     """
 
     def __init__(
@@ -155,6 +161,12 @@ class SquareRootScaling(LinearScaling):
 
     Krizhevsky, arXiv 1404.5997, section 5; You et al., arXiv 1904.00962, section 4. It keeps the
     variance of the update; see `LinearScaling` for the arguments.
+
+    Example:
+        >>> batch = torchmn.large_batch.GlobalBatch(1024, comm=comm)
+        >>> adam = torch.optim.Adam(torch.nn.Linear(3, 1).parameters(), lr=0.1)
+        >>> SquareRootScaling(adam, batch, base_batch=256).get_last_lr()
+        [0.2]
     """
 
     def factor(self, samples: int) -> float:
@@ -175,6 +187,14 @@ class GradualWarmup(BatchSchedule):
         unit: ``epochs`` or ``samples``.
         start: the first factor. By default it undoes the scaling that this schedule wraps; without
             scaling it is 0.1.
+
+    Example:
+        >>> batch = torchmn.large_batch.GlobalBatch(1024, comm=comm)
+        >>> sgd = torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1)
+        >>> scaled = LinearScaling(sgd, batch, base_batch=256)
+        >>> warmup = GradualWarmup(scaled, batch, 4096, unit="samples")
+        >>> [warmup.factor(samples) for samples in (0, 2048, 4096)]  # of the scaled rate
+        [0.25, 0.625, 1.0]
     """
 
     def __init__(
@@ -215,6 +235,13 @@ class MultiStep(BatchSchedule):
         milestones: increasing, in ``unit``.
         gamma: by what the rate is multiplied.
         unit: ``epochs`` or ``samples``.
+
+    Example:
+        >>> batch = torchmn.large_batch.GlobalBatch(64, comm=comm)
+        >>> sgd = torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1)
+        >>> schedule = MultiStep(sgd, batch, [1000, 2000], gamma=0.5, unit="samples")
+        >>> [schedule.factor(samples) for samples in (0, 1000, 2000)]
+        [1.0, 0.5, 0.25]
     """
 
     def __init__(
@@ -249,6 +276,13 @@ class Polynomial(BatchSchedule):
         unit: ``epochs`` or ``samples``.
         begin: until when the factor is 1, in ``unit``: the end of a warm-up.
         final: the last factor.
+
+    Example:
+        >>> batch = torchmn.large_batch.GlobalBatch(64, comm=comm)
+        >>> sgd = torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1)
+        >>> schedule = Polynomial(sgd, batch, 1000, unit="samples")
+        >>> [schedule.factor(samples) for samples in (0, 500, 1000)]
+        [1.0, 0.25, 0.0]
     """
 
     def __init__(
@@ -290,6 +324,13 @@ class Cosine(Polynomial):
         unit: ``epochs`` or ``samples``.
         begin: until when the factor is 1, in ``unit``: the end of a warm-up.
         final: the last factor.
+
+    Example:
+        >>> batch = torchmn.large_batch.GlobalBatch(64, comm=comm)
+        >>> sgd = torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1)
+        >>> schedule = Cosine(sgd, batch, 1000, unit="samples")
+        >>> [round(schedule.factor(samples), 3) for samples in (0, 500, 1000)]
+        [1.0, 0.5, 0.0]
     """
 
     def __init__(
@@ -315,6 +356,14 @@ class DecayAfterGrowth(BatchSchedule):
     is annealed as planned even when the batch no longer grows.
 
     Raises UsageError: the batch has no `BatchGrowth`.
+
+    Example:
+        >>> growth = torchmn.large_batch.BatchGrowth([1000, 2000], 2, unit="samples", max_batch=128)
+        >>> batch = torchmn.large_batch.GlobalBatch(64, comm=comm, growth=growth)
+        >>> sgd = torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1)
+        >>> schedule = DecayAfterGrowth(sgd, batch)
+        >>> [schedule.factor(samples) for samples in (0, 1000, 2000)]
+        [1.0, 1.0, 0.5]
     """
 
     def __init__(self, optimizer: Optimizer | BatchSchedule, batch: GlobalBatch) -> None:

@@ -25,6 +25,11 @@ def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str,
     ```
 
     Raises UsageError: ``weight_decay`` is negative, or a parameter is not initialised yet.
+
+    Example:
+        >>> groups = torchmn.large_batch.weight_decay_groups(torch.nn.Linear(3, 2), 1e-4)
+        >>> [(group["weight_decay"], len(group["params"])) for group in groups]
+        [(0.0001, 1), (0.0, 1)]
     """
     if not weight_decay >= 0:
         raise UsageError(f"weight_decay={weight_decay} must be 0 or more.")

@@ -18,7 +18,12 @@ BACKENDS = ("auto", "gloo", "nccl", "mpi")
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the choice of a backend depends on."""
+    """What the choice of a backend depends on.
+
+    Example:
+        >>> Machine(num_gpus=2).missing_for_mpi
+        'an mpirun and mpi4py'
+    """
 
     num_gpus: int = 0
     mpirun: str | None = None
@@ -35,7 +40,13 @@ class Machine:
 
 
 def this_machine(env: Mapping[str, str]) -> Machine:
-    """The facts of this machine, without importing torch or MPI. Local."""
+    """The facts of this machine, without importing torch or MPI. Local.
+
+    Example:
+        >>> import os
+        >>> this_machine(os.environ).num_gpus >= 0
+        True
+    """
     return Machine(
         num_gpus=count_gpus(env),
         mpirun=find_mpirun(env),

@@ -26,7 +26,12 @@ def parse_variable(text: str, env: Mapping[str, str]) -> tuple[str, str]:
 
 
 def split_words(text: str, *, source: str) -> tuple[str, ...]:
-    """The words of a command, quoted as for a shell. Raises UsageError: a quote is not closed."""
+    """The words of a command, quoted as for a shell. Raises UsageError: a quote is not closed.
+
+    Example:
+        >>> split_words("--mca pml 'a b'", source="--launcher-args")
+        ('--mca', 'pml', 'a b')
+    """
     try:
         return tuple(shlex.split(text))
     except ValueError as error:

@@ -103,6 +103,10 @@ def python_command(target: str, args: Sequence[str] = (), *, is_module: bool = F
     """The command of a rank for a script or a module, which must exist.
 
     Raises UsageError: there is no such script or module, or it is a folder.
+
+    Example:
+        >>> python_command("timeit", ["-n", "1"], is_module=True)[1:]
+        ['-m', 'timeit', '-n', '1']
     """
     if is_module:
         top = target.partition(".")[0]

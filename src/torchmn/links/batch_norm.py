@@ -85,7 +85,12 @@ class _MultiNode(nn.modules.batchnorm._BatchNorm):
 
 
 class MultiNodeBatchNorm1d(_MultiNode, nn.BatchNorm1d):
-    """`torch.nn.BatchNorm1d` over the batches of all ranks; see `MultiNodeBatchNorm2d`."""
+    """`torch.nn.BatchNorm1d` over the batches of all ranks; see `MultiNodeBatchNorm2d`.
+
+    Example:
+        >>> torchmn.links.MultiNodeBatchNorm1d(3, comm)(torch.rand(5, 3)).shape
+        torch.Size([5, 3])
+    """
 
 
 class MultiNodeBatchNorm2d(_MultiNode, nn.BatchNorm2d):
@@ -114,7 +119,12 @@ class MultiNodeBatchNorm2d(_MultiNode, nn.BatchNorm2d):
 
 
 class MultiNodeBatchNorm3d(_MultiNode, nn.BatchNorm3d):
-    """`torch.nn.BatchNorm3d` over the batches of all ranks; see `MultiNodeBatchNorm2d`."""
+    """`torch.nn.BatchNorm3d` over the batches of all ranks; see `MultiNodeBatchNorm2d`.
+
+    Example:
+        >>> torchmn.links.MultiNodeBatchNorm3d(3, comm)(torch.rand(5, 3, 2, 2, 2)).shape
+        torch.Size([5, 3, 2, 2, 2])
+    """
 
 
 _OF_TORCH: dict[type[nn.Module], type[_MultiNode]] = {
@@ -143,6 +153,11 @@ def convert_batch_norm(
         UnsupportedError: the model has batch normalization of another class, such as SyncBatchNorm,
             a lazy one or a subclass.
         UnknownNameError: ``loss_weight`` is neither.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+        >>> type(torchmn.links.convert_batch_norm(model, comm)[1]).__name__
+        'MultiNodeBatchNorm1d'
     """
     _raise_if_unknown(loss_weight)
     for layer in convert_layers(model, _MultiNode, _OF_TORCH):
@@ -168,6 +183,11 @@ def revert_batch_norm(model: Model) -> Model:
 
     Raises UnsupportedError, before anything is changed: a layer is of a subclass, as after
     `torch.nn.utils.parametrize`.
+
+    Example:
+        >>> layer = torchmn.links.convert_batch_norm(torch.nn.BatchNorm1d(4), comm)
+        >>> type(torchmn.links.revert_batch_norm(layer)).__name__
+        'BatchNorm1d'
     """
     for layer in revert_layers(model, _MultiNode, _OF_TORCH):
         del layer._ranks, layer.loss_weight, layer._number

@@ -23,6 +23,13 @@ def clip_grad_norm_(
 
     As torch's, but that DTensors of several meshes, parameters of parallel layers and plain ones
     may stand side by side. *Collective over the ranks that hold parts.*
+
+    Example:
+        >>> layer = torchmn.links.ParallelLinear(3, 2, comm)
+        >>> layer(torch.ones(1, 3)).sum().backward()
+        >>> norm = torchmn.links.clip_grad_norm_(layer, max_norm=1.0)
+        >>> round(norm.item(), 4)
+        2.8284
     """
     trained = _with_gradients(parameters)
     kinds = _by_owners(trained)
@@ -70,6 +77,11 @@ def share_nonfinite_(
     Args:
         parameters: of the model, or the model.
         comm: the ranks of the model; those of its parallel layers by default.
+
+    Example:
+        >>> layer = torchmn.links.ParallelLinear(3, 2, comm)
+        >>> layer(torch.ones(1, 3)).sum().backward()
+        >>> torchmn.links.share_nonfinite_(layer)
     """
     trained = _with_gradients(parameters)
     owners = [comm] if comm is not None else [o for o in _by_owners(trained) if o is not None]

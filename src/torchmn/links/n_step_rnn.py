@@ -95,6 +95,12 @@ def create_multi_node_n_step_rnn(
         rank_out: the rank that gets the last hidden state, or None.
 
     Raises UsageError: it is another kind of module, or a rank is not another rank.
+
+    Example:
+        >>> lstm = torch.nn.LSTM(3, 4)
+        >>> rnn = torchmn.links.create_multi_node_n_step_rnn(lstm, comm)  # of this rank alone
+        >>> rnn(torch.ones(5, 2, 3))[0].shape
+        torch.Size([5, 2, 4])
     """
     if not isinstance(actual_link, nn.RNNBase):
         raise UsageError(

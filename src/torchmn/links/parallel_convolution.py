@@ -27,6 +27,11 @@ class ParallelConv2d(ParallelLayer, nn.Conv2d):
         options: those of `torch.nn.Conv2d`, such as ``stride``, ``padding`` and ``bias``.
 
     Raises UsageError: fewer channels than ranks; UnsupportedError: ``groups`` is not 1.
+
+    Example:
+        >>> layer = torchmn.links.ParallelConv2d(3, 8, 3, comm, padding=1)
+        >>> layer(torch.rand(2, 3, 4, 4)).shape
+        torch.Size([2, 8, 4, 4])
     """
 
     def __init__(

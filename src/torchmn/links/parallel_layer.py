@@ -175,6 +175,11 @@ def gather_state_dict(model: nn.Module) -> dict[str, Any]:
 
     All ranks get it. A model of plain layers loads it, and `load_whole_state_dict` on any number of
     ranks.
+
+    Example:
+        >>> layer = torchmn.links.ParallelLinear(3, 2, comm)
+        >>> torchmn.links.gather_state_dict(layer)["weight"].shape  # of the whole layer
+        torch.Size([2, 3])
     """
     state = dict(model.state_dict())
     for key, layer, name in _divided(model):
@@ -188,6 +193,10 @@ def load_whole_state_dict(
     """Load a state of one process: each rank takes its part of parallel layers. *Collective.*
 
     Nothing is sent. Raises RuntimeError, as torch: names or shapes differ.
+
+    Example:
+        >>> layer = torchmn.links.ParallelLinear(3, 2, comm)
+        >>> torchmn.links.load_whole_state_dict(layer, torch.nn.Linear(3, 2).state_dict())
     """
     own = dict(state)
     for key, layer, _ in _divided(model):

@@ -40,6 +40,13 @@ def data_parallel_distributed_learner(
         model: the module, or modules, that own the optimizer's parameters.
 
     Raises UsageError: another number of bits.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> optimizer = torchmn.optimizer.data_parallel_distributed_learner(
+        ...     sgd, num_quantization_bits=1, comm=comm, model=model
+        ... )
     """
     raise_if_unknown_bits(num_quantization_bits)
     return create_multi_node_optimizer(
@@ -68,6 +75,13 @@ def block_momentum_distributed_learner(
 
     The same as ``schedule=BlockMomentum(...)``; see there for the arguments. ``block_size``,
     the time constant and ``distributed_after`` are in samples over all ranks.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> optimizer = torchmn.optimizer.block_momentum_distributed_learner(
+        ...     sgd, block_size=4096, comm=comm, model=model
+        ... )
     """
     return create_multi_node_optimizer(
         optimizer,

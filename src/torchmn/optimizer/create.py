@@ -115,6 +115,16 @@ def create_multi_node_optimizer(
         UnknownNameError, UsageError: a name or a parameter is not known.
         RankMismatchError: the ranks' models differ.
         UnsupportedError: a combination that makes no sense.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> optimizer = torchmn.create_multi_node_optimizer(sgd, comm, model)
+        >>> optimizer.zero_grad()
+        >>> model(torch.ones(4, 3)).mean().backward()  # now p.grad is the mean over ranks
+        >>> optimizer.step()
+        >>> model.weight.grad.tolist()
+        [[1.0, 1.0, 1.0]]
     """
     if weight not in (None, "rank", "samples"):
         raise UnknownNameError("weight", weight, ("rank", "samples"))

@@ -309,6 +309,9 @@ def ddp_hook(
     CUDA tensors are exchanged the same way, which has not been tested on GPUs yet.
 
     Raises UsageError: ``timeout_s`` is not positive.
+
+    Example:
+        >>> hook = torchmn.optimizer.ddp_hook("1bit")  # then hook.register(model)
     """
     if not timeout_s > 0:
         raise UsageError(f"timeout_s={timeout_s} must be a positive number of seconds.")

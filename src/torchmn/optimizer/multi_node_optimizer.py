@@ -66,6 +66,13 @@ class MultiNodeOptimizer(WrappedOptimizer):
         schedule: when ranks exchange gradients or parameters.
         reducer: sums the gradients.
         tuner: with ``auto``, selects schedule and codec; else None.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> optimizer = torchmn.create_multi_node_optimizer(sgd, comm, model)
+        >>> optimizer.inner is sgd, optimizer.schedule.name
+        (True, 'every_step')
     """
 
     def __init__(

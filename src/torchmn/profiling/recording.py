@@ -368,6 +368,9 @@ def report_value(name: str, value: float, step: int | None = None) -> None:
 
     ``step`` is the current one by default. Nothing is done where no record is kept. Once a value
     named ``loss`` is reported, the record does not look at what ``backward()`` is called on.
+
+    Example:
+        >>> torchmn.profiling.report_value("accuracy", 0.75)
     """
     if _current:
         _current[0].recorder.value(name, float(value), step)

@@ -47,6 +47,18 @@ class CTFDeserializer:
     Raises:
         DataError: the file cannot be read, or a line is wrong; names file, line and column.
         UsageError: a stream has no shape, or what text cannot have.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from torchmn.readers import MinibatchSource, StreamDefs
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> file = pathlib.Path(folder.name, "train.ctf")
+        >>> _ = file.write_text("|x 1 2 |y 0\\n|x 3 4 |y 1\\n")
+        >>> streams = StreamDefs(x=StreamDef(shape=2), y=StreamDef(shape=1))
+        >>> source = MinibatchSource(CTFDeserializer(file, streams), randomize=False)
+        >>> source.next_minibatch(2, {"x": source.streams.x})["x"].data.tolist()
+        [[1.0, 2.0], [3.0, 4.0]]
+        >>> folder.cleanup()
     """
 
     def __init__(

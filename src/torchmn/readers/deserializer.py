@@ -33,6 +33,10 @@ class ChunkInfo:
         lengths: samples of each sequence, counted in the same way, ``(num_sequences,)``; None
             where each has one.
         keys: of the sequences, by which several deserializers are joined; None: by position.
+
+    Example:
+        >>> ChunkInfo(num_sequences=2, num_samples=5, lengths=np.array([2, 3])).num_samples
+        5
     """
 
     num_sequences: int

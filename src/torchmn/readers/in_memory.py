@@ -143,6 +143,17 @@ def from_csv(
             one of the stream's type.
 
     ``from_csv("train.csv", {"features": ["age", "income"], "labels": "bought"})``
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> file = pathlib.Path(folder.name, "train.csv")
+        >>> _ = file.write_text("age,income,bought\\n30,1.5,0\\n40,2.5,1\\n")
+        >>> streams = {"features": ["age", "income"], "labels": "bought"}
+        >>> source = from_csv(file, streams, randomize=False)
+        >>> source.next_minibatch(2, {"x": source.streams.features})["x"].data.tolist()
+        [[30.0, 1.5], [40.0, 2.5]]
+        >>> folder.cleanup()
     """
     try:
         with open(filename, encoding="utf-8-sig", newline="") as file:

@@ -51,6 +51,12 @@ class MinibatchIterator:
             tensors.
 
     ``torchmn.StandardUpdater(MinibatchIterator(source, 64, comm=comm), optimizer, model)``
+
+    Example:
+        >>> from torchmn.readers import MinibatchSourceFromData
+        >>> source = MinibatchSourceFromData({"x": torch.arange(4)})
+        >>> next(MinibatchIterator(source, 2, comm=comm))["x"].tolist()
+        [0, 1]
     """
 
     def __init__(

@@ -63,6 +63,15 @@ def write_mean_image(filename: str | os.PathLike[str], image: Array) -> None:
     Args:
         filename: replaced as a whole, or not at all.
         image: (channels, height, width), in the order blue, green, red, as minibatches have them.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> file = pathlib.Path(folder.name, "mean.xml")
+        >>> write_mean_image(file, np.full((3, 2, 2), 0.5))
+        >>> read_mean_image(file, "hwc-bgr").shape
+        (3, 2, 2)
+        >>> folder.cleanup()
     """
     values = np.asarray(image, np.float32)
     if values.ndim != 3 or values.size == 0 or not np.isfinite(values).all():

@@ -327,6 +327,12 @@ def as_minibatch_source(
     """A source with the interface of `MinibatchSource`: itself, or made of a user's. Local.
 
     Raises UsageError: it is no source.
+
+    Example:
+        >>> from torchmn.readers import MinibatchSourceFromData
+        >>> source = MinibatchSourceFromData({"x": torch.arange(4)})
+        >>> as_minibatch_source(source) is source
+        True
     """
     if isinstance(source, UserMinibatchSource):
         return UserSourceMinibatches(source)

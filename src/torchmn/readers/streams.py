@@ -65,6 +65,10 @@ class StreamDef:
         defines_mb_size: the minibatch size counts the samples of this stream; without such a
             stream, those of the longest one of each sequence.
         max_sequence_length: longer sequences are refused.
+
+    Example:
+        >>> StreamDef(field="image", shape=(3, 32, 32)).sample_shape
+        (3, 32, 32)
     """
 
     field: str | None = None
@@ -103,6 +107,10 @@ class StreamInformation:
         dtype: of the values; float32, as in CNTK, unless a deserializer of your own has another.
         shape: of one sample. A sparse sample has one dimension.
         defines_mb_size: see `StreamDef`.
+
+    Example:
+        >>> StreamDefs(x=StreamDef(field="x", shape=3)).x.sample_shape
+        (3,)
     """
 
     name: str

@@ -24,6 +24,18 @@ class UserDeserializer(ABC):
     A chunk is returned as arrays by stream name, so there is no index: what a chunk has is known
     when it is read. Sources read chunks in one thread, one at a time. For a large data set with an
     index, and sequences that are decoded when they are needed, write a `Deserializer`.
+
+    Example:
+        >>> class Numbers(UserDeserializer):
+        ...     def stream_infos(self):
+        ...         return [StreamInformation("x", shape=(1,))]
+        ...     def num_chunks(self):
+        ...         return 2
+        ...     def get_chunk(self, chunk_id):
+        ...         return {"x": torch.full((3, 1), float(chunk_id))}
+        >>> source = torchmn.readers.MinibatchSource(Numbers(), randomize=False)
+        >>> source.next_minibatch(4, {"x": source.streams.x})["x"].data.flatten().tolist()
+        [0.0, 0.0, 0.0, 1.0]
     """
 
     @abstractmethod

@@ -56,6 +56,11 @@ class Preemption:
     Raises UsageError: ``margin_s`` or ``period_s`` is no positive number.
 
     Signals are handled if this is created in the main thread. `close` restores the old handlers.
+
+    Example:
+        >>> preemption = torchmn.Preemption(comm, save=lambda: None, margin_s=60)
+        >>> preemption.step_ended()  # time is left
+        >>> preemption.close()
     """
 
     def __init__(

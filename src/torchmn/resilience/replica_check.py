@@ -34,7 +34,12 @@ class ReportsReplicas(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaReport:
-    """What checks have found: their number, the last step, differences, and lost gradients."""
+    """What checks have found: their number, the last step, differences, and lost gradients.
+
+    Example:
+        >>> print(ReplicaReport(num_checks=3, last_step=300))
+        replicas were equal in 3 checks up to step 300
+    """
 
     num_checks: int
     last_step: int | None
@@ -75,6 +80,12 @@ class ReplicaCheck:
         on_difference: raise, or warn once for each step.
 
     Raises UsageError: ``every`` is no positive number.
+
+    Example:
+        >>> check = torchmn.ReplicaCheck(comm, torch.nn.Linear(3, 1), every=1)
+        >>> check.step_ended()
+        >>> print(check.report())
+        replicas were equal in 1 checks up to step 1
     """
 
     def __init__(

@@ -43,6 +43,13 @@ class DoubleBuffering(Schedule):
             gradients enabled, to the end of `backward`; at any other time all ranks hold the same.
             Call the model that `create_multi_node_optimizer` was given, not parts of it. Hooks of
             the optimizer see steps with means only. Not for parameters of which ranks hold parts.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> schedule = DoubleBuffering.recommended()
+        >>> optimizer = torchmn.create_multi_node_optimizer(sgd, comm, model, schedule=schedule)
+        >>> optimizer.flush()  # at the end: the last gradient
     """
 
     name = "double_buffering"

@@ -12,7 +12,13 @@ from torchmn.schedules.base import Schedule
 
 
 class EveryStep(Schedule):
-    """Gradients are averaged at each backward pass."""
+    """Gradients are averaged at each backward pass.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> optimizer = torchmn.create_multi_node_optimizer(sgd, comm, model, schedule=EveryStep())
+    """
 
     name = "every_step"
 

@@ -35,6 +35,12 @@ class Warmup(EveryStep):
         schedule: `EveryStep` or a `LocalUpdateSchedule`, which also has the codec.
 
     Raises UsageError: not a finite number, 0 or more; UnsupportedError: another schedule.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> schedule = Warmup(20000, torchmn.schedules.BlockMomentum(block_size=4096))
+        >>> optimizer = torchmn.create_multi_node_optimizer(sgd, comm, model, schedule=schedule)
     """
 
     counts_samples = True

@@ -32,6 +32,10 @@ def run_ranks(
     Raises the first error, in order of time, that is not a consequence of another rank's, after all
     ranks have ended; a failure on one rank must end the others through the communicator. The
     default random generator, the environment and signals are shared by all ranks.
+
+    Example:
+        >>> run_ranks(lambda comm: comm.allreduce_obj(comm.rank), 3)
+        [3, 3, 3]
     """
     store = HashStore()
 

@@ -49,6 +49,10 @@ def allocation(env: Mapping[str, str]) -> Allocation | None:
     """The allocation that this process runs in, or ``None``. Local.
 
     Raises TopologyError: two schedulers contradict each other, or a file or list cannot be read.
+
+    Example:
+        >>> allocation({}) is None  # outside of a scheduler's job
+        True
     """
     readers = (_pbs, _slurm, _grid_engine, _kubernetes)
     found = [given for read in readers if (given := read(env)) is not None]
@@ -61,7 +65,12 @@ def allocation(env: Mapping[str, str]) -> Allocation | None:
 
 
 def is_scheduled(env: Mapping[str, str]) -> bool:
-    """Whether a scheduler's job started this process, so that the scheduler ends it in time."""
+    """Whether a scheduler's job started this process, so that the scheduler ends it in time.
+
+    Example:
+        >>> is_scheduled({})
+        False
+    """
     is_grid_engine = bool(env.get("JOB_ID") and env.get("SGE_TASK_ID"))
     names = ("SLURM_JOB_ID", "PBS_JOBID", PODS_VARIABLE)
     return any(env.get(name) for name in names) or is_grid_engine

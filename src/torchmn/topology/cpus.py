@@ -49,6 +49,10 @@ def available_processors(root: Path = Path("/"), *, pid: int = 0) -> Processors:
 
     ``pid`` is another process of this host whose mask counts. ``root`` is where ``sys`` and
     ``proc`` are looked up; a machine without them counts every core as a physical one.
+
+    Example:
+        >>> len(available_processors().logical) >= 1
+        True
     """
     if hasattr(os, "sched_getaffinity"):
         numbers = sorted(os.sched_getaffinity(pid))

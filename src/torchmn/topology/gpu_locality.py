@@ -26,6 +26,10 @@ def gpu_localities(env: Mapping[str, str], root: Path = Path("/")) -> tuple[GpuL
 
     CUDA's order is taken to be that of the bus, as it is for GPUs of one kind. Empty where the
     driver reports nothing, or where CUDA_VISIBLE_DEVICES names GPUs other than by number.
+
+    Example:
+        >>> gpu_localities({"CUDA_VISIBLE_DEVICES": ""})  # no GPU
+        ()
     """
     folder = root / _GPUS
     buses = sorted(path.name.lower() for path in folder.iterdir()) if folder.is_dir() else []

@@ -11,6 +11,10 @@ def count_gpus(env: Mapping[str, str], devices: Path = Path("/dev")) -> int:
 
     Device files are counted, since importing a framework would take seconds. As in CUDA, the
     list ends at its first entry that is no device.
+
+    Example:
+        >>> count_gpus({"CUDA_VISIBLE_DEVICES": ""})
+        0
     """
     numbers = {path.name[6:] for path in devices.glob("nvidia[0-9]*") if path.name[6:].isdigit()}
     num_gpus = len(numbers)

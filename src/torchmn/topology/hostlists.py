@@ -19,7 +19,12 @@ _MAX_SHOWN = 500
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A host by name or address, and its slots: the maximum number of ranks on it."""
+    """A host by name or address, and its slots: the maximum number of ranks on it.
+
+    Example:
+        >>> str(Host(name="a", slots=4))
+        'a:4'
+    """
 
     name: str
     slots: int = 1

@@ -146,6 +146,10 @@ def read_launcher_env(env: Environment) -> LauncherInfo | None:
 
     Facts that it leaves out are filled in from launchers that describe the same world. Local.
     Raises TopologyError: a variable is missing or no count, or two launchers contradict each other.
+
+    Example:
+        >>> read_launcher_env({}) is None  # no launcher has started this process
+        True
     """
     places = [place for row in LAUNCHERS if (place := _read(row, env)) is not None]
     if not places:

@@ -71,6 +71,10 @@ def local_address_for(host: str) -> str | None:
     """The local address from which packets to ``host`` are sent; ``None`` as for `route_to`.
 
     It may be a second one of its interface, which `route_of` does not find.
+
+    Example:
+        >>> local_address_for("127.0.0.1")
+        '127.0.0.1'
     """
     for address in addresses_of_host(host):
         with (
@@ -92,7 +96,12 @@ def local_address_among(hosts: Iterable[str]) -> str | None:
 
 
 def route_of(address: str) -> Route | None:
-    """The interface that has this address, or ``None``: no interface of this host has it."""
+    """The interface that has this address, or ``None``: no interface of this host has it.
+
+    Example:
+        >>> route_of("192.0.2.1") is None  # no interface has it
+        True
+    """
     for name, own, length in _interface_addresses(family_of(address)):
         if own == address:
             network = ipaddress.ip_network(f"{own}/{length}", strict=False)
@@ -172,7 +181,12 @@ def own_addresses(preferred: str | None) -> list[str]:
 
 
 def is_this_host(name: str) -> bool:
-    """Whether a host name or address is this host's, by name or because packets stay here."""
+    """Whether a host name or address is this host's, by name or because packets stay here.
+
+    Example:
+        >>> is_this_host("localhost")
+        True
+    """
     if name in ("localhost", socket.gethostname(), socket.gethostname().partition(".")[0]):
         return True
     return any(route_of(address) is not None for address in addresses_of_host(name))

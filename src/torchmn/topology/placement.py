@@ -15,6 +15,11 @@ class RankPlacement:
 
     ``intra_rank`` counts the ranks of the same node in ascending order, ``inter_rank`` counts
     nodes in the order of their first rank.
+
+    Example:
+        >>> place = Topology.blocks([2, 2]).place(3)
+        >>> place.intra_rank, place.inter_rank
+        (1, 1)
     """
 
     rank: int

@@ -18,6 +18,10 @@ class AllreducePersistent(extension.Extension):
 
     Integer buffers are copied from rank 0. It runs once per epoch, before evaluators and snapshots.
     The name is ChainerMN's, whose "persistents" are PyTorch's buffers.
+
+    Example:
+        >>> model = torch.nn.BatchNorm1d(3)
+        >>> torchmn.AllreducePersistent(model, comm)()
     """
 
     trigger = (1, "epoch")

@@ -19,6 +19,11 @@ class Classifier(nn.Module):
     Args:
         predictor: from inputs to logits ``(batch, classes)``.
         loss_func: from logits and labels to the mean loss.
+
+    Example:
+        >>> classifier = torchmn.training.Classifier(torch.nn.Linear(3, 2))
+        >>> classifier(torch.rand(4, 3), torch.tensor([0, 1, 0, 1])).shape
+        torch.Size([])
     """
 
     def __init__(

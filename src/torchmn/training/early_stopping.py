@@ -31,6 +31,9 @@ class MultiNodeEarlyStoppingTrigger(Trigger):
         verbose: print a message when it stops; on rank 0 only.
         max_trigger: the maximum length of training.
         suffix: see above.
+
+    Example:
+        >>> stop = torchmn.MultiNodeEarlyStoppingTrigger(comm, monitor="main/loss", patience=5)
     """
 
     def __init__(

@@ -30,6 +30,9 @@ class LogReport(log_report.LogReport):
         observations: ``mean`` over the iterations of all ranks, or ``rank0``: those of rank 0
             only, as ChainerMN and Chainer's MultiprocessParallelUpdater reported.
         keys, trigger, postprocess, filename: as for pytorch-pfn-extras' LogReport.
+
+    Example:
+        >>> report = torchmn.training.LogReport(comm, trigger=(1, "epoch"))
     """
 
     def __init__(

@@ -42,6 +42,9 @@ class ObservationAggregator(extension.Extension):
             returns the result, or None for no result. The mean of all values by default.
 
     Raises CommunicationError on the other ranks: the aggregator raised.
+
+    Example:
+        >>> aggregator = torchmn.ObservationAggregator(comm, "main/loss", "main/mean_loss")
     """
 
     trigger = (1, "iteration")

@@ -39,6 +39,16 @@ class StandardUpdater:
         converter: moves the batch: ``converter(batch, device)``.
 
     Raises UsageError: ``iterator`` can be iterated only once.
+
+    Example:
+        >>> model = torchmn.training.Classifier(torch.nn.Linear(3, 2))
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> optimizer = torchmn.create_multi_node_optimizer(sgd, comm, model)
+        >>> iterator = torchmn.SerialIterator([(torch.ones(3), 1)] * 8, 4)
+        >>> updater = torchmn.StandardUpdater(iterator, optimizer, model)
+        >>> torchmn.Trainer(updater, (2, "epoch"), out=None).run()
+        >>> updater.iteration
+        4
     """
 
     def __init__(

@@ -41,6 +41,16 @@ class Trainer(ExtensionsManager):
         out: the folder for files, created by rank 0; None: extensions write no files.
         comm: the ranks that train together; None for one process.
         extensions: as given to `extend`.
+
+    Example:
+        >>> model = torchmn.training.Classifier(torch.nn.Linear(3, 2))
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> loader = torch.utils.data.DataLoader([(torch.ones(3), 1)] * 8, batch_size=4)
+        >>> updater = torchmn.StandardUpdater(loader, sgd, model)
+        >>> trainer = torchmn.Trainer(updater, (2, "epoch"), out=None)
+        >>> trainer.run()
+        >>> trainer.epoch, trainer.iteration
+        (2, 4)
     """
 
     def __init__(

@@ -48,6 +48,12 @@ class BlockMomentum(LocalUpdateSchedule):
         block_learning_rate: scales what is added to the moving average.
 
     Raises UsageError: an argument is out of range.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> schedule = BlockMomentum(block_size=4096)
+        >>> optimizer = torchmn.create_multi_node_optimizer(sgd, comm, model, schedule=schedule)
     """
 
     name = "block_momentum"

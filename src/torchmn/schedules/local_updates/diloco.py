@@ -51,6 +51,12 @@ class DiLoCo(LocalUpdateSchedule):
             It is then available as ``outer``, for instance for a learning rate scheduler.
 
     Raises UsageError: an argument is out of range.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> adamw = torch.optim.AdamW(model.parameters())
+        >>> schedule = DiLoCo(block_size=65536, overlap_steps=2, num_fragments=2)
+        >>> optimizer = torchmn.create_multi_node_optimizer(adamw, comm, model, schedule=schedule)
     """
 
     name = "diloco"

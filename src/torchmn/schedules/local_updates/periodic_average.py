@@ -17,7 +17,14 @@ from torchmn.schedules.local_updates.fragments import PseudoGradient
 
 
 class PeriodicAverage(LocalUpdateSchedule):
-    """Ranks train alone and average their parameters after every ``block_size`` samples."""
+    """Ranks train alone and average their parameters after every ``block_size`` samples.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> schedule = PeriodicAverage(block_size=4096)
+        >>> optimizer = torchmn.create_multi_node_optimizer(sgd, comm, model, schedule=schedule)
+    """
 
     name = "periodic_average"
 

@@ -49,6 +49,12 @@ class EveryStepNextForward(Schedule):
         chunk_bytes: the size of a bucket, at most.
         eager_parameters: names of parameters, or of modules for all of theirs, that are updated
             before the model runs at all. What several modules share is among them anyway.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> schedule = EveryStepNextForward()
+        >>> optimizer = torchmn.create_multi_node_optimizer(sgd, comm, model, schedule=schedule)
     """
 
     name = "every_step_next_forward"

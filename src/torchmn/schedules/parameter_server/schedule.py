@@ -74,6 +74,10 @@ class ParameterServer(Schedule):
             servers then keep what every worker has pulled.
 
     Raises UsageError: an argument is out of range.
+
+    Example:
+        >>> ParameterServer(max_staleness=4).name
+        'parameter_server'
     """
 
     name = "parameter_server"
