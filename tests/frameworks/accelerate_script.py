@@ -125,14 +125,10 @@ def loss_scaling() -> None:
     """A GradScaler, as Accelerate makes one for fp16 on GPUs; unscaled before the norm, once."""
     accelerator = attached()
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    accelerator.native_amp = True
-    accelerator.state._mixed_precision = "fp16"
+    net = Net()
+    model, optimizer = accelerator.prepare(net, sgd(net.parameters()))  # stays in float64
+    accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
     try:
-        net = Net()
-        optimizer = accelerator.prepare_optimizer(sgd(net.parameters()))
-        accelerator.native_amp = False  # numbers stay in float64
-        model, optimizer = accelerator.prepare(net, optimizer)
-        accelerator.native_amp = True
         inputs, targets = samples()
         for _ in range(NUM_EPOCHS):
             for batch in in_blocks(comm.rank, 2):

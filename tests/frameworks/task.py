@@ -116,9 +116,9 @@ def same_bits(one: nn.Module, other: nn.Module) -> None:
     assert torch.equal(flat(one), flat(other)), float((flat(one) - flat(other)).abs().max())
 
 
-def same_numbers(one: nn.Module, other: nn.Module) -> None:
+def same_numbers(one: nn.Module, other: nn.Module, tolerance: float = 1e-12) -> None:
     difference = float((flat(one) - flat(other)).abs().max())
-    assert difference < 1e-12, f"parameters differ by {difference}"
+    assert difference < tolerance, f"parameters differ by {difference}"
     assert not torch.equal(flat(one), flat(Net())), "nothing was trained"
 
 
