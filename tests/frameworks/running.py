@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.runner import PYTHON_PATH
+import torchmn
 
 FOLDER = Path(__file__).parent
 TORCHMN_RUN = ("-m", "torchmn", "run", "-n", "2", "--backend", "gloo")
@@ -36,7 +36,9 @@ def run(
     script: str | Path, *args: object, by: tuple[str, ...], cwd: Path, **env: str
 ) -> subprocess.CompletedProcess[str]:
     """As `start`, with any exit status."""
-    python_path = os.pathsep.join(p for p in (PYTHON_PATH, os.environ.get("PYTHONPATH")) if p)
+    # With torch's compiler, which the frameworks import.
+    folders = [Path(torchmn.__file__).parents[1], FOLDER.parents[1], os.environ.get("PYTHONPATH")]
+    python_path = os.pathsep.join(str(folder) for folder in folders if folder)
     return subprocess.run(
         [sys.executable, *by, str(FOLDER / script), *map(str, args)],
         cwd=cwd,

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torchmn.communicators import Communicator, create_communicator
+from torchmn.communicators.local_tensors import is_distributed
 from torchmn.compression import Codec
 from torchmn.errors import TopologyError, UnsupportedError, UsageError
 from torchmn.frameworks.optimizer import FrameworkOptimizer
@@ -100,6 +101,12 @@ class Exchange:
             raise UsageError(
                 f"{self.connect(device).rank_label}: the model is in DistributedDataParallel, "
                 "whose means would be averaged again. Leave it out: torchmn exchanges gradients."
+            )
+        if any(is_distributed(parameter) for parameter in parameters_of(optimizer)):
+            raise UnsupportedError(
+                f"{self.connect(device).rank_label}: parameters are sharded (DTensors), and the "
+                "framework reduces their gradients itself. Give it whole parameters, or write the "
+                "loop with torchmn.create_multi_node_optimizer() and a torchmn.Grid."
             )
         made = create_multi_node_optimizer(
             optimizer,

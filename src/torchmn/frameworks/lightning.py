@@ -94,15 +94,19 @@ class _Collectives(_Base):
         else:
             comm.barrier()
 
-    def _reduced(
-        self, tensor: Any, group: Any, reduce_op: Any, other: Callable[..., Any]
-    ) -> Any:
+    def _reduced(self, tensor: Any, group: Any, reduce_op: Any, other: Callable[..., Any]) -> Any:
         comm = self.exchange.communicator
         op = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
-        is_ours = isinstance(tensor, Tensor) and tensor.is_floating_point() and group is None
-        if comm is None or not is_ours or op not in (*_MEANS, *_SUMS):
+        if comm is None or group is not None or not isinstance(tensor, Tensor):
             return other(tensor, group, reduce_op=reduce_op)
-        return comm.allreduce(tensor, "mean" if op in _MEANS else "sum")
+        if op in _MEANS:
+            # Lightning cuts the mean of integers off, and divides by that of ranks' batch sizes.
+            return comm.allreduce(
+                tensor if tensor.is_floating_point() else tensor.double(), "mean"
+            )
+        if op in _SUMS:
+            return comm.allreduce(tensor)
+        return other(tensor, group, reduce_op=reduce_op)
 
 
 class TrainerStrategy(_Collectives):

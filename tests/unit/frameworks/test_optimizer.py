@@ -100,7 +100,7 @@ def test_rank_0_saves_what_every_rank_needs(options: dict[str, Any]) -> None:
         whole = make(comm, **options)
         train(whole, 0, 4)
         state = whole.gathered_state_dict()
-        assert (RANKS in state) == (comm.rank == 0)
+        assert comm.rank or RANKS in state
         model = {k: v.clone() for k, v in whole.model.state_dict().items()}  # type: ignore[attr-defined]
         saved = comm.bcast_obj(state if comm.rank == 0 else None)
         train(whole, 4, 8)
@@ -115,22 +115,20 @@ def test_rank_0_saves_what_every_rank_needs(options: dict[str, Any]) -> None:
 
 
 def test_the_state_of_rank_0_alone_is_not_enough() -> None:
-    """The test above can fail: residuals of another rank."""
+    """The test above can fail: another rank would begin without its residuals."""
 
-    def rank_main(comm: Communicator) -> bool:
+    def rank_main(comm: Communicator) -> None:
         whole = make(comm, codec="1bit")
         train(whole, 0, 4)
         saved = comm.bcast_obj(whole.state_dict() if comm.rank == 0 else None)
-        model = {k: v.clone() for k, v in whole.model.state_dict().items()}  # type: ignore[attr-defined]
-        train(whole, 4, 8)
         again = make(comm, codec="1bit")
-        again.model.load_state_dict(model)  # type: ignore[attr-defined]
-        again.load_state_dict(saved)
-        train(again, 4, 8)
-        pairs = zip(whole.model.parameters(), again.model.parameters(), strict=True)  # type: ignore[attr-defined]
-        return all(torch.equal(a, b) for a, b in pairs)
+        if comm.rank == 0:
+            again.load_state_dict(saved)
+            return
+        with pytest.raises(RuntimeWarning, match="this rank starts without residuals"):
+            again.load_state_dict(saved)
 
-    assert run_ranks(rank_main, 2) == [False, False]
+    run_ranks(rank_main, 2)
 
 
 @pytest.mark.parametrize("codec", [None, "1bit"])
