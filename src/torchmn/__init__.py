@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torchmn import data as data
     from torchmn import errors as errors
     from torchmn import evaluation as evaluation
+    from torchmn import frameworks as frameworks
     from torchmn import functions as functions
     from torchmn import large_batch as large_batch
     from torchmn import launch as launch
@@ -143,6 +144,7 @@ _SUBMODULES = frozenset(
         "data",
         "errors",
         "evaluation",
+        "frameworks",
         "functions",
         "large_batch",
         "launch",

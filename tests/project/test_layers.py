@@ -25,7 +25,7 @@ ROWS = [
     {"launch"},
     {"planning"},
     {"cntk"},
-    {"training", "large_batch"},
+    {"frameworks", "training", "large_batch"},
     {"report"},
     {"optimizer"},
     {"autotune"},

@@ -1,0 +1,231 @@
+"""What all frameworks have in common: one communicator, and their optimizers over it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import _get_process_group_store
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from torchmn.communicators import Communicator, create_communicator
+from torchmn.communicators.local_tensors import is_distributed
+from torchmn.compression import Codec
+from torchmn.errors import TopologyError, UnsupportedError, UsageError
+from torchmn.frameworks.optimizer import FrameworkOptimizer
+from torchmn.gradients.parameter_hook import owners_of
+from torchmn.optimizer import create_multi_node_optimizer
+from torchmn.optimizer.multi_node_optimizer import Weight
+from torchmn.optimizer.nonfinite_policy import OnNonfinite
+from torchmn.schedules import ParameterServer, Schedule
+from torchmn.topology.launcher_env import read_launcher_env
+from torchmn.transports.gloo_nccl import TorchDistributedTransport
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeOptions:
+    """How the optimizers of a framework exchange gradients.
+
+    Args:
+        codec, schedule, weight, on_nonfinite, allow_lossy, allow_stale, allow_deferred: as in
+            `torchmn.create_multi_node_optimizer`. An object of `torchmn.schedules` belongs to one
+            optimizer: give its name where the framework has several.
+        communicator: the route, as in `torchmn.create_communicator`.
+        timeout_s: the time limit of every collective in seconds; 0 for none. Rank 0 alone writes
+            checkpoints, and the others wait for it in their next exchange.
+
+    Example:
+        >>> from torchmn.frameworks import ExchangeOptions
+        >>> ExchangeOptions(codec="int8").codec
+        'int8'
+    """
+
+    codec: str | Codec | None = None
+    schedule: str | Schedule | None = None
+    weight: Weight = "rank"
+    on_nonfinite: OnNonfinite = "raise"
+    allow_lossy: bool = False
+    allow_stale: bool = False
+    allow_deferred: bool = False
+    communicator: str = "auto"
+    timeout_s: float = 600
+
+
+class Exchange:
+    """The communicator of a framework's processes, and its optimizers. One per framework object."""
+
+    def __init__(self, options: ExchangeOptions) -> None:
+        self.options = options
+        self.optimizers: list[FrameworkOptimizer] = []
+        self._comm: Communicator | None = None
+
+    @property
+    def communicator(self) -> Communicator | None:
+        """That of `connect`, or None before. Local."""
+        return self._comm
+
+    def connect(self, device: torch.device) -> Communicator:
+        """The framework's processes as a communicator, made once. *Collective.*
+
+        Raises TopologyError: the framework and torchmn see other ranks; UsageError: other devices.
+        """
+        if self._comm is None:
+            comm = _communicator(self.options)
+            _raise_if_others(comm, device)
+            self._comm = comm
+        return self._comm
+
+    def wrap(
+        self, optimizer: Optimizer, models: Sequence[nn.Module], device: torch.device
+    ) -> FrameworkOptimizer:
+        """The optimizer with gradients that are means over ranks. *Collective.*
+
+        Raises as `torchmn.create_multi_node_optimizer`.
+        """
+        options = self.options
+        if options.schedule == "parameter_server" or isinstance(options.schedule, ParameterServer):
+            raise UnsupportedError(
+                f"{self.connect(device).rank_label}: schedule='parameter_server' needs ranks that "
+                "serve and workers that leave their loops in join(), which the framework's loop "
+                "does not. Use a schedule of blocks, such as 'diloco', or a loop of your own."
+            )
+        if any(isinstance(module, DistributedDataParallel) for m in models for module in m.modules()):
+            raise UsageError(
+                f"{self.connect(device).rank_label}: the model is in DistributedDataParallel, "
+                "whose means would be averaged again. Leave it out: torchmn exchanges gradients."
+            )
+        if any(is_distributed(parameter) for parameter in parameters_of(optimizer)):
+            raise UnsupportedError(
+                f"{self.connect(device).rank_label}: parameters are sharded (DTensors), and the "
+                "framework reduces their gradients itself. Give it whole parameters, or write the "
+                "loop with torchmn.create_multi_node_optimizer() and a torchmn.Grid."
+            )
+        made = create_multi_node_optimizer(
+            optimizer,
+            self.connect(device),
+            models,
+            codec=options.codec,
+            schedule=options.schedule,
+            weight=options.weight,
+            on_nonfinite=options.on_nonfinite,
+            allow_lossy=options.allow_lossy,
+            allow_stale=options.allow_stale,
+            allow_deferred=options.allow_deferred,
+        )
+        made.__class__ = FrameworkOptimizer
+        own = cast(FrameworkOptimizer, made)
+        self.optimizers = [o for o in self.optimizers if not o.is_replaced] + [own]
+        return own
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
+        """Accumulate gradients of the optimizers that train ``model``, or of all. Local."""
+        own = None if model is None else set(model.parameters())
+        with contextlib.ExitStack() as stack:
+            for optimizer in self.optimizers:
+                if own is None or not own.isdisjoint(parameters_of(optimizer)):
+                    stack.enter_context(optimizer.no_sync())
+            yield
+
+    def agree(self) -> None:
+        """Give all ranks the same parameters, before they are saved or evaluated. *Collective.*
+
+        Ends a block of local updates. A mean that double buffering has not applied stays pending:
+        it is in ``state_dict()``.
+        """
+        for optimizer in self.optimizers:
+            if optimizer.schedule.replica_consistency == "per_step":
+                optimizer.synchronize()
+            else:
+                optimizer.flush()
+
+    def flush(self) -> None:
+        """Apply all that was exchanged, at the end of training. *Collective.*"""
+        for optimizer in self.optimizers:
+            optimizer.flush()
+
+    @contextlib.contextmanager
+    def gathered_states(self) -> Iterator[None]:
+        """Inside, ``state_dict()`` on rank 0 holds the states of all ranks. *Collective.*"""
+        try:
+            for optimizer in self.optimizers:
+                optimizer.prepared_state = optimizer.gathered_state_dict()
+            yield
+        finally:
+            for optimizer in self.optimizers:
+                optimizer.prepared_state = None
+
+    def close(self) -> None:
+        """Release the models. The communicator stays. Local."""
+        for optimizer in self.optimizers:
+            optimizer.close()
+        self.optimizers = []
+
+    def raise_if_left_out(self, models: Iterable[nn.Module]) -> None:
+        """Raise UsageError: a backward pass reached parameters that nothing exchanges. Local."""
+        if self._comm is None or self._comm.size == 1:
+            return
+        for model in models:
+            named = dict(model.named_parameters())
+            if owners_of(named.values()):  # the reducer exchanges all of the model's parameters
+                continue
+            found = [name for name, parameter in named.items() if parameter.grad is not None]
+            if found:
+                raise UsageError(
+                    f"{self._comm.rank_label}: '{found[0]}' of {type(model).__name__} has got a "
+                    "gradient, but no optimizer of torchmn exchanges it, and each rank would train "
+                    "alone. Give the model and its optimizer to the framework together."
+                )
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """All that an optimizer trains. Local."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _communicator(options: ExchangeOptions) -> Communicator:
+    """Over the launcher's variables, or over the store of the framework's process group."""
+    launched = read_launcher_env(os.environ)
+    is_ours = not dist.is_initialized() or (
+        launched is not None and launched.known_size == dist.get_world_size()
+    )
+    if is_ours or dist.get_world_size() == 1:
+        return create_communicator(options.communicator, timeout_s=options.timeout_s)
+    # Lightning starts processes by itself, without RANK.
+    default: Any = dist.group.WORLD
+    transport = TorchDistributedTransport(
+        PrefixStore("torchmn/frameworks", _get_process_group_store(default)),
+        dist.get_rank(),
+        dist.get_world_size(),
+        timeout_s=options.timeout_s or 24 * 3600,
+        cuda_device=torch.device("cuda", torch.cuda.current_device())
+        if dist.get_backend() == "nccl"
+        else None,
+    )
+    return create_communicator(
+        options.communicator, transport=transport, timeout_s=options.timeout_s
+    )
+
+
+def _raise_if_others(comm: Communicator, device: torch.device) -> None:
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if (comm.rank, comm.size) != (rank, size):
+        raise TopologyError(
+            f"{comm.rank_label}: the framework sees this process as rank {rank} of {size}, so that "
+            "its samplers and metrics would not fit torchmn's ranks. Start the script with "
+            "torchmn run, torchrun or the framework's own launcher, and ask the framework for as "
+            "many devices as there are ranks."
+        )
+    if comm.device.type != device.type:
+        raise UsageError(
+            f"{comm.rank_label}: the framework trains on {device} and torchmn would on "
+            f"{comm.device}. Ask both for the same: torchmn run --backend gloo trains on CPUs."
+        )

@@ -1,0 +1,299 @@
+"""Lightning: strategies for its Trainer and for Fabric.
+
+They are its `DDPStrategy` without DistributedDataParallel: Lightning starts or finds the processes,
+makes its process group (which torchmetrics uses), and shards the data; the model stays as it is,
+and its optimizers are multi-node optimizers. Nothing of Lightning is imported before a strategy is
+asked for: the classes here are mixed with Lightning's own then.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, DistributedSampler
+
+from torchmn.errors import UsageError
+from torchmn.frameworks.exchange import Exchange, ExchangeOptions, parameters_of
+from torchmn.frameworks.optimizer import FrameworkOptimizer
+
+_Base: Any = object
+"""At run time a class of Lightning's follows in the order of base classes."""
+_MEANS, _SUMS = ("mean", "avg"), ("sum", None)
+
+
+def lightning_strategy(
+    options: ExchangeOptions | None = None, *, exact_evaluation: bool = True, **lightning: Any
+) -> Any:
+    """A ``strategy=`` for Lightning's ``Trainer``, whose gradients torchmn exchanges. Local.
+
+    Clipping, accumulation, precision plugins, manual optimization, callbacks and loggers work as
+    under Lightning's own strategy. Under local updates a block ends where Lightning validates or
+    saves, so that all ranks hold the same parameters then.
+
+    Args:
+        options: codec, schedule and the like; default: every step in float32.
+        exact_evaluation: validation and test sets are shared out without repeated samples. The
+            last batch may be on some ranks only, so that ``validation_step`` must not communicate;
+            ``self.log(..., sync_dist=True)`` and torchmetrics do so at the end of the epoch.
+        lightning: arguments of Lightning's ``DDPStrategy``, such as ``process_group_backend``.
+
+    Raises ImportError: Lightning is not installed.
+
+    Example:
+        ```
+        trainer = Trainer(devices=2, strategy=lightning_strategy(ExchangeOptions(codec="int8")))
+        ```
+    """
+    made = _class("pytorch", TrainerStrategy)(**lightning)
+    made.exchange = Exchange(options or ExchangeOptions())
+    made.exact_evaluation = exact_evaluation
+    return made
+
+
+def fabric_strategy(options: ExchangeOptions | None = None, **lightning: Any) -> Any:
+    """A ``strategy=`` for ``Fabric``, whose gradients torchmn exchanges. Local.
+
+    Models and optimizers are set up together: ``fabric.setup(model, optimizer)``. Call
+    ``strategy.flush()``, *collective*, before you evaluate or save under local updates.
+
+    Args:
+        options: codec, schedule and the like; default: every step in float32.
+        lightning: arguments of Fabric's ``DDPStrategy``, such as ``process_group_backend``.
+
+    Raises ImportError: Lightning is not installed.
+
+    Example:
+        ```
+        fabric = Fabric(devices=2, strategy=fabric_strategy(ExchangeOptions(codec="int8")))
+        ```
+    """
+    made = _class("fabric", FabricStrategy)(**lightning)
+    made.exchange = Exchange(options or ExchangeOptions())
+    made._backward_sync_control = _SyncControl(made.exchange)
+    return made
+
+
+class _Collectives(_Base):
+    """Lightning's collectives over the communicator: named, with a time limit, in hang reports."""
+
+    exchange: Exchange
+
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """See Lightning's ``Strategy.barrier``. *Collective.*"""
+        comm = self.exchange.communicator
+        if comm is None:
+            super().barrier(name, *args, **kwargs)
+        else:
+            comm.barrier()
+
+    def _reduced(self, tensor: Any, group: Any, reduce_op: Any, other: Callable[..., Any]) -> Any:
+        comm = self.exchange.communicator
+        op = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
+        if comm is None or group is not None or not isinstance(tensor, Tensor):
+            return other(tensor, group, reduce_op=reduce_op)
+        if op in _MEANS:
+            # Lightning cuts the mean of integers off, and divides by that of ranks' batch sizes.
+            return comm.allreduce(
+                tensor if tensor.is_floating_point() else tensor.double(), "mean"
+            )
+        if op in _SUMS:
+            return comm.allreduce(tensor)
+        return other(tensor, group, reduce_op=reduce_op)
+
+
+class TrainerStrategy(_Collectives):
+    """Mixed with the Trainer's ``DDPStrategy`` by `lightning_strategy`."""
+
+    exact_evaluation = True
+
+    def setup_environment(self) -> None:
+        """See Lightning's ``Strategy.setup_environment``. *Collective.*"""
+        super().setup_environment()
+        self.exchange.connect(self.root_device)
+
+    def configure_ddp(self) -> None:
+        """Nothing: the model stays as it is. Local."""
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """See Lightning's ``Strategy.setup_optimizers``. *Collective.*"""
+        super().setup_optimizers(trainer)
+        self.exchange.close()
+        model = self.lightning_module
+        self.optimizers = [
+            self.exchange.wrap(optimizer, [model], self.root_device)
+            if parameters_of(optimizer)
+            else optimizer  # that of a module without any
+            for optimizer in self.optimizers
+        ]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """See Lightning's ``Strategy.training_step``; counts what the forward hook missed. Local."""
+        counting = [o for o in self.exchange.optimizers if o.counts_samples]
+        before = [o.reducer.contribution.num_samples for o in counting]
+        output = super().training_step(*args, **kwargs)
+        if self.lightning_module.automatic_optimization:  # backward comes later
+            for optimizer, number in zip(counting, before, strict=True):
+                own = optimizer.reducer.contribution
+                if own.num_samples == number:  # training_step called layers and not self(...)
+                    own.add(_num_samples(args[0] if args else None))
+        return output
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """See Lightning's ``ParallelStrategy.block_backward_sync``. Local."""
+        with self.exchange.no_sync():
+            yield
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """See Lightning's ``Strategy.reduce``. *Collective.*"""
+        return self._reduced(tensor, group, reduce_op, super().reduce)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """See Lightning's ``Strategy.process_dataloader``. Local."""
+        dataloader = super().process_dataloader(dataloader)
+        trainer = self.lightning_module.trainer
+        if self.exact_evaluation and not trainer.training and isinstance(dataloader, DataLoader):
+            _leave_out_repeated(dataloader.sampler)
+        return dataloader
+
+    def on_validation_start(self) -> None:
+        """All ranks evaluate the same parameters. *Collective.*"""
+        self.exchange.agree()
+        super().on_validation_start()
+
+    def on_train_end(self) -> None:
+        """All that was exchanged is applied. *Collective.*"""
+        self.exchange.flush()
+        super().on_train_end()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """See Lightning's ``Strategy.lightning_module_state_dict``. *Collective.*"""
+        self.exchange.agree()
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        return state
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """See Lightning's ``Strategy.optimizer_state``: of all ranks. *Collective.*"""
+        own = getattr(optimizer, "_optimizer", optimizer)
+        if isinstance(own, FrameworkOptimizer):
+            return own.gathered_state_dict()
+        state: dict[str, Any] = super().optimizer_state(optimizer)
+        return state
+
+    def teardown(self) -> None:
+        """See Lightning's ``Strategy.teardown``. Local."""
+        self.optimizers = [getattr(optimizer, "inner", optimizer) for optimizer in self.optimizers]
+        self.exchange.close()
+        super().teardown()
+
+
+class FabricStrategy(_Collectives):
+    """Mixed with Fabric's ``DDPStrategy`` by `fabric_strategy`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._alone: list[nn.Module] = []
+        """Modules that were set up without an optimizer: to evaluate them."""
+
+    def setup_environment(self) -> None:
+        """See Fabric's ``Strategy.setup_environment``. *Collective.*"""
+        super().setup_environment()
+        self.exchange.connect(self.root_device)
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """The module as it is. Local."""
+        self._alone.append(module)
+        return module
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Refused: an optimizer needs its module. Raises UsageError."""
+        raise UsageError(
+            "torchmn's strategy needs the module of an optimizer. Set both up together: "
+            "model, optimizer = fabric.setup(model, optimizer)."
+        )
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        """See Fabric's ``Strategy.setup_module_and_optimizers``. *Collective.*"""
+        wrapped: list[Optimizer] = [
+            self.exchange.wrap(optimizer, [module], self.root_device) for optimizer in optimizers
+        ]
+        return module, wrapped, scheduler
+
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """See Fabric's ``Strategy.backward``. *Collective* outside ``no_backward_sync``."""
+        super().backward(tensor, module, *args, **kwargs)
+        self.exchange.raise_if_left_out(self._alone)
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """See Fabric's ``Strategy.all_reduce``. *Collective.*"""
+        return self._reduced(tensor, group, reduce_op, super().all_reduce)
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """See Fabric's ``Strategy.get_optimizer_state``: of all ranks. *Collective.*"""
+        if isinstance(optimizer, FrameworkOptimizer):
+            return optimizer.gathered_state_dict()
+        state: dict[str, Any] = super().get_optimizer_state(optimizer)
+        return state
+
+    def flush(self) -> None:
+        """Apply all that was exchanged, and end a block of local updates. *Collective.*"""
+        self.exchange.flush()
+
+
+class _SyncControl:
+    """Fabric's ``no_backward_sync``."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Accumulate gradients of ``module`` inside. Local."""
+        return self._exchange.no_sync(module) if enabled else nullcontext()
+
+
+def _leave_out_repeated(sampler: object) -> None:
+    """Let a DistributedSampler not repeat samples to make all ranks' parts as long. Local."""
+    if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
+        return
+    num_samples = len(sampler.dataset)
+    if num_samples < sampler.num_replicas:
+        return  # Lightning leaves the whole evaluation out on a rank without any batch
+    sampler.total_size = num_samples
+    sampler.num_samples = len(range(sampler.rank, num_samples, sampler.num_replicas))
+
+
+def _num_samples(batch: object) -> int:
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dim():
+            return leaf.shape[0]
+    return 0
+
+
+@cache
+def _class(part: str, ours: type) -> Any:
+    """Our class, mixed with ``DDPStrategy`` of the Lightning that the script has imported.
+
+    Raises ImportError: there is none.
+    """
+    names = {"pytorch": ["lightning.pytorch", "pytorch_lightning"]}
+    names["fabric"] = ["lightning.fabric", "lightning_fabric"]
+    for name in sorted(names[part], key=lambda name: name not in sys.modules):
+        try:
+            theirs = import_module(f"{name}.strategies").DDPStrategy
+        except ImportError:
+            continue
+        return type(ours.__name__, (ours, theirs), {"__doc__": ours.__doc__})
+    raise ImportError(
+        f"There is no {' or '.join(names[part])}. Install it: pip install 'torchmn[lightning]'."
+    )
+

@@ -1,0 +1,67 @@
+"""The parts of Lightning's strategies that need no Lightning."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DistributedSampler, TensorDataset
+
+from torchmn.frameworks import fabric_strategy, lightning_strategy
+from torchmn.frameworks.lightning import _leave_out_repeated, _num_samples
+
+
+@pytest.mark.parametrize(("number", "size"), [(13, 2), (12, 2), (7, 3), (3, 3)])
+def test_no_sample_is_repeated(number: int, size: int) -> None:
+    data = TensorDataset(torch.arange(number))
+    seen: list[int] = []
+    for rank in range(size):
+        sampler: Any = DistributedSampler(data, size, rank, shuffle=False)
+        _leave_out_repeated(sampler)
+        seen += list(sampler)
+        assert len(list(sampler)) == len(sampler)
+    assert sorted(seen) == list(range(number))
+
+
+def test_every_rank_keeps_a_batch() -> None:
+    """Lightning leaves the evaluation out on a rank without any, and others would wait for it."""
+    sampler: Any = DistributedSampler(TensorDataset(torch.arange(2)), 3, 2, shuffle=False)
+    _leave_out_repeated(sampler)
+    assert len(list(sampler)) == 1
+
+
+def test_other_samplers_are_left_alone() -> None:
+    _leave_out_repeated(torch.utils.data.SequentialSampler(range(3)))
+    sampler: Any = DistributedSampler(TensorDataset(torch.arange(13)), 2, 1, drop_last=True)
+    _leave_out_repeated(sampler)
+    assert len(sampler) == 6
+
+
+@pytest.mark.parametrize(
+    ("batch", "number"),
+    [
+        (torch.zeros(4, 2), 4),
+        ([torch.zeros(3, 2), torch.zeros(3)], 3),
+        ({"a": torch.tensor(1.0), "b": [torch.zeros(5)]}, 5),
+        ("text", 0),
+        (None, 0),
+    ],
+)
+def test_number_of_samples(batch: object, number: int) -> None:
+    assert _num_samples(batch) == number
+
+
+@pytest.mark.parametrize("make", [lightning_strategy, fabric_strategy])
+def test_what_to_install(monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
+    from torchmn.frameworks import lightning
+
+    lightning._class.cache_clear()
+    for name in ("lightning", "pytorch_lightning", "lightning_fabric"):
+        for loaded in [m for m in sys.modules if m.partition(".")[0] == name]:
+            monkeypatch.delitem(sys.modules, loaded)
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=r"pip install 'torchmn\[lightning\]'"):
+        make()
+    lightning._class.cache_clear()
