@@ -421,7 +421,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
             return
         self._asked["weight"] = "samples"
         self.reducer.contribution.is_by_samples = True
-        self.reducer.forget_weights()
+        self.reducer.buffers.forget_scale()
         if not self._counts_samples:
             self._counts_samples = True
             self._count_samples()
