@@ -17,7 +17,7 @@ version = release = torchmn.__version__
 project_copyright = "the torchmn developers, MIT licence"
 language = "en"
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 suppress_warnings = ["misc.highlighting_failure"]  # records and logs that are shortened by "..."
 nitpicky = False  # names in docstrings may be local; what is a public name becomes a link
 

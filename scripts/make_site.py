@@ -321,7 +321,7 @@ def entry(module: str, member: str, home: dict[int, str]) -> str:
     name = f"{module}.{member}"
     if not (inspect.isclass(value) or inspect.isroutine(value)):
         text = summary(value).replace("`", "``") or f"``{value!r}``"
-        return f".. py:data:: {name}\n\n   {text}\n"
+        return f".. py:data:: {member}\n   :module: {module}\n\n   {text}\n"
     kind = "autofunction"
     if inspect.isclass(value):
         kind = "autoexception" if issubclass(value, BaseException) else "autoclass"
