@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[4]
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
-    reason="triton is not installed (691 MB in addition to a torch for CPUs)",
+    reason="triton is not installed (1 GB in addition to a torch for CPUs)",
 )
 
 
