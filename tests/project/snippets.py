@@ -18,6 +18,8 @@ BLOCK = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 SHELL = ("", "sh", "bash", "console")
+CHANGES_THE_SHELL = ("--install-completion", "--show-completion")
+"""Options that act while the command line is read; `tests/unit/cli/test_main.py` tries them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +80,15 @@ def commands(block: Block) -> Iterator[list[str]]:
     """The words of each call of ``torchmn`` in a block of shell commands, without the first."""
     if block.language not in SHELL:
         return
-    for line in block.text.replace("\\\n", " ").splitlines():
+    lines = block.text.replace("\\\n", " ").splitlines()
+    typed = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    for line in typed or lines:
         found = re.match(r"(?:[A-Z_]+=\S+ )*(?:(?:mpirun|srun|torchrun) .*)?\btorchmn (.*)", line)
         if found and "<" not in line and not line.startswith("torchmn:"):
             # a caption such as `torchmn run  ...  what it does` has no words that are optional
-            yield shlex.split(re.split(r" [|&>]|;", found[1])[0], comments=True)
+            words = shlex.split(re.split(r" [|&>]|;", found[1])[0], comments=True)
+            if not set(words) & {*CHANGES_THE_SHELL}:
+                yield words
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ LEFT_OUT = (".ci/", ".github/", ".pre-commit-config.yaml", ".gitattributes")
 FOR_DEVELOPERS = {"test", "dev", "dist", "docs"}
 FOR_A_CHECKOUT = {"examples"}
 """Extras of programs that are in no wheel."""
+FOR_FRAMEWORKS = {"lightning", "accelerate", "transformers", "ignite"}
+"""Extras that bring a framework, for those who have chosen it."""
 COMMIT_TIME = "1700000000"
 
 pytestmark = pytest.mark.processes
@@ -133,13 +135,13 @@ def test_the_metadata(metadata: Message) -> None:
 
 
 def test_all_is_every_extra_that_torchmn_itself_can_use(metadata: Message) -> None:
-    """A new extra belongs into ``all``, or into one of the two sets above."""
+    """A new extra belongs into ``all``, or into one of the sets above."""
     extras: dict[str, set[str]] = {name: set() for name in metadata.get_all("Provides-Extra", [])}
     for text in metadata.get_all("Requires-Dist", []):
         found = re.fullmatch(r"(.*?)(?:; | and )extra == '(.+)'", text)
         if found:
             extras[found[2]].add(found[1])
-    for_users = extras.keys() - FOR_DEVELOPERS - FOR_A_CHECKOUT - {"all"}
+    for_users = extras.keys() - FOR_DEVELOPERS - FOR_A_CHECKOUT - FOR_FRAMEWORKS - {"all"}
     assert {"compression", "mpi", "report"} <= for_users
     assert extras["all"] == set().union(*(extras[name] for name in for_users))
 

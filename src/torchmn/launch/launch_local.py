@@ -106,6 +106,9 @@ def launch_local(
 
     model = torchmn.launch_local(train, 2, 5)
     ```
+    >>> torchmn.launch_local(max, 2, [1, 5])
+    5
+
     Made for notebooks: function, arguments and results may be defined in a cell, closures and
     lambdas too. Output of the ranks appears in the cell, each line with its rank. The call returns
     when all ranks have ended; Ctrl-C, or the interruption of the kernel, ends them all. Local: to
