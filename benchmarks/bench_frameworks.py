@@ -284,9 +284,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=25, help="of every side")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        run_workers(
-            __file__, 2, options.backend, options.model, folder, str(options.steps)
-        )
+        run_workers(__file__, 2, options.backend, options.model, folder, str(options.steps))
         times = json.loads((Path(folder) / "times.json").read_text())
     bars: list[Bar] = []
     for side, seconds in times.items():
@@ -294,7 +292,9 @@ def main() -> int:
     for name in FRAMEWORKS:
         ours = times[f"{name}, torchmn"]
         limit = "<= 1.02" if options.model == "vgg" else None
-        bars.append(ratio_bar(f"{options.model}: {name} / plain torchmn", ours, times[PLAIN], limit))
+        bars.append(
+            ratio_bar(f"{options.model}: {name} / plain torchmn", ours, times[PLAIN], limit)
+        )
         added = [1e3 * (a - b) for a, b in zip(ours, times[PLAIN], strict=True)]
         bars.append(median_bar(f"{options.model}: {name} adds", added, "ms a step"))
         theirs = times[f"{name}, ddp"]

@@ -1,7 +1,7 @@
 """Train a perceptron on digits with Accelerate: two changed lines, marked (1) and (2).
 
-    torchmn run -n 2 examples/frameworks/train_accelerate.py
-    accelerate launch --cpu --num_processes 2 examples/frameworks/train_accelerate.py
+torchmn run -n 2 examples/frameworks/train_accelerate.py
+accelerate launch --cpu --num_processes 2 examples/frameworks/train_accelerate.py
 """
 
 from __future__ import annotations

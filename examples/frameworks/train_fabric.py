@@ -1,6 +1,6 @@
 """Train a perceptron on digits with Lightning Fabric: two changed lines, marked (1) and (2).
 
-    torchmn run -n 2 examples/frameworks/train_fabric.py
+torchmn run -n 2 examples/frameworks/train_fabric.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Train a perceptron on digits with pytorch-ignite, whose loop is the user's: torchmn's usual lines.
+"""Train a perceptron on digits with pytorch-ignite, whose loop is the user's: the usual lines.
 
     torchmn run -n 2 examples/frameworks/train_ignite.py
 

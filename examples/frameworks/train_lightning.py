@@ -1,7 +1,7 @@
 """Train a perceptron on digits with Lightning's Trainer: two changed lines, marked (1) and (2).
 
-    torchmn run -n 2 examples/frameworks/train_lightning.py
-    python examples/frameworks/train_lightning.py --devices 2    # Lightning starts the processes
+torchmn run -n 2 examples/frameworks/train_lightning.py
+python examples/frameworks/train_lightning.py --devices 2    # Lightning starts the processes
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     torchmn run -n 2 examples/tools/train_hydra.py learning_rate=0.1
 
-Hydra gives each run a folder of its own by the time of day, which may differ between ranks: rank 0's
-is broadcast.
+Hydra gives each run a folder of its own by the time of day, which may differ between ranks: that of
+rank 0 is broadcast.
 """
 
 from __future__ import annotations

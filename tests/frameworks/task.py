@@ -1,4 +1,4 @@
-"""One small task for all frameworks: its samples, and how one process and plain torchmn train it."""
+"""One small task for all frameworks, and how one process and plain torchmn train it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -128,12 +129,9 @@ def same_on_all(comm: Communicator, net: nn.Module) -> None:
 
 
 def raises(kind: type[BaseException], text: str, function: Callable[[], object]) -> None:
-    try:
+    with pytest.raises(kind) as caught:
         function()
-    except kind as error:
-        assert text in str(error), str(error)
-    else:
-        raise AssertionError(f"no {kind.__name__}")
+    assert text in str(caught.value), str(caught.value)
 
 
 def run_checks(checks: dict[str, Callable[[], None]]) -> None:

@@ -1,4 +1,4 @@
-"""Accelerate, the real one, on two ranks: the numbers of one process and the bits of plain torchmn."""
+"""Accelerate, the real one: the numbers of one process and the bits of plain torchmn."""
 
 from __future__ import annotations
 

@@ -43,7 +43,9 @@ def accuracy(text: str) -> float:
     ],
     ids=lambda value: (" ".join(value)[:24] or "alone") if isinstance(value, tuple) else None,
 )
-def test_examples_learn(tmp_path: Path, name: str, by: tuple[str, ...], arguments: list[str]) -> None:
+def test_examples_learn(
+    tmp_path: Path, name: str, by: tuple[str, ...], arguments: list[str]
+) -> None:
     need(PACKAGES.get(name, name))
     script = EXAMPLES / f"train_{name}.py"
     text = start(script, *arguments, by=by, cwd=tmp_path, PYTHONWARNINGS="ignore")

@@ -44,7 +44,9 @@ def test_compiled_and_in_one_process(tmp_path: Path) -> None:
     assert max(found) - min(found) < 2 / NUM_TESTED, found
 
 
-@pytest.mark.parametrize("by", [TORCHMN_RUN, TORCHRUN, ()], ids=["torchmn run", "torchrun", "alone"])
+@pytest.mark.parametrize(
+    "by", [TORCHMN_RUN, TORCHRUN, ()], ids=["torchmn run", "torchrun", "alone"]
+)
 def test_hydra(tmp_path: Path, by: tuple[str, ...]) -> None:
     need("hydra")
     text = start(EXAMPLES / "train_hydra.py", "learning_rate=0.1", by=by, cwd=tmp_path)

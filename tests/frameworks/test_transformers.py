@@ -1,4 +1,4 @@
-"""Transformers, the real one, on two ranks: the numbers of one process and the bits of plain torchmn."""
+"""Transformers, the real one: the numbers of one process and the bits of plain torchmn."""
 
 from __future__ import annotations
 

@@ -21,7 +21,6 @@ from torchmn.communicators.local_tensors import is_distributed
 from torchmn.compression import Codec
 from torchmn.errors import TopologyError, UnsupportedError, UsageError
 from torchmn.frameworks.optimizer import FrameworkOptimizer
-from torchmn.gradients.parameter_hook import owners_of
 from torchmn.optimizer import create_multi_node_optimizer
 from torchmn.optimizer.multi_node_optimizer import Weight
 from torchmn.optimizer.nonfinite_policy import OnNonfinite
@@ -66,6 +65,8 @@ class Exchange:
         self.options = options
         self.optimizers: list[FrameworkOptimizer] = []
         self._comm: Communicator | None = None
+        self._models: list[nn.Module] = []
+        """Those whose gradients are exchanged, or whose blocks are."""
 
     @property
     def communicator(self) -> Communicator | None:
@@ -97,7 +98,9 @@ class Exchange:
                 "serve and workers that leave their loops in join(), which the framework's loop "
                 "does not. Use a schedule of blocks, such as 'diloco', or a loop of your own."
             )
-        if any(isinstance(module, DistributedDataParallel) for m in models for module in m.modules()):
+        if any(
+            isinstance(module, DistributedDataParallel) for m in models for module in m.modules()
+        ):
             raise UsageError(
                 f"{self.connect(device).rank_label}: the model is in DistributedDataParallel, "
                 "whose means would be averaged again. Leave it out: torchmn exchanges gradients."
@@ -123,6 +126,7 @@ class Exchange:
         made.__class__ = FrameworkOptimizer
         own = cast(FrameworkOptimizer, made)
         self.optimizers = [o for o in self.optimizers if not o.is_replaced] + [own]
+        self._models += models
         return own
 
     @contextlib.contextmanager
@@ -167,17 +171,16 @@ class Exchange:
         """Release the models. The communicator stays. Local."""
         for optimizer in self.optimizers:
             optimizer.close()
-        self.optimizers = []
+        self.optimizers, self._models = [], []
 
     def raise_if_left_out(self, models: Iterable[nn.Module]) -> None:
         """Raise UsageError: a backward pass reached parameters that nothing exchanges. Local."""
         if self._comm is None or self._comm.size == 1:
             return
         for model in models:
-            named = dict(model.named_parameters())
-            if owners_of(named.values()):  # the reducer exchanges all of the model's parameters
+            if any(model is exchanged for exchanged in self._models):
                 continue
-            found = [name for name, parameter in named.items() if parameter.grad is not None]
+            found = [name for name, p in model.named_parameters() if p.grad is not None]
             if found:
                 raise UsageError(
                     f"{self._comm.rank_label}: '{found[0]}' of {type(model).__name__} has got a "

@@ -101,9 +101,7 @@ class _Collectives(_Base):
             return other(tensor, group, reduce_op=reduce_op)
         if op in _MEANS:
             # Lightning cuts the mean of integers off, and divides by that of ranks' batch sizes.
-            return comm.allreduce(
-                tensor if tensor.is_floating_point() else tensor.double(), "mean"
-            )
+            return comm.allreduce(tensor if tensor.is_floating_point() else tensor.double(), "mean")
         if op in _SUMS:
             return comm.allreduce(tensor)
         return other(tensor, group, reduce_op=reduce_op)
@@ -135,7 +133,7 @@ class TrainerStrategy(_Collectives):
         ]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """See Lightning's ``Strategy.training_step``; counts what the forward hook missed. Local."""
+        """See Lightning's ``Strategy.training_step``; counts the samples of a batch. Local."""
         counting = [o for o in self.exchange.optimizers if o.counts_samples]
         before = [o.reducer.contribution.num_samples for o in counting]
         output = super().training_step(*args, **kwargs)
@@ -296,4 +294,3 @@ def _class(part: str, ours: type) -> Any:
     raise ImportError(
         f"There is no {' or '.join(names[part])}. Install it: pip install 'torchmn[lightning]'."
     )
-
