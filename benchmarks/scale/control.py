@@ -12,6 +12,7 @@ import selectors
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,8 @@ LIMIT_S = 2.0
 PHASE_LIMIT_S = 150.0
 STACKS = "MainThread:\n" + '  File "/home/user/train.py", line 120, in step\n    f()\n' * 25
 RANKS_PER_HOST = 8
+AT_ONCE = 32
+"""Agents that connect at the same time."""
 
 
 def run_control(num_ranks: int) -> dict[str, float]:
@@ -106,8 +109,8 @@ def _phases(session: AgentSession, num_ranks: int) -> dict[str, float]:
 def _imitate(address: str, secret: str, num_ranks: int) -> None:
     """All agents in one process: they do what real ones do, and the last rank does not join."""
     selector = selectors.DefaultSelector()
-    opened = []
-    for rank in range(num_ranks):
+
+    def connected(rank: int) -> Channel:
         hello = AgentHello(
             rank=rank,
             host=f"node{rank // RANKS_PER_HOST}",
@@ -116,11 +119,15 @@ def _imitate(address: str, secret: str, num_ranks: int) -> None:
             port=1,
             versions={"torch": "2.13.0", "torchmn": "0.1.0", "Python": "3.11.7"},
         )
-        channel = connect_authenticated(
+        return connect_authenticated(
             address, secret=secret, role=channels.SUPERVISOR, identity=hello, limit_s=120.0
         )
-        selector.register(channel, selectors.EVENT_READ, partial(_answer, channel, rank, num_ranks))
-        opened.append(channel)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        opened = list(pool.map(connected, range(num_ranks)))
+    for rank, channel in enumerate(opened):
+        answer = partial(_answer, channel, rank, num_ranks)
+        selector.register(channel, selectors.EVENT_READ, answer)
     while selector.get_map():
         for key, _ in selector.select(1.0):
             if not key.data():

@@ -6,10 +6,13 @@ is always possible; import requires that the caller declares the folder trusted.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+import inspect
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from torchmn.checkpoint.parts import nowhere, place_parts
 from torchmn.checkpoint.reader import SavedCheckpoint
@@ -27,7 +30,8 @@ def export_dcp(checkpoint: str | Path, folder: str | Path) -> None:
 
     ``checkpoint`` is one folder such as ``checkpoints/cifar/step-00000100``. DCP pickles everything
     but tensors. Only the user may read what is written, as it is with checkpoints. Raises
-    DataError: the checkpoint is damaged, or the folder cannot be written.
+    DataError: the checkpoint is damaged, or the folder cannot be written; UnsupportedError: torch 2.6
+    or so, where the script has a default process group.
     """
     from torch.distributed.checkpoint import state_dict_saver as dcp
     from torch.distributed.checkpoint.api import CheckpointException
@@ -54,7 +58,9 @@ def export_dcp(checkpoint: str | Path, folder: str | Path) -> None:
         make_private_folder(Path(folder))
         writer = FileSystemWriter(folder)
         writer.fs = PrivateFiles()
-        dcp.save(state, storage_writer=writer, no_dist=True)
+        dcp.save(state, storage_writer=writer, **_alone(dcp.save))
+    except UnsupportedError:
+        raise
     except (Exception, CheckpointException) as error:  # not a subclass of Exception
         raise DataError(f"{folder} cannot be written by DCP: {_describe(error)}") from error
 
@@ -74,11 +80,30 @@ def import_dcp(folder: str | Path, state: Mapping[str, Stateful], *, trust: bool
 
     states: dict[str, Any] = {label: obj.state_dict() for label, obj in state.items()}
     try:
-        dcp.load(states, checkpoint_id=Path(folder), no_dist=True)
+        dcp.load(states, checkpoint_id=Path(folder), **_alone(dcp.load))
+    except UnsupportedError:
+        raise
     except (Exception, CheckpointException) as error:
         raise DataError(f"{folder} cannot be loaded by DCP: {_describe(error)}") from error
     for label, obj in state.items():
         obj.load_state_dict(states[label])
+
+
+def _alone(save_or_load: Callable[..., Any]) -> dict[str, bool]:
+    """The option by which a function of DCP runs on this rank alone.
+
+    torch 2.6 has none, and does so where there is no default process group. Raises
+    UnsupportedError: there is one, whose other ranks would have to call it too.
+    """
+    if "no_dist" in inspect.signature(save_or_load).parameters:
+        return {"no_dist": True}
+    if torch.distributed.is_initialized():
+        raise UnsupportedError(
+            f"torch {torch.__version__} writes and reads folders of DCP on all ranks of the "
+            "default process group, which this script has initialized. Use a newer torch, or do "
+            "it in a process without init_process_group()."
+        )
+    return {}
 
 
 def _describe(error: BaseException) -> str:
