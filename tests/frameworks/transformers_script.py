@@ -227,7 +227,7 @@ def language_model() -> None:
     for index in range(24):
         tokens = torch.randint(1, 40, (12,), generator=generator)
         labels = tokens.clone()
-        labels[2 + index % 10 :] = -100
+        labels[0], labels[2 + index % 10 :] = -100, -100  # the Trainer counts the first one, too
         rows.append({"input_ids": tokens, "labels": labels})
     config = GPT2Config(
         vocab_size=40, n_positions=12, n_embd=16, n_layer=1, n_head=2,
