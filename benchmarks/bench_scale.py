@@ -28,6 +28,7 @@ NUM_RANKS = {
     "exchange": (8, 32, 64, 128, 256),
     "job": (16, 64, 256),
 }
+KINDS = ["end", "hang", "failure"]
 MAX_CONNECTED = 128
 """More ranks than this are not all connected with each other here: that takes gigabytes."""
 EXTRAPOLATED = (64, 1000, 10_000)
@@ -39,7 +40,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--ranks", nargs="+", type=int, help="in place of the usual numbers")
+    parser.add_argument("--kinds", nargs="+", default=[*KINDS], choices=KINDS, help="of large jobs")
     options = parser.parse_args()
+    KINDS[:] = options.kinds
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     bars: list[Bar] = []
     for part in options.parts:
@@ -104,7 +107,7 @@ def _job(numbers: list[int], bars: list[Bar]) -> dict[str, Any]:
     scale = importlib.import_module("scale.job")
     found = {}
     for n in numbers:
-        kinds = ("end", "hang", "failure") if n == max(numbers) else ("end",)
+        kinds = KINDS if n == max(numbers) else ["end"]
         for kind in kinds:
             row = found[f"{n} {kind}"] = scale.run_job(n, kind)
             _say(f"job of {n} ranks, {kind}", row)

@@ -73,7 +73,7 @@ def test_version_is_semantic() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", __version__)
 
 
-def test_version_has_one_source() -> None:
+def test_the_version_is_in_one_place() -> None:
     """Builds read it from version.py."""
     assert re.search(r'^version = "', (ROOT / "pyproject.toml").read_text(), re.MULTILINE) is None
 

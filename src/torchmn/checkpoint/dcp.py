@@ -30,8 +30,8 @@ def export_dcp(checkpoint: str | Path, folder: str | Path) -> None:
 
     ``checkpoint`` is one folder such as ``checkpoints/cifar/step-00000100``. DCP pickles everything
     but tensors. Only the user may read what is written, as it is with checkpoints. Raises
-    DataError: the checkpoint is damaged, or the folder cannot be written; UnsupportedError: torch 2.6
-    or so, where the script has a default process group.
+    DataError: the checkpoint is damaged, or the folder cannot be written; UnsupportedError: with
+    torch 2.6, if the script has a default process group.
     """
     from torch.distributed.checkpoint import state_dict_saver as dcp
     from torch.distributed.checkpoint.api import CheckpointException

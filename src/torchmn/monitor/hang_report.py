@@ -277,7 +277,7 @@ def _innermost_line(stacks: str) -> str:
 
 
 def _with_equal_lines(ranks: Sequence[int], statuses: Statuses) -> list[list[int]]:
-    """Ranks that do the same, if a list of them all would hide the others."""
+    """Ranks that do the same, where a list of all ranks would be long."""
     if len(ranks) <= _NUM_SEPARATE:
         return [[rank] for rank in ranks]
     found: dict[object, list[int]] = {}
