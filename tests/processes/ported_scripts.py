@@ -225,6 +225,6 @@ IMAGENET = Port(
         Change("transforms.Resize(256),", ["transforms.Resize((64, 64)),"], "instead"),
         Change("transforms.CenterCrop(224),", [], "instead"),
     ],
-    compared=r"\* Acc@1 ([\d.]+) Acc@5 ([\d.]+)",
+    compared=r"\* +Acc@1 ([\d.]+) +Acc@5 ([\d.]+)",
 )
 PORTS = [MNIST, IMAGENET, LANGUAGE_MODEL, VAE]

@@ -84,8 +84,8 @@ def test_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             model(torch.ones(2, 3)).sum().backward()
             optimizer.step()
             optimizer.close()
+        assert [len(x) for x, _ in names["train_loader"]] == [2, 2, 2]
     finally:
         names["comm"].finalize()
     assert (names["loss_sum"], names["num_correct"]) == (1.5, 2)
-    assert [len(x) for x, _ in names["train_loader"]] == [2, 2, 2]
     assert torch.load(tmp_path / "model.pt").keys() == model.state_dict().keys()

@@ -198,18 +198,6 @@ def scaler(worker: Worker) -> nn.Module:
     return model
 
 
-@script("Batch normalization over ranks, a short last batch")
-def batch_norm(worker: Worker) -> nn.Module:
-    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
-    for number, parameter in enumerate(model.parameters()):
-        nn.init.uniform_(parameter, 0.1, 0.4, generator=_generator(number))
-    model = worker.across_ranks(model)
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    for x, y in _loader(worker):
-        _step(model, optimizer, x, y)
-    return model
-
-
 @script("An evaluation after each epoch: sums over ranks, a last batch of one sample")
 def evaluated(worker: Worker) -> nn.Module:
     model, optimizer = _model_and_optimizer(worker)

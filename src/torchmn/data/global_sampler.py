@@ -356,7 +356,11 @@ class EmptyBatchCollate:
         """Return the batch of a list of samples, which may be empty."""
         if samples:
             return self.collate_fn(samples)
-        return _without_rows(self.collate_fn([self.dataset[0]]))
+        sample = self.dataset[0]
+        batch = self.collate_fn([sample])
+        if isinstance(batch, list) and len(batch) == 1 and batch[0] is sample:
+            return []  # it makes no arrays: a batch is the list of its samples
+        return _without_rows(batch)
 
 
 def _without_rows(batch: Any) -> Any:

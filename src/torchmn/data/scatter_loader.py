@@ -95,7 +95,7 @@ def scatter_loader(
     (3, [[0, 1], [2, 3], [4]])
     """
     is_one = isinstance(loader, DataLoader) or not isinstance(loader, Sequence)
-    loaders: list[Any] = [loader] if is_one else list(loader)  # type: ignore[arg-type]
+    loaders: list[Any] = [loader] if is_one else list(loader)
     gathered = comm.allgather_obj([_facts(each) for each in loaders])
     _raise_if_unfit(gathered)
     comm.note_divided_batches()
@@ -194,7 +194,7 @@ class ScatteredBatches(Sampler[list[Any]]):
         num = own.first + own.counted.num_handed_out
         if num == own.num_batches or own.counted.was_left:
             return LoaderState(batches=0)
-        return LoaderState(**{**own.state, "batches": num})  # type: ignore[typeddict-item]
+        return LoaderState(**{**own.state, "batches": num})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next pass continue where the state was saved. All ranks must call it, or none.
@@ -282,8 +282,11 @@ class ScatteredBatches(Sampler[list[Any]]):
             drawn = [list(batch) for batch in islice(own.drawing, num)]
         lengths = np.array([len(batch) for batch in drawn], dtype=np.int64)
         samples = _packed([index for batch in drawn for index in batch])
-        message = {"lengths": lengths, "samples": samples}
-        message["is_last"] = num is None or len(drawn) < num
+        message: dict[str, Any] = {
+            "lengths": lengths,
+            "samples": samples,
+            "is_last": num is None or len(drawn) < num,
+        }
         if is_first:
             digest = _digest(lengths, samples)
             if resumed is not None and digest != resumed["digest"]:

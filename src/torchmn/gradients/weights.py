@@ -16,7 +16,7 @@ backward pass is there and overlapped with the rest of the pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, ValuesView
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,7 +105,7 @@ class Contribution:
     def count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a forward pass: the number of samples is the first size of its first tensor.
 
-        Tuples, lists and dicts are looked into.
+        Dicts are looked into.
         """
         if not (module.training and torch.is_grad_enabled()) or self.is_set:
             return
@@ -128,9 +128,8 @@ def _first_size(values: Iterable[object]) -> int | None:
     for value in values:
         if isinstance(value, Tensor) and value.dim():
             return value.shape[0]
-        inside = value.values() if isinstance(value, Mapping) else value
-        if isinstance(inside, (list, tuple, ValuesView)):
-            size = _first_size(inside)
+        if isinstance(value, Mapping):
+            size = _first_size(value.values())
             if size is not None:
                 return size
     return None

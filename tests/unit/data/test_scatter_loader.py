@@ -446,7 +446,7 @@ def test_loaders_that_differ_are_refused(make: Any) -> None:
 
 def test_a_sampler_that_raises_ends_all_ranks() -> None:
     def rank_main(comm):
-        loader = scatter_loader(DataLoader(data(), 4, sampler=Broken(data())), comm)
+        loader = scatter_loader(DataLoader(data(), 4, sampler=Broken()), comm)
         with pytest.raises((LookupError, DataError), match="no more weights") as caught:
             next(iter(loader))
         return caught.type

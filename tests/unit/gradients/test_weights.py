@@ -32,12 +32,12 @@ SCHEDULES = ["every_step", "double_buffering"]
     [
         ((torch.zeros(4, 2), torch.zeros(9)), 4),
         (({"mask": torch.tensor(1.0), "x": torch.zeros(3, 2)},), 3),
-        ((1, "text", [(), (torch.zeros(0, 2),), torch.zeros(5)]), 0),
+        ((1, "text", {"parts": {"x": torch.zeros(0, 2)}}, torch.zeros(5)), 0),
         ((), 0),
         ((torch.tensor(1.0), {"text": "abc"}), 0),
     ],
 )
-def test_samples_are_found_in_containers(args: tuple[object, ...], num_samples: int) -> None:
+def test_samples_are_found_in_dicts(args: tuple[object, ...], num_samples: int) -> None:
     contribution = Contribution(is_by_samples=True)
     contribution.count(nn.Linear(1, 1), args, {})
     assert contribution.weight == num_samples
