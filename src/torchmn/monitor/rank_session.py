@@ -75,7 +75,7 @@ class RankSession:
         self.connections: dict[int, RankConnection] = {}
         self.is_ending = False
         self._listener = listener
-        self._selector: selectors.BaseSelector | None = None
+        self._selector: selectors.DefaultSelector | None = None
         self._watched: dict[int, Channel] = {}  # by rank
         self.clock = LoopClock()
 
