@@ -9,11 +9,11 @@ asked for: the classes here are mixed with Lightning's own then.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -263,7 +263,7 @@ def _leave_out_repeated(sampler: object) -> None:
     """Let a DistributedSampler not repeat samples to make all ranks' parts as long. Local."""
     if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
         return
-    num_samples = len(sampler.dataset)
+    num_samples = len(cast(Sized, sampler.dataset))
     if num_samples < sampler.num_replicas:
         return  # Lightning leaves the whole evaluation out on a rank without any batch
     sampler.total_size = num_samples
