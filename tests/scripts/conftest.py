@@ -27,4 +27,4 @@ def _auto_tries_every_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuner, "WITHIN", float("inf"))
     monkeypatch.setattr(tuner, "MAX_TRIALS", 100)
     link = LinkSpeed(latency_s=1e-4, bandwidth_bytes_per_s=1e8)
-    monkeypatch.setattr(tuner, "measure_links", lambda group: link if group.size > 1 else None)
+    monkeypatch.setattr(tuner, "measure_links", lambda group, *_: link if group.size > 1 else None)

@@ -129,7 +129,7 @@ class TrainerStrategy(_Collectives):
             self.exchange.wrap(optimizer, [model], self.root_device)
             if parameters_of(optimizer)
             else optimizer  # that of a module without any
-            for optimizer in self.optimizers
+            for optimizer in self.optimizers  # type: ignore[has-type]
         ]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
