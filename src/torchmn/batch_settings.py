@@ -17,7 +17,13 @@ Samples = Annotated[int, Meta(ge=1)]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSettings:
-    """A global batch, and how ranks and passes divide it."""
+    """A global batch, and how ranks and passes divide it.
+
+    >>> saved = BatchSettings(global_batch=64, initial=64, shares=[32, 32])
+    >>> BatchSettings(global_batch=64, initial=64, shares=[64]).warning_after(saved, step=10)
+    >>> print(BatchSettings(global_batch=128, initial=128).warning_after(saved, step=10)[:69])
+    the checkpoint of step 10 was saved with a global batch of 64 samples
+    """
 
     global_batch: Samples
     """Samples of the next step over all ranks."""

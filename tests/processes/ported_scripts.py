@@ -174,7 +174,8 @@ LANGUAGE_MODEL = Port(
             "instead",
         ),
     ],
-    arguments=["--epochs", "2", "--emsize", "64", "--nhid", "64", "--dropout", "0"],
+    # At the script's rate of 20 rounding grows: gradient norms differ by 4e-6 after 13 steps.
+    arguments=["--epochs", "2", "--emsize", "64", "--nhid", "64", "--dropout", "0", "--lr", "1"],
     compared=r"(?:valid|test) loss +([\d.]+) \| (?:valid|test) ppl +([\d.]+)",
     needs_torchvision=False,
 )

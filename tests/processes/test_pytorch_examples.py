@@ -61,19 +61,7 @@ def test_a_change_needs_its_line_once() -> None:
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "port",
-    [
-        pytest.param(
-            port,
-            id=port.folder,
-            marks=[pytest.mark.xfail(reason="not the same on 2 ranks, cause not known yet")]
-            if port is LANGUAGE_MODEL
-            else [],
-        )
-        for port in PORTS
-    ],
-)
+@pytest.mark.parametrize("port", PORTS, ids=lambda port: port.folder)
 def test_the_losses_of_one_process(port: Port, tmp_path: Path) -> None:
     """Where both scripts draw no noise: dropout, random crops, the noise of a VAE."""
     _require(port)

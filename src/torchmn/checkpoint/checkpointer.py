@@ -43,7 +43,11 @@ _GRACE_S = 5.0
 
 @dataclass(kw_only=True)
 class SaveRecord:
-    """The cost of one save on this rank, in seconds and bytes."""
+    """The cost of one save on this rank, in seconds and bytes.
+
+    >>> SaveRecord(step=100, waited_s=0.0, stopped_s=0.02, copied_nbytes=4096).problem is None
+    True
+    """
 
     step: int
     waited_s: float

@@ -155,6 +155,12 @@ class ScatteredBatches(Sampler[list[Any]]):
     Args:
         batches: the original batch sampler.
         comm: the ranks.
+
+    >>> loader = torchmn.scatter_loader(torch.utils.data.DataLoader(range(4), batch_size=2), comm)
+    >>> [*loader.batch_sampler]  # on one rank: all of each batch
+    [[0, 1], [2, 3]]
+    >>> loader.batch_sampler.state_dict()  # the beginning of a pass
+    {'batches': 0}
     """
 
     def __init__(self, batches: Iterable[Sequence[Any]], comm: Communicator) -> None:

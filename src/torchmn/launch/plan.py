@@ -164,6 +164,14 @@ def detect_existing_rank(options: RunOptions, env: Mapping[str, str]) -> Launche
     """The rank of this process if a launcher has started it as one of several, else ``None``.
 
     Then there is nothing to start. Raises TopologyError: the options ask for other ranks.
+
+    >>> options = RunOptions(argv=("torchmn", "run", "train.py"), script="train.py")
+    >>> detect_existing_rank(options, {}) is None
+    True
+    >>> detect_existing_rank(
+    ...     options, {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
+    ... ).rank
+    1
     """
     place = read_launcher_env(env)
     if place is None or place.known_size in (None, 1):

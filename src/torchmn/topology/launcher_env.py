@@ -101,6 +101,9 @@ class LauncherInfo:
     """What a launcher sets for this process; ``None`` where it sets nothing.
 
     ``variables`` are the (name, text) pairs it was read from, for messages.
+
+    >>> LauncherInfo(launcher="Slurm", kind="scheduler", rank=1, known_size=4).size
+    4
     """
 
     launcher: str
@@ -182,6 +185,9 @@ def raise_if_contradicted(
 
     ``source`` names the library, as in ``"MPI.COMM_WORLD"``. Typical: ``srun -n 4`` without the
     PMI that the MPI speaks gives four worlds of size 1. Local. Raises TopologyError.
+
+    >>> slurm = LauncherInfo(launcher="Slurm", kind="scheduler", rank=1, known_size=4)
+    >>> raise_if_contradicted(slurm, rank=1, size=4, source="MPI.COMM_WORLD")  # they agree
     """
     if launched is None:
         return
