@@ -62,6 +62,8 @@ def scatter_loader(
     draws the order of each pass, from its own random numbers, and the others receive it: after
     `torchmn.seed_ranks` it is that of one process with the same ``torch.manual_seed``. A pass
     begins on all ranks together (*collective*); each ``for`` is a new pass, as with any DataLoader.
+    Where the loader has a ``generator`` of its own and a ``for`` is left early, the next pass has
+    another order than in one process, the same on any number of ranks: passes are drawn whole.
 
     Parts may differ by one sample, so optimizers that `create_multi_node_optimizer` makes for
     ``comm`` weight the ranks by their samples unless ``weight=`` is given: means are exact.

@@ -42,7 +42,7 @@ class ForgetsTheUnit:
     @classmethod
     def recipe(cls, monkeypatch):
         monkeypatch.setattr(
-            GradientReducer, "load_progress", lambda self, state: self.forget_weights()
+            GradientReducer, "load_progress", lambda self, state: self.buffers.forget_scale()
         )
         return Recipe(codec="1bit")
 

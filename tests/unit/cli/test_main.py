@@ -118,7 +118,7 @@ def test_bash_itself_completes(tmp_path: Path) -> None:
     if bash is None:
         pytest.skip(reason="no bash")
     command = tmp_path / "torchmn"
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m torchmn "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m torchmn "$@"\n')
     command.chmod(0o755)
     script = (
         'eval "$(torchmn --show-completion)"; '
