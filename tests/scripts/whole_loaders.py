@@ -10,13 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import (
-    DataLoader,
-    Sampler,
-    SubsetRandomSampler,
-    TensorDataset,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, Sampler, TensorDataset, WeightedRandomSampler
 
 from .models import mlp
 from .registry import script
@@ -135,9 +129,8 @@ def two_workers(worker: Worker) -> nn.Module:
 
 @script("`break` in each epoch")
 def early_break(worker: Worker) -> nn.Module:
-    """With a sampler that draws nothing at the end of a pass: see `scatter_loader`."""
     model, optimizer = _model_and_optimizer(worker)
-    loader = _loader(worker, sampler=SubsetRandomSampler(range(NUM), generator=_generator(1)))
+    loader = _loader(worker)
     for _ in range(3):
         for number, (x, y) in enumerate(loader):
             if number == 2:

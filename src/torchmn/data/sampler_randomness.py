@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from operator import itemgetter
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+
+Batch = TypeVar("Batch")
 
 
 def capture(sampler: object) -> dict[str, Any]:
@@ -45,6 +49,52 @@ def replayed(state: Mapping[str, Any] | None, sampler: object) -> Iterator[None]
         yield
     finally:
         _set_process(before)
+
+
+class GeneratorMarks:
+    """Where the torch generators of a sampler were after each batch of a pass. Local.
+
+    A pass is drawn ahead of the loop; if the loop leaves it early, they return to where they would
+    be if it had been drawn batch by batch.
+    """
+
+    def __init__(self, sampler: object) -> None:
+        self._generators = _generators(sampler)
+        self._states = [(0, self._now())]
+        """Whenever they have changed: after how many batches, and their states."""
+        self._last = self._states[0][1]
+
+    def marked(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches, marked as they are drawn."""
+        for number, batch in enumerate(batches, 1):
+            if self._generators and not _are_equal(states := self._now(), self._states[-1][1]):
+                self._states.append((number, states))
+            yield batch
+
+    def drawn(self) -> None:
+        """Some batches were drawn, and the generators are the loop's again."""
+        self._last = self._now()
+
+    def forget_before(self, num_batches: int) -> None:
+        """`rewind` will be asked for these batches or more: an endless pass keeps few marks."""
+        del self._states[: self._index(num_batches)]
+
+    def rewind(self, num_batches: int) -> None:
+        """Set them to where they were after these batches, unless they were used since."""
+        if _are_equal(self._now(), self._last):
+            _, states = self._states[self._index(num_batches)]
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state)
+
+    def _index(self, num_batches: int) -> int:
+        return bisect_right(self._states, num_batches, key=itemgetter(0)) - 1
+
+    def _now(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+
+def _are_equal(states: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, states, others))
 
 
 def _set_process(state: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 
 from torchmn.data.global_sampler import EmptyBatchCollate, GlobalSampler
 from torchmn.data.sampler_pass import SamplerPass, iterating_loader
-from torchmn.data.sampler_randomness import capture, replayed
+from torchmn.data.sampler_randomness import GeneratorMarks, capture, replayed
 from torchmn.data.scatter import shard_bounds
 from torchmn.data.sub_dataset import SubDataset
 from torchmn.errors import DataError, RankMismatchError, UsageError
@@ -62,8 +62,6 @@ def scatter_loader(
     draws the order of each pass, from its own random numbers, and the others receive it: after
     `torchmn.seed_ranks` it is that of one process with the same ``torch.manual_seed``. A pass
     begins on all ranks together (*collective*); each ``for`` is a new pass, as with any DataLoader.
-    Where the loader has a ``generator`` of its own and a ``for`` is left early, the next pass has
-    another order than in one process, the same on any number of ranks: passes are drawn whole.
 
     Parts may differ by one sample, so optimizers that `create_multi_node_optimizer` makes for
     ``comm`` weight the ranks by their samples unless ``weight=`` is given: means are exact.
@@ -141,6 +139,10 @@ class _Pass:
     """Of the whole pass, once it is known."""
     drawing: Iterator[Sequence[Any]] | None = None
     """The sampler's iterator, on rank 0."""
+    marks: GeneratorMarks | None = None
+    """Of the sampler's generators, on rank 0."""
+    num_drawn: int = 0
+    """Batches over all ranks whose parts the loader has drawn, those that it skipped included."""
 
     @property
     def first(self) -> int:
@@ -184,6 +186,9 @@ class ScatteredBatches(Sampler[list[Any]]):
 
     def __iter__(self) -> Iterator[list[Any]]:
         loader = iterating_loader(self, sys._getframe(1))
+        if (left := self._pass) is not None and not left.counted.is_exhausted and left.marks:
+            # One process would not have drawn the rest of a pass that was left.
+            left.marks.rewind(left.num_drawn)
         # A loader with workers calls this twice and draws their seed in between.
         if self._resumed is not None and self._before is None:
             self._before = torch.get_rng_state()
@@ -228,7 +233,7 @@ class ScatteredBatches(Sampler[list[Any]]):
         number = 0
         for drawn in self._drawn(own):
             for begin, end in drawn.bounds():
-                number += 1
+                own.num_drawn = number = number + 1
                 if number <= own.first:
                     continue
                 first, last = shard_bounds(end - begin, size, rank, force_equal_length=False)
@@ -285,9 +290,12 @@ class ScatteredBatches(Sampler[list[Any]]):
         if is_first:
             randomness = capture(self.batches) if resumed is None else resumed["randomness"]
         with replayed(randomness if resumed is not None and is_first else None, self.batches):
-            if own.drawing is None:
-                own.drawing = iter(self.batches)
+            if own.drawing is None or own.marks is None:
+                own.marks = GeneratorMarks(self.batches)
+                own.drawing = own.marks.marked(self.batches)
+            own.marks.forget_before(own.num_drawn)
             drawn = [list(batch) for batch in islice(own.drawing, num)]
+            own.marks.drawn()
         lengths = np.array([len(batch) for batch in drawn], dtype=np.int64)
         samples = _packed([index for batch in drawn for index in batch])
         message: dict[str, Any] = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
-from torchmn.data.sampler_randomness import capture, replayed
+from torchmn.data.sampler_randomness import GeneratorMarks, capture, replayed
 
 
 def test_every_generator_is_replayed_and_the_process_s_own_continue() -> None:
@@ -59,3 +59,23 @@ def test_an_error_inside_restores_too() -> None:
     with pytest.raises(LookupError, match="inside"):
         fail()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_endless_pass_keeps_few_marks() -> None:
+    own = torch.Generator()
+    marks = GeneratorMarks(RandomSampler(range(3), generator=own))
+
+    def draws():
+        while True:
+            yield torch.rand(1, generator=own)
+
+    batches = marks.marked(draws())
+    for number in range(1, 101):
+        next(batches)
+        marks.forget_before(number - 1)
+        if number == 99:
+            wanted = own.get_state()
+    marks.drawn()
+    assert len(marks._states) == 2
+    marks.rewind(99)
+    assert torch.equal(own.get_state(), wanted)
