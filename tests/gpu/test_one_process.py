@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from torchmn.checkpoint import rng_state
+from torchmn import rng_state
 from torchmn.checkpoint.snapshot import CopyMemory
 from torchmn.communicators.engine import Engine
 from torchmn.compression import Quantized, Segment

@@ -41,7 +41,7 @@ ROWS = [
     {"profiling"},
     {"control"},
     {"topology"},
-    {"script"},
+    {"rng_state", "script"},
     {
         "compiling",
         "environment_variables",

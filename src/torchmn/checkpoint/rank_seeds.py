@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from torchmn.checkpoint import rng_state
+import torchmn.rng_state as rng_state
 from torchmn.errors import RankMismatchError, UsageError
 
 if TYPE_CHECKING:
@@ -51,9 +51,7 @@ class RandomStreams:
 
     def state_dict(self) -> dict[str, Any]:
         """Where all streams are now. Local."""
-        state = rng_state.capture(self._device)
-        name, keys, *rest = state["numpy"]
-        return {**state, "numpy": [name, keys.tolist(), *rest]}
+        return rng_state.capture(self._device)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the numbers that would have come next. Local."""
@@ -61,11 +59,7 @@ class RandomStreams:
             seed, step = state["begin"]
             rng_state.start(seed, step, self._rank, self._device)
             return
-        name, keys, *rest = state["numpy"]
-        numpy_state = (name, np.asarray(keys, dtype=np.uint32), *rest)
-        python_state = tuple(tuple(x) if isinstance(x, list) else x for x in state["python"])
-        restored = {**state, "numpy": numpy_state, "python": python_state}
-        rng_state.restore(restored, self._device)
+        rng_state.restore(state, self._device)
 
     def reshard_state_dict(
         self, states: Sequence[Mapping[str, Any]], comm: Communicator

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import random
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
+import torchmn.rng_state as rng_state
+
 Batch = TypeVar("Batch")
+_CPU = torch.device("cpu")
+"""A sampler draws on it, whatever device the rank trains on."""
 
 
 def capture(sampler: object) -> dict[str, Any]:
@@ -21,12 +23,8 @@ def capture(sampler: object) -> dict[str, Any]:
     These are the process's own (torch's on the CPU, Python's, numpy's) and the torch generators
     that the sampler, or the sampler in it, has as its ``generator``.
     """
-    version, numbers, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()
     return {
-        "torch": torch.get_rng_state(),
-        "python": [version, list(numbers), gauss],
-        "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
+        **rng_state.capture(_CPU),
         "generators": [generator.get_state() for generator in _generators(sampler)],
     }
 
@@ -41,14 +39,14 @@ def replayed(state: Mapping[str, Any] | None, sampler: object) -> Iterator[None]
     if state is None:
         yield
         return
-    before = capture(None)
+    before = rng_state.capture(_CPU)
     for generator, own in zip(_generators(sampler), state["generators"], strict=True):
         generator.set_state(own)
-    _set_process(state)
+    rng_state.restore(state, _CPU)
     try:
         yield
     finally:
-        _set_process(before)
+        rng_state.restore(before, _CPU)
 
 
 class GeneratorMarks:
@@ -95,14 +93,6 @@ class GeneratorMarks:
 
 def _are_equal(states: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return all(map(torch.equal, states, others))
-
-
-def _set_process(state: Mapping[str, Any]) -> None:
-    version, numbers, gauss = state["python"]
-    name, keys, position, has_gauss, cached = state["numpy"]
-    torch.set_rng_state(state["torch"])
-    random.setstate((version, tuple(numbers), gauss))
-    np.random.set_state((name, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))
 
 
 def _generators(sampler: object) -> list[torch.Generator]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from torchmn.communicators import Communicator
+from torchmn.errors import UnsupportedError
 from torchmn.gradients.buckets import NamedParameter
 from torchmn.gradients.local_shards import LocalShards, whole_of
 from torchmn.gradients.model_mesh import ModelMesh
@@ -113,6 +115,20 @@ class ExchangedParameters:
         kept = [(n, p) for n, p in self.untrained if whole_of(p) not in parameters]
         is_changed, self.untrained = len(kept) < len(self.untrained), kept
         return is_changed
+
+
+def raise_if_on_another_gpu(named: Iterable[NamedParameter], comm: Communicator) -> None:
+    """Raise UnsupportedError if one is on a GPU that is not that of the communicator. Local.
+
+    The engine orders its stream with those of one GPU, and NCCL has one for each rank.
+    """
+    for name, parameter in named:
+        if parameter.is_cuda and parameter.device != comm.device:
+            raise UnsupportedError(
+                f"{comm.rank_label}: '{name}' is on {parameter.device}, but this rank exchanges "
+                f"gradients on {comm.device}. Move the model to comm.device, or leave the "
+                "parameters on the CPU."
+            )
 
 
 def _layout_facts(parameter: nn.Parameter) -> tuple[bool, torch.dtype, torch.device, torch.Size]:

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,12 @@ from torch.utils.hooks import RemovableHandle
 from torchmn.communicators import Communicator
 from torchmn.compression import Codec
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
-from torchmn.gradients.backward_pass import AtEnd, BackwardPass
+from torchmn.gradients.backward_pass import AtEnd, BackwardPass, PassWatcher
 from torchmn.gradients.bucket_set import BucketSet, Reduction
 from torchmn.gradients.buckets import NamedParameter, Slot
 from torchmn.gradients.codec_state import codec_state, load_codec_state
 from torchmn.gradients.exchange_buffers import ExchangeBuffers
-from torchmn.gradients.exchanged_parameters import ExchangedParameters
+from torchmn.gradients.exchanged_parameters import ExchangedParameters, raise_if_on_another_gpu
 from torchmn.gradients.footer import GIVEN_UP, OTHER_LAYOUT
 from torchmn.gradients.mean_assignment import MeanAssignment
 from torchmn.gradients.nonfinite import NonfiniteGradients
@@ -35,22 +35,6 @@ from torchmn.gradients.parameter_hook import has_later_hook, watch_gradient
 from torchmn.gradients.sparse_gradients import mean_sparse_gradients
 from torchmn.gradients.weights import Contribution, PassContext
 from torchmn.profiling import recording
-
-
-class PassWatcher(Protocol):
-    """An observer of backward passes while they run. Every call may raise."""
-
-    def gradient_arrived(self, parameter: Tensor) -> None:
-        """A gradient is final and not packed yet; under no_sync() too. Local."""
-
-    def filling_begins(self) -> None:
-        """The first gradient of a pass will be written over the last exchange. *Collective*."""
-
-    def filling_ends(self) -> None:
-        """The backward pass is over; what has no gradient will be packed now. Local."""
-
-    def layout_changed(self) -> None:
-        """The buckets are new ones."""
 
 
 class GradientReducer:
@@ -189,7 +173,7 @@ class GradientReducer:
         trainable = self.parameters.lay_out(self._unexchanged)
         sparse = self.parameters.sparse
         if self.comm.size > 1:
-            self._raise_if_on_another_gpu([*trainable, *sparse])
+            raise_if_on_another_gpu([*trainable, *sparse], self.comm)
         if self.is_suspended:
             trainable, sparse = [], []
         self._num_exchanges = 0
@@ -202,17 +186,6 @@ class GradientReducer:
         self.buffers.forget_scale()
         if self._watcher is not None:
             self._watcher.layout_changed()
-
-    def _raise_if_on_another_gpu(self, named: Sequence[NamedParameter]) -> None:
-        """The engine orders its stream with those of one GPU, and NCCL has one for each rank."""
-        device = self.comm.device
-        for name, parameter in named:
-            if parameter.is_cuda and parameter.device != device:
-                raise UnsupportedError(
-                    f"{self.comm.rank_label}: '{name}' is on {parameter.device}, but this rank "
-                    f"exchanges gradients on {device}. Move the model to comm.device, or leave the "
-                    "parameters on the CPU."
-                )
 
     def release(self, parameters: Collection[nn.Parameter]) -> None:
         """Stop exchanging these: another optimizer trains them. *Collective.*"""

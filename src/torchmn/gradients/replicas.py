@@ -43,6 +43,11 @@ def named_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
     }
 
 
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """All that an optimizer trains, in the order of its groups. Local."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def named_parameters(inner: Optimizer, models: Sequence[nn.Module]) -> list[NamedParameter]:
     """The optimizer's parameters with the model's names, in the model's order.
 
@@ -184,7 +189,7 @@ def load_inner_state(inner: Optimizer, state: Mapping[str, Any]) -> None:
     It holds DTensors, parts of the same place (`with_parts`), or whole tensors. Raises
     UnsupportedError: a state is placed otherwise than its parameter.
     """
-    parameters = [p for group in inner.param_groups for p in group["params"]]
+    parameters = parameters_of(inner)
     values = {
         index: {
             name: _placed(value, parameters[index], type(inner).__name__)

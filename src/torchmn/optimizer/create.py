@@ -15,6 +15,7 @@ from torchmn.compression import Codec
 from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
 from torchmn.gradients.bucket_set import Reduction
 from torchmn.gradients.codec_state import own_codec, warn_if_it_encodes_nothing
+from torchmn.gradients.replicas import parameters_of
 from torchmn.optimizer.chains import find_chains
 from torchmn.optimizer.equal_dropout import warn_of_equal_dropout
 from torchmn.optimizer.multi_node_optimizer import MultiNodeOptimizer, Weight
@@ -186,7 +187,7 @@ def create_multi_node_optimizer(
             "gradients by itself. Give the module inside it (model.module) and drop the wrapper, "
             "or stay with it and use torchmn.optimizer.ddp_hook."
         )
-    if any(is_distributed(p) for group in optimizer.param_groups for p in group["params"]):
+    if any(is_distributed(p) for p in parameters_of(optimizer)):
         _raise_if_whole_only(comm, [chosen, *candidates])
     chains = find_chains(models, comm, max_grad_norm)
     form = own_codec(codec, comm)
@@ -208,8 +209,6 @@ def create_multi_node_optimizer(
     )
     for chain in chains:
         chain.register_no_sync(made.no_sync)
-        if chain is models[0] and (weight == "samples" or chosen.counts_samples):
-            chain.register_count(made.reducer.contribution.add)
     if may_differ and comm.divides_batches:
         made.weigh_by_samples()
     elif may_differ:

@@ -26,11 +26,13 @@ from torchmn.gradients.replicas import (
     broadcast_optimizer_state,
     load_inner_state,
     named_parameters,
+    parameters_of,
     raise_if_ranks_differ,
 )
 from torchmn.gradients.sparse_gradients import sparse_parameters
 from torchmn.gradients.weights import Contribution
 from torchmn.links.batch_norm import weigh_losses_by_samples
+from torchmn.links.chain_list import MultiNodeChainList
 from torchmn.links.clipping import clip_grad_norm_
 from torchmn.optimizer import resume
 from torchmn.optimizer.chains import find_chains
@@ -47,7 +49,7 @@ from torchmn.optimizer.untrained_parameters import (
     warn_of_untrained_parameters,
 )
 from torchmn.optimizer.wrapped_optimizer import WrappedOptimizer
-from torchmn.resharding import raise_if_other_optimizer, warnings_of
+from torchmn.resharding import raise_if_other_optimizer
 from torchmn.schedules.base import USED_BY_SCALER, DefersUpdates, Schedule
 
 Weight = Literal["rank", "samples"]
@@ -117,6 +119,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
             "reduction": reduction,
             "max_grad_norm": max_grad_norm,
         }
+        self._counts_samples = False
         self._has_checked_untrained = False
         self._taken_over_by = ""
         self._take_parameters_over()  # an older one may have to complete what `_unify` broadcasts
@@ -144,8 +147,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
             # With this the model also keeps the optimizer: gradients are exchanged even if nothing
             # else refers to it.
             self._hooks.before_copy(self._models[0], self._complete)
-            self._counts_samples = weight == "samples" or schedule.counts_samples
-            if self._counts_samples:
+            if weight == "samples" or schedule.counts_samples:
                 self._count_samples()
             self.recorded = RecordedSteps(self, self._models)
             self.recorded.meet()
@@ -296,7 +298,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         self._complete()
         if self.schedule.replica_consistency != "per_step":
             return []
-        return _parameters_of(self.inner)
+        return [*parameters_of(self.inner)]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the inner optimizer's. *Collective*: all ranks take rank 0's parameters and buffers.
@@ -372,18 +374,9 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
     def resume_warnings(self) -> list[str]:
         """What does not hold when a state is loaded by another number of ranks. Local."""
-        warnings_ = warnings_of(self.schedule) + warnings_of(self.tuner)
-        if self._asked["codec"] is not None:
-            warnings_.append(
-                f"The residuals of {self._asked['codec']} are kept, but gradients are rounded in "
-                "other parts: the run takes another path, as with another seed."
-            )
-        if any(True for model in self._models for _ in model.buffers()):
-            warnings_.append(
-                "Buffers that differ between ranks, such as running statistics of batch "
-                "normalization, become those of rank 0, as when the optimizer is made."
-            )
-        return warnings_
+        return resume.other_size_warnings(
+            self.schedule, self.tuner, codec=self._asked["codec"], models=self._models
+        )
 
     # ---- what a plain optimizer has not ----
 
@@ -422,12 +415,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         self._asked["weight"] = "samples"
         self.reducer.contribution.is_by_samples = True
         self.reducer.buffers.forget_scale()
-        if not self._counts_samples:
-            self._counts_samples = True
-            self._count_samples()
-        for chain in find_chains(self._models, self.communicator, None):
-            if chain is self._models[0]:
-                chain.register_count(self.reducer.contribution.add)
+        self._count_samples()
         for model in self._models:
             weigh_losses_by_samples(model)
 
@@ -448,13 +436,18 @@ class MultiNodeOptimizer(WrappedOptimizer):
                 f"{type(self.reducer.means.norm_listener).__name__} that was made first."
             )
         self.reducer.means.norm_listener = listener
-        if not self._counts_samples:
-            self._counts_samples = True
-            self._count_samples()
+        self._count_samples()
 
     def _count_samples(self) -> None:
-        self._hooks.before_forward(self._models[0], self.reducer.contribution.count)
-        self._hooks.show_to_compiler(self._models[0])
+        """Count the samples that the first model sees, from the first call of this on. Local."""
+        if self._counts_samples:
+            return
+        self._counts_samples = True
+        contribution, model = self.reducer.contribution, self._models[0]
+        self._hooks.before_forward(model, contribution.count)
+        self._hooks.show_to_compiler(model)
+        if isinstance(model, MultiNodeChainList):  # its forward_backward does not call it
+            model.register_count(contribution.add)
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -517,7 +510,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         *Collective over the ranks of the model* where it is sharded; the norm is that of the whole.
         """
         self._await_gradients("clip_grad_norm_ needs all gradients")
-        return clip_grad_norm_(_parameters_of(self.inner), max_norm, norm_type)
+        return clip_grad_norm_(parameters_of(self.inner), max_norm, norm_type)
 
     @property
     def nonfinite(self) -> list[NonfiniteGradients]:
@@ -553,7 +546,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
             older = reducer.owner if isinstance(reducer, GradientReducer) else None
             if not isinstance(older, MultiNodeOptimizer):
                 continue
-            if set(ours).isdisjoint(_parameters_of(older.inner)):
+            if set(ours).isdisjoint(parameters_of(older.inner)):
                 older._complete()
                 older.reducer.release(set(ours))
             else:
@@ -568,7 +561,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
     def _make_ready_for_step(self) -> None:
         """All that is done to gradients before the inner optimizer sees them."""
         if not (self.reducer.is_needed or self.reducer.is_suspended):
-            record_own_nonfinite(self.reducer, _parameters_of(self.inner))
+            record_own_nonfinite(self.reducer, parameters_of(self.inner))
         self._act_on_problem()
         if self._max_grad_norm is not None:
             self.clip_grad_norm_(self._max_grad_norm)
@@ -589,16 +582,12 @@ class MultiNodeOptimizer(WrappedOptimizer):
     def _raise_if_uncounted(self) -> None:
         if self.reducer.contribution.was_ever_known or not self.schedule.counts_samples:
             return
-        if any(p.grad is not None for p in _parameters_of(self.inner)):
+        if any(p.grad is not None for p in parameters_of(self.inner)):
             raise UsageError(
                 f"{self.communicator.rank_label}: {self.schedule.name} counts samples, but the "
                 "model's forward has seen no tensor with a batch dimension. Call "
                 "optimizer.set_weight(number_of_samples) before step()."
             )
-
-
-def _parameters_of(inner: Optimizer) -> list[Tensor]:
-    return [p for group in inner.param_groups for p in group["params"]]
 
 
 def _raise_if_attached(schedule: Schedule) -> None:

@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from torchmn.communicators import Communicator
 from torchmn.errors import UsageError
 from torchmn.gradients.bucket_set import Reduction
 from torchmn.gradients.reducer import GradientReducer
-from torchmn.resharding import mean_state, reshard_codec, reshard_inner, reshard_object
+from torchmn.resharding import (
+    mean_state,
+    reshard_codec,
+    reshard_inner,
+    reshard_object,
+    warnings_of,
+)
 from torchmn.schedules.base import Schedule
 
 State = dict[str, Any]
@@ -72,6 +79,24 @@ def reshard(
     if accumulated:
         state["torchmn"]["accumulated"] = _shared_out(accumulated, comm.size, reduction)
     return state
+
+
+def other_size_warnings(
+    schedule: Schedule, tuner: object, *, codec: object, models: Sequence[nn.Module]
+) -> list[str]:
+    """See `MultiNodeOptimizer.resume_warnings`."""
+    warnings = warnings_of(schedule) + warnings_of(tuner)
+    if codec is not None:
+        warnings.append(
+            f"The residuals of {codec} are kept, but gradients are rounded in other parts: the run "
+            "takes another path, as with another seed."
+        )
+    if any(True for model in models for _ in model.buffers()):
+        warnings.append(
+            "Buffers that differ between ranks, such as running statistics of batch normalization, "
+            "become those of rank 0, as when the optimizer is made."
+        )
+    return warnings
 
 
 def _accumulated(reducer: GradientReducer) -> State:

@@ -12,7 +12,7 @@ from torchmn.communicators import Communicator
 from torchmn.gradients.buckets import NamedParameter
 from torchmn.gradients.parameter_hook import owners_of
 from torchmn.gradients.reducer import GradientReducer
-from torchmn.gradients.replicas import named_tensors
+from torchmn.gradients.replicas import named_tensors, parameters_of
 
 
 def untrained_parameters(inner: Optimizer, models: Sequence[nn.Module]) -> list[NamedParameter]:
@@ -21,7 +21,7 @@ def untrained_parameters(inner: Optimizer, models: Sequence[nn.Module]) -> list[
     A norm over all of the model's gradients would differ between ranks if these were not exchanged,
     and so would what is clipped by it, without anything else that would show it.
     """
-    trained = {parameter for group in inner.param_groups for parameter in group["params"]}
+    trained = set(parameters_of(inner))
     return [
         (name, tensor)
         for name, tensor in named_tensors(models).items()

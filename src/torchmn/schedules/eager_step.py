@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torchmn.compiling import not_compiled
 from torchmn.errors import UsageError
 from torchmn.gradients.model_hooks import ModelHooks
+from torchmn.gradients.replicas import parameters_of
 from torchmn.schedules.fingerprint import differ, fingerprint
 from torchmn.schedules.trial_step import trial_step
 
@@ -196,8 +197,8 @@ class EagerStep:
             stacklevel=2,
         )
 
-    def _parameters(self) -> list[Tensor]:
-        return [p for group in self._inner.param_groups for p in group["params"]]
+    def _parameters(self) -> list[nn.Parameter]:
+        return parameters_of(self._inner)
 
 
 @torch.no_grad()

@@ -36,6 +36,7 @@ from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.gradients.buckets import NamedParameter
 from torchmn.gradients.nonfinite import NonfiniteGradients
 from torchmn.gradients.reducer import GradientReducer
+from torchmn.gradients.replicas import parameters_of
 from torchmn.profiling import recording
 from torchmn.schedules.base import ReplicaConsistency, Schedule
 from torchmn.schedules.parameter_server.channels import (
@@ -484,7 +485,7 @@ class ParameterServer(Schedule):
                 f"{rank_label}: parameter_server does not support weights: each worker's gradient "
                 "is a separate update. Use weight='rank' and scale the loss instead."
             )
-        held = {p for group in self._inner.param_groups for p in group["params"]}
+        held = set(parameters_of(self._inner))
         if len(held) != len(self._parameters):
             self.rebuild()
 

@@ -19,10 +19,12 @@ from torchmn.errors import DataError
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """The state of all generators, as plain values and tensors. Local."""
+    """The state of all generators, as tensors, numbers and lists of them. Local."""
+    version, numbers, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
     state = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
+        "python": [version, list(numbers), gauss],
+        "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
         "torch": torch.get_rng_state(),
         "seed": torch.initial_seed(),
     }
@@ -34,8 +36,8 @@ def capture(device: torch.device) -> dict[str, Any]:
 def check(state: Mapping[str, Any]) -> None:
     """Raise DataError if these are not the states of generators. Local; no generator is changed."""
     try:
-        random.Random().setstate(state["python"])
-        np.random.RandomState().set_state(state["numpy"])
+        random.Random().setstate(_python(state))
+        np.random.RandomState().set_state(_numpy(state))
         torch.Generator(device="cpu").set_state(state["torch"])
         int(state["seed"])
     except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError) as e:
@@ -49,8 +51,8 @@ def restore(state: Mapping[str, Any], device: torch.device) -> None:
 
     A GPU whose state was not saved (the run has moved to GPUs) keeps its stream.
     """
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
+    random.setstate(_python(state))
+    np.random.set_state(_numpy(state))
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
@@ -65,3 +67,13 @@ def start(seed: int, step: int, rank: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(number % 2**63)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(number % 2**63)
+
+
+def _python(state: Mapping[str, Any]) -> tuple[Any, ...]:
+    version, numbers, gauss = state["python"]
+    return version, tuple(numbers), gauss
+
+
+def _numpy(state: Mapping[str, Any]) -> tuple[Any, ...]:
+    name, keys, *rest = state["numpy"]
+    return name, np.asarray(keys, dtype=np.uint32), *rest
