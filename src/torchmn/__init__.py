@@ -45,9 +45,9 @@ if TYPE_CHECKING:
         create_synchronized_iterator,
         scatter_dataset,
         scatter_index,
-        scatter_loader,
         split_dataset_n_random,
     )
+    from torchmn.data.scatter_loader import scatter_loader
     from torchmn.errors import TorchmnError
     from torchmn.evaluation import GenericMultiNodeEvaluator, Ratio, create_multi_node_evaluator
     from torchmn.launch.launch_local import launch_local

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pytorch_pfn_extras.training.extension import Extension
 
-import torchmn.rng_state as rng_state
+from torchmn import rng_state
 from torchmn.checkpoint.control_channel import ControlChannel
 from torchmn.checkpoint.dcp import export_dcp
 from torchmn.checkpoint.folder_owner import FolderOwner

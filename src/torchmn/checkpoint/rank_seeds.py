@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-import torchmn.rng_state as rng_state
+from torchmn import rng_state
 from torchmn.errors import RankMismatchError, UsageError
 
 if TYPE_CHECKING:

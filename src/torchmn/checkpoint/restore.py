@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-import torchmn.rng_state as rng_state
+from torchmn import rng_state
 from torchmn.batch_settings import batch_settings_by_name
 from torchmn.checkpoint.manifest import Manifest
 from torchmn.checkpoint.parts import place_parts, targets_of

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-import torchmn.rng_state as rng_state
+from torchmn import rng_state
 
 Batch = TypeVar("Batch")
 _CPU = torch.device("cpu")
