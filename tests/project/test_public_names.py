@@ -30,6 +30,7 @@ INTERNAL = {
     "gradients",
     "monitor",
     "permutations",
+    "rng_state",
     "planning",
     "report",
     "resharding",

@@ -9,25 +9,20 @@ more if something was trained since it ran, then the test.
 
 from __future__ import annotations
 
-import glob
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from pytorch_pfn_extras.training.extension import Extension
 
-from torchmn.checkpoint import MultiNodeCheckpointer, create_multi_node_checkpointer
-from torchmn.checkpoint.retention import is_checkpoint
 from torchmn.cntk.communicator import default_communicator
 from torchmn.cntk.schedules import minibatch_size_schedule
+from torchmn.cntk.session_checkpoints import SessionCheckpoints
 from torchmn.cntk.session_config import (
     CheckpointConfig,
     CrossValidationConfig,
-    DataUnit,
     Frequency,
     Size,
     Source,
@@ -36,11 +31,11 @@ from torchmn.cntk.session_config import (
     is_positive_int,
     raise_if_infinite,
 )
+from torchmn.cntk.session_loop import Action, SessionUpdater, WaitForWrites, limited
 from torchmn.cntk.trainer import Trainer
 from torchmn.communicators import Communicator
 from torchmn.errors import UsageError
 from torchmn.evaluation import sync_buffers_
-from torchmn.profiling import recording
 from torchmn.readers import (
     MinibatchData,
     MinibatchSource,
@@ -111,14 +106,14 @@ class TrainingSession:
             DataError: a checkpoint cannot be read or written.
             SystemExit: the job is about to end and was saved, with status 85: see `Preemption`.
         """
-        updater = _SessionUpdater(self, device)
+        updater = SessionUpdater(self, device)
         loop = Loop(updater, lambda _: updater.has_ended, None, comm=self.comm)
         checkpoints = None
         if self.checkpoint_config is not None and self.checkpoint_config.filename is not None:
-            checkpoints = _Checkpoints(self.checkpoint_config, updater, self._comm_of_job())
-            loop.extend(_Action("checkpoint", 3, checkpoints.frequency, updater, checkpoints.save))
-            loop.extend(_Waiting(checkpoints.checkpointer))
-        updater.progress = _Action("progress", 2, self.progress_frequency, updater, self._summarize)
+            checkpoints = SessionCheckpoints(self.checkpoint_config, updater, self._comm_of_job())
+            loop.extend(Action("checkpoint", 3, checkpoints.frequency, updater, checkpoints.save))
+            loop.extend(WaitForWrites(checkpoints.checkpointer))
+        updater.progress = Action("progress", 2, self.progress_frequency, updater, self._summarize)
         loop.extend(updater.progress)
         if self.cv_config is not None:
 
@@ -126,7 +121,7 @@ class TrainingSession:
                 if not self._cross_validate(index, device):
                     updater.stop()
 
-            validation = _Action("validation", 1, self.cv_config.frequency, updater, validate)
+            validation = Action("validation", 1, self.cv_config.frequency, updater, validate)
             loop.extend(validation)
             if self.cv_config.minibatch_source is not None:
                 updater.validation = validation
@@ -199,8 +194,8 @@ class TrainingSession:
         moved = [source] if isinstance(config, TestConfig) else [self.mb_source, source]
         with self._equal_buffers(), _unmoved(*moved):
             while max_samples is None or num_samples < max_samples:
-                size = _limited(int(sizes.value(num_samples, 0)), max_samples, num_samples)
-                arguments = self._next(source, size, inputs)
+                size = limited(int(sizes.value(num_samples, 0)), max_samples, num_samples)
+                arguments = self.next_minibatch(source, size, inputs)
                 added, count = self.trainer.evaluation_sums(
                     arguments, device, criterion=config.criterion
                 )
@@ -237,12 +232,13 @@ class TrainingSession:
                 for buffer, value in zip(buffers, own, strict=True):
                     buffer.copy_(value)
 
-    def _next(
+    def next_minibatch(
         self,
         source: MinibatchSource | UserSourceMinibatches,
         size: int,
         input_map: Mapping[Any, Any] | None = None,
     ) -> dict[Any, MinibatchData]:
+        """This rank's part of the next minibatch of ``size`` samples over all ranks. Local."""
         input_map = self.input_map if input_map is None else input_map
         if self.comm is None:
             return source.next_minibatch(size, input_map)
@@ -310,216 +306,6 @@ def training_session(
     )
 
 
-# ---- the loop ----
-
-
-class _SessionUpdater:
-    """An iteration of a session: a minibatch. The last iteration finds no data."""
-
-    iterations_per_epoch = None
-
-    def __init__(self, session: TrainingSession, device: torch.device | str | None) -> None:
-        self.session = session
-        self.trainer = session.trainer
-        self.model = session.trainer.model
-        self.optimizer = {f"learner{n}": each for n, each in enumerate(session.trainer.optimizers)}
-        self.progress: _Action | None = None
-        self.validation: _Action | None = None
-        self.has_ended = False
-        self.has_trained = False
-        self._device = device
-        self._is_stopped = False
-        self._before = self.position()
-
-    @property
-    def iteration(self) -> int:
-        return self.trainer.num_minibatches
-
-    @property
-    def epoch(self) -> int:
-        return self.trainer.num_sweeps
-
-    @property
-    def epoch_detail(self) -> float:
-        return float(self.epoch)
-
-    @property
-    def previous_epoch_detail(self) -> float | None:
-        return float(self._before[DataUnit.sweep])
-
-    def position(self) -> dict[DataUnit, int]:
-        """How far the training is, in each unit."""
-        return {
-            DataUnit.sample: self.trainer.total_number_of_samples_seen,
-            DataUnit.minibatch: self.trainer.num_minibatches,
-            DataUnit.sweep: self.trainer.num_sweeps,
-        }
-
-    def previous_position(self) -> dict[DataUnit, int]:
-        """The same before the last iteration."""
-        return self._before
-
-    def stop(self) -> None:
-        """Let the next iteration be the last one."""
-        self._is_stopped = True
-
-    def update(self) -> None:
-        session = self.session
-        self._before = self.position()
-        num_samples = self._before[DataUnit.sample]
-        size = int(session.sizes.value(num_samples, self._before[DataUnit.sweep]))
-        size = _limited(size, session.max_samples, num_samples)
-        arguments = {}
-        if size and not self._is_stopped:
-            with recording.timed("data"):
-                arguments = session._next(session.mb_source, size)
-        has_data = self.trainer.train_minibatch(arguments, device=self._device)
-        self.has_ended = not has_data
-        self.has_trained |= has_data
-
-    def finalize(self) -> None:
-        pass
-
-    def state_dict(self) -> dict[str, Any]:
-        """Beside what the trainer saves: where the source is."""
-        return {
-            "source": self.session.mb_source.get_checkpoint_state(),
-            "is_summarized": self.progress is not None and self.progress.is_due(),
-            "is_validated": self.validation is not None and self.validation.is_due(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What was done right after the checkpoint was taken is not done again."""
-        self.session.mb_source.restore_from_checkpoint(state["source"])
-        for writer in self.trainer.progress_writers:
-            if state["is_summarized"]:
-                writer.skip_training_summary()
-            if state["is_validated"]:
-                writer.skip_test_summary()
-
-
-class _Action(Extension):
-    """What a session does each time that the training passes a multiple of a frequency."""
-
-    def __init__(
-        self,
-        name: str,
-        priority: int,
-        frequency: Frequency,
-        updater: _SessionUpdater,
-        run: Callable[[int], object],
-    ) -> None:
-        self.name = name
-        self.priority = priority
-        self.period, self.unit = checked_frequency(frequency)
-        self.trigger: Any = lambda _: self.is_due()
-        self._updater = updater
-        self._run = run
-        self._ran_at = -1
-
-    def is_due(self) -> bool:
-        """Whether a multiple was passed in this iteration; at the end, whether it is yet to run."""
-        if self._updater.has_ended:
-            return self._updater.has_trained and self._ran_at != self._updater.iteration
-        now = self._updater.position()[self.unit]
-        return self.period is not None and now // self.period != self.index
-
-    @property
-    def index(self) -> int:
-        """How many multiples were passed before this iteration."""
-        before = self._updater.previous_position()[self.unit]
-        return 0 if self.period is None else before // self.period
-
-    def __call__(self, loop: object) -> None:
-        self._ran_at = self._updater.iteration
-        self._run(self.index)
-
-
-class _Waiting(Extension):
-    """Waits at the end of training, also after an error, for what is being written."""
-
-    trigger: Any = staticmethod(lambda _: False)
-    name = "checkpointer"
-
-    def __init__(self, checkpointer: MultiNodeCheckpointer) -> None:
-        self._checkpointer = checkpointer
-
-    def finalize(self, loop: object) -> None:
-        self._checkpointer.finalize()
-
-
-class _Checkpoints:
-    """The checkpoints of a session: the newest ones in a folder, and those that are preserved."""
-
-    def __init__(
-        self, config: CheckpointConfig, updater: _SessionUpdater, comm: Communicator
-    ) -> None:
-        assert config.filename is not None  # noqa: S101
-        self.path = Path(config.filename).absolute()
-        self.frequency = config.frequency
-        self.comm = comm
-        self._config = config
-        self._updater = updater
-        self.checkpointer = create_multi_node_checkpointer(
-            comm, self.path.parent, self.path.name, on_failure="raise"
-        )
-
-    def save(self, index: int) -> None:
-        external = {"session": self._updater.state_dict()}
-        trainer = self._updater.trainer
-        self.checkpointer.save(trainer.num_minibatches, trainer.stateful(external))
-        if self._config.preserve_all:
-            trainer.save_checkpoint(f"{self.path}{index}", external)
-
-    def save_now(self) -> None:
-        trainer = self._updater.trainer
-        done = {"is_summarized": False, "is_validated": False}  # before: the writers know of it
-        external = {"session": {**self._updater.state_dict(), **done}}
-        self.checkpointer.save(trainer.num_minibatches, trainer.stateful(external))
-        self.checkpointer.finish()
-
-    def restore(self) -> bool:
-        """Continue from the newest checkpoint, or else from the last one that was preserved.
-
-        Returns whether there was one. Without ``preserve_all`` a folder with the name of a
-        preserved one is of another session.
-        """
-        if not self._config.restore:
-            return False
-        external: dict[str, Any] = {}
-        trainer = self._updater.trainer
-        state = trainer.stateful(external)
-        self.checkpointer.resume(state)
-        where: Path | None = self.path
-        if self.checkpointer.resumed_from is None:
-            where = self._last_preserved() if self._config.preserve_all else None
-            if where is None:
-                return False
-            external = trainer.restore_from_checkpoint(where)
-        if "session" not in external:
-            raise UsageError(
-                f"{self.comm.rank_label}: the checkpoint in {where} was not saved by a session, so "
-                "the position in the data is not known. Call trainer.restore_from_checkpoint() "
-                "and pass CheckpointConfig(..., restore=False) with another filename to begin at "
-                "the first sample."
-            )
-        self._updater.load_state_dict(external["session"])
-        if self.comm.rank == 0:
-            print(f"Restoring training session from the checkpoint '{where}'", flush=True)
-        return True
-
-    def _last_preserved(self) -> Path | None:
-        """The folder with the highest index, as rank 0 sees it. *Collective.*"""
-        found = []
-        if self.comm.rank == 0:
-            for step in self.path.parent.glob(f"{glob.escape(self.path.name)}*/step-*"):
-                index = step.parent.name.removeprefix(self.path.name)
-                if index.isdecimal() and is_checkpoint(step.name):
-                    found.append((int(index), step.parent.name))
-        name = self.comm.bcast_obj(max(found)[1] if found else "")
-        return self.path.parent / name if name else None
-
-
 @contextmanager
 def _unmoved(*sources: MinibatchSource | UserSourceMinibatches) -> Iterator[None]:
     """Sources are afterwards where they were."""
@@ -529,8 +315,3 @@ def _unmoved(*sources: MinibatchSource | UserSourceMinibatches) -> Iterator[None
     finally:
         for source, position in positions:
             source.restore_from_checkpoint(position)
-
-
-def _limited(size: int, max_samples: int | None, num_samples: int) -> int:
-    """The size of the next minibatch, so that there are no samples beyond ``max_samples``."""
-    return size if max_samples is None else max(0, min(size, max_samples - num_samples))

@@ -31,8 +31,9 @@ from torchmn.profiling.observers import Observers
 from torchmn.profiling.profile_request import FOLDER as PROFILE_FOLDER
 from torchmn.profiling.profile_request import ProfileRequest, is_record_off
 from torchmn.profiling.record_file import FOLDER, RecordFile
+from torchmn.profiling.recorded_exchange import Coding, Traffic
 from torchmn.profiling.records import FORMAT, ClockOffset, Memory, Phase, RunEnd, RunStart
-from torchmn.profiling.step_recorder import Coding, StepRecorder, Traffic
+from torchmn.profiling.step_recorder import StepRecorder
 from torchmn.profiling.step_trace import RequestedTrace, StepTrace, running
 from torchmn.profiling.timeline import Mark, clock_of
 from torchmn.topology.network import nominal_speed, route_of

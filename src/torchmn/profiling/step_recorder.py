@@ -17,12 +17,11 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Protocol
 
 from torchmn.profiling.core_time import CoreTime, CoreTimeReader
+from torchmn.profiling.recorded_exchange import DIGITS, Exchange, Traffic
 from torchmn.profiling.records import (
-    Bucket,
     GradientTimes,
     Line,
     Phase,
@@ -32,25 +31,12 @@ from torchmn.profiling.records import (
 )
 from torchmn.profiling.timeline import Mark, StepClock
 
-_DIGITS = 7
-"""Of seconds in the record: tenths of microseconds."""
 _MAX_MARKS = 4096
 _LOSS_PERIOD_S = 0.5
 _MAX_OTHERS = 2
 _GRADIENT_STEPS = frozenset({3, 10, 30, 100})
 _GRADIENT_PERIOD = 500
 _UNTRAINED: frozenset[Phase] = frozenset({"data", "other", "evaluation"})
-
-
-class Traffic(Protocol):
-    """The communicator, whose bytes are counted."""
-
-    def traffic(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Bytes sent and received since its beginning, by the host at the other end."""
-
-    @property
-    def num_sent_nbytes(self) -> int:
-        """Bytes sent since its beginning."""
 
 
 class Trace(Protocol):
@@ -73,83 +59,6 @@ class GradientFacts:
     numel: int
     nbytes: int
     is_small: bool
-
-
-class Exchange:
-    """One sum of gradients: made when it is handed over, run by the engine. Any thread."""
-
-    __slots__ = (
-        *("_comm", "_recorder", "_sent_before", "coding_s", "ended", "nbytes", "number", "ready"),
-        *("sent_nbytes", "started"),
-    )
-
-    def __init__(
-        self, recorder: StepRecorder, comm: Traffic, number: int, nbytes: int, ready: Mark
-    ) -> None:
-        self._recorder, self._comm = recorder, comm
-        self.number, self.nbytes = number, nbytes
-        self.ready = recorder.clock.mark() if ready is None else ready
-        self.started: Mark = None
-        self.ended: Mark = None
-        self.sent_nbytes = 0
-        self.coding_s = {"encode": 0.0, "decode": 0.0}
-
-    def begin(self) -> None:
-        """The engine begins with it."""
-        recorder = self._recorder
-        recorder.running = self
-        self._sent_before = self._comm.num_sent_nbytes
-        self.started = recorder.clock.mark()
-
-    def end(self) -> None:
-        """The sum is there, or has failed."""
-        recorder = self._recorder
-        self.ended = recorder.clock.mark()
-        recorder.running = None
-        self.sent_nbytes = self._comm.num_sent_nbytes - self._sent_before
-        recorder.exchanges.append(self)
-
-    def line(self, clock: StepClock, begin: Mark) -> Bucket:
-        """As it is written, in the step that has begun at a mark."""
-
-        def after(mark: Mark) -> float:
-            return round(clock.seconds(begin, mark), _DIGITS)
-
-        return Bucket(
-            number=self.number,
-            nbytes=self.nbytes,
-            sent_nbytes=self.sent_nbytes,
-            ready_s=after(self.ready),
-            started_s=after(self.started),
-            ended_s=after(self.ended),
-            encode_s=round(self.coding_s["encode"], _DIGITS),
-            decode_s=round(self.coding_s["decode"], _DIGITS),
-        )
-
-
-class Coding:
-    """The time in which a codec encodes or decodes, on whichever thread it does. A context."""
-
-    __slots__ = ("_began_s", "_before", "_phase", "_recorder")
-
-    def __init__(self, recorder: StepRecorder | None, phase: Phase) -> None:
-        self._recorder, self._phase = recorder, phase
-
-    def __enter__(self) -> None:
-        if self._recorder is not None:
-            self._before = self._recorder.enter(self._phase)
-            self._began_s = time.perf_counter()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
-    ) -> None:
-        recorder = self._recorder
-        if recorder is None:
-            return
-        running = recorder.running
-        if running is not None and recorder.clock.is_host:
-            running.coding_s[self._phase] += time.perf_counter() - self._began_s
-        recorder.leave(self._before)
 
 
 @dataclass(slots=True)
@@ -487,14 +396,14 @@ class StepRecorder:
         self._write(
             Step(
                 step=ended.number,
-                at_s=round(ended.at_s, _DIGITS),
-                seconds=round(clock.seconds(begin, ended.end), _DIGITS),
+                at_s=round(ended.at_s, DIGITS),
+                seconds=round(clock.seconds(begin, ended.end), DIGITS),
                 phases=_rounded(ended.folded),
                 samples=ended.samples,
                 sent=ended.sent,
                 received=ended.received,
                 buckets=[exchange.line(clock, begin) for exchange in exchanges],
-                **{name: round(seconds, _DIGITS) for name, seconds in core_time.items()},
+                **{name: round(seconds, DIGITS) for name, seconds in core_time.items()},
             )
         )
         if ended.gradients and ended.backward is not None:
@@ -503,7 +412,7 @@ class StepRecorder:
                 GradientTimes(
                     step=ended.number,
                     ready_s=[
-                        round(clock.seconds(ended.backward, ready), _DIGITS)
+                        round(clock.seconds(ended.backward, ready), DIGITS)
                         for _, ready in ended.gradients
                     ],
                     numel=[each.numel for each in facts],
@@ -531,7 +440,7 @@ def _add_up(
 
 
 def _rounded(totals: dict[Phase, float]) -> dict[Phase, float]:
-    return {phase: value for phase, s in totals.items() if (value := round(s, _DIGITS)) > 0}
+    return {phase: value for phase, s in totals.items() if (value := round(s, DIGITS)) > 0}
 
 
 def _no_optimizer() -> None:

@@ -20,8 +20,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from torchmn.control.private_files import make_private_folder
 from torchmn.profiling.profile_request import ProfileRequest
+from torchmn.profiling.recorded_exchange import Exchange
 from torchmn.profiling.records import ClockOffset, Phase
-from torchmn.profiling.step_recorder import Exchange, StepRecorder
+from torchmn.profiling.step_recorder import StepRecorder
 from torchmn.profiling.timeline import Mark
 
 CLOCK_EVENT = "torchmn clock"

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from torchmn.profiling.recorded_exchange import Coding
 from torchmn.profiling.records import GradientTimes, Line, Step, Value
-from torchmn.profiling.step_recorder import Coding, GradientFacts, StepRecorder
+from torchmn.profiling.step_recorder import GradientFacts, StepRecorder
 from torchmn.profiling.timeline import GpuClock, Mark
 
 

@@ -1,0 +1,163 @@
+"""The loop of a training session: its iterations, and the actions that run between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pytorch_pfn_extras.training.extension import Extension
+
+from torchmn.checkpoint import MultiNodeCheckpointer
+from torchmn.cntk.session_config import DataUnit, Frequency, checked_frequency
+from torchmn.profiling import recording
+
+if TYPE_CHECKING:
+    from torchmn.cntk.training_session import TrainingSession
+
+
+class SessionUpdater:
+    """An iteration of a session: a minibatch. The last iteration finds no data."""
+
+    iterations_per_epoch = None
+
+    def __init__(self, session: TrainingSession, device: torch.device | str | None) -> None:
+        self.session = session
+        self.trainer = session.trainer
+        self.model = session.trainer.model
+        self.optimizer = {f"learner{n}": each for n, each in enumerate(session.trainer.optimizers)}
+        self.progress: Action | None = None
+        self.validation: Action | None = None
+        self.has_ended = False
+        self.has_trained = False
+        self._device = device
+        self._is_stopped = False
+        self._before = self.position()
+
+    @property
+    def iteration(self) -> int:
+        """Minibatches so far."""
+        return self.trainer.num_minibatches
+
+    @property
+    def epoch(self) -> int:
+        """Sweeps so far."""
+        return self.trainer.num_sweeps
+
+    @property
+    def epoch_detail(self) -> float:
+        """As `epoch`: a source does not say how much of a sweep is over."""
+        return float(self.epoch)
+
+    @property
+    def previous_epoch_detail(self) -> float | None:
+        """`epoch_detail` before the last iteration."""
+        return float(self._before[DataUnit.sweep])
+
+    def position(self) -> dict[DataUnit, int]:
+        """How far the training is, in each unit."""
+        return {
+            DataUnit.sample: self.trainer.total_number_of_samples_seen,
+            DataUnit.minibatch: self.trainer.num_minibatches,
+            DataUnit.sweep: self.trainer.num_sweeps,
+        }
+
+    def previous_position(self) -> dict[DataUnit, int]:
+        """The same before the last iteration."""
+        return self._before
+
+    def stop(self) -> None:
+        """Let the next iteration be the last one."""
+        self._is_stopped = True
+
+    def update(self) -> None:
+        """Train on the next minibatch, or find that there is none. *Collective.*"""
+        session = self.session
+        self._before = self.position()
+        num_samples = self._before[DataUnit.sample]
+        size = int(session.sizes.value(num_samples, self._before[DataUnit.sweep]))
+        size = limited(size, session.max_samples, num_samples)
+        arguments = {}
+        if size and not self._is_stopped:
+            with recording.timed("data"):
+                arguments = session.next_minibatch(session.mb_source, size)
+        has_data = self.trainer.train_minibatch(arguments, device=self._device)
+        self.has_ended = not has_data
+        self.has_trained |= has_data
+
+    def finalize(self) -> None:
+        """Nothing is left to do."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Beside what the trainer saves: where the source is."""
+        return {
+            "source": self.session.mb_source.get_checkpoint_state(),
+            "is_summarized": self.progress is not None and self.progress.is_due(),
+            "is_validated": self.validation is not None and self.validation.is_due(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What was done right after the checkpoint was taken is not done again."""
+        self.session.mb_source.restore_from_checkpoint(state["source"])
+        for writer in self.trainer.progress_writers:
+            if state["is_summarized"]:
+                writer.skip_training_summary()
+            if state["is_validated"]:
+                writer.skip_test_summary()
+
+
+class Action(Extension):
+    """What a session does each time that the training passes a multiple of a frequency."""
+
+    def __init__(
+        self,
+        name: str,
+        priority: int,
+        frequency: Frequency,
+        updater: SessionUpdater,
+        run: Callable[[int], object],
+    ) -> None:
+        self.name = name
+        self.priority = priority
+        self.period, self.unit = checked_frequency(frequency)
+        self.trigger: Any = lambda _: self.is_due()
+        self._updater = updater
+        self._run = run
+        self._ran_at = -1
+
+    def is_due(self) -> bool:
+        """Whether a multiple was passed in this iteration; at the end, whether it is yet to run."""
+        if self._updater.has_ended:
+            return self._updater.has_trained and self._ran_at != self._updater.iteration
+        now = self._updater.position()[self.unit]
+        return self.period is not None and now // self.period != self.index
+
+    @property
+    def index(self) -> int:
+        """How many multiples were passed before this iteration."""
+        before = self._updater.previous_position()[self.unit]
+        return 0 if self.period is None else before // self.period
+
+    def __call__(self, loop: object) -> None:
+        """Run, for the loop has found it due."""
+        self._ran_at = self._updater.iteration
+        self._run(self.index)
+
+
+class WaitForWrites(Extension):
+    """Waits at the end of training, also after an error, for what is being written."""
+
+    trigger: Any = staticmethod(lambda _: False)
+    name = "checkpointer"
+
+    def __init__(self, checkpointer: MultiNodeCheckpointer) -> None:
+        self._checkpointer = checkpointer
+
+    def finalize(self, loop: object) -> None:
+        """Wait, at the end of the loop."""
+        self._checkpointer.finalize()
+
+
+def limited(size: int, max_samples: int | None, num_samples: int) -> int:
+    """The size of the next minibatch, so that there are no samples beyond ``max_samples``."""
+    return size if max_samples is None else max(0, min(size, max_samples - num_samples))
