@@ -30,10 +30,10 @@ INTERNAL = {
     "gradients",
     "monitor",
     "permutations",
-    "rng_state",
     "planning",
     "report",
     "resharding",
+    "rng_state",
     "script",
     "version",
 }
