@@ -64,6 +64,14 @@ class MultiNodeCheckpointer(Extension):
     """Made by `create_multi_node_checkpointer`. A trainer's extension, or called from a loop.
 
     It saves everything that has a ``state_dict``, and the random generators of every rank.
+
+    >>> import tempfile
+    >>> model = torch.nn.Linear(3, 1)
+    >>> checkpointer = torchmn.create_multi_node_checkpointer(comm, tempfile.mkdtemp(), "net")
+    >>> checkpointer.save(7, {"model": model})
+    >>> checkpointer.finish()
+    >>> checkpointer.resume({"model": model})
+    7
     """
 
     trigger = (1, "epoch")

@@ -84,6 +84,11 @@ class FolderStorage:
 
     Only the user may read what is written, and the members of the group with the number ``gid`` if
     it is given. ``confirm`` is called before a checkpoint becomes one, and raises if it must not.
+
+    >>> import pathlib, tempfile
+    >>> from torchmn.checkpoint import FolderStorage
+    >>> FolderStorage(pathlib.Path(tempfile.mkdtemp())).names()
+    []
     """
 
     sees_all_ranks = True

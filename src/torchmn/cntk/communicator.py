@@ -21,7 +21,12 @@ def default_communicator() -> Ranks:
 
 @dataclass(frozen=True)
 class WorkerDescriptor:
-    """One rank of the job, and the name of its host."""
+    """One rank of the job, and the name of its host.
+
+    >>> from torchmn.cntk.communicator import WorkerDescriptor
+    >>> WorkerDescriptor(global_rank=1, host_id="a").host_id
+    'a'
+    """
 
     global_rank: int
     host_id: str

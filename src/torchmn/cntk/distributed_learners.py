@@ -56,6 +56,11 @@ def data_parallel_distributed_learner(
         comm: the ranks; default: all of the job.
 
     Raises UsageError: another number of bits; UnsupportedError: asynchronous updates.
+
+    >>> from torchmn import cntk
+    >>> sgd = cntk.sgd(torch.nn.Linear(3, 1).parameters(), lr=0.1)
+    >>> cntk.data_parallel_distributed_learner(sgd, num_quantization_bits=1).learner is sgd
+    True
     """
     if use_async_buffered_parameter_update:
         raise UnsupportedError(
@@ -101,6 +106,11 @@ def block_momentum_distributed_learner(
 
     `torchmn.schedules.BlockMomentum` has the formula. `Trainer` raises UsageError for values out of
     range.
+
+    >>> from torchmn import cntk
+    >>> sgd = cntk.sgd(torch.nn.Linear(3, 1).parameters(), lr=0.1)
+    >>> cntk.block_momentum_distributed_learner(sgd, block_size=4096).learner is sgd
+    True
     """
     return DistributedLearner(
         learner=learner,

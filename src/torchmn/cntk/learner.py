@@ -92,6 +92,11 @@ class Learner(Optimizer):
     options that the learner was made with.
 
     Raises UsageError: an option or a schedule is out of range, or no parameters.
+
+    >>> from torchmn import cntk
+    >>> learner = cntk.momentum_sgd(torch.nn.Linear(3, 1).parameters(), lr=0.1, momentum=0.9)
+    >>> isinstance(learner, torch.optim.Optimizer), learner.learning_rate()
+    (True, 0.1)
     """
 
     accepts_sparse_gradients = False

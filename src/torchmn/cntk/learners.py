@@ -382,6 +382,16 @@ def rmsprop(
         need_ave_multiplier: divide the factors of a parameter's elements by their mean.
 
     Raises UsageError: an option is out of range.
+
+    >>> from torchmn import cntk
+    >>> weight = torch.nn.Parameter(torch.ones(1))
+    >>> learner = cntk.rmsprop([weight], 0.1, gamma=0.9, inc=1.2, dec=0.5, max=10, min=0.1)
+    >>> weight.grad = torch.ones(1)
+    >>> learner.begin_minibatch(1)
+    >>> learner.step()
+    >>> learner.end_minibatch(1)
+    >>> weight.item() < 1
+    True
     """
     return RMSProp(
         parameters,

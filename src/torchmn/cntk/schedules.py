@@ -30,7 +30,12 @@ Values = float | Sequence[float] | Sequence[tuple[int, float]]
 
 
 class UnitType(Enum):
-    """What a learning rate is for: one sample, or a minibatch of any size."""
+    """What a learning rate is for: one sample, or a minibatch of any size.
+
+    >>> from torchmn import cntk
+    >>> [unit.name for unit in cntk.UnitType]
+    ['sample', 'minibatch']
+    """
 
     sample = "sample"
     minibatch = "minibatch"
@@ -46,6 +51,11 @@ class Schedule:
         minibatch_size: the number of samples that the value is for, or `IGNORE`.
 
     ``schedule[n]`` is the value after n samples, or n sweeps where ``epoch_size`` is None.
+
+    >>> from torchmn import cntk
+    >>> schedule = cntk.learning_parameter_schedule([0.1, 0.01], epoch_size=1000)
+    >>> schedule.value(999, 0), schedule.value(1000, 0)
+    (0.1, 0.01)
     """
 
     spans: tuple[tuple[int, float], ...]

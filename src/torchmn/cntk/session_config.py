@@ -21,7 +21,12 @@ Source = MinibatchSource | UserMinibatchSource
 
 
 class DataUnit(Enum):
-    """The unit of a frequency: samples or minibatches over all ranks, or sweeps over the data."""
+    """The unit of a frequency: samples or minibatches over all ranks, or sweeps over the data.
+
+    >>> from torchmn import cntk
+    >>> [unit.name for unit in cntk.DataUnit]
+    ['sample', 'minibatch', 'sweep']
+    """
 
     sample = "sample"
     minibatch = "minibatch"
@@ -45,6 +50,10 @@ class CheckpointConfig:
         preserve_all: keep every checkpoint, also in folders of its own: ``filename`` with an index.
 
     Raises UsageError: a frequency without a filename, or one that is no positive number.
+
+    >>> from torchmn import cntk
+    >>> cntk.CheckpointConfig("models/net", frequency=(1, cntk.DataUnit.sweep)).restore
+    True
     """
 
     filename: str | Path | None
@@ -80,6 +89,12 @@ class CrossValidationConfig:
 
     Raises UsageError: neither data nor callback, an infinite source without ``max_samples``, a
         frequency or size that is no positive number.
+
+    >>> from torchmn import cntk
+    >>> def stop_early(index, average_error, num_samples, num_minibatches):
+    ...     return average_error > 0.01
+    >>> cntk.CrossValidationConfig(frequency=1000, callback=stop_early).frequency
+    1000
     """
 
     minibatch_source: Source | None = None
@@ -114,6 +129,13 @@ class TestConfig:
         mb_size: CNTK's earlier name of ``minibatch_size``.
 
     Raises UsageError: no source or an infinite one, a size that is no positive number.
+
+    >>> from torchmn import cntk
+    >>> source = cntk.MinibatchSourceFromData(
+    ...     {"x": np.ones((4, 2), np.float32)}, max_sweeps=1
+    ... )
+    >>> cntk.TestConfig(source, minibatch_size=2).minibatch_size
+    2
     """
 
     __test__ = False  # no test of pytest

@@ -49,7 +49,12 @@ from torchmn.training import Trainer as Loop
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of a cross validation or test, over all ranks."""
+    """The result of a cross validation or test, over all ranks.
+
+    >>> from torchmn.cntk.training_session import Evaluation
+    >>> Evaluation(error=0.25, num_samples=8, num_minibatches=2).error
+    0.25
+    """
 
     error: float
     """The mean of the metric over all samples, or of the loss without a metric."""

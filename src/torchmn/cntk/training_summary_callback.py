@@ -14,6 +14,13 @@ class TrainingSummaryProgressCallback(ProgressWriter):
         epoch_size: not used, as in CNTK: ``progress_frequency`` of the session decides.
         callback: gets the index of the summary, from 0, the sums of losses and of metrics (None
             without a metric) over its samples, and the number of samples.
+
+    >>> from torchmn import cntk
+    >>> writer = cntk.TrainingSummaryProgressCallback(
+    ...     1000, lambda epoch, loss, metric, num_samples: print(epoch, loss)
+    ... )
+    >>> isinstance(writer, cntk.ProgressWriter)
+    True
     """
 
     def __init__(

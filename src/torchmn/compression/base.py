@@ -41,7 +41,12 @@ ALIGNMENT = 8  # bytes; encoded stripes must begin at a multiple of it
 
 
 class Codec(ABC):
-    """A compressed form of gradients, and its state. See `StripeCodec` and `PowerSGD`."""
+    """A compressed form of gradients, and its state. See `StripeCodec` and `PowerSGD`.
+
+    >>> from torchmn.compression import Codec, PowerSGD
+    >>> isinstance(PowerSGD(), Codec)
+    True
+    """
 
     name: str
     needs_whole_parameters = False

@@ -197,6 +197,10 @@ def reshard(states: Sequence[State], num_workers: int) -> State:
     only some ranks encode (leaders of nodes), ``num_workers`` is their number.
 
     Raises UsageError: no states, or no workers.
+
+    >>> from torchmn.compression import reshard
+    >>> reshard([{"residuals": []}, {"residuals": []}], 3)  # nothing was lost so far
+    {'residuals': []}
     """
     if not states or num_workers < 1:
         raise UsageError(

@@ -35,7 +35,13 @@ from torchmn.profiling import recording
 
 
 class MicroBatch(NamedTuple):
-    """The samples of one pass, and by what its mean loss is multiplied."""
+    """The samples of one pass, and by what its mean loss is multiplied.
+
+    >>> from torchmn.large_batch import MicroBatch
+    >>> micro = MicroBatch(samples=[1, 2], share=0.5)
+    >>> micro.share
+    0.5
+    """
 
     samples: Any
     """Of the structure of the whole batch."""

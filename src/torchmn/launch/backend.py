@@ -74,6 +74,11 @@ def choose_backend(
     the hosts of the job.
 
     Raises UnknownNameError: no such backend. Raises UnsupportedError: it cannot work here.
+
+    >>> from torchmn.launch.backend import choose_backend, this_machine
+    >>> backend, why = choose_backend("gloo", this_machine({}), 2)
+    >>> backend
+    'gloo'
     """
     if wanted not in BACKENDS:
         raise UnknownNameError("backend", wanted, BACKENDS)

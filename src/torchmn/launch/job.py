@@ -41,6 +41,11 @@ class Job:
     is ``signal_grace_s``, ``None`` to leave that to the scheduler. A rank whose agent does not
     connect within ``start_limit_s`` has not started. Each run makes a folder of its own in
     ``log_dir``.
+
+    >>> from torchmn.launch import RunOptions, plan_job
+    >>> job, _ = plan_job(RunOptions(argv=("python", "train.py"), num_ranks=2), {})
+    >>> job.argv
+    ('python', 'train.py')
     """
 
     argv: tuple[str, ...]

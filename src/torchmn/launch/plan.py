@@ -56,7 +56,13 @@ def _option(
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The options of `torchmn run`; ``None`` or ``auto`` where not given."""
+    """The options of `torchmn run`; ``None`` or ``auto`` where not given.
+
+    >>> from torchmn.launch import RunOptions
+    >>> options = RunOptions(argv=("python", "train.py"), num_ranks=2)
+    >>> options.num_ranks, options.launcher
+    (2, 'auto')
+    """
 
     argv: tuple[str, ...]
     script: str = ""
@@ -191,6 +197,11 @@ def plan_job(options: RunOptions, env: Mapping[str, str]) -> tuple[Job, str]:
 
     Raises UsageError, UnknownNameError, UnsupportedError or TopologyError: the options contradict
     each other, or cannot work here.
+
+    >>> from torchmn.launch import RunOptions, plan_job
+    >>> job, why = plan_job(RunOptions(argv=("python", "train.py"), num_ranks=2), {})
+    >>> job.num_ranks, job.argv
+    (2, ('python', 'train.py'))
     """
     if options.launcher not in LAUNCHERS:
         raise UnknownNameError("launcher", options.launcher, LAUNCHERS)

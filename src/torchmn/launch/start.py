@@ -69,7 +69,13 @@ def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
 
 
 def dry_run(job: Job, env: Mapping[str, str]) -> str:
-    """The commands that `run_job` would run, in shell syntax, without contacting any host."""
+    """The commands that `run_job` would run, in shell syntax, without contacting any host.
+
+    >>> from torchmn.launch import RunOptions, dry_run, plan_job
+    >>> job, _ = plan_job(RunOptions(argv=("python", "train.py"), num_ranks=2), {})
+    >>> "train.py" in dry_run(job, {})
+    True
+    """
     base = worker_environment(job, env, supervisor="HOST:PORT")
     shown = []
     route = None if job.launcher == "pods" else route_between(job)

@@ -15,6 +15,10 @@ class MultiNodeNStepRNN(nn.Module):
     """A recurrent network that gets its hidden state from a rank and gives it to another one.
 
     Made by `create_multi_node_n_step_rnn`; ``link`` is the network of this rank.
+
+    >>> from torchmn.links import create_multi_node_n_step_rnn
+    >>> rnn = create_multi_node_n_step_rnn(torch.nn.LSTM(3, 4), comm)  # the first and the last
+    >>> output, state = rnn(torch.ones(2, 1, 3))[:2]
     """
 
     def __init__(

@@ -25,6 +25,11 @@ class MinibatchData:
             of the data has one sample.
         is_first: with ``truncation_length``, for each piece whether it begins a sequence, so that a
             recurrent state starts from zero; bool ``(num_sequences,)`` on the CPU. None otherwise.
+
+    >>> from torchmn.readers import MinibatchData
+    >>> data = MinibatchData(torch.ones(4, 2), num_sequences=4, num_samples=4)
+    >>> data.data.shape, data.sweep_end
+    (torch.Size([4, 2]), False)
     """
 
     data: torch.Tensor

@@ -13,7 +13,12 @@ _ARRAYS = (
 
 
 def CBFDeserializer(*_: object, **__: object) -> NoReturn:
-    """CNTK's binary format, which only CNTK writes. Raises UnsupportedError."""
+    """CNTK's binary format, which only CNTK writes. Raises UnsupportedError.
+
+    >>> torchmn.readers.CBFDeserializer("train.cbf")  # doctest: +IGNORE_EXCEPTION_DETAIL
+    Traceback (most recent call last):
+    torchmn.errors.UnsupportedError: ...
+    """
     raise UnsupportedError(
         "CNTK's binary format (CBF) is not read. Give the CTF text that the file was made from to "
         "CTFDeserializer, which parses it faster than CNTK does. Where samples should be in memory "
@@ -22,15 +27,30 @@ def CBFDeserializer(*_: object, **__: object) -> NoReturn:
 
 
 def HTKFeatureDeserializer(*_: object, **__: object) -> NoReturn:
-    """Acoustic features of HTK. Raises UnsupportedError."""
+    """Acoustic features of HTK. Raises UnsupportedError.
+
+    >>> torchmn.readers.HTKFeatureDeserializer()  # doctest: +IGNORE_EXCEPTION_DETAIL
+    Traceback (most recent call last):
+    torchmn.errors.UnsupportedError: ...
+    """
     raise UnsupportedError(f"Acoustic features of HTK are not read. {_ARRAYS}")
 
 
 def HTKMLFDeserializer(*_: object, **__: object) -> NoReturn:
-    """Label files of HTK. Raises UnsupportedError."""
+    """Label files of HTK. Raises UnsupportedError.
+
+    >>> torchmn.readers.HTKMLFDeserializer()  # doctest: +IGNORE_EXCEPTION_DETAIL
+    Traceback (most recent call last):
+    torchmn.errors.UnsupportedError: ...
+    """
     raise UnsupportedError(f"Label files of HTK are not read. {_ARRAYS}")
 
 
 def LatticeDeserializer(*_: object, **__: object) -> NoReturn:
-    """Lattices of HTK. Raises UnsupportedError."""
+    """Lattices of HTK. Raises UnsupportedError.
+
+    >>> torchmn.readers.LatticeDeserializer()  # doctest: +IGNORE_EXCEPTION_DETAIL
+    Traceback (most recent call last):
+    torchmn.errors.UnsupportedError: ...
+    """
     raise UnsupportedError(f"Lattices are not read. {_ARRAYS}")

@@ -55,6 +55,17 @@ class UserMinibatchSource(ABC):
     """Base class: minibatches of your own. CNTK's. Each rank calls its own.
 
     `as_minibatch_source` gives it the interface of other sources; training sessions do that.
+
+    >>> class Ones(torchmn.readers.UserMinibatchSource):
+    ...     def stream_infos(self):
+    ...         return [torchmn.readers.StreamInformation("x", 0, "dense", np.float32, (2,))]
+    ...     def next_minibatch(self, num_samples, number_of_workers=1, worker_rank=0, device=None):
+    ...         data = torch.ones(num_samples, 2)
+    ...         x = self.stream_infos()[0]
+    ...         return {x: torchmn.readers.MinibatchData(data, num_samples, num_samples, False)}
+    >>> [data] = Ones().next_minibatch(3).values()
+    >>> data.num_samples
+    3
     """
 
     @abstractmethod

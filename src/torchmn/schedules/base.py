@@ -23,6 +23,10 @@ class Schedule(ABC):
     A schedule defines `name`, `backward_ended`, `step` and `shadow_step`; `EveryStep` is the
     simplest. Everything below these has a default, for schedules that need it. All methods are
     *collective* unless they are called local: every rank calls them in the same order.
+
+    >>> from torchmn.schedules import EveryStep, Schedule
+    >>> isinstance(EveryStep(), Schedule), EveryStep().name
+    (True, 'every_step')
     """
 
     name: str

@@ -24,7 +24,12 @@ POD_INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """The hosts of one job of a scheduler; ``source`` is where they were read, for messages."""
+    """The hosts of one job of a scheduler; ``source`` is where they were read, for messages.
+
+    >>> from torchmn.topology import allocation
+    >>> allocation({}) is None  # not in the job of a scheduler
+    True
+    """
 
     scheduler: Scheduler
     job_id: str
@@ -77,7 +82,12 @@ def is_scheduled(env: Mapping[str, str]) -> bool:
 
 
 def pod_index(env: Mapping[str, str], num_pods: int) -> int:
-    """Which pod of the job this is, from 0. Local. Raises TopologyError."""
+    """Which pod of the job this is, from 0. Local. Raises TopologyError.
+
+    >>> from torchmn.topology.allocation import pod_index
+    >>> pod_index({"JOB_COMPLETION_INDEX": "2"}, 4)
+    2
+    """
     text = env.get(POD_INDEX_VARIABLE, "")
     if not re.fullmatch("[0-9]{1,9}", text) or int(text) >= num_pods:
         raise TopologyError(

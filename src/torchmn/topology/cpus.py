@@ -22,6 +22,10 @@ class Processors:
     ``logical`` holds their numbers sorted by socket, physical core and thread, so that a
     contiguous share holds whole physical cores of one socket. ``physical`` names the physical
     core of each. ``quota`` is the container's limit in cores, or ``None``.
+
+    >>> from torchmn.topology.cpus import Processors
+    >>> Processors(logical=(0, 1), physical=((0, 0), (0, 1))).logical
+    (0, 1)
     """
 
     logical: tuple[int, ...]
@@ -38,7 +42,12 @@ class Processors:
 
 @dataclass(frozen=True, kw_only=True)
 class CpuAssignment:
-    """The cores to bind a rank to, and the number of threads that it should start."""
+    """The cores to bind a rank to, and the number of threads that it should start.
+
+    >>> from torchmn.topology.cpus import CpuAssignment
+    >>> CpuAssignment(cores=frozenset({2, 3}), num_threads=2).num_threads
+    2
+    """
 
     cores: frozenset[int]
     num_threads: int

@@ -45,7 +45,13 @@ def gpu_localities(env: Mapping[str, str], root: Path = Path("/")) -> tuple[GpuL
 
 
 def memory_nodes(cores: frozenset[int], root: Path = Path("/")) -> tuple[int, ...]:
-    """The memory nodes that these cores belong to. Local; empty where the system has none."""
+    """The memory nodes that these cores belong to. Local; empty where the system has none.
+
+    >>> import pathlib, tempfile
+    >>> from torchmn.topology.gpu_locality import memory_nodes
+    >>> memory_nodes(frozenset({0}), pathlib.Path(tempfile.mkdtemp()))  # a system that has none
+    ()
+    """
     folder = root / _NODES
     if not folder.is_dir():
         return ()

@@ -25,7 +25,12 @@ _ANY_PORT = 9  # nothing is sent to it
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """An own address, the interface that has it, and its network such as ``10.0.0.0/24``."""
+    """An own address, the interface that has it, and its network such as ``10.0.0.0/24``.
+
+    >>> from torchmn.topology.network import Route
+    >>> Route(address="10.0.0.2", interface="eth0", network="10.0.0.0/24").interface
+    'eth0'
+    """
 
     address: str
     interface: str
@@ -62,6 +67,10 @@ def route_to(host: str) -> Route | None:
     """The route of packets to ``host``, as the kernel would choose it. Local.
 
     ``None`` if the name is unknown or there is no route.
+
+    >>> from torchmn.topology.network import route_to
+    >>> route_to("127.0.0.1").address
+    '127.0.0.1'
     """
     address = local_address_for(host)
     return None if address is None else route_of(address)
@@ -90,6 +99,9 @@ def local_address_among(hosts: Iterable[str]) -> str | None:
     """The local address from which this host reaches the other ``hosts``, or ``None``.
 
     The first of them that is not this host decides. ``None`` as well if there is no other.
+
+    >>> from torchmn.topology.network import local_address_among
+    >>> local_address_among(["127.0.0.1"])
     """
     other = next((name for name in hosts if not is_this_host(name)), None)
     return None if other is None else local_address_for(other)

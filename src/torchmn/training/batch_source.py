@@ -80,6 +80,11 @@ class EpochLoader:
     ranks. With any other loader, resuming draws and skips the batches that were done. In both cases
     the state includes that of the random generator from which a loader draws a number when a pass
     begins: a resumed pass draws the same number, and the generator is then restored.
+
+    >>> from torchmn.training import EpochLoader
+    >>> loader = EpochLoader(torch.utils.data.DataLoader(range(4), batch_size=2))
+    >>> next(loader), next(loader), loader.epoch
+    (tensor([0, 1]), tensor([2, 3]), 1)
     """
 
     def __init__(self, loader: Any) -> None:

@@ -47,6 +47,10 @@ class TimeLimit:
 
     ``is_eager()`` is whether the waiting thread may spin: yes on a thread that has nothing else to
     do, no on a thread that shares its core with the computation.
+
+    >>> from torchmn.transports import TimeLimit
+    >>> TimeLimit(60.0).seconds
+    60.0
     """
 
     __slots__ = ("deadline", "is_eager", "seconds")

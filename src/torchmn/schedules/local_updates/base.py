@@ -82,6 +82,10 @@ class LocalUpdateSchedule(Schedule):
     their bytes leave them out of the optimizer. Buffers, such as the running statistics of batch
     normalization, stay local to each rank as they do under every other schedule: evaluation and
     checkpointing synchronize them. Raises UsageError: an argument is out of range.
+
+    >>> from torchmn.schedules import DiLoCo, LocalUpdateSchedule
+    >>> isinstance(DiLoCo(block_size=4096), LocalUpdateSchedule)
+    True
     """
 
     name: str

@@ -27,7 +27,13 @@ from torchmn.gradients.weights import PassContext
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PseudoGradient:
-    """One parameter at the end of a block: its anchor takes the place of the parameter."""
+    """One parameter at the end of a block: its anchor takes the place of the parameter.
+
+    >>> from torchmn.schedules import PseudoGradient
+    >>> block = PseudoGradient(name="weight", anchor=torch.ones(2), mean=torch.full((2,), 0.5))
+    >>> block.anchor - block.mean  # the mean of the ranks' parameters
+    tensor([0.5000, 0.5000])
+    """
 
     name: str
     anchor: Tensor

@@ -10,7 +10,12 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStaleness:
-    """The staleness of one worker since its optimizer was made."""
+    """The staleness of one worker since its optimizer was made.
+
+    >>> from torchmn.schedules import WorkerStaleness
+    >>> WorkerStaleness(num_updates=10, mean=0.5, max=2, max_steps_ahead=1).max
+    2
+    """
 
     num_updates: int
     mean: float
@@ -22,7 +27,13 @@ class WorkerStaleness:
 
 @dataclass(frozen=True, kw_only=True)
 class Staleness:
-    """The bound, every worker by rank, and the number of updates with each staleness."""
+    """The bound, every worker by rank, and the number of updates with each staleness.
+
+    >>> from torchmn.schedules import Staleness, WorkerStaleness
+    >>> one = WorkerStaleness(num_updates=2, mean=0.5, max=1, max_steps_ahead=1)
+    >>> Staleness(max_staleness=4, workers={1: one}, histogram={0: 1, 1: 1}).workers[1].mean
+    0.5
+    """
 
     max_staleness: int
     workers: Mapping[int, WorkerStaleness]
