@@ -32,6 +32,14 @@ def export_dcp(checkpoint: str | Path, folder: str | Path) -> None:
     but tensors. Only the user may read what is written, as it is with checkpoints. Raises
     DataError: the checkpoint is damaged, or the folder cannot be written; UnsupportedError: with
     torch 2.6, if the script has a default process group.
+
+    >>> import tempfile
+    >>> from torchmn.checkpoint import export_dcp
+    >>> model, folder = torch.nn.Linear(3, 1), tempfile.mkdtemp()
+    >>> checkpointer = torchmn.create_multi_node_checkpointer(comm, folder, "net")
+    >>> checkpointer.save(1, {"model": model})
+    >>> checkpointer.finish()
+    >>> checkpointer.export_dcp(f"{folder}/dcp")  # the newest; export_dcp() takes any
     """
     from torch.distributed.checkpoint import state_dict_saver as dcp
     from torch.distributed.checkpoint.api import CheckpointException

@@ -83,6 +83,11 @@ def mpi_communicator(route: str = "auto") -> Communicator:
     The first call may choose the ``route`` of sums, as for `torchmn.create_communicator`.
 
     Raises UsageError: the communicator was made before, with another route.
+
+    >>> from torchmn import cntk
+    >>> communicator = cntk.mpi_communicator()
+    >>> communicator.rank(), communicator.is_main()
+    (0, True)
     """
     if not _of_process:
         _of_process.append(create_communicator(route))

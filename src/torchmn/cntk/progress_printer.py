@@ -35,6 +35,12 @@ class ProgressPrinter(ProgressWriter):
         metric_is_pct: print the metric as a percentage.
         distributed_freq: as ``freq``, for synchronizations of block momentum.
         distributed_first: as ``first``, for synchronizations of block momentum.
+
+    >>> from torchmn import cntk
+    >>> printer = cntk.ProgressPrinter(freq=2)
+    >>> for loss in (1.0, 2.0):
+    ...     printer.update_training(64, 64 * loss, 32.0)
+     Minibatch[   1-   2]: loss = 1.500000 * 128, metric = 50.00% * 128;
     """  # noqa: E501
 
     def __init__(

@@ -297,6 +297,14 @@ def training_session(
 
     Raises UsageError: ``mb_source`` is infinite and ``max_samples`` is None; a frequency or size is
         no positive number; ``model_inputs_to_streams`` is no dict of the source's streams.
+
+    >>> from torchmn import cntk
+    >>> model = torch.nn.Linear(2, 2)
+    >>> trainer = cntk.Trainer(
+    ...     model, cntk.cross_entropy_with_softmax, cntk.sgd(model.parameters(), lr=0.1)
+    ... )
+    >>> source = cntk.MinibatchSourceFromData({"x": np.ones((4, 2), np.float32)}, max_sweeps=1)
+    >>> session = cntk.training_session(trainer, source, 2, {"x": source.streams.x})
     """
     return TrainingSession(
         trainer,

@@ -130,6 +130,11 @@ class MultiNodeIterator(_FromMaster):
 
     ``epoch``, ``is_new_epoch``, ``epoch_detail``, ``previous_epoch_detail`` and
     ``current_position`` are those of the master's iterator, as far as it has them.
+
+    >>> plain = torchmn.SerialIterator([1, 2, 3, 4], 2, shuffle=False)
+    >>> iterator = torchmn.create_multi_node_iterator(plain, comm)
+    >>> next(iterator), iterator.is_new_epoch
+    (tensor([1, 2]), False)
     """
 
     epoch: int
@@ -162,6 +167,10 @@ class MultiNodeLoader(_FromMaster):
 
     Each ``for`` over it is a pass over the master's loader. *Collective*: all ranks begin, leave
     and end passes together.
+
+    >>> loader = torch.utils.data.DataLoader([1, 2, 3], batch_size=2)
+    >>> [batch.tolist() for batch in torchmn.create_multi_node_iterator(loader, comm)]
+    [[1, 2], [3]]
     """
 
     def __len__(self) -> int:

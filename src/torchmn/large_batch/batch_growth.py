@@ -93,7 +93,14 @@ class BatchGrowth:
 
 
 class GrowingSampler(GlobalSampler):
-    """A `GlobalSampler` whose global batches grow; made by `GlobalBatch.sampler`."""
+    """A `GlobalSampler` whose global batches grow; made by `GlobalBatch.sampler`.
+
+    >>> from torchmn.large_batch import BatchGrowth, GlobalBatch
+    >>> batch = GlobalBatch(2, comm=comm, growth=BatchGrowth([1], 2, max_batch=4))
+    >>> sampler = batch.sampler(8)
+    >>> [len(part) for part in sampler], [len(part) for part in sampler]
+    ([2, 2, 2, 2], [4, 4])
+    """
 
     def __init__(
         self,

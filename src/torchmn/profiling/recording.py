@@ -267,6 +267,10 @@ def record(comm: World, folder: str | Path = "torchmn-record") -> Recording:
     context as well.
 
     Raises UsageError: the files cannot be written.
+
+    >>> import tempfile
+    >>> with torchmn.profiling.record(comm, tempfile.mkdtemp()) as recording:
+    ...     pass  # train; then: torchmn report FOLDER
     """
     if _current:
         return _current[0]

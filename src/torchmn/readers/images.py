@@ -54,6 +54,17 @@ class ImageDeserializer:
         DataError: a file cannot be read, or a line is wrong; names file, line and column.
         UsageError: the streams are not as above.
         UnsupportedError: the libraries are missing: ``pip install 'torchmn[images]'``.
+
+    >>> import pathlib, tempfile
+    >>> from PIL import Image
+    >>> from torchmn.readers import ImageDeserializer, StreamDef
+    >>> folder = pathlib.Path(tempfile.mkdtemp())
+    >>> Image.new("RGB", (4, 4)).save(folder / "0.png")
+    >>> line = chr(9).join([".../0.png", "1"])  # a tab between the image and its label
+    >>> num_written = (folder / "map.txt").write_text(line)
+    >>> streams = {"x": StreamDef(field="image"), "y": StreamDef(field="label", shape=2)}
+    >>> sorted(info.name for info in ImageDeserializer(folder / "map.txt", streams).stream_infos())
+    ['x', 'y']
     """
 
     is_parallel = True

@@ -31,6 +31,13 @@ def read_mean_image(filename: str | os.PathLike[str], layout: MeanLayout = "hwc-
 
     Raises:
         DataError: the file cannot be read, or is no mean image; names file and line.
+
+    >>> import pathlib, tempfile
+    >>> from torchmn.readers.mean_image import read_mean_image, write_mean_image
+    >>> file = pathlib.Path(tempfile.mkdtemp()) / "mean.xml"
+    >>> write_mean_image(file, np.ones((3, 2, 2), np.float32))
+    >>> read_mean_image(file).shape
+    (3, 2, 2)
     """
     _check_layout(layout)
     path = os.fspath(filename)

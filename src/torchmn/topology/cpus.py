@@ -121,6 +121,12 @@ def cores_near_gpu(
     Ranks whose GPUs are next to the same cores share these. If a rank has no GPU of its own, or
     none of the cores next to it may be used, all ranks share all cores: binding only some of
     them well would make those wait for the others.
+
+    >>> from torchmn.topology.cpus import Processors, cores_near_gpu
+    >>> two = Processors(logical=(0, 1), physical=((0, 0), (0, 1)))
+    >>> share, gpu = cores_near_gpu(two, [], intra_rank=1, intra_size=2)  # no GPU is known
+    >>> sorted(share.cores), gpu
+    ([1], None)
     """
     own = [_within(processors, around.cores) for around in localities[:intra_size]]
     if len(own) < intra_size or not all(own):
