@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -48,6 +49,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """The ordinary tests are about CPUs on any machine; `make check-gpu` runs those about GPUs."""
     if "gpu" not in config.getoption("markexpr") and count_gpus(os.environ):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell ignores Ctrl-C in what it starts in the background, and all children inherit that.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_xdist_auto_num_workers() -> int:

@@ -48,7 +48,7 @@ def run_work(
     """
     missing = needed(over, size)
     if missing is not None:
-        pytest.skip(missing)
+        pytest.skip(reason=missing)
     with tempfile.TemporaryDirectory(prefix="torchmn-gpu-") as folder:
         _run(function, over, Path(folder), size, route, timeout_s)
 

@@ -279,7 +279,7 @@ def test_runs_of_other_settings_are_not_in_the_table(load, table_runs, tmp_path:
 def test_the_tables_of_the_tutorial_are_those_of_the_record(load) -> None:  # type: ignore[no-untyped-def]
     page, runs = load("large_batch.page"), load("large_batch.experiments").table().runs()
     if not runs:
-        pytest.skip("no run of the table is recorded: bench_recipes.py --part large-batch")
+        pytest.skip(reason="no run of the table is recorded: bench_recipes.py --part large-batch")
     text = page.text(runs)
     assert text in page.PAGE.read_text(), "write them again: bench_recipes.py --report"
 

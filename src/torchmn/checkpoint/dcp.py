@@ -7,6 +7,7 @@ is always possible; import requires that the caller declares the folder trusted.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,7 +67,8 @@ def export_dcp(checkpoint: str | Path, folder: str | Path) -> None:
         make_private_folder(Path(folder))
         writer = FileSystemWriter(folder)
         writer.fs = PrivateFiles()
-        dcp.save(state, storage_writer=writer, **_alone(dcp.save))
+        with _on_this_rank():
+            dcp.save(state, storage_writer=writer, **_alone(dcp.save))
     except UnsupportedError:
         raise
     except (Exception, CheckpointException) as error:  # not a subclass of Exception
@@ -88,7 +90,8 @@ def import_dcp(folder: str | Path, state: Mapping[str, Stateful], *, trust: bool
 
     states: dict[str, Any] = {label: obj.state_dict() for label, obj in state.items()}
     try:
-        dcp.load(states, checkpoint_id=Path(folder), **_alone(dcp.load))
+        with _on_this_rank():
+            dcp.load(states, checkpoint_id=Path(folder), **_alone(dcp.load))
     except UnsupportedError:
         raise
     except (Exception, CheckpointException) as error:
@@ -112,6 +115,14 @@ def _alone(save_or_load: Callable[..., Any]) -> dict[str, bool]:
             "it in a process without init_process_group()."
         )
     return {}
+
+
+@contextmanager
+def _on_this_rank() -> Generator[None, None, None]:
+    """DCP warns that it runs in a single process, which is what is asked for here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is", category=UserWarning)
+        yield
 
 
 def _describe(error: BaseException) -> str:

@@ -43,8 +43,12 @@ def left_overs(folder: Path) -> list[str]:
     """Processes of ours that still run, and files but the logs."""
     children = [" ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)]
     files = [path.name for path in folder.iterdir() if path.name != "torchmn-logs"]
-    ours = [text for text in children if "torchmn" in text and "testing.mpi_pool" not in text]
-    return [*ours, *files]  # the pool belongs to other tests of this process
+    others = (
+        "testing.mpi_pool",
+        "resource_tracker",
+    )  # of other tests of this process; Python's own
+    ours = [text for text in children if "torchmn" in text and not any(o in text for o in others)]
+    return [*ours, *files]
 
 
 def test_results_of_closures_and_lambdas(
