@@ -115,9 +115,7 @@ def test_a_job_that_is_ended_in_an_epoch_continues_with_the_same_bits(
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler")
-@pytest.mark.skipif(
-    " " in torch.__file__, reason="torch.compile cannot link in a path with a blank"
-)
+@pytest.mark.skipif(" " in torch.__file__, reason="torch.compile cannot link beside a blank")
 def test_a_compiled_network_learns_as_another(
     flowers: Path, two_workers: Path, tmp_path: Path
 ) -> None:

@@ -46,7 +46,7 @@ def left_overs(folder: Path) -> list[str]:
     others = (
         "testing.mpi_pool",
         "resource_tracker",
-    )  # of other tests of this process; Python's own
+    )  # of other tests, and Python itself
     ours = [text for text in children if "torchmn" in text and not any(o in text for o in others)]
     return [*ours, *files]
 
