@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,14 @@ def refusals() -> None:
         "each rank would train",
         lambda: accelerator.backward(model(samples()[0]).sum()),
     )
+    divided = [
+        torchmn.scatter_loader(DataLoader(range(8), batch_size=4), comm),
+        DataLoader(range(8), batch_sampler=torchmn.GlobalSampler(8, comm, 4)),
+        DataLoader(torchmn.scatter_dataset(range(8), comm), batch_size=2),
+    ]
+    for loader in divided:
+        prepare = partial(accelerator.prepare, loader)
+        raises(UsageError, "its part of the data already", prepare)
     raises(UsageError, "or twice", lambda: attach(accelerator))
     raises(UsageError, "for an accelerate.Accelerator", lambda: attach(net))
     used = Accelerator(cpu=True)

@@ -388,6 +388,18 @@ def _facts(loader: Any) -> dict[str, Any]:
     }
 
 
+_SCATTER_DATASET = "scatter_dataset"
+
+
+def divided_by(loader: Any) -> str:
+    """What gives each rank its part of a DataLoader already, by name; empty if nothing. Local."""
+    batches, data = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
+    for sampler in (getattr(batches, "sampler", None), batches):
+        if isinstance(sampler, (DistributedSampler, GlobalSampler, ScatteredBatches)):
+            return type(sampler).__name__
+    return _SCATTER_DATASET if isinstance(data, SubDataset) and data.is_of_one_rank else ""
+
+
 def _problem(loader: Any) -> str:
     if not isinstance(loader, DataLoader):
         return (
@@ -406,17 +418,13 @@ def _problem(loader: Any) -> str:
             "a DataLoader with batch_size=None, which has no batches to divide. Give it a "
             "batch_size, or a batch_sampler= that yields lists of indices."
         )
-    inner = loader.batch_sampler
-    sampler = getattr(inner, "sampler", None)
-    if isinstance(inner, (GlobalSampler, ScatteredBatches)) or isinstance(
-        sampler, DistributedSampler
-    ):
-        kind = type(sampler if isinstance(sampler, DistributedSampler) else inner).__name__
+    by = divided_by(loader)
+    if by and by != _SCATTER_DATASET:
         return (
-            f"a DataLoader whose {kind} gives each rank its part already. Pass the DataLoader of "
+            f"a DataLoader whose {by} gives each rank its part already. Pass the DataLoader of "
             "one process: batch_size= of all ranks together, and shuffle=True or a plain sampler."
         )
-    if isinstance(loader.dataset, SubDataset) and loader.dataset.is_of_one_rank:
+    if by:
         return (
             "a DataLoader of a shard of scatter_dataset, which differs between ranks. Pass the "
             "DataLoader of the whole data set; scatter_dataset is not needed."

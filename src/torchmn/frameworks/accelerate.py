@@ -71,6 +71,14 @@ class AcceleratorExchange(_Base):
         """See Accelerate's ``prepare_model``; without DistributedDataParallel. Local."""
         return super().prepare_model(model, device_placement, evaluation_mode=True)
 
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """See Accelerate's ``prepare_data_loader``. Local.
+
+        Raises UsageError: torchmn divides it among the ranks already.
+        """
+        self.exchange.raise_if_divided(data_loader)
+        return super().prepare_data_loader(data_loader, *args, **kwargs)
+
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """See Accelerate's ``prepare``. *Collective.*"""
         result = super().prepare(*args, **kwargs)

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torchmn.communicators import Communicator, create_communicator
 from torchmn.communicators.local_tensors import is_distributed
 from torchmn.compression import Codec
+from torchmn.data.scatter_loader import divided_by
 from torchmn.errors import TopologyError, UnsupportedError, UsageError
 from torchmn.frameworks.optimizer import FrameworkOptimizer
 from torchmn.optimizer import create_multi_node_optimizer
@@ -172,6 +173,19 @@ class Exchange:
         for optimizer in self.optimizers:
             optimizer.close()
         self.optimizers, self._models = [], []
+
+    def raise_if_divided(self, loader: object) -> None:
+        """Raise UsageError: the framework would divide among ranks what torchmn has divided. Local.
+
+        Each rank would train on a part of its part.
+        """
+        by = divided_by(loader)
+        if self._comm is not None and self._comm.size > 1 and by:
+            raise UsageError(
+                f"{self._comm.rank_label}: {by} gives each rank its part of the data already, and "
+                "the framework would divide that part among the ranks once more. Give it the "
+                "DataLoader of one process, which it divides, or keep this one out of prepare()."
+            )
 
     def raise_if_left_out(self, models: Iterable[nn.Module]) -> None:
         """Raise UsageError: a backward pass reached parameters that nothing exchanges. Local."""
