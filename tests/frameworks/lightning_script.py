@@ -391,6 +391,11 @@ def refusals() -> None:
         "parameter_server",
         lambda: fit(ExchangeOptions(schedule="parameter_server", **FLAT)),
     )
+    part = DataLoader(torchmn.scatter_dataset(range(8), comm), batch_size=2)
+    raises(UsageError, "once more", lambda: fabric().setup_dataloaders(part))
+    assert len(fabric().setup_dataloaders(part, use_distributed_sampler=False)) == 2
+    dividing = trainer(use_distributed_sampler=True)
+    raises(UsageError, "once more", lambda: dividing.fit(Module(), part))
 
 
 def fabric(options: ExchangeOptions | None = None) -> Any:

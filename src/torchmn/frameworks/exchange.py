@@ -20,6 +20,7 @@ from torchmn.communicators import Communicator, create_communicator
 from torchmn.communicators.local_tensors import is_distributed
 from torchmn.compression import Codec
 from torchmn.data.scatter_loader import divided_by
+from torchmn.data.sub_dataset import SubDataset
 from torchmn.errors import TopologyError, UnsupportedError, UsageError
 from torchmn.frameworks.optimizer import FrameworkOptimizer
 from torchmn.optimizer import create_multi_node_optimizer
@@ -185,6 +186,16 @@ class Exchange:
                 f"{self._comm.rank_label}: {by} gives each rank its part of the data already, and "
                 "the framework would divide that part among the ranks once more. Give it the "
                 "DataLoader of one process, which it divides, or keep this one out of prepare()."
+            )
+
+    def raise_if_part(self, dataset: object, cure: str) -> None:
+        """Raise UsageError: the framework has divided a data set of this rank alone. Local."""
+        is_part = isinstance(dataset, SubDataset) and dataset.is_of_one_rank
+        if self._comm is not None and self._comm.size > 1 and is_part:
+            raise UsageError(
+                f"{self._comm.rank_label}: the data set is this rank's part of a whole, and "
+                "the framework divides it among the ranks once more: most samples would be left "
+                f"out. {cure}"
             )
 
     def raise_if_left_out(self, models: Iterable[nn.Module]) -> None:

@@ -86,6 +86,20 @@ class _Collectives(_Base):
 
     exchange: Exchange
 
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """See Lightning's ``Strategy.process_dataloader``. Local.
+
+        Raises UsageError: Lightning has divided among the ranks what is this rank's part already.
+        """
+        dataloader = super().process_dataloader(dataloader)
+        if isinstance(getattr(dataloader, "sampler", None), DistributedSampler):
+            self.exchange.raise_if_part(
+                dataloader.dataset,
+                "Give it the whole data set, or use_distributed_sampler=False to the Trainer or to "
+                "setup_dataloaders().",
+            )
+        return dataloader
+
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """See Lightning's ``Strategy.barrier``. *Collective.*"""
         comm = self.exchange.communicator
@@ -155,7 +169,7 @@ class TrainerStrategy(_Collectives):
         return self._reduced(tensor, group, reduce_op, super().reduce)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """See Lightning's ``Strategy.process_dataloader``. Local."""
+        """See `_Collectives.process_dataloader`. Local."""
         dataloader = super().process_dataloader(dataloader)
         trainer = self.lightning_module.trainer
         if self.exact_evaluation and not trainer.training and isinstance(dataloader, DataLoader):
