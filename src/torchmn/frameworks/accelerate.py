@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from torchmn.errors import UnsupportedError, UsageError
-from torchmn.frameworks.exchange import Exchange, ExchangeOptions, parameters_of
+from torchmn.frameworks.exchange import Exchange, ExchangeOptions
+from torchmn.gradients.replicas import parameters_of
 from torchmn.optimizer import MultiNodeOptimizer
 
 _Base: Any = object

@@ -23,6 +23,7 @@ from torchmn.data.scatter_loader import divided_by
 from torchmn.data.sub_dataset import SubDataset
 from torchmn.errors import TopologyError, UnsupportedError, UsageError
 from torchmn.frameworks.optimizer import FrameworkOptimizer
+from torchmn.gradients.replicas import parameters_of
 from torchmn.optimizer import create_multi_node_optimizer
 from torchmn.optimizer.multi_node_optimizer import Weight
 from torchmn.optimizer.nonfinite_policy import OnNonfinite
@@ -212,11 +213,6 @@ class Exchange:
                     "gradient, but no optimizer of torchmn exchanges it, and each rank would train "
                     "alone. Give the model and its optimizer to the framework together."
                 )
-
-
-def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """All that an optimizer trains. Local."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _communicator(options: ExchangeOptions) -> Communicator:
