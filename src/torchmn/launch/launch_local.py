@@ -9,6 +9,7 @@ which a rank could import it.
 from __future__ import annotations
 
 import codecs
+import io
 import linecache
 import os
 import pickle
@@ -19,10 +20,12 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import CodeType
 from typing import Any, Literal, TextIO, TypeVar, overload
 
 import cloudpickle
@@ -213,8 +216,29 @@ def _pickle_problem(parts: Mapping[str, object], error: Exception) -> str:
 
 def _dumps(value: object) -> bytes:
     """By value where pickle would write the name of something that is defined in a notebook."""
-    pickled: bytes = cloudpickle.dumps(value)
-    return pickled
+    stream = io.BytesIO()
+    _Pickler(stream).dump(value)
+    return stream.getvalue()
+
+
+def _reduce_code(code: CodeType) -> tuple[Callable[..., CodeType], tuple[object, ...]]:
+    make, arguments = cloudpickle.Pickler.dispatch_table[CodeType](code)
+    return _restore_code, (make, arguments, code.co_filename)
+
+
+def _restore_code(
+    make: Callable[..., CodeType], arguments: tuple[object, ...], filename: str
+) -> CodeType:
+    return make(*arguments).replace(co_filename=filename)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle's, but code keeps its file name, by which tracebacks find their lines.
+
+    cloudpickle 3.1.3 writes "<dynamic-code>" in its place.
+    """
+
+    dispatch_table = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
 
 
 def _sources() -> dict[str, list[str]]:

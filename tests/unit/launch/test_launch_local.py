@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -27,6 +28,7 @@ from torchmn.errors import (
     UnsupportedError,
     UsageError,
 )
+from torchmn.launch.launch_local import _dumps
 
 pytestmark = pytest.mark.processes
 
@@ -103,6 +105,17 @@ def test_an_exception_of_a_rank(tmp_path: Path, kind: str) -> None:
         assert type(caught.value.__cause__) is ValueError
     assert not isinstance(caught.value.__cause__, CommunicationError)
     assert left_overs(tmp_path) == []
+
+
+def test_code_keeps_the_names_of_its_files() -> None:
+    """Tracebacks of the ranks find their lines by it; cloudpickle 3.1.3 would replace it."""
+    space: dict[str, Any] = {"__name__": "__main__"}
+    source = "def outer():\n    def inner():\n        return 1\n    return inner\n"
+    exec(compile(source, "<cell 7>", "exec"), space)
+    received = pickle.loads(_dumps(space["outer"]))
+    assert received.__code__ is not space["outer"].__code__
+    assert received.__code__.co_filename == received().__code__.co_filename == "<cell 7>"
+    assert received()() == 1
 
 
 @pytest.mark.parametrize(
