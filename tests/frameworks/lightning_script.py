@@ -1,4 +1,4 @@
-"""Run on two ranks by test_lightning.py: each check says "ok" or why not."""
+"""Run on two ranks by test_checks.py: each check says "ok" or why not."""
 
 from __future__ import annotations
 

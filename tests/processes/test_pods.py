@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.marks import ON_TEST_HOSTS
 from tests.processes.runner import PYTHON_PATH, Runner
@@ -146,7 +147,6 @@ class TestOnHosts:
 
     def start(self, lab: Lab, folder: Path, script: str, *, per_pod: int) -> list[Any]:
         """The command and the variables of the manifest, in each pod; pod 1 begins."""
-        yaml = pytest.importorskip("yaml", reason="no PyYAML")
         request = JobRequest(
             script="script.py",
             name="train",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import yaml
 
 from torchmn.version import __version__
 
@@ -115,7 +116,6 @@ def test_overdue_is_found() -> None:
 
 
 def _read(name: str) -> Any:
-    yaml = pytest.importorskip("yaml", reason="no PyYAML: install it with 'make setup'")
     return yaml.safe_load((ROOT / name).read_text())
 
 

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
+from typing import Any
+
+import yaml
 
 from torchmn.environment_variables import PODS_VARIABLE, SECRET_VARIABLE, SUPERVISOR_VARIABLE
 from torchmn.errors import LaunchError, UsageError
 from torchmn.exit_status import SAVED_STATUS
 from torchmn.launch.submit.request import JobRequest, default_name
 from torchmn.launch.submit.scheduler import Ask, ask
-from torchmn.launch.submit.yaml_text import Value, documents
 from torchmn.topology.walltime import parse_duration
 
 PORT = 29400
@@ -42,7 +44,9 @@ _CURES = {
     "directives": "write the manifest with --dry-run and --output, and edit it",
     "join_output": "pod 0 writes the output of all ranks",
 }
-Manifest = dict[str, Value]
+_PLAIN = re.compile(r"(?![yn]$)[A-Za-z/][A-Za-z0-9_./=-]*(:[A-Za-z0-9_./=-]+)*", re.IGNORECASE)
+"""Text that no reader of YAML takes for anything else, where PyYAML writes it without quotes."""
+Manifest = dict[str, Any]
 
 
 def pod_name(script: str) -> str:
@@ -70,7 +74,28 @@ def manifest(job: JobRequest, *, secret: str) -> str:
         f"# Its output: {logs_command(job)}",
         f"# Remove all of it: kubectl delete -f {job.file}",
     ]
-    return "\n".join(heading) + "\n" + documents(parts)
+    return "\n".join(heading) + "\n" + _documents(parts)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what kubectl may read otherwise than PyYAML: 1e-3 as a number, y as a boolean."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        style = None if _PLAIN.fullmatch(text) else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
+
+def _documents(parts: list[Manifest]) -> str:
+    text: str = yaml.dump_all(
+        parts, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000
+    )
+    return text
 
 
 def logs_command(job: JobRequest) -> str:
@@ -131,7 +156,7 @@ def _metadata(job: JobRequest) -> Manifest:
     return {"name": job.name, **({"namespace": namespace} if namespace else {}), "labels": labels}
 
 
-def _labels(job: JobRequest) -> dict[str, Value]:
+def _labels(job: JobRequest) -> Manifest:
     return {"app.kubernetes.io/managed-by": "torchmn", "app.kubernetes.io/instance": job.name}
 
 
@@ -193,11 +218,11 @@ def _restarts() -> Manifest:
 def _pod(job: JobRequest) -> Manifest:
     settings = job.settings
     claims = list(dict.fromkeys(text.partition(":")[0] for text in settings.volumes))
-    mounts: list[Value] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
+    mounts: list[Any] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
     for text in settings.volumes:
         claim, _, folder = text.partition(":")
         mounts.append({"name": f"volume-{claims.index(claim)}", "mountPath": folder})
-    volumes: list[Value] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
+    volumes: list[Any] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
     for number, claim in enumerate(claims):
         source: Manifest = {"claimName": claim}
         volumes.append({"name": f"volume-{number}", "persistentVolumeClaim": source})
@@ -234,7 +259,7 @@ def _pod(job: JobRequest) -> Manifest:
     }
 
 
-def _pods_variables(job: JobRequest) -> list[Value]:
+def _pods_variables(job: JobRequest) -> list[Any]:
     """What makes `torchmn run` in every pod one job."""
     pods = f"{job.name}-[0-{job.num_nodes - 1}].{job.name}:{job.ranks_per_node}"
     return [
@@ -243,7 +268,7 @@ def _pods_variables(job: JobRequest) -> list[Value]:
     ]
 
 
-def _command(job: JobRequest) -> list[Value]:
+def _command(job: JobRequest) -> list[Any]:
     settings = job.settings
     grace = settings.grace or _DEFAULT_GRACE_S
     threads = ["--threads", str(settings.threads)] if settings.threads else []

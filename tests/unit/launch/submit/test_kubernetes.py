@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.unit.launch.submit.openapi import problems
 from torchmn.errors import LaunchError, UsageError
@@ -20,8 +21,6 @@ from torchmn.launch.submit import SCHEDULERS, JobRequest, Settings, create, job_
 from torchmn.launch.submit.kubernetes import pod_name
 from torchmn.launch.submit.scheduler import Answer
 from torchmn.topology import allocation
-
-yaml = pytest.importorskip("yaml", reason="no PyYAML")
 
 SMALL = JobRequest(
     script="train.py",
@@ -124,6 +123,19 @@ def test_secrets_are_in_the_secret_alone() -> None:
     assert (text.count("very-secret"), text.count("hf: #1")) == (1, 1)
     (container,) = found["Job"]["spec"]["template"]["spec"]["containers"]
     assert container["envFrom"] == [{"secretRef": {"name": "train"}}]
+
+
+def test_arguments_stay_text_for_every_reader_of_yaml() -> None:
+    """kubectl takes 1e-3 for a number and y for a boolean, PyYAML does not."""
+    args = ("--rate", "1e-3", "y", "N", "0o17", "on", "null", "12:30", "", "a b", "a\nb", "-n", "2")
+    text = manifest(replace(SMALL, args=args), secret="0" * 64)
+    written = [line.strip()[2:] for line in text.splitlines() if line.strip().startswith("- ")]
+    for each in args:
+        assert any(form in written for form in (json.dumps(each), f"'{each}'")), each
+    [container] = objects(replace(SMALL, args=args))["Job"]["spec"]["template"]["spec"][
+        "containers"
+    ]
+    assert container["command"][-len(args) :] == [*args]
 
 
 def test_only_jobs_that_saved_are_restarted() -> None:
