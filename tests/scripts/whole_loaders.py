@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Iterator
 from itertools import cycle, islice
 from typing import Any
@@ -10,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Sampler, TensorDataset, WeightedRandomSampler
 
-from .models import mlp
-from .registry import script
+from .models import built, mlp
+from .registry import Refused, everywhere, script
 from .worker import Worker, whole_batch
 
 NUM = 37
@@ -216,4 +219,141 @@ def evaluated(worker: Worker) -> nn.Module:
         loss_sum, num_right, num = worker.sum_over_ranks(loss_sum, num_right, num)
         worker.log("test loss", loss_sum / num)
         worker.log("right", num_right)
+    return model
+
+
+@script("`torch.compile(model)`, batches of different sizes", is_slow=True)
+def compiled_with_loader(worker: Worker) -> nn.Module:
+    model, optimizer = _model_and_optimizer(worker)
+    compiled = torch.compile(model, backend="aot_eager", dynamic=True)
+    for _ in range(2):
+        for x, y in _loader(worker, 9):
+            optimizer.zero_grad()
+            mse_loss(compiled(x), y).backward()
+            optimizer.step()
+    return model
+
+
+class _Recomputed(nn.Module):
+    """A model that recomputes its layers in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(self.layers[:2], x, use_reentrant=False)
+        return checkpoint(self.layers[2:], hidden, use_reentrant=False)
+
+
+@script("Activation checkpointing in the model's `forward`, batches of different sizes")
+def checkpointed_with_loader(worker: Worker) -> nn.Module:
+    model = _Recomputed()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
+    for x, y in _loader(worker, 9):
+        _step(model, optimizer, x, y)
+    return model
+
+
+@script(
+    "Parts of the model are called, `model[:2]` and `model[2:]`, never the model",
+    **everywhere(
+        Refused(
+            "the model's forward must see a tensor with a batch dimension",
+            cure="call the model itself, or `optimizer.set_weight(len(x))` before `backward()`",
+        )
+    ),
+)
+def parts_called(worker: Worker) -> nn.Module:
+    model, optimizer = _model_and_optimizer(worker)
+    for x, y in _loader(worker, 9):
+        optimizer.zero_grad()
+        mse_loss(model[2:](model[:2](x)), y).backward()
+        optimizer.step()
+    return model
+
+
+@script("GAN: two models, two optimizers, noise of the whole batch")
+def gan_with_loader(worker: Worker) -> list[nn.Module]:
+    generator = mlp(seed=1)  # (batch, 5) -> (batch, 3)
+    critic = built(lambda: nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)), seed=2)
+    of_generator = worker.optimizer(torch.optim.Adam(generator.parameters(), 0.01), generator)
+    of_critic = worker.optimizer(torch.optim.Adam(critic.parameters(), 0.01), critic)
+    for noise, real in _loader(worker):
+        of_critic.zero_grad()
+        (critic(generator(noise).detach()).mean() - critic(real).mean()).backward()
+        of_critic.step()
+        of_generator.zero_grad()
+        (-critic(generator(noise)).mean()).backward()
+        of_generator.step()
+    return [generator, critic]
+
+
+@script("`ReduceLROnPlateau` and the best parameters, by the loss of all samples")
+def best_of_epochs(worker: Worker) -> nn.Module:
+    model, optimizer = _model_and_optimizer(worker)
+    loader = _loader(worker)
+    rates = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.05)
+    best, kept = float("inf"), {}
+    for _ in range(4):
+        loss_sum, num = 0.0, 0
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            loss_sum += loss.item() * len(x)
+            num += len(x)
+        worker.flush(optimizer)
+        loss_sum, num = worker.sum_over_ranks(loss_sum, num)
+        rates.step(loss_sum / num)
+        worker.log("rate", optimizer.param_groups[0]["lr"])
+        if loss_sum / num < best:
+            best, kept = loss_sum / num, copy.deepcopy(model.state_dict())
+    model.load_state_dict(kept)
+    return model
+
+
+@script("Saved after an epoch with `state_dict()`, loaded into a new model and optimizer")
+def saved_and_loaded(worker: Worker) -> nn.Module:
+    loader = _loader(worker)
+    model, optimizer = _model_and_optimizer(worker)
+    for x, y in loader:
+        _step(model, optimizer, x, y)
+    worker.flush(optimizer)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    worker.close(optimizer)
+    state = torch.load(io.BytesIO(file.getvalue()))
+    model, optimizer = _model_and_optimizer(worker)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    for x, y in loader:
+        _step(model, optimizer, x, y)
+    return model
+
+
+@script("Parameter groups with rates and weight decay of their own, a warm-up by hand")
+def groups_with_loader(worker: Worker) -> nn.Module:
+    model = mlp()
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    groups = [
+        {"params": decayed, "weight_decay": 0.01},
+        {"params": others, "weight_decay": 0.0, "lr": 0.02},
+    ]
+    optimizer = worker.optimizer(torch.optim.AdamW(groups, 0.01), model)
+    for number, (x, y) in enumerate(_loader(worker)):
+        optimizer.param_groups[0]["lr"] = 0.01 * min(1, (number + 1) / 3)
+        _step(model, optimizer, x, y)
+    return model
+
+
+@script("A loss that divides by the number of samples itself, `reduction='sum'`")
+def own_mean(worker: Worker) -> nn.Module:
+    model, optimizer = _model_and_optimizer(worker)
+    for x, y in _loader(worker):
+        optimizer.zero_grad()
+        (mse_loss(model(x), y, reduction="sum") / len(x)).backward()
+        optimizer.step()
     return model
