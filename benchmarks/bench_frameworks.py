@@ -46,13 +46,12 @@ class Turns:
             self.waits.set()
             self.turn.acquire()
             yield self.batch
-        self.done.release()
 
     def __len__(self) -> int:
         return self.number
 
     def step(self) -> float:
-        """Let it make one step; seconds."""
+        """Let it make one step, after the last one also what the loop does at its end; seconds."""
         started = time.perf_counter()
         self.turn.release()
         self.done.acquire()
@@ -66,6 +65,7 @@ class Turns:
             loop(self)
         except BaseException:
             self.failed = traceback.format_exc()
+        finally:  # only now, for a loop may end with collectives of a group that others share
             self.waits.set()
             self.done.release()
 
@@ -79,7 +79,7 @@ def worker(model_name: str, folder: str, num_steps: str) -> None:
     torch.set_num_threads(1)
     comm = torchmn.create_communicator("auto")
     torch.distributed.init_process_group("gloo")
-    number = int(num_steps) + NUM_WARM_UP
+    number = NUM_WARM_UP + int(num_steps) + 1  # the last one ends the loop and does not count
     generator = torch.Generator().manual_seed(comm.rank)
     shape = (BATCH, 3, 32, 32) if model_name == "vgg" else (BATCH, 784)
     batch = torch.rand(shape, generator=generator), torch.randint(10, (BATCH,), generator=generator)
@@ -98,7 +98,7 @@ def worker(model_name: str, folder: str, num_steps: str) -> None:
         for side, turns in sides.items():
             comm.barrier()
             seconds = turns.step()
-            if index >= NUM_WARM_UP:
+            if NUM_WARM_UP <= index < number - 1:
                 times[side].append(seconds)
     if comm.rank == 0:
         (Path(folder) / "times.json").write_text(json.dumps(times))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import shutil
 import subprocess
@@ -42,3 +43,32 @@ def test_nothing_that_git_ignores_is_tracked() -> None:
     command = ["git", "ls-files", "--cached", "--ignored", "--exclude-standard"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+SKIPS = {"skip", "skipif", "xfail"}
+
+
+def _skips_without_reason(source: str) -> list[int]:
+    """Lines of a call of pytest's skip, skipif or xfail that has no ``reason=``."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in SKIPS
+        and ast.unparse(node.func.value) in ("pytest", "pytest.mark")
+        and not any(keyword.arg == "reason" for keyword in node.keywords)
+    ]
+
+
+def test_every_skipped_test_says_why() -> None:
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        assert _skips_without_reason(path.read_text()) == [], path
+
+
+@pytest.mark.parametrize(
+    "call", ["pytest.skip('no GPU')", "pytest.mark.skipif(True)", "pytest.mark.xfail(strict=True)"]
+)
+def test_a_skip_without_a_reason_is_found(call: str) -> None:
+    assert _skips_without_reason(f"x = 1\n{call}") == [2]
+    assert _skips_without_reason(call[:-1] + ", reason='no GPU')") == []

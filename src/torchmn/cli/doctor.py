@@ -11,12 +11,15 @@ from typing import Annotated
 import typer
 
 CONTEXT = {"allow_interspersed_args": False}
-"""What follows ``--script FILE`` are arguments of the script, options too."""
+"""What follows ``--script FILE --`` are arguments of the script, options too."""
 
 
 def doctor(
     script_args: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of --script.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[ARGS]...", help="Arguments of --script; after -- if they begin with a dash."
+        ),
     ] = None,
     hosts: Annotated[
         str | None, typer.Option(help="Hosts and slots, such as a:4,b:2.", metavar="HOSTS")
