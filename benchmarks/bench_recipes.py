@@ -1,9 +1,11 @@
-"""Recipes that keep the accuracy: large batches, and schedules whose exchange overlaps.
+"""Recipes that keep the accuracy: large batches, schedules whose exchange overlaps, translation.
 
-    bench_recipes.py [--part large-batch|schedules|all] [--only PATTERN,...] [--tasks NAME,...]
-                     [--seeds 0,1,...] [--jobs N] [--resume] [--report] [--choose [--stage NAME]]
+    bench_recipes.py [--part large-batch|schedules|translation|all] [--only PATTERN,...]
+                     [--tasks NAME,...] [--seeds 0,1,...] [--jobs N] [--resume] [--report]
+                     [--choose [--stage NAME]]
 
-``large-batch`` is described in `large_batch/tasks.py`, ``schedules`` in `accuracy/recipes.py`.
+``large-batch`` is described in `large_batch/tasks.py`, ``schedules`` in `accuracy/recipes.py`,
+``translation`` in `translation.py`.
 Every run is appended to a file of `records/`; the tables cover all recorded runs with the current
 settings and name those that are missing. `--resume` skips finished runs, which are repeated
 otherwise; `--report` only prints the tables and draws the figure. `--choose` carries out the runs
@@ -46,7 +48,13 @@ def _schedules(arguments: argparse.Namespace) -> int:
     return report(name, choice_bars(runs) if arguments.choose else recipe_bars(runs))
 
 
-PARTS = {"large-batch": _large_batch, "schedules": _schedules}
+def _translation(arguments: argparse.Namespace) -> int:
+    from translation import run
+
+    return run(arguments)
+
+
+PARTS = {"large-batch": _large_batch, "schedules": _schedules, "translation": _translation}
 """By name, what runs the part and prints its table; it returns the exit status."""
 
 
@@ -62,7 +70,11 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true", help="skip finished runs")
     parser.add_argument("--report", action="store_true", help="only print the tables")
     arguments = parser.parse_args()
+    if arguments.choose and arguments.part == "translation":
+        parser.error("--part translation has nothing to choose: its settings were not selected.")
     names = list(PARTS) if arguments.part == "all" else [arguments.part]
+    if arguments.choose:
+        names = [name for name in names if name != "translation"]
     return max([PARTS[name](arguments) for name in names])
 
 

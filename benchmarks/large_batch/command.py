@@ -55,13 +55,14 @@ def _meant(experiment: Experiment, arguments: argparse.Namespace) -> list[Key]:
     return [
         key
         for key in experiment.wanted
-        if _matches(key[0], arguments.tasks)
-        and _matches(key[1], arguments.only)
+        if matches(key[0], arguments.tasks)
+        and matches(key[1], arguments.only)
         and (not seeds or key[2] in seeds)
         and (not arguments.choose or key[:2] in stage)
     ]
 
 
-def _matches(name: str, patterns: str) -> bool:
+def matches(name: str, patterns: str) -> bool:
+    """Whether one of the patterns, separated by commas, is that of a name."""
     # Names may contain a comma followed by a space.
     return any(fnmatch(name, pattern) for pattern in re.split(r",(?! )", patterns))
