@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import doctest
+import importlib.util
+import os
 import re
-from importlib import import_module
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +17,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-import torchmn
-from torchmn.communicators import Communicator
+from tests.project import docstrings
+from torchmn.launch.backend import find_mpirun
 from torchmn.testing import run_ranks
 from torchmn.testing.netlab import missing_requirement
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src"
-NEED_HOSTS = {"torchmn.testing.netlab.lab"}
 
 
 def name_of(path: Path) -> str:
@@ -34,6 +37,40 @@ MODULES = {
 }
 
 
+def no_package(name: str) -> str | None:
+    is_missing = importlib.util.find_spec(name) is None
+    return f"{name} is not installed (pip install {name})" if is_missing else None
+
+
+def no_mpirun() -> str | None:
+    return None if find_mpirun(os.environ) else "no mpirun"
+
+
+def no_hosts() -> str | None:
+    missing = missing_requirement()
+    return f"no test hosts: {missing}" if missing else None
+
+
+ALONE: dict[str, Callable[[], str | None]] = {
+    "torchmn.cntk.tensorboard_progress_writer.TensorBoardProgressWriter": partial(
+        no_package, "tensorboard"
+    ),
+    "torchmn.frameworks.accelerate.attach": partial(no_package, "accelerate"),
+    "torchmn.frameworks.lightning.fabric_strategy": partial(no_package, "lightning"),
+    "torchmn.frameworks.lightning.lightning_strategy": partial(no_package, "lightning"),
+    "torchmn.launch.multiprocess_updater.MultiprocessParallelUpdater": lambda: None,
+    "torchmn.launch.rank_environment.run_as_rank": lambda: None,
+    "torchmn.launch.start.run_elastic_job": lambda: None,
+    "torchmn.launch.start.run_job": lambda: None,
+    "torchmn.readers.in_memory.from_pandas": partial(no_package, "pandas"),
+    "torchmn.testing.mpi_pool.MpiPool": no_mpirun,
+    "torchmn.testing.netlab.lab.netlab": no_hosts,
+}
+"""Examples that start processes, or need more than torchmn does, and what of that is missing.
+
+Each is run in the main thread of a process of its own."""
+
+
 @pytest.fixture(autouse=True)
 def _random_numbers_as_before() -> Any:
     torch_state, numpy_state = torch.random.get_rng_state(), np.random.get_state()
@@ -44,19 +81,28 @@ def _random_numbers_as_before() -> Any:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_docstrings(name: str) -> None:
-    if name in NEED_HOSTS and missing_requirement():
-        pytest.skip(reason=f"no test hosts: {missing_requirement()}")
-    module = import_module(name)
+    found = docstrings.examples(name)
+    assert sum(len(each.examples) for each in found) == MODULES[name]
+    here = [each for each in found if each.name not in ALONE]
+    (results,) = run_ranks(partial(docstrings.run, here), 1)
+    assert results.failed == 0
 
-    def rank_main(comm: Communicator) -> doctest.TestResults:
-        runner = doctest.DocTestRunner()
-        names = {"comm": comm, "np": np, "torch": torch, "torchmn": torchmn}
-        for found in doctest.DocTestFinder().find(module, extraglobs=names):
-            runner.run(found)
-        return runner.summarize()
 
-    (results,) = run_ranks(rank_main, 1)
-    assert (results.failed, results.attempted) == (0, MODULES[name])
+@pytest.mark.processes
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("name", ALONE)
+def test_docstring_in_a_process(name: str, tmp_path: Path) -> None:
+    if reason := ALONE[name]():
+        pytest.skip(reason=reason)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.project.docstrings", name],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{ROOT}", "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

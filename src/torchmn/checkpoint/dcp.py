@@ -79,6 +79,18 @@ def import_dcp(folder: str | Path, state: Mapping[str, Stateful], *, trust: bool
     """Load objects from a folder of DCP, in place. Local: every rank reads all of it.
 
     Raises UnsupportedError without ``trust=True``; DataError: the folder cannot be loaded.
+
+    >>> import tempfile
+    >>> from torchmn.checkpoint import import_dcp
+    >>> model, folder = torch.nn.Linear(3, 1), tempfile.mkdtemp()
+    >>> checkpointer = torchmn.create_multi_node_checkpointer(comm, folder, "net")
+    >>> checkpointer.save(1, {"model": model})
+    >>> checkpointer.finish()
+    >>> checkpointer.export_dcp(f"{folder}/dcp")
+    >>> other = torch.nn.Linear(3, 1)
+    >>> import_dcp(f"{folder}/dcp", {"model": other}, trust=True)
+    >>> torch.equal(other.weight, model.weight)
+    True
     """
     if not trust:
         raise UnsupportedError(

@@ -37,6 +37,10 @@ class Communicator:
 
     ``Communicator.rank()``, ``num_workers()`` and ``finalize()`` are called on the class. The first
     use of it is *collective*: all ranks of the job meet.
+
+    >>> from torchmn.cntk import Communicator
+    >>> Communicator.rank(), Communicator.num_workers(), Communicator().is_main()
+    (0, 1, True)
     """
 
     @property

@@ -22,7 +22,16 @@ from torchmn.topology.launcher_env import read_launcher_env
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedLearner:
-    """A learner, and how ranks exchange: `Trainer` makes a multi-node optimizer of it."""
+    """A learner, and how ranks exchange: `Trainer` makes a multi-node optimizer of it.
+
+    >>> from torchmn import cntk
+    >>> sgd = cntk.sgd(torch.nn.Linear(3, 1).parameters(), lr=0.1)
+    >>> distributed = cntk.data_parallel_distributed_learner(sgd)
+    >>> isinstance(distributed, cntk.DistributedLearner)
+    True
+    >>> distributed.total_number_of_samples_seen
+    0
+    """
 
     learner: Optimizer
     options: Mapping[str, Any]

@@ -36,6 +36,12 @@ class LearnerOptions(TypedDict, total=False):
 
     The weights and thresholds may differ between groups: give parameters as dicts, as for any
     `torch.optim.Optimizer`.
+
+    >>> from torchmn import cntk
+    >>> options: cntk.LearnerOptions = {"l2_regularization_weight": 1e-4}
+    >>> learner = cntk.sgd(torch.nn.Linear(3, 1).parameters(), lr=0.1, **options)
+    >>> learner.param_groups[0]["l2_regularization_weight"]
+    0.0001
     """
 
     l1_regularization_weight: float

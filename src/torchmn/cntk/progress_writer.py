@@ -40,6 +40,15 @@ class ProgressWriter:
         distributed_first: the same for synchronizations of block momentum.
 
     Raises UsageError: a frequency is no number of minibatches.
+
+    >>> from torchmn import cntk
+    >>> class MeanLoss(cntk.ProgressWriter):
+    ...     def on_write_training_update(self, samples, updates, loss, metric):
+    ...         print(updates[1], (loss[1] - loss[0]) / (samples[1] - samples[0]))
+    >>> writer = MeanLoss(freq=2)  # cntk.Trainer(..., progress_writers=[writer]) does the rest
+    >>> for loss_sum in (8.0, 4.0):
+    ...     writer.update_training(samples=4, loss=loss_sum)
+    2 1.5
     """
 
     def __init__(

@@ -29,6 +29,13 @@ class TensorBoardProgressWriter(ProgressWriter):
     Raises:
         UsageError: ``freq`` is 0.
         UnsupportedError: on rank 0, tensorboard is not installed.
+
+    >>> import tempfile
+    >>> from torchmn import cntk
+    >>> folder = tempfile.mkdtemp()
+    >>> writer = cntk.TensorBoardProgressWriter(freq=100, log_dir=folder, rank=comm.rank)
+    >>> writer.write_value("learning_rate", 0.1, step=1)
+    >>> writer.close()
     """
 
     def __init__(

@@ -66,6 +66,18 @@ class TrainingSession:
     """Trains to the end of a source. Made by `training_session`; `train` does the work.
 
     Subclass it and override `on_cross_validation_end` in place of a callback.
+
+    >>> from torchmn import cntk
+    >>> model = torch.nn.Linear(2, 2)  # whose forward has the parameter "input"
+    >>> learner = cntk.sgd(model.parameters(), lr=0.1)
+    >>> trainer = cntk.Trainer(model, cntk.cross_entropy_with_softmax, learner)
+    >>> source = cntk.MinibatchSourceFromData(
+    ...     {"x": np.ones((4, 2)), "y": np.array([0, 1, 1, 0])}, max_sweeps=1
+    ... )
+    >>> streams = {"input": source.streams.x, "labels": source.streams.y}
+    >>> cntk.TrainingSession(trainer, source, 2, streams).train()
+    >>> trainer.total_number_of_samples_seen
+    4
     """
 
     def __init__(

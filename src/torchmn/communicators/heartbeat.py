@@ -36,6 +36,14 @@ class HeartbeatGather:
 
     ``what`` names the work in messages. Every rank calls `heartbeat` as often as it likes between
     two steps of the work, then either `finish` or `fail` once.
+
+    >>> from torchmn.evaluation import HeartbeatGather
+    >>> gather, num_words = HeartbeatGather(comm, "counting words"), 0
+    >>> for line in ("a b", "c"):
+    ...     num_words += len(line.split())
+    ...     gather.heartbeat()
+    >>> gather.finish(num_words)  # of all ranks
+    [3]
     """
 
     def __init__(self, comm: Communicator, what: str) -> None:

@@ -105,6 +105,16 @@ class StripeCodec(Codec):
     count. ``encoded``, ``out`` of `encode_stripe`: (stripe_nbytes,) uint8, contiguous, at a
     multiple of 8 bytes. A subclass defines the three abstract methods; everything about blocks,
     state and residuals has a default.
+
+    >>> from torchmn.compression import Float16, Layout, StripeCodec
+    >>> codec: StripeCodec = Float16()
+    >>> stripe = Layout.of([("weight", 0, (3,))], torch.float32)
+    >>> encoded = torch.empty(codec.stripe_nbytes(stripe), dtype=torch.uint8)
+    >>> codec.encode_stripe(torch.tensor([1.0, 2.5, 1e-9]), stripe, encoded)
+    >>> decoded = torch.ones(3)
+    >>> codec.decode_stripe(encoded, stripe, decoded, add=True)
+    >>> len(encoded), decoded.tolist()
+    (6, [2.0, 3.5, 1.0])
     """
 
     block_length: int = 1

@@ -44,10 +44,14 @@ def attach(target: T, options: ExchangeOptions | None = None) -> T:
         UnsupportedError: it uses DeepSpeed, FSDP, Megatron-LM or XLA.
         TopologyError: it and torchmn see other ranks.
 
-    Example:
-        ```
-        accelerator = attach(Accelerator(), ExchangeOptions(codec="int8"))
-        ```
+    >>> from accelerate import Accelerator
+    >>> from torchmn.frameworks import ExchangeOptions, attach
+    >>> accelerator = attach(Accelerator(cpu=True), ExchangeOptions(codec="int8"))
+    >>> model = torch.nn.Linear(3, 1)
+    >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> model, optimizer = accelerator.prepare(model, sgd)
+    >>> accelerator.backward(model(torch.ones(2, 3)).sum())
+    >>> optimizer.step()
     """
     exchange = Exchange(options or ExchangeOptions())
     accelerator = getattr(target, "accelerator", target)

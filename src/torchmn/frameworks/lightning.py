@@ -48,10 +48,12 @@ def lightning_strategy(
 
     Raises ImportError: Lightning is not installed.
 
-    Example:
-        ```
-        trainer = Trainer(devices=2, strategy=lightning_strategy(ExchangeOptions(codec="int8")))
-        ```
+    >>> from lightning.pytorch import Trainer
+    >>> from torchmn.frameworks import ExchangeOptions, lightning_strategy
+    >>> strategy = lightning_strategy(ExchangeOptions(codec="int8"))
+    >>> trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy)
+    >>> trainer.strategy is strategy
+    True
     """
     made = _class("pytorch", TrainerStrategy)(**lightning)
     made.exchange = Exchange(options or ExchangeOptions())
@@ -71,10 +73,12 @@ def fabric_strategy(options: ExchangeOptions | None = None, **lightning: Any) ->
 
     Raises ImportError: Lightning is not installed.
 
-    Example:
-        ```
-        fabric = Fabric(devices=2, strategy=fabric_strategy(ExchangeOptions(codec="int8")))
-        ```
+    >>> from lightning.fabric import Fabric
+    >>> from torchmn.frameworks import ExchangeOptions, fabric_strategy
+    >>> strategy = fabric_strategy(ExchangeOptions(codec="int8"))
+    >>> fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    >>> fabric.strategy is strategy
+    True
     """
     made = _class("fabric", FabricStrategy)(**lightning)
     made.exchange = Exchange(options or ExchangeOptions())

@@ -45,6 +45,16 @@ class BatchSchedule(LRScheduler):
         batch: the samples seen, and how many an epoch has.
 
     Raises UsageError: an argument is out of range, or the optimizer has a schedule already.
+
+    Example:
+        >>> class Halving(torchmn.large_batch.BatchSchedule):
+        ...     def factor(self, samples):
+        ...         return 0.5 ** (samples // 1000)
+        >>> batch = torchmn.large_batch.GlobalBatch(64, comm=comm)
+        >>> sgd = torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1)
+        >>> schedule = Halving(sgd, batch)
+        >>> [schedule.factor(samples) for samples in (0, 1000, 2000)]
+        [1.0, 0.5, 0.25]
     """
 
     def __init__(self, optimizer: Optimizer | BatchSchedule, batch: GlobalBatch) -> None:

@@ -85,6 +85,17 @@ class MultiprocessParallelUpdater(StandardUpdater):
 
     `update` also raises LaunchError: a rank did not start; PeerLostError: a rank ended or raised
     an exception, with the launcher's report.
+
+    >>> model = torchmn.training.Classifier(torch.nn.Linear(3, 2))
+    >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> halves = torchmn.split_dataset_n_random([(torch.ones(3), 1)] * 8, 2)
+    >>> iterators = [torchmn.SerialIterator(half, 2) for half in halves]
+    >>> updater = torchmn.MultiprocessParallelUpdater(
+    ...     iterators, sgd, model, devices=["cpu", "cpu"]
+    ... )
+    >>> torchmn.Trainer(updater, (1, "epoch"), out=None).run()
+    >>> updater.iteration
+    2
     """
 
     def __init__(

@@ -234,6 +234,12 @@ def plan_elastic(options: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJo
     """As `plan_job`, for a job with ``--elastic``, which survives the loss of hosts.
 
     Raises UnsupportedError: MPI, or a launcher with a fixed set of hosts.
+
+    >>> from torchmn.launch import RunOptions, plan_elastic
+    >>> options = RunOptions(argv=("python", "train.py"), hosts="localhost:2", elastic="1:1")
+    >>> elastic, why = plan_elastic(options, {})
+    >>> elastic.job.num_ranks, elastic.limits.max_restarts
+    (2, 3)
     """
     min_hosts, max_hosts = parse_elastic(options.elastic or "")
     if options.backend == "mpi" or options.launcher == "mpirun":

@@ -35,6 +35,19 @@ def run_as_rank(argv: Sequence[str], env: Mapping[str, str], place: LauncherInfo
     The launcher may have bound it already. The cores that MPI launchers and torchrun have
     themselves are divided again, so that the binding is the same under all of them; Slurm's binding
     is kept, since only Slurm knows which cores of the node belong to the job.
+
+    >>> import multiprocessing, os, sys
+    >>> from torchmn.launch import run_as_rank
+    >>> from torchmn.topology import LauncherInfo
+    >>> place = LauncherInfo(launcher="Slurm", kind="scheduler", rank=0, known_size=1)
+    >>> script = [sys.executable, "-c", "import os; assert 'OMP_NUM_THREADS' in os.environ"]
+    >>> process = multiprocessing.get_context("spawn").Process(  # which becomes the script
+    ...     target=run_as_rank, args=(script, dict(os.environ), place)
+    ... )
+    >>> process.start()
+    >>> process.join()
+    >>> process.exitcode
+    0
     """
     own, around = available_processors(), available_processors(pid=os.getppid())
     is_bound = set(own.logical) < set(around.logical)

@@ -37,6 +37,20 @@ def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
     """Run the job to its end and return its exit code. Call it in the main thread of a process.
 
     Raises LaunchError: the job could not be started.
+
+    >>> import os, sys, tempfile
+    >>> from pathlib import Path
+    >>> from torchmn.launch import RunOptions, plan_job, run_job
+    >>> options = RunOptions(
+    ...     argv=(sys.executable, "-c", "print('trained')"),
+    ...     num_ranks=1,
+    ...     backend="gloo",
+    ...     log_dir=Path(tempfile.mkdtemp()),
+    ... )
+    >>> job, why = plan_job(options, os.environ)
+    >>> run_job(job, os.environ, why=why)
+    [0] trained
+    0
     """
     heartbeat_limit_s()  # raises before anything has started
     if job.launcher == "pods" and pods.own_index(job, env) > 0:
@@ -94,7 +108,22 @@ def dry_run(job: Job, env: Mapping[str, str]) -> str:
 
 
 def run_elastic_job(elastic: ElasticJob, env: Mapping[str, str], *, why: str = "") -> int:
-    """As `run_job`, for a job whose hosts may be lost and come back. Raises LaunchError."""
+    """As `run_job`, for a job whose hosts may be lost and come back. Raises LaunchError.
+
+    >>> import os, sys, tempfile
+    >>> from pathlib import Path
+    >>> from torchmn.launch import RunOptions, plan_elastic, run_elastic_job
+    >>> options = RunOptions(
+    ...     argv=(sys.executable, "-c", "print('trained')"),
+    ...     hosts="localhost:1",
+    ...     elastic="1:1",
+    ...     log_dir=Path(tempfile.mkdtemp()),
+    ... )
+    >>> elastic, why = plan_elastic(options, os.environ)
+    >>> run_elastic_job(elastic, os.environ, why=why)
+    [0] trained
+    0
+    """
     heartbeat_limit_s()
     base = worker_environment(elastic.job, env)
     elastic = replace(elastic, job=make_log_folder(elastic.job))
@@ -122,7 +151,14 @@ def _say_profile(job: Job, env: Mapping[str, str]) -> None:
 
 
 def dry_run_elastic(elastic: ElasticJob, env: Mapping[str, str]) -> str:
-    """The commands that `run_elastic_job` would run, without contacting any host."""
+    """The commands that `run_elastic_job` would run, without contacting any host.
+
+    >>> from torchmn.launch import RunOptions, dry_run_elastic, plan_elastic
+    >>> options = RunOptions(argv=("python", "train.py"), hosts="localhost:2", elastic="1:1")
+    >>> elastic, _ = plan_elastic(options, {})
+    >>> "train.py" in dry_run_elastic(elastic, {})
+    True
+    """
     base = worker_environment(elastic.job, env)
     commands = [rendezvous_process(elastic, base, _address_for(elastic.job))]
     commands += [

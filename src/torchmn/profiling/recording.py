@@ -86,6 +86,14 @@ class Recording:
     """The record of one process, from its beginning to `close`.
 
     A thread of its own writes lines about every second, and measures memory and clocks.
+
+    >>> import tempfile
+    >>> recording = torchmn.profiling.record(comm, tempfile.mkdtemp())
+    >>> for loss in (2.0, 1.0):  # the training
+    ...     torchmn.profiling.report_value("loss", loss)
+    >>> recording.close()
+    >>> sorted(path.name for path in recording.folder.iterdir())
+    ['steps']
     """
 
     def __init__(
@@ -288,6 +296,13 @@ def trace(name: str = "%h-%r") -> AbstractContextManager[Path]:
     at the same ones; ``python -m torchmn.profiling FOLDER`` puts their files together.
 
     Raises UsageError: nothing is recorded here, or there is no such name.
+
+    >>> import tempfile
+    >>> with torchmn.profiling.record(comm, tempfile.mkdtemp()):
+    ...     with torchmn.profiling.trace("first-%r") as path:
+    ...         total = comm.allreduce(torch.ones(3))  # some steps
+    >>> path.name, path.exists()
+    ('first-0.json', True)
     """
     if not _current:
         raise UsageError(

@@ -109,6 +109,18 @@ class Base64ImageDeserializer:
         DataError: the file cannot be read, or a line is wrong; names file, line and column.
         UsageError: the streams are not as they should be.
         UnsupportedError: the libraries are missing: ``pip install 'torchmn[images]'``.
+
+    >>> import base64, io, pathlib, tempfile
+    >>> from PIL import Image
+    >>> from torchmn.readers import Base64ImageDeserializer, StreamDef
+    >>> encoded = io.BytesIO()
+    >>> Image.new("RGB", (4, 4)).save(encoded, "png")
+    >>> text = base64.b64encode(encoded.getvalue()).decode()
+    >>> file = pathlib.Path(tempfile.mkdtemp()) / "images.txt"
+    >>> num_written = file.write_text(chr(9).join(["1", text]))  # a tab after the label
+    >>> streams = {"x": StreamDef(field="image"), "y": StreamDef(field="label", shape=2)}
+    >>> [info.shape for info in Base64ImageDeserializer(file, streams).stream_infos()]
+    [(3, 4, 4), (2,)]
     """
 
     is_parallel = True

@@ -84,7 +84,13 @@ def from_pandas(
         UsageError: there is no such column.
         DataError: a value is missing, no number, or not one of the stream's type.
 
-    ``from_pandas(frame, {"features": ["age", "income"], "labels": "bought"})``
+    >>> import pandas
+    >>> from torchmn.readers import from_pandas
+    >>> frame = pandas.DataFrame({"age": [30, 40], "income": [1.5, 2.0], "bought": [0, 1]})
+    >>> streams = {"features": ["age", "income"], "labels": "bought"}
+    >>> source = from_pandas(frame, streams, randomize=False, max_sweeps=1)
+    >>> source.next_minibatch(2)[source.streams.features].asarray().tolist()
+    [[30.0, 1.5], [40.0, 2.0]]
     """
     columns = {}
     for name in _columns_of(streams, list(frame.columns), "the DataFrame"):

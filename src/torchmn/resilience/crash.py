@@ -52,6 +52,9 @@ def install_crash_handler(comm: Communicator | None = None, *, grace_s: float = 
 
     Raises CommunicationError on all ranks: the monitor server could not be started. Without
     ``comm`` also what `create_communicator` raises when ranks do not meet.
+
+    >>> from torchmn.resilience import install_crash_handler
+    >>> install_crash_handler(comm)  # nothing to do for a rank that is alone
     """
     monitor = script_monitor.current()
     if monitor is None and (monitor := script_monitor.install_from_environment(os.environ)):

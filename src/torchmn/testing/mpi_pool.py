@@ -25,6 +25,11 @@ class MpiPool:
     """``size`` MPI processes that run functions, in worlds of up to ``size`` ranks.
 
     Use it as a context manager. Functions must be importable: they are sent by name.
+
+    >>> from torchmn.communicators import Communicator
+    >>> with torchmn.testing.MpiPool(2) as pool:
+    ...     pool.run(Communicator.allgather_obj, 2, "here")  # on each rank: with its comm, "here"
+    [['here', 'here'], ['here', 'here']]
     """
 
     def __init__(self, size: int, *, search_path: str | None = None) -> None:

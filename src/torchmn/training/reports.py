@@ -50,6 +50,21 @@ def extend_with_reports(
         columns: of the table.
         observations: ``mean`` over all ranks or ``rank0``.
         has_snapshot: whether to write snapshots.
+
+    >>> import tempfile
+    >>> model = torchmn.training.Classifier(torch.nn.Linear(3, 2))
+    >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> optimizer = torchmn.create_multi_node_optimizer(sgd, comm, model)
+    >>> loader = torch.utils.data.DataLoader([(torch.ones(3), 1)] * 8, batch_size=4)
+    >>> updater = torchmn.StandardUpdater(loader, optimizer, model)
+    >>> trainer = torchmn.Trainer(updater, (2, "epoch"), tempfile.mkdtemp(), comm=comm)
+    >>> torchmn.training.extend_with_reports(
+    ...     trainer, comm, images_per_epoch=8, columns=("epoch", "iteration")
+    ... )
+    >>> trainer.run()  # doctest: +NORMALIZE_WHITESPACE
+    epoch       iteration
+    1           2
+    2           4
     """
     trainer.extend(AllreducePersistent(trainer.updater.model, comm))
     speed = _images_per_s(images_per_epoch)

@@ -145,6 +145,22 @@ class Transport(ABC):
     """Moves tensors between the ranks of one group. Every method but `exchange` is collective.
 
     Raises from every method: TimeLimitError, PeerLostError.
+
+    A subclass defines `exchange`, `split` and `close`:
+
+    >>> from torchmn.transports import Transport
+    >>> class OneRank(Transport):
+    ...     name = "one_rank"
+    ...     def exchange(self, sends, recvs, limit, tag=0):
+    ...         pass  # there is nobody to send to
+    ...     def split(self, ranks, key, limit):
+    ...         return OneRank(0, 1, self.scratch)
+    ...     def close(self):
+    ...         pass
+    >>> alone = torchmn.create_communicator("flat", transport=OneRank(0, 1))
+    >>> alone.allreduce(torch.ones(2)).tolist()
+    [1.0, 1.0]
+    >>> alone.finalize()
     """
 
     name: str
