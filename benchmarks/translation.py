@@ -51,8 +51,8 @@ class Training:
 
 
 BASE = Training(name="LSTM", options=LSTM, num_epochs=8, seeds=(0, 1, 2))
-TWO = replace(BASE, name="LSTM, 2 workers", num_workers=2, seeds=(0, 1))
-FOUR = replace(BASE, name="LSTM, 4 workers", num_workers=4, seeds=(0, 1))
+TWO = replace(BASE, name="LSTM, 2 workers", num_workers=2, seeds=(0,))
+FOUR = replace(BASE, name="LSTM, 4 workers", num_workers=4, seeds=(0,))
 ATTENTION = Training(name="transformer", options=TRANSFORMER, num_epochs=12)
 FRENCH = replace(BASE, name="LSTM, French", target="fr", seeds=(0,))
 TRAININGS = (BASE, ATTENTION, TWO, FOUR, FRENCH)

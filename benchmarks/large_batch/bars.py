@@ -85,11 +85,12 @@ def _shape_bars(task: Task, runs: Runs) -> Iterator[Bar]:
         texts = {
             ("LARS", "plain"): "LARS recovers over plain",
             ("warm-up", "linear"): "a warm-up over none",
-            ("warm-up", "one batch norm"): "ghost batch normalization over one for all samples",
+            ("warm-up", "one batch norm"): "ghost batches of a worker over one of all samples",
+            ("ghosts of 32", "one batch norm"): "ghost batches of 32 over one of all samples",
         }
         for (better, worse), text in texts.items():
             name = f"{task.name}: {factor} x, {text}"
-            is_held = better != "warm-up" or worse == "one batch norm"
+            is_held = (better, worse) != ("warm-up", "linear")
             limit = "> 0" if is_held else None
             side = recipes[better]
             found = differences(task, side, recipes[worse], runs)

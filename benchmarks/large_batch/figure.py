@@ -23,6 +23,7 @@ COLOURS = {
     "warm-up": "tab:blue",
     "LARS": "tab:green",
     "growth": "tab:purple",
+    "ghosts of 32": "tab:brown",
     "one batch norm": "grey",
 }
 
@@ -39,7 +40,13 @@ def draw(runs: Mapping[Key, LargeRun]) -> Path:
         _accuracies(axes[0], task, runs)
         _curves(axes[1], task, runs)
         _efficiencies(axes[2], task, runs)
-    figure.tight_layout()
+    entries = {}  # of any task: one that has not run has none
+    for axes in rows[:, 0]:
+        handles, labels = axes.get_legend_handles_labels()
+        entries.update(zip(labels, handles, strict=True))
+    if entries:
+        figure.legend(entries.values(), entries, fontsize=8, ncols=len(entries), loc="lower left")
+    figure.tight_layout(rect=(0, 0.04, 1, 1))
     FIGURE.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(FIGURE, dpi=110)
     pyplot.close(figure)
@@ -56,15 +63,16 @@ def _accuracies(axes: Any, task: Task, runs: Mapping[Key, LargeRun]) -> None:
             mean = statistics.mean(found)
             low, high = interval_of(found) or (mean, mean)
             label = recipe if factor == FACTORS[1] else None
-            axes.errorbar(index + 0.12 * (place - 2.5), mean, yerr=[[mean - low], [high - mean]],
+            axes.errorbar(index + 0.12 * (place - 3), mean, yerr=[[mean - low], [high - mean]],
                           fmt="o", color=colour, capsize=2, markersize=4, label=label)  # fmt: skip
             lowest = min(lowest, mean)
     axes.axhline(0, color="black", linewidth=1)
     axes.set_xticks(range(len(FACTORS)), [f"{f} x = {f * BASE_BATCH}" for f in FACTORS])
-    axes.set_ylim(max(lowest * 1.15, -100) - 1, max(2.0, -0.08 * lowest))
+    axes.set_yscale("symlog", linthresh=1)  # a recipe that diverges loses ten times the others
+    axes.set_ylim(max(lowest * 1.5, -100) - 1, 3.0)
+    ticks = [tick for tick in (-50, -20, -10, -5, -2, -1, 0, 1, 2) if tick >= axes.get_ylim()[0]]
+    axes.set_yticks(ticks, [f"{tick:+d}" if tick else "0" for tick in ticks])
     axes.set_ylabel(f"{task.name}: points beside batch {BASE_BATCH}")
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(fontsize=7)
 
 
 def _curves(axes: Any, task: Task, runs: Mapping[Key, LargeRun]) -> None:
@@ -93,7 +101,7 @@ def _efficiencies(axes: Any, task: Task, runs: Mapping[Key, LargeRun]) -> None:
     measured = [(BASE_BATCH * e.factor, e.measured) for e in found if e.measured is not None]
     axes.plot(*zip((BASE_BATCH, 1.0), *measured, strict=True), "ko", label="measured")
     axes.set_xscale("log", base=2)
-    axes.set_ylim(0, 1.2)
+    axes.set_ylim(0, max([1.2, *(1.1 * value for _, value in measured)]))
     axes.set_xlabel("batch in samples")
     axes.set_ylabel("efficiency of a sample")
     axes.legend(fontsize=7)

@@ -1,4 +1,4 @@
-"""The sides: the base batch, and at 4, 16 and 64 times of it six ways of training.
+"""The sides: the base batch, and at 4, 16 and 64 times of it seven ways of training.
 
 A large batch is that of ``factor`` simulated workers with the base batch each: batch normalization
 sees the samples of one worker, the gradient is the mean over all of them (`training.py`).
@@ -11,13 +11,18 @@ from typing import Literal
 
 from large_batch.tasks import FACTORS
 
-Recipe = Literal["base", "plain", "linear", "warm-up", "LARS", "growth", "one batch norm"]
+Recipe = Literal[
+    "base", "plain", "linear", "warm-up", "LARS", "growth", "ghosts of 32", "one batch norm"
+]
+GHOST = 32
+"""Samples of a ghost batch that is larger than the base batch, as in the paper."""
 RECIPES: dict[Recipe, str] = {
     "plain": "the rate of the base batch",
     "linear": "the rate times the factor",
     "warm-up": "linear, reached by a gradual warm-up",
     "LARS": "warm-up, and LARS in place of SGD",
     "growth": "begins with the base batch and its rate; grows to the large one where a rate falls",
+    "ghosts of 32": f"warm-up, and batch normalization over {GHOST} samples",
     "one batch norm": "warm-up, and batch normalization over all samples of a step",
 }
 
@@ -46,7 +51,7 @@ class Side:
     @property
     def is_scaled(self) -> bool:
         """Whether the rate is multiplied by the factor."""
-        return self.recipe in ("linear", "warm-up", "LARS", "one batch norm")
+        return self.recipe in ("linear", "warm-up", "LARS", "ghosts of 32", "one batch norm")
 
     @property
     def has_warm_up(self) -> bool:
@@ -67,7 +72,7 @@ SIDES = {
             for factor in FACTORS
             for recipe in RECIPES
             # 4 workers' samples together are hardly more than those of one.
-            if (factor, recipe) != (4, "one batch norm")
+            if factor > 4 or recipe not in ("ghosts of 32", "one batch norm")
         ),
     )
 }

@@ -85,8 +85,8 @@ TASKS = {
             epochs=8,
             milestones=(4, 6, 7.2),
             learning_rate=0.01,  # chosen
-            warm_up_epochs=1.6,  # chosen
-            trust={4: 0.05, 16: 0.05, 64: 0.05},  # chosen
+            warm_up_epochs=0.8,  # chosen
+            trust={4: 0.1, 16: 0.1, 64: 0.05},  # chosen
             seeds=(0, 1, 2, 3, 4),
             num_seeds=3,
         ),

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from large_batch.runs import NUM_POINTS
-from large_batch.sides import Side
+from large_batch.sides import GHOST, Side
 from large_batch.tasks import BASE_BATCH, DECAY, MOMENTUM, Task
 
 MAX_PASS = 128
@@ -59,7 +59,8 @@ class Recipe:
         )
         self.sampler = self.batch.sampler(task.num_images, seed=seed)
         if not is_whole:
-            convert_to_ghost_batch_norm(model, BASE_BATCH)
+            is_base = side.recipe != "ghosts of 32"
+            convert_to_ghost_batch_norm(model, BASE_BATCH if is_base else GHOST)
         groups = weight_decay_groups(model, task.source.weight_decay)
         rate = side.learning_rate or task.learning_rate
         inner: torch.optim.Optimizer
