@@ -224,7 +224,7 @@ class Agent:
             elif isinstance(message, HeartbeatRequest):
                 answer(self._channel, self._script_pid, sees_launcher=True, place=self._place)
             elif isinstance(message, StatusRequest):
-                self._link.request_status()
+                self._link.request_status(message)
             elif isinstance(message, ForwardSignal):
                 self._forward(message.signum, "supervisor")
             elif isinstance(message, Shown):

@@ -6,6 +6,7 @@ another launcher the monitor server. It is given the time, and has no effects.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from torchmn.control.messages import Message
@@ -16,7 +17,12 @@ from torchmn.monitor.job_result import RankRecord
 
 _CAUSE_S = 1.0
 """How much later a cause may be reported than its consequences."""
-_REPLIES_S = 3.0
+_REPLY_S, _REPLY_S_PER_RANK, _MAX_REPLY_S = 2.0, 0.01, 4.0
+"""How long a script may take to reply, and longer for each rank on its host: replies wait for a
+core. On two cores, with twenty other programs, the last of 64 took 1.0 s."""
+_AGENT_MARGIN_S, _MAX_REPLIES_S = 1.0, 4.5
+"""How much longer the agents may take, and how long at most: with a grace period of 5 s a job that
+hangs then ends within 10 s of its limit."""
 
 
 class FailureDetector:
@@ -61,6 +67,12 @@ class FailureDetector:
         self._queried_at = now
         return True
 
+    @property
+    def reply_limit_s(self) -> float:
+        """How long a script may take to reply to a request for its status."""
+        num_on_host = max(Counter(record.host for record in self._records).values(), default=0)
+        return min(_REPLY_S + _REPLY_S_PER_RANK * num_on_host, _MAX_REPLY_S)
+
     def must_end(self, now: float) -> bool:
         """Whether the job must end; not while replies about a hang are awaited."""
         if any(record.failed_at is not None for record in self._records):
@@ -75,7 +87,8 @@ class FailureDetector:
         if self._queried_at is None or reporter is None:
             return False
         is_complete = all(r.status_reply is not None or r.has_ended for r in self._records)
-        if not is_complete and now - self._queried_at < _REPLIES_S:
+        limit_s = min(self.reply_limit_s + _AGENT_MARGIN_S, _MAX_REPLIES_S)
+        if not is_complete and now - self._queried_at < limit_s:
             return False
         if self.hang is None:
             known = {r.rank: status for r in self._records if (status := _status(r)) is not None}

@@ -125,7 +125,7 @@ class RankMonitor:
             elif isinstance(message, Alive):
                 self._heartbeat.answered()
             elif isinstance(message, StatusRequest):
-                self._link.request_status()
+                self._link.request_status(message)
             elif isinstance(message, Terminate):
                 self._terminate(message)
         if self._heartbeat.silent_s(self._clock.tick()) >= self._heartbeat.limit_s:

@@ -182,7 +182,7 @@ class RankSession:
         if not self.is_ending:
             self._check_heartbeats(now)
         if self.detector.must_query(now):
-            self.post(StatusRequest())
+            self.post(StatusRequest(limit_s=self.detector.reply_limit_s))
         return self.detector.must_end(now)
 
     def end(self, signum: int = signal.SIGTERM) -> str:

@@ -24,7 +24,6 @@ from torchmn.control.messages.monitor import (
 )
 from torchmn.control.processes import process_state
 
-_REPLY_S = 2.0
 _FROM_SCRIPTS = (Failed, Joined, Joining, Leaving, Overdue, StatusReply)
 
 
@@ -72,10 +71,10 @@ class ScriptLink:
         """Send the script a message."""
         self._channel.post(message)
 
-    def request_status(self) -> None:
+    def request_status(self, request: StatusRequest) -> None:
         """Request the script's status. The reply is forwarded."""
-        self.reply_by = time.monotonic() + _REPLY_S
-        self._channel.post(StatusRequest())
+        self.reply_by = time.monotonic() + request.limit_s
+        self._channel.post(request)
 
     def forward_messages(self) -> None:
         """Forward what the script has sent."""

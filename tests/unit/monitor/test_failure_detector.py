@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from torchmn.control.messages.job import Exit
 from torchmn.control.messages.monitor import (
+    CollectiveStatus,
     Failed,
     Joined,
     Joining,
@@ -12,6 +15,7 @@ from torchmn.control.messages.monitor import (
     ProcessState,
     StatusReply,
 )
+from torchmn.launch.job import FAILURE_GRACE_S
 from torchmn.monitor.failure_detector import FailureDetector
 from torchmn.monitor.job_result import RankRecord
 
@@ -80,6 +84,29 @@ def test_a_rank_that_does_not_reply_is_not_waited_for_long() -> None:
     assert detector.must_end(23.1)
     assert detector.hang is not None
     assert "rank 1 on node has not answered" in detector.hang.summary
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_hosts", "script_s", "all_s"),
+    [(2, 1, 2.02, 3.02), (64, 1, 2.64, 3.64), (1024, 128, 2.08, 3.08), (256, 1, 4.0, 4.5)],
+)
+def test_many_ranks_of_a_host_may_reply_later(
+    num_ranks: int, num_hosts: int, script_s: float, all_s: float
+) -> None:
+    """But never so late that a job whose ranks take all of their grace period exceeds 10 s."""
+    records = [RankRecord(r, host=f"node{r % num_hosts}") for r in range(num_ranks)]
+    detector = FailureDetector(records)
+    assert detector.reply_limit_s == pytest.approx(script_s)
+    detector.on_message(records[0], OVERDUE, 0.0)
+    assert detector.must_query(0.0)
+    there = CollectiveStatus(group="world", number=1, state="running")
+    for record in records[:-1]:
+        detector.on_message(record, StatusReply(collectives=(there,)), all_s - 0.02)
+    assert not detector.must_end(all_s - 0.01)
+    assert detector.must_end(all_s + 0.01)
+    assert all_s + FAILURE_GRACE_S < 10
+    assert detector.hang is not None
+    assert detector.hang.missing == (num_ranks - 1,)
 
 
 def test_a_rank_that_has_ended_is_reported_as_missing() -> None:

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import threading
+import time
 
 import pytest
 
@@ -93,11 +94,13 @@ def test_the_agent_replies_for_a_silent_script() -> None:
     own, other = socket.socketpair()
     link = ScriptLink(forwarded.append, own)
     link.script_started(os.getpid())
-    link.request_status()
+    before = time.monotonic()
+    link.request_status(StatusRequest(limit_s=100.0))
     assert link.reply_by is not None
+    assert 100 <= link.reply_by - before < 110
     link.reply_if_overdue()
     assert forwarded == []
-    link.reply_by -= 10
+    link.reply_by -= 110
     link.reply_if_overdue()
     assert len(forwarded) == 1
     assert isinstance(forwarded[0], StatusReply)
@@ -112,7 +115,7 @@ def test_only_messages_of_scripts_are_forwarded() -> None:
     link = ScriptLink(forwarded.append, own)
     script = Channel(other)
     script.post(Leaving(status=3))
-    script.post(StatusRequest())  # not a message of scripts
+    script.post(StatusRequest(limit_s=1.0))  # not a message of scripts
     link.forward_messages()
     assert forwarded == [Leaving(status=3)]
     script.close()

@@ -92,8 +92,13 @@ class CollectiveStatus(Record, frozen=True, kw_only=True):
     age_s: float = 0.0
 
 
-class StatusRequest(Record, frozen=True):
-    """Supervisor: requests a `StatusReply` from every rank."""
+class StatusRequest(Record, frozen=True, kw_only=True):
+    """Supervisor: requests a `StatusReply` from every rank.
+
+    After ``limit_s`` the agent replies in place of a script that has not.
+    """
+
+    limit_s: float
 
 
 class StatusReply(Record, frozen=True, kw_only=True):
