@@ -10,6 +10,7 @@ import socket
 import stat
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -446,6 +447,45 @@ def test_log_folder_that_cannot_be_made(runner: Runner) -> None:
     assert done.returncode == 1
     assert "'file/logs' cannot be used" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+LIMITS = "import resource; print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
+
+
+def test_a_low_limit_of_open_files_is_raised_for_the_launcher_and_not_for_scripts(
+    runner: Runner,
+) -> None:
+    """Its four connections need 68 files."""
+
+    def few_files() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (67, 4096))
+
+    script = runner.script(LIMITS)
+    process = runner.start("-n", "4", "--backend", "gloo", script, preexec_fn=few_files)
+    launcher = resource.RLIM_INFINITY, resource.RLIM_INFINITY
+    while process.poll() is None and launcher[0] != 4096:
+        with suppress(OSError):  # it has just ended
+            launcher = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        time.sleep(0.01)
+    out, err = process.communicate(timeout=50)
+    assert process.returncode == 0, err
+    assert launcher == (4096, 4096)
+    assert [lines_of(out, rank) for rank in range(4)] == [["67 4096"]] * 4
+
+
+def test_a_hard_limit_of_open_files_that_is_too_low_is_refused(runner: Runner) -> None:
+    def few_files() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (67, 67))
+
+    process = runner.start(
+        "-n", "4", "--backend", "gloo", runner.script("open('ran', 'w')"), preexec_fn=few_files
+    )
+    _, err = process.communicate(timeout=50)
+    assert process.returncode == 1
+    assert err.startswith("torchmn: torchmn run with 4 ranks needs 68 open files"), err
+    assert "the hard limit of open files is 67. Raise it" in err
+    assert not (runner.folder / "ran").exists()
+    assert not (runner.folder / "torchmn-logs").exists()
 
 
 def test_full_disk_costs_the_log_and_not_the_job(runner: Runner) -> None:

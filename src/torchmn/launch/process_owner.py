@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from torchmn.control.open_files import lower_in_child
 from torchmn.control.private_files import open_private
 from torchmn.control.processes import (
     adopt_orphans,
@@ -114,6 +115,7 @@ def start_process(
             stderr=file,
             bufsize=0,
             start_new_session=True,
+            preexec_fn=lower_in_child(),
         )
     process.returncode = 0  # the owner reaps; without it Popen would warn
     if process.stdin is not None:

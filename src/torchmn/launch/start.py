@@ -15,6 +15,7 @@ from pathlib import Path
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.heartbeat import heartbeat_limit_s
+from torchmn.control.open_files import allow_connections
 from torchmn.control.ports import find_free_port
 from torchmn.environment_variables import PROFILE_VARIABLE, RECORD_VARIABLE, SECRET_VARIABLE
 from torchmn.errors import DataError, LaunchError
@@ -53,6 +54,7 @@ def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
     0
     """
     heartbeat_limit_s()  # raises before anything has started
+    allow_connections(job.num_ranks, f"torchmn run with {job.num_ranks:,} ranks")
     if job.launcher == "pods" and pods.own_index(job, env) > 0:
         pods.follow(job, env)
     output = RankOutput(*open_standard_streams())
@@ -125,6 +127,8 @@ def run_elastic_job(elastic: ElasticJob, env: Mapping[str, str], *, why: str = "
     0
     """
     heartbeat_limit_s()
+    job = elastic.job
+    allow_connections(job.num_ranks + len(job.hosts), f"torchmn run with {job.num_ranks:,} ranks")
     base = worker_environment(elastic.job, env)
     elastic = replace(elastic, job=make_log_folder(elastic.job))
     output, limits = RankOutput(*open_standard_streams()), elastic.limits

@@ -19,7 +19,9 @@ from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.codec import Record, decode
 from torchmn.control.connection import address_of, listen
 from torchmn.control.messages.monitor import MonitorHello
+from torchmn.control.open_files import allow_connections
 from torchmn.control.processes import is_stopped, send
+from torchmn.errors import LaunchError
 from torchmn.monitor.rank_session import (
     RankConnection,
     RankSession,
@@ -132,10 +134,18 @@ class MonitorServer:
 
 
 def main() -> int:
-    """Read the order, print the address, and monitor all ranks until they have ended."""
+    """Read the order, print the address, and monitor all ranks until they have ended.
+
+    If it cannot, it prints an empty line and the reason.
+    """
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)  # meant for the ranks, whose ends are awaited
     order = decode(sys.stdin.readline(), Order)
+    try:
+        allow_connections(order.num_ranks, "the monitor server")
+    except LaunchError as error:
+        print(f"\n{error}", flush=True)
+        return 1
     listener = listen(order.address)
     print(address_of(listener), flush=True)
     with suppress(OSError):

@@ -131,16 +131,17 @@ def _start_server(hosts: Sequence[str]) -> tuple[str, str, str]:
         num_ranks=len(hosts),
         log_dir=str((LOG_DIR / run_name()).absolute()),
     )
-    address = ""
+    address = reason = ""
     try:
         process = _start("torchmn.monitor.server", order, stdout=subprocess.PIPE)
         if process.stdout is not None:
             with process.stdout as answer:
                 address = answer.readline().decode().strip()
+                reason = "" if address else answer.read().decode().strip()
     except OSError as error:
         return "", "", f"{failed} {error}"
-    problem = "" if address else f"{failed} it cannot listen on {order.address}"
-    return secret, address, problem
+    reason = reason or f"it cannot listen on {order.address}"
+    return secret, address, "" if address else f"{failed} {reason}"
 
 
 def _start(
