@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+import torchmn
 from tests.project import docstrings
 from torchmn.launch.backend import find_mpirun
 from torchmn.testing import run_ranks
@@ -94,10 +95,11 @@ def test_docstrings(name: str) -> None:
 def test_docstring_in_a_process(name: str, tmp_path: Path) -> None:
     if reason := ALONE[name]():
         pytest.skip(reason=reason)
+    python_path = os.pathsep.join([str(Path(torchmn.__file__).parents[1]), str(ROOT)])
     done = subprocess.run(
         [sys.executable, "-m", "tests.project.docstrings", name],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{ROOT}", "TMPDIR": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": python_path, "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=180,
