@@ -54,7 +54,7 @@ def recomputed_forwards_count(patch: pytest.MonkeyPatch) -> None:
     def count(
         self: Contribution, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
     ) -> None:
-        self.num_samples += args[0].shape[0]
+        self._counted += args[0].shape[0]
         self.was_ever_known = self._has_counted = True
 
     patch.setattr(Contribution, "count", count)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy, mse_loss
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Sampler, TensorDataset, WeightedRandomSampler
@@ -356,4 +356,139 @@ def own_mean(worker: Worker) -> nn.Module:
         optimizer.zero_grad()
         (mse_loss(model(x), y, reduction="sum") / len(x)).backward()
         optimizer.step()
+    return model
+
+
+@script("An evaluation with gradients enabled, in `train()`, before each step")
+def evaluated_with_gradients(worker: Worker) -> nn.Module:
+    model, optimizer = _model_and_optimizer(worker)
+    test = worker.scatter_loader(DataLoader(_data(3), 16))
+    for x, y in _loader(worker, 9):
+        loss_sum = sum(mse_loss(model(a), b, reduction="sum").item() for a, b in test)
+        worker.log("test loss", worker.sum_over_ranks(loss_sum, 1)[0])
+        _step(model, optimizer, x, y)
+    return model
+
+
+@script("Gradient accumulation without `no_sync`, batches and groups of different sizes")
+def uneven_accumulation(worker: Worker) -> nn.Module:
+    model, optimizer = _model_and_optimizer(worker)
+    loader = _loader(worker, 9)
+    for number, (x, y) in enumerate(loader):
+        if number % 3 == 0:
+            optimizer.zero_grad()
+        (mse_loss(model(x), y) / 3).backward()
+        if number % 3 == 2 or number + 1 == len(loader):
+            optimizer.step()
+    return model
+
+
+@script("Class weights: `set_weight()` by the sum of the weights that the mean divides by")
+def class_weights(worker: Worker) -> nn.Module:
+    model, optimizer = _model_and_optimizer(worker)
+    weights = torch.tensor([1.0, 3.0, 0.2])
+    for x, y in _loader(worker, 9):
+        labels = y.argmax(1)
+        optimizer.zero_grad()
+        worker.set_weight(optimizer, weights[labels].sum().item())
+        loss = cross_entropy(model(x), labels, weight=weights, reduction="sum")
+        (loss / max(weights[labels].sum(), 1e-12)).backward()
+        optimizer.step()
+    return model
+
+
+class _OfImages(nn.Module):
+    """A model of torchvision's form for detection: lists in, the mean loss out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, images: tuple[Tensor, ...], targets: tuple[dict[str, Tensor], ...]) -> Tensor:
+        losses = [
+            mse_loss(self.inner(image), target["y"])
+            for image, target in zip(images, targets, strict=True)
+        ]
+        return torch.stack(losses).mean() if losses else self.inner(torch.zeros(0, 5)).sum()
+
+
+def _to_lists(samples: list[tuple[Tensor, Tensor]]) -> tuple[tuple[Any, ...], ...]:
+    return tuple(zip(*[(x, {"y": y}) for x, y in samples], strict=True))
+
+
+@script("Lists of images and targets, as for detection, with `set_weight(len(images))`")
+def lists_of_samples(worker: Worker) -> nn.Module:
+    model = _OfImages()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for images, targets in _loader(worker, 9, collate_fn=_to_lists):
+        optimizer.zero_grad()
+        worker.set_weight(optimizer, len(images))
+        model(images, targets).backward()
+        optimizer.step()
+    return model
+
+
+class _OfSequences(nn.Module):
+    """``(time, batch, 5)`` to ``(batch, 3)``, the time first as in `nn.RNN`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.sum(0))
+
+
+def _time_first(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    x, y = (torch.stack(parts) for parts in zip(*samples, strict=True))
+    return torch.stack([x, 2 * x, -x]), y
+
+
+def _train_sequences(worker: Worker, *, has_weights: bool) -> nn.Module:
+    model = _OfSequences()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, y in _loader(worker, 9, collate_fn=_time_first):
+        optimizer.zero_grad()
+        if has_weights:
+            worker.set_weight(optimizer, x.shape[1])
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+@script("Sequences with the time first, with `set_weight(x.shape[1])`")
+def time_first(worker: Worker) -> nn.Module:
+    return _train_sequences(worker, has_weights=True)
+
+
+_MISCOUNTED = everywhere(
+    Refused("saw no multiple of the samples of its batch", cure="`optimizer.set_weight(len(y))`")
+)
+
+
+@script("Sequences with the time first, whose samples are not counted", **_MISCOUNTED)
+def time_first_uncounted(worker: Worker) -> nn.Module:
+    return _train_sequences(worker, has_weights=False)
+
+
+@script("The model sees ten more samples, the same on all ranks, in each step", **_MISCOUNTED)
+def more_samples(worker: Worker) -> nn.Module:
+    model, optimizer = _model_and_optimizer(worker)
+    kept, _ = whole_batch(9, 10)
+    for x, y in _loader(worker, 9):
+        optimizer.zero_grad()
+        (mse_loss(model(x), y) + model(kept).square().mean()).backward()
+        optimizer.step()
+    return model
+
+
+@script(
+    "Trained in `eval()`",
+    **everywhere(Refused("in train() mode", cure="`optimizer.set_weight(len(x))`")),
+)
+def trained_in_eval(worker: Worker) -> nn.Module:
+    model, optimizer = _model_and_optimizer(worker)
+    model.eval()
+    for x, y in _loader(worker, 9):
+        _step(model, optimizer, x, y)
     return model

@@ -322,8 +322,9 @@ class Collectives:
 
         Integers stay exact, and floats are added without rounding but the last one, so the sum does
         not depend on the order of ranks. Tensors, of any one shape, are added in float64 or int64
-        and keep dtype and device; a rank that has no tensor yet, since it has seen no batch, may
-        pass a number in its place. For a mean, sum the numerator and the count, and divide after.
+        and keep their device and, but for integers, which become int64 as in `torch.sum`, their
+        dtype. A rank that has no tensor yet, since it has seen no batch, may pass a number in its
+        place. For a mean, sum the numerator and the count, and divide after.
 
         Args:
             values: numbers or tensors, the same number of them on every rank.

@@ -24,6 +24,11 @@ def summand(value: object) -> Tensor | float:
         value = value.item()
     if isinstance(value, (int, float)):
         return value + 0  # a bool counts
+    if isinstance(value, np.ndarray):
+        raise UsageError(
+            "sum_over_ranks got a numpy array. It adds numbers and tensors: pass torch.as_tensor(x)"
+            " and call .numpy() on the sum."
+        )
     raise UsageError(
         f"sum_over_ranks got a {type(value).__name__}. It adds numbers and tensors: pass the parts "
         "of a container one by one, and use allreduce_obj for other objects."
@@ -65,9 +70,9 @@ def _sum(index: int, column: Sequence[Tensor | float], like: Tensor | float) -> 
     for value in column:
         dtype = torch.promote_types(dtype, _dtype_of(value, dtype))
     wide = torch.float64 if dtype.is_floating_point else dtype
-    added = torch.stack([tensor.to(wide) for tensor in tensors]).sum(0) + total
+    added = torch.stack([tensor.to(wide) for tensor in tensors]).sum(0)  # integers in int64
     device = like.device if isinstance(like, Tensor) else torch.device("cpu")
-    return added.to(device=device, dtype=torch.int64 if dtype == torch.bool else dtype)
+    return (added + total).to(device, dtype if dtype.is_floating_point else added.dtype)
 
 
 def _sum_of_numbers(numbers: Sequence[float]) -> float:

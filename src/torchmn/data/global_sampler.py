@@ -8,6 +8,7 @@ and resume on another without losing or repeating a sample.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -332,7 +333,9 @@ class GlobalSampler(Sampler[list[int]]):
 class EmptyBatchCollate:
     """A collate function that also accepts no samples: every tensor then has 0 rows.
 
-    It has the structure, dtypes and trailing shapes of a batch of sample 0.
+    It has the structure, dtypes and other sizes of a batch of sample 0. What a batch of two of it
+    shows is left out: elements of lists that are longer there; the dimension of tensors that is, or
+    else the first; numbers that are others are refused.
 
     Args:
         dataset: sample 0 is read from it for the first empty batch.
@@ -360,20 +363,25 @@ class EmptyBatchCollate:
         batch = self.collate_fn([sample])
         if isinstance(batch, list) and len(batch) == 1 and batch[0] is sample:
             return []  # it makes no arrays: a batch is the list of its samples
-        return _without_rows(batch)
+        two = self.collate_fn([copy.deepcopy(sample), copy.deepcopy(sample)])
+        return _without_rows(batch, two)
 
 
-def _without_rows(batch: Any) -> Any:
+def _without_rows(batch: Any, two: Any) -> Any:
+    """``batch``, of one sample, without it; ``two`` has the sample twice."""
     if isinstance(batch, (torch.Tensor, np.ndarray)):
-        return batch[:0]
+        longer = [dim for dim in range(batch.ndim) if batch.shape[dim] != two.shape[dim]]
+        return batch[(slice(None),) * (longer[0] if len(longer) == 1 else 0) + (slice(0),)]
     if isinstance(batch, Mapping):
-        return {key: _without_rows(value) for key, value in batch.items()}
+        return {key: _without_rows(value, two[key]) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_without_rows(value) for value in batch))
+        return type(batch)(*map(_without_rows, batch, two))
     if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
-        if all(isinstance(value, (str, bytes)) for value in batch):
-            return type(batch)()
-        return type(batch)(_without_rows(value) for value in batch)  # type: ignore[call-arg]
+        if len(batch) != len(two) or all(isinstance(value, (str, bytes)) for value in batch):
+            return type(batch)()  # of one element per sample
+        return type(batch)(map(_without_rows, batch, two))  # type: ignore[call-arg]
+    if isinstance(batch, (int, float, str, bytes, type(None))) and batch == two:
+        return batch
     raise UsageError(
         f"EmptyBatchCollate cannot make a batch of no samples from a {type(batch).__name__}. Let "
         "collate_fn return tensors, or tuples, lists and dicts of them."

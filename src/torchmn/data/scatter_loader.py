@@ -167,6 +167,17 @@ class ScatteredBatches(Sampler[list[Any]]):
     {'batches': 0}
     """
 
+    def __new__(cls, *args: object, **options: object) -> ScatteredBatches:
+        """Raises UsageError: Lightning makes it again, with a sampler that divides once more."""
+        if "drop_last" in options:
+            raise UsageError(
+                "scatter_loader gives each rank its part of the data already, and the framework "
+                "would divide that part among the ranks once more. Give Lightning's Trainer or "
+                "Fabric's setup_dataloaders() use_distributed_sampler=False, or the DataLoader of "
+                "one process, which they divide; trainer.predict() needs the latter."
+            )
+        return super().__new__(cls)
+
     def __init__(self, batches: Iterable[Sequence[Any]], comm: Communicator) -> None:
         self.batches = batches
         self._comm = comm
@@ -237,8 +248,11 @@ class ScatteredBatches(Sampler[list[Any]]):
                 if number <= own.first:
                     continue
                 first, last = shard_bounds(end - begin, size, rank, force_equal_length=False)
+                is_training = torch.is_grad_enabled()
+                if is_training:
+                    self._comm.part_sizes.add(last - first)
                 # An evaluation needs no step of this rank for a batch of which it has no sample.
-                if last > first or torch.is_grad_enabled():
+                if last > first or is_training:
                     yield drawn.samples(begin + first, begin + last)
 
     def _drawn(self, own: _Pass) -> Iterator[_Drawn]:

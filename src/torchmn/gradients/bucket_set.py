@@ -382,7 +382,8 @@ class BucketSet:
         if total == 0.0 and self.num_active and self._reduction == "mean":
             raise UsageError(
                 f"{self.comm.rank_label}: the weights of all ranks are zero. With weight='samples' "
-                "the model's forward must see a tensor with a batch dimension; else call "
+                "(the default with scatter_loader) the model's forward must see a tensor with a "
+                "batch dimension, in train() mode; else call "
                 "optimizer.set_weight(number_of_samples) before backward()."
             )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torchmn.communicators import Communicator
-from torchmn.errors import CommunicationError, RankMismatchError
+from torchmn.errors import CommunicationError, RankMismatchError, UsageError
 from torchmn.gradients.weights import PassContext
 
 (
@@ -21,8 +21,9 @@ from torchmn.gradients.weights import PassContext
     OWN_SQUARE,
     OWN_NOISE,
     MEAN_NOISE,
+    MISCOUNTED,
     NUM_FOOTER,
-) = range(13)
+) = range(14)
 """The elements of a footer. After them come presence flags, one per parameter, if asked for.
 
 `OWN_SQUARE` and the two after it are 0 unless norms are measured (`gradient_norms`).
@@ -57,6 +58,8 @@ def footer_row(
     row[NUM_EXCHANGES] = float(context.index % _COUNT_MODULUS)
     if flag is None and context.has_loaded and context.is_active:
         flag = LOADED
+    if flag is None and context.is_miscounted:
+        flag = MISCOUNTED
     if flag is not None:
         row[flag], row[FLAGGED_RANKS] = 1.0, float(rank + 1)
     return row
@@ -65,7 +68,8 @@ def footer_row(
 def raise_if_flags_differ(comm: Communicator, row: Sequence[float], context: PassContext) -> None:
     """Raise RankMismatchError if only some ranks did what all must do. The same on all ranks.
 
-    ``row`` is the sum over ranks. CommunicationError: the ranks are at different exchanges.
+    ``row`` is the sum over ranks. UsageError: a rank has counted something else than samples;
+    CommunicationError: the ranks are at different exchanges.
     """
     for flag, what in _FLAGS.items():
         num_flagged = round(row[flag])
@@ -74,6 +78,15 @@ def raise_if_flags_differ(comm: Communicator, row: Sequence[float], context: Pas
             if num_flagged == 1:
                 ranks = f"rank {round(row[FLAGGED_RANKS]) - 1}"
             raise RankMismatchError(f"{comm.rank_label}: {ranks} {what}.")
+    if num_flagged := round(row[MISCOUNTED]):
+        raise UsageError(
+            f"{comm.rank_label}: on {num_flagged} of {comm.size} ranks the model's forward saw no "
+            "multiple of the samples of its batch of scatter_loader in the first pass (here it saw "
+            f"{context.num_samples:g}). Each rank's weight in the mean is counted as the first "
+            "size of the first tensor that forward is given; here that is not the batch, or there "
+            "are other samples in it. Call optimizer.set_weight(number_of_samples) before each "
+            "backward(), or pass weight='samples' if the loss is a mean over what is counted."
+        )
     count = context.index % _COUNT_MODULUS
     if row[NUM_EXCHANGES] != count * comm.size:
         raise CommunicationError(

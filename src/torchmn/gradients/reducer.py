@@ -396,6 +396,7 @@ class GradientReducer:
             is_active=is_active,
             has_loaded=self._has_loaded,
             index=self._num_exchanges,
+            is_miscounted=is_active and own.is_miscounted(),
         )
 
     def _end_backward(self) -> None:
@@ -460,6 +461,7 @@ class GradientReducer:
     def on_zero_grad(self) -> None:
         """Gradients were cleared. Local."""
         self._unexchanged.clear()
+        self.contribution.zero_grad()
         if self._pass is not None:
             self._pass.is_cleared = True
 

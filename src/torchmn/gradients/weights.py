@@ -16,7 +16,7 @@ backward pass is there and overlapped with the rest of the pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,8 @@ class PassContext:
     """Whether it has loaded a state since the last exchange."""
     index: int = 0
     """How many exchanges came before, which must be the same on all ranks."""
+    is_miscounted: bool = False
+    """Whether the samples are no multiple of those that a loader gave this rank."""
 
 
 class Contribution:
@@ -50,19 +52,30 @@ class Contribution:
 
     def __init__(self, *, is_by_samples: bool = False) -> None:
         self.is_by_samples = is_by_samples
-        self.num_samples = 0.0
-        """What was set, or else what forward has seen."""
         self.mean_samples: float | None = None
         """The mean over ranks of `num_samples`, where all ranks know it: blocks end by it."""
         self.is_set = False
         """Whether the weight was given, so that what forward sees is not counted."""
+        self.part_sizes: Collection[int] = ()
+        """Of a loader that divides batches: the samples of each batch that this rank was given."""
         self.was_ever_known = False
         """Whether anything was counted or set since the beginning."""
-        self._set_weight = 0.0
+        self._set_weight = self._set_samples = 0.0
+        self._counted = 0.0
         self._has_counted = False
-        """Whether a forward pass was counted since the last exchange."""
+        """Whether a forward pass was counted since the last exchange and `zero_grad`."""
+        self._before_zero_grad: float | None = None
+        """What was counted before `zero_grad`, if anything was."""
         self._last_counted = 0.0
         """What the last exchange of this step has counted."""
+        self._is_checked = False
+
+    @property
+    def num_samples(self) -> float:
+        """What was set, or else what forward has seen."""
+        if self.is_set:
+            return self._set_samples
+        return self._counted if self._has_counted else self._before_zero_grad or 0.0
 
     @property
     def weight(self) -> float:
@@ -72,7 +85,11 @@ class Contribution:
         if not self.is_by_samples:
             return 1.0
         # A second backward pass of the same forward pass: two losses, or a graph cut in two.
-        return self.num_samples if self._has_counted else self._last_counted
+        return self.num_samples if self._is_known else self._last_counted
+
+    @property
+    def _is_known(self) -> bool:
+        return self._has_counted or self._before_zero_grad is not None
 
     @property
     def given(self) -> tuple[float, float] | None:
@@ -81,7 +98,7 @@ class Contribution:
 
     def set(self, weight: float, num_samples: float) -> None:
         """Stop counting until `reset`: it is known."""
-        self._set_weight, self.num_samples = weight, num_samples
+        self._set_weight, self._set_samples = weight, num_samples
         self.is_set = self.was_ever_known = True
 
     def reset(self) -> None:
@@ -89,14 +106,35 @@ class Contribution:
 
         But for the weight of a backward pass without a forward pass of its own, until `end_step`.
         """
-        if self._has_counted:
+        if self._is_known:
             self._last_counted = self.num_samples
-        self.is_set, self.num_samples, self._has_counted = False, 0.0, False
-        self.mean_samples = None
+        self.is_set, self._counted, self._has_counted = False, 0.0, False
+        self._before_zero_grad = self.mean_samples = None
+
+    def zero_grad(self) -> None:
+        """Gradients were cleared: forward passes before it count only if none comes after it.
+
+        It may come between a forward pass and its backward pass. Others, of an evaluation or of a
+        batch that was left out, have no part in the gradients of the passes that follow.
+        """
+        if self._has_counted:
+            self._before_zero_grad = self._counted
+            self._counted, self._has_counted = 0.0, False
+
+    def is_miscounted(self) -> bool:
+        """Whether forward has seen no multiple of what a loader gave, asked for the first time.
+
+        Only where it is known what it gave: all batches so far were of one size on this rank.
+        """
+        is_first, self._is_checked = not self._is_checked, True
+        if not is_first or self.is_set or len(self.part_sizes) != 1:
+            return False
+        (part,) = self.part_sizes
+        return bool(self.num_samples % part if part else self.num_samples)
 
     def resume(self, num_samples: float) -> None:
         """Continue counting from ``num_samples``."""
-        self.num_samples, self._has_counted = num_samples, True
+        self._counted, self._has_counted = num_samples, True
 
     def end_step(self) -> None:
         """If a rank has no data in the next step, its weight there is zero."""
@@ -119,7 +157,7 @@ class Contribution:
     def add(self, num_samples: int) -> None:
         """Count samples, unless the weight was set."""
         if not self.is_set:
-            self.num_samples += num_samples
+            self._counted += num_samples
             self.was_ever_known = self._has_counted = True
 
 

@@ -408,12 +408,14 @@ class MultiNodeOptimizer(WrappedOptimizer):
     def weigh_by_samples(self) -> None:
         """Weight the ranks by their samples from now on, as ``weight="samples"``. *Collective.*
 
-        Batch normalization over ranks follows it. Does nothing after `close`.
+        Batch normalization over ranks follows it. The next exchange compares them with those of the
+        loader that divides batches. Does nothing after `close`.
         """
         if self._is_closed:
             return
         self._asked["weight"] = "samples"
         self.reducer.contribution.is_by_samples = True
+        self.reducer.contribution.part_sizes = self.communicator.part_sizes
         self.reducer.buffers.forget_scale()
         self._count_samples()
         for model in self._models:

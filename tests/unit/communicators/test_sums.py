@@ -40,6 +40,13 @@ def test_numbers_and_tensors(size: int) -> None:
         assert (single, whole) == (0.5 * size, sum(ranks))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+def test_small_integers_do_not_overflow(dtype: torch.dtype) -> None:
+    most = torch.iinfo(dtype).max
+    for found in run_ranks(lambda comm: comm.sum_over_ranks(torch.tensor([most], dtype=dtype)), 3):
+        assert (found.tolist(), found.dtype) == ([3 * most], torch.int64)
+
+
 def test_one_value_is_returned_by_itself() -> None:
     assert run_ranks(lambda comm: comm.sum_over_ranks(comm.rank + 1), 3) == [6, 6, 6]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import namedtuple
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -439,6 +440,29 @@ def test_empty_batches_of_any_structure(sample: object, expected: object) -> Non
     assert shapes(collate([])) == expected
 
 
+@pytest.mark.parametrize(
+    ("collate", "expected"),
+    [
+        (lambda samples: torch.stack(samples, 1), (2, 0)),  # the time first
+        (lambda samples: torch.cat(samples), (0,)),
+        (lambda samples: torch.stack(samples)[None, ..., None], (1, 0, 2, 1)),
+    ],
+)
+def test_the_dimension_of_samples_is_found(
+    collate: Callable[[list[torch.Tensor]], torch.Tensor], expected: tuple[int, ...]
+) -> None:
+    assert EmptyBatchCollate([torch.ones(2)], collate)([]).shape == expected
+
+
+def test_a_batch_of_lists_is_one_of_empty_lists() -> None:
+    """As torchvision's collate function for detection, and what is the same in every batch."""
+    sample = (torch.ones(3, 4, 4), {"boxes": torch.ones(2, 4)})
+    collate = EmptyBatchCollate([sample], lambda samples: (*zip(*samples, strict=True), "coco"))
+    assert collate([]) == ((), (), "coco")
+
+
 def test_a_batch_that_cannot_be_empty() -> None:
+    with pytest.raises(UsageError, match="from a int"):
+        EmptyBatchCollate([1], collate_fn=len)([])
     with pytest.raises(UsageError, match="from a object"):
         EmptyBatchCollate([1], collate_fn=lambda samples: object())([])
