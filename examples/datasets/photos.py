@@ -18,6 +18,7 @@ from torchmn.communicators import Communicator
 from torchmn.communicators.heartbeat import run_on_one_rank
 from torchmn.errors import DataError
 from torchmn.readers.decoding import ImageMemory, Reduction, decode, image_size
+from torchmn.readers.photo_parts import kernels, read_part
 from torchmn.readers.transforms import Crop, Draw, contiguous, crop
 
 try:
@@ -59,10 +60,12 @@ class PhotoList:
     def read(self, index: int) -> tuple[bytes, int]:
         """The content of an image file, and its label."""
         number, begin, nbytes, label = self.places[index].tolist()
-        with open(self.files[number], "rb", buffering=0) as file:
-            if begin:
-                file.seek(begin)
-            return file.read(nbytes), label
+        file = os.open(self.files[number], os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            nbytes = os.fstat(file).st_size if nbytes == _WHOLE_FILE else nbytes
+            return os.pread(file, nbytes, begin), label
+        finally:
+            os.close(file)
 
 
 def find_photos(root: Path, part: str, comm: Communicator) -> PhotoList:
@@ -157,6 +160,7 @@ class Photos(Dataset[tuple[Tensor, Tensor]]):
         self.seed = seed
         self.epoch = 0
         """To be set before the DataLoader is iterated."""
+        kernels()  # before processes of a DataLoader are forked
 
     def __len__(self) -> int:
         return len(self.photos)
@@ -169,20 +173,19 @@ class Photos(Dataset[tuple[Tensor, Tensor]]):
         """A batch of photos (batch, 3, size, size), and their labels (batch)."""
         images = batch_of_bytes(len(indices), self.size, self.size, 3)
         memory = ImageMemory()
-        labels = [
-            self._read(index, into, memory)
-            for index, into in zip(indices, images.numpy(), strict=True)
-        ]
-        return images.permute(0, 3, 1, 2), torch.tensor(labels)
+        files = [self.photos.read(index) for index in indices]  # at once, for the caches' sake
+        for index, (content, _), into in zip(indices, files, images.numpy(), strict=True):
+            self._write(index, content, into, memory)
+        return images.permute(0, 3, 1, 2), torch.tensor([label for _, label in files])
 
-    def _read(self, index: int, into: np.ndarray, memory: ImageMemory) -> int:
-        """Write a photo, and return its label."""
-        content, label = self.photos.read(index)
+    def _write(self, index: int, content: bytes, into: np.ndarray, memory: ImageMemory) -> None:
         draw = Draw(self.seed or 0, self.epoch, index)
         try:
             region = self._crop.region(*image_size(content), draw)
             # Decoded no smaller than twice the result, so that the weights are still its own.
             most = min(region.height, region.width) / (2 * self.size)
+            if most < 2 and read_part(content, region, into):
+                return
             reduction: Reduction = 8 if most >= 8 else 4 if most >= 4 else 2 if most >= 2 else 1
             pixels = decode(content, 3, reduction=reduction, memory=memory)
         except DataError as error:
@@ -193,7 +196,6 @@ class Photos(Dataset[tuple[Tensor, Tensor]]):
         left = min(round(region.left / reduction), pixels.shape[1] - width)
         cut = pixels[top : top + height, left : left + width]
         resize(cut, into, is_mirrored=region.is_mirrored)
-        return label
 
     @property
     def _crop(self) -> Crop:

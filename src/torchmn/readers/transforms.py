@@ -10,9 +10,10 @@ generators of its threads, so that ours differ.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
-import random
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, get_args
@@ -35,6 +36,7 @@ ScaleMode = Literal["fill", "crop", "pad"]
 NUM_VIEWS = 10
 _MAX_ATTEMPTS = 10
 _LANCZOS = 1  # Pillow's number
+_EIGHT_NUMBERS = struct.Struct("<8Q")
 
 
 class Draw:
@@ -50,13 +52,16 @@ class Draw:
     def __init__(self, seed: int, sweep: int, sequence: int, view: int = 0) -> None:
         self.view = view
         self._key = f"{seed} {sweep} {sequence}"
-        self._random: random.Random | None = None  # made if one is drawn, for that takes time
+        self._numbers: list[int] = []
 
     def uniform(self, low: float, high: float) -> float:
         """A number between two others."""
-        if self._random is None:
-            self._random = random.Random(self._key)
-        return low + (high - low) * self._random.random()
+        if not self._numbers:
+            # A hash of the key: to seed a generator takes as long as to decode 50 rows of pixels.
+            self._key += "."
+            bits = hashlib.blake2b(self._key.encode()).digest()
+            self._numbers.extend(_EIGHT_NUMBERS.unpack(bits))
+        return low + (high - low) * (self._numbers.pop() >> 11) * 2**-53
 
     def integer(self, highest: int) -> int:
         """An integer from 0 to ``highest``."""

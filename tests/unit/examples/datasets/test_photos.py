@@ -92,16 +92,20 @@ def test_what_is_random_depends_on_seed_epoch_and_photo(flowers: Path) -> None:
     assert torch.equal(same, centre[3][0])
 
 
-@pytest.mark.parametrize("has_opencv", [True, False])
+@pytest.mark.parametrize("by", ["parts", "opencv", "pytorch"])
 @pytest.mark.parametrize("seed", [None, 0])
 def test_batches_have_the_pixels_of_the_part(
-    flowers: Path, monkeypatch: pytest.MonkeyPatch, has_opencv: bool, seed: int | None
+    flowers: Path, monkeypatch: pytest.MonkeyPatch, by: str, seed: int | None
 ) -> None:
     """Of large parts too, which are decoded to a smaller size; each photo alone is the same."""
     transform = module.CENTER_CROP if seed is None else module.RANDOM_CROP
-    if has_opencv:
-        pytest.importorskip("cv2", reason="OpenCV is not installed")
+    if by == "parts":
+        pytest.importorskip("numba", reason="numba is not installed")
     else:
+        monkeypatch.setattr(module, "read_part", lambda *_: False)
+    if by == "opencv":
+        pytest.importorskip("cv2", reason="OpenCV is not installed")
+    if by == "pytorch":
         monkeypatch.setattr(module, "cv2", None)
     listed = found(flowers)
     for size in (12, 40, 200):
