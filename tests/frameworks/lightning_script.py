@@ -396,6 +396,12 @@ def refusals() -> None:
     assert len(fabric().setup_dataloaders(part, use_distributed_sampler=False)) == 2
     dividing = trainer(use_distributed_sampler=True)
     raises(UsageError, "once more", lambda: dividing.fit(Module(), part))
+    whole = DataLoader(TensorDataset(*samples()), batch_size=BATCH)
+    scattered = torchmn.scatter_loader(whole, comm)
+    cure = "use_distributed_sampler=False"
+    raises(UsageError, cure, lambda: fabric().setup_dataloaders(scattered))
+    raises(UsageError, cure, lambda: dividing.fit(Module(), scattered))
+    assert len(fabric().setup_dataloaders(scattered, use_distributed_sampler=False)) == 6
 
 
 def fabric(options: ExchangeOptions | None = None) -> Any:

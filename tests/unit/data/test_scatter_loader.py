@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import deque
 from collections.abc import Iterator
@@ -544,3 +545,16 @@ def test_sequential_sampler_without_default_collate() -> None:
         return [len(batch) for batch in scatter_loader(loader, comm)]
 
     assert run_ranks(rank_main, 2) == [[2, 2, 2, 2, 2, 1], [2, 2, 2, 2, 2, 0]]
+
+
+def test_a_framework_that_makes_the_batch_sampler_again_is_refused() -> None:
+    """As Lightning does: over a sampler of its own, with what the batch sampler shows."""
+
+    def rank_main(comm: Any) -> None:
+        found: Any = scatter_loader(DataLoader(data(), batch_size=4), comm).batch_sampler
+        shown = {"batch_size": found.batch_size, "drop_last": found.drop_last}
+        with pytest.raises(UsageError, match="use_distributed_sampler=False"):
+            type(found)(SequentialSampler(data()), **shown)
+        assert len([*copy.copy(found)]) == 6
+
+    run_ranks(rank_main, 2)
