@@ -36,7 +36,7 @@ def momentum_of(
     Args:
         pseudo_gradients: of the block.
         step: the outer step of a full block.
-        state: the tensors that ``step`` changes.
+        state: the tensors that ``step`` changes; one that does not exist yet counts as zeros.
     """
     before = {key: tensor.clone() for key, tensor in state(pseudo_gradients).items()}
     if not before:
@@ -48,5 +48,8 @@ def momentum_of(
         changes.append(each.anchor - anchor)
         each.anchor.copy_(anchor)
     for key, tensor in state(pseudo_gradients).items():
-        tensor.copy_(before[key])
+        if key in before:
+            tensor.copy_(before[key])
+        else:  # of parameters that were added since
+            tensor.zero_()
     return changes
