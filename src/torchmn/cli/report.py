@@ -13,9 +13,12 @@ from torchmn.errors import UsageError
 
 def report(
     runs: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN...", help="Log folders of runs, or their folders of records."),
-    ],
+        list[Path] | None,
+        typer.Argument(
+            metavar="[RUN]...",
+            help="Log folders of runs, or their folders of records (default: torchmn-logs/latest).",
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(help="Where to write the page (default: report.html in the first folder)."),
@@ -44,6 +47,7 @@ def report(
     """
     from torchmn.report.metrics import metrics_server, parse_address, write_metrics
 
+    runs = runs or [Path("torchmn-logs", "latest")]
     if sum((is_text, is_json, metrics is not None)) > 1:
         raise UsageError("--text, --json and --metrics exclude each other: give one of them.")
     if output is not None and (is_text or is_json or metrics is not None):

@@ -131,7 +131,7 @@ class _Examiner:
             if isinstance(found, HostSession):
                 self._sessions[host] = found
             else:
-                self._lost(host, f"{host} does not answer: {found}")
+                self._lost(host, f"{host} does not answer: {found.rstrip('.')}")
 
     def _open(self, host: str) -> HostSession | str:
         begin = Begin(host=host, secret=self._secret, request=self._request)

@@ -73,7 +73,10 @@ def test_what_is_written_trains_and_resumes(tmp_path: Path, kind: str) -> None:
         assert numbers(alone) == pytest.approx(numbers(line), abs=1e-3)  # sums in another order
     more = run(folder, "1", "--backend", "gloo", "train.py", "--epochs", "2")
     assert more.returncode == 0, more.stderr
-    (later,) = more.stdout.splitlines()
+    resumed, later = more.stdout.splitlines()
+    assert resumed.startswith("[0] continuing after step "), resumed
+    assert resumed.endswith(": 1 of 2 epochs are done"), resumed
+    assert "other samples" not in more.stderr
     assert later.startswith("[0] epoch 2: test loss ")
     assert float(later.split()[-1]) >= float(line.split()[-1]) - 0.05
     assert (folder / "model.pt").exists()

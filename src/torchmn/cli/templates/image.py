@@ -81,7 +81,7 @@ def main() -> None:
     # One order for any number of workers; each takes its part of every batch.
     sampler = torchmn.GlobalSampler(len(train), comm, options.batch, options.seed, drop_last=True)
     loader = DataLoader(train, batch_sampler=sampler)
-    test_loader = DataLoader(torchmn.scatter_dataset(test, comm, force_equal_length=False), 256)
+    test_loader = torchmn.scatter_loader(DataLoader(test, 256), comm)
 
     model = build_model(train[0][0]).to(comm.device)
     adam = torch.optim.AdamW(model.parameters(), options.rate)
@@ -92,6 +92,8 @@ def main() -> None:
     state = {"model": model, "optimizer": optimizer, "schedule": schedule, "sampler": sampler}
     checkpointer = torchmn.create_multi_node_checkpointer(comm, options.checkpoints, "train")
     step = checkpointer.resume(state)
+    if step and comm.rank == 0:
+        print(f"continuing after step {step}: {sampler.epoch} of {options.epochs} epochs are done")
 
     def save() -> None:
         checkpointer.save(step, state)

@@ -48,8 +48,8 @@ _CARRIED_NAMES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "LANG"
 def remote_shell(env: Mapping[str, str]) -> tuple[str, ...]:
     """The command that runs another one on a host of this job.
 
-    ``TORCHMN_RSH``, else the scheduler's own where it has one (inside a job of PBS or Grid Engine:
-    it counts and ends what it starts, and many sites allow no other), else ssh without questions.
+    ``TORCHMN_RSH``, else the scheduler's own (inside a job of PBS, Slurm or Grid Engine: it counts
+    and ends what it starts, and many sites allow no other), else ssh without questions.
     `pbs_tmrsh` is no remote shell, and what `qrsh` starts gets signals that would end it: modules
     of ours make remote shells of them. Raises UsageError: ``TORCHMN_RSH`` has unbalanced quotes.
     """
@@ -140,7 +140,7 @@ def check_hosts(job: Job, env: Mapping[str, str]) -> dict[str, HostFacts]:
         )
     silent = {name: answer for name, answer in answers.items() if isinstance(answer, str)}
     if silent:
-        reasons = "; ".join(f"{name}: {why}" for name, why in silent.items())
+        reasons = "; ".join(f"{name}: {why.rstrip('.')}" for name, why in silent.items())
         raise LaunchError(
             f"{len(silent)} of {len(names)} host(s) did not answer: {reasons}. Check whether "
             f"`{shlex.join((*remote_shell(env), next(iter(silent)), 'true'))}` works from here."

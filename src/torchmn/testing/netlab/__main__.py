@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -69,7 +70,7 @@ def _described(lab: Lab) -> str:
         "",
         f"Enter a host with    {lab.rsh_agent} n0 [COMMAND]",
         f"mpirun on a host     --hostfile {lab.hostfile()} --prtemca plm_ssh_agent {lab.rsh_agent} "
-        f"--prefix {sys.prefix}",
+        f"--prefix {shlex.quote(sys.prefix)}",
         f"End it with          Ctrl-C, kill {os.getpid()} or python -m torchmn.testing.netlab down",
     ]
     return "\n".join(lines)
