@@ -24,6 +24,7 @@ total = float(comm.allreduce(torch.ones(1 << 20)).sum())
 names = ("GLOO_SOCKET_IFNAME", "MASTER_ADDR", "OMPI_MCA_btl_tcp_if_include")
 with open(f"{sys.argv[1]}/{comm.rank}.json", "w") as file:
     json.dump([total / (1 << 20), *(os.environ.get(name, "") for name in names)], file)
+assert "tcp" in comm.settings["transport"], comm.settings
 """
 
 

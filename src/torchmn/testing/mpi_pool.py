@@ -146,6 +146,7 @@ def _worker(address: str) -> None:
     from torchmn.transports import base, mpi
     from torchmn.transports.base import TimeLimit
     from torchmn.transports.mpi import MpiTransport, load_mpi
+    from torchmn.transports.tcp import TcpTransport
 
     torch.set_num_threads(1)
     comm = load_mpi().COMM_WORLD
@@ -167,6 +168,8 @@ def _worker(address: str) -> None:
             try:
                 limit = TimeLimit(options["timeout_s"])
                 transport = world.split(range(world_size), f"task{num_tasks}", limit)
+                if len(options["topology"].nodes) > 1:  # as between hosts with Ethernet
+                    transport = TcpTransport.connect(transport, limit)
                 own = create_communicator(transport=transport, **options)
                 try:
                     outcome = _resolve(module, qualname)(own, *args)

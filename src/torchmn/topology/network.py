@@ -178,6 +178,19 @@ def nominal_speed(interface: str) -> float:
     return max(0, megabits) * 1e6 / 8 if (folder / "device").exists() else 0.0
 
 
+def rdma_adapters(classes: Path = Path("/sys/class")) -> list[str]:
+    """Adapters of this host for InfiniBand, RoCE, Omni-Path, EFA or Slingshot. Local.
+
+    MPI reaches other hosts by them, sockets do not.
+
+    Example:
+        >>> isinstance(rdma_adapters(), list)
+        True
+    """
+    found = (path for name in ("infiniband", "cxi") for path in classes.glob(f"{name}/*"))
+    return sorted(path.name for path in found)
+
+
 def own_addresses(preferred: str | None) -> list[str]:
     """The addresses at which other ranks may reach this one, best first.
 

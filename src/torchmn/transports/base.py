@@ -179,6 +179,8 @@ class Transport(ABC):
     has_fast_small_sums = False
     """Whether sums of some KiB are faster than through shared memory."""
     supports_nccl = False
+    progress_period_s: float | None = None
+    """How often `progress` must be called; None: never."""
     own_address: str | None = None
     """The address at which the other ranks reach this host, where it is known."""
 
@@ -243,6 +245,12 @@ class Transport(ABC):
         Its first messages may then be sent right after those of the sums announced before it. All
         ranks announce the same sums in the same order and make them in that order; the buffer must
         not change in between.
+        """
+
+    def progress(self) -> None:  # noqa: B027 - most transports send by themselves
+        """Send on what completed exchanges have left in the library's buffers. Local.
+
+        A wrapper that waits without calling its library calls it every `progress_period_s`.
         """
 
     def receive_any(self, buffer: Tensor, limit: TimeLimit, tag: int = 0) -> int:
@@ -396,6 +404,7 @@ class WrappingTransport(Transport):
         self.is_concurrent = inner.is_concurrent
         self.is_close_collective = inner.is_close_collective
         self.supports_nccl = inner.supports_nccl
+        self.progress_period_s = inner.progress_period_s
         self.own_address = inner.own_address
 
     def transports(self) -> Iterator[Transport]:
@@ -413,6 +422,10 @@ class WrappingTransport(Transport):
     ) -> None:
         """See `Transport.exchange`."""
         self.inner.exchange(sends, recvs, limit, tag)
+
+    def progress(self) -> None:
+        """See `Transport.progress`."""
+        self.inner.progress()
 
     def receive_any(self, buffer: Tensor, limit: TimeLimit, tag: int = 0) -> int:
         """See `Transport.receive_any`."""

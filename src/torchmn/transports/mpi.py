@@ -61,6 +61,7 @@ class MpiTransport(Transport):
     is_concurrent = False
     is_close_collective = True
     has_fast_small_sums = True
+    progress_period_s = 0.02
 
     def __init__(self, mpi_comm: Any, *, scratch: Scratch | None = None) -> None:
         self._mpi = load_mpi()
@@ -162,6 +163,11 @@ class MpiTransport(Transport):
                 self._mpi.IN_PLACE, [memory, buffer.numel(), datatype], self._ops[op]
             )
         self._wait([request], limit, "all_reduce")
+
+    def progress(self) -> None:
+        """See `Transport.progress`: Open MPI sends inside of calls of MPI only."""
+        with _TURN:
+            self._comm.Iprobe()
 
     def barrier(self, limit: TimeLimit) -> None:
         with _TURN:

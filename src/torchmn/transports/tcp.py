@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import math
 import os
 import secrets
 import select
@@ -93,6 +94,7 @@ class TcpTransport(WrappingTransport):
         fallback_reason: str = "",
     ) -> None:
         super().__init__(inner)
+        self.has_fast_small_sums = inner.has_fast_small_sums
         self.fallback_reason = fallback_reason
         if fallback_reason:
             self.name = inner.name
@@ -267,6 +269,7 @@ class TcpTransport(WrappingTransport):
         """
         streams, poll, polled = self._by_descriptor, self._poll, self._polled
         ready = [(descriptor, select.POLLIN | select.POLLOUT) for descriptor in streams]
+        longest_s = self.progress_period_s or math.inf
         while True:
             for descriptor, events in ready:
                 streams[descriptor].advance(events)
@@ -280,7 +283,9 @@ class TcpTransport(WrappingTransport):
                         poll.register(descriptor, stream.events)
                     else:
                         poll.unregister(descriptor)
-            ready = poll.poll(limit.left_s * 1e3)
+            ready = poll.poll(min(limit.left_s, longest_s) * 1e3)
+            if longest_s < math.inf:
+                self.inner.progress()
             if not ready and limit.left_s == 0.0:
                 peers = sorted({s.peer for s in streams.values() if not s.is_done})
                 raise TimeLimitError(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 
 from torchmn.topology import is_this_host, route_of, route_to
+from torchmn.topology.network import rdma_adapters
 
 
 def test_the_way_to_oneself() -> None:
@@ -29,3 +31,10 @@ def test_addresses_of_no_local_interface() -> None:
 @pytest.mark.parametrize("name", ["localhost", "127.0.0.1", socket.gethostname()])
 def test_this_host(name: str) -> None:
     assert is_this_host(name)
+
+
+def test_adapters_of_networks_other_than_ethernet(tmp_path: Path) -> None:
+    assert rdma_adapters(tmp_path) == []
+    for name in ("infiniband/mlx5_1", "infiniband/mlx5_0", "cxi/cxi0", "net/eth0"):
+        (tmp_path / name).mkdir(parents=True)
+    assert rdma_adapters(tmp_path) == ["cxi0", "mlx5_0", "mlx5_1"]

@@ -327,6 +327,30 @@ def test_the_fallback_to_gloo_is_a_reason_on_all_ranks(
         assert "large messages use gloo, which is slower" in text
 
 
+def test_a_library_that_sends_in_calls_only_is_called_while_a_rank_waits() -> None:
+    """What is left in its buffers may be what the other rank waits for before it sends."""
+    released = threading.Event()
+
+    class Lazy(TorchDistributedTransport):
+        progress_period_s = 0.01
+
+        def progress(self) -> None:
+            released.set()
+
+    store = HashStore()
+
+    def rank_main(rank):
+        inner = Lazy(store, rank, 2, timeout_s=20)
+        with contextlib.closing(TcpTransport.connect(inner, TimeLimit(20))) as transport:
+            if rank == 1:
+                assert released.wait(10)
+            buffer = torch.ones(LARGE)
+            transport.all_reduce_(buffer, "sum", TimeLimit(10))
+            return float(buffer.sum()) / LARGE
+
+    assert run_threads(rank_main, 2) == [2.0, 2.0]
+
+
 def test_listens_at_the_address_that_gloo_was_given(monkeypatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     hosts = []
