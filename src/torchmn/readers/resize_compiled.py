@@ -24,7 +24,7 @@ _inner = njit(
 )
 
 _WEIGHT_BITS = 13  # and 8 of a channel: they fill its field
-_CHUNK = 64  # rows are computed up to a multiple, so that no pixel is computed without vectors
+_CHUNK = 32  # rows are computed up to a multiple, so that no pixel is computed without vectors
 _HALVES = (1 | 1 << GREEN | 1 << RED) << (_WEIGHT_BITS - 1)
 _BYTES = 255 | 255 << GREEN | 255 << RED
 
@@ -57,56 +57,57 @@ def _rounded(value):
 
 
 @_inner
+def _round(line):
+    for x in range(line.size):
+        line[x] = _rounded(line[x])
+
+
+@_inner
 def _down(rows, begin, weights, line):
     """A row that is the weighted sum of rows from ``begin`` on."""
-    # Loops over few weights are written out, here and below.
-    if weights.size == 2:
-        one, two, a, b = rows[begin], rows[begin + 1], weights[0], weights[1]
-        for x in range(line.size):
-            line[x] = _rounded(one[x] * a + two[x] * b)
-    elif weights.size == 3:
-        one, two, three = rows[begin], rows[begin + 1], rows[begin + 2]
-        a, b, c = weights[0], weights[1], weights[2]
-        for x in range(line.size):
-            line[x] = _rounded(one[x] * a + two[x] * b + three[x] * c)
-    else:
-        line[:] = 0
-        for k in range(weights.size):
-            source, weight = rows[begin + k], weights[k]
+    source, weight = rows[begin], weights[0]
+    for x in range(line.size):
+        line[x] = source[x] * weight
+    for k in range(1, weights.size):
+        source, weight = rows[begin + k], weights[k]
+        if weight:
             for x in range(line.size):
                 line[x] += source[x] * weight
-        for x in range(line.size):
-            line[x] = _rounded(line[x])
 
 
 @_inner
 def _across(source, begins, weights, num, line):
     """A row each of whose places is the weighted sum of ``num`` neighbours in another row."""
-    one, two = np.uint64(1), np.uint64(2)
-    if num == 2:
+    one, two, three = np.uint64(1), np.uint64(2), np.uint64(3)
+    if num == 2:  # loops over few weights are written out
         for x in range(begins.size):
             n, w = np.uint64(begins[x]), np.uint64(2 * x)
-            color = source[n] * weights[w] + source[n + one] * weights[w + one]
-            line[x] = _rounded(color)
+            line[x] = source[n] * weights[w] + source[n + one] * weights[w + one]
     elif num == 3:
         for x in range(begins.size):
             n, w = np.uint64(begins[x]), np.uint64(3 * x)
             color = source[n] * weights[w] + source[n + one] * weights[w + one]
-            line[x] = _rounded(color + source[n + two] * weights[w + two])
+            line[x] = color + source[n + two] * weights[w + two]
+    elif num == 4:
+        for x in range(begins.size):
+            n, w = np.uint64(begins[x]), np.uint64(4 * x)
+            color = source[n] * weights[w] + source[n + one] * weights[w + one]
+            color += source[n + two] * weights[w + two]
+            line[x] = color + source[n + three] * weights[w + three]
     else:
         for x in range(begins.size):
             n, w = np.uint64(begins[x]), np.uint64(num * x)
             color = np.uint64(0)
             for k in range(num):
                 color += source[n + np.uint64(k)] * weights[w + np.uint64(k)]
-            line[x] = _rounded(color)
+            line[x] = color
 
 
 @_inner
 def _write(line, into):
     """Blue, green, red, 0 as the bytes of each number."""
     for x in range(into.size):
-        color = line[x]
+        color = _rounded(line[x])
         green, red = color >> np.uint64(GREEN - 8), color >> np.uint64(RED - 16)
         green, red = green & np.uint64(0xFF00), red & np.uint64(0xFF0000)
         into[x] = np.uint32((color & np.uint64(0xFF)) | green | red)
@@ -128,6 +129,7 @@ def resize(colors, width, is_mirrored, into):
         wide = np.empty((height, last.size), np.uint64)
         for y in range(height):
             _across(colors[y], across, flat_weights, num, wide[y])
+            _round(wide[y])
         for y in range(rows):
             _down(wide, down[y], down_weights[y], last)
             _write(last, resized[y])
@@ -135,6 +137,7 @@ def resize(colors, width, is_mirrored, into):
         line = np.empty(colors.shape[1], np.uint64)
         for y in range(rows):
             _down(colors, down[y], down_weights[y], line)
+            _round(line)
             _across(line, across, flat_weights, num, last)
             _write(last, resized[y])
     _pack(resized.reshape(resized.size), into.reshape(into.size))
