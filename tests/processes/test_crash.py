@@ -229,6 +229,28 @@ def by_hand(runner: Runner, text: str, *args: str) -> tuple[list[int], list[str]
     return [rank.returncode for rank in ranks], errors
 
 
+FEW_FILES = """
+import resource
+import torchmn
+from torchmn.resilience import install_crash_handler
+comm = torchmn.create_communicator("naive", timeout_s=20)
+if comm.rank == 0:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (66, 66))
+install_crash_handler(comm)
+"""
+
+
+def test_a_server_that_may_not_open_enough_files_is_an_error_on_all_ranks(runner: Runner) -> None:
+    codes, errors = by_hand(runner, FEW_FILES)
+    assert codes == [1, 1, 1]
+    for error in errors:
+        assert (
+            f"Rank 0 on {socket.gethostname()}: the monitor server did not start: the monitor "
+            "server needs 67 open files, one for each of 3 connections and 64 others, and the hard "
+            "limit of open files is 66."
+        ) in error
+
+
 def test_a_killed_rank_under_a_launcher_that_does_nothing(runner: Runner) -> None:
     codes, errors = by_hand(runner, TRAINING, "kill")
     assert 0 not in codes
