@@ -63,6 +63,8 @@ def train(task: Task, side: Side, seed: int, images: Images) -> dict[str, Any]:
     options = dict(side.options)
     if side.block_steps is not None:
         options["block_size"] = side.block_steps * task.batch * NUM_WORKERS
+    num_steps = task.num_steps(len(images.train[1]))
+    _use_shares(options, task, num_steps)
     schedule = make_schedule(side.schedule, options)
     comm = torchmn.create_communicator(
         "hierarchical",
@@ -84,7 +86,6 @@ def train(task: Task, side: Side, seed: int, images: Images) -> dict[str, Any]:
         optimizer = torchmn.create_multi_node_optimizer(
             inner, comm, model, codec=side.codec, schedule=schedule
         )
-        num_steps = task.num_steps(len(images.train[1]))
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: task.rate(step, num_steps)
         )
@@ -121,10 +122,25 @@ def train(task: Task, side: Side, seed: int, images: Images) -> dict[str, Any]:
     }
 
 
+def _use_shares(options: dict[str, Any], task: Task, num_steps: int) -> None:
+    """Options that are shares of the highest learning rate, or of the run, in its units."""
+    num_samples = num_steps * task.batch * NUM_WORKERS
+    if "grows_below" in options:
+        options["grows_below"] *= task.learning_rate
+    for name in ("every_step_until", "every_step_from"):
+        if name in options:
+            options[name] *= num_samples
+
+
 def make_schedule(name: str, options: Mapping[str, object]) -> Any:
-    """A schedule by its name and options. Raises UnknownNameError: there is none."""
+    """A schedule by its name and options. Raises UnknownNameError: there is none.
+
+    ``grows_below``: the learning rate below which blocks grow; ``every_step_until`` and
+    ``every_step_from``: the samples until and from which every step is exchanged.
+    """
     from torchmn.errors import UnknownNameError
     from torchmn.optimizer import SCHEDULES
+    from torchmn.schedules import EveryStep, GrowingBlocks, Phases
 
     if name not in SCHEDULES:
         raise UnknownNameError("schedule", name, SCHEDULES)
@@ -135,7 +151,15 @@ def make_schedule(name: str, options: Mapping[str, object]) -> Any:
         chosen["outer"] = lambda anchors: torch.optim.SGD(
             anchors, rate, momentum=momentum, nesterov=True
         )
-    return factory.recommended(**chosen) if chosen.pop("recommended", False) else factory(**chosen)
+    if "grows_below" in chosen:
+        rate = chosen.pop("grows_below")
+        chosen["block_size"] = GrowingBlocks(block_size=chosen["block_size"], rate=rate)
+    until, start = (chosen.pop(f"every_step_{name}", None) for name in ("until", "from"))
+    made = factory.recommended(**chosen) if chosen.pop("recommended", False) else factory(**chosen)
+    if until is None and start is None:
+        return made
+    phases = {0: EveryStep(), until or 0: made}
+    return Phases(phases if start is None else {**phases, start: EveryStep()})
 
 
 def evaluate(model: nn.Module, data: tuple[Tensor, Tensor], comm: Any) -> tuple[float, float]:

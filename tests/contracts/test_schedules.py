@@ -1,12 +1,20 @@
-"""Every schedule with every codec, for all world sizes."""
+"""Every schedule with every codec, on every route and number of ranks: in pairs of these."""
+
+from itertools import cycle
 
 import pytest
 
 from tests.contracts.broken import codecs as broken_codecs
 from tests.contracts.broken import schedules as broken
+from tests.contracts.pairs import in_pairs
 from tests.contracts.suites import schedule_contracts
 from tests.contracts.suites.communicator_contracts import ContractError
-from tests.contracts.suites.schedule_contracts import SCHEDULE_CONTRACTS, check_all
+from tests.contracts.suites.schedule_contracts import (
+    OPTION_CONTRACTS,
+    SCHEDULE_CONTRACTS,
+    check_all,
+    check_option,
+)
 from torchmn.communicators import ROUTES
 from torchmn.compression import CODECS
 from torchmn.optimizer import SCHEDULES
@@ -16,18 +24,15 @@ from torchmn.topology import Topology
 
 PLACEMENTS = {
     "1": ("flat", Topology.blocks([1])),
-    "2": ("flat", Topology.blocks([2])),
+    "1+1": ("flat", Topology.blocks([1, 1])),
     "3": ("naive", Topology.blocks([3])),
     "3+1": ("hierarchical", Topology.blocks([3, 1])),
+    "2+2": ("two_dimensional", Topology.blocks([2, 2])),
+    "4": ("single_node", Topology.blocks([4])),
+    "2+1": ("non_cuda_aware", Topology.blocks([2, 1])),
 }
 SYNCHRONOUS = [name for name in SCHEDULES if name != "parameter_server"]
 """The parameter server has contracts of its own: `test_servers.py`."""
-ROUTED = [
-    (codec, route)
-    for codec in CODECS
-    for route in ROUTES
-    if route != "pure_nccl" and (codec, route) != ("power_sgd", "two_dimensional")
-]
 CAUGHT_BY = {
     broken.SumsInsteadOfMean: schedule_contracts.check_means,
     broken.AppliesTwice: schedule_contracts.check_means,
@@ -55,18 +60,19 @@ CAUGHT_BY = {
     broken.KeepsNoBlockResidual: schedule_contracts.check_block_sums_up,
     broken.MovesByNoise: schedule_contracts.check_block_zeros,
     broken.ContinuesWithNaN: schedule_contracts.check_block_nonfinite,
+    broken.KeepsItsBlockSize: schedule_contracts.check_growth,
+    broken.GrowsByItsOwnRate: schedule_contracts.check_growth,
+    broken.KeepsOwnMomenta: schedule_contracts.check_phases,
+    broken.ForgetsPartOfABlock: schedule_contracts.check_phases,
+    broken.LeavesBlocksSomewhereElse: schedule_contracts.check_phase_join,
+    broken.CompensatesBackwards: schedule_contracts.check_compensation,
 }
 
 
 @pytest.mark.parametrize(
-    ("codec", "label"),
-    [
-        (codec, label)
-        for codec in CODECS
-        for label in (PLACEMENTS if codec in ("float32", "int8") else ("1", "3+1"))
-    ],
+    ("codec", "label", "schedule"),
+    in_pairs(CODECS, PLACEMENTS, SYNCHRONOUS, excluded=[("power_sgd", "2+2")]),
 )
-@pytest.mark.parametrize("schedule", SYNCHRONOUS)
 def test_contracts(schedule: str, codec: str, label: str) -> None:
     name, topology = PLACEMENTS[label]
     run_ranks(
@@ -77,19 +83,28 @@ def test_contracts(schedule: str, codec: str, label: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("option", "label", "codec"),
+    in_pairs(OPTION_CONTRACTS, ("1", "1+1", "3", "3+1"), ("float32", "int8")),
+)
+def test_options(option: str, codec: str, label: str) -> None:
+    name, topology = PLACEMENTS[label]
+    run_ranks(
+        lambda comm: check_option(comm, option, codec), topology.size, name=name, topology=topology
+    )
+
+
 @pytest.mark.mpi
 @pytest.mark.processes
-@pytest.mark.parametrize("schedule", SYNCHRONOUS)
-@pytest.mark.parametrize("codec", ["float32", "1bit", "power_sgd"])
+@pytest.mark.parametrize(("codec", "schedule"), zip(CODECS, cycle(SYNCHRONOUS), strict=False))
 def test_contracts_over_mpi(mpi_pool: MpiPool, schedule: str, codec: str) -> None:
     topology = Topology.blocks([2, 1])
     mpi_pool.run(check_all, 3, schedule, codec, name="hierarchical", topology=topology)
 
 
-@pytest.mark.parametrize(("codec", "route"), ROUTED)
-def test_every_codec_on_every_route(codec: str, route: str) -> None:
-    topology = Topology.blocks([4] if route == "single_node" else [2, 2])
-    run_ranks(lambda comm: check_all(comm, "every_step", codec), 4, name=route, topology=topology)
+def test_every_route_and_schedule_is_there() -> None:
+    assert {route for route, _ in PLACEMENTS.values()} == ROUTES.keys() - {"pure_nccl"}
+    assert len(CODECS) >= len(SYNCHRONOUS)  # over MPI each schedule has a codec
 
 
 @pytest.mark.parametrize("wrong", CAUGHT_BY, ids=lambda cls: cls.__name__)
@@ -106,7 +121,9 @@ def test_a_wrong_codec_is_caught(wrong: type) -> None:
 
 
 def test_every_contract_has_one_that_breaks_it() -> None:
-    assert set(CAUGHT_BY.values()) == {c for cs in SCHEDULE_CONTRACTS.values() for c in cs}
+    of_options = {c for _, contracts in OPTION_CONTRACTS.values() for c in contracts}
+    of_schedules = {c for contracts in SCHEDULE_CONTRACTS.values() for c in contracts}
+    assert set(CAUGHT_BY.values()) == of_schedules | of_options
 
 
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)

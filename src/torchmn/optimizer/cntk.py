@@ -15,6 +15,7 @@ from torchmn.communicators import Communicator
 from torchmn.errors import UsageError
 from torchmn.optimizer.create import create_multi_node_optimizer
 from torchmn.optimizer.multi_node_optimizer import MultiNodeOptimizer
+from torchmn.schedules.base import Schedule
 from torchmn.schedules.every_step import EveryStep
 from torchmn.schedules.local_updates.block_momentum import BlockMomentum
 from torchmn.schedules.warmup import Warmup
@@ -110,5 +111,5 @@ def raise_if_unknown_bits(num_quantization_bits: int) -> None:
         )
 
 
-def _after(num_samples: float, schedule: EveryStep | BlockMomentum) -> EveryStep | BlockMomentum:
+def _after(num_samples: float, schedule: EveryStep | BlockMomentum) -> Schedule:
     return Warmup(num_samples, schedule) if num_samples else schedule

@@ -7,10 +7,12 @@ from torchmn.schedules.local_updates.base import LocalUpdateSchedule
 from torchmn.schedules.local_updates.block_momentum import BlockMomentum
 from torchmn.schedules.local_updates.diloco import DiLoCo
 from torchmn.schedules.local_updates.fragments import PseudoGradient
+from torchmn.schedules.local_updates.growing_blocks import GrowingBlocks
 from torchmn.schedules.local_updates.periodic_average import PeriodicAverage
 from torchmn.schedules.next_forward.schedule import EveryStepNextForward
 from torchmn.schedules.parameter_server.schedule import ParameterServer
 from torchmn.schedules.parameter_server.staleness import Staleness, WorkerStaleness
+from torchmn.schedules.phases import Phases
 from torchmn.schedules.warmup import Warmup
 
 __all__ = [
@@ -20,9 +22,11 @@ __all__ = [
     "DoubleBuffering",
     "EveryStep",
     "EveryStepNextForward",
+    "GrowingBlocks",
     "LocalUpdateSchedule",
     "ParameterServer",
     "PeriodicAverage",
+    "Phases",
     "PseudoGradient",
     "Schedule",
     "Staleness",

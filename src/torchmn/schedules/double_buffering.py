@@ -14,6 +14,10 @@ is saved.
 
     step k:      w_{k+1} = w_k - update(mean(g_{k-1}));  note c = update(own g_k)
     pass k+1:    g_{k+1} is computed at w_{k+1} - c;  after it the parameters are w_{k+1} again
+
+``delay_compensation=lambda`` corrects the late mean instead (see `delay_compensation`):
+
+    backward k:  p.grad <- g + lambda g g (w_k - w_{k-1}),    g = mean(g_{k-1})
 """
 
 from __future__ import annotations
@@ -25,10 +29,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchmn.communicators import Communicator
-from torchmn.errors import UnsupportedError
+from torchmn.errors import UnsupportedError, UsageError
 from torchmn.gradients.bucket_set import BucketSet
 from torchmn.gradients.reducer import GradientReducer
 from torchmn.schedules.base import Schedule
+from torchmn.schedules.delay_compensation import DelayCompensation
 from torchmn.schedules.eager_step import EagerStep
 
 
@@ -43,6 +48,12 @@ class DoubleBuffering(Schedule):
             gradients enabled, to the end of `backward`; at any other time all ranks hold the same.
             Call the model that `create_multi_node_optimizer` was given, not parts of it. Hooks of
             the optimizer see steps with means only. Not for parameters of which ranks hold parts.
+        delay_compensation: lambda of the term lambda * g * g * (w - w_then) that is added to a
+            late mean g, where w_then are the parameters for which it was computed; 0 adds none.
+            It costs a copy of the parameters, and cannot be combined with ``eager``, which
+            `recommended` uses (``docs/explain/recipes.md``).
+
+    Raises UsageError: ``delay_compensation`` is negative or not finite, or given with ``eager``.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -56,12 +67,21 @@ class DoubleBuffering(Schedule):
     num_sets = 2
     staleness_steps = 1
 
-    def __init__(self, *, eager: bool = False) -> None:
+    def __init__(self, *, eager: bool = False, delay_compensation: float = 0.0) -> None:
+        if not 0 <= delay_compensation < float("inf"):
+            raise UsageError(f"delay_compensation={delay_compensation} must be 0 or positive.")
+        if eager and delay_compensation:
+            raise UsageError(
+                f"eager=True and delay_compensation={delay_compensation} cannot be combined: with "
+                "eager a gradient is computed about where its mean is applied. Use one of them."
+            )
         self.eager = eager
+        self.delay_compensation = delay_compensation
         self._pending: BucketSet | None = None
         self._has_mean = False
         self._num_backwards = 0
         self._ahead: EagerStep | None = None
+        self._compensation: DelayCompensation | None = None
         self._own: dict[Tensor, Tensor] = {}
         """This rank's gradients of the last backward pass, if eager."""
 
@@ -71,8 +91,24 @@ class DoubleBuffering(Schedule):
         return cls(eager=True)
 
     def attach(self, reducer: GradientReducer, inner: Optimizer) -> None:
-        """See `Schedule.attach`. Raises UnsupportedError: eager, and ranks hold parts."""
+        """See `Schedule.attach`.
+
+        Raises UnsupportedError: eager, and ranks hold parts; delay compensation of sparse
+        gradients.
+        """
         super().attach(reducer, inner)
+        if self.delay_compensation:
+            if reducer.parameters.sparse:
+                names = [name for name, _ in reducer.parameters.sparse]
+                raise UnsupportedError(
+                    f"{reducer.comm.rank_label}: DoubleBuffering(delay_compensation="
+                    f"{self.delay_compensation}) needs dense gradients, and those of {names[:3]} "
+                    "are sparse. Use sparse=False, or no compensation."
+                )
+            num_added = reducer.comm.size if reducer.buffers.reduction == "sum" else 1
+            self._compensation = DelayCompensation(
+                self.delay_compensation / num_added, reducer.parameters.trained
+            )
         if self.eager:
             parameters = reducer.parameters
             if parameters.are_sharded or parameters.mesh.has_parallel_layers:
@@ -101,8 +137,10 @@ class DoubleBuffering(Schedule):
             for slot in self._pending.slots:
                 slot.parameter.grad = None
         else:
-            reducer.means.assign(before)
+            self._assign(before)
             self._has_mean = True
+        if self._compensation is not None:
+            self._compensation.note_parameters()
         if self._ahead is not None:
             self._ahead.pass_ended()  # last, as it may raise
 
@@ -158,8 +196,14 @@ class DoubleBuffering(Schedule):
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        self._reducer.means.assign(pending)
+        self._assign(pending)
         self._inner.step()
+
+    def _assign(self, means: BucketSet) -> None:
+        """Make every ``p.grad`` its late mean, corrected if asked for."""
+        self._reducer.means.assign(means)
+        if self._compensation is not None:
+            self._compensation.correct_gradients()
 
     def close(self) -> None:
         """See `Schedule.close`."""
@@ -173,13 +217,21 @@ class DoubleBuffering(Schedule):
     def state_dict(self) -> dict[str, Any]:
         """See `Schedule.state_dict`: the mean that the next step will apply, by name.
 
-        If eager, also what a step with this rank's own gradient changes.
+        If eager, also what a step with this rank's own gradient changes; with delay compensation,
+        the parameters for which the mean was computed.
         """
         if self._pending is None:
             return {}
         self._pending.wait()
-        ahead = {} if self._ahead is None else {"ahead": self._ahead.state_dict()}
-        return {"pending": self._pending.means(), "pending_record": self._pending.record(), **ahead}
+        state: dict[str, Any] = {
+            "pending": self._pending.means(),
+            "pending_record": self._pending.record(),
+        }
+        if self._ahead is not None:
+            state["ahead"] = self._ahead.state_dict()
+        if self._compensation is not None:
+            state["then"] = self._compensation.state_dict()
+        return state
 
     def reshard_state_dict(
         self, states: Sequence[dict[str, Any]], comm: Communicator
@@ -205,6 +257,8 @@ class DoubleBuffering(Schedule):
         self._own = {}
         if self._ahead is not None:
             self._ahead.load_state_dict(state.get("ahead", {}))
+        if self._compensation is not None:
+            self._compensation.load_state_dict(state.get("then", {}))
         if "pending" in state:
             self._reducer.filling.load_means(state["pending"], state.get("pending_record"))
             self._pending = self._reducer.buffers.swap()

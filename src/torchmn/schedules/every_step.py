@@ -8,11 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch.optim import Optimizer
+
+from torchmn.gradients.reducer import GradientReducer
 from torchmn.schedules.base import Schedule
 
 
 class EveryStep(Schedule):
     """Gradients are averaged at each backward pass.
+
+    Args:
+        exact: send gradients as they are, also where the optimizer has a codec: for a phase of
+            `Phases` in which a codec or the steps of single ranks would cost accuracy.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -22,12 +29,19 @@ class EveryStep(Schedule):
 
     name = "every_step"
 
-    def __init__(self) -> None:
+    def __init__(self, *, exact: bool = False) -> None:
+        self.exact = exact
         self.num_active = 0
         """How many ranks had data in the last exchange."""
         self.num_samples = 0.0
         """Samples of all ranks in the last exchange, where they are counted."""
         self._is_exchanged = False
+
+    def attach(self, reducer: GradientReducer, inner: Optimizer) -> None:
+        """See `Schedule.attach`."""
+        super().attach(reducer, inner)
+        if self.exact and reducer.codec is not None:
+            reducer.reconfigure(reducer.comm, None)
 
     def backward_ended(self) -> None:
         """See `Schedule.backward_ended`."""

@@ -7,8 +7,11 @@ from torchmn.schedules import (
     DoubleBuffering,
     EveryStep,
     EveryStepNextForward,
+    GrowingBlocks,
     PeriodicAverage,
+    Phases,
 )
+from torchmn.schedules.local_updates.growing_blocks import highest_rate
 
 
 class SumsInsteadOfMean(EveryStep):
@@ -283,3 +286,78 @@ class MovesByNoise(SmallBlocks):
         super().outer_step(pseudo_gradients, num_samples)
         for each in pseudo_gradients:
             each.anchor.add_(1e-9)
+
+
+class _Growing(PeriodicAverage):
+    """Blocks of three steps of 4 samples on 3 ranks, later more."""
+
+    def __init__(self):
+        super().__init__(GrowingBlocks(block_size=36, rate=0.01, power=1, max_growth=8))
+
+
+class KeepsItsBlockSize(_Growing):
+    """Whatever the learning rate."""
+
+    def attach(self, reducer, inner):
+        super().attach(reducer, inner)
+        self._length.block_ended = lambda rate: False
+
+
+class GrowsByItsOwnRate(_Growing):
+    """Each rank computes the length of the next block from its own learning rate."""
+
+    def attach(self, reducer, inner):
+        super().attach(reducer, inner)
+        block_ended = self._length.block_ended
+        self._length.block_ended = lambda rate: block_ended(highest_rate(inner))
+
+
+class _BlocksInBetween(Phases):
+    """Every step, blocks, every step, for 4 samples per step on 3 ranks."""
+
+    blocks = PeriodicAverage
+
+    def __init__(self):
+        super().__init__({0: EveryStep(), 24: self.blocks(36), 72: EveryStep()})
+
+
+class KeepsOwnMomenta(_BlocksInBetween):
+    """Every rank continues after blocks with the state of its own optimizer."""
+
+    def _begin_next(self):
+        held = [{k: v.clone() for k, v in s.items()} for s in self._inner.state.values()]
+        num_in_loops = super()._begin_next()
+        for state, values in zip(self._inner.state.values(), held, strict=True):
+            state.update(values)
+        return num_in_loops
+
+
+class ForgetsPartOfABlock(_BlocksInBetween):
+    """Does not count the samples of blocks."""
+
+    def _begin_next(self):
+        num_in_loops = super()._begin_next()
+        self.began_at[-1] = self.starts[len(self.began_at) - 1]
+        return num_in_loops
+
+
+class LeavesBlocksSomewhereElse(_BlocksInBetween):
+    """Rank 1 does not continue where the others do."""
+
+    def _begin_next(self):
+        is_after_blocks = self.replica_consistency == "per_block"
+        num_in_loops = super()._begin_next()
+        if is_after_blocks and self._comm.rank == 1:
+            self._inner.param_groups[0]["params"][0].data.mul_(1 + 2.0**-50)
+        return num_in_loops
+
+
+class CompensatesBackwards(DoubleBuffering):
+    """Subtracts the correction."""
+
+    def __init__(self):
+        super().__init__(delay_compensation=100.0)
+
+    def attach(self, reducer, inner):
+        super().attach(reducer, inner)
+        self._compensation._factor *= -1

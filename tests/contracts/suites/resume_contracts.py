@@ -29,8 +29,8 @@ from torchmn.schedules import (
     DoubleBuffering,
     EveryStep,
     LocalUpdateSchedule,
+    Phases,
     Schedule,
-    Warmup,
 )
 
 NUM_STEPS = 8
@@ -306,8 +306,8 @@ def check_other_ranks(comm: Communicator, recipe: Recipe, left: Left) -> None:
     _require_replicas(run)
     _require_residuals(run, left)
     schedule = run.optimizer.schedule
-    if isinstance(schedule, Warmup):
-        schedule = schedule.schedule
+    if isinstance(schedule, Phases):
+        schedule = schedule.current
     if isinstance(schedule, LocalUpdateSchedule):
         _require_blocks(run, left)
     is_exact = recipe.codec in (None, "float32") and not recipe.has_noise
@@ -356,7 +356,7 @@ def _residuals(states: States) -> dict[str, Tensor]:
     residuals: dict[str, Tensor] = {}
     for state in states:
         ours = state["torchmn"]
-        fragments = ours.get("after", ours).get("fragments", [])
+        fragments = ours.get("current", ours).get("fragments", [])
         for codec in (ours["codec"], *(fragment["codec"] for fragment in fragments)):
             for entry in codec.get("state", {}).get("residuals", []):
                 first, values = entry["offset"], entry["values"].double() / entry["scale"]
@@ -371,7 +371,7 @@ def _residuals(states: States) -> dict[str, Tensor]:
 def _require_blocks(run: Run, left: Left) -> None:
     schedule = block_schedule(run.optimizer)
     old = [state["optimizer"]["torchmn"] for state in left.states]
-    old = [state.get("after", state) for state in old]  # a warm-up
+    old = [state.get("current", state) for state in old]  # phases
     state = schedule.state_dict()
     for name, anchor in old[0]["anchors"].items():
         require(torch.equal(state["anchors"][name], anchor), f"the anchor of {name} has changed")

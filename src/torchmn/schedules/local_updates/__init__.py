@@ -4,6 +4,14 @@ from torchmn.schedules.local_updates.base import LocalUpdateSchedule
 from torchmn.schedules.local_updates.block_momentum import BlockMomentum
 from torchmn.schedules.local_updates.diloco import DiLoCo
 from torchmn.schedules.local_updates.fragments import PseudoGradient
+from torchmn.schedules.local_updates.growing_blocks import GrowingBlocks
 from torchmn.schedules.local_updates.periodic_average import PeriodicAverage
 
-__all__ = ["BlockMomentum", "DiLoCo", "LocalUpdateSchedule", "PeriodicAverage", "PseudoGradient"]
+__all__ = [
+    "BlockMomentum",
+    "DiLoCo",
+    "GrowingBlocks",
+    "LocalUpdateSchedule",
+    "PeriodicAverage",
+    "PseudoGradient",
+]

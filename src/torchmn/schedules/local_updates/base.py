@@ -26,6 +26,10 @@ block of fragment f is shorter than all later ones. Each has its own anchor and 
 Differences: the paper puts every F-th layer into a fragment and blends ``a`` with w_i(t+k); here
 what was learned meanwhile is kept as a whole, and nothing is lost or counted twice.
 
+Blocks of another length (``block_size=GrowingBlocks(...)``): the exchange of the last fragment
+brings what the length of the next block depends on (see `growing_blocks`). With overlap that block
+has begun by then; only its end depends on it.
+
 Within nodes (``intra_node="every_step"``): the ranks of a node train as one worker, with the mean
 of their gradients at every step, and blocks are agreed on between nodes.
 """
@@ -58,12 +62,19 @@ from torchmn.schedules.local_updates.fragments import (
     reset_momentum_,
     split_into_fragments,
 )
+from torchmn.schedules.local_updates.growing_blocks import (
+    BlockLength,
+    GrowingBlocks,
+    highest_rate,
+)
 from torchmn.schedules.local_updates.intra_node import IntraNodeAverage
 from torchmn.schedules.local_updates.outer_momentum import momentum_of
 from torchmn.schedules.local_updates.partial_block import OuterState, take_partial_step
 from torchmn.schedules.local_updates.resharding import reshard_blocks
 
 IntraNode = Literal["every_step"]
+BlockSize = float | GrowingBlocks
+"""In samples over all workers."""
 DEFAULT_SAMPLES_PER_WORKER = 512
 """In a block if no size is given: 16 steps with batches of 32."""
 
@@ -72,7 +83,7 @@ class LocalUpdateSchedule(Schedule):
     """The base class of local-update schedules. A subclass defines `outer_step`.
 
     Args:
-        block_size: in samples over all workers; default: 512 per worker.
+        block_size: in samples over all workers, or `GrowingBlocks`; default: 512 per worker.
         overlap_steps: steps during which the exchange is pending; 0 waits for it.
         num_fragments: number of parts of the parameters, exchanged one after another.
         eager: with ``overlap_steps``, take the momentum of the outer step before the exchange.
@@ -98,14 +109,15 @@ class LocalUpdateSchedule(Schedule):
 
     def __init__(
         self,
-        block_size: float | None = None,
+        block_size: BlockSize | None = None,
         *,
         overlap_steps: int = 0,
         num_fragments: int = 1,
         eager: bool = False,
         intra_node: IntraNode | None = None,
     ) -> None:
-        _check("block_size", block_size is None or 0 < block_size < math.inf, block_size, "above 0")
+        if block_size is not None and not isinstance(block_size, GrowingBlocks):
+            _check("block_size", 0 < block_size < math.inf, block_size, "above 0")
         _check("overlap_steps", overlap_steps >= 0, overlap_steps, "0 or more")
         _check("num_fragments", num_fragments >= 1, num_fragments, "1 or more")
         _check("intra_node", intra_node in (None, "every_step"), intra_node, "'every_step' or None")
@@ -118,6 +130,8 @@ class LocalUpdateSchedule(Schedule):
         """Samples over all workers in all exchanges so far. The same on all ranks."""
         self.anchors: dict[str, Tensor] = {}
         """Where the block began, by the parameter's name. The same on all ranks."""
+        self.is_flushed = False
+        """Whether all ranks ended their blocks in the last exchange. The same on all ranks."""
         self._node: IntraNodeAverage | None = None
         self._codec: Codec | None = None
         self._fragments: list[Fragment] = []
@@ -142,7 +156,7 @@ class LocalUpdateSchedule(Schedule):
         take_partial_step(
             pseudo_gradients,
             part,
-            lambda scaled: self.outer_step(scaled, self._block_size),
+            lambda scaled: self.outer_step(scaled, self.current_block_size),
             self.outer_state_tensors,
         )
 
@@ -167,11 +181,11 @@ class LocalUpdateSchedule(Schedule):
         super().attach(reducer, inner)
         self._comm, self._codec = reducer.comm, reducer.codec
         comm = self._comm
-        self._block_size = self.block_size or DEFAULT_SAMPLES_PER_WORKER * comm.size
-        if self._block_size < comm.size:
+        self._length = BlockLength(self.block_size or DEFAULT_SAMPLES_PER_WORKER * comm.size)
+        if self.current_block_size < comm.size:
             raise UsageError(
-                f"{comm.rank_label}: block_size={self._block_size:g} samples over all workers is "
-                f"less than one for each of the {comm.size} workers. Make it larger."
+                f"{comm.rank_label}: block_size={self.current_block_size:g} samples over all "
+                f"workers is less than one for each of the {comm.size} workers. Make it larger."
             )
         if self.intra_node is not None:
             if self.overlap_steps and not _is_concurrent(comm):
@@ -181,8 +195,6 @@ class LocalUpdateSchedule(Schedule):
                     "thread at a time. Use overlap_steps=0, or another transport."
                 )
             self._node = IntraNodeAverage(reducer, inner)
-        num_ranks = self._node.comm.size if self._node is not None else 1
-        self._order.share = self._block_size * num_ranks / comm.size
         self.rebuild()
         self.begin()
 
@@ -204,15 +216,14 @@ class LocalUpdateSchedule(Schedule):
             name: self.anchors.get(name, torch.empty_like(p, requires_grad=False))
             for name, p in parameters
         }
-        # A power of two: sums stay near the size of pseudo-gradients, no bit of a mean changes.
-        scale = weight_scale(self._block_size / self._comm.size, 1)
         codecs = new_codecs(self._codec, self.num_fragments, self._fragments)
         parts = split_into_fragments(parameters, self.num_fragments)
         self._fragments = [
-            Fragment(self._comm, codec, part, self.anchors, scale)
+            Fragment(self._comm, codec, part, self.anchors)
             for codec, part in zip(codecs, parts, strict=True)
         ]
         self._order.restart()
+        self._size_blocks()
         self._has_anchors = self._are_anchors_verified = False
         self.on_anchors_created()
 
@@ -271,6 +282,20 @@ class LocalUpdateSchedule(Schedule):
 
     # ---- blocks ----
 
+    @property
+    def current_block_size(self) -> float:
+        """Of the block under way, in samples over all workers. The same on all ranks."""
+        return self._length.current
+
+    def _size_blocks(self) -> None:
+        """Let the block under way end when `current_block_size` samples are processed."""
+        size, num_workers = self._length.current, self._comm.size
+        num_ranks = self._node.comm.size if self._node is not None else 1
+        self._order.share = size * num_ranks / num_workers
+        for fragment in self._fragments:
+            # A power of two: sums stay near the size of pseudo-gradients, no bit of a mean changes.
+            fragment.scale = weight_scale(size / num_workers, 1)
+
     def _take_anchors(self) -> None:
         if not self._has_anchors:
             for fragment in self._fragments:
@@ -307,6 +332,7 @@ class LocalUpdateSchedule(Schedule):
             for _ in self._fragments[1:]:
                 self._start_exchange(0, is_active=False)
             self._order.restart()
+            self.is_flushed = True
             if self._node is not None:
                 self._node.restart()
         return num_active
@@ -319,11 +345,13 @@ class LocalUpdateSchedule(Schedule):
         """
         self._finish_exchange()
         self._verify_anchors()
+        self.is_flushed = False
         fragment = self._fragments[self._order.advance()]
         weight, node = fragment.num_samples, self._node
         if node is not None:  # the ranks of a node have counted the samples of all of them
             weight = 0.0 if node.num_missed_steps else weight / max(1, node.num_active)
-        fragment.pack(weight, is_active=is_active, step=self._reducer.step)
+        rate = highest_rate(self._inner)
+        fragment.pack(weight, rate, is_active=is_active, step=self._reducer.step)
         self._pending = fragment
         if overlap_steps and self.eager:
             fragment.move(self._momentum(fragment))
@@ -337,7 +365,7 @@ class LocalUpdateSchedule(Schedule):
         """What the next outer step will do to its parameters even if they learned nothing."""
         return momentum_of(
             fragment.pseudo_gradients(),
-            lambda zeros: self.outer_step(zeros, self._block_size),
+            lambda zeros: self.outer_step(zeros, self.current_block_size),
             self.outer_state_tensors,
         )
 
@@ -354,7 +382,7 @@ class LocalUpdateSchedule(Schedule):
         num_samples = buckets.total_weight
         if num_samples:
             buckets.wait()
-            part = num_samples / self._block_size
+            part = num_samples / self.current_block_size
             with torch.no_grad():
                 if part < 1:
                     self.partial_outer_step(fragment.pseudo_gradients(), part)
@@ -365,6 +393,8 @@ class LocalUpdateSchedule(Schedule):
         fragment.restart()
         if self.resets_momentum:
             reset_momentum_(self._inner.state, fragment.parameters)
+        if fragment is self._fragments[-1] and self._length.block_ended(fragment.mean_rate):
+            self._size_blocks()
 
     def _discard_block(self, fragment: Fragment) -> None:
         """The block was not finite on some rank: all ranks return to its beginning."""
@@ -412,6 +442,7 @@ class LocalUpdateSchedule(Schedule):
             "anchors": {n: a.clone() for n, a in self.anchors.items()} if has_anchors else {},
             "outer": self.outer_state_dict(),
             "order": self._order.state_dict(),
+            "length": self._length.state_dict(),
             "num_sharing": self._node.num_active if self._node is not None else 1,
             "fragments": [
                 fragment.state_dict(is_pending=fragment is self._pending, has_anchors=has_anchors)
@@ -442,7 +473,7 @@ class LocalUpdateSchedule(Schedule):
         self._check_state(state)
         node, fragments = self._node, self._fragments
         self._order.restart()
-        self._are_anchors_verified, self._num_missed_steps = False, 0
+        self._are_anchors_verified, self._num_missed_steps, self.is_flushed = False, 0, False
         if node is not None:
             node.on_zero_grad()
             node.restart()
@@ -452,6 +483,8 @@ class LocalUpdateSchedule(Schedule):
         for name, value in state.get("anchors", {}).items():
             self.anchors[name].copy_(value)
         self._has_anchors = bool(state.get("anchors"))
+        self._length.load_state_dict(state.get("length", {}))
+        self._size_blocks()
         if state:
             self._order.load_state_dict(state["order"])
         for index, fragment in enumerate(fragments):

@@ -31,7 +31,7 @@ from typing import Any
 from torch import Tensor
 
 from torchmn.errors import UsageError
-from torchmn.schedules.local_updates.base import IntraNode, LocalUpdateSchedule
+from torchmn.schedules.local_updates.base import BlockSize, IntraNode, LocalUpdateSchedule
 from torchmn.schedules.local_updates.fragments import PseudoGradient
 from torchmn.schedules.local_updates.partial_block import OuterState
 
@@ -60,7 +60,7 @@ class BlockMomentum(LocalUpdateSchedule):
 
     def __init__(
         self,
-        block_size: float | None = None,
+        block_size: BlockSize | None = None,
         block_momentum_as_time_constant: float | None = None,
         nesterov: bool = True,
         reset_sgd_momentum_after_aggregation: bool = True,
@@ -96,7 +96,7 @@ class BlockMomentum(LocalUpdateSchedule):
         if self.block_momentum_as_time_constant is not None:
             return self.block_momentum_as_time_constant
         size = self._num_workers
-        return 0.0 if size == 1 else -self._block_size / math.log(1 - 1 / size)
+        return 0.0 if size == 1 else -self.current_block_size / math.log(1 - 1 / size)
 
     @property
     def _num_workers(self) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchmn.errors import UsageError
-from torchmn.schedules.local_updates.base import IntraNode, LocalUpdateSchedule
+from torchmn.schedules.local_updates.base import BlockSize, IntraNode, LocalUpdateSchedule
 from torchmn.schedules.local_updates.fragments import Fragment, PseudoGradient
 from torchmn.schedules.local_updates.partial_block import OuterState
 from torchmn.schedules.trial_step import trial_step
@@ -64,7 +64,7 @@ class DiLoCo(LocalUpdateSchedule):
 
     def __init__(
         self,
-        block_size: float | None = None,
+        block_size: BlockSize | None = None,
         *,
         outer: MakeOptimizer = nesterov,
         overlap_steps: int = 0,
@@ -84,7 +84,7 @@ class DiLoCo(LocalUpdateSchedule):
     @classmethod
     def recommended(
         cls,
-        block_size: float | None = None,
+        block_size: BlockSize | None = None,
         *,
         overlap_steps: int = RECOMMENDED_OVERLAP,
         num_fragments: int = 1,

@@ -8,7 +8,7 @@ number of its samples.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,7 +55,6 @@ class Fragment:
         codec: Codec | None,
         parameters: Sequence[NamedParameter],
         anchors: dict[str, Tensor],
-        weight_scale: float,
     ) -> None:
         self.codec = codec
         self.names = [name for name, _ in parameters]
@@ -80,7 +79,8 @@ class Fragment:
             what="pseudo-gradients of a block",
         )
         self.buckets.warm_up()
-        self._scale = weight_scale
+        self.scale = 1.0
+        """The `weight_scale` of the next exchange, the same on all ranks."""
         self._slots = [self.buckets.slot_of[parameter].tensor for parameter in self.parameters]
         self._anchor_of = dict(zip(self.names, self.anchors, strict=True))
 
@@ -91,16 +91,18 @@ class Fragment:
             anchor.copy_(parameter)
 
     @torch.no_grad()
-    def pack(self, weight: float, *, is_active: bool, step: int) -> None:
+    def pack(self, weight: float, rate: float, *, is_active: bool, step: int) -> None:
         """Begin an exchange and write this rank's part. *Collective*, but does not wait.
 
-        A weight of zero contributes nothing, even where the parameters are NaN.
+        A weight of zero contributes nothing, even where the parameters are NaN. ``rate``: the
+        learning rate of this rank.
         """
         buckets = self.buckets
         buckets.restart()
-        context = PassContext(step=step, weight=weight, num_samples=weight, is_active=is_active)
-        buckets.begin(context, self._scale)
-        factor = weight / (buckets.comm.size * self._scale)
+        # Its weight is its samples, so that the place for these is free for the rate.
+        context = PassContext(step=step, weight=weight, num_samples=rate, is_active=is_active)
+        buckets.begin(context, self.scale)
+        factor = weight / (buckets.comm.size * self.scale)
         for slot in buckets.slots:
             if factor == 0.0:
                 slot.tensor.zero_()
@@ -123,6 +125,11 @@ class Fragment:
         self.steps_left = overlap_steps
         self._starts = [p.detach().clone() for p in self.parameters] if overlap_steps else None
         self.buckets.start_remaining()
+
+    @property
+    def mean_rate(self) -> float:
+        """The mean over ranks of the learning rate, in the exchange that was waited for."""
+        return self.buckets.num_samples / self.buckets.comm.size
 
     def pseudo_gradients(self) -> list[PseudoGradient]:
         """The means, after the exchange was waited for."""
@@ -176,6 +183,7 @@ class Fragment:
             "starts": None if self._starts is None else [start.clone() for start in self._starts],
             "means": buckets.means(),
             "total_weight": total_weight,
+            "mean_rate": self.mean_rate,
             "record": buckets.record(),
         }
 
@@ -196,6 +204,8 @@ class Fragment:
             return False
         total_weight, starts = exchange["total_weight"], exchange["starts"]
         self.buckets.load_means(exchange["means"], exchange["record"], total_weight=total_weight)
+        rates = exchange.get("mean_rate", 0.0) * self.buckets.comm.size
+        self.buckets.write_footer(context=replace(self.buckets.context, num_samples=rates))
         self.steps_left = exchange["steps_left"]
         self._starts = starts
         if starts is not None:

@@ -33,4 +33,5 @@ class PeriodicAverage(LocalUpdateSchedule):
             each.anchor.sub_(each.mean)
 
     def partial_outer_step(self, pseudo_gradients: Sequence[PseudoGradient], part: float) -> None:
-        self.outer_step(pseudo_gradients, part * self._block_size)  # linear in d, without state
+        # Linear in d, and without state.
+        self.outer_step(pseudo_gradients, part * self.current_block_size)
