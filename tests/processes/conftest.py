@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.runner import Runner
+from tests.processes.runner import PYTHON_PATH, Runner
 from torchmn.launch.backend import this_machine
 
 
@@ -24,6 +24,12 @@ def _own_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TMPDIR", folder)
     yield
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def _quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the Pythons of the test: without what of torch they do not need."""
+    monkeypatch.setenv("PYTHONPATH", PYTHON_PATH)
 
 
 def skip_without_mpi() -> None:
