@@ -152,7 +152,7 @@ class Transport(ABC):
     >>> class OneRank(Transport):
     ...     name = "one_rank"
     ...     def exchange(self, sends, recvs, limit, tag=0):
-    ...         pass  # there is nobody to send to
+    ...         pass  # it has no peers
     ...     def split(self, ranks, key, limit):
     ...         return OneRank(0, 1, self.scratch)
     ...     def close(self):
