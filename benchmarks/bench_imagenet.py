@@ -3,10 +3,11 @@
 Three sides take turns on one core, over the photos of flower-photos-160 in the folder
 TORCHMN_TEST_DATA (or --data):
 
-    decoder         simplejpeg over the same bytes in memory, and nothing else
-    shortest loop   what any pipeline must do, as one writes it by hand: read the file, decode it,
-                    cut, resize and mirror it by OpenCV into the tensor of a batch
-    pipeline        what the training loop receives: DataLoader, GlobalSampler, random crops
+    decoder         simplejpeg over the same bytes in memory, whole photos, and nothing else
+    shortest loop   a pipeline as one writes it by hand: read the file, decode it, cut, resize and
+                    mirror it by OpenCV into the tensor of a batch
+    pipeline        what the training loop receives: DataLoader, GlobalSampler, random crops. It
+                    decodes only the part that it cuts out
 
 and the pipeline again with one process that reads, whose time is added. Rates are per second of
 processor time. The loop normalizes on the model's device, so that this is part of no side.

@@ -73,10 +73,9 @@ def decode(
         UnsupportedError: the libraries are not installed.
     """
     size = _jpeg_size(content)
-    if size is None:
+    simplejpeg = _simplejpeg()
+    if size is None or simplejpeg is None:
         return _decode_by_pillow(content, channels, reduction)
-    import simplejpeg
-
     rows, columns = size
     _raise_if_huge(columns, rows)
     rows, columns = -(-rows // reduction), -(-columns // reduction)
@@ -96,10 +95,9 @@ def decode(
 
 def _jpeg_size(content: bytes) -> tuple[int, int] | None:
     """Height and width, not turned; None for what simplejpeg does not decode."""
-    if not (content.startswith(_JPEG) and _has_simplejpeg()):
+    simplejpeg = _simplejpeg()
+    if simplejpeg is None or not content.startswith(_JPEG):
         return None
-    import simplejpeg
-
     try:
         rows, columns, _, _ = simplejpeg.decode_jpeg_header(content)
     except ValueError:
@@ -167,8 +165,9 @@ def _turned(image: Image, orientation: int) -> Image:
 
 
 @functools.cache
-def _has_simplejpeg() -> bool:
-    return importlib.util.find_spec("simplejpeg") is not None
+def _simplejpeg() -> ModuleType | None:
+    is_installed = importlib.util.find_spec("simplejpeg") is not None
+    return importlib.import_module("simplejpeg") if is_installed else None
 
 
 def pillow() -> ModuleType:

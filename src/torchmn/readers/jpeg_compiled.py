@@ -50,7 +50,7 @@ _COPIED_BYTES = 32
 _SPARE_BYTES = 512  # more than the codes of a block
 
 # Rows are computed up to a multiple of this, so that no pixel is computed without vectors.
-_CHUNK = 64
+_CHUNK = 32
 
 # A colour has blue, green and red as fields of 21 bits: one multiplication weighs all three.
 GREEN, RED = 21, 42
@@ -101,7 +101,7 @@ def _build(data, p, end, lookup, limits, firsts, symbols):
 
 @_inner
 def _entry_of(symbol, bits):
-    """The entry of a code of so many bits."""
+    """The entry of a code that has ``bits`` bits and stands for a symbol."""
     size, run = symbol & 15, symbol >> 4
     advance = run + 1 if size or run == 15 else _END_OF_BLOCK
     return (advance << _ADVANCE) | (size << _SIZE) | (bits + size)
@@ -166,7 +166,7 @@ def _unstuffed(data, p, stream):
 
 @_inner
 def _fill(stream, p, bits, have):
-    """At least 56 bits, those to come first; ``have`` counts them and p is behind them."""
+    """At least 56 bits, the next one first. ``have`` counts them, and p is the byte after."""
     q = np.uint64(p)
     word = (
         (np.uint64(stream[q]) << np.uint64(56))

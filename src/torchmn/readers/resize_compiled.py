@@ -43,11 +43,12 @@ def _weights(size, num):
         begin = min(begin, size - taps)
         total = 0.0
         for k in range(taps):
-            raw[k] = max(1 - abs((begin + k + 0.5 - center) / support), 0.0)
+            raw[k] = max(support - abs(begin + k + 0.5 - center), 0.0)
             total += raw[k]
         begins[n] = begin
+        scale_of_weights = (1 << _WEIGHT_BITS) / total
         for k in range(taps):
-            weights[n, k] = np.uint64(raw[k] / total * (1 << _WEIGHT_BITS) + 0.5)
+            weights[n, k] = np.uint64(raw[k] * scale_of_weights + 0.5)
     return begins, weights
 
 

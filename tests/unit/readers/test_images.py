@@ -293,7 +293,8 @@ class TestJpeg:
     ) -> None:
         if has_simplejpeg:
             pytest.importorskip("simplejpeg", reason="simplejpeg is not installed")
-        monkeypatch.setattr(decoding, "_has_simplejpeg", lambda: has_simplejpeg)
+        else:
+            monkeypatch.setattr(decoding, "_simplejpeg", lambda: None)
         for mode, channels in (("RGB", 3), ("L", 3), ("L", 1)):
             content = io.BytesIO()
             PIL.fromarray(pixels(1, 30, 20)).convert(mode).save(content, "JPEG")
@@ -322,10 +323,10 @@ class TestJpeg:
         """About the means of squares, of whichever library; the last ones may be incomplete."""
         rows, columns = np.mgrid[0:45, 0:67]
         smooth = np.stack([rows * 2, columns * 2, rows + columns], axis=2).astype(np.uint8)
-        for kind, has_simplejpeg in (("JPEG", True), ("JPEG", False), ("PNG", True)):
-            if kind == "JPEG" and has_simplejpeg:
-                pytest.importorskip("simplejpeg", reason="simplejpeg is not installed")
-            monkeypatch.setattr(decoding, "_has_simplejpeg", lambda has=has_simplejpeg: has)
+        pytest.importorskip("simplejpeg", reason="simplejpeg is not installed")
+        for kind, has_simplejpeg in (("PNG", True), ("JPEG", True), ("JPEG", False)):
+            if not has_simplejpeg:
+                monkeypatch.setattr(decoding, "_simplejpeg", lambda: None)
             options = {"quality": 95} if kind == "JPEG" else {}
             content = encoded(smooth, kind, **options)
             whole = decoding.decode(content, channels).astype(float)
