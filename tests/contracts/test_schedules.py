@@ -96,7 +96,7 @@ def test_options(option: str, codec: str, label: str) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.processes
-@pytest.mark.parametrize(("codec", "schedule"), zip(CODECS, cycle(SYNCHRONOUS), strict=False))
+@pytest.mark.parametrize(("codec", "schedule"), list(zip(CODECS, cycle(SYNCHRONOUS), strict=False)))
 def test_contracts_over_mpi(mpi_pool: MpiPool, schedule: str, codec: str) -> None:
     topology = Topology.blocks([2, 1])
     mpi_pool.run(check_all, 3, schedule, codec, name="hierarchical", topology=topology)

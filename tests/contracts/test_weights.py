@@ -1,4 +1,4 @@
-"""Every codec with every schedule and number of ranks, under weights that change."""
+"""Every codec with every schedule and number of ranks, in pairs, under weights that change."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from tests.contracts.broken import weights as broken
 from tests.contracts.broken.schedules import SmallBlocks
+from tests.contracts.pairs import in_pairs
 from tests.contracts.suites.communicator_contracts import ContractError
 from tests.contracts.suites.schedule_contracts import variants
 from tests.contracts.suites.weight_contracts import (
@@ -36,11 +37,9 @@ PLACEMENTS = {
 
 
 @pytest.mark.parametrize(
-    ("codec", "label"),
-    [(codec, label) for codec in CODECS for label in ("1", "2", "3", "4")]
-    + [("int4", "3+1"), ("power_sgd", "3+1"), ("int4", "2+2")],
+    ("codec", "schedule", "label"),
+    in_pairs(CODECS, SYNCHRONOUS, PLACEMENTS, excluded=[("power_sgd", "2+2")]),
 )
-@pytest.mark.parametrize("schedule", SYNCHRONOUS)
 def test_contracts(schedule: str, codec: str, label: str) -> None:
     name, topology = PLACEMENTS[label]
     run_ranks(
