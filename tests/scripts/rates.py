@@ -10,7 +10,7 @@ from torch.nn.functional import mse_loss
 from torch.optim import Optimizer, lr_scheduler
 
 from .models import mlp
-from .registry import script
+from .registry import Refused, everywhere, script
 from .worker import NUM_STEPS, Worker
 
 
@@ -113,4 +113,23 @@ def scheduler_made_before_wrapping(worker: Worker) -> nn.Module:
         mse_loss(model(x), y).backward()
         optimizer.step()
         scheduler.step()
+    return model
+
+
+@script(
+    "`ReduceLROnPlateau` on the loss of each rank's own samples",
+    **everywhere(
+        Refused("the learning rates of the ranks differ", cure="`comm.sum_over_ranks(loss_sum, n)`")
+    ),
+)
+def plateau_of_own_loss(worker: Worker) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    rates = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    for x, y in worker.batches(16):
+        optimizer.zero_grad()
+        loss = mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        rates.step(loss.item())
     return model

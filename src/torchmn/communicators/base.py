@@ -144,10 +144,11 @@ class Communicator(Collectives, ABC):
         self._default_algorithm = self.allreduce_algorithm(codec)
         self._on_finalize: list[Callable[[], None]] = []
         self._resume_warnings: list[str] = []
-        self.part_sizes: set[int] = set()
-        """Samples of this rank in batches of such loaders, those of evaluations left out."""
         self.divides_batches = False
         """Whether `scatter_loader` gives its ranks parts of batches, which may differ in size."""
+        self.part_sizes: set[int] = set()
+        """Samples of this rank in batches of such loaders, those of evaluations left out."""
+        self.num_divided_loaders = 0
         self._when_batches_are_divided: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.check_placement()
         self._connect()

@@ -181,6 +181,8 @@ class ScatteredBatches(Sampler[list[Any]]):
     def __init__(self, batches: Iterable[Sequence[Any]], comm: Communicator) -> None:
         self.batches = batches
         self._comm = comm
+        self._number = comm.num_divided_loaders
+        comm.num_divided_loaders += 1
         self._pass: _Pass | None = None
         self._resumed: LoaderState | None = None
         """What was loaded and no pass has continued yet."""
@@ -280,7 +282,9 @@ class ScatteredBatches(Sampler[list[Any]]):
             except Exception as raised:
                 error = raised
                 message = {"problem": str(raised), "kind": type(raised).__name__}
-        message = self._comm.bcast_for("a pass over a loader of scatter_loader", message)
+        purpose = "train" if torch.is_grad_enabled() else "evaluate"
+        name = f"a pass over loader {self._number} of scatter_loader to {purpose}"
+        message = self._comm.bcast_for(name, message)
         if own.before is not None and is_first:
             torch.set_rng_state(own.before)
             self._resumed = self._before = None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torchmn.communicators import Communicator
 from torchmn.errors import CommunicationError, RankMismatchError, UsageError
-from torchmn.gradients.weights import PassContext
+from torchmn.gradients.weights import PassContext, miscount
 
 (
     WEIGHT,
@@ -22,8 +22,10 @@ from torchmn.gradients.weights import PassContext
     OWN_NOISE,
     MEAN_NOISE,
     MISCOUNTED,
+    RATE,
+    RATE_SQUARE,
     NUM_FOOTER,
-) = range(14)
+) = range(16)
 """The elements of a footer. After them come presence flags, one per parameter, if asked for.
 
 `OWN_SQUARE` and the two after it are 0 unless norms are measured (`gradient_norms`).
@@ -46,6 +48,8 @@ _FLAGS = {
     ),
 }
 """What all ranks must do together, and what it means if only some did."""
+_RATE_TOLERANCE = 1e-6
+"""For each rank, of the square of the sum of rates: float32 rounds sums of n to 1e-7 n."""
 _COUNT_MODULUS = 4096  # so that float32 can hold the sum of the counts of many ranks
 
 
@@ -56,6 +60,8 @@ def footer_row(
     row = [0.0] * NUM_FOOTER + [float(is_present) for is_present in presence]
     row[WEIGHT], row[ACTIVE], row[SAMPLES] = context.weight, context.is_active, context.num_samples
     row[NUM_EXCHANGES] = float(context.index % _COUNT_MODULUS)
+    if context.is_active:
+        row[RATE], row[RATE_SQUARE] = context.rate, context.rate**2
     if flag is None and context.has_loaded and context.is_active:
         flag = LOADED
     if flag is None and context.is_miscounted:
@@ -80,12 +86,18 @@ def raise_if_flags_differ(comm: Communicator, row: Sequence[float], context: Pas
             raise RankMismatchError(f"{comm.rank_label}: {ranks} {what}.")
     if num_flagged := round(row[MISCOUNTED]):
         raise UsageError(
-            f"{comm.rank_label}: on {num_flagged} of {comm.size} ranks the model's forward saw no "
-            "multiple of the samples of its batch of scatter_loader in the first pass (here it saw "
-            f"{context.num_samples:g}). Each rank's weight in the mean is counted as the first "
-            "size of the first tensor that forward is given; here that is not the batch, or there "
-            "are other samples in it. Call optimizer.set_weight(number_of_samples) before each "
-            "backward(), or pass weight='samples' if the loss is a mean over what is counted."
+            f"{comm.rank_label}: on {num_flagged} of {comm.size} ranks "
+            f"{miscount(context.num_samples)}"
+        )
+    # By Cauchy and Schwarz this is 0 only where all are equal, and the same on all ranks.
+    spread = round(row[ACTIVE]) * row[RATE_SQUARE] - row[RATE] ** 2
+    if spread > comm.size * _RATE_TOLERANCE * row[RATE] ** 2:
+        raise RankMismatchError(
+            f"{comm.rank_label}: the learning rates of the ranks differ: {context.rate:g} here, "
+            f"{row[RATE] / max(1, round(row[ACTIVE])):g} in the mean over ranks (sums of the "
+            "groups). The parameters would become others on each rank. Step schedulers on all "
+            "ranks alike, and ReduceLROnPlateau by a value that all ranks share, such as "
+            "comm.sum_over_ranks(loss_sum, n)."
         )
     count = context.index % _COUNT_MODULUS
     if row[NUM_EXCHANGES] != count * comm.size:

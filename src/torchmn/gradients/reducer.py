@@ -58,6 +58,7 @@ class GradientReducer:
         on_backward_end: called when the gradients of a backward pass are packed and all buckets but
             the last were handed over: a schedule's `backward_ended`.
         on_nonfinite: raises or warns about what is not finite, as the user has asked. *Collective.*
+        rate: returns the learning rates in one number, which must be the same on all ranks.
         owner: the optimizer, for those that find the reducer by a parameter's hook.
 
     Only its own methods change a reducer. What this rank puts into an exchange is a frozen
@@ -84,6 +85,7 @@ class GradientReducer:
         find_sparse: Callable[[], Collection[nn.Parameter]] = tuple,
         find_untrained: Callable[[], Sequence[NamedParameter]] = tuple,
         on_nonfinite: Callable[[], None] = lambda: None,
+        rate: Callable[[], float] = lambda: 0.0,
         owner: object = None,
     ) -> None:
         self.comm = comm
@@ -106,6 +108,7 @@ class GradientReducer:
         """The sum of this rank's weights in them."""
         self._own_gradients: dict[Tensor, Tensor] | None = None
         """What this rank's last backward pass has computed, if a schedule wants it."""
+        self._rate = rate
         self._is_syncing = True
         self._has_loaded = False
         self._unexchanged: set[Tensor] = set()
@@ -396,6 +399,7 @@ class GradientReducer:
             is_active=is_active,
             has_loaded=self._has_loaded,
             index=self._num_exchanges,
+            rate=self._rate(),
             is_miscounted=is_active and own.is_miscounted(),
         )
 

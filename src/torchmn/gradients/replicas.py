@@ -43,6 +43,13 @@ def named_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
     }
 
 
+def sum_of_rates(inner: Optimizer) -> float:
+    """The learning rates of all groups in one number; those on a GPU, to be awaited, left out."""
+    rates = [group.get("lr") for group in inner.param_groups]
+    rates = [r for r in rates if not isinstance(r, Tensor) or r.device.type == "cpu"]
+    return sum(float(r) for r in rates if isinstance(r, (int, float, Tensor)))
+
+
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """All that an optimizer trains, in the order of its groups. Local."""
     return [p for group in optimizer.param_groups for p in group["params"]]

@@ -39,6 +39,8 @@ class PassContext:
     """Whether it has loaded a state since the last exchange."""
     index: int = 0
     """How many exchanges came before, which must be the same on all ranks."""
+    rate: float = 0.0
+    """The sum of the learning rates of the optimizer's groups, which must be that of all ranks."""
     is_miscounted: bool = False
     """Whether the samples are no multiple of those that a loader gave this rank."""
 
@@ -171,6 +173,17 @@ def _first_size(values: Iterable[object]) -> int | None:
             if size is not None:
                 return size
     return None
+
+
+def miscount(num_samples: float) -> str:
+    """What is wrong where `Contribution.is_miscounted`, and the cure."""
+    return (
+        "the model's forward saw no multiple of the samples of its batch of scatter_loader in the "
+        f"first pass (here it saw {num_samples:g}). What a rank counts is the first size of the "
+        "first tensor that forward is given; here that is not the batch, or there are other "
+        "samples in it. Call optimizer.set_weight(number_of_samples) before each backward(), or "
+        "pass weight='samples' if the loss is a mean over what is counted."
+    )
 
 
 def weight_scale(total: float, num_active: int) -> float:

@@ -319,14 +319,19 @@ class GlobalBatch:
         shares are 1.
 
         All ranks make the same number of passes, except where a batch has fewer samples than
-        passes: empty ones are left out. A rank without samples makes none and calls ``step()``.
+        passes: empty ones are left out. A rank without samples makes none; gradients are exchanged
+        when the loop over the passes has ended, on all ranks.
 
         Args:
             samples: a tensor ``(samples, ...)``, or tuples, lists and dicts of them.
-            optimizer: the multi-node optimizer. A plain one, or None, exchanges nothing.
+            optimizer: the multi-node optimizer. A plain one exchanges nothing; None is for one
+                process and for evaluation.
 
-        Raises UsageError: the tensors have different numbers of samples.
+        Raises UsageError: the tensors have different numbers of samples; no optimizer was given to
+        train with, and there is a multi-node optimizer of these ranks.
         """
+        if optimizer is None and self.comm.num_steps is not None and self.comm.size > 1:
+            self._raise_if_training()
         if self.growth is not None:
             self._note_settings()
         num_own = num_samples(samples, "the batch")
@@ -346,6 +351,16 @@ class GlobalBatch:
             is_last = index == num_passes - 1
             with nullcontext() if is_last or ours is None else ours.no_sync():
                 yield MicroBatch(part, share)
+        if ours is not None and not num_own:
+            ours.reducer.exchange_now()  # not in step(), so that gradients can be clipped before
+
+    def _raise_if_training(self) -> None:
+        if torch.is_grad_enabled():
+            raise UsageError(
+                f"{self.comm.rank_label}: micro_batches(samples) was called without the optimizer, "
+                "so each pass would exchange its gradients, and ranks would have equal weights. "
+                "Call micro_batches(samples, optimizer); for evaluation, under torch.no_grad()."
+            )
 
     @classmethod
     def fitting(

@@ -191,7 +191,8 @@ def create_multi_node_optimizer(
         _raise_if_whole_only(comm, [chosen, *candidates])
     chains = find_chains(models, comm, max_grad_norm)
     form = own_codec(codec, comm)
-    may_differ = weight is None and reduction == "mean" and chosen.num_sets > 0
+    is_counted = weight is None
+    may_differ = is_counted and reduction == "mean" and chosen.num_sets > 0
     weight = weight or "rank"
     made = MultiNodeOptimizer(
         optimizer,
@@ -209,6 +210,8 @@ def create_multi_node_optimizer(
     )
     for chain in chains:
         chain.register_no_sync(made.no_sync)
+    if is_counted and chosen.counts_samples:
+        made.reducer.contribution.part_sizes = comm.part_sizes
     if may_differ and comm.divides_batches:
         made.weigh_by_samples()
     elif may_differ:

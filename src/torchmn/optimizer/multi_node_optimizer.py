@@ -28,9 +28,10 @@ from torchmn.gradients.replicas import (
     named_parameters,
     parameters_of,
     raise_if_ranks_differ,
+    sum_of_rates,
 )
 from torchmn.gradients.sparse_gradients import sparse_parameters
-from torchmn.gradients.weights import Contribution
+from torchmn.gradients.weights import Contribution, miscount
 from torchmn.links.batch_norm import weigh_losses_by_samples
 from torchmn.links.chain_list import MultiNodeChainList
 from torchmn.links.clipping import clip_grad_norm_
@@ -137,6 +138,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
             find_sparse=lambda: sparse_parameters(self._models),
             find_untrained=lambda: untrained_parameters(inner, self._models),
             on_nonfinite=self._act_on_problem,
+            rate=lambda: sum_of_rates(inner),
             owner=self,
         )
         try:
@@ -244,7 +246,8 @@ class MultiNodeOptimizer(WrappedOptimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the parameters. *Collective*: all ranks make the same number of steps.
 
-        A rank without a backward pass takes part with zeros. A closure's loss is averaged over
+        A rank without a backward pass takes part with zeros, and has its means only here: to clip
+        use ``max_grad_norm``, or clip before on no rank. A closure's loss is averaged over
         ranks (added, where gradients are), so that optimizers that use it (LBFGS) decide the same
         on all ranks. Under local updates ranks may step as often as they have batches: they
         exchange where their samples fill a block. A closure's loss is the rank's own then.
@@ -582,7 +585,12 @@ class MultiNodeOptimizer(WrappedOptimizer):
             self._deferring.complete()
 
     def _raise_if_uncounted(self) -> None:
-        if self.reducer.contribution.was_ever_known or not self.schedule.counts_samples:
+        own = self.reducer.contribution
+        if not self.schedule.counts_samples:
+            return
+        if self.communicator.size > 1 and own.is_miscounted():
+            raise UsageError(f"{self.communicator.rank_label}: {miscount(own.num_samples)}")
+        if own.was_ever_known:
             return
         if any(p.grad is not None for p in parameters_of(self.inner)):
             raise UsageError(

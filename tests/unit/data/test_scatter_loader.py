@@ -558,3 +558,24 @@ def test_a_framework_that_makes_the_batch_sampler_again_is_refused() -> None:
         assert len([*copy.copy(found)]) == 6
 
     run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize("is_of_another_loader", [True, False])
+def test_ranks_in_different_passes_are_told(is_of_another_loader: bool) -> None:
+    """One rank validates by itself while the others go on: no rank gets the order of another."""
+
+    def rank_main(comm: torchmn.communicators.Communicator) -> str:
+        first, second = scatter_loader((DataLoader(data(), 4), DataLoader(data(), 4)), comm)
+        is_alone = comm.rank == 0
+        loader = second if is_alone and is_of_another_loader else first
+        with (
+            torch.set_grad_enabled(is_of_another_loader or not is_alone),
+            pytest.raises(RankMismatchError, match="ranks are in different calls") as caught,
+        ):
+            next(iter(loader))
+        return str(caught.value)
+
+    for text in run_ranks(rank_main, 2):
+        assert "a pass over loader 0 of scatter_loader to train" in text
+        other = "loader 1 of scatter_loader to train" if is_of_another_loader else "to evaluate"
+        assert other in text

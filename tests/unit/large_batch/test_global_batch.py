@@ -143,6 +143,45 @@ def test_an_exception_in_a_pass_leaves_the_optimizer_exchanging() -> None:
     assert run_ranks(train, 2) == [0.5, 0.5]
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_rank_without_samples_clips_as_the_others(size: int) -> None:
+    """The means are there before step(): what clips there on one rank must do so on all."""
+    samples = torch.randn(1, 3, generator=torch.Generator().manual_seed(0))
+
+    def rank_main(comm: Communicator) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = create_multi_node_optimizer(inner, comm, model)
+        batch = GlobalBatch(8, local_batch=2, comm=comm)
+        optimizer.zero_grad()
+        for x, share in batch.micro_batches(samples if comm.rank == 0 else samples[:0], optimizer):
+            (model(x).square().mean() * share).backward()
+        norm = nn.utils.clip_grad_norm_(model.weight, 0.1)
+        optimizer.step()
+        return torch.cat([norm.reshape(1), model.weight.detach().flatten()])
+
+    (alone,) = run_ranks(rank_main, 1)
+    assert alone[0] > 0.1
+    for found in run_ranks(rank_main, size):
+        assert torch.allclose(found, alone)
+
+
+def test_passes_of_a_training_need_the_optimizer() -> None:
+    def rank_main(comm: Communicator) -> None:
+        model = nn.Linear(3, 2)
+        create_multi_node_optimizer(torch.optim.SGD(model.parameters(), 0.1), comm, model)
+        batch = GlobalBatch(4, comm=comm)
+        with torch.no_grad():
+            assert len([*batch.micro_batches(torch.ones(2, 3))]) == 1
+        with pytest.raises(UsageError, match=r"micro_batches\(samples, optimizer\)"):
+            [*batch.micro_batches(torch.ones(2, 3))]
+
+    run_ranks(rank_main, 2)
+
+
 def test_reduction_sum_adds_all_samples() -> None:
     def train(comm: Communicator) -> float:
         model = nn.Linear(1, 1, bias=False)
