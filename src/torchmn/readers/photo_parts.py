@@ -1,9 +1,10 @@
 """Parts of photos at a given size, without decoding the rest of them.
 
 Training on photos takes a random part of each, half of it on average. For a JPEG file the time of
-its other blocks is that of finding their ends, and what follows the part is not read. Pixels are
-those of `decode` bit by bit; the weights of resizing are those of torchvision's ``antialias``, and
-differ by up to two levels where PyTorch rounds in another order.
+its other blocks is that of finding their ends, and what follows the part is not read, so that
+damage there may not be noticed. Pixels are those of `decode` bit by bit. The weights of resizing
+are those of torchvision's ``antialias``; values differ by up to two levels from PyTorch's, which
+rounds in another order.
 """
 
 from __future__ import annotations
