@@ -29,9 +29,11 @@ pytestmark = [
 
 
 def _cases() -> Iterator[pytest.param]:
-    for script in all_scripts():
+    for number, script in enumerate(all_scripts()):
         for schedule in SCHEDULES:
-            for world_size in WORLD_SIZES:
+            # A slow one is alone on its rank under one schedule, and on more ranks under all.
+            is_alone = not script.is_slow or schedule == SCHEDULES[number % len(SCHEDULES)]
+            for world_size in WORLD_SIZES if is_alone else WORLD_SIZES[1:]:
                 marks = [pytest.mark.slow] if script.is_slow else []
                 reason = KNOWN_DEFECTS.get((script.name, schedule, world_size))
                 if reason is not None:
