@@ -53,7 +53,7 @@ class Slot:
     """Whether this rank's part of the exchange being filled has been written."""
     has_gradient: bool = False
     """Whether there was a gradient to write."""
-    unused: tuple[int, int] | None = None
+    unused: tuple[int, int, int] | None = None
     """`num_references` before ``p.grad`` was first `tensor`; None if it never was."""
 
     def current_tensor(self) -> Tensor:

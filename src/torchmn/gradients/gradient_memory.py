@@ -17,9 +17,13 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-_USE_COUNT: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda storage: 0)
-CAN_COUNT = hasattr(torch._C, "_storage_Use_Count")
-"""Whether this torch can say who else uses a storage; if not, no memory is used again."""
+_STORAGE_USE_COUNT: Callable[[int], int] = getattr(
+    torch._C, "_storage_Use_Count", lambda storage: 0
+)
+_TENSOR_USE_COUNT: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda tensor: 0)
+CAN_COUNT = hasattr(torch._C, "_storage_Use_Count") and hasattr(Tensor, "_use_count")
+"""Whether this torch can say who else uses a tensor or its storage; if not, no memory is used
+again."""
 
 
 class GradientMemory:
@@ -93,7 +97,12 @@ class _HasTensor(Protocol):
     tensor: Tensor
 
 
-def num_references(holder: _HasTensor) -> tuple[int, int]:
-    """How often ``holder.tensor`` and its storage are referred to. Compare, do not interpret."""
+def num_references(holder: _HasTensor) -> tuple[int, int, int]:
+    """How often ``holder.tensor`` and its storage are referred to. Compare, do not interpret.
+
+    A graph that has saved the tensor is one more Python reference in newer versions of torch, and
+    in torch 2.6 only one more use of the tensor in C++.
+    """
     tensor = holder.tensor
-    return sys.getrefcount(tensor), _USE_COUNT(tensor.untyped_storage()._cdata)
+    storage = tensor.untyped_storage()._cdata
+    return sys.getrefcount(tensor), _TENSOR_USE_COUNT(tensor), _STORAGE_USE_COUNT(storage)
