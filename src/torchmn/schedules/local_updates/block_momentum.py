@@ -41,7 +41,8 @@ class BlockMomentum(LocalUpdateSchedule):
 
     Args:
         block_size: see `LocalUpdateSchedule`, as for the last four.
-        block_momentum_as_time_constant: T in samples over all workers; 0: no momentum.
+        block_momentum_as_time_constant: T in samples over all workers; 0: no momentum. The default
+            follows the size of blocks where these grow.
         nesterov: look ahead.
         reset_sgd_momentum_after_aggregation: set the inner optimizer's first moments
             (``momentum_buffer``, ``exp_avg``) to zero at the start of each block.
