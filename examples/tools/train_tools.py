@@ -29,6 +29,7 @@ from models import MLP
 
 def tracker(name: str, folder: str) -> Callable[[dict[str, float], int], None]:
     """A function that logs numbers of a step, on the rank that calls this."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
     if name == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 

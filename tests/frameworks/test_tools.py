@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,24 +18,93 @@ from tests.frameworks.test_start import accuracy
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "tools"
-NUM_TESTED = 360
+NUM_TESTED, NUM_EPOCHS = 360, 3
+KEYS = ["accuracy", "number"]
 
 
 @pytest.mark.parametrize("tracker", ["print", "tensorboard", "mlflow", "wandb"])
 def test_trackers(tmp_path: Path, tracker: str) -> None:
-    """Rank 0 alone has one; metrics of torchmetrics are those of all ranks."""
+    """One run, that of rank 0, which holds the numbers that one process logs."""
     need("torchmetrics", *([] if tracker == "print" else [tracker]))
-    text = start(
-        *(EXAMPLES / "train_tools.py", "--tracker", tracker, "--out", tmp_path / "out"),
-        by=TORCHMN_RUN,
-        cwd=tmp_path,
-        PYTHONWARNINGS="ignore",
-        WANDB_SILENT="true",
-    )
-    assert accuracy(text.splitlines()[-1] if tracker == "print" else text) > 0.8
-    assert f"of {NUM_TESTED}" in text, text
-    if tracker == "tensorboard":
-        assert len([*(tmp_path / "out").glob("events*")]) == 1
+    logged = []
+    for number, by in enumerate(((), TORCHMN_RUN), start=1):
+        out = tmp_path / f"of {number}"
+        text = start(
+            *(EXAMPLES / "train_tools.py", "--tracker", tracker, "--out", out),
+            by=by,
+            cwd=tmp_path,
+            PYTHONWARNINGS="ignore",
+            WANDB_SILENT="true",
+        )
+        assert "Traceback" not in text
+        logged.append(LOGGED[tracker](out, text))
+    alone, on_ranks = logged
+    assert [step["number"] for step in on_ranks] == [NUM_TESTED] * NUM_EPOCHS
+    for step, wanted in zip(on_ranks, alone, strict=True):
+        assert step.keys() == wanted.keys()
+        assert step["number"] == wanted["number"]
+        assert step["accuracy"] == pytest.approx(wanted["accuracy"], abs=1.5 / NUM_TESTED)
+    assert on_ranks[-1]["accuracy"] > 0.8
+
+
+def printed(out: Path, text: str) -> list[dict[str, float]]:
+    return [ast.literal_eval(values) for values in re.findall(r"step \d: ({.*})", text)]
+
+
+def in_tensorboard(out: Path, text: str) -> list[dict[str, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    [file] = out.iterdir()
+    events = EventAccumulator(str(file)).Reload()
+    values = {key: [event.value for event in events.Scalars(key)] for key in KEYS}
+    return [dict(zip(KEYS, step, strict=True)) for step in zip(*values.values(), strict=True)]
+
+
+def in_mlflow(out: Path, text: str) -> list[dict[str, float]]:
+    with closing(sqlite3.connect(out / "mlflow.db")) as database:
+        statuses = database.execute("SELECT status FROM runs").fetchall()
+        rows = database.execute("SELECT step, key, value FROM metrics").fetchall()
+    assert statuses == [("FINISHED",)]
+    return [{key: value for step, key, value in rows if step == n} for n in range(NUM_EPOCHS)]
+
+
+def in_wandb(out: Path, text: str) -> list[dict[str, float]]:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    [run] = out.glob("wandb/offline-run-*")
+    [file] = run.glob("*.wandb")
+    records = [Record.FromString(record) for record in leveldb_records(file.read_bytes())]
+    assert [record.exit.exit_code for record in records if record.HasField("exit")] == [0]
+    steps = [
+        {"".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.HasField("history")
+    ]
+    return [{key: step[key] for key in KEYS} for step in steps]
+
+
+def leveldb_records(content: bytes) -> Iterator[bytes]:
+    """Those of a file of Weights & Biases: LevelDB's log format after a header of 7 bytes."""
+    place, record = 7, b""
+    while place + 7 <= len(content):
+        if (left := 32768 - place % 32768) < 7:
+            place += left
+            continue
+        size, kind = int.from_bytes(content[place + 4 : place + 6], "little"), content[place + 6]
+        record += content[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield record
+            record = b""
+
+
+LOGGED = {
+    "print": printed,
+    "tensorboard": in_tensorboard,
+    "mlflow": in_mlflow,
+    "wandb": in_wandb,
+}
+"""What a run has left with each tracker: the numbers of each epoch."""
 
 
 def test_compiled_and_in_one_process(tmp_path: Path) -> None:
