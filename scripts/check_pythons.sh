@@ -3,9 +3,10 @@
 #
 # Of each Python: that `pip install torchmn`, `torchmn[mpi]` and `torchmn[all]` can be resolved, and,
 # with what needs no torch installed, that the command starts, plans, examines this host and writes a
-# job script. `--train` installs torchmn with torch too (several gigabytes, unless the index has builds
-# for CPUs), optionally with the requirements given (--train 'torch==2.6.*'), and trains on two ranks.
-# Pythons that are not here are listed and are no failure.
+# job script. `--train` installs torchmn, then its extras mpi and all, with torch (several gigabytes,
+# unless the index has builds for CPUs), optionally with the requirements given (--train
+# 'torch==2.6.*'), and trains on two ranks.
+# Pythons that are not here are listed and are no failure; PYTHONS='3.10 3.12' chooses some.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -74,7 +75,7 @@ PYTHON
 
 status=0
 table=''
-for version in 3.10 3.11 3.12 3.13; do
+for version in ${PYTHONS:-3.10 3.11 3.12 3.13}; do
   if ! python="$(find_python "$version")"; then
     table="$table$version  not here"$'\n'
     continue
@@ -82,11 +83,13 @@ for version in 3.10 3.11 3.12 3.13; do
   passed=''
   venv="$work/$version"
   "$python" -m venv "$venv" || { status=1; continue; }
+  # The pip of an old Python reads gigabytes of wheels into memory again for each resolution.
+  "$venv/bin/python" -m pip install --quiet --upgrade pip >"$work/log" 2>&1 || cat "$work/log" >&2
   mkdir "$work/folder-$version"
   touch "$work/folder-$version/train.py"
   for extra in '' '[mpi]' '[all]'; do
-    check "resolves torchmn$extra" "$venv/bin/python" -m pip install --dry-run --quiet \
-      --only-binary :all: "$wheel$extra"
+    [ "$train" = yes ] || check "resolves torchmn$extra" "$venv/bin/python" -m pip install --dry-run \
+      --quiet --only-binary :all: "$wheel$extra"
   done
   # All that the metadata asks of this Python, but torch and what needs it.
   "$venv/bin/python" - "$wheel" >"$work/requirements" <<'PYTHON'
@@ -118,9 +121,22 @@ PYTHON
   check 'submit' "${run[@]}" submit --scheduler slurm --nodes 2 --per-node 4 --walltime 01:00:00 \
     --dry-run train.py
   if [ "$train" = yes ]; then
-    check 'installs with torch' "$venv/bin/python" -m pip install --quiet "$wheel" "$@"
-    check 'trains' env -C "$work/folder-$version" "$venv/bin/torchmn" run -n 2 "$work/train.py"
+    for extra in '' '[mpi]' '[all]'; do
+      check "installs torchmn$extra" "$venv/bin/python" -m pip install --quiet --only-binary :all: \
+        "$wheel$extra" "$@"
+      check 'trains' "${run[@]}" run -n 2 "$work/train.py"
+      case "$extra" in
+        '[mpi]') check 'trains under mpirun' "${run[@]}" run --launcher mpirun -n 2 "$work/train.py" ;;
+        '[all]')
+          check 'imports' "$venv/bin/python" -c \
+            'import cv2, mpi4py.MPI, numba, PIL, plotly, sacrebleu, simplejpeg, tokenizers'
+          check 'report' "${run[@]}" report
+          ;;
+      esac
+    done
+    passed="$passed with $("$venv/bin/python" -m pip list 2>/dev/null | grep '^torch ' | tr -s ' '),"
   fi
+  rm -rf "$venv"
   table="$table$version ${passed%,}"$'\n'
 done
 printf '%s' "$table"
