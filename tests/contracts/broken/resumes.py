@@ -6,7 +6,13 @@ from tests.contracts.suites.resume_contracts import Recipe
 from torchmn.compression import ErrorFeedback, Quantized
 from torchmn.gradients.reducer import GradientReducer
 from torchmn.optimizer import MultiNodeOptimizer, resume
-from torchmn.schedules import DoubleBuffering, PeriodicAverage
+from torchmn.schedules import (
+    DoubleBuffering,
+    EveryStep,
+    GrowingBlocks,
+    PeriodicAverage,
+    Phases,
+)
 
 # ---- other bits on the same number of ranks ----
 
@@ -83,6 +89,34 @@ class EndsBlocksLater(PeriodicAverage):
     def load_state_dict(self, state):
         super().load_state_dict(state)
         self._order.restart()
+
+    @classmethod
+    def recipe(cls, monkeypatch):
+        return Recipe(num_samples=48, schedule=lambda _: cls())
+
+
+class ForgetsTheLength(PeriodicAverage):
+    """A block that had grown is as long as the first one when it is loaded."""
+
+    def __init__(self):
+        super().__init__(GrowingBlocks(block_size=24, rate=0.049, power=8))
+
+    def load_state_dict(self, state):
+        super().load_state_dict({**state, "length": {}} if state else state)
+
+    @classmethod
+    def recipe(cls, monkeypatch):
+        return Recipe(num_samples=48, schedule=lambda _: cls())
+
+
+class BeginsWithTheFirstPhase(Phases):
+    """Whatever the phase in which it was saved."""
+
+    def __init__(self):
+        super().__init__({0: EveryStep(), 24: PeriodicAverage(36), 60: EveryStep()})
+
+    def load_state_dict(self, state):
+        super().load_state_dict({})
 
     @classmethod
     def recipe(cls, monkeypatch):
@@ -203,6 +237,8 @@ INEXACT = (
     ForgetsLocalPasses,
     LosesUpdatesDuringTheExchange,
     EndsBlocksLater,
+    ForgetsTheLength,
+    BeginsWithTheFirstPhase,
     IsNotTheSameAfterSaving,
 )
 LOSING = (
