@@ -492,3 +492,15 @@ def trained_in_eval(worker: Worker) -> nn.Module:
     for x, y in _loader(worker, 9):
         _step(model, optimizer, x, y)
     return model
+
+
+@script("`backward()` left out for a batch of 0 rows, then `clip_grad_norm_`")
+def clipped_without_backward(worker: Worker) -> nn.Module:
+    model, optimizer = _model_and_optimizer(worker)
+    for x, y in _loader(worker, 9):
+        optimizer.zero_grad()
+        if len(x):
+            mse_loss(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+    return model
