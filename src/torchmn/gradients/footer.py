@@ -96,7 +96,7 @@ def raise_if_flags_differ(comm: Communicator, row: Sequence[float], context: Pas
             f"{comm.rank_label}: the learning rates of the ranks differ: {context.rate:g} here, "
             f"{row[RATE] / max(1, round(row[ACTIVE])):g} in the mean over ranks (sums of the "
             "groups). The parameters would become others on each rank. Step schedulers on all "
-            "ranks alike, and ReduceLROnPlateau by a value that all ranks share, such as "
+            "ranks in the same way, and ReduceLROnPlateau by a value that all ranks share, such as "
             "comm.sum_over_ranks(loss_sum, n)."
         )
     count = context.index % _COUNT_MODULUS

@@ -561,8 +561,8 @@ def test_a_framework_that_makes_the_batch_sampler_again_is_refused() -> None:
 
 
 @pytest.mark.parametrize("is_of_another_loader", [True, False])
-def test_ranks_in_different_passes_are_told(is_of_another_loader: bool) -> None:
-    """One rank validates by itself while the others go on: no rank gets the order of another."""
+def test_ranks_in_different_passes_raise(is_of_another_loader: bool) -> None:
+    """One rank validates by itself while the others continue: no rank gets the order of another."""
 
     def rank_main(comm: torchmn.communicators.Communicator) -> str:
         first, second = scatter_loader((DataLoader(data(), 4), DataLoader(data(), 4)), comm)
