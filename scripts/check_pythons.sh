@@ -2,10 +2,10 @@
 # Check the wheel of the last commit in clean environments of every supported Python that is here.
 #
 # Of each Python: that `pip install torchmn`, `torchmn[mpi]` and `torchmn[all]` can be resolved, and,
-# with what needs no torch installed, that the command starts, plans, examines this host and writes a
-# job script. `--train` installs torchmn, then its extras mpi and all, with torch (several gigabytes,
+# with what needs no torch installed, that the command starts, examines this host and writes a job
+# script. `--train` installs torchmn, then its extras mpi and all, with torch (several gigabytes,
 # unless the index has builds for CPUs), optionally with the requirements given (--train
-# 'torch==2.6.*'), and trains on two ranks.
+# 'torch==2.6.*'), plans, and trains on two ranks.
 # Pythons that are not here are listed and are no failure; PYTHONS='3.10 3.12' chooses some.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -116,11 +116,11 @@ PYTHON
   for command in run doctor plan report submit; do
     check "$command --help" "${run[@]}" "$command" --help
   done
-  check 'plan' "${run[@]}" plan --hosts 1,2 "$PWD/examples/imagenet/240_gpus.toml"
   check 'doctor' examine
   check 'submit' "${run[@]}" submit --scheduler slurm --nodes 2 --per-node 4 --walltime 01:00:00 \
     --dry-run train.py
   if [ "$train" = yes ]; then
+    # Each with the one before it in place, as somebody would add them.
     for extra in '' '[mpi]' '[all]'; do
       check "installs torchmn$extra" "$venv/bin/python" -m pip install --quiet --only-binary :all: \
         "$wheel$extra" "$@"
@@ -131,10 +131,11 @@ PYTHON
           check 'imports' "$venv/bin/python" -c \
             'import cv2, mpi4py.MPI, numba, PIL, plotly, sacrebleu, simplejpeg, tokenizers'
           check 'report' "${run[@]}" report
+          check 'plan' "${run[@]}" plan --hosts 1,2 "$PWD/examples/imagenet/240_gpus.toml"
           ;;
       esac
     done
-    passed="$passed with $("$venv/bin/python" -m pip list 2>/dev/null | grep '^torch ' | tr -s ' '),"
+    passed="$passed with$("$venv/bin/python" -m pip list 2>/dev/null | sed -n 's/^torch  */ torch /p'),"
   fi
   rm -rf "$venv"
   table="$table$version ${passed%,}"$'\n'
