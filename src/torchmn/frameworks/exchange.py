@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -28,6 +29,7 @@ from torchmn.optimizer import create_multi_node_optimizer
 from torchmn.optimizer.multi_node_optimizer import Weight
 from torchmn.optimizer.nonfinite_policy import OnNonfinite
 from torchmn.schedules import ParameterServer, Schedule
+from torchmn.topology import Topology
 from torchmn.topology.launcher_env import read_launcher_env
 from torchmn.transports.gloo_nccl import TorchDistributedTransport
 
@@ -217,13 +219,17 @@ class Exchange:
 
 def _communicator(options: ExchangeOptions) -> Communicator:
     """Over the launcher's variables, or over the store of the framework's process group."""
-    launched = read_launcher_env(os.environ)
+    # Lightning starts processes by itself, with WORLD_SIZE and without RANK.
+    has_size, has_rank = (name in os.environ for name in ("WORLD_SIZE", "RANK"))
+    is_lightnings = dist.is_initialized() and has_size and not has_rank
+    launched = None if is_lightnings else read_launcher_env(os.environ)
     is_ours = not dist.is_initialized() or (
         launched is not None and launched.known_size == dist.get_world_size()
     )
-    if is_ours or dist.get_world_size() == 1:
+    if is_ours or (dist.get_world_size() == 1 and not is_lightnings):
         return create_communicator(options.communicator, timeout_s=options.timeout_s)
-    # Lightning starts processes by itself, without RANK.
+    hosts = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
     default: Any = dist.group.WORLD
     transport = TorchDistributedTransport(
         PrefixStore("torchmn/frameworks", _get_process_group_store(default)),
@@ -235,7 +241,10 @@ def _communicator(options: ExchangeOptions) -> Communicator:
         else None,
     )
     return create_communicator(
-        options.communicator, transport=transport, timeout_s=options.timeout_s
+        options.communicator,
+        transport=transport,
+        topology=Topology(tuple(hosts)),
+        timeout_s=options.timeout_s,
     )
 
 
