@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from torchmn.communicators import Communicator
@@ -109,6 +110,18 @@ def test_a_framework_alone_is_one_rank() -> None:
     assert comm.size == 1
     assert exchange.connect(CPU) is comm
     comm.finalize()
+
+
+def test_processes_that_lightning_starts_have_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """WORLD_SIZE alone, which torchrun never sets alone: the process group says the rank."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        comm = Exchange(ExchangeOptions()).connect(CPU)
+        assert (comm.rank, comm.size) == (0, 1)
+        comm.finalize()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_another_device_is_refused() -> None:
