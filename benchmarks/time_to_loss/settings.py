@@ -3,8 +3,7 @@
 Nothing is chosen on the text and the seeds of the comparison. `COMPARED` trains on Shakespeare
 with seeds 0, 1, ...; learning rates and lengths of blocks come from `TUNED`, another text with a
 seed of its own (`choice.py`). All families have the same learning rates to choose from, and DiLoCo
-of both libraries the same blocks and outer optimizers: that of the paper, one with less momentum,
-or none.
+of both libraries the same blocks, and the outer optimizer of the paper or one with less momentum.
 """
 
 from __future__ import annotations
@@ -120,29 +119,13 @@ def eager_diloco(rate: float, block: int, codec: str) -> Side:
     )
 
 
-def average(rate: float, block: int, codec: str) -> Side:
-    """The mean of parameters after short blocks, under way during at most 3 steps."""
-    overlap = min(3, block // 2)
-    options = {"block": block, "outer": MEAN, "fragments": 1, "overlap": overlap, "codec": codec}
-    return Side(
-        family="torchmn DiLoCo",
-        name=f"torchmn average, {codec}, {block} steps, rate {rate:g}",
-        build="diloco",
-        learning_rate=rate,
-        options=options,
-    )
-
-
 RECIPE = (0.7, 0.7)
 """Those of `DiLoCo.recommended`, chosen for images (``docs/explain/recipes.md``)."""
 PAPER = (0.7, 0.9)
 """Rate and Nesterov momentum of the outer optimizer, of the paper and torchft's documentation."""
-MEAN = (1.0, 0.0)
-"""No outer optimizer: the next block begins at the mean of the parameters."""
 RATES = (5e-4, 1e-3, 2e-3)
 """On `TUNED` DDP has a higher loss at 2e-3 than at 1e-3."""
 BLOCKS = (10, 20, 40)
-MEAN_BLOCKS = (5, *BLOCKS)
 DDP = tuple(ddp(rate) for rate in RATES)
 CANDIDATES: tuple[Side, ...] = (
     *(torchft(rate, block) for rate in RATES for block in BLOCKS),
@@ -152,9 +135,6 @@ CANDIDATES: tuple[Side, ...] = (
     # Added after the first seed of the comparison, for both systems: another outer momentum.
     *(torchft(rate, block, RECIPE) for rate in RATES[:2] for block in BLOCKS[1:]),
     *(eager_diloco(rate, block, "int8") for rate in RATES[:2] for block in BLOCKS[1:]),
-    # Added before the comparison of all five seeds, for both systems: the mean of parameters.
-    *(torchft(rate, block, MEAN) for rate in RATES[:2] for block in MEAN_BLOCKS),
-    *(average(rate, block, "int8") for rate in RATES[:2] for block in MEAN_BLOCKS),
 )
 OURS = ("torchmn gradients", "torchmn DiLoCo")
 """The families of which the faster one on `TUNED` has the limits."""

@@ -63,7 +63,7 @@ def test_compared_texts_and_seeds_choose_nothing(load: Load) -> None:
     assert not {*compared.seeds} & {*tuned.seeds}
 
 
-def test_every_family_has_the_same_rates_and_diloco_of_both_libraries_the_same_choice(
+def test_every_family_has_the_same_rates_and_diloco_of_both_libraries_the_same_blocks(
     load: Load,
 ) -> None:
     settings = load("time_to_loss.settings")
@@ -75,12 +75,7 @@ def test_every_family_has_the_same_rates_and_diloco_of_both_libraries_the_same_c
         family: {side.options["block"] for side in sides if side.family == family}
         for family in ("torchft DiLoCo", "torchmn DiLoCo")
     }
-    assert blocks["torchft DiLoCo"] == blocks["torchmn DiLoCo"] == {*settings.MEAN_BLOCKS}
-    outers = {
-        family: {tuple(side.options["outer"]) for side in sides if side.family == family}
-        for family in blocks
-    }
-    assert outers["torchft DiLoCo"] == outers["torchmn DiLoCo"]
+    assert blocks["torchft DiLoCo"] == blocks["torchmn DiLoCo"] == {*settings.BLOCKS}
     assert len({side.name for side in sides}) == len(sides)
 
 
