@@ -34,15 +34,10 @@ def _schedules(arguments: argparse.Namespace) -> int:
 
     experiment = RECIPE_CHOICE if arguments.choose else RECIPES
     if not arguments.report:
-        folder = os.environ.get("TORCHMN_TEST_DATA")
-        if folder is None:
-            print(
-                "bench_recipes: TORCHMN_TEST_DATA must be the folder of the data.", file=sys.stderr
-            )
-            return 2
         seeds = [int(text) for text in arguments.seeds.split(",")] if arguments.seeds else []
         keys = wanted(experiment, tasks=arguments.tasks, only=arguments.only, seeds=seeds)
-        run_all(experiment, unfinished(experiment, keys) if arguments.resume else keys, folder)
+        keys = unfinished(experiment, keys) if arguments.resume else keys
+        run_all(experiment, keys, arguments.data)
     runs = experiment.runs()
     name = "recipes_choice" if arguments.choose else "recipes"
     return report(name, choice_bars(runs) if arguments.choose else recipe_bars(runs))
@@ -70,6 +65,9 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true", help="skip finished runs")
     parser.add_argument("--report", action="store_true", help="only print the tables")
     arguments = parser.parse_args()
+    arguments.data = os.environ.get("TORCHMN_TEST_DATA")
+    if arguments.data is None and not arguments.report:
+        parser.error("TORCHMN_TEST_DATA must be the folder of the data.")
     if arguments.choose and arguments.part == "translation":
         parser.error("--part translation has nothing to choose: its settings were not selected.")
     names = list(PARTS) if arguments.part == "all" else [arguments.part]

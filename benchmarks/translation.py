@@ -78,18 +78,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Carry out the runs and print the table. Returns the exit status."""
     seeds = arguments.seeds and {int(text) for text in arguments.seeds.split(",")}
     if not arguments.report:
-        folder = os.environ.get("TORCHMN_TEST_DATA")
-        if folder is None:
-            print(
-                "bench_recipes: TORCHMN_TEST_DATA must be the folder of the data.", file=sys.stderr
-            )
-            return 2
         for training in TRAININGS:
             for seed in training.seeds:
                 is_meant = matches(training.name, arguments.only) and (not seeds or seed in seeds)
                 is_done = arguments.resume and _of(load(), training, seed)
                 if is_meant and not is_done:
-                    made = execute(training, seed, f"{folder}/multi30k")
+                    made = execute(training, seed, f"{arguments.data}/multi30k")
                     with RECORD.open("a") as file:
                         file.write(json.dumps(asdict(made)) + "\n")
                     print(f"{made.name}, seed {seed}: BLEU {made.test}", flush=True)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import sys
 from fnmatch import fnmatch
 
 from accuracy.runs import Key
@@ -20,17 +18,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Carry out the runs and print the table. Returns the exit status."""
     experiment = choice_experiment() if arguments.choose else table()
     if not arguments.report:
-        folder = os.environ.get("TORCHMN_TEST_DATA")
-        if folder is None:
-            print(
-                "bench_recipes: TORCHMN_TEST_DATA must be the folder of the data.", file=sys.stderr
-            )
-            return 2
         keys = _meant(experiment, arguments)
         if arguments.resume:
             done = experiment.runs()
             keys = [key for key in keys if key not in done]
-        carry_out(experiment, keys, folder, arguments.jobs)
+        carry_out(experiment, keys, arguments.data, arguments.jobs)
     if arguments.choose:
         return report("large_batch_choice", choice_bars(experiment.runs()))
     from large_batch.bars import bars_of
