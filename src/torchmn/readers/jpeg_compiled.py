@@ -16,8 +16,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-_compiled = njit(nogil=True, cache=True, error_model="numpy")
-_inner = njit(
+compiled = njit(nogil=True, cache=True, error_model="numpy")
+inner = njit(
     nogil=True,
     error_model="numpy",
     forceinline=True,
@@ -57,13 +57,13 @@ GREEN, RED = 21, 42
 _GREY = 1 | 1 << GREEN | 1 << RED
 
 
-@_inner
+@inner
 def _word(data, p):
     """Two bytes, the more significant one first."""
     return (np.int64(data[p]) << 8) | np.int64(data[p + 1])
 
 
-@_inner
+@inner
 def _build(data, p, end, lookup, limits, firsts, symbols):
     """Read a Huffman table at p and return what follows it; -1 if it is wrong.
 
@@ -99,7 +99,7 @@ def _build(data, p, end, lookup, limits, firsts, symbols):
     return p + 16 + total
 
 
-@_inner
+@inner
 def _entry_of(symbol, bits):
     """The entry of a code that has ``bits`` bits and stands for a symbol."""
     size, run = symbol & 15, symbol >> 4
@@ -107,7 +107,7 @@ def _entry_of(symbol, bits):
     return (advance << _ADVANCE) | (size << _SIZE) | (bits + size)
 
 
-@_inner
+@inner
 def _value(bits, entry):
     """The signed number after the code of an entry."""
     used, size = np.uint64(entry & 63), np.uint64((entry >> _SIZE) & 15)
@@ -117,7 +117,7 @@ def _value(bits, entry):
     return value - is_negative * ((np.int64(1) << np.int64(size)) - 1)
 
 
-@_inner
+@inner
 def _entry(bits, lookup, limits, firsts, symbols):
     """The entry of the next code; 0 if there is none."""
     entry = np.int64(lookup[bits >> np.uint64(64 - _LOOKUP_BITS)])
@@ -130,7 +130,7 @@ def _entry(bits, lookup, limits, firsts, symbols):
     return entry
 
 
-@_inner
+@inner
 def _unstuffed(data, p, stream):
     """Copy the codes of a scan without the zeros after bytes 255; returns their number, or -1.
 
@@ -164,7 +164,7 @@ def _unstuffed(data, p, stream):
         n += 1
 
 
-@_inner
+@inner
 def _fill(stream, p, bits, have):
     """At least 56 bits, the next one first. ``have`` counts them, and p is the byte after."""
     q = np.uint64(p)
@@ -181,28 +181,28 @@ def _fill(stream, p, bits, have):
     return p + ((63 - have) >> 3), bits | (word >> np.uint64(have)), have | 56
 
 
-@_inner
+@inner
 def _times(a, b):
     return np.int32(np.int32(a) * np.int32(b))
 
 
-@_inner
+@inner
 def _plus(a, b):
     return np.int32(np.int32(a) + np.int32(b))
 
 
-@_inner
+@inner
 def _minus(a, b):
     return np.int32(np.int32(a) - np.int32(b))
 
 
-@_inner
+@inner
 def _shifted(value, shift):
     """Over ``2**shift``, rounded."""
     return np.int32(_plus(value, 1 << (shift - 1)) >> np.int32(shift))
 
 
-@_inner
+@inner
 def _inverse(a, b, c, d, e, f, g, h):
     """The inverse cosine transform of eight numbers, times ``2**13``. All is modulo ``2**32``."""
     z = _times(_plus(c, g), 4433)
@@ -229,7 +229,7 @@ def _inverse(a, b, c, d, e, f, g, h):
     )
 
 
-@_inner
+@inner
 def _pixels(a, b, c, d, e, f, g, h):
     """Eight neighbours as one number."""
     return (
@@ -244,13 +244,13 @@ def _pixels(a, b, c, d, e, f, g, h):
     )
 
 
-@_inner
+@inner
 def _pixel(value):
     value = _plus(_shifted(value, 18), 128)
     return np.uint64(min(max(value, np.int32(0)), np.int32(255)))
 
 
-@_inner
+@inner
 def _transform(blocks, num, pixels, places, steps, planes):
     """Write ``num`` blocks of pixels to their places, and make the coefficients zero.
 
@@ -284,7 +284,7 @@ def _transform(blocks, num, pixels, places, steps, planes):
             planes[places[i] + k * steps[i]] = pixels[k * _LANES + i]
 
 
-@_inner
+@inner
 def _window(top, left, height, width, rows, columns, v, h):
     """The first and last row, and first and last column, of the blocks that a plane needs."""
     margin = 1 if h > 1 or v > 1 else 0  # upsampling weighs neighbours
@@ -293,7 +293,7 @@ def _window(top, left, height, width, rows, columns, v, h):
     return y0 // 8, y1 // 8, x0 // 8, x1 // 8
 
 
-@_inner
+@inner
 def _segments(data, quantization, codes, frame):
     """Read what is before the scan. Returns where that begins, or 0: another kind, or damaged.
 
@@ -386,13 +386,13 @@ def _segments(data, quantization, codes, frame):
     return 0
 
 
-@_inner
+@inner
 def _table(codes, number):
     lookups, limits, firsts, symbols = codes
     return lookups[number], limits[number], firsts[number], symbols[number]
 
 
-@_inner
+@inner
 def _read_values(stream, p, bits, have, codes, number, table, blocks, lane):
     """Read the coefficients of a block after the first one, times their steps."""
     lookup, limits, firsts, symbols = _table(codes, number)
@@ -412,7 +412,7 @@ def _read_values(stream, p, bits, have, codes, number, table, blocks, lane):
     return p, bits, have, True
 
 
-@_inner
+@inner
 def _pass_values(stream, p, bits, have, codes, number):
     """Find the end of a block."""
     lookup, limits, firsts, symbols = _table(codes, number)
@@ -430,7 +430,7 @@ def _pass_values(stream, p, bits, have, codes, number):
     return p, bits, have, True
 
 
-@_inner
+@inner
 def _scan(data, p, quantization, codes, frame, windows, starts, planes):
     """Decode the blocks of the windows; returns whether the data are as they should be."""
     stream = np.empty(data.size - p + _SPARE_BYTES, np.uint8)
@@ -488,12 +488,12 @@ def _scan(data, p, quantization, codes, frame, windows, starts, planes):
     return 8 * p - have <= 8 * size
 
 
-@_inner
+@inner
 def _padded(size):
     return (size + _CHUNK - 1) // _CHUNK * _CHUNK
 
 
-@_inner
+@inner
 def _upsampled(near, other, is_between, begins, ends, size, red, sums, into):
     """Twice as many samples as ``size`` ones of blue, and of red from ``red`` on.
 
@@ -519,12 +519,12 @@ def _upsampled(near, other, is_between, begins, ends, size, red, sums, into):
         into[2 * x + 1] = np.int16(np.int16(np.int16(middle + sums[x + 2]) + down) >> shift)
 
 
-@_inner
+@inner
 def _clamped(value):
     return np.uint64(min(max(value, np.int32(0)), np.int32(255)))
 
 
-@_inner
+@inner
 def _convert(luma, blues, reds, width, colors):
     """The colours of a row, each in a number."""
     for x in range(_padded(width)):
@@ -537,26 +537,26 @@ def _convert(luma, blues, reds, width, colors):
         colors[x] = blue | (green << np.uint64(GREEN)) | (red << np.uint64(RED))
 
 
-@_inner
+@inner
 def _row(samples, windows, starts, k, y, x):
     """The samples of a plane from a place on."""
     begin = 8 * (starts[k] + (y - 8 * windows[k, 0]) * _step(windows, k))
     return samples[begin + x - 8 * windows[k, 2] + 8 :]
 
 
-@_inner
+@inner
 def _width(windows, k):
     """Blocks of a row of a plane, with memory for one more on either side."""
     return windows[k, 3] - windows[k, 2] + 3
 
 
-@_inner
+@inner
 def _step(windows, k):
     """Blocks from a row to the next one: rows of the blue and the red plane take turns."""
     return _width(windows, k) * (2 if k else 1)
 
 
-@_compiled
+@compiled
 def decode(data, top, left, height, width):
     """The colours of a part of an image; with no rows if another decoder is to be used.
 

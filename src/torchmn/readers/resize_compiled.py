@@ -10,18 +10,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 
-from torchmn.readers.jpeg_compiled import GREEN, RED
-
-_compiled = njit(nogil=True, cache=True, error_model="numpy")
-_inner = njit(
-    nogil=True,
-    error_model="numpy",
-    forceinline=True,
-    no_cpython_wrapper=True,
-    no_cfunc_wrapper=True,
-)
+from torchmn.readers.jpeg_compiled import GREEN, RED, compiled, inner
 
 _WEIGHT_BITS = 13  # and 8 of a channel: they fill its field
 _CHUNK = 32  # rows are computed up to a multiple, so that no pixel is computed without vectors
@@ -29,7 +19,7 @@ _HALVES = (1 | 1 << GREEN | 1 << RED) << (_WEIGHT_BITS - 1)
 _BYTES = 255 | 255 << GREEN | 255 << RED
 
 
-@_inner
+@inner
 def _weights(size, num):
     """For each of ``num`` places, the first of the pixels it is made of, and their weights."""
     scale = size / num
@@ -52,18 +42,18 @@ def _weights(size, num):
     return begins, weights
 
 
-@_inner
+@inner
 def _rounded(value):
     return ((value + np.uint64(_HALVES)) >> np.uint64(_WEIGHT_BITS)) & np.uint64(_BYTES)
 
 
-@_inner
+@inner
 def _round(line):
     for x in range(line.size):
         line[x] = _rounded(line[x])
 
 
-@_inner
+@inner
 def _down(rows, begin, weights, line):
     """A row that is the weighted sum of rows from ``begin`` on."""
     source, weight = rows[begin], weights[0]
@@ -76,7 +66,7 @@ def _down(rows, begin, weights, line):
                 line[x] += source[x] * weight
 
 
-@_inner
+@inner
 def _across(source, begins, weights, num, line):
     """A row each of whose places is the weighted sum of ``num`` neighbours in another row."""
     one, two, three = np.uint64(1), np.uint64(2), np.uint64(3)
@@ -104,7 +94,7 @@ def _across(source, begins, weights, num, line):
             line[x] = color
 
 
-@_inner
+@inner
 def _write(line, into):
     """Blue, green, red, 0 as the bytes of each number."""
     for x in range(into.size):
@@ -114,7 +104,7 @@ def _write(line, into):
         into[x] = np.uint32((color & np.uint64(0xFF)) | green | red)
 
 
-@_compiled
+@compiled
 def resize(colors, width, is_mirrored, into):
     """Resize the first ``width`` colours of each row to an image (rows, columns, 3)."""
     height, rows, columns = colors.shape[0], into.shape[0], into.shape[1]
@@ -144,7 +134,7 @@ def resize(colors, width, is_mirrored, into):
     _pack(resized.reshape(resized.size), into.reshape(into.size))
 
 
-@_inner
+@inner
 def _pack(colors, into):
     """Three bytes of each number. Four at once, for single bytes take eight times as long."""
     if into.size % 4 == 0:
