@@ -89,3 +89,18 @@ def test_hosts_with_ipv6_alone(lab: Lab, tmp_path: Path) -> None:
         set_names(host, tmp_path, **names)
     found = ways(lab, tmp_path, "--backend", "gloo")
     assert found == [[2.0, "eth0", "fd00::2", ""]] * 2
+
+
+@pytest.mark.parametrize("hosts", ["n0:1,n1:1", "n0:1,n1:1,n2:1", "n0:2,n1:2"])
+def test_ordinary_loops_over_mpi_and_tcp_are_those_of_one_process(
+    lab: Lab, tmp_path: Path, hosts: str
+) -> None:
+    mpirun_of("wheel")
+    script, out = Path(__file__).with_name("ordinary_loops.py"), tmp_path / "found.json"
+    options = ["--hosts", hosts, "--launcher", "mpirun", "--backend", "mpi"]
+    done = torchmn_run(lab, *options, script, out, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert "tcp" in found["transport"]
+    for loop, differences in found["differences"].items():
+        assert max(differences) < 1e-12, loop
