@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -39,6 +41,20 @@ def batch(rank: int, step: int, size: int = 4, dtype: torch.dtype = torch.float6
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     """The mean over samples, not linear in the parameters."""
     return model(x).pow(2).mean()
+
+
+def closure_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor
+) -> Callable[[], Tensor]:
+    """For optimizers that compute the loss as often as they like, such as LBFGS."""
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, x)
+        loss.backward()
+        return loss
+
+    return closure
 
 
 def grads(model: nn.Module) -> list[Tensor | None]:

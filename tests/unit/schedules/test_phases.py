@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from tests.unit.models import batch, equal, local_grads, loss_of, mlp, near, values
+from tests.unit.models import batch, closure_of, equal, local_grads, loss_of, mlp, near, values
 from tests.unit.schedules.local_updates.runs import adam, momentum, set_values, train, wrap
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
@@ -236,14 +236,7 @@ def test_a_closure_in_every_phase() -> None:
         schedule = Phases({0: EveryStep(), 20: PeriodicAverage(16), 60: EveryStep()})
         optimizer = create_multi_node_optimizer(inner, comm, model, schedule=schedule)
         for step in range(8):
-
-            def closure(step: int = step) -> torch.Tensor:
-                optimizer.zero_grad()
-                loss = loss_of(model, batch(comm.rank, step))
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
+            optimizer.step(closure_of(model, optimizer, batch(comm.rank, step)))
         assert schedule.current is schedule.schedules[-1]
         assert different_tensors(comm, [model]) == []
 

@@ -9,7 +9,18 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.models import OfList, batch, equal, grads, local_grads, loss_of, mlp, near, values
+from tests.unit.models import (
+    OfList,
+    batch,
+    closure_of,
+    equal,
+    grads,
+    local_grads,
+    loss_of,
+    mlp,
+    near,
+    values,
+)
 from tests.unit.schedules.local_updates.runs import (
     adam,
     average,
@@ -799,14 +810,7 @@ def test_a_closure_is_local_after_the_warmup(after: int) -> None:
             inner, comm, model, schedule=Warmup(after, PeriodicAverage(40))
         )
         for step in range(4):
-
-            def closure(step: int = step) -> torch.Tensor:
-                optimizer.zero_grad()
-                loss = loss_of(model, batch(comm.rank, step))
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
+            optimizer.step(closure_of(model, optimizer, batch(comm.rank, step)))
         optimizer.flush()
         assert different_tensors(comm, [model]) == []
 
