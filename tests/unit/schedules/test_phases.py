@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from tests.unit.models import batch, closure_of, equal, local_grads, loss_of, mlp, near, values
+from tests.unit.models import batch, closure_of, equal, local_grads, mlp, near, values
 from tests.unit.schedules.local_updates.runs import adam, momentum, set_values, train, wrap
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
