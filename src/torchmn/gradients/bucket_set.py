@@ -23,6 +23,7 @@ from torchmn.gradients.footer import (
     OTHER_LAYOUT,
     OWN_NOISE,
     OWN_SQUARE,
+    RATE,
     SAMPLES,
     WEIGHT,
     footer_row,
@@ -300,7 +301,7 @@ class BucketSet:
         self._move_to_new_memory([s for s in self.slots if s.parameter.grad is s.tensor])
         for bucket in self._order[self._num_started :]:
             bucket.buffer.zero_()
-        nothing = replace(self.context, weight=0.0, num_samples=0.0, is_active=False)
+        nothing = replace(self.context, weight=0.0, num_samples=0.0, rate=0.0, is_active=False)
         self.write_footer(flag=flag, context=nothing)
         self.reduce_remaining()
 
@@ -441,6 +442,11 @@ class BucketSet:
     def num_samples(self) -> float:
         """The samples of all ranks in the sum that was awaited, where they are counted."""
         return self._row[SAMPLES]
+
+    @property
+    def sum_of_rates(self) -> float:
+        """The learning rates of all ranks in the sum that was awaited, added up."""
+        return self._row[RATE]
 
     @property
     def num_active(self) -> int:

@@ -60,8 +60,8 @@ def footer_row(
     row = [0.0] * NUM_FOOTER + [float(is_present) for is_present in presence]
     row[WEIGHT], row[ACTIVE], row[SAMPLES] = context.weight, context.is_active, context.num_samples
     row[NUM_EXCHANGES] = float(context.index % _COUNT_MODULUS)
-    if context.is_active:
-        row[RATE], row[RATE_SQUARE] = context.rate, context.rate**2
+    row[RATE] = context.rate
+    row[RATE_SQUARE] = 0.0 if context.may_rate_differ else context.rate**2
     if flag is None and context.has_loaded and context.is_active:
         flag = LOADED
     if flag is None and context.is_miscounted:
@@ -89,7 +89,8 @@ def raise_if_flags_differ(comm: Communicator, row: Sequence[float], context: Pas
             f"{comm.rank_label}: on {num_flagged} of {comm.size} ranks "
             f"{miscount(context.num_samples)}"
         )
-    # By Cauchy and Schwarz this is 0 only where all are equal, and the same on all ranks.
+    # By Cauchy and Schwarz this is 0 only where all are equal, and the same on all ranks. It is
+    # negative where they may differ.
     spread = round(row[ACTIVE]) * row[RATE_SQUARE] - row[RATE] ** 2
     if spread > comm.size * _RATE_TOLERANCE * row[RATE] ** 2:
         raise RankMismatchError(

@@ -399,7 +399,7 @@ class GradientReducer:
             is_active=is_active,
             has_loaded=self._has_loaded,
             index=self._num_exchanges,
-            rate=self._rate(),
+            rate=self._rate() if is_active else 0.0,
             is_miscounted=is_active and own.is_miscounted(),
         )
 

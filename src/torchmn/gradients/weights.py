@@ -40,7 +40,9 @@ class PassContext:
     index: int = 0
     """How many exchanges came before, which must be the same on all ranks."""
     rate: float = 0.0
-    """The sum of the learning rates of the optimizer's groups, which must be that of all ranks."""
+    """Of learning; with several groups, one number for all of them."""
+    may_rate_differ: bool = False
+    """Whether other ranks may have another one."""
     is_miscounted: bool = False
     """Whether the samples are no multiple of those that a loader gave this rank."""
 

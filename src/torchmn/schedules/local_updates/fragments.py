@@ -99,8 +99,14 @@ class Fragment:
         """
         buckets = self.buckets
         buckets.restart()
-        # Its weight is its samples, so that the place for these is free for the rate.
-        context = PassContext(step=step, weight=weight, num_samples=rate, is_active=is_active)
+        context = PassContext(
+            step=step,
+            weight=weight,
+            num_samples=weight,
+            is_active=is_active,
+            rate=rate,
+            may_rate_differ=True,  # ranks may have made different numbers of steps
+        )
         buckets.begin(context, self.scale)
         factor = weight / (buckets.comm.size * self.scale)
         for slot in buckets.slots:
@@ -129,7 +135,7 @@ class Fragment:
     @property
     def mean_rate(self) -> float:
         """The mean over ranks of the learning rate, in the exchange that was waited for."""
-        return self.buckets.num_samples / self.buckets.comm.size
+        return self.buckets.sum_of_rates / self.buckets.comm.size
 
     def pseudo_gradients(self) -> list[PseudoGradient]:
         """The means, after the exchange was waited for."""
@@ -205,7 +211,8 @@ class Fragment:
         total_weight, starts = exchange["total_weight"], exchange["starts"]
         self.buckets.load_means(exchange["means"], exchange["record"], total_weight=total_weight)
         rates = exchange.get("mean_rate", 0.0) * self.buckets.comm.size
-        self.buckets.write_footer(context=replace(self.buckets.context, num_samples=rates))
+        context = replace(self.buckets.context, rate=rates, may_rate_differ=True)
+        self.buckets.write_footer(context=context)
         self.steps_left = exchange["steps_left"]
         self._starts = starts
         if starts is not None:
