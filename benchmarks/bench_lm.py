@@ -1,6 +1,7 @@
 """Time to a fixed validation loss of a small GPT over 100 Mb/s: DDP, torchft's DiLoCo and torchmn.
 
     bench_lm.py --choose       # on another text: the goals, and all candidates that are missing
+    bench_lm.py --choose --again --sides ...      # candidates once more: the newest run counts
     bench_lm.py [--seeds N] [--sides PATTERN;...] [--record FILE]
     bench_lm.py --report [--choose]               # the recorded runs, without measuring
     bench_lm.py --smoke                           # every side for a few steps; keeps no record
@@ -17,7 +18,7 @@ when both have validated. torchft's bytes cannot be waited for from outside, so 
 is not charged for what is under way then. Each rank validates the parameters that it has, the
 larger loss counts, and a run ends at the first validation at or below the goal.
 
-A ratio is of the seconds of two sides with the same seed. All recorded runs with the current
+A ratio is of the seconds of two sides with the same seed on the same day. All recorded runs with the current
 settings count, so that repeating a run until it is fast does not help; but none in which other
 programs used more than a tenth of the processors, which slow down computation and not the link.
 """
@@ -72,6 +73,7 @@ def _parse() -> argparse.Namespace:
     add("--record", type=Path, default=RECORD, help="file of the compared runs")
     add("--choice-record", type=Path, default=CHOICE, help="file of the candidates' runs")
     add("--choose", action="store_true", help="run the candidates that are missing instead")
+    add("--again", action="store_true", help="with --choose: also those that were run before")
     add("--report", action="store_true", help="report the recorded runs without measuring")
     add("--smoke", action="store_true", help="every side for a few steps, without a record")
     return parser.parse_args()
@@ -98,7 +100,8 @@ def _choose(arguments: argparse.Namespace) -> None:
     if choice.goal_of(load(path), COMPARED) is None:
         _set_goal(path, side, COMPARED)
     for side in CANDIDATES:
-        if choice.seconds_of(load(path), side) is None and _is_wanted(side.name, arguments.sides):
+        is_missing = arguments.again or choice.seconds_of(load(path), side) is None
+        if is_missing and _is_wanted(side.name, arguments.sides):
             for seed in TUNED.seeds:
                 _run(path, side, TUNED, seed, goal)
 

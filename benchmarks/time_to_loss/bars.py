@@ -12,8 +12,8 @@ from time_to_loss import choice
 from time_to_loss.runs import Run, of_side
 from time_to_loss.settings import CANDIDATES, COMPARED, DDP, LIMITS, OURS, RATE, TUNED
 
-Seconds = Mapping[str, Mapping[int, float]]
-"""By family and seed."""
+Seconds = Mapping[str, Mapping[tuple[int, str], float]]
+"""By family, and by seed and day: machines have another speed on another day."""
 
 
 def choice_bars(runs: Sequence[Run]) -> list[Bar]:
@@ -44,7 +44,7 @@ def bars_of(runs: Sequence[Run], choice_runs: Sequence[Run]) -> list[Bar]:
     sides = choice.chosen(choice_runs)
     goal = choice.goal_of(choice_runs, COMPARED)
     bars: list[Bar] = []
-    seconds: dict[str, dict[int, float]] = {}
+    seconds: dict[str, dict[tuple[int, str], float]] = {}
     for family in (*LIMITS, *OURS):
         side = sides.get(family)
         own = of_side(runs, side, COMPARED, RATE, goal) if side and goal else {}
@@ -54,9 +54,10 @@ def bars_of(runs: Sequence[Run], choice_runs: Sequence[Run]) -> list[Bar]:
             what = f"{missed} of {len(every)} runs have not reached it" if every else "missing"
             bars.append(Bar(f"{family}: {what}", math.nan, "s"))
             continue
-        seconds[family] = {
-            seed: statistics.median(run["seconds"] for run in same) for seed, same in own.items()
-        }
+        repeated: dict[tuple[int, str], list[float]] = {}
+        for run in every:
+            repeated.setdefault((run["seed"], run["date"][:10]), []).append(run["seconds"])
+        seconds[family] = {key: statistics.median(same) for key, same in repeated.items()}
         name = side.name if side else family
         bars.append(median_bar(name, [*seconds[family].values()], "s"))
         bars.append(median_bar(f"{name}: steps", [run["steps"] for run in every], "steps"))
@@ -75,5 +76,5 @@ def ratio(ours: str, theirs: str, seconds: Seconds, limit: str | None) -> Bar:
     both = sorted(seconds.get(ours, {}).keys() & seconds.get(theirs, {}).keys())
     if not both:
         return Bar(f"{name}: missing", math.nan, "ratio", limit, None if limit is None else False)
-    pairs = [[seconds[side][seed] for seed in both] for side in (theirs, ours)]
+    pairs = [[seconds[side][key] for key in both] for side in (theirs, ours)]
     return ratio_bar(name, pairs[0], pairs[1], limit)

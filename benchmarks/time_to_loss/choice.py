@@ -40,12 +40,15 @@ def goal_of(runs: Sequence[Run], text: Text) -> float | None:
 
 
 def seconds_of(runs: Sequence[Run], side: Side) -> float | None:
-    """The median over undisturbed runs; infinite if one did not reach the goal; None: no runs."""
+    """The median over seeds of the newest undisturbed run of each, for machines change their speed.
+
+    Infinite if one did not reach the goal; None: no runs.
+    """
     goal = goal_of(runs, TUNED)
     if goal is None:
         return None
     by_seed = of_side(runs, side, TUNED, RATE, goal)
-    found = [run["seconds"] for same in by_seed.values() for run in same]
+    found = [same[-1]["seconds"] for same in by_seed.values()]
     if not found:
         return None
     return float("inf") if None in found else statistics.median(found)

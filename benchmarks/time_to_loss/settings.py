@@ -107,6 +107,18 @@ def diloco(rate: float, block: int, codec: str) -> Side:
     )
 
 
+def blocking_diloco(rate: float, block: int, codec: str) -> Side:
+    """DiLoCo that waits for each exchange, as torchft's without streaming, with a codec."""
+    options = {"block": block, "outer": RECIPE, "fragments": 1, "overlap": 0, "codec": codec}
+    return Side(
+        family="torchmn DiLoCo",
+        name=f"torchmn DiLoCo, blocking {codec}, {block} steps, rate {rate:g}",
+        build="diloco",
+        learning_rate=rate,
+        options=options,
+    )
+
+
 def eager_diloco(rate: float, block: int, codec: str) -> Side:
     """`DiLoCo.recommended`: the whole block under way during 6 steps."""
     options = {"block": block, "outer": RECIPE, "fragments": 1, "overlap": 6, "codec": codec}
@@ -135,6 +147,11 @@ CANDIDATES: tuple[Side, ...] = (
     # Added after the first seed of the comparison, for both systems: another outer momentum.
     *(torchft(rate, block, RECIPE) for rate in RATES[:2] for block in BLOCKS[1:]),
     *(eager_diloco(rate, block, "int8") for rate in RATES[:2] for block in BLOCKS[1:]),
+    # And after the third, so that both systems have it with and without overlap.
+    *(torchft(rate, 20, RECIPE, fragments=2, delay=4, alpha=0.5) for rate in RATES[:2]),
+    *(torchft(rate, 10, RECIPE) for rate in RATES[:2]),
+    *(blocking_diloco(rate, block, "int8") for rate in RATES[:2] for block in BLOCKS[1:]),
+    *(blocking_diloco(rate, block, "int4") for rate in RATES[:2] for block in BLOCKS[:2]),
 )
 OURS = ("torchmn gradients", "torchmn DiLoCo")
 """The families of which the faster one on `TUNED` has the limits."""
