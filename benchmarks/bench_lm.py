@@ -18,9 +18,10 @@ when both have validated. torchft's bytes cannot be waited for from outside, so 
 is not charged for what is under way then. Each rank validates the parameters that it has, the
 larger loss counts, and a run ends at the first validation at or below the goal.
 
-A ratio is of the seconds of two sides with the same seed on the same day. All recorded runs with the current
-settings count, so that repeating a run until it is fast does not help; but none in which other
-programs used more than a tenth of the processors, which slow down computation and not the link.
+A ratio is of the seconds of two sides with the same seed on the same day. All recorded runs with
+the current settings count, so that repeating a run until it is fast does not help; but none in
+which other programs used more than a tenth of the processors, which slow down computation and not
+the link.
 """
 
 from __future__ import annotations
