@@ -37,6 +37,8 @@ if kind == "hang" and rank != 1:
 if kind == "hang":
     time.sleep(600)
 if kind == "failure" and rank == 1:
+    while not os.path.exists(path + ".met"):  # or the job would end before rank 0 has written it
+        time.sleep(0.2)
     raise ValueError("planted")
 if kind == "failure":
     time.sleep(600)

@@ -252,13 +252,13 @@ def test_a_data_loader_takes_the_shard() -> None:
 def test_work_longer_than_the_time_limit_is_no_failure() -> None:
     class Slow(Readings):
         def __getitem__(self, index: int) -> int:
-            time.sleep(0.2)
+            time.sleep(0.25)
             return super().__getitem__(index)
 
     def samples(comm):
         return list(scatter_dataset(Slow(12) if comm.rank == 0 else None, comm))
 
-    assert sum(run_ranks(samples, 2, timeout_s=1), []) == list(range(12))
+    assert sum(run_ranks(samples, 2, timeout_s=2), []) == list(range(12))
 
 
 @pytest.mark.parametrize("topology", [Topology.blocks([2]), Topology.blocks([1, 1])], ids=str)
