@@ -9,11 +9,6 @@ _CASES: dict[str, tuple[str, ...]] = {
     "a list of `p.detach()` made once is old before `optimizer.flush()`": (
         "average_by_foreach-every_step_next_forward-2",
     ),
-    "a rank without a backward pass has its means in `step()` only, after the script has clipped": (
-        "clipped_without_backward-every_step-2",
-        "clipped_without_backward-every_step_next_forward-2",
-        "clipped_without_backward-auto-2",
-    ),
 }
 
 KNOWN_DEFECTS = {

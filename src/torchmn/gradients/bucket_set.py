@@ -17,6 +17,7 @@ from torchmn.gradients.finiteness import Finiteness
 from torchmn.gradients.footer import (
     ACTIVE,
     GIVEN_UP,
+    LATE,
     MEAN_NOISE,
     NONFINITE,
     NUM_FOOTER,
@@ -452,6 +453,11 @@ class BucketSet:
     def num_active(self) -> int:
         """The number of ranks that contributed data of their own to the sum that was awaited."""
         return round(self._row[ACTIVE])
+
+    @property
+    def is_late_on_some(self) -> bool:
+        """Whether some active ranks, and not all, made this exchange in `step`."""
+        return 0 < round(self._row[LATE]) < self.num_active
 
     @property
     def presence(self) -> list[bool]:

@@ -24,8 +24,9 @@ from torchmn.gradients.weights import PassContext, miscount
     MISCOUNTED,
     RATE,
     RATE_SQUARE,
+    LATE,
     NUM_FOOTER,
-) = range(16)
+) = range(17)
 """The elements of a footer. After them come presence flags, one per parameter, if asked for.
 
 `OWN_SQUARE` and the two after it are 0 unless norms are measured (`gradient_norms`).
@@ -62,6 +63,7 @@ def footer_row(
     row[NUM_EXCHANGES] = float(context.index % _COUNT_MODULUS)
     row[RATE] = context.rate
     row[RATE_SQUARE] = 0.0 if context.may_rate_differ else context.rate**2
+    row[LATE] = float(context.is_late and context.is_active)
     if flag is None and context.has_loaded and context.is_active:
         flag = LOADED
     if flag is None and context.is_miscounted:

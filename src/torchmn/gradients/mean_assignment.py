@@ -35,6 +35,8 @@ class MeanAssignment:
         """Of what scripts see as ``p.grad``."""
         self.nonfinite = NonfiniteLog()
         self.norm_listener: NormListener | None = None
+        self.are_late_on_some = False
+        """Whether some ranks made the last exchange in `step`; see `late_ranks`."""
 
     def assign(self, means: BucketSet) -> None:
         """Wait for the means and make every ``p.grad`` its mean, and None where there is none.
@@ -46,6 +48,7 @@ class MeanAssignment:
         assign_means(means, self.memory, as_view=self._as_view)
         self._clear_absent(means)
         assign_sparse_means(means)
+        self.are_late_on_some = means.is_late_on_some
         self._buffers.adopt_scale(means)
         self._report_norms(means)
         found = self.record_nonfinite(means)
@@ -54,6 +57,7 @@ class MeanAssignment:
 
     def discard(self, means: BucketSet) -> None:
         """Take note of means that no gradient becomes. *Collective*, see `record_nonfinite`."""
+        self.are_late_on_some = means.is_late_on_some
         self.record_nonfinite(means)
         self._report_norms(means)
         self._buffers.adopt_scale(means)

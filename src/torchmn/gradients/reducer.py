@@ -102,6 +102,8 @@ class GradientReducer:
         self.is_suspended = num_sets == 0
         """Whether nothing is exchanged: gradients stay this rank's own."""
         self.is_active = True
+        self.is_late = False
+        """Whether the last exchange was made in `step`."""
         self.num_passes = 0
         """Exchanges with data of this rank since `restart_counts`."""
         self.passes_weight = 0.0
@@ -363,6 +365,7 @@ class GradientReducer:
             self._give_up_pass()
         if self._watcher is not None:
             self._watcher.filling_begins()
+        self.is_late = False
         self.means.nonfinite.take()
         parameters = self.parameters
         callback = AtEnd(self._end_backward, is_last=parameters.are_sharded)
@@ -400,6 +403,7 @@ class GradientReducer:
             has_loaded=self._has_loaded,
             index=self._num_exchanges,
             rate=self._rate() if is_active else 0.0,
+            is_late=self.is_late,
             is_miscounted=is_active and own.is_miscounted(),
         )
 
@@ -476,14 +480,18 @@ class GradientReducer:
 
     # ---- at the end of backward ----
 
-    def exchange_now(self) -> None:
-        """Take the gradients as they are for those of this backward pass. *Collective.*"""
+    def exchange_now(self, *, is_late: bool = False) -> None:
+        """Take the gradients as they are for those of this backward pass. *Collective.*
+
+        ``is_late``: in `step`, as no backward pass has done it; see `share_with_late_ranks`.
+        """
         if not self.is_needed:
             self._fill_missing()
             return
         if self._pass is not None:
             self.raise_if_unfinished()
             self._give_up_pass()
+        self.is_late = is_late
         self.finish_filling()
         filling = self.filling
         context = filling.context

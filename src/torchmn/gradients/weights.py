@@ -43,6 +43,8 @@ class PassContext:
     """Of learning; with several groups, one number for all of them."""
     may_rate_differ: bool = False
     """Whether other ranks may have another one."""
+    is_late: bool = False
+    """Whether the exchange is made in `step`: no backward pass of the step made it."""
     is_miscounted: bool = False
     """Whether the samples are no multiple of those that a loader gave this rank."""
 

@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from torchmn.gradients.late_ranks import share_with_late_ranks
 from torchmn.gradients.reducer import GradientReducer
 
 
@@ -29,7 +30,9 @@ def over_ranks(
             loss = closure()
         is_shared = reducer.is_needed
         if is_shared and reducer.num_passes == 0:  # no backward pass on this rank
-            reducer.exchange_now()
+            reducer.exchange_now(is_late=True)
+        if is_shared and reducer.buffers.num_sets == 1:  # the means are those of this exchange
+            share_with_late_ranks(reducer)
         before_step()
         return _loss_over_ranks(loss, reducer) if is_shared else loss
 

@@ -246,11 +246,13 @@ class MultiNodeOptimizer(WrappedOptimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the parameters. *Collective*: all ranks make the same number of steps.
 
-        A rank without a backward pass takes part with zeros, and has its means only here: to clip
-        use ``max_grad_norm``, or clip before on no rank. A closure's loss is averaged over
-        ranks (added, where gradients are), so that optimizers that use it (LBFGS) decide the same
-        on all ranks. Under local updates ranks may step as often as they have batches: they
-        exchange where their samples fill a block. A closure's loss is the rank's own then.
+        A rank without a backward pass takes part with zeros, and takes over the gradients of a
+        rank that had one as they are now, clipped for instance (not under double buffering, which
+        raises RankMismatchError one step later if a script has changed them; not with shards of
+        parameters: use ``max_grad_norm`` there). A closure's loss is averaged over ranks (added,
+        where gradients are), so that optimizers that use it (LBFGS) decide the same on all ranks.
+        Under local updates ranks may step as often as they have batches: they exchange where their
+        samples fill a block. A closure's loss is the rank's own then.
 
         Raises:
             UsageError: the backward pass before raised, or another optimizer took the parameters.

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchmn.communicators import Communicator
-from torchmn.errors import UnsupportedError, UsageError
+from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.gradients.bucket_set import BucketSet
 from torchmn.gradients.reducer import GradientReducer
 from torchmn.schedules.base import Schedule
@@ -84,6 +84,10 @@ class DoubleBuffering(Schedule):
         self._compensation: DelayCompensation | None = None
         self._own: dict[Tensor, Tensor] = {}
         """This rank's gradients of the last backward pass, if eager."""
+        self._assigned: list[tuple[int, int]] = []
+        """The means as `backward` has left them; empty if none was made in this step."""
+        self._was_changed = False
+        """Whether the script has changed them before the last step."""
 
     @classmethod
     def recommended(cls) -> DoubleBuffering:
@@ -139,6 +143,7 @@ class DoubleBuffering(Schedule):
         else:
             self._assign(before)
             self._has_mean = True
+            self._assigned = self._identities()
         if self._compensation is not None:
             self._compensation.note_parameters()
         if self._ahead is not None:
@@ -147,8 +152,11 @@ class DoubleBuffering(Schedule):
     def step(self, closure: Callable[[], float] | None) -> float | None:
         """See `Schedule.step`."""
         loss = closure() if closure is not None else None
+        self._was_changed = bool(self._assigned) and self._assigned != self._identities()
+        self._assigned = []
         if self._num_backwards == 0:
-            self._reducer.exchange_now()
+            self._reducer.exchange_now(is_late=True)
+            self._assigned = []
         elif self._reducer.has_unexchanged:
             raise UnsupportedError(
                 "A backward pass under no_sync() came after the one that was exchanged, before "
@@ -200,10 +208,27 @@ class DoubleBuffering(Schedule):
         self._inner.step()
 
     def _assign(self, means: BucketSet) -> None:
-        """Make every ``p.grad`` its late mean, corrected if asked for."""
+        """Make every ``p.grad`` its late mean, corrected if asked for.
+
+        Raises RankMismatchError: in the step in which these means were started, the script has
+        changed the gradients of this rank, and some rank had none then.
+        """
         self._reducer.means.assign(means)
+        if means.is_late_on_some and self._was_changed:
+            raise RankMismatchError(
+                f"{self._reducer.comm.rank_label}: in the step before, gradients were changed "
+                "between backward() and step(), as by clip_grad_norm_, and a rank without a "
+                "backward pass had none to change. Its parameters are others now. Clip by "
+                "create_multi_node_optimizer(max_grad_norm=...), or call backward() on all ranks: "
+                "a batch of 0 rows will do."
+            )
         if self._compensation is not None:
             self._compensation.correct_gradients()
+
+    def _identities(self) -> list[tuple[int, int]]:
+        """What tells whether gradients were changed in place or replaced."""
+        gradients = [parameter.grad for _, parameter in self._reducer.parameters.trained()]
+        return [(id(grad), 0 if grad is None else grad._version) for grad in gradients]
 
     def close(self) -> None:
         """See `Schedule.close`."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from torch.optim import Optimizer
 
+from torchmn.gradients.late_ranks import share_with_late_ranks
 from torchmn.gradients.reducer import GradientReducer
 from torchmn.schedules.base import Schedule
 
@@ -60,7 +61,9 @@ class EveryStep(Schedule):
     def step(self, closure: Callable[[], float] | None) -> float | None:
         """See `Schedule.step`. A rank without any backward pass takes part here."""
         if closure is None and (not self._is_exchanged or self._reducer.has_unexchanged):
-            self._reducer.exchange_now()
+            self._reducer.exchange_now(is_late=True)
+        if closure is None:
+            share_with_late_ranks(self._reducer)
         self._is_exchanged = False
         result = self._inner.step(closure)
         self._is_exchanged = False
@@ -69,6 +72,7 @@ class EveryStep(Schedule):
     def shadow_step(self) -> int:
         """See `Schedule.shadow_step`."""
         means = self._reducer.shadow_exchange()
+        share_with_late_ranks(self._reducer)
         self.num_active, self.num_samples = means.num_active, means.num_samples
         return means.num_active
 

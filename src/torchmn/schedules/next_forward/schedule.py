@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from torchmn.communicators import Communicator
 from torchmn.errors import UsageError
 from torchmn.gradients.bucket_set import BucketSet
+from torchmn.gradients.late_ranks import share_with_late_ranks
 from torchmn.gradients.mean_assignment import assign_sparse_means
 from torchmn.gradients.nonfinite import NonfiniteGradients
 from torchmn.gradients.reducer import GradientReducer
@@ -127,7 +128,7 @@ class EveryStepNextForward(Schedule):
             return self._step_with(closure)
         reducer = self._reducer
         if not self._is_exchanged or reducer.has_unexchanged:
-            reducer.exchange_now()
+            reducer.exchange_now(is_late=True)
         sums, self._sums, self._is_exchanged = self._sums, None, False
         if sums is not None:
             if not self._is_exposed and self._gradients is not None:
@@ -138,6 +139,7 @@ class EveryStepNextForward(Schedule):
                     return None
                 self._expose(why)
                 self._unchecked = None
+            reducer.means.are_late_on_some = sums.is_late_on_some
             if sums.has_finite_gradients and sums.algorithm.codec is not None:
                 # Whether a codec met values that are not finite is checked on all ranks together:
                 # on other ranks the script may not have used a gradient.
@@ -147,12 +149,14 @@ class EveryStepNextForward(Schedule):
         if self._late_problem is not None:
             reducer.means.nonfinite.record(self._late_problem, is_known=True)
             self._late_problem = None
+        share_with_late_ranks(reducer)
         self._inner.step()
         return None
 
     def shadow_step(self) -> int:
         """See `Schedule.shadow_step`."""
         means = self._reducer.shadow_exchange()
+        share_with_late_ranks(self._reducer)
         self._exchange_ended()
         return means.num_active
 
@@ -300,6 +304,8 @@ class EveryStepNextForward(Schedule):
     def _defer(self, means: BucketSet) -> bool:
         """Begin to apply this step, if it is to be applied. The same on all ranks."""
         means.await_footer()
+        if means.is_late_on_some:
+            return False
         if not means.has_finite_gradients or self._late_problem is not None:
             return False
         reducer = self._reducer

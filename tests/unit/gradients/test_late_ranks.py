@@ -1,0 +1,178 @@
+"""Ranks without a backward pass take over what the script made of the gradients of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.models import batch, equal, loss_of, mlp, near, values
+from torchmn import create_multi_node_optimizer
+from torchmn.errors import RankMismatchError
+from torchmn.testing import run_ranks
+
+NUM_ROWS = (6, 1, 7, 2, 0, 5)
+"""Of the global batches, so that there is none, one and more than one late rank among three."""
+Change = Callable[[nn.Module], object]
+
+
+def clip(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def replace(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad * 0.5
+
+
+def clear_first(model: nn.Module) -> None:
+    next(model.parameters()).grad = None
+
+
+def keep(model: nn.Module) -> None:
+    pass
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, change: Change, rank: int, size: int
+) -> None:
+    """Steps with the rank's rows of each global batch."""
+    for step, num_rows in enumerate(NUM_ROWS):
+        if not num_rows:
+            continue
+        own = batch(0, step, num_rows)[rank::size]
+        optimizer.zero_grad()
+        if len(own):
+            loss_of(model, own).backward()
+        change(model)
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:(.|\n)*nothing of it overlaps")
+@pytest.mark.parametrize("schedule", ["every_step", "every_step_next_forward"])
+@pytest.mark.parametrize("change", [clip, replace, clear_first, keep])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_as_one_process(world_size: int, change: Change, schedule: str) -> None:
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(
+            sgd(model), comm, model, schedule=schedule, weight="samples"
+        )
+        train(model, optimizer, change, comm.rank, comm.size)
+        optimizer.flush()
+        return values(model)
+
+    alone = mlp()
+    train(alone, sgd(alone), change, 0, 1)
+    results = run_ranks(rank_main, world_size)
+    assert all(equal(result, results[0]) for result in results)
+    assert near(results[0], values(alone))
+
+
+def test_a_rank_that_has_left_its_loop() -> None:
+    """It takes part in what the others share, and the late one of them gets the gradients."""
+
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model, weight="samples")
+        with optimizer.join():
+            for step in range(4 if comm.rank else 1):
+                optimizer.zero_grad()
+                if comm.rank != 1:
+                    loss_of(model, batch(comm.rank, step)).backward()
+                clip(model)
+                optimizer.step()
+        return values(model)
+
+    results = run_ranks(rank_main, 3)
+    assert all(equal(result, results[0]) for result in results)
+
+
+def test_a_closure() -> None:
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model, weight="samples")
+
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(model, batch(comm.rank, 0))
+            if comm.rank == 0:
+                loss.backward()
+            else:
+                optimizer.set_weight(0)
+            clip(model)
+            return loss
+
+        optimizer.step(closure)
+        return values(model)
+
+    alone = mlp()
+    optimizer = sgd(alone)
+    loss_of(alone, batch(0, 0)).backward()
+    clip(alone)
+    optimizer.step()
+    for result in run_ranks(rank_main, 2):
+        assert near(result, values(alone))
+
+
+def test_sparse_gradients() -> None:
+    def rank_main(comm):
+        model = nn.Embedding(5, 2, sparse=True).double()
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = create_multi_node_optimizer(inner, comm, model, weight="samples")
+        if comm.rank == 0:
+            model(torch.tensor([1, 3, 3])).sum().backward()
+            model.weight.grad *= 0.5
+        else:
+            optimizer.set_weight(0)
+        optimizer.step()
+        return [model.weight.detach().clone()]
+
+    expected = torch.ones(5, 2, dtype=torch.float64)
+    expected[1] -= 0.05
+    expected[3] -= 0.1
+    for result in run_ranks(rank_main, 2):
+        assert near(result, [expected])
+
+
+@pytest.mark.parametrize("change", [clip, replace])
+def test_double_buffering_refuses_it(change: Change) -> None:
+    """Whether a rank was late is known one step later there."""
+
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(
+            sgd(model), comm, model, schedule="double_buffering", weight="samples"
+        )
+        train(model, optimizer, change, comm.rank, comm.size)
+
+    with pytest.raises(RankMismatchError, match="max_grad_norm"):
+        run_ranks(rank_main, 2)
+
+
+def test_double_buffering_with_unchanged_gradients() -> None:
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(
+            sgd(model),
+            comm,
+            model,
+            schedule="double_buffering",
+            weight="samples",
+            max_grad_norm=0.01,
+        )
+        train(model, optimizer, keep, comm.rank, comm.size)
+        optimizer.flush()
+        return values(model)
+
+    results = run_ranks(rank_main, 2)
+    assert equal(results[0], results[1])
