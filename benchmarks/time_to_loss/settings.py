@@ -107,12 +107,16 @@ def diloco(rate: float, block: int, codec: str) -> Side:
     )
 
 
-def blocking_diloco(rate: float, block: int, codec: str) -> Side:
-    """DiLoCo that waits for each exchange, as torchft's without streaming, with a codec."""
-    options = {"block": block, "outer": RECIPE, "fragments": 1, "overlap": 0, "codec": codec}
+def whole_diloco(rate: float, block: int, codec: str, overlap: int = 0) -> Side:
+    """DiLoCo as torchft's without streaming, with a codec.
+
+    It waits for each exchange, or has it under way during ``overlap`` steps.
+    """
+    options = {"block": block, "outer": RECIPE, "fragments": 1, "overlap": overlap, "codec": codec}
+    mode = f"{overlap} step{'s' * (overlap > 1)} late" if overlap else "blocking"
     return Side(
         family="torchmn DiLoCo",
-        name=f"torchmn DiLoCo, blocking {codec}, {block} steps, rate {rate:g}",
+        name=f"torchmn DiLoCo, {mode} {codec}, {block} steps, rate {rate:g}",
         build="diloco",
         learning_rate=rate,
         options=options,
@@ -150,8 +154,9 @@ CANDIDATES: tuple[Side, ...] = (
     # And after the third, so that both systems have it with and without overlap.
     *(torchft(rate, 20, RECIPE, fragments=2, delay=4, alpha=0.5) for rate in RATES[:2]),
     *(torchft(rate, 10, RECIPE) for rate in RATES[:2]),
-    *(blocking_diloco(rate, block, "int8") for rate in RATES[:2] for block in BLOCKS[1:]),
-    *(blocking_diloco(rate, block, "int4") for rate in RATES[:2] for block in BLOCKS[:2]),
+    *(whole_diloco(rate, block, "int8") for rate in RATES[:2] for block in BLOCKS[1:]),
+    *(whole_diloco(rate, block, "int4") for rate in RATES[:2] for block in BLOCKS[:2]),
+    *(whole_diloco(rate, 20, "int4", overlap=1) for rate in RATES[:2]),
 )
 OURS = ("torchmn gradients", "torchmn DiLoCo")
 """The families of which the faster one on `TUNED` has the limits."""

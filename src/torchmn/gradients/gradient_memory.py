@@ -17,6 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from torchmn.gradients.local_shards import whole_of
+
 _STORAGE_USE_COUNT: Callable[[int], int] = getattr(
     torch._C, "_storage_Use_Count", lambda storage: 0
 )
@@ -24,6 +26,15 @@ _TENSOR_USE_COUNT: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambd
 CAN_COUNT = hasattr(torch._C, "_storage_Use_Count") and hasattr(Tensor, "_use_count")
 """Whether this torch can say who else uses a tensor or its storage; if not, no memory is used
 again."""
+
+
+GradientState = tuple[int, int]
+
+
+def gradient_state(parameter: Tensor) -> GradientState:
+    """What tells whether ``p.grad`` was changed in place or replaced since. Local."""
+    grad = whole_of(parameter).grad
+    return (0, 0) if grad is None else (id(grad), grad._version)
 
 
 class GradientMemory:

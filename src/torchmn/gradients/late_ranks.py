@@ -8,7 +8,17 @@ as they are when it steps.
 
 from __future__ import annotations
 
+import warnings
+
+from torchmn.errors import RankMismatchError
 from torchmn.gradients.reducer import GradientReducer
+
+_CHANGED = (
+    "gradients were changed before they were exchanged, as by clip_grad_norm_: the last backward "
+    "pass before step() was under no_sync(), so they were this rank's own and not the means. Call "
+    "the last backward() of a step outside of no_sync(), with a batch of 0 rows if there is no "
+    "other."
+)
 
 
 def share_with_late_ranks(reducer: GradientReducer) -> None:
@@ -17,11 +27,20 @@ def share_with_late_ranks(reducer: GradientReducer) -> None:
     To be called after the exchange of a step, before the optimizer uses its means. Without effect
     where ranks hold shards of parameters, which no other rank has.
     """
-    if not reducer.means.are_late_on_some or reducer.parameters.are_sharded:
-        return
     comm = reducer.comm
+    if not reducer.means.are_late_on_some:
+        if reducer.is_late and reducer.were_own_changed:
+            warnings.warn(f"{comm.rank_label}: {_CHANGED}", stacklevel=2)
+        return
+    if reducer.parameters.are_sharded:
+        return
     is_late = reducer.is_late or not reducer.is_active
-    source = comm.allgather_obj(is_late).index(False)
+    own_state = is_late, reducer.is_late and reducer.were_own_changed
+    states = comm.allgather_obj(own_state)
+    changed = [rank for rank, (_, was_changed) in enumerate(states) if was_changed]
+    if changed:
+        raise RankMismatchError(f"{comm.rank_label}: on rank(s) {changed} {_CHANGED}")
+    source = [is_late for is_late, _ in states].index(False)
     parameters = [parameter for _, parameter in reducer.parameters.trained()]
     own = None
     if comm.rank == source:

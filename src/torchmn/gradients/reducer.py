@@ -29,6 +29,7 @@ from torchmn.gradients.codec_state import codec_state, load_codec_state
 from torchmn.gradients.exchange_buffers import ExchangeBuffers
 from torchmn.gradients.exchanged_parameters import ExchangedParameters, raise_if_on_another_gpu
 from torchmn.gradients.footer import GIVEN_UP, OTHER_LAYOUT
+from torchmn.gradients.gradient_memory import GradientState, gradient_state
 from torchmn.gradients.mean_assignment import MeanAssignment
 from torchmn.gradients.nonfinite import NonfiniteGradients
 from torchmn.gradients.parameter_hook import has_later_hook, watch_gradient
@@ -113,8 +114,11 @@ class GradientReducer:
         self._rate = rate
         self._is_syncing = True
         self._has_loaded = False
-        self._unexchanged: set[Tensor] = set()
-        """Parameters whose gradient holds passes under no_sync() that no exchange has taken."""
+        self._unexchanged: dict[Tensor, GradientState | None] = {}
+        """Parameters whose gradient holds passes under no_sync() that no exchange has taken, and
+        that gradient after the last of them; None: a hook of the script may change it later."""
+        self.were_own_changed = False
+        """Whether the script had changed such gradients before they were exchanged."""
         self._has_warned = False
         self._on_backward_end = on_backward_end
         self._watcher: PassWatcher | None = None
@@ -318,7 +322,8 @@ class GradientReducer:
             if self._watcher is not None:
                 self._watcher.gradient_arrived(parameter)
             if not self._is_syncing:
-                self._unexchanged.add(parameter)
+                is_final = not has_later_hook(whole, self._on_gradient)
+                self._unexchanged[parameter] = gradient_state(parameter) if is_final else None
                 return
             pass_ = self._pass
             if pass_ is None or torch._C._current_graph_task_id() not in pass_.ids:
@@ -492,6 +497,10 @@ class GradientReducer:
             self.raise_if_unfinished()
             self._give_up_pass()
         self.is_late = is_late
+        self.were_own_changed = any(
+            state is not None and state != gradient_state(parameter)
+            for parameter, state in self._unexchanged.items()
+        )
         self.finish_filling()
         filling = self.filling
         context = filling.context

@@ -387,7 +387,11 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients here; the first backward pass outside exchanges the sum. Local."""
+        """Accumulate gradients here; the first backward pass outside exchanges the sum. Local.
+
+        Without one `step` does; gradients that a script changes before, as by clipping, are this
+        rank's own then: a warning, or, if others had such a pass, RankMismatchError from `step`.
+        """
         self._has_local_passes = True
         with self.reducer.no_sync():
             yield

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from torchmn.communicators import Communicator
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.gradients.bucket_set import BucketSet
+from torchmn.gradients.gradient_memory import GradientState, gradient_state
 from torchmn.gradients.reducer import GradientReducer
 from torchmn.schedules.base import Schedule
 from torchmn.schedules.delay_compensation import DelayCompensation
@@ -84,7 +85,7 @@ class DoubleBuffering(Schedule):
         self._compensation: DelayCompensation | None = None
         self._own: dict[Tensor, Tensor] = {}
         """This rank's gradients of the last backward pass, if eager."""
-        self._assigned: list[tuple[int, int]] = []
+        self._assigned: list[GradientState] = []
         """The means as `backward` has left them; empty if none was made in this step."""
         self._was_changed = False
         """Whether the script has changed them before the last step."""
@@ -143,7 +144,7 @@ class DoubleBuffering(Schedule):
         else:
             self._assign(before)
             self._has_mean = True
-            self._assigned = self._identities()
+            self._assigned = self._gradient_states()
         if self._compensation is not None:
             self._compensation.note_parameters()
         if self._ahead is not None:
@@ -152,7 +153,7 @@ class DoubleBuffering(Schedule):
     def step(self, closure: Callable[[], float] | None) -> float | None:
         """See `Schedule.step`."""
         loss = closure() if closure is not None else None
-        self._was_changed = bool(self._assigned) and self._assigned != self._identities()
+        self._was_changed = bool(self._assigned) and self._assigned != self._gradient_states()
         self._assigned = []
         if self._num_backwards == 0:
             self._reducer.exchange_now(is_late=True)
@@ -225,10 +226,8 @@ class DoubleBuffering(Schedule):
         if self._compensation is not None:
             self._compensation.correct_gradients()
 
-    def _identities(self) -> list[tuple[int, int]]:
-        """What tells whether gradients were changed in place or replaced."""
-        gradients = [parameter.grad for _, parameter in self._reducer.parameters.trained()]
-        return [(id(grad), 0 if grad is None else grad._version) for grad in gradients]
+    def _gradient_states(self) -> list[GradientState]:
+        return [gradient_state(p) for _, p in self._reducer.parameters.trained()]
 
     def close(self) -> None:
         """See `Schedule.close`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -176,3 +177,62 @@ def test_double_buffering_with_unchanged_gradients() -> None:
 
     results = run_ranks(rank_main, 2)
     assert equal(results[0], results[1])
+
+
+def accumulate(optimizer, model: nn.Module, parts) -> None:
+    """All passes but the last under no_sync(); the last one is left out if its part is empty."""
+    optimizer.zero_grad()
+    for index, part in enumerate(parts):
+        with nullcontext() if index == len(parts) - 1 else optimizer.no_sync():
+            if len(part):
+                loss_of(model, part).backward()
+
+
+@pytest.mark.parametrize("change", [clip, replace])
+def test_a_last_pass_that_is_left_out_after_others(change: Change) -> None:
+    """What the script changes is the rank's own gradient then: all ranks refuse it."""
+
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+        parts = [batch(comm.rank, 0), batch(comm.rank, 1, size=0 if comm.rank == 1 else 4)]
+        accumulate(optimizer, model, parts)
+        change(model)
+        with pytest.raises(RankMismatchError, match=r"on rank\(s\) \[1\] gradients were changed"):
+            optimizer.step()
+        accumulate(optimizer, model, parts)  # without a change it is right
+        optimizer.step()
+        return values(model)
+
+    results = run_ranks(rank_main, 2)
+    assert equal(results[0], results[1])
+
+
+def test_all_passes_under_no_sync_then_a_change() -> None:
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+        with optimizer.no_sync():
+            loss_of(model, batch(comm.rank, 0)).backward()
+        clip(model)
+        optimizer.step()
+
+    with pytest.warns(UserWarning, match="under no_sync"):
+        run_ranks(rank_main, 2)
+
+
+def double(parameter: torch.Tensor) -> None:
+    parameter.grad *= 2
+
+
+def test_all_passes_under_no_sync_then_a_hook_that_changes_them() -> None:
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(double)
+        with optimizer.no_sync():
+            loss_of(model, batch(comm.rank, 0)).backward()
+        optimizer.step()
+
+    run_ranks(rank_main, 2)
