@@ -7,10 +7,10 @@ one it asks for next: forward, backward, exchange, the optimizer, and all the fr
 VGG-16 for CIFAR or, with ``--model mlp``, a perceptron whose step takes a few milliseconds: then
 only the time that a framework adds is of interest, and no bar applies.
 
-Memory of a thread comes from heaps of 64 MB that glibc gives back to the system and maps anew, in
+Memory of a thread comes from heaps of 64 MB that glibc gives back to the system and maps again, in
 each thread at other times: three loops of torchmn itself then differed by up to 3 % in all their
-steps. The workers therefore have one heap that keeps freed memory (`KEEP_FREED_MEMORY`), on all
-sides alike.
+steps. The workers of all sides therefore have one heap that keeps freed memory
+(`KEEP_FREED_MEMORY`).
 """
 
 from __future__ import annotations

@@ -28,7 +28,13 @@ def run_of() -> MakeRun:
     """A recorded run of a side: as the file has it, so that tuples are lists."""
 
     def run_of_(side: Any, text: Any, **more: Any) -> dict[str, Any]:
-        made = {"seed": text.seeds[0], "text": text.name, "foreign_share": 0.0, "steps": 200}
+        made = {
+            "date": "2026-11-25T12:00:00+00:00",
+            "seed": text.seeds[0],
+            "text": text.name,
+            "foreign_share": 0.0,
+            "steps": 200,
+        }
         made.update(side.settings(), **more)
         found: dict[str, Any] = json.loads(json.dumps(made))
         return found
@@ -153,6 +159,30 @@ def test_a_side_that_missed_the_goal_or_was_not_measured_holds_no_limit(
     limits = [bar for bar in bars if bar.limit and family in bar.bar]
     assert limits
     assert not any(bar.holds for bar in limits)
+
+
+def test_runs_of_different_days_make_no_pair(
+    load: Load, run_of: MakeRun, choice_runs: list[dict[str, Any]]
+) -> None:
+    runs = _compared_runs(load, run_of, choice_runs)
+    for run in runs:
+        if run["family"] == "torchft DiLoCo":
+            run["date"] = "2026-11-24T12:00:00+00:00"
+    bars = load("time_to_loss.bars").bars_of(runs, choice_runs)
+    held = {bar.bar: bar.holds for bar in bars if bar.limit}
+    assert held == {
+        "torchmn DiLoCo: times faster than ddp": True,
+        "torchmn DiLoCo: times faster than torchft DiLoCo: missing": False,
+    }
+
+
+def test_the_newest_run_of_a_candidate_counts(
+    load: Load, run_of: MakeRun, choice_runs: list[dict[str, Any]]
+) -> None:
+    settings, choice = load("time_to_loss.settings"), load("time_to_loss.choice")
+    side = settings.CANDIDATES[-1]
+    again = run_of(side, settings.TUNED, rate=settings.RATE, goal=2.101, seconds=1000.0)
+    assert choice.seconds_of([*choice_runs, again], side) == 1000.0
 
 
 def test_without_a_choice_nothing_holds(load: Load) -> None:
