@@ -101,8 +101,8 @@ def _choose(arguments: argparse.Namespace) -> None:
     if choice.goal_of(load(path), COMPARED) is None:
         _set_goal(path, side, COMPARED)
     for side in CANDIDATES:
-        is_missing = arguments.again or choice.seconds_of(load(path), side) is None
-        if is_missing and _is_wanted(side.name, arguments.sides):
+        is_due = arguments.again or choice.seconds_of(load(path), side) is None
+        if is_due and _is_wanted(side.name, arguments.sides):
             for seed in TUNED.seeds:
                 _run(path, side, TUNED, seed, goal)
 

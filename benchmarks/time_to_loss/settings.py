@@ -97,41 +97,31 @@ def next_forward(rate: float, codec: str) -> Side:
 
 def diloco(rate: float, block: int, codec: str) -> Side:
     """DiLoCo in two fragments, each under way during 4 steps."""
-    options = {"block": block, "outer": PAPER, "fragments": 2, "overlap": 4, "codec": codec}
-    return Side(
-        family="torchmn DiLoCo",
-        name=f"torchmn DiLoCo, streaming {codec}, {block} steps, rate {rate:g}",
-        build="diloco",
-        learning_rate=rate,
-        options=options,
-    )
+    return _diloco("streaming", rate, block, codec, outer=PAPER, fragments=2, overlap=4)
 
 
-def whole_diloco(rate: float, block: int, codec: str, overlap: int = 0) -> Side:
+def whole_diloco(rate: float, block: int, codec: str, *, is_late: bool = False) -> Side:
     """DiLoCo as torchft's without streaming, with a codec.
 
-    It waits for each exchange, or has it under way during ``overlap`` steps.
+    It waits for each exchange, or, if ``is_late``, has it under way during the next step.
     """
-    options = {"block": block, "outer": RECIPE, "fragments": 1, "overlap": overlap, "codec": codec}
-    mode = f"{overlap} step{'s' * (overlap > 1)} late" if overlap else "blocking"
+    mode, overlap = ("1 step late", 1) if is_late else ("blocking", 0)
+    return _diloco(mode, rate, block, codec, outer=RECIPE, fragments=1, overlap=overlap)
+
+
+def eager_diloco(rate: float, block: int, codec: str) -> Side:
+    """`DiLoCo.recommended`: the whole block under way during 6 steps."""
+    options = {"outer": RECIPE, "fragments": 1, "overlap": 6, "eager": True}
+    return _diloco("recommended", rate, block, codec, **options)
+
+
+def _diloco(mode: str, rate: float, block: int, codec: str, **options: Any) -> Side:
     return Side(
         family="torchmn DiLoCo",
         name=f"torchmn DiLoCo, {mode} {codec}, {block} steps, rate {rate:g}",
         build="diloco",
         learning_rate=rate,
-        options=options,
-    )
-
-
-def eager_diloco(rate: float, block: int, codec: str) -> Side:
-    """`DiLoCo.recommended`: the whole block under way during 6 steps."""
-    options = {"block": block, "outer": RECIPE, "fragments": 1, "overlap": 6, "codec": codec}
-    return Side(
-        family="torchmn DiLoCo",
-        name=f"torchmn DiLoCo, recommended {codec}, {block} steps, rate {rate:g}",
-        build="diloco",
-        learning_rate=rate,
-        options={**options, "eager": True},
+        options={"block": block, "codec": codec, **options},
     )
 
 
@@ -156,7 +146,7 @@ CANDIDATES: tuple[Side, ...] = (
     *(torchft(rate, 10, RECIPE) for rate in RATES[:2]),
     *(whole_diloco(rate, block, "int8") for rate in RATES[:2] for block in BLOCKS[1:]),
     *(whole_diloco(rate, block, "int4") for rate in RATES[:2] for block in BLOCKS[:2]),
-    *(whole_diloco(rate, 20, "int4", overlap=1) for rate in RATES[:2]),
+    *(whole_diloco(rate, 20, "int4", is_late=True) for rate in RATES[:2]),
 )
 OURS = ("torchmn gradients", "torchmn DiLoCo")
 """The families of which the faster one on `TUNED` has the limits."""

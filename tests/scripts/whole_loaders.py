@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import cycle, islice
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Sampler, TensorDataset, WeightedRandomSampler
 
 from .models import built, mlp
+from .precision import BF16, IN_BF16
 from .registry import Refused, everywhere, script
 from .worker import Worker, whole_batch
 
@@ -501,6 +502,62 @@ def clipped_without_backward(worker: Worker) -> nn.Module:
         optimizer.zero_grad()
         if len(x):
             mse_loss(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+    return model
+
+
+def _backward_if_any(loss_of: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> None:
+    """As users write it who do not want the NaN of a mean over 0 rows."""
+    if len(x):
+        loss_of(x, y).backward()
+
+
+@script("`backward()` left out for a batch of 0 rows, recomputed, averaged, saved midway")
+def checkpointed_without_backward(worker: Worker) -> nn.Module:
+    model, optimizer = _model_and_optimizer(worker)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for epoch in range(2):
+        for x, y in _loader(worker, 9):
+            optimizer.zero_grad()
+            _backward_if_any(
+                lambda x, y: mse_loss(checkpoint(model, x, use_reentrant=False), y), x, y
+            )
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            average.update_parameters(model)
+        if epoch == 0:
+            worker.flush(optimizer)
+            state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            model.load_state_dict(state[0])
+            optimizer.load_state_dict(state[1])
+    return average
+
+
+@script(
+    "`backward()` left out for a batch of 0 rows, under `torch.autocast` to bfloat16",
+    tolerance=BF16,
+    why_tolerance=IN_BF16,
+)
+def autocast_without_backward(worker: Worker) -> nn.Module:
+    model = mlp().float()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 1.0), model)
+    for x, y in _loader(worker, 9):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            _backward_if_any(lambda x, y: mse_loss(model(x).float(), y), x.float(), y.float())
+        nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+    return model
+
+
+@script("`backward()` left out for a batch of 0 rows, with `torch.compile`", is_slow=True)
+def compiled_without_backward(worker: Worker) -> nn.Module:
+    model, optimizer = _model_and_optimizer(worker)
+    compiled = torch.compile(model, backend="aot_eager")
+    for x, y in _loader(worker, 9):
+        optimizer.zero_grad()
+        _backward_if_any(lambda x, y: mse_loss(compiled(x), y), x, y)
         nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         optimizer.step()
     return model

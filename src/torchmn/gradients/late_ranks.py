@@ -25,18 +25,19 @@ def share_with_late_ranks(reducer: GradientReducer) -> None:
     """Give late ranks the gradients of another rank, if there are both. *Collective* then.
 
     To be called after the exchange of a step, before the optimizer uses its means. Without effect
-    where ranks hold shards of parameters, which no other rank has.
+    where ranks hold shards of parameters, which no other rank has, and with several optimizers on
+    the communicator: others exchange the gradients of all of them in one backward pass, and late
+    ranks in one step after another, so that this would come in another order.
     """
     comm = reducer.comm
     if not reducer.means.are_late_on_some:
-        if reducer.is_late and reducer.were_own_changed:
+        if reducer.were_own_changed:
             warnings.warn(f"{comm.rank_label}: {_CHANGED}", stacklevel=2)
         return
-    if reducer.parameters.are_sharded:
+    if reducer.parameters.are_sharded or comm.num_optimizers > 1:
         return
     is_late = reducer.is_late or not reducer.is_active
-    own_state = is_late, reducer.is_late and reducer.were_own_changed
-    states = comm.allgather_obj(own_state)
+    states = comm.allgather_obj((is_late, reducer.were_own_changed))
     changed = [rank for rank, (_, was_changed) in enumerate(states) if was_changed]
     if changed:
         raise RankMismatchError(f"{comm.rank_label}: on rank(s) {changed} {_CHANGED}")

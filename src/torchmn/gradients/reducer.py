@@ -118,7 +118,7 @@ class GradientReducer:
         """Parameters whose gradient holds passes under no_sync() that no exchange has taken, and
         that gradient after the last of them; None: a hook of the script may change it later."""
         self.were_own_changed = False
-        """Whether the script had changed such gradients before they were exchanged."""
+        """Whether the script had changed such gradients before they were exchanged in `step`."""
         self._has_warned = False
         self._on_backward_end = on_backward_end
         self._watcher: PassWatcher | None = None
@@ -497,7 +497,7 @@ class GradientReducer:
             self.raise_if_unfinished()
             self._give_up_pass()
         self.is_late = is_late
-        self.were_own_changed = any(
+        self.were_own_changed = is_late and any(
             state is not None and state != gradient_state(parameter)
             for parameter, state in self._unexchanged.items()
         )
@@ -578,6 +578,7 @@ class GradientReducer:
 
     def shadow_exchange(self) -> BucketSet:
         """Take part in an exchange of the other ranks without data. *Collective.*"""
+        self.is_late = self.were_own_changed = False
         self.finish_filling()
         self.reduce_remaining()
         means = self.buffers.swap()

@@ -98,6 +98,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         self.inner = inner
         self.communicator = comm
         comm.num_steps = comm.num_steps or 0
+        comm.num_optimizers += 1
         self.schedule = schedule
         self.tuner = tuner
         self._deferring: DefersUpdates | None = None

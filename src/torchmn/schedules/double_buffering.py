@@ -154,16 +154,15 @@ class DoubleBuffering(Schedule):
         """See `Schedule.step`."""
         loss = closure() if closure is not None else None
         self._was_changed = bool(self._assigned) and self._assigned != self._gradient_states()
-        self._assigned = []
         if self._num_backwards == 0:
             self._reducer.exchange_now(is_late=True)
-            self._assigned = []
         elif self._reducer.has_unexchanged:
             raise UnsupportedError(
                 "A backward pass under no_sync() came after the one that was exchanged, before "
                 "step(). With double_buffering the pass outside no_sync() must be the last one."
             )
         self._num_backwards = 0
+        self._assigned = []
         has_mean, self._has_mean = self._has_mean, False
         own, self._own = self._own, {}
         if has_mean and self._ahead is not None:
@@ -227,7 +226,9 @@ class DoubleBuffering(Schedule):
             self._compensation.correct_gradients()
 
     def _gradient_states(self) -> list[GradientState]:
-        return [gradient_state(p) for _, p in self._reducer.parameters.trained()]
+        reducer = self._reducer
+        sparse = (parameter for _, parameter in reducer.parameters.sparse)
+        return [gradient_state(p) for p in (*reducer.filling.slot_of, *sparse)]
 
     def close(self) -> None:
         """See `Schedule.close`."""

@@ -60,9 +60,9 @@ class EveryStep(Schedule):
 
     def step(self, closure: Callable[[], float] | None) -> float | None:
         """See `Schedule.step`. A rank without any backward pass takes part here."""
-        if closure is None and (not self._is_exchanged or self._reducer.has_unexchanged):
-            self._reducer.exchange_now(is_late=True)
         if closure is None:
+            if not self._is_exchanged or self._reducer.has_unexchanged:
+                self._reducer.exchange_now(is_late=True)
             share_with_late_ranks(self._reducer)
         self._is_exchanged = False
         result = self._inner.step(closure)
