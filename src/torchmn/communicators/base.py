@@ -54,7 +54,6 @@ class _Steps:
     """What a communicator and its parts count together."""
 
     count: int | None = None
-    num_optimizers: int = 0
 
 
 class Communicator(Collectives, ABC):
@@ -166,15 +165,6 @@ class Communicator(Collectives, ABC):
     @num_steps.setter
     def num_steps(self, count: int | None) -> None:
         self._steps.count = count
-
-    @property
-    def num_optimizers(self) -> int:
-        """How many optimizers were ever made with it or what shares its steps, on all ranks."""
-        return self._steps.num_optimizers
-
-    @num_optimizers.setter
-    def num_optimizers(self, number: int) -> None:
-        self._steps.num_optimizers = number
 
     # ---- what a route defines ----
 

@@ -18,6 +18,16 @@ from torchmn.compiling import not_compiled
 from torchmn.errors import CommunicationError, UsageError
 
 
+class _Members:
+    """The exchanges that one backward pass of autograd makes."""
+
+    num = 0
+
+
+_MEMBERS: weakref.WeakValueDictionary[int, _Members] = weakref.WeakValueDictionary()
+"""By autograd's number of the pass."""
+
+
 class BackwardPass:
     """A backward pass that has begun."""
 
@@ -32,6 +42,13 @@ class BackwardPass:
         self.failure: BaseException | None = None
         """Why its exchange failed, after which the ranks no longer agree."""
         self._callback = weakref.ref(callback)
+        self._members = _MEMBERS.setdefault(backward_id, _Members())
+        self._members.num += 1
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether other optimizers exchange in it too, known at its end."""
+        return self._members.num > 1
 
     @property
     def is_running(self) -> bool:

@@ -17,6 +17,7 @@ from torchmn.gradients.finiteness import Finiteness
 from torchmn.gradients.footer import (
     ACTIVE,
     GIVEN_UP,
+    JOINT,
     LATE,
     MEAN_NOISE,
     NONFINITE,
@@ -458,6 +459,11 @@ class BucketSet:
     def is_late_on_some(self) -> bool:
         """Whether some active ranks, and not all, made this exchange in `step`."""
         return 0 < round(self._row[LATE]) < self.num_active
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether a rank made it in a backward pass that other optimizers share."""
+        return self._row[JOINT] > 0
 
     @property
     def presence(self) -> list[bool]:

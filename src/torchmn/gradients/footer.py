@@ -25,8 +25,9 @@ from torchmn.gradients.weights import PassContext, miscount
     RATE,
     RATE_SQUARE,
     LATE,
+    JOINT,
     NUM_FOOTER,
-) = range(17)
+) = range(18)
 """The elements of a footer. After them come presence flags, one per parameter, if asked for.
 
 `OWN_SQUARE` and the two after it are 0 unless norms are measured (`gradient_norms`).
@@ -63,6 +64,7 @@ def footer_row(
     row[NUM_EXCHANGES] = float(context.index % _COUNT_MODULUS)
     row[RATE] = context.rate
     row[RATE_SQUARE] = 0.0 if context.may_rate_differ else context.rate**2
+    row[JOINT] = float(context.is_joint)
     row[LATE] = float(context.is_late and context.is_active)
     if flag is None and context.has_loaded and context.is_active:
         flag = LOADED

@@ -20,21 +20,32 @@ _CHANGED = (
     "other."
 )
 
+_NOT_SHARED = (
+    "gradients were changed between backward() and step(), as by clip_grad_norm_, and a rank "
+    "without a backward pass had none to change. It cannot take over these, because ranks hold "
+    "shards of parameters or optimizers share a backward pass. Clip by "
+    "create_multi_node_optimizer(max_grad_norm=...), or call backward() on all ranks: a batch of 0 "
+    "rows will do."
+)
+
 
 def share_with_late_ranks(reducer: GradientReducer) -> None:
     """Give late ranks the gradients of another rank, if there are both. *Collective* then.
 
-    To be called after the exchange of a step, before the optimizer uses its means. Without effect
-    where ranks hold shards of parameters, which no other rank has, and with several optimizers on
-    the communicator: others exchange the gradients of all of them in one backward pass, and late
-    ranks in one step after another, so that this would come in another order.
+    To be called after the exchange of a step, before the optimizer uses its means. Raises
+    RankMismatchError: gradients were changed where they cannot be shared, that is with shards of
+    parameters, which no other rank has, and with optimizers that share a backward pass: late ranks
+    exchange for one after another, so that this would come in another order than on others. On all
+    ranks: a late rank's own gradients were changed.
     """
     comm = reducer.comm
     if not reducer.means.are_late_on_some:
         if reducer.were_own_changed:
             warnings.warn(f"{comm.rank_label}: {_CHANGED}", stacklevel=2)
         return
-    if reducer.parameters.are_sharded or comm.num_optimizers > 1:
+    if reducer.parameters.are_sharded or reducer.means.are_joint:
+        if reducer.is_active and not reducer.is_late and reducer.means.were_changed:
+            raise RankMismatchError(f"{comm.rank_label}: {_NOT_SHARED}")
         return
     is_late = reducer.is_late or not reducer.is_active
     states = comm.allgather_obj((is_late, reducer.were_own_changed))

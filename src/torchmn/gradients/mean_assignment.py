@@ -11,7 +11,7 @@ from torchmn.gradients.bucket_set import BucketSet
 from torchmn.gradients.buckets import Slot
 from torchmn.gradients.exchange_buffers import ExchangeBuffers
 from torchmn.gradients.exchanged_parameters import ExchangedParameters
-from torchmn.gradients.gradient_memory import GradientMemory
+from torchmn.gradients.gradient_memory import GradientMemory, GradientState, gradient_state
 from torchmn.gradients.gradient_norms import NormListener
 from torchmn.gradients.nonfinite import NonfiniteGradients, NonfiniteLog
 
@@ -37,6 +37,9 @@ class MeanAssignment:
         self.norm_listener: NormListener | None = None
         self.are_late_on_some = False
         """Whether some ranks made the last exchange in `step`; see `late_ranks`."""
+        self.are_joint = False
+        """Whether the last exchange was made in a backward pass that other optimizers share."""
+        self._late_states: list[GradientState] = []
 
     def assign(self, means: BucketSet) -> None:
         """Wait for the means and make every ``p.grad`` its mean, and None where there is none.
@@ -48,7 +51,7 @@ class MeanAssignment:
         assign_means(means, self.memory, as_view=self._as_view)
         self._clear_absent(means)
         assign_sparse_means(means)
-        self.are_late_on_some = means.is_late_on_some
+        self.note_late_ranks(means)
         self._buffers.adopt_scale(means)
         self._report_norms(means)
         found = self.record_nonfinite(means)
@@ -57,10 +60,29 @@ class MeanAssignment:
 
     def discard(self, means: BucketSet) -> None:
         """Take note of means that no gradient becomes. *Collective*, see `record_nonfinite`."""
-        self.are_late_on_some = means.is_late_on_some
+        self.note_late_ranks(means)
         self.record_nonfinite(means)
         self._report_norms(means)
         self._buffers.adopt_scale(means)
+
+    def note_late_ranks(self, means: BucketSet, *, were_used: bool = False) -> None:
+        """Take note of whether ranks made an exchange late, and of the gradients now. Local.
+
+        ``were_used``: the script has used gradients already, and may have changed them.
+        """
+        self.are_late_on_some, self.are_joint = means.is_late_on_some, means.is_joint
+        self._late_states = []
+        if self.are_late_on_some and not were_used:
+            self._late_states = self._states()
+
+    @property
+    def were_changed(self) -> bool:
+        """Whether the script has changed gradients since, where `are_late_on_some`."""
+        return self._late_states != self._states()
+
+    def _states(self) -> list[GradientState]:
+        sparse = (parameter for _, parameter in self._parameters.sparse)
+        return [gradient_state(p) for p in (*self._buffers.filling.slot_of, *sparse)]
 
     def is_mean(self, parameter: nn.Parameter) -> bool:
         """Whether ``p.grad`` is the mean of an earlier pass, maybe with a later one added."""

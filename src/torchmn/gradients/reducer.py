@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -117,6 +117,8 @@ class GradientReducer:
         self._unexchanged: dict[Tensor, GradientState | None] = {}
         """Parameters whose gradient holds passes under no_sync() that no exchange has taken, and
         that gradient after the last of them; None: a hook of the script may change it later."""
+        self._is_joint = False
+        """Whether other optimizers exchange in the backward pass that ends."""
         self.were_own_changed = False
         """Whether the script had changed such gradients before they were exchanged in `step`."""
         self._has_warned = False
@@ -414,6 +416,7 @@ class GradientReducer:
 
     def _end_backward(self) -> None:
         ended, self._pass = self._pass, None
+        self._is_joint = ended is not None and ended.is_joint
         recorder = recording.current()
         before = None if recorder is None else recorder.enter("exchange", in_backward=True)
         try:
@@ -440,6 +443,7 @@ class GradientReducer:
                     ended.failure = error
             raise
         finally:
+            self._is_joint = False
             if recorder is not None:
                 recorder.leave(before)
 
@@ -547,9 +551,10 @@ class GradientReducer:
                 filling.is_accumulating |= is_mean
         is_active = filling.context.is_active
         filling.write_footer(
+            context=replace(filling.context, is_joint=self._is_joint),
             presence=[]
             if self.buffers.zero_fill
-            else [slot.has_gradient and is_active for slot in filling.slots]
+            else [slot.has_gradient and is_active for slot in filling.slots],
         )
         self._unexchanged.clear()
         self._num_exchanges += 1

@@ -45,6 +45,8 @@ class PassContext:
     """Whether other ranks may have another one."""
     is_late: bool = False
     """Whether the exchange is made in `step`: no backward pass of the step made it."""
+    is_joint: bool = False
+    """Whether other optimizers exchange in the same backward pass."""
     is_miscounted: bool = False
     """Whether the samples are no multiple of those that a loader gave this rank."""
 

@@ -98,7 +98,6 @@ class MultiNodeOptimizer(WrappedOptimizer):
         self.inner = inner
         self.communicator = comm
         comm.num_steps = comm.num_steps or 0
-        comm.num_optimizers += 1
         self.schedule = schedule
         self.tuner = tuner
         self._deferring: DefersUpdates | None = None
@@ -248,12 +247,13 @@ class MultiNodeOptimizer(WrappedOptimizer):
         """Update the parameters. *Collective*: all ranks make the same number of steps.
 
         A rank without a backward pass takes part with zeros, and takes over the gradients of a
-        rank that had one as they are now, clipped for instance (not under double buffering, which
-        raises RankMismatchError one step later if a script has changed them; not with shards of
-        parameters: use ``max_grad_norm`` there). A closure's loss is averaged over ranks (added,
-        where gradients are), so that optimizers that use it (LBFGS) decide the same on all ranks.
-        Under local updates ranks may step as often as they have batches: they exchange where their
-        samples fill a block. A closure's loss is the rank's own then.
+        rank that had one as they are now, clipped for instance. Where it cannot (shards of
+        parameters, optimizers that share a backward pass, double buffering) the other ranks raise
+        RankMismatchError if their script has changed them: use ``max_grad_norm`` there. A closure's
+        loss is averaged over ranks (added, where gradients are), so that optimizers that use it
+        (LBFGS) decide the same on all ranks. Under local updates ranks may step as often as they
+        have batches: they exchange where their samples fill a block. A closure's loss is the rank's
+        own then.
 
         Raises:
             UsageError: the backward pass before raised, or another optimizer took the parameters.

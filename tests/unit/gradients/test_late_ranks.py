@@ -238,29 +238,79 @@ def test_all_passes_under_no_sync_then_a_hook_that_changes_them() -> None:
     run_ranks(rank_main, 2)
 
 
-def test_two_optimizers_of_one_backward_pass() -> None:
-    """Late ranks exchange for one after the other: nothing may come between."""
+def train_both(model: nn.Module, optimizers, change: Change, rank: int, size: int):
+    """Both optimizers step after one backward pass."""
+    for step, num_rows in enumerate((6, 1, 7, 1, 5)):
+        own = batch(0, step, num_rows)[rank::size]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if len(own):
+            loss_of(model, own).backward()
+        change(model)
+        for optimizer in optimizers:
+            optimizer.step()
+    for optimizer in optimizers:
+        getattr(optimizer, "flush", lambda: None)()
+    return values(model)
 
-    def train_both(model: nn.Module, optimizers, rank: int, size: int):
-        for step, num_rows in enumerate((6, 1, 7, 1, 5)):
-            own = batch(0, step, num_rows)[rank::size]
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            if len(own):
-                loss_of(model, own).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-        return values(model)
+
+def both(comm, model: nn.Module, schedule: str):
+    """In the order in which a backward pass reaches their layers."""
+    return [
+        create_multi_node_optimizer(sgd(part), comm, part, schedule=schedule, weight="samples")
+        for part in (model[2], model[0])
+    ]
+
+
+@pytest.mark.parametrize("schedule", ["every_step", "every_step_next_forward"])
+def test_two_optimizers_of_one_backward_pass(schedule: str) -> None:
+    """Late ranks exchange for one after the other: nothing may come between."""
 
     def rank_main(comm):
         model = mlp()
-        optimizers = [
-            create_multi_node_optimizer(sgd(part), comm, part, weight="samples")
-            for part in (model[2], model[0])
-        ]
-        return train_both(model, optimizers, comm.rank, comm.size)
+        return train_both(model, both(comm, model, schedule), keep, comm.rank, comm.size)
 
     alone = mlp()
-    train_both(alone, [sgd(alone[2]), sgd(alone[0])], 0, 1)
+    train_both(alone, [sgd(alone[2]), sgd(alone[0])], keep, 0, 1)
     for result in run_ranks(rank_main, 2, timeout_s=20):
         assert near(result, values(alone))
+
+
+@pytest.mark.filterwarnings("ignore:(.|\n)*nothing of it overlaps")
+@pytest.mark.parametrize("schedule", ["every_step", "every_step_next_forward"])
+@pytest.mark.parametrize("change", [clip, replace])
+def test_two_optimizers_of_one_backward_pass_refuse_a_change(change: Change, schedule: str) -> None:
+    def rank_main(comm):
+        model = mlp()
+        train_both(model, both(comm, model, schedule), change, comm.rank, comm.size)
+
+    with pytest.raises(RankMismatchError, match="optimizers share a backward pass"):
+        run_ranks(rank_main, 2, timeout_s=20)
+
+
+def test_two_optimizers_of_two_backward_passes() -> None:
+    """As those of a generator and a discriminator."""
+
+    def train_in_turn(models, optimizers, rank: int, size: int):
+        for step, num_rows in enumerate((6, 1, 7, 1)):
+            own = batch(0, step, num_rows)[rank::size]
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                if len(own):
+                    loss_of(model, own).backward()
+                clip(model)
+                optimizer.step()
+        return [tensor for model in models for tensor in values(model)]
+
+    def rank_main(comm):
+        models = [mlp(), mlp(1)]
+        optimizers = [
+            create_multi_node_optimizer(sgd(model), comm, model, weight="samples")
+            for model in models
+        ]
+        return train_in_turn(models, optimizers, comm.rank, comm.size)
+
+    models = [mlp(), mlp(1)]
+    expected = train_in_turn(models, [sgd(model) for model in models], 0, 1)
+    for result in run_ranks(rank_main, 2, timeout_s=20):
+        assert near(result, expected)

@@ -131,15 +131,17 @@ class EveryStepNextForward(Schedule):
             reducer.exchange_now(is_late=True)
         sums, self._sums, self._is_exchanged = self._sums, None, False
         if sums is not None:
+            were_used = self._is_exposed
             if not self._is_exposed and self._gradients is not None:
                 self._check_later(sums, is_applied=False)  # should this raise
                 is_untouched = self._gradients.is_untouched
+                were_used = not is_untouched
                 why = sees_steps(self._inner, num_own_hooks=1) if is_untouched else _USED
                 if why is None and self._defer(sums):
                     return None
                 self._expose(why)
                 self._unchecked = None
-            reducer.means.are_late_on_some = sums.is_late_on_some
+            reducer.means.note_late_ranks(sums, were_used=were_used)
             if sums.has_finite_gradients and sums.algorithm.codec is not None:
                 # Whether a codec met values that are not finite is checked on all ranks together:
                 # on other ranks the script may not have used a gradient.
