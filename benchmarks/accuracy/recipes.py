@@ -184,32 +184,21 @@ def _mean_loss(runs: Mapping[Key, Run], side: Side) -> float:
     )
 
 
-def choice_bars(runs: Mapping[Key, Run]) -> list[Bar]:
-    """What each candidate reached, relative to every step with the same seeds."""
-    best = chosen(runs)
-    bars = []
+def relative_losses(runs: Mapping[Key, Run]) -> dict[str, float]:
+    """The mean loss of each candidate over that of every step; NaN while runs are missing."""
     base = _mean_loss(runs, SIDES[BASELINE])
-    bars.append(Bar(f"{CHOICE_TASK.name}: {BASELINE}: loss on held-out images", base, ""))
-    for schedule, candidates in CANDIDATES.items():
-        for side in candidates:
-            mark = ": chosen" if best.get(schedule) is side else ""
-            value = _mean_loss(runs, side) / base
-            bars.append(Bar(f"{side.name}{mark}: loss / {BASELINE}", value, "x"))
-    return bars + later_bars(runs)
+    candidates = (*CANDIDATES.values(), *LATER_CANDIDATES.values())
+    return {side.name: _mean_loss(runs, side) / base for sides in candidates for side in sides}
 
 
-def later_bars(runs: Mapping[Key, Run]) -> list[Bar]:
-    """What each candidate of the second round reached, relative to every step with its seeds."""
-    bars = []
-    for side in (side for sides in LATER_CANDIDATES.values() for side in sides):
-        ratios = []
-        for seed in CHOICE_TASK.seeds:
-            own, base = (runs.get((CHOICE_TASK.name, s, seed)) for s in (side.name, BASELINE))
-            if own is not None and base is not None and "done" == own.status == base.status:
-                ratios.append(own.test_loss / base.test_loss)
-        missing = "" if len(ratios) == len(CHOICE_TASK.seeds) else f" ({len(ratios)} seeds)"
-        value = statistics.mean(ratios) if ratios else math.nan
-        bars.append(Bar(f"{side.name}{missing}: loss / {BASELINE}", value, "x"))
+def choice_bars(runs: Mapping[Key, Run]) -> list[Bar]:
+    """What each candidate of both rounds reached, relative to every step with the same seeds."""
+    best = {side.name for side in chosen(runs).values()}
+    base = _mean_loss(runs, SIDES[BASELINE])
+    bars = [Bar(f"{CHOICE_TASK.name}: {BASELINE}: loss on held-out images", base, "")]
+    for name, loss in relative_losses(runs).items():
+        mark = ": chosen" if name in best else ""
+        bars.append(Bar(f"{name}{mark}: loss / {BASELINE}", loss, "x"))
     return bars
 
 
@@ -226,6 +215,7 @@ def _recommended(name: str, schedule: str, codec: str | None, block_steps: int |
     )
 
 
+_FIRST_AND_LAST = CHOICE_SIDES["block momentum, every step first and last"]
 RECIPE_SIDES = {
     side.name: side
     for side in (
@@ -238,8 +228,12 @@ RECIPE_SIDES = {
             )
             for codec in (None, "int8")
         ),
+        _FIRST_AND_LAST,
+        replace(_FIRST_AND_LAST, name=f"{_FIRST_AND_LAST.name}, int8", codec="int8"),
     )
 }
+"""The chosen ones. Block momentum with every step first and last has a side here because it was
+below its limit in the choice; it is recommended only if it is within the limits here as well."""
 RECIPE_TASK = replace(
     TASKS["cifar"],
     name="cifar, recipes",

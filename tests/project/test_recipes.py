@@ -91,6 +91,16 @@ def test_what_is_recommended_was_chosen(load, recipes) -> None:  # type: ignore[
     assert chosen["double buffering"].options["eager"] == DoubleBuffering.recommended().eager
 
 
+def test_block_momentum_is_evaluated_as_it_was_chosen(load, recipes) -> None:  # type: ignore[no-untyped-def]
+    """By the recorded runs: one candidate has less than 1.03 times the loss of every step."""
+    losses = recipes.relative_losses(load("accuracy.experiments").RECIPE_CHOICE.runs())
+    candidates = recipes.LATER_CANDIDATES["block momentum"]
+    (below,) = (side for side in candidates if losses[side.name] < 1.03)
+    evaluated = [recipes.RECIPE_SIDES[f"{below.name}{end}"] for end in ("", ", int8")]
+    assert [side.codec for side in evaluated] == [None, "int8"]
+    assert all(side.options == below.options for side in evaluated)
+
+
 @pytest.mark.parametrize(
     ("points", "loss", "holds"),
     [(0.1, 1.0, True), (-0.45, 1.0, True), (-0.8, 1.0, False), (0.1, 1.1, False)],

@@ -300,7 +300,11 @@ class BucketSet:
 
     def send_nothing(self, flag: int) -> None:
         """Do all other sums with zeros and a footer that says why there will be no means."""
-        self._move_to_new_memory([s for s in self.slots if s.parameter.grad is s.tensor])
+        held = [slot for slot in self.slots if slot.parameter.grad is slot.tensor]
+        self._move_to_new_memory([slot for slot in held if slot.may_lend])
+        for slot in held:
+            if not slot.may_lend:  # memory that ranks share stays where it is
+                slot.parameter.grad = slot.tensor.clone()
         for bucket in self._order[self._num_started :]:
             bucket.buffer.zero_()
         nothing = replace(self.context, weight=0.0, num_samples=0.0, rate=0.0, is_active=False)

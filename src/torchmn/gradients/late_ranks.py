@@ -9,6 +9,10 @@ as they are when it steps.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
 
 from torchmn.errors import RankMismatchError
 from torchmn.gradients.reducer import GradientReducer
@@ -48,7 +52,8 @@ def share_with_late_ranks(reducer: GradientReducer) -> None:
             raise RankMismatchError(f"{comm.rank_label}: {_NOT_SHARED}")
         return
     is_late = reducer.is_late or not reducer.is_active
-    states = comm.allgather_obj((is_late, reducer.were_own_changed))
+    own_state = (is_late, reducer.were_own_changed)
+    states = comm.allgather_for("state of late ranks", own_state)
     changed = [rank for rank, (_, was_changed) in enumerate(states) if was_changed]
     if changed:
         raise RankMismatchError(f"{comm.rank_label}: on rank(s) {changed} {_CHANGED}")
@@ -56,8 +61,28 @@ def share_with_late_ranks(reducer: GradientReducer) -> None:
     parameters = [parameter for _, parameter in reducer.parameters.trained()]
     own = None
     if comm.rank == source:
-        own = [None if p.grad is None else p.grad.detach().cpu() for p in parameters]
+        own = [_sent(p.grad) for p in parameters]
     gradients = comm.bcast_obj(own, source)
     if is_late and reducer.is_active:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        for parameter, parts in zip(parameters, gradients, strict=True):
+            parameter.grad = _received(parameter, parts)
+
+
+def _sent(gradient: Tensor | None) -> list[Tensor]:
+    """A gradient as dense tensors: itself, or rows and values of a sparse one."""
+    if gradient is None:
+        return []
+    if gradient.layout is torch.strided:
+        return [gradient.detach().cpu()]
+    gradient = gradient.detach().coalesce()
+    return [gradient.indices().cpu(), gradient.values().cpu()]
+
+
+def _received(parameter: nn.Parameter, parts: Sequence[Tensor]) -> Tensor | None:
+    here = [part.to(parameter.device) for part in parts]
+    if len(here) == 2:
+        indices, values = here
+        return torch.sparse_coo_tensor(
+            indices, values, parameter.shape, is_coalesced=True, check_invariants=False
+        )
+    return here[0] if here else None

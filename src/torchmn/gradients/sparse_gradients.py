@@ -2,7 +2,7 @@
 
 For a parameter of R rows, of which rank i has a gradient for the rows I_i, with weights w_i:
 
-    gathered:    all (I_i, w_i g_i), and coalesced to  sum_i w_i g_i / sum_i w_i
+    gathered:    all (I_i, w_i / sum_j w_j  g_i), and coalesced to their sum
     densified:   where that would move more bytes, a sum of R rows, of which the rows of the union
                  of all I_i are taken
 
@@ -46,24 +46,22 @@ def mean_sparse_gradients(
     """The mean over ranks of each ``p.grad``, weighted, or their sum. *Collective.*
 
     A rank of weight 0 contributes nothing. Where no rank has a gradient it is None, or, with
-    ``zero_fill``, one without rows. Raises UnsupportedError: a gradient is sparse in more than its
-    first dim.
+    ``zero_fill``, one without rows. Raises UnsupportedError on all ranks: a gradient is sparse in
+    more than its first dim.
     """
-    own = [_rows_of(comm, parameter, weight) for parameter in parameters]
-    facts = torch.tensor(
-        [[weight, *(0.0 if rows is None else 1.0 + rows[0].numel() for rows in own)]],
-        dtype=torch.float64,
-        device="cpu",
-    )
+    own = [_rows_of(parameter, weight) for parameter in parameters]
+    facts = torch.tensor([[weight, *map(_num_rows, own)]], dtype=torch.float64, device="cpu")
     gathered = torch.cat(list(comm.allgather(facts)))
+    _raise_if_refused(comm, parameters, gathered[:, 1:])
     total = float(gathered[:, 0].sum())
+    # Before the sum, in which 16 bits would overflow.
+    factor = weight / (total if total and reduction == "mean" else 1.0)
     means: dict[nn.Parameter, Tensor | None] = {}
     for parameter, rows, counts in zip(parameters, own, gathered.T[1:], strict=True):
         num_rows = int(counts.sum() - (counts > 0).sum())
-        indices, values = rows if rows is not None else _no_rows(parameter)
+        indices, values = rows if isinstance(rows, tuple) else _no_rows(parameter)
         if counts.any() and total:
-            summed = _sum(comm, parameter, indices, values, num_rows)
-            means[parameter] = summed / total if reduction == "mean" else summed
+            means[parameter] = _sum(comm, parameter, indices, values * factor, num_rows)
         elif zero_fill:
             means[parameter] = _sparse(parameter, indices, values)
         else:
@@ -71,24 +69,41 @@ def mean_sparse_gradients(
     return means
 
 
-def _rows_of(
-    comm: Communicator, parameter: nn.Parameter, weight: float
-) -> tuple[Tensor, Tensor] | None:
-    """Which rows this rank has a gradient of, (n,), and those times the weight, (n, ...)."""
+_REFUSED = -1.0
+"""In place of a number of rows: the gradient is sparse in more than its first dim."""
+
+
+def _rows_of(parameter: nn.Parameter, weight: float) -> tuple[Tensor, Tensor] | float | None:
+    """Which rows this rank has a gradient of, (n,), and those, (n, ...); or `_REFUSED`."""
     grad = parameter.grad
     if grad is None or weight == 0.0:
         return None
     if grad.layout == torch.strided:  # given by hand, or zeroed: as if every row were there
         indices = torch.arange(parameter.shape[0], device=grad.device)
-        return indices, grad.detach() * weight
+        return indices, grad.detach()
     grad = grad.detach().coalesce()
-    if grad.sparse_dim() != 1:
-        raise UnsupportedError(
-            f"{comm.rank_label}: a gradient of shape {list(grad.shape)} is sparse in "
-            f"{grad.sparse_dim()} dims. Only gradients that are sparse in their first dim, as "
-            "those of nn.Embedding(sparse=True), are exchanged."
-        )
-    return grad.indices()[0], grad.values() * weight
+    return (grad.indices()[0], grad.values()) if grad.sparse_dim() == 1 else _REFUSED
+
+
+def _num_rows(rows: tuple[Tensor, Tensor] | float | None) -> float:
+    """1 more than the number of rows, 0 without a gradient, or `_REFUSED`."""
+    if rows is None:
+        return 0.0
+    return 1.0 + rows[0].numel() if isinstance(rows, tuple) else rows
+
+
+def _raise_if_refused(
+    comm: Communicator, parameters: Sequence[nn.Parameter], counts: Tensor
+) -> None:
+    """Raise UnsupportedError on all ranks if a rank has a gradient that cannot be sent."""
+    for parameter, of_ranks in zip(parameters, counts.T, strict=True):
+        ranks = [rank for rank, count in enumerate(of_ranks.tolist()) if count == _REFUSED]
+        if ranks:
+            raise UnsupportedError(
+                f"{comm.rank_label}: the gradient of a parameter of shape {list(parameter.shape)} "
+                f"is sparse in more than its first dim on rank(s) {ranks}. Only gradients that are "
+                "sparse in their first dim, as those of nn.Embedding(sparse=True), are exchanged."
+            )
 
 
 def _no_rows(parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
