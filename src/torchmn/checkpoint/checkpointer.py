@@ -182,6 +182,7 @@ class MultiNodeCheckpointer(Extension):
                 with_replicated=self._checks_replicas,
                 compares_parts=self._grid is not None,
             )
+            compared = _finite(metric)
         except Exception as error:  # the other ranks must not wait for this rank
             problem = f"{self._comm.rank_label}: {type(error).__name__}: {error}"
             self._start(Request(step=step, copy=None, problem=problem))
@@ -189,7 +190,7 @@ class MultiNodeCheckpointer(Extension):
         self.records.append(
             SaveRecord(step=step, waited_s=waited_s, stopped_s=0.0, copied_nbytes=copy.nbytes)
         )
-        self._start(Request(step=step, copy=copy, metric=_finite(metric)))
+        self._start(Request(step=step, copy=copy, metric=compared))
         self.records[-1].stopped_s = time.monotonic() - began_s - waited_s
         if not self.is_async:
             self._handle_outcome()
@@ -376,16 +377,19 @@ class MultiNodeCheckpointer(Extension):
     def _load(self, name: str, manifest: Manifest, state: Mapping[str, Stateful]) -> str | None:
         """Load one checkpoint; return the problem if it is not valid, the same on all ranks."""
         restore = RestoreOperation(self._comm, manifest, self._grid)
-        problem: str | None = None
-        rejection: UsageError | None = None
+        problem = reason = None
+        rejection: Exception | None = None
         try:
             with SavedCheckpoint(self._storage, name, manifest) as saved:
                 restore.read(saved, state)
         except DataError as caught:
             problem = str(caught)
         except UsageError as caught:
+            rejection, reason = caught, str(caught)
+        except Exception as caught:  # the other ranks must not wait for this rank
             rejection = caught
-        mine = [problem, None if rejection is None else str(rejection)]
+            reason = f"{self._comm.rank_label}: {type(caught).__name__}: {caught}"
+        mine = [problem, reason]
         nbytes = sum(entry.nbytes for entry in manifest.files.values())
         gathered = self._channel.all_gather(mine, f"{name} was read", nbytes=nbytes)
         if rejections := [theirs for _, theirs in gathered if theirs]:

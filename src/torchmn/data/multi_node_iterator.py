@@ -103,9 +103,11 @@ class _FromMaster:
         own_error: Exception | None = None
         if self._comm.rank == self._master:
             try:
-                outcome = (_VALUE, function(self._actual), _seen(self._actual))
-            except StopIteration:
-                outcome = (_END, None, _seen(self._actual))
+                try:
+                    kind, value = _VALUE, function(self._actual)
+                except StopIteration:
+                    kind, value = _END, None
+                outcome = (kind, value, _seen(self._actual))
             except Exception as error:
                 own_error = error
                 outcome = (_ERROR, f"{type(error).__name__}: {error}", None)

@@ -495,7 +495,6 @@ class GradientReducer:
         ``is_late``: in `step`, as no backward pass has done it; see `share_with_late_ranks`.
         """
         if not self.is_needed:
-            self._fill_missing()
             return
         if self._pass is not None:
             self.raise_if_unfinished()
@@ -609,8 +608,8 @@ class GradientReducer:
             stacklevel=2,
         )
 
-    def _fill_missing(self) -> None:
-        """One rank alone treats a missing gradient as several do."""
+    def fill_missing(self) -> None:
+        """Treat a missing gradient as exchanges do, for a step without one. Local."""
         if self.buffers.zero_fill:
             for _, parameter in self.parameters.trained():
                 if parameter.grad is None and parameter.requires_grad:

@@ -81,6 +81,7 @@ def create_multi_node_optimizer(
         zero_fill: give a parameter that has no gradient on any rank one of zeros, as ChainerMN did
             by default. Otherwise it keeps ``grad = None``, as in one process, and the optimizer
             leaves it alone. One that has a gradient on some ranks counts as zeros on the others.
+            Where ranks step with their own gradients, as under local updates, each fills its own.
         codec: the form in which gradients are sent: ``float32``, ``float16``, ``bfloat16``,
             ``int8``, ``int4``, ``int2``, ``1bit``, ``power_sgd`` or an object of
             `torchmn.compression`; default: the communicator's ``allreduce_grad_dtype``. ``auto``
@@ -169,7 +170,7 @@ def create_multi_node_optimizer(
         candidates = [make() for make in space.schedules.values()]
         name, codec = next(iter(space.schedules)), space.codecs[0]
     chosen = SCHEDULES[name]() if isinstance(name, str) else name
-    if reduction == "sum" and chosen.num_sets == 0:
+    if reduction == "sum" and chosen.has_own_steps:
         raise UnsupportedError(
             f"reduction='sum' adds the ranks' gradients of one step, and under {chosen.name} each "
             "rank steps with its own. Let the loss be a mean over the batch, or use a schedule of "
@@ -192,7 +193,7 @@ def create_multi_node_optimizer(
     chains = find_chains(models, comm, max_grad_norm)
     form = own_codec(codec, comm)
     is_counted = weight is None
-    may_differ = is_counted and reduction == "mean" and chosen.num_sets > 0
+    may_differ = is_counted and reduction == "mean" and chosen.averages_gradients
     weight = weight or "rank"
     made = MultiNodeOptimizer(
         optimizer,

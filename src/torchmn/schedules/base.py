@@ -55,6 +55,16 @@ class Schedule(ABC):
     """Whether this rank only serves the others and trains nothing."""
 
     @property
+    def averages_gradients(self) -> bool:
+        """Whether it takes means of the ranks' gradients of a step, in a phase at least."""
+        return self.num_sets > 0
+
+    @property
+    def has_own_steps(self) -> bool:
+        """Whether each rank steps with its own gradients, in a phase at least."""
+        return self.num_sets == 0
+
+    @property
     def staleness_steps(self) -> int:
         """How many steps late a gradient is applied: 0 where ``p.grad`` is of this backward."""
         return 0

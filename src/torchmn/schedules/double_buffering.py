@@ -141,6 +141,8 @@ class DoubleBuffering(Schedule):
         if before is None:
             for slot in self._pending.slots:
                 slot.parameter.grad = None
+            for _, parameter in reducer.parameters.sparse:
+                parameter.grad = None
         else:
             self._assign(before)
             self._has_mean = True

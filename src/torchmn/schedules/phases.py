@@ -93,6 +93,16 @@ class Phases(Schedule):
         return self.began_at[-1] + self._num_every_step_samples
 
     @property
+    def averages_gradients(self) -> bool:
+        """See `Schedule.averages_gradients`."""
+        return any(schedule.averages_gradients for schedule in self.schedules)
+
+    @property
+    def has_own_steps(self) -> bool:
+        """See `Schedule.has_own_steps`."""
+        return any(schedule.has_own_steps for schedule in self.schedules)
+
+    @property
     def replica_consistency(self) -> ReplicaConsistency:
         """That of the phase under way."""
         return self.current.replica_consistency

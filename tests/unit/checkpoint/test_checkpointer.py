@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections import OrderedDict
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,48 @@ def test_error_on_one_rank_gives_the_checkpoint_up_on_all(tmp_path: Path) -> Non
     assert "rank 1 of 3" in messages[0]
     assert "is a builtin_function_or_method" in messages[2]
     assert names(tmp_path) == []
+
+
+def test_a_metric_that_is_no_number_gives_the_checkpoint_up_on_all(tmp_path: Path) -> None:
+    def rank_main(comm: torchmn.Communicator) -> str:
+        checkpointer = checkpointer_of(comm, tmp_path)
+        state = {"it": Holder(5)}
+        if comm.rank == 0:
+            with pytest.raises(ValueError, match="one element"):
+                checkpointer.save(1, state, metric=torch.zeros(2))
+        else:
+            checkpointer.save(1, state)
+        with nullcontext() if comm.rank == 0 else pytest.raises(DataError, match="one element"):
+            checkpointer.finish()
+        checkpointer.save(2, state)
+        checkpointer.finish()
+
+    on_ranks(rank_main, 2)
+    assert names(tmp_path) == ["step-00000002"]
+
+
+def test_an_error_while_reading_is_raised_on_all(tmp_path: Path) -> None:
+    import torch.distributed.tensor  # the state is asked for where its parts go
+
+    assert torch.distributed.tensor
+
+    class Fragile(Holder):
+        is_broken = False
+
+        def state_dict(self) -> Any:
+            if self.is_broken:
+                raise RuntimeError("not ready before the first step")
+            return super().state_dict()
+
+    def rank_main(comm: torchmn.Communicator) -> None:
+        checkpointer, it = checkpointer_of(comm, tmp_path), Fragile(5)
+        checkpointer.save(1, {"it": it})
+        checkpointer.finish()
+        it.is_broken = comm.rank == 1
+        with pytest.raises(RuntimeError if comm.rank == 1 else UsageError, match="not ready"):
+            checkpointer.resume({"it": it})
+
+    on_ranks(rank_main, 2)
 
 
 def test_an_object_without_a_state(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torchmn import (
     create_synchronized_iterator,
 )
 from torchmn.data import GlobalSampler
-from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
+from torchmn.errors import DataError, RankMismatchError, UnsupportedError, UsageError
 from torchmn.testing import run_ranks
 
 
@@ -99,3 +99,29 @@ def test_a_trainer_sees_the_epochs_of_the_master(tmp_path) -> None:
     first, second = run_ranks(rank_main, 2)
     assert first == second
     assert first[:2] == (5, 2)
+
+
+def test_a_state_that_raises_at_the_end_raises_on_all_ranks() -> None:
+    class Odd(SerialIterator):
+        is_over = False
+
+        def __next__(self):
+            try:
+                return super().__next__()
+            except StopIteration:
+                self.is_over = True
+                raise
+
+        def state_dict(self):
+            if self.is_over:
+                raise RuntimeError("exhausted")
+            return super().state_dict()
+
+    def rank_main(comm):
+        own = Odd([1, 2], 1, repeat=False, shuffle=False) if comm.rank == 0 else None
+        iterator = create_multi_node_iterator(own, comm)
+        assert [next(iterator).tolist(), next(iterator).tolist()] == [[1], [2]]
+        with pytest.raises(RuntimeError if comm.rank == 0 else DataError, match="exhausted"):
+            next(iterator)
+
+    run_ranks(rank_main, 2, timeout_s=5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import warnings
 
@@ -14,6 +15,7 @@ from torchmn import create_multi_node_optimizer
 from torchmn.gradients.gradient_memory import GradientMemory
 from torchmn.schedules import EveryStepNextForward
 from torchmn.testing import run_ranks
+from torchmn.topology import Topology
 
 HOLDERS = {
     "the tensor": lambda g: g,
@@ -259,3 +261,31 @@ def test_a_parameter_that_was_converted_gets_memory_of_its_new_dtype() -> None:
     assert parameter.grad is not None
     assert parameter.grad.dtype == torch.float16
     assert parameter.grad.tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("route", ["flat", "single_node"])
+def test_views_of_buckets_outlast_another_layout(route: str) -> None:
+    """In memory that the ranks of a node share as well."""
+    inputs = torch.randn(4, 4, 64, generator=torch.Generator().manual_seed(1)).double()
+    made = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2)).double()
+
+    def train(comm):
+        model = copy.deepcopy(made)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        if comm is not None:
+            optimizer = create_multi_node_optimizer(
+                optimizer, comm, model, gradient_as_bucket_view=True
+            )
+        for step, x in enumerate(inputs):
+            if step == 2:
+                model[0].requires_grad_(False)
+                model[0].weight.grad = model[0].bias.grad = None
+            optimizer.zero_grad(set_to_none=False)
+            part = x if comm is None else x.chunk(comm.size)[comm.rank]
+            model(part).pow(2).mean().backward()
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    expected = train(None)
+    for got in run_ranks(train, 2, name=route, topology=Topology.blocks([2]), timeout_s=10):
+        assert near(got, expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -12,7 +13,9 @@ from torch import nn
 from tests.unit.models import batch, equal, loss_of, mlp, near, values
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import RankMismatchError
+from torchmn.schedules import DiLoCo, EveryStep, PeriodicAverage, Phases
 from torchmn.testing import run_ranks
+from torchmn.topology import Topology
 
 NUM_ROWS = (6, 1, 7, 2, 0, 5)
 """Of the global batches, so that there is none, one and more than one late rank among three."""
@@ -314,3 +317,62 @@ def test_two_optimizers_of_two_backward_passes() -> None:
     expected = train_in_turn(models, [sgd(model) for model in models], 0, 1)
     for result in run_ranks(rank_main, 2, timeout_s=20):
         assert near(result, expected)
+
+
+@pytest.mark.parametrize(
+    "phases",
+    [
+        {0: EveryStep(), 24: PeriodicAverage(24)},
+        {0: EveryStep(exact=True), 24: EveryStep()},
+        {0: EveryStep(), 24: DiLoCo(24), 60: EveryStep()},
+    ],
+    ids=lambda phases: "+".join(schedule.name for schedule in phases.values()),
+)
+@pytest.mark.parametrize("route", ["flat", "single_node"])
+def test_a_rank_that_is_late_when_a_phase_ends(phases: dict, route: str) -> None:
+    """Rank 1 has no backward pass in the step whose samples end the first phase."""
+
+    def rank_main(comm):
+        model, made = mlp(), Phases({at: copy.copy(each) for at, each in phases.items()})
+        optimizer = create_multi_node_optimizer(
+            sgd(model), comm, model, schedule=made, codec="float16"
+        )
+        seen = []
+        for step in range(8):
+            optimizer.zero_grad()
+            if not (comm.rank == 1 and step == 2):
+                loss_of(model, batch(comm.rank, step, 4)).backward()
+            clip(model)
+            optimizer.step()
+            seen.append(values(model))
+        optimizer.flush()
+        return seen[:3], values(model), made.began_at
+
+    first, second = run_ranks(rank_main, 2, name=route, topology=Topology.blocks([2]), timeout_s=10)
+    assert first[2] == second[2]
+    assert len(first[2]) >= 2
+    for ours, theirs in zip(first[0], second[0], strict=True):
+        assert equal(ours, theirs)
+    assert equal(first[1], second[1])
+
+
+def test_sparse_gradients_without_pickle() -> None:
+    def rank_main(comm):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)).double()
+        optimizer = create_multi_node_optimizer(
+            torch.optim.SGD(model.parameters(), 0.1), comm, model
+        )
+        for step in range(3):
+            optimizer.zero_grad()
+            if not (comm.rank == 1 and step == 1):
+                model(torch.tensor([1, 2, step])).sum().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(0.5)
+            optimizer.step()
+        return values(model)
+
+    first, second = run_ranks(rank_main, 2, is_trusted=False, timeout_s=10)
+    assert equal(first, second)

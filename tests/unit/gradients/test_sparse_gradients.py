@@ -10,6 +10,7 @@ from tests.unit.models import near
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import NonFiniteGradientError, UnsupportedError
 from torchmn.gradients import sparse_gradients
+from torchmn.gradients.sparse_gradients import mean_sparse_gradients
 from torchmn.testing import run_ranks
 
 
@@ -160,3 +161,37 @@ def test_a_sparse_gradient_of_another_layer_is_refused() -> None:
             loss.backward()
 
     run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize("way", ["gathered", "densified"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_16_bits_do_not_overflow_in_the_sum(way: str, reduction: str, monkeypatch) -> None:
+    """The mean of 3200 and 3200 with 256 samples each, of which the sum is beyond float16."""
+    if way == "densified":
+        monkeypatch.setattr(sparse_gradients, "_INDEX_BYTES", -1)
+
+    def rank_main(comm):
+        parameter = nn.Parameter(torch.zeros(4, 2, dtype=torch.float16))
+        indices, rows = torch.tensor([[0, 2]]), torch.full((2, 2), 3200, dtype=torch.float16)
+        parameter.grad = torch.sparse_coo_tensor(indices, rows, (4, 2), check_invariants=False)
+        weight = 256.0 if reduction == "mean" else 1.0
+        means = mean_sparse_gradients(
+            comm, [parameter], weight, zero_fill=False, reduction=reduction
+        )
+        return means[parameter].to_dense()
+
+    for found in run_ranks(rank_main, 2):
+        assert found[[0, 2]].eq(3200 if reduction == "mean" else 6400).all()
+        assert found[[1, 3]].eq(0).all()
+
+
+def test_a_gradient_that_is_sparse_in_two_dims_is_refused_on_all_ranks() -> None:
+    def rank_main(comm):
+        parameter = nn.Parameter(torch.zeros(4, 2))
+        indices = torch.zeros(1 + comm.rank, 1, dtype=torch.int64)
+        values = torch.ones(1, 2) if comm.rank == 0 else torch.ones(1)
+        parameter.grad = torch.sparse_coo_tensor(indices, values, (4, 2), check_invariants=False)
+        with pytest.raises(UnsupportedError, match=r"rank\(s\) \[1\]"):
+            mean_sparse_gradients(comm, [parameter], 1.0, zero_fill=False, reduction="mean")
+
+    run_ranks(rank_main, 2, timeout_s=5)

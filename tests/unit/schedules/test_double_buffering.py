@@ -260,3 +260,15 @@ def test_a_frozen_parameter_is_not_moved_by_a_late_gradient() -> None:
         return values(model)
 
     assert equal(*run_ranks(rank_main, 2))
+
+
+def test_the_first_backward_pass_leaves_no_gradients_sparse_ones_neither() -> None:
+    def rank_main(comm):
+        model = torch.nn.Sequential(torch.nn.Embedding(5, 2, sparse=True), torch.nn.Linear(2, 1))
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = create_multi_node_optimizer(inner, comm, model, schedule="double_buffering")
+        model(torch.tensor([comm.rank])).sum().backward()
+        assert [parameter.grad for parameter in model.parameters()] == [None] * 3
+        optimizer.close()
+
+    run_ranks(rank_main, 2)

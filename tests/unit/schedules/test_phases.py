@@ -7,9 +7,9 @@ import copy
 import pytest
 import torch
 
-from tests.unit.models import batch, closure_of, equal, local_grads, mlp, near, values
+from tests.unit.models import batch, closure_of, equal, local_grads, loss_of, mlp, near, values
 from tests.unit.schedules.local_updates.runs import adam, momentum, set_values, train, wrap
-from torchmn import create_multi_node_optimizer
+from torchmn import create_multi_node_optimizer, scatter_loader
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.gradients.replicas import different_tensors
 from torchmn.schedules import (
@@ -257,3 +257,78 @@ def test_a_closure_in_every_phase() -> None:
 def test_what_makes_no_sense(phases: dict, error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         Phases(phases)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_parts_of_batches_weigh_by_their_samples_in_a_phase_of_every_step(size: int) -> None:
+    """Batches of 5 over two ranks, as with `EveryStep` alone."""
+
+    def rank_main(comm, schedule):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(
+            torch.optim.SGD(model.parameters(), 0.1), comm, model, schedule=schedule()
+        )
+        data = torch.utils.data.TensorDataset(batch(0, 0, 15))
+        for (x,) in scatter_loader(torch.utils.data.DataLoader(data, batch_size=5), comm):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        return values(model)
+
+    def phases():
+        return Phases({0: EveryStep(), 10**6: PeriodicAverage(64)})
+
+    for found, expected in zip(
+        run_ranks(lambda comm: rank_main(comm, phases), size),
+        run_ranks(lambda comm: rank_main(comm, EveryStep), size),
+        strict=True,
+    ):
+        assert equal(found, expected)
+
+
+def test_sums_are_refused_where_a_phase_has_own_steps() -> None:
+    def rank_main(comm):
+        model = mlp()
+        schedule = Phases({0: PeriodicAverage(64), 1000: EveryStep()})
+        with pytest.raises(UnsupportedError, match="reduction='sum'"):
+            create_multi_node_optimizer(
+                momentum(model), comm, model, schedule=schedule, reduction="sum"
+            )
+
+    run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("has_closure", [False, True])
+@pytest.mark.parametrize(
+    "schedule",
+    [EveryStep, lambda: Phases({0: EveryStep()}), lambda: PeriodicAverage(64)],
+    ids=["every_step", "phases", "periodic_average"],
+)
+def test_missing_gradients_are_filled_with_zeros(schedule, has_closure: bool, size: int) -> None:
+    """Weight decay then moves a parameter that no loss depends on: 1 * 0.9 * 0.9."""
+
+    def rank_main(comm):
+        model = mlp()
+        model.unused = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+        inner = torch.optim.SGD(model.parameters(), 0.1, weight_decay=1.0)
+        optimizer = create_multi_node_optimizer(
+            inner, comm, model, schedule=schedule(), zero_fill=True
+        )
+
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(model, batch(comm.rank, 0, 4))
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            if has_closure:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+        return model.unused.detach()
+
+    for found in run_ranks(rank_main, size):
+        assert torch.allclose(found, torch.full((2,), 0.81, dtype=torch.float64))

@@ -128,6 +128,8 @@ class ParameterServer(Schedule):
         self._is_finished_by_join = False
         self._is_closed = False
         self._sent: dict[int, Hyper] = {}
+        self._had_gradients: set[str] = set()
+        """Parameters of which a gradient was pushed."""
         self._server: ShardServer | None = None
         self._channels: list[Channel] = []
         self._threads: list[threading.Thread] = []
@@ -288,11 +290,14 @@ class ParameterServer(Schedule):
 
     def _pack(self) -> dict[int, dict[str, Any]]:
         """Copy the gradients into the servers' memory; returns the metadata of each push."""
-        counts_as_zeros = self._reducer.buffers.zero_fill or self._codec is not None
+        zero_fill, codec = self._reducer.buffers.zero_fill, self._codec
+        keeps_residuals = codec is not None and codec.keeps_residuals
         metadata: dict[int, dict[str, Any]] = {server: {} for server in self._memory}
         is_waiting = False
         for server, name, parameter, slot in self._places:
             grad = parameter.grad
+            # A residual is sent with the next push, also of zeros.
+            counts_as_zeros = zero_fill or (keeps_residuals and name in self._had_gradients)
             if grad is None and parameter.requires_grad and counts_as_zeros:
                 slot.zero_()
             elif grad is None:
@@ -304,6 +309,7 @@ class ParameterServer(Schedule):
                     "Only dense gradients are pushed: make the layer with sparse=False."
                 )
             else:
+                self._had_gradients.add(name)
                 slot.copy_(grad.detach(), non_blocking=True)
                 is_waiting = is_waiting or grad.is_cuda
         if is_waiting:

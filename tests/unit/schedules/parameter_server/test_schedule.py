@@ -303,14 +303,20 @@ class TestWhatUsersDo:
 
         assert run_ranks(job, 2) == [3, 4]
 
-    def test_zero_fill_off_leaves_unused_parameters_alone(self) -> None:
+    @pytest.mark.parametrize("codec", [None, "float16", "int8"])
+    def test_zero_fill_off_leaves_unused_parameters_alone(self, codec: str | None) -> None:
         def job(comm: Communicator) -> tuple[bool, bool]:
             same = []
             for zero_fill in (False, True):
                 model = mlp()
                 inner = torch.optim.SGD(model.parameters(), 0.05, weight_decay=0.1)
                 optimizer = create_multi_node_optimizer(
-                    inner, comm, model, schedule=ParameterServer(), zero_fill=zero_fill
+                    inner,
+                    comm,
+                    model,
+                    schedule=ParameterServer(),
+                    zero_fill=zero_fill,
+                    codec=codec,
                 )
                 before = values(model)[0]
                 for parameter in list(model.parameters())[1:]:
