@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -24,16 +25,17 @@ Pair = tuple[Tensor, Tensor]
 
 def read_segments(folder: str | Path, name: str) -> list[str]:
     """The lines of ``name`` or ``name.gz``. Raises DataError: there is neither."""
-    path = Path(folder) / name
-    if path.is_file():
-        return path.read_text(encoding="utf-8").splitlines()
+    path, compressed = Path(folder) / name, Path(folder) / f"{name}.gz"
+    if not path.exists() and compressed.exists():
+        path = compressed
     try:
-        with gzip.open(f"{path}.gz", "rt", encoding="utf-8") as file:
-            return file.read().splitlines()
-    except OSError as error:
+        content = path.read_bytes()
+        return (gzip.decompress(content) if path == compressed else content).decode().splitlines()
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        why = getattr(error, "strerror", None) or error
         raise DataError(
-            f"{path} and {path}.gz cannot be read: {error}. Pass --data with the folder "
-            "data/task1/raw of https://github.com/multi30k/dataset."
+            f"{path} cannot be read ({why}). Pass --data with the folder data/task1/raw of "
+            "https://github.com/multi30k/dataset, whose files may stay compressed."
         ) from error
 
 

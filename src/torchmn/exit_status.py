@@ -5,7 +5,7 @@ from __future__ import annotations
 SAVED_STATUS = 85
 """The exit status of ranks that saved a checkpoint and exited before the job's time limit."""
 
-DOCTOR_STATUS = {"note": 0, "warning": 3, "ill": 4}
+DOCTOR_STATUS = {"note": 0, "warning": 3, "error": 4}
 """The exit status of `torchmn doctor` by its worst finding. As for all commands 1 and 2 are errors:
 it could not begin, or was asked for something invalid."""
 

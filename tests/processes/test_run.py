@@ -48,6 +48,16 @@ def test_output_is_prefixed_and_kept(runner: Runner, backend: str) -> None:
     assert done.stderr.splitlines()[0].endswith(f"logs in logs/{runner.logs.readlink()}")
 
 
+def test_more_ranks_than_cores_are_mentioned_once(runner: Runner, backend: str) -> None:
+    one_core = {min(os.sched_getaffinity(0))}
+    words = ("-n", "2", "--backend", backend, runner.script(""))
+    process = runner.start(*words, preexec_fn=lambda: os.sched_setaffinity(0, one_core))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert err.count("torchmn: warning: 2 ranks share 1 core, so that they slow") == 1
+    assert "warning" not in runner.run("--hosts", "localhost:2", *words[2:]).stderr
+
+
 def test_lines_of_many_ranks_stay_whole(runner: Runner, backend: str) -> None:
     script = runner.script('[print(f"{rank}-{i}-" + "x" * (i % 300)) for i in range(2000)]')
     done = runner.run("-n", "3", "--backend", backend, script)
@@ -374,7 +384,9 @@ def test_inside_a_job_of_one_rank(runner: Runner, backend: str) -> None:
 BAD_INPUT = {
     "no workers": (["-n", "0", "script.py"], "at least 1, got 0"),
     "less than none": (["-n", "-3", "script.py"], "at least 1, got -3"),
-    "not a number": (["-n", "two", "script.py"], "-n"),
+    "not a number": (["-n", "two", "script.py"], "-n must be a whole number, got 'two'."),
+    "no seconds": (["--grace", "soon", "script.py"], "--grace must be a number, got 'soon'."),
+    "no host file": (["--hostfile", "none", "script.py"], "(No such file or directory): name"),
     "no script": (["-n", "1", "missing.py"], "There is no script 'missing.py'"),
     "folder": (["-n", "1", "folder"], "'folder' is a folder"),
     "no module": (["-n", "1", "-m", "no_such_module"], "no module 'no_such_module'"),
@@ -444,7 +456,7 @@ def test_log_folder_that_cannot_be_made(runner: Runner) -> None:
     script = runner.script("")
     (runner.folder / "file").touch()
     done = runner.run("--backend", "gloo", "--log-dir", "file/logs", script)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "'file/logs' cannot be used" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
 

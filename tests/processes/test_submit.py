@@ -309,6 +309,18 @@ REFUSED = {
         ("--scheduler", "grid_engine", "--nodes", "2", "train.py"),
         "needs a parallel environment",
     ),
+    "output is a folder": (("--output", ".", "train.py"), "--output . is a folder: name a file"),
+    "output is the root": (("--output", "/", "train.py"), "--output / is a folder"),
+    "waits for nothing": (("--wait", "train.py"), "--dry-run submits none: leave one of them out"),
+    "requeues": (("--max-requeues", "3", "train.py"), "without --requeue: add it"),
+    "signal": (
+        ("--signal", "600", "--walltime", "00:10:00", "train.py"),
+        "--signal 600 is not less than the time limit 00:10:00, which is 600 s",
+    ),
+    "threads": (("--threads", "0", "train.py"), "--threads must be at least 1, got 0"),
+    "not a number": (("--gpus", "two", "train.py"), "--gpus must be a whole number, got 'two'"),
+    "log folder": (("--log-dir", "my logs", "train.py"), "--log-dir must be made of letters"),
+    "volume": (("--volume", "data:x", "train.py"), "--volume must be CLAIM:/FOLDER, such as"),
 }
 
 
@@ -331,3 +343,24 @@ def test_bad_requests_are_one_message_and_exit_status_2(tmp_path: Path, case: st
     assert len(done.stderr.splitlines()) == 1
     assert done.stdout == ""
     assert not list(tmp_path.glob("*.sh"))
+
+
+@pytest.mark.parametrize("image", [(), ("--image", "registry.io/train:1")])
+def test_kubernetes_where_only_kubectl_is_there(tmp_path: Path, image: tuple[str, ...]) -> None:
+    Cluster.program(tmp_path / "kubectl", "#!/bin/sh\nexit 1\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "torchmn", "submit", "--dry-run", *image, "train.py"],
+        cwd=tmp_path,
+        env={"PATH": str(tmp_path), "HOME": str(tmp_path), "PYTHONPATH": PYTHON_PATH},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    first, *rest = done.stderr.splitlines()
+    assert first.startswith("torchmn: a job for Kubernetes, since")
+    if image:
+        assert (done.returncode, rest) == (0, [])
+        assert "image: registry.io/train:1" in done.stdout
+    else:
+        assert done.returncode == 2
+        assert "needs --image: a container image with your script" in rest[0]

@@ -85,6 +85,28 @@ def scripted(worker: Worker) -> list[nn.Module]:
     return _best_of(worker, compiled, "samples")
 
 
+def _train_and_trace(worker: Worker, *, on_one_rank: bool = False) -> nn.Module:
+    model = mlp()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model, weight="samples")
+    for step, (x, y) in enumerate(worker.batches()):
+        optimizer.zero_grad()
+        if step % 3 == 1 and (worker.rank == 0 or not on_one_rank):
+            torch.jit.trace(model, x[:1], check_trace=False)
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+@script("`torch.jit.trace(model)` during training, as TensorBoard's `add_graph` does")
+def traced(worker: Worker) -> nn.Module:
+    return _train_and_trace(worker)
+
+
+@script("`torch.jit.trace(model)` on rank 0 during training")
+def traced_on_rank_0(worker: Worker) -> nn.Module:
+    return _train_and_trace(worker, on_one_rank=True)
+
+
 @script("`torch.save(model.state_dict())`, loaded into another model")
 def file_of_the_state(worker: Worker) -> list[nn.Module]:
     def saved(model: nn.Module) -> nn.Module:

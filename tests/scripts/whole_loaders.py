@@ -483,6 +483,114 @@ def more_samples(worker: Worker) -> nn.Module:
     return model
 
 
+_OUT_OF_PROPORTION = everywhere(
+    Refused("not in proportion on all ranks", cure="`optimizer.set_weight(len(y))`")
+)
+
+
+class _WithPrompts(nn.Module):
+    """Compares samples with constant inputs, which it is given first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_samples, self.of_prompts = mlp(), mlp(seed=1)
+
+    def forward(self, prompts: Tensor, x: Tensor) -> Tensor:
+        return self.of_samples(x) @ self.of_prompts(prompts).T
+
+
+@script(
+    "Four constant tensors come first, and a rank has a multiple of four samples at first",
+    **_OUT_OF_PROPORTION,
+)
+def constants_first(worker: Worker) -> nn.Module:
+    model = _WithPrompts()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    prompts, _ = whole_batch(9, 4)
+    for x, _ in _loader(worker):
+        optimizer.zero_grad()
+        model(prompts, x).square().mean().backward()
+        optimizer.step()
+    return model
+
+
+class _Packed(nn.Module):
+    """Takes the rows of all samples, and to which sample each belongs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, rows: Tensor, sample: Tensor, num_samples: int) -> Tensor:
+        out = self.inner(rows)
+        sums = out.new_zeros(num_samples, out.shape[1]).index_add(0, sample, out)
+        return sums / sample.bincount(minlength=num_samples)[:, None].clamp(min=1)
+
+
+@script("Graphs whose nodes come first, two in a batch", **_OUT_OF_PROPORTION)
+def nodes_first(worker: Worker) -> nn.Module:
+    model = _Packed()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, y in _loader(worker, 2):
+        sample = torch.arange(len(x)).repeat_interleave(1 + (10 * x[:, 0]).abs().long())
+        optimizer.zero_grad()
+        mse_loss(model(x[sample], sample, len(x)), y).backward()
+        optimizer.step()
+    return model
+
+
+@script(
+    "Two loaders zipped, two losses, parts that are not in the same proportion",
+    **_OUT_OF_PROPORTION,
+)
+def zipped_out_of_proportion(worker: Worker) -> nn.Module:
+    model, optimizer = _model_and_optimizer(worker)
+    other = worker.scatter_loader(DataLoader(_data(5), 6, shuffle=True, generator=_generator(3)))
+    batches = zip(_loader(worker, 9, drop_last=True), other, strict=False)
+    for step, ((x, y), (more, _)) in enumerate(batches):
+        optimizer.zero_grad()
+        seen = model(torch.cat([x, more])) if step < 2 else None
+        if seen is not None:  # one call, whose weight is the sum
+            loss = mse_loss(seen[: len(x)], y) * 0 + seen.square().mean()
+        else:
+            loss = mse_loss(model(x), y) + 0.1 * model(more).square().mean()
+        loss.backward()
+        optimizer.step()
+    return model
+
+
+@script("All batches of an epoch are kept in a list")
+def kept_batches(worker: Worker) -> nn.Module:
+    model, optimizer = _model_and_optimizer(worker)
+    for x, y in [*_loader(worker), *_loader(worker)]:
+        _step(model, optimizer, x, y)
+    return model
+
+
+@script("The next batch is requested before the model is called, as to copy it to a device")
+def requested_in_advance(worker: Worker) -> nn.Module:
+    model, optimizer = _model_and_optimizer(worker)
+    loader = _loader(worker)
+    for _ in range(2):
+        batches = iter(loader)
+        following = next(batches, None)
+        while following is not None:
+            x, y = following
+            following = next(batches, None)
+            _step(model, optimizer, x, y)
+    return model
+
+
+@script("Batches are left out of gradient accumulation, the same ones on all ranks")
+def left_out(worker: Worker) -> nn.Module:
+    model, optimizer = _model_and_optimizer(worker)
+    for number, (x, y) in enumerate(_loader(worker)):
+        if number % 3 == 1:
+            continue
+        _step(model, optimizer, x, y)
+    return model
+
+
 @script(
     "Trained in `eval()`",
     **everywhere(Refused("in train() mode", cure="`optimizer.set_weight(len(x))`")),

@@ -16,6 +16,7 @@ from torchmn.cli.options import values_of
 from torchmn.cli.submit import SCHEDULER_NAMES
 from torchmn.errors import UnknownNameError, UsageError
 from torchmn.launch.submit.settings import Settings
+from torchmn.units import counted
 
 KINDS = ("image", "text", "tabular")
 NO_SCHEDULER = "none"
@@ -65,12 +66,18 @@ def init(
     if kind not in KINDS:
         raise UnknownNameError("kind", kind, KINDS)
     found = jobs.read_site(jobs.find_site(site, folder=Path.cwd(), home=Path.home()))
-    chosen = scheduler or found.scheduler or _installed(os.environ.get("PATH"))
+    wanted = scheduler or found.scheduler
+    chosen = wanted or _installed(os.environ.get("PATH"))
+    lacks_image = (image or found.settings_for(chosen).image) is None
+    is_left_out = wanted is None and chosen == jobs.KUBERNETES and lacks_image
+    if is_left_out:  # it was not requested, and cannot be written
+        chosen = NO_SCHEDULER
     if chosen not in (*jobs.NAMES, NO_SCHEDULER):
         raise UnknownNameError("scheduler", chosen, (*jobs.NAMES, NO_SCHEDULER))
     texts = {SCRIPT: (resources.files("torchmn.cli.templates") / f"{kind}.py").read_text("utf-8")}
     if chosen != NO_SCHEDULER:
-        own = Settings(walltime=walltime, image=image)
+        given = {"walltime": walltime, "image": image}
+        own = jobs.settings_from_options(given)
         name, text = _job_file(
             chosen, own.merged_over(found.settings_for(chosen)), num_nodes, per_node
         )
@@ -78,8 +85,9 @@ def init(
     existing = [str(folder / name) for name in texts if (folder / name).exists()]
     if existing and not force:
         raise UsageError(
-            f"{' and '.join(existing)} exist(s) already: use another folder, or --force, which "
-            "keeps the old one(s) as NAME~."
+            f"{' and '.join(existing)} {'exist' if len(existing) > 1 else 'exists'} already: use "
+            "another folder, or --force, which keeps "
+            f"{'the old ones' if len(existing) > 1 else 'the old one'} as NAME~."
         )
     _make(folder)
     for name, text in texts.items():
@@ -88,6 +96,8 @@ def init(
         typer.echo(f"{folder / name}" + (f" (the old one is {kept})" if kept else ""))
     for line in _next_steps(folder, chosen, [*texts][-1], num_nodes * per_node):
         typer.echo(line)
+    if is_left_out:
+        typer.echo("For a job on Kubernetes, add --scheduler kubernetes --image IMAGE.")
 
 
 def _installed(path: str | None) -> str:
@@ -147,4 +157,4 @@ def _next_steps(folder: Path, scheduler: str, job_file: str, num_ranks: int) -> 
     else:
         submit = jobs.SCHEDULERS[scheduler].submit_command[0]
         command = f"mkdir -p torchmn-logs && {submit} {job_file}"
-    return [*lines, f"As a job of {num_ranks} rank(s):", f"  {command}"]
+    return [*lines, f"As a job of {counted(num_ranks, 'rank')}:", f"  {command}"]

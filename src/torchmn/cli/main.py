@@ -57,8 +57,20 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         format_message = getattr(error, "format_message", None)
         if format_message is None:
             raise
-        _fail(str(format_message()), 2)
+        _fail(_with_value(error) or str(format_message()), 2)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _with_value(error: Exception) -> str:
+    """Why a value is no number; empty for another error. typer's own text leaves the value out."""
+    problems = getattr(error.__cause__, "errors", None)  # of pydantic, which newer versions use
+    option = next(iter(getattr(getattr(error, "param", None), "opts", ())), "")
+    if not option or not callable(problems):
+        return ""
+    problem = problems()[0]
+    kind = str(problem["type"]).partition("_")[0]
+    rule = {"int": "a whole number", "float": "a number"}.get(kind)
+    return f"{option} must be {rule}, got {str(problem['input'])!r}." if rule else ""
 
 
 def _fail(text: str, code: int) -> NoReturn:

@@ -92,12 +92,23 @@ def plan(
     import msgspec
     from rich.console import Console
 
+    from torchmn.planning.description import rate_bytes_per_s, schedule_of
     from torchmn.planning.prediction import predict_setting
     from torchmn.planning.show import as_json as to_json
     from torchmn.planning.show import changes_table, draw, tables_of
     from torchmn.planning.sources import known_of
     from torchmn.planning.what_pays import what_pays
 
+    for rate in _texts(links):
+        rate_bytes_per_s(rate)
+    for schedule in _texts(schedules):
+        schedule_of(schedule)
+    for option, number in (("--block-steps", block_steps), ("--overlap-steps", overlap_steps)):
+        least = 1 if option == "--block-steps" else 0
+        if number is not None and number < least:
+            raise UsageError(f"{option} must be at least {least}, got {number}.")
+    if cores_per_rank is not None and not cores_per_rank > 0:
+        raise UsageError(f"--cores-per-rank must be above 0, got {cores_per_rank:g}.")
     known = known_of(source, times_codecs=times_codecs)
     base = known.setting
     fixed = {
@@ -109,6 +120,11 @@ def plan(
     base = msgspec.structs.replace(
         base, **{name: value for name, value in fixed.items() if value is not None}
     )
+    if overlap_steps is not None and overlap_steps >= base.block_steps:
+        raise UsageError(
+            f"--overlap-steps {overlap_steps} must be less than the {base.block_steps} steps of a "
+            "block: choose fewer, or raise --block-steps."
+        )
     grid: dict[str, list[str] | list[int]] = {
         "rate": _texts(links),
         "schedule": _texts(schedules),
@@ -149,9 +165,13 @@ def _texts(text: str | None) -> list[str]:
 
 def _numbers(option: str, text: str | None) -> list[int]:
     try:
-        return [int(word) for word in _texts(text)]
+        numbers = [int(word) for word in _texts(text)]
     except ValueError:
         raise UsageError(f"{option} {text!r} must be whole numbers, separated by commas.") from None
+    for number in numbers:
+        if number < 1:
+            raise UsageError(f"{option} must be at least 1, got {number}.")
+    return numbers
 
 
 def _default_hosts(known: Description) -> list[int]:

@@ -58,6 +58,8 @@ def run(
         raise typer.Exit(launch.run_elastic_job(elastic_job, env, why=why))
     job, why = launch.plan_job(request, env)
     if is_dry:
+        if job.warning:
+            typer.echo(f"torchmn: {job.warning}", err=True)
         typer.echo(launch.dry_run(job, env))
         raise typer.Exit
     raise typer.Exit(launch.run_job(job, env, why=why))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from torchmn.cli.options import add_options, given, values_of
+from torchmn.errors import UsageError
 from torchmn.launch.submit.settings import Settings
 
 if TYPE_CHECKING:
@@ -58,8 +59,8 @@ def submit(
         bool, typer.Option("--requeue", help="Resubmit if the job checkpointed before the limit.")
     ] = False,
     max_requeues: Annotated[
-        int, typer.Option(help="Maximum number of resubmissions by --requeue.")
-    ] = 10,
+        int | None, typer.Option(help="Maximum number of resubmissions by --requeue (default: 10).")
+    ] = None,
     is_module: Annotated[
         bool, typer.Option("-m", "--module", help="Run a Python module: SCRIPT is its name.")
     ] = False,
@@ -73,20 +74,29 @@ def submit(
     from torchmn.launch import python_command
     from torchmn.launch import submit as jobs
 
+    if max_requeues is not None and not requeues:
+        raise UsageError(f"--max-requeues {max_requeues} has no effect without --requeue: add it.")
+    if waits and dry_run:
+        raise UsageError("--wait follows a job, and --dry-run submits none: leave one of them out.")
+    if output is not None:
+        jobs.raise_if_folder(output)
     folder, path = Path.cwd(), os.environ.get("PATH")
     found = jobs.read_site(jobs.find_site(site, folder=folder, home=Path.home()))
     if found.path is not None:
         _say(f"using the site file {found.path}")
-    wanted = scheduler or found.scheduler
+    wanted, installed = scheduler or found.scheduler, jobs.installed_schedulers(path)
+    if wanted is None and installed == (jobs.KUBERNETES,):
+        _say("a job for Kubernetes, since of all schedulers' commands only kubectl is on the PATH")
+        wanted = jobs.KUBERNETES
     exports = [jobs.parse_variable(text, os.environ) for text in settings.pop("exports") or ()]
-    own = Settings(exports=tuple(exports), **given(settings))
+    own = jobs.settings_from_options({"exports": tuple(exports), **given(settings)})
     request: dict[str, Any] = {
         "script": script,
         "args": tuple(args or ()),
         "num_nodes": num_nodes,
         "ranks_per_node": per_node,
         "is_module": is_module,
-        "max_requeues": max_requeues if requeues else 0,
+        "max_requeues": (10 if max_requeues is None else max_requeues) if requeues else 0,
     }
     if wanted == jobs.KUBERNETES:
         name = jobs.pod_name(script) if name is None else name
@@ -98,7 +108,7 @@ def submit(
         )
         _submit_pods(job, writes=output is not None, dry_run=dry_run, waits=waits)
         return
-    chosen = jobs.choose_scheduler(wanted, jobs.installed_schedulers(path))
+    chosen = jobs.choose_scheduler(wanted, installed)
     if not dry_run:
         jobs.raise_if_no_command(chosen, path)
     python_command(script, is_module=is_module)  # raises if there is no such script

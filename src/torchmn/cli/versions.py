@@ -83,6 +83,7 @@ def _schedulers(env: Mapping[str, str]) -> list[str]:
     from torchmn.launch.submit.choose import SCHEDULERS, installed_schedulers
 
     path = env.get("PATH")
-    found = [SCHEDULERS[name] for name in installed_schedulers(path)]
+    names = installed_schedulers(path)
+    found = [SCHEDULERS[name] for name in names if name in SCHEDULERS]
     here = [f"{scheduler.title} ({scheduler.submit_command[0]})" for scheduler in found]
     return [*here, *(["Kubernetes (kubectl)"] if shutil.which("kubectl", path=path) else [])]

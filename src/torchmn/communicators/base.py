@@ -26,6 +26,7 @@ from torchmn.communicators.allreduce import (
     ReduceBlock,
     create_allreduce,
 )
+from torchmn.communicators.batch_parts import BatchParts
 from torchmn.communicators.collective_jobs import CollectiveJobs
 from torchmn.communicators.collectives import Collectives
 from torchmn.communicators.engine import Engine, Work
@@ -146,8 +147,8 @@ class Communicator(Collectives, ABC):
         self._resume_warnings: list[str] = []
         self.divides_batches = False
         """Whether `scatter_loader` gives its ranks parts of batches, which may differ in size."""
-        self.part_sizes: set[int] = set()
-        """Samples of this rank in batches of such loaders, those of evaluations left out."""
+        self.batch_parts = BatchParts()
+        """The parts that such loaders give to this rank, those of evaluations left out."""
         self.num_divided_loaders = 0
         self._when_batches_are_divided: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.check_placement()

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import numpy as np
 import torch
 from torch.utils.data import Sampler, default_collate
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from torchmn.batch_settings import BatchSettings, HasBatchSettings
 from torchmn.data.permutations import Order, epoch_permutation
-from torchmn.data.sampler_pass import SamplerPass, iterating_loader
+from torchmn.data.sampler_pass import IteratingLoader, SamplerPass, iterating_loader
 from torchmn.data.scatter import shard_bounds
 from torchmn.data.sub_dataset import SizedDataset
 from torchmn.errors import RankMismatchError, UsageError
@@ -171,7 +170,11 @@ class GlobalSampler(Sampler[list[int]]):
 
     @property
     def samples_seen(self) -> int:
-        """Samples that loops have received since the beginning, over all ranks and epochs."""
+        """Samples of the data before the current position, over all ranks and epochs.
+
+        Those are the samples that loops have received and, of the epochs that have ended, those
+        that ``drop_last`` has dropped. One that ``pad_last`` has repeated counts once.
+        """
         state = self.state_dict()
         return state["epoch"] * self.dataset_length + state["position"]
 
@@ -189,11 +192,11 @@ class GlobalSampler(Sampler[list[int]]):
         return self._end_of(self._start, num) - self._end_of(self._start, num - 1)
 
     def __iter__(self) -> Iterator[list[int]]:
-        loader = iterating_loader(self, sys._getframe(1))
+        source = iterating_loader(self, sys._getframe(1))
         start = self._reached(is_left=True)
-        self._raise_if_no_batch_can_be_made(start, loader)
+        self._raise_if_no_batch_can_be_made(start, source)
         self._start = start
-        self._pass = SamplerPass(self._comm, loader)
+        self._pass = SamplerPass(self._comm, source)
         return self._pass.batches(self._parts(start))
 
     def _parts(self, state: SamplerState) -> Iterator[list[int]]:
@@ -271,7 +274,7 @@ class GlobalSampler(Sampler[list[int]]):
         if self._pass is None:
             return self._normalised(self._start)
         num = self._pass.num_handed_out
-        has_ended = self._pass.is_exhausted and num == self._num_batches(self._start)
+        has_ended = self._pass.has_ended and num == self._num_batches(self._start)
         if is_left and not has_ended and self._pass.was_peek:
             num = 0
         return self.state_after(num)
@@ -306,13 +309,13 @@ class GlobalSampler(Sampler[list[int]]):
         return min(position, self.dataset_length)
 
     def _raise_if_no_batch_can_be_made(
-        self, state: SamplerState, loader: _BaseDataLoaderIter | None
+        self, state: SamplerState, source: IteratingLoader | None
     ) -> None:
         """Raise on all ranks, before the first batch, if a rank would get a batch of no samples."""
         num = self._num_batches(state)
         last = self._end_of(state, num) - self._end_of(state, num - 1) if num else 0
         is_short = 0 < last < self.size and not (self.drop_last or self.pad_last)
-        if is_short and loader is not None and loader._collate_fn is default_collate:
+        if is_short and source is not None and source.iterator._collate_fn is default_collate:
             raise UsageError(
                 f"The last global batch of the epoch has {last} samples for {self.size} ranks, and "
                 "the DataLoader cannot make a batch of no samples. Give GlobalSampler "

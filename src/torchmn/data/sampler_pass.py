@@ -1,29 +1,39 @@
 """One ``for`` over a `GlobalSampler`: the number of batches that the script has received.
 
 A DataLoader with workers prefetches batches, so the number it has drawn is not the number that the
-loop has received. Its iterator counts the batches it returns, and a pass reads that count.
+loop has received. Its iterator counts the batches it returns, and a pass reads that count. Nor does
+the end of the indices show that the loop has ended: the pass sees the iterator's StopIteration.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch.utils.data import BatchSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from torchmn.errors import UsageError
 
-_COUNT = "_num_yielded"
-"""Torch's private name; a test checks that it exists."""
+_COUNT, _NEXT, _KEPT = "_num_yielded", "_next_data", "_iterator"
+"""Torch's private names, the last one of the DataLoader; tests check that they exist."""
 
 
 class StepCount(Protocol):
     """The attribute of a communicator that tells training from peeking at the data."""
 
     num_steps: int | None
+
+
+class IteratingLoader(NamedTuple):
+    """A DataLoader that iterates over a sampler."""
+
+    iterator: _BaseDataLoaderIter
+    loader: object
+    """The DataLoader, which holds on to its iterator if its workers are persistent."""
 
 
 class SamplerPass:
@@ -34,18 +44,23 @@ class SamplerPass:
     is a pass that was left with its first batch.
     """
 
-    def __init__(self, steps: StepCount, loader: _BaseDataLoaderIter | None) -> None:
+    def __init__(self, steps: StepCount, source: IteratingLoader | None) -> None:
         self._steps = steps
         self._num_steps_before = steps.num_steps
         self._num_drawn = 0
         self.is_exhausted = False
-        """Whether a batch was requested after the last one."""
+        """Whether indices were requested after the last ones, by the loop or by prefetching."""
+        self._has_ended: bool | None = None
+        """None: nothing is between this and the loop, so that `is_exhausted` says it."""
         self._fields: dict[str, Any] | None = None
         self._owner: weakref.ref[Any] | None = None
-        if loader is not None:
+        self._keeper: weakref.ref[Any] | None = None
+        if source is not None:
             # Its fields outlive it briefly, so that the last count can still be read.
-            self._fields = vars(loader)
-            self._owner = weakref.ref(loader, self._record_count)
+            self._fields = vars(source.iterator)
+            self._owner = weakref.ref(source.iterator, self._record_count)
+            self._keeper = None if source.loader is None else weakref.ref(source.loader)
+            self._watch_end(source.iterator)
 
     def batches(self, indices: Iterator[list[int]]) -> SamplerBatches:
         """The iterator for the loop."""
@@ -69,9 +84,25 @@ class SamplerPass:
         return self._num_drawn if fields is None else int(fields.get(_COUNT, self._num_drawn))
 
     @property
+    def has_ended(self) -> bool:
+        """Whether the loop has requested a batch after the last one."""
+        return self.is_exhausted if self._has_ended is None else self._has_ended
+
+    @property
     def was_left(self) -> bool:
-        """Whether the loop has left it, so that its last batch was requested."""
-        return self._owner is not None and self._owner() is None
+        """Whether the loop has left it, so that its last batch was requested.
+
+        A DataLoader with persistent workers keeps its iterator; then no loop holds it any more.
+        """
+        if self._owner is None:
+            return False
+        if self._owner() is None:
+            return True
+        keeper = None if self._keeper is None else self._keeper()
+        if keeper is None or vars(keeper).get(_KEPT) is not self._owner():
+            return False
+        # One reference is that of the keeper, and one that of the call.
+        return sys.getrefcount(self._owner()) <= 2
 
     @property
     def was_peek(self) -> bool:
@@ -79,6 +110,22 @@ class SamplerPass:
         if self._steps.num_steps is None:
             return self.num_handed_out <= 1
         return self._steps.num_steps == (self._num_steps_before or 0)
+
+    def _watch_end(self, iterator: _BaseDataLoaderIter) -> None:
+        """Take note when the iterator of a DataLoader ends the loop."""
+        original: Callable[[Any], Any] | None = getattr(type(iterator), _NEXT, None)
+        if original is None:
+            return
+        self._has_ended, owner = False, weakref.ref(iterator)
+
+        def next_data() -> Any:
+            try:
+                return original(owner())
+            except StopIteration:
+                self._has_ended = True
+                raise
+
+        vars(iterator)[_NEXT] = next_data
 
     def _record_count(self, _: object) -> None:
         self._num_drawn, self._fields = self.num_handed_out, None
@@ -103,15 +150,18 @@ class SamplerBatches:
         return batch
 
 
-def iterating_loader(sampler: object, caller: FrameType | None) -> _BaseDataLoaderIter | None:
-    """The iterator of the DataLoader that iterates over ``sampler``, or None.
+def iterating_loader(sampler: object, caller: FrameType | None) -> IteratingLoader | None:
+    """The DataLoader that iterates over ``sampler``, or None.
 
     Raises UsageError: the sampler was given as ``sampler=``.
     """
-    owner = None if caller is None else caller.f_locals.get("self")
+    variables = {} if caller is None else caller.f_locals
+    owner = variables.get("self")
     if isinstance(owner, BatchSampler) and owner.sampler is sampler:
         raise UsageError(
             "A GlobalSampler yields whole batches, but DataLoader(sampler=...) expects single "
             "indices. Write DataLoader(dataset, batch_sampler=sampler), without batch_size."
         )
-    return owner if isinstance(owner, _BaseDataLoaderIter) else None
+    if not isinstance(owner, _BaseDataLoaderIter):
+        return None
+    return IteratingLoader(owner, variables.get("loader"))

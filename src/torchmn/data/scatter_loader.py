@@ -28,7 +28,9 @@ from torchmn.data.sub_dataset import SubDataset
 from torchmn.errors import DataError, RankMismatchError, UsageError
 
 if TYPE_CHECKING:
-    from torchmn.communicators import Communicator
+    from torchmn.communicators.batch_parts import PassParts
+from torchmn.communicators import Communicator
+from torchmn.communicators.batch_parts import PassParts
 
 Sample = TypeVar("Sample")
 
@@ -141,8 +143,13 @@ class _Pass:
     """The sampler's iterator, on rank 0."""
     marks: GeneratorMarks | None = None
     """Of the sampler's generators, on rank 0."""
+    parts: PassParts = field(init=False)
     num_drawn: int = 0
     """Batches over all ranks whose parts the loader has drawn, those that it skipped included."""
+
+    def __post_init__(self) -> None:
+        counted = self.counted
+        self.parts = PassParts(lambda: counted.num_handed_out, lambda: counted.has_ended)
 
     @property
     def first(self) -> int:
@@ -198,14 +205,15 @@ class ScatteredBatches(Sampler[list[Any]]):
         return getattr(self.batches, name)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        loader = iterating_loader(self, sys._getframe(1))
+        source = iterating_loader(self, sys._getframe(1))
         if (left := self._pass) is not None and not left.counted.is_exhausted and left.marks:
             # One process would not have drawn the rest of a pass that was left.
             left.marks.rewind(left.num_drawn)
         # A loader with workers calls this twice and draws their seed in between.
         if self._resumed is not None and self._before is None:
             self._before = torch.get_rng_state()
-        own = self._pass = _Pass(SamplerPass(self._comm, loader), self._resumed, self._before)
+        own = self._pass = _Pass(SamplerPass(self._comm, source), self._resumed, self._before)
+        self._comm.batch_parts.add_pass(own.parts)
         return own.counted.batches(self._parts(own))
 
     def state_dict(self) -> LoaderState:
@@ -252,7 +260,7 @@ class ScatteredBatches(Sampler[list[Any]]):
                 first, last = shard_bounds(end - begin, size, rank, force_equal_length=False)
                 is_training = torch.is_grad_enabled()
                 if is_training:
-                    self._comm.part_sizes.add(last - first)
+                    own.parts.add(last - first, end - begin)
                 # An evaluation needs no step of this rank for a batch of which it has no sample.
                 if last > first or is_training:
                     yield drawn.samples(begin + first, begin + last)

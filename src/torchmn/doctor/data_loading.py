@@ -88,7 +88,7 @@ class LoadingCheck:
             if facts.error:
                 yield Finding(
                     check="data_loading",
-                    severity="ill",
+                    severity="error",
                     hosts=[host],
                     seen=f"{request.script[0]} loads no data on {host}: {facts.error}",
                     rule="The script iterates over a DataLoader within "

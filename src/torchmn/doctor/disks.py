@@ -103,7 +103,7 @@ def _room(host: str, folder: Folder) -> Iterator[Finding]:
     if folder.error:
         yield Finding(
             check="disks",
-            severity="ill",
+            severity="error",
             hosts=[host],
             seen=f"{host} cannot write to {folder.path}: {folder.error}",
             rule="Every host can write to the folders of checkpoints and logs.",
@@ -116,7 +116,7 @@ def _room(host: str, folder: Folder) -> Iterator[Finding]:
         files = f", {folder.free_files} files" if folder.free_files >= 0 else ""
         yield Finding(
             check="disks",
-            severity="ill" if folder.free_bytes < 100 * MiB else "warning",
+            severity="error" if folder.free_bytes < 100 * MiB else "warning",
             hosts=[host],
             seen=f"{folder.path} on {host} has room for {folder.free_bytes / GiB:.3g} GiB{files}",
             rule=f"There is room for checkpoints: {least / GiB:.3g} GiB and 1000 files.",

@@ -28,6 +28,7 @@ from torchmn.doctor.orders import Begin, Examine, LinkMeasured, MeasureLink, Req
 from torchmn.doctor.tournament import Pair, apart, rounds_of, turns_of
 from torchmn.errors import LaunchError, UsageError
 from torchmn.launch.starters.remote import remote_shell
+from torchmn.units import counted
 
 _START_S = 20.0
 _CHECK_S, _LOADING_S = 60.0, 150.0
@@ -125,7 +126,7 @@ class _Examiner:
             session.kill()
 
     def _start(self) -> None:
-        self._say(f"starting on {len(self._request.hosts)} host(s)")
+        self._say(f"starting on {counted(len(self._request.hosts), 'host')}")
         hosts = self._request.hosts
         for host, found in zip(hosts, self._workers.map(self._open, hosts), strict=True):
             if isinstance(found, HostSession):
@@ -146,7 +147,7 @@ class _Examiner:
         self.findings.append(
             Finding(
                 check="hosts",
-                severity="ill",
+                severity="error",
                 hosts=[host],
                 seen=seen,
                 rule="Every host runs a command through the remote shell, with the same Python and "
@@ -168,13 +169,14 @@ class _Examiner:
             suspects = {
                 host
                 for finding in check.findings(found, self._request)
-                if finding.severity == "warning"  # ill is what was refused, not what is slow
+                if finding.severity == "warning"  # errors are what was refused, not what is slow
                 for host in finding.hosts
             }
             if not suspects:
                 break
             time.sleep(_PAUSE_S)
-            self._say(f"checking {check.name.replace('_', ' ')} again on {len(suspects)} host(s)")
+            name, hosts = check.name.replace("_", " "), counted(len(suspects), "host")
+            self._say(f"checking {name} again on {hosts}")
             again = self._examined(check, [host for host in found if host in suspects])
             found |= {host: check.best_of(found[host], facts) for host, facts in again.items()}
         self.facts[check.name] = found

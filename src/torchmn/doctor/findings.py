@@ -8,8 +8,8 @@ from typing import Literal
 
 from torchmn.control.codec import Record
 
-Severity = Literal["ill", "warning", "note"]
-SEVERITIES: tuple[Severity, ...] = ("ill", "warning", "note")
+Severity = Literal["error", "warning", "note"]
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 
 
 class Finding(Record, frozen=True, kw_only=True):

@@ -74,7 +74,7 @@ class GpuCheck:
             if facts.error and (facts.num_devices or any(each.gpus for each in found.values())):
                 yield _gpu_finding(
                     host,
-                    "ill",
+                    "error",
                     f"the GPU driver of {host} does not answer: {facts.error}",
                     "nvidia-smi lists the GPUs of every host.",
                     "Look for Xid errors in dmesg; load the driver again, or restart the host.",
@@ -102,7 +102,7 @@ class GpuCheck:
                     continue
                 yield Finding(
                     check="gpus",
-                    severity="ill" if what == "GPUs" else "warning",
+                    severity="error" if what == "GPUs" else "warning",
                     hosts=hosts,
                     seen=f"{listed(hosts)} has {value} {what if what == 'GPUs' else ''}".rstrip()
                     + f", other hosts have {usual}",
@@ -118,7 +118,7 @@ def _one_gpu(host: str, gpu: Mapping[str, str]) -> Iterator[Finding]:
     if errors or gpu["pending"] == "Yes":
         yield _gpu_finding(
             host,
-            "ill",
+            "error",
             f"{name} has {errors:.0f} uncorrected memory errors"
             + (" and a page to be retired" if gpu["pending"] == "Yes" else ""),
             "A GPU has no uncorrected memory errors: results may be wrong.",
@@ -163,7 +163,7 @@ def _gpu_finding(
 ) -> Finding:
     return Finding(
         check="gpus",
-        severity="ill" if severity == "ill" else "warning",
+        severity="error" if severity == "error" else "warning",
         hosts=[host],
         seen=seen,
         rule=rule,

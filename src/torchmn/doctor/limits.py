@@ -10,7 +10,7 @@ from pathlib import Path
 from torchmn.control.codec import Record
 from torchmn.doctor.findings import Finding
 from torchmn.doctor.orders import Request
-from torchmn.units import GiB, MiB
+from torchmn.units import GiB, MiB, counted
 
 _SHM = "/dev/shm"
 _MIN_SHM_BYTES = 256 * MiB
@@ -94,7 +94,7 @@ def _shared_memory(host: str, facts: LimitFacts, slots: int) -> Iterator[Finding
             hosts=[host],
             seen=seen,
             rule=f"Ranks of one host and DataLoader workers share memory there: "
-            f"{needed / MiB:.4g} MiB for {slots} rank(s).",
+            f"{needed / MiB:.4g} MiB for {counted(slots, 'rank')}.",
             cure="Remove what is left there, or make it larger: mount -o remount,size=50% "
             "/dev/shm; of a container: --shm-size=8g or --ipc=host.",
             value=max(0, facts.shm_free_bytes) / MiB,

@@ -13,7 +13,7 @@ from torchmn.doctor.findings import Finding, Severity, listed
 from torchmn.doctor.network import NetworkFacts
 from torchmn.doctor.orders import LinkMeasured, Request
 
-_MIN_RATIO, _ILL_RATIO = 0.5, 0.1
+_MIN_RATIO, _ERROR_RATIO = 0.5, 0.1
 _MAX_LATENCY_RATIO, _MIN_LATENCY_S = 5.0, 1e-3
 _MAX_RETRANSMITTED, _MAX_LOSS_RATIO = 0.02, 4.0
 _FASTER = 2.0
@@ -168,7 +168,7 @@ def _places(
             chosen = [link for link in left.values() if host in link.key[:2]]
             peers = sorted({name for link in chosen for name in link.key[:2]} - {host})
             if chosen:
-                yield [host], f"{host} sends to and receives from {listed(peers)}", chosen
+                yield [host], f"where {host} sends to and receives from {listed(peers)}", chosen
             for link in chosen:
                 left.pop(link.key)
     for direction, verb in (("source", "sends to"), ("target", "receives from")):
@@ -179,11 +179,11 @@ def _places(
                 chosen = [link for link in left.values() if getattr(link, direction) == host]
                 other = "target" if direction == "source" else "source"
                 peers = sorted(getattr(link, other) for link in chosen)
-                yield [host], f"{host} {verb} {listed(peers)}", chosen
+                yield [host], f"where {host} {verb} {listed(peers)}", chosen
                 for link in chosen:
                     left.pop(link.key)
     for link in left.values():
-        yield [link.source, link.target], f"{link.source} sends to {link.target}", [link]
+        yield [link.source, link.target], f"where {link.source} sends to {link.target}", [link]
 
 
 def _finding(
@@ -205,9 +205,8 @@ def _no_connection(hosts: list[str], where: str, links: list[Link]) -> Finding:
     reason = Counter(link.measured.error for link in links).most_common(1)[0][0]
     return _finding(
         hosts,
-        "ill" if any(link.is_named for link in links) else "warning",
-        f"no connection where {where}, over {links[0].interface} (such as {links[0].address}): "
-        f"{reason}",
+        "error" if any(link.is_named for link in links) else "warning",
+        f"no connection {where}, over {links[0].interface} (such as {links[0].address}): {reason}",
         "Every host can connect to every other one, on any port above 1024.",
         "Check that the interface has a carrier (ip link) and is meant for jobs, and open the "
         "ports in the firewall (iptables -L, nft list ruleset, the security group of a cloud). If "
@@ -228,8 +227,8 @@ def _slow(hosts: list[str], where: str, links: list[Link], usual: float) -> Find
         others += f"; {lost:.1%} of the packets are sent again"
     return _finding(
         hosts,
-        "ill" if rate < _ILL_RATIO * bound else "warning",
-        f"{links[0].interface} carries {_gbit(rate)}{beside} Gb/s where {where}{others}",
+        "error" if rate < _ERROR_RATIO * bound else "warning",
+        f"{links[0].interface} carries {_gbit(rate)}{beside} Gb/s {where}{others}",
         f"A link carries at least {_MIN_RATIO:.0%} of its adapter's speed and of the fastest "
         "quarter of links.",
         "Check cable and switch port (ethtool INTERFACE: speed, duplex; ethtool -S: errors), "
@@ -244,7 +243,7 @@ def _long_way(hosts: list[str], where: str, links: list[Link], usual_s: float) -
     return _finding(
         hosts,
         "warning",
-        f"a round trip takes {latency_s * 1e3:.3g} ms where {where}, over {links[0].interface}; on "
+        f"a round trip takes {latency_s * 1e3:.3g} ms {where}, over {links[0].interface}; on "
         f"other links {usual_s * 1e3:.3g} ms",
         f"Round trips take at most {_MAX_LATENCY_RATIO:g} times those of other links.",
         "Look for a route by another site (traceroute), a busy host or a congested switch.",
@@ -258,7 +257,7 @@ def _losing(hosts: list[str], where: str, links: list[Link]) -> Finding:
     return _finding(
         hosts,
         "warning",
-        f"{lost:.1%} of the packets are sent again where {where}, over {links[0].interface}",
+        f"{lost:.1%} of the packets are sent again {where}, over {links[0].interface}",
         f"At most {_MAX_RETRANSMITTED:.0%} of the packets are lost.",
         "Check cable, switch port and duplex (ethtool -S INTERFACE), and limits that drop packets.",
         lost,

@@ -95,7 +95,7 @@ def _own_name(host: str, facts: NetworkFacts) -> Iterator[Finding]:
     elif all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in addresses):
         yield Finding(
             check="network",
-            severity="ill",
+            severity="error",
             hosts=[host],
             seen=f"{host} takes its own name, {facts.hostname}, for {addresses[0]}, which only "
             "leads to itself: gloo and torchrun would give that address to other hosts",
@@ -111,7 +111,7 @@ def _names_of_others(found: Mapping[str, NetworkFacts]) -> Iterator[Finding]:
         if unknown:
             yield Finding(
                 check="network",
-                severity="ill",
+                severity="error",
                 hosts=[host],
                 seen=f"{host} does not know the name {listed(unknown)}",
                 rule="Every host resolves the names of all hosts.",
@@ -124,7 +124,7 @@ def _names_of_others(found: Mapping[str, NetworkFacts]) -> Iterator[Finding]:
             if real and not real & set(addresses):
                 yield Finding(
                     check="network",
-                    severity="ill",
+                    severity="error",
                     hosts=[host],
                     seen=f"{host} takes {name} for {addresses[0]}, which is no address of {name} "
                     f"({listed(sorted(real))})",

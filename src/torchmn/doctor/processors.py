@@ -23,7 +23,7 @@ from torchmn.errors import TopologyError
 from torchmn.topology import available_processors, memory_nodes, read_launcher_env
 from torchmn.topology.cpus import control_groups
 from torchmn.topology.memory import memory_of_host
-from torchmn.units import GiB, MiB
+from torchmn.units import GiB, MiB, counted
 
 _NUM_WINDOWS, _WINDOW_S = 4, 0.15
 _ITERATIONS = 20_000
@@ -218,7 +218,7 @@ def _too_few_cores(host: str, facts: ProcessorFacts, slots: int) -> Iterator[Fin
             check="processors",
             severity="warning",
             hosts=[host],
-            seen=f"{host} has {slots} slots, and only {facts.num_cores} core(s) may be used",
+            seen=f"{host} has {slots} slots, and may use only {counted(facts.num_cores, 'core')}",
             rule="Each rank has a core of its own.",
             cure="Lower the slots of the host, or widen the affinity of the job (taskset, "
             "--cpus-per-task, cpuset).",
@@ -271,20 +271,30 @@ def _shared_cores(host: str, facts: ProcessorFacts) -> Iterator[Finding]:
     if not shared or facts.throttled_s > 0:
         return
     busy = [
-        f"{each.name} (process {each.pid}) uses {each.cores_used:.2g} core(s)"
+        f"{each.name} (process {each.pid}) uses {counted(each.cores_used, 'core', '.2g')}"
         for each in facts.others
         if each.last_core in shared
     ]
     least = min(shared.values())
+    cores, verb, each = (
+        ("core", "is", "it") if len(shared) == 1 else ("cores", "are", "one of them")
+    )
+    cure = "End that process, move it to other cores (taskset -cp), or leave its cores out."
+    if not busy:
+        cure = (
+            "No process on this host uses them: look for steal time (st in top), which a virtual "
+            "machine has when its host is busy, and for processes outside of this container; or "
+            "leave these cores out."
+        )
     yield Finding(
         check="processors",
         severity="warning",
         hosts=[host],
-        seen=f"core {listed([str(core) for core in shared])} of {host} is shared: our thread gets "
-        f"{least:.0%} of it{': ' + '; '.join(busy[:3]) if busy else ''}",
+        seen=f"{cores} {listed([str(core) for core in shared])} of {host} {verb} shared: our "
+        f"thread gets {least:.0%} of {each}{': ' + '; '.join(busy[:3]) if busy else ''}",
         rule=f"A rank gets at least {_MIN_SHARE:.0%} of each of its cores: all ranks wait for the "
         "slowest.",
-        cure="End that process, move it to other cores (taskset -cp), or leave its cores out.",
+        cure=cure,
         value=least,
         unit="of a core",
     )

@@ -12,7 +12,7 @@ import msgspec
 from torchmn.doctor.examination import Examination
 from torchmn.doctor.findings import Finding, worst
 from torchmn.exit_status import DOCTOR_STATUS
-from torchmn.units import GiB
+from torchmn.units import GiB, counted
 
 _MAX_HOSTS = 16
 _WIDTH = 100
@@ -35,12 +35,12 @@ def as_text(examination: Examination) -> str:
     lines += [*_hosts(examination), *_links(examination), *_taken(examination)]
     count = {
         each: sum(finding.severity == each for finding in examination.findings)
-        for each in ("ill", "warning")
+        for each in ("error", "warning")
     }
-    result = "healthy" if not any(count.values()) else f"{count['ill']} ill, "
-    result += f"{count['warning']} warning(s)" if any(count.values()) else ""
-    number = len(examination.hosts)
-    lines.append(f"{number} host(s) examined in {examination.seconds:.0f} s: {result}.")
+    found = ", ".join(counted(number, severity) for severity, number in count.items())
+    result = found if any(count.values()) else "healthy"
+    hosts = counted(len(examination.hosts), "host")
+    lines.append(f"{hosts} examined in {examination.seconds:.0f} s: {result}.")
     return "\n".join(lines)
 
 

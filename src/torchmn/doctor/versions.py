@@ -49,7 +49,7 @@ class VersionCheck:
             if facts.problem:
                 yield Finding(
                     check="versions",
-                    severity="ill",
+                    severity="error",
                     hosts=[host],
                     seen=f"on {host} {facts.problem}",
                     rule="Every host sees the folder that the job starts in.",
@@ -63,7 +63,7 @@ class VersionCheck:
             for version, hosts in others.items():
                 yield Finding(
                     check="versions",
-                    severity="ill" if name in COMPARED else "warning",
+                    severity="error" if name in COMPARED else "warning",
                     hosts=hosts,
                     seen=f"{name} is {version} on {listed(hosts)} and {usual} on other hosts",
                     rule=f"All hosts have the same {name}.",

@@ -16,6 +16,7 @@ from torchmn.gradients.buckets import Bucket, Slot
 from torchmn.gradients.finiteness import Finiteness
 from torchmn.gradients.footer import (
     ACTIVE,
+    CHECKSUM,
     GIVEN_UP,
     JOINT,
     LATE,
@@ -259,6 +260,8 @@ class BucketSet:
             row = footer_row(self.context, self.comm.rank, presence, flag)
             self._row = row + [0.0] * (self._footer.numel() - len(row))
             self._footer.copy_(torch.tensor(self._row, dtype=torch.float64, device="cpu"))
+            if self.context.is_active and self.context.checksum is not None:
+                self._footer[CHECKSUM] = self.context.checksum
             num_nonfinite = self.finiteness.count(self._footer.device)
             if num_nonfinite is not None:
                 self._footer[NONFINITE] = num_nonfinite

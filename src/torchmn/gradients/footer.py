@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 from torchmn.communicators import Communicator
 from torchmn.errors import CommunicationError, RankMismatchError, UsageError
-from torchmn.gradients.weights import PassContext, miscount
+from torchmn.gradients.batch_shares import NOT_COMPARED, NUM_TRIED, Shares
+from torchmn.gradients.replica_watch import UNKNOWN
+from torchmn.gradients.weights import PassContext, disproportion, miscount
 
 (
     WEIGHT,
@@ -26,9 +29,13 @@ from torchmn.gradients.weights import PassContext, miscount
     RATE_SQUARE,
     LATE,
     JOINT,
-    NUM_FOOTER,
-) = range(18)
-"""The elements of a footer. After them come presence flags, one per parameter, if asked for.
+    NUM_STEPS,
+    CHECKSUM,
+    FITS,
+) = range(20)
+NUM_FOOTER = FITS + NUM_TRIED
+"""The elements of a footer, the last ones those of `batch_shares`. After them come presence flags,
+one per parameter, if asked for.
 
 `OWN_SQUARE` and the two after it are 0 unless norms are measured (`gradient_norms`).
 """
@@ -52,6 +59,7 @@ _FLAGS = {
 """What all ranks must do together, and what it means if only some did."""
 _RATE_TOLERANCE = 1e-6
 """For each rank, of the square of the sum of rates: float32 rounds sums of n to 1e-7 n."""
+_MAX_STEPS = 64
 _COUNT_MODULUS = 4096  # so that float32 can hold the sum of the counts of many ranks
 
 
@@ -66,6 +74,11 @@ def footer_row(
     row[RATE_SQUARE] = 0.0 if context.may_rate_differ else context.rate**2
     row[JOINT] = float(context.is_joint)
     row[LATE] = float(context.is_late and context.is_active)
+    if context.is_active:
+        steps = context.num_steps
+        row[NUM_STEPS] = UNKNOWN if steps is None else float(min(steps, _MAX_STEPS))
+        row[CHECKSUM] = UNKNOWN if context.checksum is None else 0.0  # its device writes it
+        row[FITS:NUM_FOOTER] = NOT_COMPARED if context.shares is None else context.shares.fits
     if flag is None and context.has_loaded and context.is_active:
         flag = LOADED
     if flag is None and context.is_miscounted:
@@ -93,6 +106,10 @@ def raise_if_flags_differ(comm: Communicator, row: Sequence[float], context: Pas
             f"{comm.rank_label}: on {num_flagged} of {comm.size} ranks "
             f"{miscount(context.num_samples)}"
         )
+    if context.is_active:
+        _check_replicas(comm, row, context)
+    if context.shares is not None:
+        _check_shares(comm, row, context.num_samples, context.shares)
     # By Cauchy and Schwarz this is 0 only where all are equal, and the same on all ranks. It is
     # negative where they may differ.
     spread = round(row[ACTIVE]) * row[RATE_SQUARE] - row[RATE] ** 2
@@ -112,3 +129,41 @@ def raise_if_flags_differ(comm: Communicator, row: Sequence[float], context: Pas
             "must run the same number of backward() and step() calls, or end its loop inside "
             "optimizer.join()."
         )
+
+
+def _check_replicas(comm: Communicator, row: Sequence[float], context: PassContext) -> None:
+    """Raise RankMismatchError if steps differ; warn if parameters do."""
+    num_active, steps = round(row[ACTIVE]), context.num_steps
+    if (
+        steps is not None
+        and row[NUM_STEPS] >= 0
+        and row[NUM_STEPS] != min(steps, _MAX_STEPS) * num_active
+    ):
+        raise RankMismatchError(
+            f"{comm.rank_label}: the ranks have made different numbers of optimizer steps since "
+            f"the exchange of gradients before: {steps} here, {row[NUM_STEPS] / num_active:g} in "
+            "the mean over ranks, so that their parameters differ. Leave a step out on all ranks "
+            "or on none: decide by a value that all ranks share, such as "
+            "comm.allreduce(loss.detach(), 'mean')."
+        )
+    if (
+        context.checksum is not None
+        and context.replicas is not None
+        and row[CHECKSUM] >= 0
+        and row[CHECKSUM] != int(context.checksum) * num_active
+    ):
+        context.replicas.warn(comm, context.step)
+
+
+def _check_shares(
+    comm: Communicator, row: Sequence[float], num_samples: float, shares: Shares
+) -> None:
+    """Raise UsageError in the first pass over a loader, later warn, of wrong weights."""
+    compared_by = shares.compared_by
+    if compared_by.is_proportional(row[FITS:NUM_FOOTER], row[SAMPLES], shares):
+        return
+    text = f"{comm.rank_label}: {disproportion(num_samples, row[SAMPLES], shares)}"
+    if compared_by.is_in_first_pass:
+        raise UsageError(text)
+    if compared_by.first_warning():
+        warnings.warn(text, stacklevel=2)

@@ -33,6 +33,7 @@ from torchmn.gradients.gradient_memory import GradientState, gradient_state
 from torchmn.gradients.mean_assignment import MeanAssignment
 from torchmn.gradients.nonfinite import NonfiniteGradients
 from torchmn.gradients.parameter_hook import has_later_hook, watch_gradient
+from torchmn.gradients.replica_watch import ReplicaWatch
 from torchmn.gradients.sparse_gradients import mean_sparse_gradients
 from torchmn.gradients.weights import Contribution, PassContext
 from torchmn.profiling import recording
@@ -121,6 +122,8 @@ class GradientReducer:
         """Whether other optimizers exchange in the backward pass that ends."""
         self.were_own_changed = False
         """Whether the script had changed such gradients before they were exchanged in `step`."""
+        self.replicas = ReplicaWatch()
+        """Of what the script does to parameters, where it must be the same on all ranks."""
         self._has_warned = False
         self._on_backward_end = on_backward_end
         self._watcher: PassWatcher | None = None
@@ -153,6 +156,7 @@ class GradientReducer:
         """
         load_codec_state(self.codec, self.comm, codec)
         self._has_loaded = True
+        self.replicas.forget()
         self.load_progress(progress)
 
     def load_progress(self, progress: dict[str, Any]) -> None:
@@ -165,9 +169,17 @@ class GradientReducer:
         if self.filling.is_narrow:
             self.buffers.scale = progress["scale"]
 
-    def end_step(self) -> None:
-        """The optimizer has stepped. Local."""
+    def end_step(self, *, are_replicas: bool = False) -> None:
+        """The optimizer has stepped. Local.
+
+        ``are_replicas``: whether parameters are up to date now and the same on all ranks.
+        """
         self.step += 1
+        self.replicas.step_ended()
+        parameters = self.parameters
+        is_divided = parameters.are_sharded or parameters.mesh.has_parallel_layers
+        if are_replicas and self.is_needed and not is_divided:
+            self.replicas.note(parameters.trained(), self.step, self.comm.size)
         if not self.is_needed:  # no backward pass does it
             self.contribution.reset()
         self.contribution.end_step()
@@ -181,6 +193,7 @@ class GradientReducer:
     def rebuild(self) -> None:
         """Lay out the buckets again, for the parameters that are trainable now. *Collective.*"""
         self.close()
+        self.replicas.forget()
         trainable = self.parameters.lay_out(self._unexchanged)
         sparse = self.parameters.sparse
         if self.comm.size > 1:
@@ -305,6 +318,7 @@ class GradientReducer:
             yield
         finally:
             self.is_active = True
+            self.replicas.forget()
 
     def _on_gradient(self, parameter: Tensor) -> None:
         """A gradient is final: pack it, which sends the buckets that are full in order."""
@@ -402,6 +416,9 @@ class GradientReducer:
             weight, num_samples = self.parameters.mesh.mean_weights(
                 own.weight, own.num_samples, self.comm.rank_label
             )
+        shares = None
+        if is_active and not self.parameters.mesh.has_parallel_layers:
+            shares = own.compare(num_samples)
         return PassContext(
             step=self.step,
             weight=weight,
@@ -411,7 +428,11 @@ class GradientReducer:
             index=self._num_exchanges,
             rate=self._rate() if is_active else 0.0,
             is_late=self.is_late,
-            is_miscounted=is_active and own.is_miscounted(),
+            is_miscounted=is_active and own.is_miscounted(shares),
+            shares=shares,
+            num_steps=self.replicas.num_steps,
+            checksum=self.replicas.checksum,
+            replicas=self.replicas,
         )
 
     def _end_backward(self) -> None:
@@ -558,6 +579,7 @@ class GradientReducer:
         self._unexchanged.clear()
         self._num_exchanges += 1
         self._has_loaded = False
+        self.replicas.exchanged()
 
     def start_remaining(self) -> None:
         """Hand over what is left; return at once, or, with sparse gradients, when all is summed."""
@@ -588,6 +610,7 @@ class GradientReducer:
         means = self.buffers.swap()
         means.wait()
         self.means.discard(means)
+        self.replicas.forget()
         return means
 
     # ---- inside ----

@@ -16,7 +16,7 @@ backward pass is there and overlapped with the rest of the pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from torchmn.communicators import Communicator
+from torchmn.gradients.batch_shares import BatchShares, Shares
+from torchmn.gradients.replica_watch import ReplicaWatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,14 @@ class PassContext:
     """Whether other optimizers exchange in the same backward pass."""
     is_miscounted: bool = False
     """Whether the samples are no multiple of those that a loader gave this rank."""
+    shares: Shares | None = None
+    """What is compared with the parts of batches that loaders gave, if anything is."""
+    num_steps: int | None = None
+    """Of the optimizer since the exchange before; None: not compared."""
+    checksum: Tensor | None = None
+    """Of a part of the parameters after the last step; None: not compared."""
+    replicas: ReplicaWatch | None = None
+    """Which warns where checksums differ."""
 
 
 class Contribution:
@@ -64,12 +74,13 @@ class Contribution:
         """The mean over ranks of `num_samples`, where all ranks know it: blocks end by it."""
         self.is_set = False
         """Whether the weight was given, so that what forward sees is not counted."""
-        self.part_sizes: Collection[int] = ()
-        """Of a loader that divides batches: the samples of each batch that this rank was given."""
+        self.shares: BatchShares | None = None
+        """Where loaders divide batches: compares what is counted with this rank's parts."""
         self.was_ever_known = False
         """Whether anything was counted or set since the beginning."""
         self._set_weight = self._set_samples = 0.0
         self._counted = 0.0
+        self._num_forwards = 0
         self._has_counted = False
         """Whether a forward pass was counted since the last exchange and `zero_grad`."""
         self._before_zero_grad: float | None = None
@@ -117,6 +128,7 @@ class Contribution:
         if self._is_known:
             self._last_counted = self.num_samples
         self.is_set, self._counted, self._has_counted = False, 0.0, False
+        self._num_forwards = 0
         self._before_zero_grad = self.mean_samples = None
 
     def zero_grad(self) -> None:
@@ -128,17 +140,22 @@ class Contribution:
         if self._has_counted:
             self._before_zero_grad = self._counted
             self._counted, self._has_counted = 0.0, False
+            self._num_forwards = 0
 
-    def is_miscounted(self) -> bool:
-        """Whether forward has seen no multiple of what a loader gave, asked for the first time.
+    def compare(self, num_samples: float) -> Shares | None:
+        """What to compare with the parts of batches, in an exchange of ``num_samples``."""
+        if self.is_set or self.shares is None:
+            return None
+        return self.shares.of(num_samples, self._num_forwards)
 
-        Only where it is known what it gave: all batches so far were of one size on this rank.
-        """
+    def is_miscounted(self, shares: Shares | None) -> bool:
+        """Whether forward has seen no multiple of what a loader gave, asked for the first time."""
         is_first, self._is_checked = not self._is_checked, True
-        if not is_first or self.is_set or len(self.part_sizes) != 1:
+        if not is_first or shares is None:
             return False
-        (part,) = self.part_sizes
-        return bool(self.num_samples % part if part else self.num_samples)
+        num_samples = self.num_samples
+        parts = [part for part in shares.own if part]
+        return all(num_samples % part for part in parts) if parts else num_samples > 0
 
     def resume(self, num_samples: float) -> None:
         """Continue counting from ``num_samples``."""
@@ -156,9 +173,11 @@ class Contribution:
         if not (module.training and torch.is_grad_enabled()) or self.is_set:
             return
         # Compiled code cannot ask; compiled whole, a checkpointed part is not called again.
-        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+        if not torch.compiler.is_compiling() and (
+            torch._C._current_graph_task_id() != -1 or torch._C._is_tracing()
+        ):
             return
-        num_samples = _first_size((*args, *kwargs.values()))
+        num_samples = first_size((*args, *kwargs.values()))
         if num_samples is not None:
             self.add(num_samples)
 
@@ -166,29 +185,44 @@ class Contribution:
         """Count samples, unless the weight was set."""
         if not self.is_set:
             self._counted += num_samples
+            self._num_forwards += 1
             self.was_ever_known = self._has_counted = True
 
 
-def _first_size(values: Iterable[object]) -> int | None:
+def first_size(values: Iterable[object]) -> int | None:
     """The first size of the first tensor that has one, or None."""
     for value in values:
         if isinstance(value, Tensor) and value.dim():
             return value.shape[0]
         if isinstance(value, Mapping):
-            size = _first_size(value.values())
+            size = first_size(value.values())
             if size is not None:
                 return size
     return None
+
+
+_COUNT_RULE = (
+    "What a rank counts is the first size of the first tensor that forward is given; here that is "
+    "not the batch, or there are other samples in it. Call optimizer.set_weight(number_of_samples) "
+    "before each backward(), or pass weight='samples' if the loss is a mean over what is counted."
+)
 
 
 def miscount(num_samples: float) -> str:
     """What is wrong where `Contribution.is_miscounted`, and the cure."""
     return (
         "the model's forward saw no multiple of the samples of its batch of scatter_loader in the "
-        f"first pass (here it saw {num_samples:g}). What a rank counts is the first size of the "
-        "first tensor that forward is given; here that is not the batch, or there are other "
-        "samples in it. Call optimizer.set_weight(number_of_samples) before each backward(), or "
-        "pass weight='samples' if the loss is a mean over what is counted."
+        f"first pass (here it saw {num_samples:g}). {_COUNT_RULE}"
+    )
+
+
+def disproportion(num_samples: float, num_all: float, shares: Shares) -> str:
+    """What is wrong where `BatchShares.is_proportional` is not so, and the cure."""
+    return (
+        f"the model's forward saw {num_samples:g} samples here and {num_all:g} on all ranks, and "
+        f"this rank's part of the batch of scatter_loader is {shares.own[0]} of "
+        f"{shares.totals[0]}: not in proportion on all ranks, so that the mean of gradients would "
+        f"have wrong weights. {_COUNT_RULE}"
     )
 
 

@@ -51,8 +51,8 @@ class BatchGrowth:
         check_milestones(milestones, unit)
         if not 1 < factor < float("inf"):
             raise UsageError(f"factor={factor} must be a finite number greater than 1.")
-        if max_batch is not None and max_batch < 1:
-            raise UsageError(f"max_batch={max_batch} must be at least 1.")
+        if max_batch is not None and (type(max_batch) is not int or max_batch < 1):
+            raise UsageError(f"max_batch={max_batch!r} must be a whole number, at least 1.")
         self.milestones = tuple(milestones)
         self.factor = factor
         self.unit: Unit = unit

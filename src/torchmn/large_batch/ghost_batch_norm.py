@@ -31,7 +31,7 @@ class _Ghost(nn.modules.batchnorm._BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize; in training mode each ghost batch by itself. Local."""
-        num_parts = round(input.shape[0] / self.ghost_batch) if input.dim() else 0
+        num_parts = _num_parts(input.shape[0], self.ghost_batch) if input.dim() else 0
         if not self.training or num_parts <= 1:
             return super().forward(input)
         return torch.cat([super(_Ghost, self).forward(x) for x in input.tensor_split(num_parts)])
@@ -55,8 +55,9 @@ class GhostBatchNorm2d(_Ghost, nn.BatchNorm2d):
     """`torch.nn.BatchNorm2d` whose training batches are normalized in parts.
 
     Parameters, buffers, state dict and evaluation are those of the layer of torch. A batch is
-    divided in order into the number of ghost batches that makes them nearest to ``ghost_batch``
-    samples; their sizes differ by at most one.
+    divided in order into as many ghost batches as ``ghost_batch`` samples are in it, rounded to the
+    nearest number, and half of one upwards; their sizes differ by at most one. None has less than
+    two samples, except that of a batch of one.
 
     Args:
         num_features: channels, dimension 1 of the input.
@@ -123,6 +124,12 @@ def revert_ghost_batch_norm(model: Model) -> Model:
     for layer in revert_layers(model, _Ghost, _OF_TORCH):
         del layer.ghost_batch
     return model
+
+
+def _num_parts(num_samples: int, ghost_batch: int) -> int:
+    """Into how many ghost batches a batch is divided; 0 where it is too small for one."""
+    rounded = (2 * num_samples + ghost_batch) // (2 * ghost_batch)
+    return min(rounded, num_samples // 2)
 
 
 def _raise_if_small(ghost_batch: int) -> None:

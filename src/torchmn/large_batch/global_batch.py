@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from torchmn.batch_settings import BatchSettings
@@ -29,6 +30,11 @@ from torchmn.data.scatter import shard_bounds
 from torchmn.data.sub_dataset import SizedDataset
 from torchmn.errors import RankMismatchError, UsageError
 from torchmn.large_batch.batch_growth import BatchGrowth, GrowingSampler
+from torchmn.links.batch_norm import (
+    MultiNodeBatchNorm1d,
+    MultiNodeBatchNorm2d,
+    MultiNodeBatchNorm3d,
+)
 from torchmn.links.micro_batches import num_samples, split
 from torchmn.optimizer.multi_node_optimizer import MultiNodeOptimizer
 from torchmn.profiling import recording
@@ -84,7 +90,8 @@ class GlobalBatch:
         global_batch: samples of one step over all ranks.
         comm: the ranks.
         local_batch: the most samples of one forward and backward pass: what fits into memory.
-        accumulation: passes of each rank in a step.
+        accumulation: passes of each rank in a step. If shares are uneven and the smaller ones have
+            fewer samples than that, it is one less, so that all ranks make as many passes.
         growth: enlarge the global batch during training. The passes stay as large as they are at
             the beginning, so that they still fit, and become more.
 
@@ -134,7 +141,8 @@ class GlobalBatch:
                 f"accumulation={accumulation} passes, but a rank's share of global_batch="
                 f"{global_batch} on {comm.size} ranks is {share} sample(s). Give fewer passes."
             )
-        self._pass_limit = Fraction(local_batch or Fraction(share, accumulation or 1))
+        num_passes = min(accumulation or 1, global_batch // comm.size or 1)
+        self._pass_limit = Fraction(local_batch or Fraction(share, num_passes))
         """The most samples of a pass; not whole where passes differ by one."""
         needed = self._num_passes(share)
         if accumulation is not None and local_batch is not None and accumulation != needed:
@@ -175,7 +183,7 @@ class GlobalBatch:
 
     @property
     def accumulation(self) -> int:
-        """Passes of each rank in the next step; the same on all ranks."""
+        """Passes of each rank in the next step; see `micro_batches` for ranks that make fewer."""
         return self._plan(self.global_batch).num_passes
 
     @property
@@ -188,6 +196,8 @@ class GlobalBatch:
         least, rest = divmod(global_batch, size)
         shares = tuple(least + (rank < rest) for rank in range(size))
         num_passes = self._num_passes(shares[0])
+        if 0 < least < num_passes and -(-shares[0] // least) <= math.ceil(self._pass_limit):
+            num_passes = least  # or the ranks with one sample less could not make as many
         return _Plan(shares=shares, num_passes=num_passes, pass_size=-(-shares[0] // num_passes))
 
     def _num_passes(self, share: int) -> int:
@@ -222,9 +232,10 @@ class GlobalBatch:
 
     @property
     def samples_seen(self) -> int:
-        """Samples of the batches that the loop has received so far, over all ranks.
+        """Samples of the data before the current position, over all ranks and epochs.
 
-        Of the sampler that was made by `sampler`; without one, what was given to `count`.
+        Those of the sampler that was made by `sampler`, so those that ``drop_last`` has dropped are
+        included; without a sampler, what was given to `count`.
         """
         return self._num_counted if self._sampler is None else self._sampler.samples_seen
 
@@ -318,9 +329,9 @@ class GlobalBatch:
         numbers, so that all samples of the global batch count equally. With ``reduction="sum"``
         shares are 1.
 
-        All ranks make the same number of passes, except where a batch has fewer samples than
-        passes: empty ones are left out. A rank without samples makes none; gradients are exchanged
-        when the loop over the passes has ended, on all ranks.
+        All ranks make the same number of passes, except where passes of one sample meet uneven
+        shares, of which the smaller ones then make one pass less. A rank without samples makes
+        none; gradients are exchanged when the loop over the passes has ended, on all ranks.
 
         Args:
             samples: a tensor ``(samples, ...)``, or tuples, lists and dicts of them.
@@ -328,7 +339,8 @@ class GlobalBatch:
                 process and for evaluation.
 
         Raises UsageError: the tensors have different numbers of samples; no optimizer was given to
-        train with, and there is a multi-node optimizer of these ranks.
+        train with, and there is a multi-node optimizer of these ranks; ranks make different numbers
+        of passes (on all ranks), and the model has batch normalization over all ranks.
         """
         if optimizer is None and self.comm.num_steps is not None and self.comm.size > 1:
             self._raise_if_training()
@@ -339,12 +351,7 @@ class GlobalBatch:
         is_sum = ours is not None and ours.reducer.buffers.reduction == "sum"
         if ours is not None and not is_sum:
             ours.set_weight(num_own)
-        if self._sampler is not None:
-            received = self._sampler.received_batch
-        else:
-            received = self.global_batch if num_own == self.share else 0
-        most = max(num_own, self._plan(received).shares[0] if received else 0)
-        num_passes = min(self._num_passes(most), num_own)
+        num_passes = min(self._num_passes_of(num_own, ours), num_own)
         for index, part in enumerate(split(samples, num_passes) if num_own else []):
             begin, end = shard_bounds(num_own, num_passes, index, force_equal_length=False)
             share = 1.0 if is_sum else (end - begin) / num_own
@@ -353,6 +360,38 @@ class GlobalBatch:
                 yield MicroBatch(part, share)
         if ours is not None and not num_own:
             ours.reducer.exchange_now()  # not in step(), so that gradients can be clipped before
+
+    def _num_passes_of(self, num_own: int, optimizer: MultiNodeOptimizer | None) -> int:
+        """The passes of the batch in hand, of which this rank has ``num_own`` samples."""
+        if self._sampler is None:
+            received = self.global_batch if num_own == self.share else 0
+        else:
+            received = self._sampler.received_batch
+            if self._sampler.pad_last and received:
+                received = max(received, self.comm.size)
+        plan = self._plan(received) if received else None
+        if plan is None or num_own > plan.shares[0]:
+            return self._num_passes(num_own)
+        if optimizer is not None and plan.num_passes > plan.shares[-1]:
+            self._raise_if_forward_communicates(optimizer, plan)
+        return plan.num_passes
+
+    def _raise_if_forward_communicates(self, optimizer: MultiNodeOptimizer, plan: _Plan) -> None:
+        """Raise on all ranks if some would wait for others in a pass that these do not make."""
+        most, least = plan.shares[0], plan.shares[-1]
+        for model in optimizer._models:
+            for name, layer in model.named_modules():
+                if not (layer.training and _is_over_ranks(layer, self.comm.size)):
+                    continue
+                raise UsageError(
+                    f"{self.comm.rank_label}: the batch of {sum(plan.shares)} samples makes "
+                    f"{plan.num_passes} pass(es) on the ranks with {most} sample(s) and "
+                    f"{min(plan.num_passes, least)} on those with {least}, and '{name}', a "
+                    f"{type(layer).__name__} over all ranks, needs as many on all. Give "
+                    "local_batch=2 or more, or batches that the number of ranks divides: a "
+                    "multiple of it as global_batch, and drop_last=True. For a last batch with "
+                    "fewer samples than ranks pad_last=True will do, too."
+                )
 
     def _raise_if_training(self) -> None:
         if torch.is_grad_enabled():
@@ -396,6 +435,15 @@ class GlobalBatch:
                     "checkpointing or a lower precision."
                 )
             accumulation *= 2
+
+
+def _is_over_ranks(layer: nn.Module, size: int) -> bool:
+    """Whether a layer in training communicates among all ranks of the batch."""
+    if size == 1:
+        return False
+    if isinstance(layer, (MultiNodeBatchNorm1d, MultiNodeBatchNorm2d, MultiNodeBatchNorm3d)):
+        return layer.comm is not None and layer.comm.size == size
+    return isinstance(layer, nn.SyncBatchNorm)
 
 
 def _fails(try_pass: Callable[[int], object], num: int) -> bool:

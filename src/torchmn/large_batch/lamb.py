@@ -47,7 +47,7 @@ class LAMB(TrustRatioOptimizer):
             dimension: biases and normalization. An option of groups, too.
         foreach: one call for all tensors; by default on GPUs, where it is faster.
 
-    Raises UsageError: an argument is out of range.
+    Raises UsageError: an argument, or an option of a group, is out of range.
 
     >>> layer = torch.nn.Linear(3, 2)
     >>> optimizer = LAMB(layer.parameters(), lr=0.01, weight_decay=0.01)
@@ -65,11 +65,6 @@ class LAMB(TrustRatioOptimizer):
         exclude_vectors: bool = True,
         foreach: bool | None = None,
     ) -> None:
-        if not all(0 <= beta < 1 for beta in betas):
-            raise UsageError(f"betas={betas} must be 0 or more and less than 1.")
-        raise_if_negative(lr=lr, eps=eps, weight_decay=weight_decay)
-        if norm_bounds is not None and not 0 <= norm_bounds[0] < norm_bounds[1]:
-            raise UsageError(f"norm_bounds={norm_bounds} must be two increasing numbers from 0.")
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -79,7 +74,18 @@ class LAMB(TrustRatioOptimizer):
             "exclude_vectors": exclude_vectors,
             "foreach": foreach,
         }
+        self._raise_if_out_of_range(defaults)
         super().__init__(params, defaults)
+
+    @staticmethod
+    def _raise_if_out_of_range(options: dict[str, Any], name: str = "") -> None:
+        """Raise UsageError: an option is out of range. ``name``: of the group, for the message."""
+        betas, bounds = options["betas"], options["norm_bounds"]
+        if not all(0 <= beta < 1 for beta in betas):
+            raise UsageError(f"{name}betas={betas} must be 0 or more and less than 1.")
+        raise_if_negative(options, ("lr", "eps", "weight_decay"), name)
+        if bounds is not None and not 0 <= bounds[0] < bounds[1]:
+            raise UsageError(f"{name}norm_bounds={bounds} must be two increasing numbers from 0.")
 
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
         """The state of a parameter, whose steps are counted."""

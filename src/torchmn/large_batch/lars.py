@@ -45,7 +45,7 @@ class LARS(TrustRatioOptimizer):
             dimension: biases and normalization. An option of groups, too.
         foreach: one call for all tensors; by default on GPUs, where it is faster.
 
-    Raises UsageError: an argument is out of range.
+    Raises UsageError: an argument, or an option of a group, is out of range.
 
     >>> layer = torch.nn.Linear(3, 2)
     >>> optimizer = LARS(layer.parameters(), lr=1.0, weight_decay=1e-4)
@@ -62,9 +62,6 @@ class LARS(TrustRatioOptimizer):
         exclude_vectors: bool = True,
         foreach: bool | None = None,
     ) -> None:
-        if not 0 <= momentum < 1:
-            raise UsageError(f"momentum={momentum} must be 0 or more and less than 1.")
-        raise_if_negative(lr=lr, weight_decay=weight_decay, trust=trust)
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -73,7 +70,17 @@ class LARS(TrustRatioOptimizer):
             "exclude_vectors": exclude_vectors,
             "foreach": foreach,
         }
+        self._raise_if_out_of_range(defaults)
         super().__init__(params, defaults)
+
+    @staticmethod
+    def _raise_if_out_of_range(options: dict[str, Any], name: str = "") -> None:
+        """Raise UsageError: an option is out of range. ``name``: of the group, for the message."""
+        if not 0 <= options["momentum"] < 1:
+            raise UsageError(
+                f"{name}momentum={options['momentum']} must be 0 or more and less than 1."
+            )
+        raise_if_negative(options, ("lr", "weight_decay", "trust"), name)
 
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]

@@ -18,6 +18,7 @@ arXiv 1706.02677, sections 2.1, 2.2 and 5.1.
 from __future__ import annotations
 
 import math
+import warnings
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
@@ -39,6 +40,10 @@ class BatchSchedule(LRScheduler):
     Call ``step()`` after ``optimizer.step()``, at each step or at each epoch. `state_dict` holds
     the rates, and loading it sets them; the samples seen are part of the sampler's state (or of
     `GlobalBatch.state_dict`), to be saved as well.
+
+    What else sets rates, by hand or as a scheduler of torch that is stepped beside this one or in a
+    `torch.optim.lr_scheduler.ChainedScheduler`, is overwritten by the next ``step()``, which warns
+    once. One after the other in a `torch.optim.lr_scheduler.SequentialLR` is right.
 
     Args:
         optimizer: an optimizer, multi-node or not, or the schedule that this one multiplies.
@@ -74,6 +79,9 @@ class BatchSchedule(LRScheduler):
             )
         trained._batch_schedule = ref(self)
         self._is_made = False
+        self._groups: list[dict[str, Any]] = []
+        """The parameter groups whose rates are `_last_lr`, unless others have set them."""
+        self._has_warned = False
         super().__init__(optimizer)
         self._is_made = True
 
@@ -87,7 +95,7 @@ class BatchSchedule(LRScheduler):
         Raises UsageError: the batch has neither a sampler nor a count, so that no time passes.
         """
         if self._outer is not None:
-            self._outer.step()
+            self._outer.step(epoch)
             return
         if self._is_made and not self.batch.is_counting:
             raise UsageError(
@@ -95,7 +103,51 @@ class BatchSchedule(LRScheduler):
                 "would never change. Make the sampler by batch.sampler(dataset), or call "
                 "batch.count() after each step."
             )
+        if epoch is None and self._step_count > 0:  # else SequentialLR begins with it
+            self._warn_if_changed()
         super().step()
+        self._groups = list(self.optimizer.param_groups)
+
+    def _initial_step(self) -> None:
+        if self._outer is not None:
+            self._outer._initial_step()
+            return
+        super()._initial_step()
+
+    def _update_lr(self, epoch: int | None = None) -> None:
+        if self._outer is not None:
+            self._outer._update_lr(epoch)
+            return
+        super()._update_lr(epoch)
+
+    def _warn_if_changed(self) -> None:
+        """Warn once if a rate is not the one that was set last, which is then lost.
+
+        An optimizer that has loaded a state has other groups, whose rates are those of the state.
+        """
+        if self._has_warned:
+            return
+        for index, (group, known, last) in enumerate(
+            zip(self.optimizer.param_groups, self._groups, self._last_lr, strict=False)
+        ):
+            now = group["lr"]
+            if group is not known or (isinstance(now, Tensor) and now.device.type != "cpu"):
+                continue  # reading a rate on a GPU would wait for it
+            if math.isclose(now, last, rel_tol=1e-6):
+                continue
+            self._has_warned = True
+            name = type(self).__name__
+            warnings.warn(
+                f"{self.batch.comm.rank_label}: {name} has set the rate of parameter group {index} "
+                f"to {float(last):g}, and now it is {float(now):g}. {name} computes rates from the "
+                "samples seen, so what others set, by hand or by a scheduler of torch beside it "
+                "(StepLR, ReduceLROnPlateau, ChainedScheduler), is overwritten. For one after the "
+                "other use torch's SequentialLR; to multiply factors, a schedule of "
+                "torchmn.large_batch such as MultiStep around this one.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            return
 
     def get_lr(self) -> list[float | Tensor]:
         """The rates now, by group."""
@@ -133,6 +185,7 @@ class BatchSchedule(LRScheduler):
                 group["lr"].fill_(now)
             else:
                 group["lr"] = now
+        self._groups = list(self.optimizer.param_groups)
 
 
 class LinearScaling(BatchSchedule):
@@ -156,8 +209,8 @@ class LinearScaling(BatchSchedule):
     def __init__(
         self, optimizer: Optimizer | BatchSchedule, batch: GlobalBatch, *, base_batch: int
     ) -> None:
-        if base_batch < 1:
-            raise UsageError(f"base_batch={base_batch} must be at least 1.")
+        if not 1 <= base_batch < float("inf"):
+            raise UsageError(f"base_batch={base_batch} must be a finite number, at least 1.")
         self.base_batch = base_batch
         super().__init__(optimizer, batch)
 
@@ -243,7 +296,7 @@ class MultiStep(BatchSchedule):
         optimizer: an optimizer, or a schedule.
         batch: the samples seen.
         milestones: increasing, in ``unit``.
-        gamma: by what the rate is multiplied.
+        gamma: by what the rate is multiplied, more than 0.
         unit: ``epochs`` or ``samples``.
 
     Example:
@@ -264,6 +317,7 @@ class MultiStep(BatchSchedule):
         unit: Unit = "epochs",
     ) -> None:
         check_milestones(milestones, unit)
+        _raise_if_not_positive("gamma", gamma)
         self._milestones = [batch.samples_in(each, unit) for each in milestones]
         self.gamma = gamma
         super().__init__(optimizer, batch)
@@ -282,7 +336,7 @@ class Polynomial(BatchSchedule):
         optimizer: an optimizer, or a schedule.
         batch: the samples seen.
         end: when the last factor is reached, in ``unit``.
-        power: 1 is a straight line.
+        power: 1 is a straight line; more than 0.
         unit: ``epochs`` or ``samples``.
         begin: until when the factor is 1, in ``unit``: the end of a warm-up.
         final: the last factor.
@@ -308,6 +362,9 @@ class Polynomial(BatchSchedule):
     ) -> None:
         if not 0 <= begin < end:
             raise UsageError(f"begin={begin} must be 0 or more and before end={end}.")
+        _raise_if_not_positive("power", power)
+        if not 0 <= final <= 1:
+            raise UsageError(f"final={final} must be between 0 and 1, a part of the first rate.")
         self._begin, self._end = _in_samples(batch, begin, unit), _in_samples(batch, end, unit)
         self.power, self.final = power, final
         super().__init__(optimizer, batch)
@@ -391,6 +448,11 @@ class DecayAfterGrowth(BatchSchedule):
             return 1.0
         wanted = growth.wanted_at(batch.initial, samples, batch.epoch_samples)
         return min(1.0, max(batch.initial, growth.max_batch) / wanted)
+
+
+def _raise_if_not_positive(name: str, value: float) -> None:
+    if not 0 < value < float("inf"):
+        raise UsageError(f"{name}={value} must be a finite number greater than 0.")
 
 
 def _in_samples(batch: GlobalBatch, duration: float, unit: Unit) -> float:

@@ -30,6 +30,18 @@ class TrustRatioOptimizer(Optimizer):
     is_separable = True
     """Each parameter is updated from its own gradient alone."""
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. Raises UsageError: an option is out of range. The group is then not added."""
+        if isinstance(param_group, dict):
+            name = f"Parameter group {len(self.param_groups)}: "
+            self._raise_if_out_of_range({**self.defaults, **param_group}, name)
+        super().add_param_group(param_group)
+
+    @staticmethod
+    @abstractmethod
+    def _raise_if_out_of_range(options: dict[str, Any], name: str = "") -> None:
+        """Raise UsageError: an option is out of range. ``name``: of the group, for the message."""
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the parameters. Local.
@@ -83,11 +95,11 @@ class TrustRatioOptimizer(Optimizer):
             )
 
 
-def raise_if_negative(**arguments: float | Tensor) -> None:
-    """Raise UsageError: an argument is negative or NaN."""
-    for name, value in arguments.items():
-        if not value >= 0:
-            raise UsageError(f"{name}={value} must be 0 or more.")
+def raise_if_negative(options: dict[str, Any], names: Sequence[str], group: str) -> None:
+    """Raise UsageError: an option is negative or NaN."""
+    for name in names:
+        if not options[name] >= 0:
+            raise UsageError(f"{group}{name}={options[name]} must be 0 or more.")
 
 
 def norm(tensor: Tensor) -> Tensor:

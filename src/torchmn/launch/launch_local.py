@@ -9,6 +9,7 @@ which a rank could import it.
 from __future__ import annotations
 
 import codecs
+import inspect
 import io
 import linecache
 import os
@@ -37,6 +38,7 @@ from torchmn.launch.local_ranks import AttachedOutput, LocalRanks, start_local_r
 from torchmn.monitor.job_result import LOG_DIR
 from torchmn.script import is_consequence
 from torchmn.topology import read_launcher_env
+from torchmn.units import counted
 
 _BACKENDS = ("auto", "gloo", "nccl")
 _END_LIMIT_S = FAILURE_GRACE_S + 5.0
@@ -128,12 +130,14 @@ def launch_local(
     Tensors come back on their device. Ranks import modules from their files as they are now, also
     those that this process has imported before.
 
-    Raises UsageError: a number or an argument does not fit, or something cannot be pickled;
+    Raises UsageError: a number or an argument does not fit, the log folder cannot be used, or
+    something cannot be pickled; UnsupportedError: the backend cannot be used here;
     RankError: a rank raised an exception, which is the ``__cause__``, or was ended; LaunchError:
     the ranks could not be started.
     """
+    _check_call(function, args)
     chosen = _checked(num_ranks, backend)
-    logs = Path(log_dir or LOG_DIR).absolute()
+    logs = _log_folder(log_dir)
     folder = Path(tempfile.mkdtemp(prefix="torchmn-"))  # readable by this user alone
     num_results = num_ranks if all_results else 1
     ranks: LocalRanks | None = None
@@ -157,10 +161,45 @@ def launch_local(
     return results if all_results else results[0]
 
 
+def _check_call(function: Callable[..., object], args: tuple[object, ...]) -> None:
+    """Raise UsageError if it cannot be called like this: here, not on every rank."""
+    if not callable(function):
+        raise UsageError(
+            f"launch_local needs a function first, got {function!r}: launch_local(train, 2)."
+        )
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some built-in functions have none
+        return
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        name = getattr(function, "__name__", "the function")
+        raise UsageError(
+            f"{name}{signature} does not take {counted(len(args), 'argument')}: {error}. They "
+            "follow the number of ranks, as in launch_local(train, 2, 5)."
+        ) from None
+
+
+def _log_folder(log_dir: str | Path | None) -> Path:
+    """The folder for logs, absolute and made if necessary. Raises UsageError."""
+    path = Path(log_dir or LOG_DIR).absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        why = "" if os.access(path, os.W_OK | os.X_OK) else "it is not writable"
+    except OSError as error:
+        why = error.strerror or str(error)
+    if why:
+        raise UsageError(
+            f"The log folder {str(path)!r} cannot be used ({why}): choose another with log_dir=."
+        )
+    return path
+
+
 def _checked(num_ranks: int, backend: str) -> Literal["gloo", "nccl", "mpi"]:
     """The backend. Raises UsageError, UnknownNameError, UnsupportedError."""
     if not isinstance(num_ranks, int) or isinstance(num_ranks, bool) or num_ranks < 1:
-        raise UsageError(f"num_ranks must be a whole number from 1 on, got {num_ranks!r}.")
+        raise UsageError(f"num_ranks must be an integer, at least 1, got {num_ranks!r}.")
     place = read_launcher_env(os.environ)
     if place is not None and place.known_size not in (None, 1):
         raise UsageError(
@@ -175,6 +214,12 @@ def _checked(num_ranks: int, backend: str) -> Literal["gloo", "nccl", "mpi"]:
     if backend not in _BACKENDS:
         raise UnknownNameError("backend", backend, _BACKENDS)
     machine = replace(this_machine(os.environ), mpirun=None, has_mpi4py=False)
+    if backend == "nccl" and machine.num_gpus < num_ranks:
+        raise UnsupportedError(
+            f'backend="nccl" needs a GPU for each of the {counted(num_ranks, "rank")}, and this '
+            f"machine has {machine.num_gpus or 'no'} CUDA GPU{'s' * (machine.num_gpus > 1)}: start "
+            'fewer ranks, or use backend="gloo", and check CUDA_VISIBLE_DEVICES.'
+        )
     return choose_backend(backend, machine, num_ranks)[0]
 
 

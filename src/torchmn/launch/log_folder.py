@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from torchmn.control.private_files import open_private
-from torchmn.errors import LaunchError
+from torchmn.errors import UsageError
 from torchmn.launch.job import Job
 from torchmn.monitor.job_result import run_name
 
@@ -21,7 +21,7 @@ def make_log_folder(job: Job) -> Job:
     """The job with a folder of its own in ``job.log_dir``, in which ``job.json`` describes it.
 
     Nothing that is there is changed, except that a link ``latest`` leads to the new folder.
-    Raises LaunchError: the folder cannot be made.
+    Raises UsageError: the folder cannot be made.
     """
     try:
         job.log_dir.mkdir(parents=True, exist_ok=True)
@@ -30,7 +30,7 @@ def make_log_folder(job: Job) -> Job:
         with open(own.log_dir / "job.json", "w", opener=open_private) as file:
             file.write(json.dumps(_record(job), indent=1) + "\n")
     except OSError as error:
-        raise LaunchError(
+        raise UsageError(
             f"The log folder {str(job.log_dir)!r} cannot be used: {error.strerror or error}. "
             "Choose another with --log-dir."
         ) from None

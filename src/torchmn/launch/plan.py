@@ -31,6 +31,7 @@ from torchmn.topology import (
     Host,
     LauncherInfo,
     allocation,
+    available_processors,
     is_scheduled,
     is_this_host,
     parse_hostfile,
@@ -38,6 +39,7 @@ from torchmn.topology import (
     read_launcher_env,
     select_hosts,
 )
+from torchmn.units import counted
 
 LAUNCHERS = ("auto", "local", "mpirun", "torchrun", "srun", "ssh", "pods")
 
@@ -227,7 +229,20 @@ def plan_job(options: RunOptions, env: Mapping[str, str]) -> tuple[Job, str]:
         )
     if not is_remote and launcher != "pods":
         hosts = (Host(name=THIS_HOST, slots=sum(host.slots for host in hosts)),)
-    return options.job(hosts, launcher, backend, env), reasons
+    job = options.job(hosts, launcher, backend, env)
+    if not (options.names_hosts or job.has_other_hosts or launcher in ("pods", "srun")):
+        job = replace(job, warning=_warning(job.num_ranks, len(available_processors().logical)))
+    return job, reasons
+
+
+def _warning(num_ranks: int, num_cores: int) -> str:
+    """What to say about more ranks than this host has cores for; empty if it has enough."""
+    if num_ranks <= num_cores:
+        return ""
+    return (
+        f"warning: {num_ranks} ranks share {counted(num_cores, 'core')}, so that they slow each "
+        f"other down: start at most {num_cores} on this host, or more hosts with --hosts."
+    )
 
 
 def plan_elastic(options: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJob, str]:
@@ -298,7 +313,11 @@ def assign_slots(options: RunOptions, given: Allocation | None) -> tuple[Host, .
         try:
             text = options.hostfile.read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"The host file {path!r} cannot be read: {error}.") from None
+            why = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise UsageError(
+                f"The host file {path!r} cannot be read ({why}): name another with --hostfile, or "
+                "the hosts themselves with --hosts a:4,b:2."
+            ) from None
         return select_hosts(parse_hostfile(text, source=path), **wanted)
     if given is not None:
         return select_hosts(given.hosts_for(options.num_threads), **wanted)

@@ -37,7 +37,8 @@ from torchmn.topology import Route, available_processors, route_to
 def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
     """Run the job to its end and return its exit code. Call it in the main thread of a process.
 
-    Raises LaunchError: the job could not be started.
+    Raises LaunchError: the job could not be started. Raises UsageError: its log folder cannot be
+    made.
 
     >>> import os, sys, tempfile
     >>> from pathlib import Path
@@ -78,6 +79,8 @@ def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
             f"{job.num_ranks} rank(s) with {job.backend}{reason} on {_places(job)}, logs in "
             f"{job.log_dir}"
         )
+        if job.warning:
+            output.say(job.warning)
         output.start()
         status = Supervisor(job, output, authenticated).run(commands)
     _say_profile(job, env)
@@ -110,7 +113,7 @@ def dry_run(job: Job, env: Mapping[str, str]) -> str:
 
 
 def run_elastic_job(elastic: ElasticJob, env: Mapping[str, str], *, why: str = "") -> int:
-    """As `run_job`, for a job whose hosts may be lost and come back. Raises LaunchError.
+    """As `run_job`, for a job whose hosts may be lost and come back. Raises as it does.
 
     >>> import os, sys, tempfile
     >>> from pathlib import Path

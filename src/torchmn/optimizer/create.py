@@ -13,6 +13,7 @@ from torchmn.communicators import Communicator
 from torchmn.communicators.local_tensors import is_distributed
 from torchmn.compression import Codec
 from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
+from torchmn.gradients.batch_shares import BatchShares
 from torchmn.gradients.bucket_set import Reduction
 from torchmn.gradients.codec_state import own_codec, warn_if_it_encodes_nothing
 from torchmn.gradients.replicas import parameters_of
@@ -212,7 +213,7 @@ def create_multi_node_optimizer(
     for chain in chains:
         chain.register_no_sync(made.no_sync)
     if is_counted and chosen.counts_samples:
-        made.reducer.contribution.part_sizes = comm.part_sizes
+        made.reducer.contribution.shares = BatchShares(comm.batch_parts)
     if may_differ and comm.divides_batches:
         made.weigh_by_samples()
     elif may_differ:

@@ -15,6 +15,7 @@ from torchmn.communicators import Communicator
 from torchmn.compiling import not_compiled
 from torchmn.compression import Codec, ErrorFeedback
 from torchmn.errors import TorchmnError, UnsupportedError, UsageError
+from torchmn.gradients.batch_shares import BatchShares
 from torchmn.gradients.bucket_set import Reduction
 from torchmn.gradients.gradient_norms import NormListener
 from torchmn.gradients.model_hooks import ModelHooks
@@ -289,7 +290,10 @@ class MultiNodeOptimizer(WrappedOptimizer):
         if reducer.is_needed and not self._has_checked_untrained:
             self._has_checked_untrained = True
             warn_of_untrained_parameters(self.communicator, reducer.parameters.untrained)
-        reducer.end_step()
+        is_up_to_date = self._deferring is None
+        reducer.end_step(
+            are_replicas=is_up_to_date and self.schedule.replica_consistency == "per_step"
+        )
         self.communicator.num_steps = (self.communicator.num_steps or 0) + 1
         self._has_local_passes = False
         if self.tuner is not None:
@@ -425,7 +429,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
             return
         self._asked["weight"] = "samples"
         self.reducer.contribution.is_by_samples = True
-        self.reducer.contribution.part_sizes = self.communicator.part_sizes
+        self.reducer.contribution.shares = BatchShares(self.communicator.batch_parts)
         self.reducer.buffers.forget_scale()
         self._count_samples()
         for model in self._models:
@@ -597,7 +601,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         own = self.reducer.contribution
         if not self.schedule.counts_samples:
             return
-        if self.communicator.size > 1 and own.is_miscounted():
+        if self.communicator.size > 1 and own.is_miscounted(own.compare(own.num_samples)):
             raise UsageError(f"{self.communicator.rank_label}: {miscount(own.num_samples)}")
         if own.was_ever_known:
             return

@@ -16,6 +16,7 @@ from torchmn.gradients.local_shards import whole_of
 from torchmn.gradients.model_hooks import ModelHooks
 from torchmn.gradients.parameter_hook import watch_gradient
 from torchmn.gradients.reducer import GradientReducer
+from torchmn.gradients.weights import first_size
 from torchmn.profiling import recording
 from torchmn.profiling.records import Phase
 from torchmn.profiling.step_recorder import GradientFacts, StepRecorder
@@ -91,16 +92,12 @@ class RecordedSteps:
     def _forward_begins(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch._C._is_tracing():
             return
         recorder = self._recorder
         if recorder is None or torch._C._current_graph_task_id() != -1:  # run again in backward
             return
-        num_samples = None
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor) and value.dim():
-                num_samples = value.shape[0]
-                break
+        num_samples = first_size((*args, *kwargs.values()))
         recorder.forward_begins(num_samples, is_training=torch.is_grad_enabled())
 
     def _note_settings(self, recorder: StepRecorder) -> None:

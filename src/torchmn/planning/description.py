@@ -40,7 +40,7 @@ from torchmn.autotune.predict import (
     StepFacts,
 )
 from torchmn.communicators.link_speed import LinkSpeed
-from torchmn.errors import UnknownNameError, UsageError
+from torchmn.errors import UsageError
 from torchmn.units import MiB
 
 if sys.version_info >= (3, 11):
@@ -290,15 +290,12 @@ def rate_bytes_per_s(rate: str) -> float:
 
 
 def schedule_of(name: str) -> str:
-    """The model's name of a schedule. Raises UnknownNameError: it has no model."""
+    """The model's name of a schedule. Raises UsageError: it has no model."""
     if name in LOCAL_UPDATES or name == "blocks":
         return "blocks"
     if name not in SCHEDULES:
-        raise UnknownNameError(
-            "schedule with a model",
-            name,
-            [*(s for s in SCHEDULES if s != "blocks"), *LOCAL_UPDATES],
-        )
+        known = ", ".join([*(each for each in SCHEDULES if each != "blocks"), *LOCAL_UPDATES])
+        raise UsageError(f"No prediction model for schedule {name!r}: there is one for {known}.")
     return name
 
 
@@ -308,9 +305,16 @@ def read_description(path: Path) -> Description:
         text = path.read_text()
         content: Any = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
         return msgspec.convert(content, Description)
-    except (OSError, ValueError, msgspec.MsgspecError) as error:
+    except OSError as error:
+        why = "it does not exist" if isinstance(error, FileNotFoundError) else error.strerror
         raise UsageError(
-            f"{path} does not describe a training: {error}. docs/reference/plan.md has an example."
+            f"The description {path} cannot be read: {why}. Name a .toml or .json file that "
+            "describes the training, or the folder of a recorded run."
+        ) from None
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise UsageError(
+            f"{path} does not describe a training: {error}. `python -m pydoc "
+            "torchmn.planning.description` shows an example."
         ) from None
 
 

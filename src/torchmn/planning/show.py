@@ -144,7 +144,8 @@ def _row(each: Prediction) -> dict[str, Any]:
 def draw(known: Description, predictions: Sequence[Prediction], path: Path) -> None:
     """Efficiency over the number of ranks, a line for each other setting, with error bars.
 
-    Raises UsageError: matplotlib is not installed, or the file's ending is not a format of it.
+    Raises UsageError: matplotlib is not installed, the file's ending is not a format of it, or the
+    file cannot be written.
     """
     try:
         import matplotlib
@@ -182,9 +183,18 @@ def draw(known: Description, predictions: Sequence[Prediction], path: Path) -> N
     axes.set_title(known.title or "predicted efficiency")
     axes.legend(fontsize="small")
     figure.tight_layout()
+    known_endings = sorted(figure.canvas.get_supported_filetypes())
     try:
+        if path.suffix[1:].lower() not in known_endings:  # without one it would be NAME.png
+            raise UsageError(
+                f"--picture {path} cannot be drawn: its ending is not that of a format. Write "
+                f"{path.stem or 'plan'}.png, or another of {', '.join(known_endings)}."
+            )
         figure.savefig(path, dpi=150)
-    except ValueError as error:
-        raise UsageError(f"{path} cannot be drawn: {error}") from None
+    except OSError as error:
+        raise UsageError(
+            f"--picture {path} cannot be written ({error.strerror or error}): name a file in a "
+            "folder that exists."
+        ) from None
     finally:
         pyplot.close(figure)

@@ -39,13 +39,19 @@ def write_metrics(path: Path, file: Path) -> None:
 
 
 def parse_address(text: str) -> tuple[str, int] | None:
-    """Host and port of ``PORT`` (of this host only) or ``HOST:PORT``; None: it is a file."""
-    match = re.fullmatch(r"(?:(?P<host>[\w.-]*|\[[\da-fA-F:]+\]):)?(?P<port>\d{1,5})", text)
-    if match is None:
+    """Host and port of ``PORT`` (of this host only) or ``HOST:PORT``; None: it is a file.
+
+    Raises UsageError: it looks like an address and is none. A file of such a name is ``./NAME``.
+    """
+    if "/" in text or not (":" in text or re.fullmatch(r"[+-]?\d+", text)):
         return None
-    port = int(match["port"])
-    if port > 65535:
-        raise UsageError(f"--metrics={text}: a port is at most 65535.")
+    match = re.fullmatch(r"(?:(?P<host>[\w.-]*|\[[\da-fA-F:]+\]):)?(?P<port>\d{1,9})", text)
+    port = int(match["port"]) if match else -1
+    if match is None or not 0 <= port <= 65535:
+        raise UsageError(
+            f"--metrics={text}: a port is a number from 0 to 65535, as in 9100 or 0.0.0.0:9100. "
+            f"Write ./{text} if it is the name of a file."
+        )
     host = match["host"]
     return "127.0.0.1" if host is None else host.strip("[]"), port
 

@@ -98,7 +98,9 @@ class ReplicaCheck:
         on_difference: Literal["raise", "warn"] = "raise",
     ) -> None:
         if type(every) is not int or every < 1:
-            raise UsageError(f"every={every!r} must be a number of steps from 1 on.")
+            raise UsageError(
+                f"every must be a number of steps, an integer, at least 1, got {every!r}."
+            )
         if on_difference not in ("raise", "warn"):
             raise UsageError(f"on_difference={on_difference!r} must be 'raise' or 'warn'.")
         self._comm = comm

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
+import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from tests.processes.runner import PYTHON_PATH
 from torchmn.cli.init import KINDS
 from torchmn.cli.main import app
-from torchmn.errors import TorchmnError, UnknownNameError, UsageError
+from torchmn.errors import DataError, TorchmnError, UnknownNameError, UsageError
 from torchmn.launch.submit import SCHEDULERS
 
 TEMPLATES = Path(sys.modules["torchmn.cli.main"].__file__ or "").with_name("templates")
@@ -94,7 +98,7 @@ def test_the_templates_have_one_main() -> None:
     for name in ("main", "evaluate"):
         assert function("image", name) == function("text", name) == function("tabular", name)
     assert {path.stem for path in TEMPLATES.glob("*.py")} == {*KINDS, "__init__"}
-    assert all(len(p.read_text().splitlines()) <= 130 for p in TEMPLATES.glob("*.py"))
+    assert all(len(p.read_text().splitlines()) <= 132 for p in TEMPLATES.glob("*.py"))
 
 
 @pytest.mark.parametrize("scheduler", ["pbs", "slurm", "kubernetes"])
@@ -129,13 +133,85 @@ def test_nothing_is_replaced_by_itself(tmp_path: Path) -> None:
     init(tmp_path, "--scheduler", "none")
     script = tmp_path / "train.py"
     script.write_text("mine\n")
-    with pytest.raises(UsageError, match=r"train.py exist\(s\) already: .*--force"):
+    with pytest.raises(UsageError, match=r"train.py exists already: .*keeps the old one as NAME~"):
         init(tmp_path, "--scheduler", "slurm")
     assert script.read_text() == "mine\n"
     assert not (tmp_path / "train.slurm.sh").exists()
     init(tmp_path, "--scheduler", "none", "--force")
     assert script.with_name("train.py~").read_text() == "mine\n"
     assert "torchmn" in script.read_text()
+
+
+@pytest.mark.parametrize("image", [(), ("--image", "registry.io/train:1")])
+def test_kubernetes_by_itself_needs_an_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, image: tuple[str, ...]
+) -> None:
+    """Where only kubectl is installed."""
+    (tmp_path / "kubectl").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = init(tmp_path / "own", *image)
+    assert (tmp_path / "own" / "train.kubernetes.yaml").exists() == bool(image)
+    assert ("As a job of 1 rank:" in done.output) == bool(image)
+    assert ("add --scheduler kubernetes --image" in done.output) == (not image)
+
+
+BAD_IMAGES: dict[str, dict[str, np.ndarray]] = {
+    "three axes": {"images": np.zeros((90, 8, 8)), "classes": np.zeros(90)},
+    "fewer classes": {"images": np.zeros((90, 1, 8, 8)), "classes": np.zeros(89)},
+    "below zero": {"images": np.zeros((90, 1, 8, 8)), "classes": np.full(90, -1)},
+    "fractions": {"images": np.zeros((90, 1, 8, 8)), "classes": np.full(90, 0.5)},
+    "nothing": {"images": np.zeros((0, 1, 8, 8)), "classes": np.zeros(0)},
+    "other names": {"x": np.zeros((90, 1, 8, 8)), "y": np.zeros(90)},
+}
+BAD_TABLES = {
+    "a word": "a,b,c\n1,x,0\n",
+    "fractions": "a,b\n1,0.5\n",
+    "below zero": "a,b\n1,-1\n",
+    "not finite": "a,b\nnan,1\n",
+    "one column": "a\n1\n",
+    "ragged": "a,b\n1,2\n1\n",
+}
+
+
+def template(kind: str) -> ModuleType:
+    return importlib.import_module(f"torchmn.cli.templates.{kind}")
+
+
+@pytest.mark.parametrize("case", BAD_IMAGES)
+def test_images_that_do_not_fit(tmp_path: Path, case: str) -> None:
+    np.savez(tmp_path / "bad.npz", **BAD_IMAGES[case])  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"bad\.npz (has images|is no \.npz file)"):
+        template("image").load_data(str(tmp_path / "bad.npz"))
+
+
+@pytest.mark.parametrize("case", BAD_TABLES)
+def test_tables_that_do_not_fit(tmp_path: Path, case: str) -> None:
+    (tmp_path / "bad.csv").write_text(BAD_TABLES[case])
+    with pytest.raises(DataError, match=r"bad\.csv (is no table|must have columns)"):
+        template("tabular").load_data(str(tmp_path / "bad.csv"))
+
+
+@pytest.mark.filterwarnings("ignore:loadtxt")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_that_is_not_there_or_no_data(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "short").write_text("a")
+    for name in ("none", "short"):
+        with pytest.raises(DataError, match=name):
+            template(kind).load_data(str(tmp_path / name))
+
+
+def test_the_data_say_how_many_classes_there_are(tmp_path: Path) -> None:
+    """All of them, whatever the part of the data that a rank trains on."""
+    classes = np.arange(100) // 96 * 6  # 6 in the last four only
+    np.savez(tmp_path / "a.npz", images=np.zeros((100, 3, 8, 8)), classes=classes)
+    images = template("image")
+    train, _ = images.load_data(str(tmp_path / "a.npz"))
+    assert images.build_model(train)(torch.zeros(2, 3, 8, 8)).shape == (2, 7)
+    rows = "".join(f"1,2,{each}\n" for each in classes)
+    (tmp_path / "a.csv").write_text(f"a,b,class\n{rows}")
+    table = template("tabular")
+    train, _ = table.load_data(str(tmp_path / "a.csv"))
+    assert table.build_model(train)(torch.zeros(2, 2)).shape == (2, 7)
 
 
 def test_names_that_are_unknown(tmp_path: Path) -> None:

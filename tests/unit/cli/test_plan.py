@@ -76,11 +76,41 @@ def test_nothing_to_predict_is_an_error(file: str) -> None:
         answer(file, file)
 
 
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--links", "10foo"), "'10foo' is not a rate. Write it as '10gbit'"),
+        (("--links", "1gbit,fast"), "'fast' is not a rate"),
+        (("--batches", "0"), "--batches must be at least 1, got 0"),
+        (("--hosts", "-1"), "--hosts must be at least 1, got -1"),
+        (("--cores-per-rank", "-1"), "--cores-per-rank must be above 0, got -1"),
+        (("--block-steps", "0"), "--block-steps must be at least 1, got 0"),
+        (("--overlap-steps", "-1"), "--overlap-steps must be at least 0, got -1"),
+        (("--overlap-steps", "4", "--block-steps", "4"), "must be less than the 4 steps of a"),
+        (("--schedules", "foo"), "No prediction model for schedule 'foo': there is one for every"),
+    ],
+)
+def test_values_that_make_no_sense(file: str, words: tuple[str, ...], text: str) -> None:
+    """Named by their option, and without what else could not be predicted."""
+    with pytest.raises(UsageError, match=text) as caught:
+        answer(file, *words)
+    assert "cannot be predicted" not in str(caught.value)
+
+
 def test_a_picture(file: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "plan.svg"
     answer(file, "--links", "1gbit,100mbit", "--picture", str(path))
     text = path.read_text()
     assert text.count("every_step, float32") >= 2 or "<svg" in text
-    with pytest.raises(UsageError, match="cannot be drawn"):
-        answer(file, "--picture", str(tmp_path / "plan.wood"))
+    (tmp_path / "folder").mkdir()
+    before = sorted(tmp_path.iterdir())
+    for name, words in {
+        "plan.wood": "ending is not that of a format. Write plan.png",
+        "plan": "Write plan.png",
+        "folder": "Write folder.png",
+        "none/plan.png": r"cannot be written \(No such file or directory\): name",
+    }.items():
+        with pytest.raises(UsageError, match=words):
+            answer(file, "--picture", str(tmp_path / name))
+    assert sorted(tmp_path.iterdir()) == before

@@ -144,9 +144,25 @@ def test_wrong_requests(
         capsys, runs[0], "--metrics", tmp_path / "file", "--tensorboard", tmp_path
     )
     assert "shows one run" in error_of(capsys, *runs, "--metrics", "0")
-    assert "at most 65535" in error_of(capsys, runs[0], "--metrics", "70000")
     assert "cannot be written" in error_of(capsys, runs[0], "--metrics", tmp_path / "no" / "file")
     assert "cannot be served" in error_of(capsys, runs[0], "--metrics", "203.0.113.1:80")
+
+
+@pytest.mark.parametrize("text", ["70000", "99999999", "-3", "foo:bar", "foo:99999", "foo:"])
+def test_metrics_at_what_is_no_address(
+    capsys: pytest.CaptureFixture[str],
+    runs: Sequence[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+) -> None:
+    """It would be the name of a file, which is rarely meant; then ``./`` before it says so."""
+    monkeypatch.chdir(tmp_path)
+    line = error_of(capsys, runs[0], f"--metrics={text}")
+    assert "a port is a number from 0 to 65535" in line
+    assert list(tmp_path.iterdir()) == []
+    report(runs[0], "--metrics", tmp_path / text)
+    assert [path.name for path in tmp_path.iterdir()] == [text]
 
 
 def test_a_page_that_cannot_be_written(

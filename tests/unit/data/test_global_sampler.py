@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
+import weakref
 from collections import namedtuple
 from collections.abc import Callable
 
@@ -16,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torchmn import create_multi_node_optimizer
 from torchmn.data import EmptyBatchCollate, GlobalSampler
-from torchmn.data.sampler_pass import SamplerPass
+from torchmn.data.sampler_pass import _COUNT, _KEPT, _NEXT, SamplerPass
 from torchmn.errors import RankMismatchError, UsageError
 from torchmn.testing import run_ranks
 
@@ -189,8 +191,8 @@ def test_a_look_at_a_batch_moves_nothing(options: dict[str, object], num_steps: 
     seen = []
     for epoch in range(2):
         first = next(iter(loader))
-        if not options.get("persistent_workers"):  # such a loader holds on to its iterator
-            assert sampler.state_dict() == {"epoch": epoch, "position": 0}
+        assert sampler.state_dict() == {"epoch": epoch, "position": 0}
+        assert sampler.samples_seen == 24 * epoch
         seen.append([i for batch in loader for i in batch.tolist()])
         assert seen[-1][:4] == first.tolist()
     assert seen == [sampler.order(epoch).tolist() for epoch in range(2)]
@@ -202,6 +204,93 @@ def test_a_look_at_the_only_batch_does_not_end_the_epoch() -> None:
     assert sampler.epoch == 0
     assert len(list(sampler)) == 1
     assert sampler.epoch == 1
+
+
+@pytest.mark.parametrize("position", [0, 4])
+@pytest.mark.parametrize("num_steps", [None, 0])
+@pytest.mark.parametrize("options", LOADERS)
+def test_a_look_at_the_last_batch_does_not_end_the_epoch(
+    options: dict[str, object], num_steps: int | None, position: int
+) -> None:
+    """Prefetching workers have drawn the end of the epoch by then."""
+    place = RankPlacement(0, 1)
+    place.num_steps = num_steps
+    sampler = GlobalSampler(4 + position, place, 4)
+    sampler.load_state_dict({"epoch": 0, "position": position})
+    loader = DataLoader(torch.arange(4 + position), batch_sampler=sampler, **options)
+    for _ in range(2):
+        next(iter(loader))
+        assert sampler.state_dict() == {"epoch": 0, "position": position}
+    assert [i for batch in loader for i in batch] == sampler.order(0)[position:].tolist()
+    assert sampler.state_dict() == {"epoch": 1, "position": 0}
+    for _ in loader:  # without a step to its end, as in an evaluation
+        assert sampler.received_batch == 4
+    assert sampler.state_dict() == {"epoch": 2, "position": 0}
+
+
+@pytest.mark.parametrize("options", LOADERS)
+def test_a_pass_that_is_left_after_the_step_of_its_last_batch_has_ended(
+    options: dict[str, object],
+) -> None:
+    place = RankPlacement(0, 1)
+    place.num_steps = 0
+    sampler = GlobalSampler(8, place, 4)
+    loader = DataLoader(torch.arange(8), batch_sampler=sampler, **options)
+    for epoch in range(2):
+        next(iter(loader))
+        for num, _ in enumerate(loader, start=1):
+            assert sampler.samples_seen == 8 * epoch + 4 * num
+            place.num_steps += 1
+            if num == 2:
+                break
+        assert sampler.state_dict() == {"epoch": epoch + 1, "position": 0}
+
+
+@pytest.mark.processes
+@FORKS
+def test_a_loop_over_persistent_workers_is_one_until_it_is_left() -> None:
+    """Its DataLoader holds on to the iterator, which other loops may hold as well."""
+    place = RankPlacement(0, 1)
+    place.num_steps = 0
+    sampler = GlobalSampler(24, place, 4)
+    loader = DataLoader(
+        torch.arange(24), batch_sampler=sampler, num_workers=1, persistent_workers=True
+    )
+    held = iter(loader)
+    next(held)
+    assert sampler.position == 4
+    del held
+    assert sampler.position == 0
+    for _, _ in zip(loader, "ab", strict=False):
+        assert sampler.position > 0
+    assert sampler.position == 0  # no step was taken
+    held = iter(loader)
+    del loader  # now only the loop has it
+    next(held)
+    assert sampler.position == 4
+    del held
+    assert sampler.position == 0
+
+
+def test_an_iterator_is_not_kept_alive() -> None:
+    (sampler,) = samplers(1, 8, 4)
+    iterator = iter(DataLoader(torch.arange(8), batch_sampler=sampler))
+    alive = weakref.ref(iterator)
+    gc.disable()
+    try:
+        next(iterator)
+        del iterator
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_the_private_names_of_torch_exist() -> None:
+    loader = DataLoader(torch.arange(8), batch_size=4)
+    assert vars(loader)[_KEPT] is None
+    iterator = iter(loader)
+    assert vars(iterator)[_COUNT] == 0
+    assert callable(getattr(type(iterator), _NEXT))
 
 
 @pytest.mark.parametrize("options", LOADERS)
@@ -275,6 +364,13 @@ def test_drop_last(length: int, num_full: int, size: int) -> None:
         order = ranks[0].order(epoch)[: 8 * num_full].tolist()
         assert [i for batch in global_batches(ranks) for i in batch] == order
         assert ranks[0].state_dict() == {"epoch": epoch + 1, "position": 0}
+
+
+def test_samples_seen_are_whole_epochs_with_drop_last() -> None:
+    """Durations in epochs depend on it."""
+    (sampler,) = samplers(1, 23, 7, drop_last=True)
+    assert sum(len(part) for _ in range(2) for part in sampler) == 42
+    assert sampler.samples_seen == 46
 
 
 def test_drop_last_in_the_middle_of_an_epoch_and_with_another_global_batch() -> None:

@@ -286,7 +286,9 @@ def test_weights_that_were_asked_for_stay() -> None:
 # ---- state ----
 
 
-@pytest.mark.parametrize("name", ["shuffled", "weighted", "own batch sampler", "two workers"])
+@pytest.mark.parametrize(
+    "name", ["shuffled", "weighted", "own batch sampler", "two workers", "workers that stay"]
+)
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 3), (3, 1)])
 def test_resumes_in_the_middle_of_a_pass(name: str, before: int, after: int) -> None:
     wanted = passes(LOADERS[name](), 2)

@@ -120,7 +120,7 @@ FAULTS = {
             cores=cores(100.0, 1.0, 50.0, 0.5),
             others=[OtherProcess(pid=7, name="hog", cores_used=1.0, last_core=1)],
         ),
-        "core 1 of b is shared: our thread gets 50% of it: hog (process 7) uses 1 core(s)",
+        "core 1 of b is shared: our thread gets 50% of it: hog (process 7) uses 1 core",
     ),
     "a slow core": (
         "processors",
@@ -150,7 +150,7 @@ FAULTS = {
     "fewer cores than slots": (
         "processors",
         replaced(PROCESSORS, cores=PROCESSORS.cores[:1]),
-        "b has 2 slots, and only 1 core(s) may be used",
+        "b has 2 slots, and may use only 1 core",
     ),
     "two ranks on one core": (
         "processors",
@@ -315,6 +315,15 @@ def test_a_fault_of_one_host_is_named_with_its_place(name: str) -> None:
     assert seen in finding.seen
     assert finding.rule.endswith(".")
     assert finding.cure
+
+
+def test_cores_that_no_process_of_this_host_uses() -> None:
+    """The cure names no process, since the message names none."""
+    facts = replaced(PROCESSORS, cores=cores(24.0, 0.24, 50.0, 0.5))
+    (finding,) = alarms("processors", {**HEALTHY["processors"], "b": facts})
+    assert finding.seen == "cores 0, 1 of b are shared: our thread gets 24% of one of them"
+    assert "steal time" in finding.cure
+    assert "that process" not in finding.cure
 
 
 @pytest.mark.parametrize("check", [name for name in CHECKS if name != "data_loading"])

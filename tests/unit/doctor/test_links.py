@@ -72,7 +72,7 @@ def test_a_host_that_sends_slowly() -> None:
 
 def test_a_host_that_receives_slowly() -> None:
     finding = only(all_links(lambda a, b: 0.05 if b == "c" else 1.0))
-    assert (finding.severity, finding.hosts) == ("ill", ["c"])
+    assert (finding.severity, finding.hosts) == ("error", ["c"])
     assert "c receives from a, b, d" in finding.seen
 
 
@@ -99,8 +99,8 @@ def test_of_two_hosts_the_slow_direction_is_named() -> None:
 
 def test_all_links_below_the_speed_of_their_adapters() -> None:
     finding = only(all_links(lambda a, b: 0.04, nominal=10.0))
-    assert (finding.severity, finding.hosts) == ("ill", ["a", "b", "c", "d"])
-    assert "carries 0.04 of 10 Gb/s" in finding.seen
+    assert (finding.severity, finding.hosts) == ("error", ["a", "b", "c", "d"])
+    assert finding.seen == "eth0 carries 0.04 of 10 Gb/s between all hosts (a, b, c, d)"
 
 
 def test_without_a_nominal_speed_equal_links_are_healthy() -> None:
@@ -115,7 +115,7 @@ def test_a_host_that_cannot_be_connected_to() -> None:
         if a != b
     ]
     finding = only(links)
-    assert (finding.severity, finding.hosts) == ("ill", ["d"])
+    assert (finding.severity, finding.hosts) == ("error", ["d"])
     assert "timed out" in finding.seen
 
 

@@ -245,7 +245,10 @@ def test_real_segments_round_trip(script: ModuleType, real_data: Path) -> None:
 
 def test_files_that_do_not_fit(script: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "val.en").write_text("one\ntwo\n")
-    with pytest.raises(DataError, match=r"val\.de\.gz cannot be read: .* Pass --data"):
+    with pytest.raises(DataError, match=r"val\.de cannot be read \(No such file .*\)\. Pass"):
+        script.read_pairs(tmp_path, "val", ["en", "de"])
+    (tmp_path / "val.de.gz").write_text("eins\n")
+    with pytest.raises(DataError, match=r"val\.de\.gz cannot be read \(Not a gzipped file"):
         script.read_pairs(tmp_path, "val", ["en", "de"])
     (tmp_path / "val.de").write_text("eins\n")
     with pytest.raises(DataError, match="2 segments in 'en' and 1 in 'de'"):

@@ -122,5 +122,6 @@ def test_wrong_arguments_are_refused() -> None:
             BatchGrowth([1], factor)
     with pytest.raises(UsageError, match="increasing"):
         BatchGrowth([0, 1])
-    with pytest.raises(UsageError, match="max_batch=0"):
-        BatchGrowth([1], max_batch=0)
+    for most in (0, 10.5, 8.0, True, "9"):
+        with pytest.raises(UsageError, match="max_batch=.*whole number"):
+            BatchGrowth([1], max_batch=most)

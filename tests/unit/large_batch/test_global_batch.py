@@ -12,6 +12,7 @@ from torchmn import create_multi_node_optimizer
 from torchmn.communicators import Communicator
 from torchmn.errors import RankMismatchError, UsageError
 from torchmn.large_batch import BatchGrowth, GlobalBatch
+from torchmn.links import convert_batch_norm
 from torchmn.testing import run_ranks
 
 
@@ -48,8 +49,8 @@ def test_every_sample_is_in_one_pass_of_one_rank(
     assert sum(batch.share for batch in ranks) == global_batch
     assert max(b.share for b in ranks) - min(b.share for b in ranks) <= 1
     assert len({(b.local_batch, b.accumulation) for b in ranks}) == 1
-    if accumulation is not None:
-        assert ranks[0].accumulation == accumulation
+    if accumulation is not None:  # as many as the smallest share has samples, if it has any
+        assert ranks[0].accumulation == min(accumulation, global_batch // size or 1)
     for batch in ranks:
         assert local_batch is None or batch.local_batch <= local_batch
         passes = list(batch.micro_batches(torch.arange(batch.share)))
@@ -58,6 +59,7 @@ def test_every_sample_is_in_one_pass_of_one_rank(
         )
         assert all(len(part) <= batch.local_batch for part, _ in passes)
         assert len(passes) == min(batch.accumulation, batch.share)
+        assert len(passes) == batch.accumulation or batch.local_batch == 1 or not batch.share
         assert sum(share for _, share in passes) == pytest.approx(1 if batch.share else 0)
 
 
@@ -121,6 +123,87 @@ def test_all_ranks_make_the_same_number_of_passes() -> None:
         for part in batch.sampler(9, shuffle=False):
             passes.append(len(list(batch.micro_batches(torch.tensor(part)))))
     assert passes == [2, 2]
+
+
+def train_passes(
+    comm: Communicator,
+    batch: tuple[int, int | None, int | None],
+    length: int,
+    converted: bool,
+    **options: bool,
+) -> list[int]:
+    """How many passes this rank makes in each step, ``converted``: with batch normalization."""
+    norm = convert_batch_norm(nn.BatchNorm1d(3), comm) if converted else nn.Identity()
+    model = nn.Sequential(nn.Linear(4, 3), norm)
+    optimizer = create_multi_node_optimizer(torch.optim.SGD(model.parameters(), 0.1), comm, model)
+    whole = GlobalBatch(*batch, comm=comm)
+    announced, passes = whole.local_batch, []
+    for part in whole.sampler(length, **options):
+        optimizer.zero_grad()
+        passes.append(0)
+        for x, share in whole.micro_batches(torch.randn(len(part), 4), optimizer):
+            assert len(x) <= announced
+            (model(torch.cat([x, x + 1])).square().mean() * share).backward()
+            passes[-1] += 1
+        optimizer.step()
+    return passes
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("converted", [True, False])
+@pytest.mark.parametrize(
+    ("global_batch", "local_batch", "accumulation", "length"),
+    [(7, None, 3, 14), (7, None, 2, 11), (8, 2, None, 19), (5, None, 2, 9)],
+)
+def test_passes_with_batch_normalization_over_all_ranks(
+    global_batch: int, local_batch: int | None, accumulation: int | None, length: int,
+    converted: bool, size: int,
+) -> None:  # fmt: skip
+    """Uneven shares and short batches: a rank with one pass less would let the others wait."""
+    batch = (global_batch, local_batch, accumulation)
+    first, *others = run_ranks(lambda comm: train_passes(comm, batch, length, converted), size)
+    assert all(each == first for each in others)
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "local_batch", "length", "message"),
+    [
+        (7, 1, 7, r"batch of 7 samples makes 3 pass\(es\) .* 3 sample.* and 2 on those with 2"),
+        (6, 2, 8, r"batch of 2 samples makes 1 pass\(es\) .* 1 sample.* and 0 on those with 0"),
+    ],
+)
+def test_passes_that_would_wait_for_other_ranks_are_refused_on_all(
+    global_batch: int, local_batch: int, length: int, message: str
+) -> None:
+    """The announced memory of a pass counts more than equal numbers of passes."""
+    batch = (global_batch, local_batch, None)
+
+    def refused(comm: Communicator) -> None:
+        with pytest.raises(UsageError, match=rf"{message}, and '1', a MultiNodeBatchNorm1d"):
+            train_passes(comm, batch, length, converted=True)
+
+    run_ranks(refused, 3)
+    passes = run_ranks(lambda comm: train_passes(comm, batch, length, converted=False)[-1], 3)
+    assert passes[0] == passes[2] + 1
+
+
+def test_pad_last_makes_as_many_passes_on_all_ranks() -> None:
+    def train(comm: Communicator) -> list[int]:
+        return train_passes(comm, (6, 1, None), 8, converted=True, pad_last=True)
+
+    assert run_ranks(train, 3) == [[2, 1]] * 3
+
+
+def test_a_growing_batch_keeps_the_memory_of_a_pass() -> None:
+    ranks = batches(3, 7, accumulation=3, growth=BatchGrowth([7], 10, unit="samples"))
+    assert [(each.accumulation, each.local_batch) for each in ranks] == [(2, 2)] * 3
+    for each in ranks:
+        each.count()
+    assert [(each.share, each.accumulation, each.local_batch) for each in ranks] == [
+        (24, 16, 2),
+        (23, 16, 2),
+        (23, 16, 2),
+    ]
 
 
 def test_an_exception_in_a_pass_leaves_the_optimizer_exchanging() -> None:

@@ -195,6 +195,36 @@ def test_wrong_options_are_refused(make: type[Optimizer]) -> None:
         make([parameter], lr=float("nan"))
 
 
+@pytest.mark.parametrize(
+    ("make", "option"),
+    [
+        (LARS, {"lr": -0.1}),
+        (LARS, {"lr": torch.tensor(-0.5)}),
+        (LARS, {"momentum": 1.0}),
+        (LARS, {"trust": float("nan")}),
+        (LAMB, {"lr": -0.1}),
+        (LAMB, {"betas": (0.9, 1.0)}),
+        (LAMB, {"eps": -1.0}),
+        (LAMB, {"weight_decay": -1.0}),
+        (LAMB, {"norm_bounds": (2.0, 1.0)}),
+    ],
+)
+def test_wrong_options_of_a_group_are_refused(
+    make: type[Optimizer], option: dict[str, object]
+) -> None:
+    first, second = ({"params": [nn.Parameter(torch.ones(2, 2))]} for _ in range(2))
+    (name,) = option
+    with pytest.raises(UsageError, match=f"^Parameter group 1: {name}="):
+        make([dict(first), {**second, **option}])
+    optimizer = make([first])
+    with pytest.raises(UsageError, match=f"^Parameter group 1: {name}="):
+        optimizer.add_param_group({**second, **option})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group(second)
+    with pytest.raises(TypeError, match="must be a dict"):
+        optimizer.add_param_group([second])
+
+
 @pytest.mark.parametrize("make", [lars, lamb])
 def test_sparse_gradients_are_refused(make: Callable[..., Optimizer]) -> None:
     layer = nn.Embedding(4, 2, sparse=True)

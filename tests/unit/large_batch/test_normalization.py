@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -60,11 +61,28 @@ def test_as_batch_normalization_of_one_part_after_another(
     assert ours.eval()(x).equal(theirs.eval()(x))
 
 
-@pytest.mark.parametrize(("rows", "parts"), [(3, 1), (5, 1), (7, 2), (9, 2), (10, 2), (11, 3)])
+@pytest.mark.parametrize(("rows", "parts"), [(3, 1), (5, 1), (7, 2), (9, 2), (10, 3), (11, 3)])
 def test_parts_are_as_near_to_the_size_as_can_be(rows: int, parts: int) -> None:
     layer = GhostBatchNorm1d(2, 4)
     layer(torch.randn(rows, 2))
     assert layer.num_batches_tracked == parts
+
+
+@pytest.mark.parametrize("ghost", [2, 3, 4])
+@pytest.mark.parametrize("rows", range(2, 13))
+def test_no_part_has_one_sample(rows: int, ghost: int) -> None:
+    """Which torch refuses without other dimensions, and normalizes by itself with them."""
+    num_parts = max(1, min(math.floor(rows / ghost + 0.5), rows // 2))
+    sizes = [rows // num_parts + (i < rows % num_parts) for i in range(num_parts)]
+    assert min(sizes) >= 2
+    for ours, theirs, shape in (
+        (GhostBatchNorm1d(3, ghost), nn.BatchNorm1d(3), (rows, 3)),
+        (GhostBatchNorm2d(3, ghost), nn.BatchNorm2d(3), (rows, 3, 2, 2)),
+    ):
+        x = torch.randn(shape)
+        assert ours(x).equal(torch.cat([theirs(part) for part in x.split(sizes)]))
+        assert ours.num_batches_tracked == num_parts
+    assert GhostBatchNorm2d(3, ghost)(torch.randn(1, 3, 2, 2)).shape == (1, 3, 2, 2)
 
 
 def test_conversion_keeps_objects_and_can_be_reverted() -> None:

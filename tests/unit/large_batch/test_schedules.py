@@ -9,7 +9,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ExponentialLR,
+    LinearLR,
+    LRScheduler,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchmn.communicators import Communicator
@@ -32,7 +39,7 @@ from torchmn.testing import run_ranks
 NUM_SAMPLES = 50
 
 
-def sgd(rate: float = 0.1) -> torch.optim.SGD:
+def sgd(rate: float | torch.Tensor = 0.1) -> torch.optim.SGD:
     return torch.optim.SGD([nn.Parameter(torch.zeros(1))], rate)
 
 
@@ -231,3 +238,120 @@ def test_wrong_arguments_are_refused() -> None:
         LinearScaling(sgd(), batch, base_batch=0)
     with pytest.raises(UsageError, match="finite"):
         GradualWarmup(sgd(), batch, float("inf"))
+    nan = float("nan")
+    for wrong in (0, -1, nan, float("inf")):
+        with pytest.raises(UsageError, match="^power="):
+            Polynomial(sgd(), batch, 3, power=wrong)
+        with pytest.raises(UsageError, match="^gamma="):
+            MultiStep(sgd(), batch, [1], gamma=wrong)
+    for wrong in (-0.1, 1.1, nan):
+        for make in (Polynomial, Cosine):
+            with pytest.raises(UsageError, match="^final="):
+                make(sgd(), batch, 3, final=wrong)
+    with pytest.raises(UsageError, match="base_batch=nan"):
+        LinearScaling(sgd(), batch, base_batch=nan)
+
+
+# ---- rates that others set ----
+
+
+def stepped(schedule: BatchSchedule | LRScheduler, batch: GlobalBatch, num_epochs: int) -> None:
+    for _ in range(num_epochs):
+        for _ in batch._sampler:
+            schedule.optimizer.step()
+            schedule.step()
+
+
+def with_sampler(rate: float | torch.Tensor = 0.1) -> tuple[torch.optim.SGD, GlobalBatch]:
+    batch = batch_of()
+    batch.sampler(NUM_SAMPLES)
+    return sgd(rate), batch
+
+
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_chained_scheduler_of_torch_is_warned_of_once(
+    is_first: bool, rate: float | torch.Tensor
+) -> None:
+    optimizer, batch = with_sampler(rate)
+    make = [lambda: ExponentialLR(optimizer, 0.5), lambda: GradualWarmup(optimizer, batch, 1)]
+    chained = ChainedScheduler([each() for each in (make if is_first else make[::-1])])
+    with pytest.warns(
+        RuntimeWarning, match=r"GradualWarmup has set .* group 0 to .*Chained"
+    ) as all_:
+        stepped(chained, batch, 2)
+    assert len(all_) == 1
+    assert "SequentialLR" in str(all_[0].message)
+
+
+def test_a_rate_set_by_others_is_warned_of_with_the_group() -> None:
+    batch = batch_of()
+    batch.sampler(NUM_SAMPLES)
+    groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": rate} for rate in (0.1, 0.3)]
+    optimizer = torch.optim.SGD(groups, 1.0)
+    scaling = LinearScaling(optimizer, batch, base_batch=5)
+    schedule = MultiStep(scaling, batch, [9])
+    stepped(schedule, batch, 1)
+    plateau = ReduceLROnPlateau(optimizer, patience=0, factor=0.5, min_lr=[0.2, 0.0])
+    for loss in (1.0, 2.0):
+        plateau.step(loss)
+    with pytest.warns(RuntimeWarning, match=r"MultiStep has set .* group 1 to 0\.6, .* it is 0\.3"):
+        scaling.step()
+    assert optimizer.param_groups[1]["lr"] == pytest.approx(0.6)
+    optimizer.param_groups[0]["lr"] = 7.0  # by hand; one warning is enough
+    schedule.step()
+
+
+def test_one_schedule_after_the_other_is_not_warned_of() -> None:
+    """Warnings are errors in tests."""
+    optimizer, batch = with_sampler()
+    warmup = GradualWarmup(optimizer, batch, 1)
+    stepped(SequentialLR(optimizer, [warmup, ExponentialLR(optimizer, 0.5)], [5]), batch, 2)
+    optimizer, batch = with_sampler()
+    first = LinearLR(optimizer, 0.1, 1, 5)
+    stepped(
+        SequentialLR(optimizer, [first, Polynomial(optimizer, batch, 3, begin=1)], [5]), batch, 3
+    )
+    optimizer, batch = with_sampler()
+    inner = GradualWarmup(optimizer, batch, 1)
+    Cosine(inner, batch, 2, begin=1)
+    stepped(SequentialLR(optimizer, [inner, ExponentialLR(optimizer, 0.5)], [5]), batch, 2)
+    optimizer, batch = with_sampler()
+    inner, first = GradualWarmup(optimizer, batch, 1), LinearLR(optimizer, 0.1, 1, 5)
+    outer = MultiStep(inner, batch, [1], 0.5)
+    sequence = SequentialLR(optimizer, [first, inner], [5])  # the product of both, all the same
+    stepped(sequence, batch, 1)
+    assert optimizer.param_groups[0]["lr"] == outer.get_last_lr()[0] == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("sampler", "optimizer"),  # the rates follow from the samples, so this is enough
+        ("optimizer", "sampler", "schedule"),
+        ("schedule", "sampler", "optimizer"),
+    ],
+)
+def test_a_resumed_schedule_is_not_warned_of(
+    names: tuple[str, ...], rate: float | torch.Tensor
+) -> None:
+    def parts() -> dict[str, object]:
+        optimizer, batch = with_sampler(copy.deepcopy(rate))
+        scaling = LinearScaling(optimizer, batch, base_batch=5)
+        return {
+            "sampler": batch._sampler,
+            "optimizer": optimizer,
+            "schedule": Cosine(scaling, batch, 3),
+        }
+
+    saved = parts()
+    stepped(saved["schedule"], saved["schedule"].batch, 1)
+    resumed = parts()
+    for name in names:
+        resumed[name].load_state_dict(copy.deepcopy(saved[name].state_dict()))
+    for each in (saved, resumed):
+        each["schedule"].base_lrs = [0.2]  # the way to change the first rate
+        stepped(each["schedule"], each["schedule"].batch, 1)
+    found = [float(each["optimizer"].param_groups[0]["lr"]) for each in (saved, resumed)]
+    assert found[0] == found[1] == pytest.approx(0.2 * 2 * 0.25)

@@ -163,7 +163,7 @@ def test_an_interrupt_ends_all_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("num_ranks", "options", "error", "words"),
     [
-        (0, {}, UsageError, "from 1 on, got 0"),
+        (0, {}, UsageError, "must be an integer, at least 1, got 0"),
         (True, {}, UsageError, "got True"),
         (1, {"backend": "mpi"}, UnsupportedError, "MPI needs its own mpirun"),
         (1, {"backend": "ucx"}, UnknownNameError, "auto, gloo, nccl"),
@@ -174,6 +174,43 @@ def test_requests_that_cannot_be_met(
 ) -> None:
     with pytest.raises(error, match=words):
         torchmn.launch_local(os.getpid, num_ranks, **options)
+
+
+def _adds(first: int, second: int) -> int:
+    return first + second
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "error", "text"),
+    [
+        (("train", 2), {}, UsageError, "needs a function first, got 'train'"),
+        ((_adds, 2, 1), {}, UsageError, r"does not take 1 argument: missing .* 'second'"),
+        ((_adds, 2, 1, 2, 3), {}, UsageError, "does not take 3 arguments: too many"),
+        ((_adds, 1, 1, 2), {"log_dir": "file/x"}, UsageError, "choose another with log_dir="),
+        (
+            (_adds, 2, 1, 2),
+            {"backend": "nccl"},
+            UnsupportedError,
+            'backend="nccl" needs a GPU for each of the 2 ranks, and this machine has no CUDA GPU',
+        ),
+    ],
+)
+def test_what_would_fail_on_every_rank_starts_none(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    words: tuple[Any, ...],
+    options: dict[str, Any],
+    error: type[Exception],
+    text: str,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (tmp_path / "file").touch()
+    with pytest.raises(error, match=text):
+        torchmn.launch_local(*words, **options)
+    assert capfd.readouterr() == ("", "")
+    (tmp_path / "file").unlink()
+    assert left_overs(tmp_path) == []
 
 
 def test_what_cannot_be_sent_is_named(tmp_path: Path) -> None:

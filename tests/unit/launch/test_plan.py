@@ -9,6 +9,7 @@ import pytest
 
 from torchmn.errors import TopologyError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.launch.plan import RunOptions, detect_existing_rank, plan_job
+from torchmn.topology import Processors
 
 PATH = {"PATH": os.environ["PATH"]}
 
@@ -79,7 +80,8 @@ def test_hosts_of_a_pbs_job(tmp_path: Path) -> None:
     [
         ({"launcher": "rsh"}, UnknownNameError, "Unknown launcher 'rsh'. Known: auto, local"),
         ({"hosts": "a", "hostfile": Path("h")}, UsageError, "mutually exclusive"),
-        ({"hostfile": Path("no such")}, UsageError, "'no such' cannot be read"),
+        ({"hostfile": Path("no such")}, UsageError, r"'no such' cannot be read \(No such file or"),
+        ({"hostfile": Path()}, UsageError, r"'\.' cannot be read \(Is a directory\): name another"),
         ({"num_nodes": 2}, UsageError, "--nodes 2 needs a list of hosts"),
         ({"num_ranks": 0}, UsageError, "at least 1, got 0"),
         ({"num_ranks": 2, "per_node": 3}, UsageError, "-n 2 contradicts --per-node 3"),
@@ -90,6 +92,27 @@ def test_hosts_of_a_pbs_job(tmp_path: Path) -> None:
 def test_invalid_options(options: dict[str, object], error: type, words: str) -> None:
     with pytest.raises(error, match=words):
         planned(backend="gloo", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_ranks": 3}, "warning: 3 ranks share 2 cores, so that they slow each other down: "),
+        ({"per_node": 3, "launcher": "torchrun"}, "start at most 2 on this host"),
+        ({"num_ranks": 2}, ""),
+        ({"hosts": "localhost:3"}, ""),
+        ({"hosts": "a.invalid:3"}, ""),
+    ],
+)
+def test_more_ranks_than_cores_are_mentioned(
+    options: dict[str, object], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the hosts, and so the slots, were given."""
+    two = Processors(logical=(0, 1), physical=((0, 0), (0, 1)))
+    monkeypatch.setattr("torchmn.launch.plan.available_processors", lambda: two)
+    found = planned(backend="gloo", **options).warning
+    assert words in found
+    assert bool(found) == bool(words)
 
 
 @pytest.mark.parametrize("launcher", ["local", "ssh", "torchrun"])

@@ -48,7 +48,7 @@ def test_a_mistake_is_named(tmp_path: Path, change: tuple[str, str], reason: str
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="No such file"):
+    with pytest.raises(UsageError, match=r"none\.toml cannot be read: it does not exist\. Name"):
         read_description(tmp_path / "none.toml")
 
 

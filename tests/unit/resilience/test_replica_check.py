@@ -164,7 +164,14 @@ def test_buffers_are_each_ranks_own() -> None:
     assert run_ranks(rank_main, 2) == [1, 1]
 
 
-@pytest.mark.parametrize("options", [{"every": 0}, {"every": 1.5}, {"on_difference": "ignore"}])
-def test_arguments(options: dict[str, Any]) -> None:
-    with pytest.raises(UsageError):
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"every": 0}, "an integer, at least 1, got 0"),
+        ({"every": 1.5}, "an integer, at least 1, got 1.5"),
+        ({"on_difference": "ignore"}, "must be 'raise' or 'warn'"),
+    ],
+)
+def test_arguments(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
         run_ranks(lambda comm: torchmn.ReplicaCheck(comm, mlp(), **options), 1)

@@ -14,35 +14,44 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 
 import torchmn
-
-NUM_CLASSES = 10
+from torchmn.errors import DataError
 
 
 def load_data(path: str | None) -> list[Subset]:
     """Training and test images, each (image, class); any data sets with lengths will do."""
-    if path is not None:  # images (count, channels, height, width) and classes (count)
-        file = np.load(path)
-        images, classes = torch.tensor(file["images"]).float(), torch.tensor(file["classes"])
+    if path is not None:
+        try:
+            file = np.load(path)
+            images, classes = torch.tensor(file["images"]).float(), torch.tensor(file["classes"])
+        except Exception:
+            raise DataError(f"{path} is no .npz file with arrays images and classes") from None
+        are_whole = len(images) and (classes.long().clamp_min(0) == classes).all()
+        if images.ndim != 4 or classes.shape != images.shape[:1] or not are_whole:
+            raise DataError(
+                f"{path} has images {[*images.shape]} and classes {[*classes.shape]}: needed are "
+                "[count, channels, height, width], and [count] whole numbers 0, 1, ..."
+            )
     else:  # artificial ones
         generator = torch.Generator().manual_seed(0)
-        classes = torch.randint(NUM_CLASSES, (5000,), generator=generator)
-        images = torch.randn(NUM_CLASSES, 1, 16, 16, generator=generator)[classes]
+        classes = torch.randint(10, (5000,), generator=generator)
+        images = torch.randn(10, 1, 16, 16, generator=generator)[classes]
         images = images + torch.randn(images.shape, generator=generator)
     data = TensorDataset(images, classes.long())
     return random_split(data, [0.8, 0.2], torch.Generator().manual_seed(0))
 
 
-def build_model(image: Tensor) -> nn.Module:
+def build_model(train: Subset) -> nn.Module:
     """From images (batch, channels, height, width) to scores (batch, classes)."""
+    images, classes = train.dataset.tensors
     return nn.Sequential(
-        nn.Conv2d(len(image), 16, 3, padding=1),
+        nn.Conv2d(images.shape[1], 16, 3, padding=1),
         nn.MaxPool2d(2),
         nn.ReLU(),
         nn.Conv2d(16, 32, 3, padding=1),
         nn.ReLU(),
         nn.AdaptiveAvgPool2d(4),
         nn.Flatten(),
-        nn.Linear(32 * 4 * 4, NUM_CLASSES),
+        nn.Linear(32 * 4 * 4, int(classes.max()) + 1),
     )
 
 
@@ -83,7 +92,7 @@ def main() -> None:
     loader = DataLoader(train, batch_sampler=sampler)
     test_loader = torchmn.scatter_loader(DataLoader(test, 256), comm)
 
-    model = build_model(train[0][0]).to(comm.device)
+    model = build_model(train).to(comm.device)
     adam = torch.optim.AdamW(model.parameters(), options.rate)
     optimizer = torchmn.create_multi_node_optimizer(adam, comm, model, weight="samples")
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, options.epochs * len(sampler))

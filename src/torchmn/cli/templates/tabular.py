@@ -14,31 +14,37 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 
 import torchmn
-
-NUM_CLASSES = 3
+from torchmn.errors import DataError
 
 
 def load_data(path: str | None) -> list[Subset]:
     """Training and test rows, each (columns, class); any data sets with lengths will do."""
     if path is not None:  # one line of titles, then numbers; the last column is the class
-        table = torch.tensor(np.loadtxt(path, delimiter=",", skiprows=1, dtype=np.float32))
+        try:
+            table = torch.tensor(np.loadtxt(path, np.float32, delimiter=",", skiprows=1, ndmin=2))
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} is no table of numbers below titles: {error}") from None
         rows, classes = table[:, :-1], table[:, -1].long()
+        are_whole = (classes.clamp_min(0) == table[:, -1]).all()
+        if not (rows.numel() and table.isfinite().all() and are_whole):
+            raise DataError(f"{path} must have columns of numbers, last that of classes 0, 1, ...")
     else:  # artificial ones
         generator = torch.Generator().manual_seed(0)
         rows = torch.randn(5000, 20, generator=generator)
-        classes = (rows @ torch.randn(20, NUM_CLASSES, generator=generator)).argmax(1)
+        classes = (rows @ torch.randn(20, 3, generator=generator)).argmax(1)
     rows = (rows - rows.mean(0)) / rows.std(0).clamp_min(1e-6)
     data = TensorDataset(rows, classes)
     return random_split(data, [0.8, 0.2], torch.Generator().manual_seed(0))
 
 
-def build_model(row: Tensor) -> nn.Module:
+def build_model(train: Subset) -> nn.Module:
     """From rows (batch, columns) to scores (batch, classes)."""
+    rows, classes = train.dataset.tensors
     return nn.Sequential(
-        nn.Linear(len(row), 64),
+        nn.Linear(rows.shape[1], 64),
         nn.ReLU(),
         nn.Dropout(0.1),
-        nn.Linear(64, NUM_CLASSES),
+        nn.Linear(64, int(classes.max()) + 1),
     )
 
 
@@ -63,7 +69,7 @@ def evaluate(model: nn.Module, loader: DataLoader, comm: torchmn.Communicator) -
 def main() -> None:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--data", help=".csv file; artificial rows without it")
+    add("--data", help=".csv file: titles, then numbers, the class last; artificial without it")
     add("--epochs", type=int, default=5, help="passes over the training data")
     add("--batch", type=int, default=64, help="samples per step, of all workers together")
     add("--rate", type=float, default=3e-3, help="learning rate")
@@ -79,7 +85,7 @@ def main() -> None:
     loader = DataLoader(train, batch_sampler=sampler)
     test_loader = torchmn.scatter_loader(DataLoader(test, 256), comm)
 
-    model = build_model(train[0][0]).to(comm.device)
+    model = build_model(train).to(comm.device)
     adam = torch.optim.AdamW(model.parameters(), options.rate)
     optimizer = torchmn.create_multi_node_optimizer(adam, comm, model, weight="samples")
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, options.epochs * len(sampler))

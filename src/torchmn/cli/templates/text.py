@@ -14,13 +14,17 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 
 import torchmn
+from torchmn.errors import DataError
 
 LENGTH = 64  # bytes that the model sees at once
 
 
 def load_data(path: str | None) -> list[Subset]:
     """Training and test pieces, each (bytes, bytes that follow); any data sets will do."""
-    text = bytearray(Path(path or argparse.__file__).read_bytes())
+    file = Path(path or argparse.__file__)
+    if not file.is_file() or file.stat().st_size <= LENGTH:
+        raise DataError(f"{path} must be a file of text, of more than {LENGTH} bytes")
+    text = bytearray(file.read_bytes())
     numbers, end = torch.frombuffer(text, dtype=torch.uint8).long(), len(text) - 1
     end -= end % LENGTH
     pieces, followers = numbers[:end].view(-1, LENGTH), numbers[1 : end + 1].view(-1, LENGTH)
@@ -40,14 +44,13 @@ class LanguageModel(nn.Module):
         self.scores = nn.Linear(width, 256)
 
     def forward(self, text: Tensor) -> Tensor:
-        length = text.shape[1]
-        mask = nn.Transformer.generate_square_subsequent_mask(length, device=text.device)
-        hidden = self.bytes(text) + self.positions[:length]
+        mask = nn.Transformer.generate_square_subsequent_mask(LENGTH, device=text.device)
+        hidden = self.bytes(text) + self.positions
         return self.scores(self.layers(hidden, mask=mask, is_causal=True))
 
 
-def build_model(piece: Tensor) -> nn.Module:
-    """The model for pieces like this one."""
+def build_model(train: Subset) -> nn.Module:
+    """The model for pieces like these."""
     return LanguageModel()
 
 
@@ -88,7 +91,7 @@ def main() -> None:
     loader = DataLoader(train, batch_sampler=sampler)
     test_loader = torchmn.scatter_loader(DataLoader(test, 256), comm)
 
-    model = build_model(train[0][0]).to(comm.device)
+    model = build_model(train).to(comm.device)
     adam = torch.optim.AdamW(model.parameters(), options.rate)
     optimizer = torchmn.create_multi_node_optimizer(adam, comm, model, weight="samples")
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, options.epochs * len(sampler))

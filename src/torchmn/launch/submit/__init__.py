@@ -16,9 +16,14 @@ from torchmn.launch.submit.following import Follower
 from torchmn.launch.submit.kubernetes import create, logs_command, manifest, pod_name
 from torchmn.launch.submit.request import JobRequest, default_name, find_environment
 from torchmn.launch.submit.script import job_script
-from torchmn.launch.submit.settings import Settings
+from torchmn.launch.submit.settings import Settings, settings_from_options
 from torchmn.launch.submit.site import Site, find_site, read_site
-from torchmn.launch.submit.submission import make_log_dir, submit, write_script
+from torchmn.launch.submit.submission import (
+    make_log_dir,
+    raise_if_folder,
+    submit,
+    write_script,
+)
 
 __all__ = [
     "KUBERNETES",
@@ -40,8 +45,10 @@ __all__ = [
     "manifest",
     "parse_variable",
     "pod_name",
+    "raise_if_folder",
     "raise_if_no_command",
     "read_site",
+    "settings_from_options",
     "submit",
     "write_script",
 ]

@@ -16,8 +16,8 @@ SCHEDULERS: dict[str, Scheduler] = {
 }
 """Those that take a job script."""
 KUBERNETES = "kubernetes"
-"""Takes a manifest instead (`torchmn.launch.submit.kubernetes`), and only when asked for: a machine
-with kubectl is not a part of the cluster."""
+"""Takes a manifest instead (`torchmn.launch.submit.kubernetes`). Where other schedulers are
+installed, it must be requested: a machine with kubectl is not a part of the cluster."""
 NAMES = (*SCHEDULERS, KUBERNETES)
 
 
@@ -25,14 +25,14 @@ def installed_schedulers(path: str | None) -> tuple[str, ...]:
     """The names of the schedulers whose submit command is on this PATH. Local.
 
     Two that share a command are distinguished by a command that only one of them has; where neither
-    has it, both are returned.
+    has it, both are returned. Kubernetes is where there is kubectl and no other scheduler.
     """
 
     def is_here(command: str) -> bool:
         return shutil.which(command, path=path) is not None
 
     candidates = [s for s in SCHEDULERS.values() if is_here(s.submit_command[0])]
-    return tuple(
+    found = tuple(
         s.name
         for s in candidates
         if is_here(s.probe_command)
@@ -42,6 +42,7 @@ def installed_schedulers(path: str | None) -> tuple[str, ...]:
             if other.submit_command[0] == s.submit_command[0]
         )
     )
+    return found or ((KUBERNETES,) if is_here("kubectl") else ())
 
 
 def choose_scheduler(wanted: str | None, installed: Sequence[str]) -> Scheduler:
@@ -53,11 +54,12 @@ def choose_scheduler(wanted: str | None, installed: Sequence[str]) -> Scheduler:
         if wanted not in SCHEDULERS:
             raise UnknownNameError("scheduler", wanted, NAMES)
         return SCHEDULERS[wanted]
-    known = "|".join(SCHEDULERS)
+    known = "|".join(NAMES)
     if not installed:
         raise UsageError(
-            "No scheduler was found: neither qsub nor sbatch is on the PATH. Run this on a login "
-            f"node of the cluster, or only write the script: --scheduler {known} --dry-run."
+            "No scheduler was found: neither qsub nor sbatch nor kubectl is on the PATH. Run this "
+            "on a login node of the cluster, or only write the script: --scheduler "
+            f"{known} --dry-run."
         )
     if len(installed) > 1:
         names = " and ".join(

@@ -51,7 +51,7 @@ class PBS(Scheduler):
             f"select={job.num_nodes}",
             *([chosen] if chosen else []),
             *([] if "ncpus=" in chosen else [f"ncpus={job.cores_per_node}"]),
-            *([f"ngpus={settings.gpus}"] if settings.gpus else []),
+            *([f"ngpus={settings.gpus}"] if settings.gpus and "ngpus=" not in chosen else []),
             f"mpiprocs={job.ranks_per_node}",
             *([f"ompthreads={settings.threads}"] if settings.threads else []),
         ]

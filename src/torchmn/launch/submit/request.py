@@ -9,6 +9,7 @@ from typing import Literal
 
 from torchmn.errors import UsageError
 from torchmn.launch.submit.settings import Settings
+from torchmn.topology.walltime import parse_duration
 
 DEFAULT_LOG_DIR = "torchmn-logs"
 
@@ -47,6 +48,12 @@ class JobRequest:
                 raise UsageError(f"{option} must be at least 1, got {number}.")
         if self.max_requeues < 0:
             raise UsageError(f"--max-requeues must be at least 0, got {self.max_requeues}.")
+        signal, limit = self.settings.signal, self.settings.walltime
+        if signal and limit and signal >= (limit_s := round(parse_duration(limit) or 0)):
+            raise UsageError(
+                f"--signal {signal} is not less than the time limit {limit}, which is {limit_s} s: "
+                "ask for the signal fewer seconds before it, or raise --walltime."
+            )
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_.-]*", self.name):
             raise UsageError(
                 f"--name must be letters, digits, _ . and -, with a letter first, got "

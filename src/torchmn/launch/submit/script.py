@@ -167,8 +167,6 @@ def _warning(job: JobRequest) -> list[str]:
     if limit is None:
         raise UsageError("--signal counts from the time limit: pass --walltime too.")
     after_s = round(parse_duration(limit) or 0) - signal
-    if after_s < 1:
-        raise UsageError(f"--signal {signal} is not less than the time limit {limit}.")
     return [
         f"# The scheduler has no signal before the limit: this shell sends it, {signal} s before.",
         "(",

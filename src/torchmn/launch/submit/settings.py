@@ -8,7 +8,7 @@ a second line, and none a second word where a scheduler reads one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ _NUMBERS = ("threads", "gpus", "signal", "grace")
 Export = tuple[str, str]
 Rule = tuple[Callable[[str], object], str]
 
+_ANY: Rule = (lambda _: True, "")
 _WORD: Rule = (re.compile(r"[^\s#]+").fullmatch, "one word without blanks or #")
 _LINE: Rule = (
     lambda text: text.strip() and len(text.splitlines()) == 1,
@@ -49,7 +50,7 @@ _PATH: Rule = (
 
 def _setting(rule: Rule | None, text: str = "", *flags: str, default: Any = None) -> Any:
     """A field with its rule and, if it has an option, the help text and the option's names."""
-    metavar = {"-x": "NAME[=VALUE]", "--volume": "CLAIM:FOLDER"}.get("".join(flags))
+    metavar = {"-x": "NAME[=VALUE]", "--volume": "CLAIM:/FOLDER"}.get("".join(flags))
     metadata = {"rule": rule, "help": text, "flags": flags, "metavar": metavar}
     return field(default=default, metadata=metadata)
 
@@ -101,18 +102,7 @@ class Settings:
     )
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            rule, value = each.metadata["rule"], getattr(self, each.name)
-            if rule is None or value is None:
-                continue
-            is_valid, text = rule
-            for item in value if isinstance(value, tuple) else (value,):
-                if not is_valid(item):
-                    raise UsageError(f"{each.name} must be {text}, got {item!r}.")
-        for name in _NUMBERS:
-            number = getattr(self, name)
-            if number is not None and number < 1:
-                raise UsageError(f"{name} must be at least 1, got {number}.")
+        _check({each.name: getattr(self, each.name) for each in fields(self)})
         for name, _ in self.exports:
             check_variable_name(name)
 
@@ -139,13 +129,42 @@ class Settings:
         )
 
 
-def settings_from_table(table: Mapping[str, object]) -> Settings:
-    """The settings in a TOML table. Raises UsageError or UnknownNameError."""
+def _check(values: Mapping[str, Any], *, are_options: bool = False) -> None:
+    """Raise UsageError, with the name of key or option, for a value that is not valid."""
+    for each in fields(Settings):
+        value = values.get(each.name)
+        if value is None:
+            continue
+        name = _option_of(each) if are_options else each.name
+        is_valid, text = each.metadata["rule"] or _ANY
+        for item in value if isinstance(value, tuple) else (value,):
+            if not is_valid(item):
+                raise UsageError(f"{name} must be {text}, got {item!r}.")
+        if each.name in _NUMBERS and value < 1:
+            raise UsageError(f"{name} must be at least 1, got {value}.")
+
+
+def _option_of(setting: Field[Any]) -> str:
+    flags = setting.metadata["flags"] or (f"--{setting.name.replace('_', '-')}",)
+    return str(flags[0].partition("/")[0])
+
+
+def settings_from_options(options: Mapping[str, Any]) -> Settings:
+    """The settings that options of the command line give. Raises UsageError, with the option."""
+    _check(options, are_options=True)
+    return Settings(**options)
+
+
+def settings_from_table(table: Mapping[str, object], *, others: Sequence[str] = ()) -> Settings:
+    """The settings in a TOML table. Raises UsageError or UnknownNameError.
+
+    ``others`` are further words that may stand in it, for the message.
+    """
     known = {each.name: each for each in fields(Settings)}
     values = {}
     for key, value in table.items():
         if key not in known:
-            raise UnknownNameError("key", key, known)
+            raise UnknownNameError("key", key, [*known, *others])
         values[key] = _value(known[key], value)
     return Settings(**values)
 

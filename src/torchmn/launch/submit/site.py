@@ -7,7 +7,7 @@ and ``[kubernetes]`` apply to one and take precedence.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,13 +68,13 @@ def read_site(path: Path | None) -> Site:
     return Site(
         path=path,
         scheduler=scheduler,
-        defaults=_settings(table, str(path)),
+        defaults=_settings(table, str(path), ("scheduler", *(f"[{name}]" for name in NAMES))),
         per_scheduler={name: _settings(own[name], f"[{name}] of {path}") for name in own},
     )
 
 
-def _settings(table: Mapping[str, object], source: str) -> Settings:
+def _settings(table: Mapping[str, object], source: str, others: Sequence[str] = ()) -> Settings:
     try:
-        return settings_from_table(table)
+        return settings_from_table(table, others=others)
     except TorchmnError as error:
         raise UsageError(f"In {source}: {error}") from None

@@ -11,12 +11,19 @@ from torchmn.launch.submit.request import JobRequest
 from torchmn.launch.submit.scheduler import Ask, Scheduler, ask
 
 
+def raise_if_folder(path: Path) -> None:
+    """Raise UsageError if a folder is named where a job script is to be written."""
+    if path.is_dir():
+        raise UsageError(f"--output {path} is a folder: name a file in it for the job script.")
+
+
 def write_script(text: str, path: Path, *, mode: int = 0o700) -> Path | None:
     """Write the script, for this user only, since exported variables may be secrets.
 
     An existing file with other content is renamed to ``NAME~``: it may have been edited. Returns
     the new path of the old file, if any. Raises UsageError.
     """
+    raise_if_folder(path)
     kept = path.with_name(f"{path.name}~")
     try:
         has_other = path.exists() and path.read_bytes() != text.encode()

@@ -26,6 +26,8 @@ from torchmn.launch.submit import (
         (["qsub", "pbsnodes", "qconf"], ("pbs", "grid_engine")),
         (["qsub", "pbsnodes", "sbatch"], ("pbs", "slurm")),
         (["qconf"], ()),
+        (["kubectl"], ("kubernetes",)),
+        (["kubectl", "sbatch"], ("slurm",)),
     ],
 )
 def test_schedulers_are_known_by_their_commands(
@@ -43,7 +45,7 @@ def test_the_one_that_was_asked_for_or_the_only_one() -> None:
 
 
 def test_refusals_name_the_cure() -> None:
-    with pytest.raises(UsageError, match="neither qsub nor sbatch is on the PATH"):
+    with pytest.raises(UsageError, match="neither qsub nor sbatch nor kubectl .*kubernetes --dry"):
         choose_scheduler(None, ())
     with pytest.raises(
         UnsupportedError, match=r"PBS \(qsub\) and Slurm \(sbatch\).* --scheduler pbs\|slurm"

@@ -63,8 +63,10 @@ def test_header_of_row_3_12() -> None:
     assert {"#PBS -o torchmn-logs/", "#PBS -e torchmn-logs/"} <= set(lines)
 
 
-def test_resources_of_a_site_stand_in_the_chunk() -> None:
-    lines = PBS().directives(tutorial(chunk="ncpus=36:ngpus=2"))
+@pytest.mark.parametrize("gpus", [None, 2])
+def test_resources_of_a_site_stand_in_the_chunk(gpus: int | None) -> None:
+    """Once, also with ``--gpus``."""
+    lines = PBS().directives(tutorial(chunk="ncpus=36:ngpus=2", gpus=gpus))
     assert "#PBS -l select=2:ncpus=36:ngpus=2:mpiprocs=2:ompthreads=1" in lines
 
 

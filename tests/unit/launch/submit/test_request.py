@@ -27,6 +27,10 @@ def request(**options: object) -> JobRequest:
         ({"name": ""}, "got ''"),
         ({"script": ""}, "path of a script must be one line, got ''"),
         ({"file": "a\nrm"}, "path of a job script must be one line"),
+        (
+            {"settings": Settings(signal=60, walltime="00:01:00")},
+            "--signal 60 is not less than the time limit 00:01:00, which is 60 s: ask",
+        ),
     ],
 )
 def test_invalid_requests(options: dict[str, object], words: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torchmn.errors import UsageError
-from torchmn.launch.submit import Settings, parse_variable
+from torchmn.launch.submit import Settings, parse_variable, settings_from_options
 
 
 def test_merged_over_defaults() -> None:
@@ -67,6 +67,23 @@ def test_invalid_settings(settings: dict[str, object], words: str) -> None:
     with pytest.raises(UsageError) as caught:
         Settings(**settings)  # type: ignore[arg-type]
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"threads": 0}, "--threads must be at least 1, got 0"),
+        ({"walltime": "10m"}, "--walltime must be hours:minutes:seconds"),
+        ({"log_dir": "my logs"}, "--log-dir must be made of letters"),
+        ({"image": "a b"}, "--image must be one word"),
+        ({"modules": (" ",)}, "--module-load must be a single line"),
+        ({"volumes": ("data:x",)}, "--volume must be CLAIM:/FOLDER"),
+    ],
+)
+def test_options_are_named_as_they_are_written(options: dict[str, object], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        settings_from_options(options)
+    assert settings_from_options({"queue": "a", "group": None}) == Settings(queue="a")
 
 
 def test_exports() -> None:

@@ -27,6 +27,9 @@ def test_an_edited_script_is_kept(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--output"):
         write_script("one\n", tmp_path / "missing" / "job.sh")
+    for folder in (tmp_path, Path(), Path("/")):
+        with pytest.raises(UsageError, match="is a folder: name a file in it"):
+            write_script("one\n", folder)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,94 @@
+"""Whether ranks stay replicas: their steps and a part of their parameters, seen at each exchange.
+
+A script can make replicas differ without torchmn's knowledge: it loads a state on one rank, leaves
+a step out there, draws random numbers for parameters or gradients, has an embedding with
+``max_norm=``. So each exchange brings, in its footer, how many steps each rank has made since the
+one before, and a checksum of some parameters after the last of them: another part in each step, so
+that all are seen in turn. Nothing more is sent, and a GPU is not waited for.
+
+`torchmn.ReplicaCheck` and checkpoints compare all parameters and name what differs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchmn.communicators import Communicator
+
+UNKNOWN = -float(2**23)
+"""In place of a number, from a rank that does not compare: then none does."""
+_PART_NUMEL = 65_536
+_LARGEST_SUM = 2**22
+"""Over all ranks, which float32 holds exactly, beside `UNKNOWN`."""
+_LARGEST_CHECKSUM = 4096
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class ReplicaWatch:
+    """The steps of this rank since the last exchange, a checksum after the last one. Local."""
+
+    def __init__(self) -> None:
+        self.num_steps: int | None = None
+        """None: what other ranks have done since is not known, as after `join`."""
+        self.checksum: Tensor | None = None
+        """Of one element, on the parameter's device."""
+        self.part = ""
+        """The parameter of which the checksum is."""
+        self._has_warned = False
+
+    def forget(self) -> None:
+        """Compare nothing until the next step: parameters, ranks or counts have changed."""
+        self.num_steps = self.checksum = None
+
+    def exchanged(self) -> None:
+        """An exchange has taken the number of steps."""
+        self.num_steps = 0
+
+    def step_ended(self) -> None:
+        """The optimizer has stepped."""
+        if self.num_steps is not None:
+            self.num_steps += 1
+
+    def note(self, parameters: Sequence[tuple[str, Tensor]], step: int, num_ranks: int) -> None:
+        """Take the checksum of the part that is due after ``step``, the same on all ranks."""
+        parameters = [each for each in parameters if each[1].numel()]
+        if not parameters:
+            return
+        name, parameter = parameters[step % len(parameters)]
+        bits = _bits(parameter)
+        num_parts = -(-bits.numel() // _PART_NUMEL)
+        start = step // len(parameters) % num_parts * _PART_NUMEL
+        total = bits[start : start + _PART_NUMEL].sum(dtype=torch.int64)
+        self.part = name
+        self.checksum = total % min(_LARGEST_CHECKSUM, _LARGEST_SUM // num_ranks)
+
+    def warn(self, comm: Communicator, step: int) -> None:
+        """The checksums differ: warn once."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"{comm.rank_label}: the parameters of the ranks differ, as seen in '{self.part}' "
+            f"after step {step}. Each rank then trains another model. All ranks must change "
+            "parameters in the same way: load a state on all of them, draw random numbers for "
+            "parameters or gradients from a generator with the same seed, decide by values that "
+            "all ranks share, and leave out max_norm= of embeddings. comm.bcast_data(model) makes "
+            "them equal again, and torchmn.ReplicaCheck names what differs. (On hosts with other "
+            "processors an optimizer may round in another way.)",
+            stacklevel=2,
+        )
+
+
+def _bits(parameter: Tensor) -> Tensor:
+    """The bits of a tensor as integers, in the order of its memory if it is dense."""
+    values = parameter.detach()
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    if not values.is_contiguous():
+        strides = values.stride()
+        values = values.permute(sorted(range(values.dim()), key=lambda dim: -strides[dim]))
+    return values.reshape(-1).view(_INTEGERS[values.element_size()])
