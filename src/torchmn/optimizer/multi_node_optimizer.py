@@ -290,7 +290,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         if reducer.is_needed and not self._has_checked_untrained:
             self._has_checked_untrained = True
             warn_of_untrained_parameters(self.communicator, reducer.parameters.untrained)
-        is_up_to_date = self._deferring is None
+        is_up_to_date = self._deferring is None or not self._deferring.has_pending_updates
         reducer.end_step(
             are_replicas=is_up_to_date and self.schedule.replica_consistency == "per_step"
         )
