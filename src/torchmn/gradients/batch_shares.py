@@ -39,6 +39,10 @@ class Shares(NamedTuple):
     """P."""
     own: tuple[int, ...]
     """p."""
+    lags: set[int]
+    """Of this pass: how far in advance its batches may be requested."""
+    has_ended: bool
+    """Whether the loop has requested a batch after the last one."""
     compared_by: BatchShares
 
 
@@ -83,7 +87,9 @@ class BatchShares:
             return self._of_several(parts)
         if len(read) > 1 or self._number not in under_way or not self._lags:
             return None
-        return Shares(*_tried(under_way[self._number], *self._range, num_counted), self)
+        current = under_way[self._number]
+        tried = _tried(current, *self._range, num_counted)
+        return Shares(*tried, self._lags, current.has_ended(), self)
 
     def _begin_pass(self, parts: PassParts, num_counted: float) -> None:
         """See from the first exchange how far in advance the loop requests its batches."""
@@ -101,7 +107,7 @@ class BatchShares:
         if all(own * other_total == other * total for other, other_total in others):
             return None
         tried = (_UNFIT,) * NUM_TRIED
-        return Shares(tried, (total,) * NUM_TRIED, (own,) * NUM_TRIED, self)
+        return Shares(tried, (total,) * NUM_TRIED, (own,) * NUM_TRIED, set(), False, self)
 
     def is_proportional(self, sums: Sequence[float], num_counted: float, shares: Shares) -> bool:
         """Whether counts are as the parts of one of the batches. The same on all ranks.
@@ -117,11 +123,10 @@ class BatchShares:
             for lag, fit, total in zip(_LAGS, sums, shares.totals, strict=True)
             if total and total * fit - square <= _TOLERANCE * square
         }
-        parts = self._parts.under_way().get(self._number)
-        if 0 in fitting and parts is not None and parts.has_ended():
+        if 0 in fitting and shares.has_ended:
             fitting.add(1)  # a loop has no batch to request in advance at its end
-        self._lags &= fitting
-        return bool(self._lags)
+        shares.lags.intersection_update(fitting)
+        return bool(shares.lags)
 
     def first_warning(self) -> bool:
         """Whether nothing was warned of before. Later calls return False."""

@@ -161,3 +161,29 @@ def test_the_first_pass_is_refused_and_later_ones_are_warned_of_once() -> None:
     assert not are_proportional(ranks, [4, 4])
     assert not any(rank.shares.is_in_first_pass for rank in ranks)
     assert [ranks[0].shares.first_warning() for _ in range(2)] == [True, False]
+
+
+def test_an_exchange_that_is_compared_after_the_next_pass_has_begun() -> None:
+    """As under double buffering, in a loop that requests one batch in advance."""
+    batches = (8, 8, 5)
+    ranks = made(2, *batches)
+    pending = None
+    for epoch in range(2):
+        if epoch:
+            for rank in ranks:
+                rank.begin(batches)
+        read(ranks)
+        for number, batch in enumerate(batches):
+            if number + 1 < len(batches):
+                read(ranks)
+            else:
+                for rank in ranks:
+                    rank.is_over = True
+            counts = [rank.part_of(batch) for rank in ranks]
+            found = [rank.shares.of(count, 1) for rank, count in zip(ranks, counts, strict=True)]
+            if pending is not None:
+                num_counted, shares = pending
+                sums = [sum(column) for column in zip(*(s.fits for s in shares), strict=True)]
+                for rank, own in zip(ranks, shares, strict=True):
+                    assert rank.shares.is_proportional(sums, num_counted, own)
+            pending = sum(counts), found
