@@ -23,6 +23,7 @@ CAUGHT_BY = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:(.|\n)*the parameters of the ranks differ")  # they do
 @pytest.mark.parametrize("wrong", CAUGHT_BY, ids=lambda cls: cls.__name__)
 def test_is_caught(wrong: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(create.ROUTES, "flat", wrong)

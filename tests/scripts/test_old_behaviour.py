@@ -96,6 +96,7 @@ def _schedule_of(old: Patch) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:More than one backward pass before step")
+@pytest.mark.filterwarnings("ignore:(.|\n)*the parameters of the ranks differ")  # some do
 @pytest.mark.parametrize("old", OLD, ids=lambda old: old.__name__)
 def test_is_noticed(old: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
     script = next(script for script in all_scripts() if script.name == OLD[old])

@@ -290,9 +290,9 @@ class MultiNodeOptimizer(WrappedOptimizer):
         if reducer.is_needed and not self._has_checked_untrained:
             self._has_checked_untrained = True
             warn_of_untrained_parameters(self.communicator, reducer.parameters.untrained)
-        is_up_to_date = self._deferring is None or not self._deferring.has_pending_updates
+        schedule = self.schedule
         reducer.end_step(
-            are_replicas=is_up_to_date and self.schedule.replica_consistency == "per_step"
+            are_replicas=schedule.updates_in_step and schedule.replica_consistency == "per_step"
         )
         self.communicator.num_steps = (self.communicator.num_steps or 0) + 1
         self._has_local_passes = False

@@ -51,6 +51,8 @@ class Schedule(ABC):
     """Sets of buckets that must exist side by side; 0 where gradients stay the rank's own."""
     exchanges_shards = True
     """Whether it takes parameters that are DTensors, of which each rank holds a part."""
+    updates_in_step = True
+    """Whether parameters are up to date when `step` returns."""
     is_server = False
     """Whether this rank only serves the others and trains nothing."""
 

@@ -163,6 +163,25 @@ def test_what_all_ranks_do_is_no_difference(schedule: str) -> None:
     assert equal(first, second)
 
 
+@pytest.mark.filterwarnings("ignore:(.|\n)*nothing of it overlaps")
+def test_parameters_whose_updates_are_deferred_are_not_compared() -> None:
+    """Updates may be applied on one rank and pending on another."""
+
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(
+            sgd(model), comm, model, schedule="every_step_next_forward"
+        )
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, batch(comm.rank, step)).backward()
+            optimizer.step()
+            assert optimizer.reducer.replicas.checksum is None
+        optimizer.close()
+
+    run_ranks(rank_main, 2, timeout_s=10)
+
+
 @pytest.mark.parametrize(
     "parameter",
     [

@@ -60,6 +60,7 @@ class EveryStepNextForward(Schedule):
 
     name = "every_step_next_forward"
     exchanges_shards = False
+    updates_in_step = False
     num_warm_up_steps = NUM_MEASURED + 1
     """Before steps take the time that they will take."""
 
