@@ -179,7 +179,7 @@ class GradientReducer:
         parameters = self.parameters
         is_divided = parameters.are_sharded or parameters.mesh.has_parallel_layers
         if are_replicas and self.is_needed and not is_divided:
-            self.replicas.note(parameters.trained(), self.step, self.comm.size)
+            self.replicas.note(self.step, self.comm.size)
         if not self.is_needed:  # no backward pass does it
             self.contribution.reset()
         self.contribution.end_step()
@@ -193,13 +193,13 @@ class GradientReducer:
     def rebuild(self) -> None:
         """Lay out the buckets again, for the parameters that are trainable now. *Collective.*"""
         self.close()
-        self.replicas.forget()
         trainable = self.parameters.lay_out(self._unexchanged)
         sparse = self.parameters.sparse
         if self.comm.size > 1:
             raise_if_on_another_gpu([*trainable, *sparse], self.comm)
         if self.is_suspended:
             trainable, sparse = [], []
+        self.replicas.watch([*trainable, *sparse])
         self._num_exchanges = 0
         self.means.memory.clear()
         self.buffers.lay_out(self.comm, self.codec, trainable, sparse)

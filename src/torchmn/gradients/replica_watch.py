@@ -3,7 +3,7 @@
 A script can make replicas differ without torchmn's knowledge: it loads a state on one rank, leaves
 a step out there, draws random numbers for parameters or gradients, has an embedding with
 ``max_norm=``. So each exchange brings, in its footer, how many steps each rank has made since the
-one before, and a checksum of some parameters after the last of them: another part in each step, so
+one before, and the last checksum of some parameters: of another part after every fourth step, so
 that all are seen in turn. Nothing more is sent, and a GPU is not waited for.
 
 `torchmn.ReplicaCheck` and checkpoints compare all parameters and name what differs.
@@ -12,7 +12,7 @@ that all are seen in turn. Nothing more is sent, and a GPU is not waited for.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from torchmn.communicators import Communicator
 
 UNKNOWN = -float(2**23)
 """In place of a number, from a rank that does not compare: then none does."""
+EVERY = 4
+"""Steps from one checksum to the next, which takes longer than all else here."""
 _PART_NUMEL = 65_536
 _LARGEST_SUM = 2**22
 """Over all ranks, which float32 holds exactly, beside `UNKNOWN`."""
@@ -38,7 +40,13 @@ class ReplicaWatch:
         """Of one element, on the parameter's device."""
         self.part = ""
         """The parameter of which the checksum is."""
+        self._parameters: list[tuple[str, Tensor]] = []
         self._has_warned = False
+
+    def watch(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Compare these from now on, which have replicas on all ranks."""
+        self._parameters = [each for each in parameters if each[1].numel()]
+        self.forget()
 
     def forget(self) -> None:
         """Compare nothing until the next step: parameters, ranks or counts have changed."""
@@ -53,15 +61,16 @@ class ReplicaWatch:
         if self.num_steps is not None:
             self.num_steps += 1
 
-    def note(self, parameters: Sequence[tuple[str, Tensor]], step: int, num_ranks: int) -> None:
-        """Take the checksum of the part that is due after ``step``, the same on all ranks."""
-        parameters = [each for each in parameters if each[1].numel()]
-        if not parameters:
+    def note(self, step: int, num_ranks: int) -> None:
+        """Take the checksum that is due after ``step``, which is the same on all ranks."""
+        turn, is_other = divmod(step, EVERY)
+        parameters = self._parameters
+        if is_other or not parameters:
             return
-        name, parameter = parameters[step % len(parameters)]
+        name, parameter = parameters[turn % len(parameters)]
         bits = _bits(parameter)
         num_parts = -(-bits.numel() // _PART_NUMEL)
-        start = step // len(parameters) % num_parts * _PART_NUMEL
+        start = turn // len(parameters) % num_parts * _PART_NUMEL
         total = bits[start : start + _PART_NUMEL].sum(dtype=torch.int64)
         self.part = name
         # Odd: round numbers end with zeros, of which powers of two leave nothing.
