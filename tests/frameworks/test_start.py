@@ -53,11 +53,12 @@ def test_examples_learn(
 
 
 def test_ranks_that_lightning_does_not_know_of(tmp_path: Path) -> None:
-    """With devices=1 each rank would train on all of the data."""
+    """With devices=1 each rank would train on all of the data. Newer versions refuse it, too."""
     need("lightning")
     done = run(EXAMPLES / "train_lightning.py", "--devices", 1, by=TORCHMN_RUN, cwd=tmp_path)
     assert done.returncode
-    assert "as many devices as there are ranks" in done.stdout + done.stderr
+    text = done.stdout + done.stderr
+    assert "as many devices as there are ranks" in text or "match the world size" in text, text
 
 
 @pytest.mark.parametrize("fault", ["raise", "sleep"])
