@@ -79,8 +79,8 @@ class BatchSchedule(LRScheduler):
             )
         trained._batch_schedule = ref(self)
         self._is_made = False
-        self._groups: list[dict[str, Any]] = []
-        """The parameter groups whose rates are `_last_lr`, unless others have set them."""
+        self._rates_set: list[tuple[dict[str, Any], float | None]] = []
+        """Parameter groups and the rates that were set last; None: a tensor on a GPU."""
         self._has_warned = False
         super().__init__(optimizer)
         self._is_made = True
@@ -106,7 +106,7 @@ class BatchSchedule(LRScheduler):
         if epoch is None and self._step_count > 0:  # else SequentialLR begins with it
             self._warn_if_changed()
         super().step()
-        self._groups = list(self.optimizer.param_groups)
+        self._note_rates()
 
     def _initial_step(self) -> None:
         if self._outer is not None:
@@ -120,6 +120,9 @@ class BatchSchedule(LRScheduler):
             return
         super()._update_lr(epoch)
 
+    def _note_rates(self) -> None:
+        self._rates_set = [(group, _rate_here(group)) for group in self.optimizer.param_groups]
+
     def _warn_if_changed(self) -> None:
         """Warn once if a rate is not the one that was set last, which is then lost.
 
@@ -127,19 +130,19 @@ class BatchSchedule(LRScheduler):
         """
         if self._has_warned:
             return
-        for index, (group, known, last) in enumerate(
-            zip(self.optimizer.param_groups, self._groups, self._last_lr, strict=False)
+        for index, (group, (known, last)) in enumerate(
+            zip(self.optimizer.param_groups, self._rates_set, strict=False)
         ):
-            now = group["lr"]
-            if group is not known or (isinstance(now, Tensor) and now.device.type != "cpu"):
-                continue  # reading a rate on a GPU would wait for it
+            now = _rate_here(group)
+            if group is not known or now is None or last is None:
+                continue
             if math.isclose(now, last, rel_tol=1e-6):
                 continue
             self._has_warned = True
             name = type(self).__name__
             warnings.warn(
                 f"{self.batch.comm.rank_label}: {name} has set the rate of parameter group {index} "
-                f"to {float(last):g}, and now it is {float(now):g}. {name} computes rates from the "
+                f"to {last:g}, and now it is {now:g}. {name} computes rates from the "
                 "samples seen, so what others set, by hand or by a scheduler of torch beside it "
                 "(StepLR, ReduceLROnPlateau, ChainedScheduler), is overwritten. For one after the "
                 "other use torch's SequentialLR; to multiply factors, a schedule of "
@@ -185,7 +188,13 @@ class BatchSchedule(LRScheduler):
                 group["lr"].fill_(now)
             else:
                 group["lr"] = now
-        self._groups = list(self.optimizer.param_groups)
+        self._note_rates()
+
+
+def _rate_here(group: dict[str, Any]) -> float | None:
+    """The rate of a group; None if it is on a GPU, for which reading would wait."""
+    rate = group["lr"]
+    return None if isinstance(rate, Tensor) and rate.device.type != "cpu" else float(rate)
 
 
 class LinearScaling(BatchSchedule):

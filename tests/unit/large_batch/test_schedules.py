@@ -302,6 +302,7 @@ def test_a_rate_set_by_others_is_warned_of_with_the_group() -> None:
     schedule.step()
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter in")  # of SequentialLR in torch 2.6
 def test_one_schedule_after_the_other_is_not_warned_of() -> None:
     """Warnings are errors in tests."""
     optimizer, batch = with_sampler()
