@@ -40,8 +40,6 @@ from torchmn.control.messages import Message, decode, encode
 from torchmn.environment_variables import SECRET_VARIABLE
 from torchmn.errors import LaunchError, UsageError
 
-"""Where agents and ranks find the job's secret. It is in no command line and in no file."""
-
 HANDSHAKE_S = 5.0
 MAX_PENDING = 64
 MAX_IDENTITY_BYTES = 4096

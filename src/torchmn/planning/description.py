@@ -163,10 +163,6 @@ class Description(_Part, frozen=True, kw_only=True):
         if not 0 < self.backward_share + self.after_share <= 1:
             raise ValueError("backward_share + after_share must be above 0 and at most 1")
 
-    def with_setting(self, setting: Setting) -> Description:
-        """The same with another setting to begin from."""
-        return msgspec.structs.replace(self, setting=setting)
-
     # ---- the facts of the model ----
 
     def compute_of(self, samples: int | None) -> BatchTime:

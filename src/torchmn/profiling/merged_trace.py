@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +114,3 @@ def _moved(event: Event, rank: int, label: str, shift_us: float, pids: dict[obje
 
 def _named(kind: str, pid: int, tid: int, **arguments: object) -> Event:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": arguments}
-
-
-def trace_files(folders: Iterable[Path]) -> list[Path]:
-    """The traces of ranks in folders."""
-    return [path for folder in folders for path in sorted(folder.glob("*.json"))]

@@ -40,7 +40,6 @@ _ULP = np.float32(2.0**-23)
 _MIN_BLOCK_RANGE = np.float32(MIN_BLOCK_RANGE)
 _CLIP_FACTOR_4BIT = np.float32(CLIP_FACTOR_4BIT)
 _NAN = np.float32(np.nan)
-_INFINITE_BITS = np.int32(0x7F800000)
 _WITHOUT_SIGN = np.int32(0x7FFFFFFF)
 _LANES = LANES
 
