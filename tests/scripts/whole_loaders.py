@@ -539,22 +539,37 @@ def nodes_first(worker: Worker) -> nn.Module:
     return model
 
 
+def _zipped_unevenly(worker: Worker) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Batches of 9 and of 6, of which two ranks have 5 and 3 samples, and 4 and 3."""
+    other = worker.scatter_loader(DataLoader(_data(5), 6, shuffle=True, generator=_generator(3)))
+    for (x, y), (more, _) in zip(_loader(worker, 9, drop_last=True), other, strict=False):
+        yield x, y, more
+
+
 @script(
     "Two loaders zipped, two losses, parts that are not in the same proportion",
-    **_OUT_OF_PROPORTION,
+    **everywhere(
+        Refused(
+            "not in proportion on all ranks",
+            cure="batch sizes that are multiples of the number of ranks, `drop_last=True`",
+        )
+    ),
 )
 def zipped_out_of_proportion(worker: Worker) -> nn.Module:
     model, optimizer = _model_and_optimizer(worker)
-    other = worker.scatter_loader(DataLoader(_data(5), 6, shuffle=True, generator=_generator(3)))
-    batches = zip(_loader(worker, 9, drop_last=True), other, strict=False)
-    for step, ((x, y), (more, _)) in enumerate(batches):
+    for x, y, more in _zipped_unevenly(worker):
         optimizer.zero_grad()
-        seen = model(torch.cat([x, more])) if step < 2 else None
-        if seen is not None:  # one call, whose weight is the sum
-            loss = mse_loss(seen[: len(x)], y) * 0 + seen.square().mean()
-        else:
-            loss = mse_loss(model(x), y) + 0.1 * model(more).square().mean()
-        loss.backward()
+        (mse_loss(model(x), y) + 0.1 * model(more).square().mean()).backward()
+        optimizer.step()
+    return model
+
+
+@script("Two loaders zipped, whose batches the model takes as one")
+def zipped_into_one(worker: Worker) -> nn.Module:
+    model, optimizer = _model_and_optimizer(worker)
+    for x, _, more in _zipped_unevenly(worker):
+        optimizer.zero_grad()
+        model(torch.cat([x, more])).square().mean().backward()
         optimizer.step()
     return model
 

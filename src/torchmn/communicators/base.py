@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import socket
 import time
-import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,9 +25,9 @@ from torchmn.communicators.allreduce import (
     ReduceBlock,
     create_allreduce,
 )
-from torchmn.communicators.batch_parts import BatchParts
 from torchmn.communicators.collective_jobs import CollectiveJobs
 from torchmn.communicators.collectives import Collectives
+from torchmn.communicators.divided_batches import DividedBatches
 from torchmn.communicators.engine import Engine, Work
 from torchmn.communicators.flight_recorder import FlightRecorder
 from torchmn.communicators.group import Group
@@ -145,12 +144,8 @@ class Communicator(Collectives, ABC):
         self._default_algorithm = self.allreduce_algorithm(codec)
         self._on_finalize: list[Callable[[], None]] = []
         self._resume_warnings: list[str] = []
-        self.divides_batches = False
-        """Whether `scatter_loader` gives its ranks parts of batches, which may differ in size."""
-        self.batch_parts = BatchParts()
-        """The parts that such loaders give to this rank, those of evaluations left out."""
-        self.num_divided_loaders = 0
-        self._when_batches_are_divided: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self.divided_batches = DividedBatches()
+        """What `scatter_loader` divides among its ranks."""
         self.check_placement()
         self._connect()
         recording.follow(self)
@@ -464,17 +459,6 @@ class Communicator(Collectives, ABC):
     def resume_warnings(self) -> list[str]:
         """What does not hold when a state is loaded by another number of ranks. Local."""
         return self._resume_warnings
-
-    def note_divided_batches(self) -> None:
-        """Set `divides_batches`, and let those know that have asked. All ranks do, or none."""
-        self.divides_batches = True
-        while self._when_batches_are_divided:
-            if (method := self._when_batches_are_divided.pop(0)()) is not None:
-                method()
-
-    def when_batches_are_divided(self, method: Callable[[], None]) -> None:
-        """Call a bound method, whose owner is not kept alive, at `note_divided_batches`. Local."""
-        self._when_batches_are_divided.append(weakref.WeakMethod(method))
 
     def on_finalize(self, callback: Callable[[], None]) -> None:
         """Register a callback to run at the start of `finalize`, last registered first. Local."""

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
+from torchmn.communicators.divided_batches import PassParts
 from torchmn.data.global_sampler import EmptyBatchCollate, GlobalSampler
 from torchmn.data.sampler_pass import SamplerPass, iterating_loader
 from torchmn.data.sampler_randomness import GeneratorMarks, capture, replayed
@@ -28,9 +29,7 @@ from torchmn.data.sub_dataset import SubDataset
 from torchmn.errors import DataError, RankMismatchError, UsageError
 
 if TYPE_CHECKING:
-    from torchmn.communicators.batch_parts import PassParts
-from torchmn.communicators import Communicator
-from torchmn.communicators.batch_parts import PassParts
+    from torchmn.communicators import Communicator
 
 Sample = TypeVar("Sample")
 
@@ -100,7 +99,7 @@ def scatter_loader(
     loaders: list[Any] = [loader] if is_one else list(loader)
     gathered = comm.allgather_obj([_facts(each) for each in loaders])
     _raise_if_unfit(gathered)
-    comm.note_divided_batches()
+    comm.divided_batches.note()
     scattered = tuple(_scattered(each, comm) for each in loaders)
     return scattered[0] if is_one else scattered
 
@@ -188,8 +187,7 @@ class ScatteredBatches(Sampler[list[Any]]):
     def __init__(self, batches: Iterable[Sequence[Any]], comm: Communicator) -> None:
         self.batches = batches
         self._comm = comm
-        self._number = comm.num_divided_loaders
-        comm.num_divided_loaders += 1
+        self._number = comm.divided_batches.new_loader()
         self._pass: _Pass | None = None
         self._resumed: LoaderState | None = None
         """What was loaded and no pass has continued yet."""
@@ -213,7 +211,7 @@ class ScatteredBatches(Sampler[list[Any]]):
         if self._resumed is not None and self._before is None:
             self._before = torch.get_rng_state()
         own = self._pass = _Pass(SamplerPass(self._comm, source), self._resumed, self._before)
-        self._comm.batch_parts.add_pass(own.parts)
+        self._comm.divided_batches.add_pass(own.parts)
         return own.counted.batches(self._parts(own))
 
     def state_dict(self) -> LoaderState:

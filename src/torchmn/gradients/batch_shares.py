@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torchmn.communicators.batch_parts import BatchParts, PassParts
+from torchmn.communicators.divided_batches import DividedBatches, PassParts
 
 NUM_TRIED = 4
 """The last batch and all since the last exchange, requested just before and one in advance."""
@@ -44,6 +44,8 @@ class Shares(NamedTuple):
     has_ended: bool
     """Whether the loop has requested a batch after the last one."""
     compared_by: BatchShares
+    loaders: tuple[tuple[int, int], ...] = ()
+    """p and P of each loader, if several were read."""
 
 
 class BatchShares:
@@ -53,8 +55,8 @@ class BatchShares:
     once, each loss has the weights of its own loader: the parts must be in the same proportion.
     """
 
-    def __init__(self, parts: BatchParts) -> None:
-        self._parts = parts
+    def __init__(self, batches: DividedBatches) -> None:
+        self._batches = batches
         self._received: dict[int, int] = {}
         """Batches that the loop had received of each pass at the exchange before."""
         self._number = 0
@@ -70,7 +72,7 @@ class BatchShares:
 
     def of(self, num_counted: float, num_forwards: int) -> Shares | None:
         """What this rank contributes to the next comparison; None if nothing is compared. Local."""
-        under_way = self._parts.under_way()
+        under_way = self._batches.under_way()
         received = {
             number: min(parts.num_received(), len(parts)) for number, parts in under_way.items()
         }
@@ -106,8 +108,8 @@ class BatchShares:
         (own, total), *others = parts
         if all(own * other_total == other * total for other, other_total in others):
             return None
-        tried = (_UNFIT,) * NUM_TRIED
-        return Shares(tried, (total,) * NUM_TRIED, (own,) * NUM_TRIED, set(), False, self)
+        fits, totals, owns = (_UNFIT,) * NUM_TRIED, (total,) * NUM_TRIED, (own,) * NUM_TRIED
+        return Shares(fits, totals, owns, set(), False, self, tuple(parts))
 
     def is_proportional(self, sums: Sequence[float], num_counted: float, shares: Shares) -> bool:
         """Whether counts are as the parts of one of the batches. The same on all ranks.

@@ -260,8 +260,9 @@ class BucketSet:
             row = footer_row(self.context, self.comm.rank, presence, flag)
             self._row = row + [0.0] * (self._footer.numel() - len(row))
             self._footer.copy_(torch.tensor(self._row, dtype=torch.float64, device="cpu"))
-            if self.context.is_active and self.context.checksum is not None:
-                self._footer[CHECKSUM] = self.context.checksum
+            replica = self.context.replica
+            if self.context.is_active and replica is not None and replica.checksum is not None:
+                self._footer[CHECKSUM] = replica.checksum
             num_nonfinite = self.finiteness.count(self._footer.device)
             if num_nonfinite is not None:
                 self._footer[NONFINITE] = num_nonfinite

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torchmn.communicators import Communicator
 from torchmn.errors import CommunicationError, RankMismatchError, UsageError
 from torchmn.gradients.batch_shares import NOT_COMPARED, NUM_TRIED, Shares
-from torchmn.gradients.replica_watch import UNKNOWN
+from torchmn.gradients.replica_watch import UNKNOWN, Replica
 from torchmn.gradients.weights import PassContext, disproportion, miscount
 
 (
@@ -75,9 +75,9 @@ def footer_row(
     row[JOINT] = float(context.is_joint)
     row[LATE] = float(context.is_late and context.is_active)
     if context.is_active:
-        steps = context.num_steps
+        steps, checksum = context.replica[:2] if context.replica is not None else (None, None)
         row[NUM_STEPS] = UNKNOWN if steps is None else float(min(steps, _MAX_STEPS))
-        row[CHECKSUM] = UNKNOWN if context.checksum is None else 0.0  # its device writes it
+        row[CHECKSUM] = UNKNOWN if checksum is None else 0.0  # its device writes it
         row[FITS:NUM_FOOTER] = NOT_COMPARED if context.shares is None else context.shares.fits
     if flag is None and context.has_loaded and context.is_active:
         flag = LOADED
@@ -92,7 +92,7 @@ def raise_if_flags_differ(comm: Communicator, row: Sequence[float], context: Pas
     """Raise RankMismatchError if only some ranks did what all must do. The same on all ranks.
 
     ``row`` is the sum over ranks. UsageError: a rank has counted something else than samples;
-    CommunicationError: the ranks are at different exchanges.
+    CommunicationError: the ranks are at different exchanges. Warns if parameters differ.
     """
     for flag, what in _FLAGS.items():
         num_flagged = round(row[flag])
@@ -106,8 +106,8 @@ def raise_if_flags_differ(comm: Communicator, row: Sequence[float], context: Pas
             f"{comm.rank_label}: on {num_flagged} of {comm.size} ranks "
             f"{miscount(context.num_samples)}"
         )
-    if context.is_active:
-        _check_replicas(comm, row, context)
+    if context.is_active and context.replica is not None:
+        _check_replicas(comm, row, context.replica, context.step)
     if context.shares is not None:
         _check_shares(comm, row, context.num_samples, context.shares)
     # By Cauchy and Schwarz this is 0 only where all are equal, and the same on all ranks. It is
@@ -131,9 +131,9 @@ def raise_if_flags_differ(comm: Communicator, row: Sequence[float], context: Pas
         )
 
 
-def _check_replicas(comm: Communicator, row: Sequence[float], context: PassContext) -> None:
+def _check_replicas(comm: Communicator, row: Sequence[float], replica: Replica, step: int) -> None:
     """Raise RankMismatchError if steps differ; warn if parameters do."""
-    num_active, steps = round(row[ACTIVE]), context.num_steps
+    num_active, steps = round(row[ACTIVE]), replica.num_steps
     if (
         steps is not None
         and row[NUM_STEPS] >= 0
@@ -147,12 +147,11 @@ def _check_replicas(comm: Communicator, row: Sequence[float], context: PassConte
             "comm.allreduce(loss.detach(), 'mean')."
         )
     if (
-        context.checksum is not None
-        and context.replicas is not None
+        replica.checksum is not None
         and row[CHECKSUM] >= 0
-        and row[CHECKSUM] != int(context.checksum) * num_active
+        and row[CHECKSUM] != int(replica.checksum) * num_active
     ):
-        context.replicas.warn(comm, context.step)
+        replica.watch.warn(comm, replica.part, step)
 
 
 def _check_shares(

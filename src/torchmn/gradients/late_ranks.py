@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from torchmn.errors import RankMismatchError
 from torchmn.gradients.reducer import GradientReducer
+from torchmn.gradients.sparse_gradients import sparse_gradient
 
 _CHANGED = (
     "gradients were changed before they were exchanged, as by clip_grad_norm_: the last backward "
@@ -75,14 +76,11 @@ def _sent(gradient: Tensor | None) -> list[Tensor]:
     if gradient.layout is torch.strided:
         return [gradient.detach().cpu()]
     gradient = gradient.detach().coalesce()
-    return [gradient.indices().cpu(), gradient.values().cpu()]
+    return [gradient.indices()[0].cpu(), gradient.values().cpu()]
 
 
 def _received(parameter: nn.Parameter, parts: Sequence[Tensor]) -> Tensor | None:
     here = [part.to(parameter.device) for part in parts]
     if len(here) == 2:
-        indices, values = here
-        return torch.sparse_coo_tensor(
-            indices, values, parameter.shape, is_coalesced=True, check_invariants=False
-        )
+        return sparse_gradient(parameter, *here)
     return here[0] if here else None

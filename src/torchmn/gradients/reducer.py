@@ -430,9 +430,7 @@ class GradientReducer:
             is_late=self.is_late,
             is_miscounted=is_active and own.is_miscounted(shares),
             shares=shares,
-            num_steps=self.replicas.num_steps,
-            checksum=self.replicas.checksum,
-            replicas=self.replicas,
+            replica=self.replicas.now,
         )
 
     def _end_backward(self) -> None:

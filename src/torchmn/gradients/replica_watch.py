@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,16 +31,25 @@ _LARGEST_CHECKSUM = 4096
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+class Replica(NamedTuple):
+    """What a rank knows of its replica in one exchange."""
+
+    num_steps: int | None
+    """Since the exchange before; None: what other ranks have done since is not known."""
+    checksum: Tensor | None
+    """Of one element, on the parameter's device; None: not compared."""
+    part: str
+    """The parameter of which the checksum is."""
+    watch: ReplicaWatch
+
+
 class ReplicaWatch:
     """The steps of this rank since the last exchange, a checksum after the last one. Local."""
 
     def __init__(self) -> None:
-        self.num_steps: int | None = None
-        """None: what other ranks have done since is not known, as after `join`."""
-        self.checksum: Tensor | None = None
-        """Of one element, on the parameter's device."""
-        self.part = ""
-        """The parameter of which the checksum is."""
+        self._num_steps: int | None = None
+        self._checksum: Tensor | None = None
+        self._part = ""
         self._parameters: list[tuple[str, Tensor]] = []
         self._has_warned = False
 
@@ -50,16 +60,21 @@ class ReplicaWatch:
 
     def forget(self) -> None:
         """Compare nothing until the next step: parameters, ranks or counts have changed."""
-        self.num_steps = self.checksum = None
+        self._num_steps = self._checksum = None
+
+    @property
+    def now(self) -> Replica:
+        """What the next exchange compares."""
+        return Replica(self._num_steps, self._checksum, self._part, self)
 
     def exchanged(self) -> None:
         """An exchange has taken the number of steps."""
-        self.num_steps = 0
+        self._num_steps = 0
 
     def step_ended(self) -> None:
         """The optimizer has stepped."""
-        if self.num_steps is not None:
-            self.num_steps += 1
+        if self._num_steps is not None:
+            self._num_steps += 1
 
     def note(self, step: int, num_ranks: int) -> None:
         """Take the checksum that is due after ``step``, which is the same on all ranks."""
@@ -72,17 +87,17 @@ class ReplicaWatch:
         num_parts = -(-bits.numel() // _PART_NUMEL)
         start = turn // len(parameters) % num_parts * _PART_NUMEL
         total = bits[start : start + _PART_NUMEL].sum(dtype=torch.int64)
-        self.part = name
+        self._part = name
         # Odd: round numbers end with zeros, of which powers of two leave nothing.
-        self.checksum = total % (min(_LARGEST_CHECKSUM, _LARGEST_SUM // num_ranks) - 1 | 1)
+        self._checksum = total % (min(_LARGEST_CHECKSUM, _LARGEST_SUM // num_ranks) - 1 | 1)
 
-    def warn(self, comm: Communicator, step: int) -> None:
-        """The checksums differ: warn once."""
+    def warn(self, comm: Communicator, part: str, step: int) -> None:
+        """The checksums of a part differ: warn once."""
         if self._has_warned:
             return
         self._has_warned = True
         warnings.warn(
-            f"{comm.rank_label}: the parameters of the ranks differ, as seen in '{self.part}' "
+            f"{comm.rank_label}: the parameters of the ranks differ, as seen in '{part}' "
             f"after step {step}. Each rank then trains another model. All ranks must change "
             "parameters in the same way: load a state on all of them, draw random numbers for "
             "parameters or gradients from a generator with the same seed, decide by values that "

@@ -63,7 +63,7 @@ def mean_sparse_gradients(
         if counts.any() and total:
             means[parameter] = _sum(comm, parameter, indices, values * factor, num_rows)
         elif zero_fill:
-            means[parameter] = _sparse(parameter, indices, values)
+            means[parameter] = sparse_gradient(parameter, indices, values)
         else:
             means[parameter] = None
     return means
@@ -120,14 +120,15 @@ def _sum(
     if gathered_nbytes <= 2 * parameter.nbytes + num_rows * _INDEX_BYTES:
         indices = torch.cat([i.to(parameter.device) for i in comm.allgather(indices)])
         values = torch.cat([v.to(parameter.device) for v in comm.allgather(values)])
-        return _sparse(parameter, indices, values)
+        return sparse_gradient(parameter, indices, values)
     dense = torch.zeros_like(parameter, requires_grad=False).index_add_(0, indices, values)
     dense = comm.allreduce(dense)
     union = torch.cat([i.to(parameter.device) for i in comm.allgather(indices)]).unique()
-    return _sparse(parameter, union, dense[union])
+    return sparse_gradient(parameter, union, dense[union])
 
 
-def _sparse(parameter: nn.Parameter, indices: Tensor, values: Tensor) -> Tensor:
+def sparse_gradient(parameter: nn.Parameter, indices: Tensor, values: Tensor) -> Tensor:
+    """A gradient of some rows, ``indices`` (n,) and ``values`` (n, ...); coalesced."""
     return torch.sparse_coo_tensor(
         indices[None], values, parameter.shape, check_invariants=False
     ).coalesce()

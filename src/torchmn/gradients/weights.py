@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from torchmn.communicators import Communicator
 from torchmn.gradients.batch_shares import BatchShares, Shares
-from torchmn.gradients.replica_watch import ReplicaWatch
+from torchmn.gradients.replica_watch import Replica
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +53,8 @@ class PassContext:
     """Whether the samples are no multiple of those that a loader gave this rank."""
     shares: Shares | None = None
     """What is compared with the parts of batches that loaders gave, if anything is."""
-    num_steps: int | None = None
-    """Of the optimizer since the exchange before; None: not compared."""
-    checksum: Tensor | None = None
-    """Of a part of the parameters after the last step; None: not compared."""
-    replicas: ReplicaWatch | None = None
-    """Which warns where checksums differ."""
+    replica: Replica | None = None
+    """What is compared with the replicas of other ranks, if anything is."""
 
 
 class Contribution:
@@ -87,7 +83,8 @@ class Contribution:
         """What was counted before `zero_grad`, if anything was."""
         self._last_counted = 0.0
         """What the last exchange of this step has counted."""
-        self._is_checked = False
+        self.is_checked = False
+        """Whether `is_miscounted` was asked for."""
 
     @property
     def num_samples(self) -> float:
@@ -150,8 +147,8 @@ class Contribution:
 
     def is_miscounted(self, shares: Shares | None) -> bool:
         """Whether forward has seen no multiple of what a loader gave, asked for the first time."""
-        is_first, self._is_checked = not self._is_checked, True
-        if not is_first or shares is None:
+        is_first, self.is_checked = not self.is_checked, True
+        if not is_first or shares is None or shares.loaders:
             return False
         num_samples = self.num_samples
         parts = [part for part in shares.own if part]
@@ -218,6 +215,14 @@ def miscount(num_samples: float) -> str:
 
 def disproportion(num_samples: float, num_all: float, shares: Shares) -> str:
     """What is wrong where `BatchShares.is_proportional` is not so, and the cure."""
+    if shares.loaders:
+        parts = " and ".join(f"{own} of {total}" for own, total in shares.loaders)
+        return (
+            f"this step has batches of several loaders of scatter_loader, of which this rank's "
+            f"parts are {parts}: not in proportion on all ranks, and one weight cannot be right "
+            "for a loss of each. Use batch sizes that are multiples of the number of ranks, with "
+            "drop_last=True, or call the model once, with the batches put together."
+        )
     return (
         f"the model's forward saw {num_samples:g} samples here and {num_all:g} on all ranks, and "
         f"this rank's part of the batch of scatter_loader is {shares.own[0]} of "

@@ -213,11 +213,11 @@ def create_multi_node_optimizer(
     for chain in chains:
         chain.register_no_sync(made.no_sync)
     if is_counted and chosen.counts_samples:
-        made.reducer.contribution.shares = BatchShares(comm.batch_parts)
-    if may_differ and comm.divides_batches:
+        made.reducer.contribution.shares = BatchShares(comm.divided_batches)
+    if may_differ and comm.divided_batches.is_used:
         made.weigh_by_samples()
     elif may_differ:
-        comm.when_batches_are_divided(made.weigh_by_samples)
+        comm.divided_batches.when_used(made.weigh_by_samples)
     warn_of_equal_dropout(comm, models)
     if (
         tuner is None and codec is not None and not isinstance(chosen, ParameterServer)

@@ -429,7 +429,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
             return
         self._asked["weight"] = "samples"
         self.reducer.contribution.is_by_samples = True
-        self.reducer.contribution.shares = BatchShares(self.communicator.batch_parts)
+        self.reducer.contribution.shares = BatchShares(self.communicator.divided_batches)
         self.reducer.buffers.forget_scale()
         self._count_samples()
         for model in self._models:
@@ -601,7 +601,11 @@ class MultiNodeOptimizer(WrappedOptimizer):
         own = self.reducer.contribution
         if not self.schedule.counts_samples:
             return
-        if self.communicator.size > 1 and own.is_miscounted(own.compare(own.num_samples)):
+        if (
+            self.communicator.size > 1
+            and not own.is_checked
+            and own.is_miscounted(own.compare(own.num_samples))
+        ):
             raise UsageError(f"{self.communicator.rank_label}: {miscount(own.num_samples)}")
         if own.was_ever_known:
             return

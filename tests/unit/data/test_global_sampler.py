@@ -7,6 +7,7 @@ import pickle
 import weakref
 from collections import namedtuple
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -157,6 +158,16 @@ LOADERS = [
 ]
 
 
+def alone_with_steps(
+    num_samples: int, **options: Any
+) -> tuple[RankPlacement, GlobalSampler, DataLoader[Any]]:
+    """One rank whose steps are counted, with batches of 4."""
+    place = RankPlacement(0, 1)
+    place.num_steps = 0
+    sampler = GlobalSampler(num_samples, place, 4)
+    return place, sampler, DataLoader(torch.arange(num_samples), batch_sampler=sampler, **options)
+
+
 @pytest.mark.parametrize("options", LOADERS)
 def test_the_state_counts_what_the_loop_has_got_and_not_what_was_drawn(
     options: dict[str, object], monkeypatch: pytest.MonkeyPatch
@@ -232,10 +243,7 @@ def test_a_look_at_the_last_batch_does_not_end_the_epoch(
 def test_a_pass_that_is_left_after_the_step_of_its_last_batch_has_ended(
     options: dict[str, object],
 ) -> None:
-    place = RankPlacement(0, 1)
-    place.num_steps = 0
-    sampler = GlobalSampler(8, place, 4)
-    loader = DataLoader(torch.arange(8), batch_sampler=sampler, **options)
+    place, sampler, loader = alone_with_steps(8, **options)
     for epoch in range(2):
         next(iter(loader))
         for num, _ in enumerate(loader, start=1):
@@ -250,12 +258,7 @@ def test_a_pass_that_is_left_after_the_step_of_its_last_batch_has_ended(
 @FORKS
 def test_a_loop_over_persistent_workers_is_one_until_it_is_left() -> None:
     """Its DataLoader holds on to the iterator, which other loops may hold as well."""
-    place = RankPlacement(0, 1)
-    place.num_steps = 0
-    sampler = GlobalSampler(24, place, 4)
-    loader = DataLoader(
-        torch.arange(24), batch_sampler=sampler, num_workers=1, persistent_workers=True
-    )
+    _, sampler, loader = alone_with_steps(24, num_workers=1, persistent_workers=True)
     held = iter(loader)
     next(held)
     assert sampler.position == 4
@@ -297,10 +300,7 @@ def test_the_private_names_of_torch_exist() -> None:
 def test_a_pass_that_is_left_after_training_continues_where_it_was(
     options: dict[str, object],
 ) -> None:
-    place = RankPlacement(0, 1)
-    place.num_steps = 0
-    sampler = GlobalSampler(40, place, 4)
-    loader = DataLoader(torch.arange(40), batch_sampler=sampler, **options)
+    place, sampler, loader = alone_with_steps(40, **options)
     seen: list[int] = []
     for num_batches in (1, 3, 100):
         for num, batch in enumerate(loader, start=1):

@@ -276,7 +276,7 @@ def test_weights_that_were_asked_for_stay() -> None:
         )
         hooks = len(model._forward_pre_hooks)
         closed.close()
-        comm.note_divided_batches()
+        comm.divided_batches.note()
         assert len(model._forward_pre_hooks) <= hooks
         return [optimizer.reducer.contribution.is_by_samples for optimizer in made]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
-from torchmn.communicators.batch_parts import BatchParts, PassParts
+from torchmn.communicators.divided_batches import DividedBatches, PassParts
 from torchmn.data.scatter import shard_bounds
 from torchmn.gradients.batch_shares import NOT_COMPARED, BatchShares
 
@@ -18,7 +18,7 @@ class Rank:
         self.rank, self.size = rank, size
         self.num_received = 0
         self.is_over = False
-        self.known = BatchParts()
+        self.known = DividedBatches()
         self.shares = BatchShares(self.known)
         self.begin(batches)
 
@@ -100,9 +100,8 @@ def test_accumulation_counts_all_batches_since_the_last_exchange() -> None:
         assert are_proportional(ranks, counts)
 
 
-def test_a_loop_that_requests_one_batch_in_advance() -> None:
-    batches = (8, 8, 5)
-    ranks = made(2, *batches)
+def in_advance(ranks: Sequence[Rank], batches: Sequence[int]) -> Iterator[list[int]]:
+    """What the ranks count of each batch, in a loop that requests one batch in advance."""
     read(ranks)
     for number, batch in enumerate(batches):
         if number + 1 < len(batches):
@@ -110,7 +109,14 @@ def test_a_loop_that_requests_one_batch_in_advance() -> None:
         else:
             for rank in ranks:
                 rank.is_over = True
-        assert are_proportional(ranks, [rank.part_of(batch) for rank in ranks])
+        yield [rank.part_of(batch) for rank in ranks]
+
+
+def test_a_loop_that_requests_one_batch_in_advance() -> None:
+    batches = (8, 8, 5)
+    ranks = made(2, *batches)
+    for counts in in_advance(ranks, batches):
+        assert are_proportional(ranks, counts)
 
 
 def test_batches_that_are_kept_in_a_list_are_not_compared() -> None:
@@ -172,14 +178,7 @@ def test_an_exchange_that_is_compared_after_the_next_pass_has_begun() -> None:
         if epoch:
             for rank in ranks:
                 rank.begin(batches)
-        read(ranks)
-        for number, batch in enumerate(batches):
-            if number + 1 < len(batches):
-                read(ranks)
-            else:
-                for rank in ranks:
-                    rank.is_over = True
-            counts = [rank.part_of(batch) for rank in ranks]
+        for counts in in_advance(ranks, batches):
             found = [rank.shares.of(count, 1) for rank, count in zip(ranks, counts, strict=True)]
             if pending is not None:
                 num_counted, shares = pending

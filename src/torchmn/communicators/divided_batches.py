@@ -1,4 +1,4 @@
-"""The parts of batches that loaders of `torchmn.scatter_loader` give to this rank for training."""
+"""What loaders of `torchmn.scatter_loader` divide among the ranks of a communicator."""
 
 from __future__ import annotations
 
@@ -33,12 +33,31 @@ class PassParts:
         return sum(self._own[first:last]), sum(self._all[first:last])
 
 
-class BatchParts:
-    """Those of all passes that are under way, by the number of the pass. Local."""
+class DividedBatches:
+    """The loaders of a communicator, and the passes over them that are under way. Local."""
 
     def __init__(self) -> None:
-        self._num_passes = 0
+        self.is_used = False
+        """Whether loaders give ranks parts of batches, which may differ in size."""
+        self._num_loaders = self._num_passes = 0
         self._passes: dict[int, weakref.ref[PassParts]] = {}
+        self._when_used: list[weakref.WeakMethod[Callable[[], None]]] = []
+
+    def note(self) -> None:
+        """Set `is_used`, and let those know that have asked. All ranks do, or none."""
+        self.is_used = True
+        while self._when_used:
+            if (method := self._when_used.pop(0)()) is not None:
+                method()
+
+    def when_used(self, method: Callable[[], None]) -> None:
+        """Call a bound method, whose owner is not kept alive, at `note`."""
+        self._when_used.append(weakref.WeakMethod(method))
+
+    def new_loader(self) -> int:
+        """The number of another loader, from 0, the same on all ranks."""
+        self._num_loaders += 1
+        return self._num_loaders - 1
 
     def add_pass(self, parts: PassParts) -> None:
         """A pass begins. It is known as long as the loader keeps it."""
@@ -46,6 +65,6 @@ class BatchParts:
         self._passes[number] = weakref.ref(parts, lambda _: self._passes.pop(number, None))
 
     def under_way(self) -> dict[int, PassParts]:
-        """By number, in the order in which they began; without those that gave no part yet."""
+        """Passes by number, as they began, without evaluations and those that gave no part yet."""
         found = {number: reference() for number, reference in list(self._passes.items())}
         return {number: parts for number, parts in found.items() if parts}
