@@ -1,14 +1,17 @@
 """One script under every launcher, on 1, 2 and 4 test hosts, trains to the same losses.
 
 To the bit where the route is the same: the same ranks on the same hosts with the same transport.
+Then it trains with a DataLoader, whose last batch has one sample for all ranks: those without a
+sample leave ``backward()`` out. Gradients are clipped, and parameters averaged over the steps.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -39,11 +42,31 @@ def batch(step, rank):
     random = torch.Generator().manual_seed(100 * step + rank)
     inputs = torch.randn(3, 7, generator=random)
     return inputs, inputs.sum(1, keepdim=True).sin()
+
+def loader():
+    inputs = torch.randn(19, 7, generator=torch.Generator().manual_seed(3))
+    data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True).cos())
+    order = torch.Generator().manual_seed(4)
+    return torch.utils.data.DataLoader(data, 6, shuffle=True, generator=order)
+
+def averaged(model, optimizer, batches):
+    average = torch.optim.swa_utils.AveragedModel(model)
+    for epoch in range(3):
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            if len(inputs):
+                torch.nn.functional.mse_loss(model(inputs), targets).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            optimizer.step()
+            average.update_parameters(model)
+    return torch.nn.utils.parameters_to_vector(average.parameters()).tolist()
 """
 SCRIPT = (
     PROBLEM
     + """
+import warnings
 import torchmn
+warnings.filterwarnings("error", "(.|\\n)*(parameters of the ranks differ|not in proportion)")
 comm = torchmn.create_communicator("hierarchical")
 model, optimizer = problem()
 optimizer = torchmn.create_multi_node_optimizer(optimizer, comm, model)
@@ -55,15 +78,20 @@ for step in range(NUM_STEPS):
     loss.backward()
     optimizer.step()
     losses.append(float(comm.allreduce(loss.detach())) / comm.size)
+model, optimizer = problem()
+optimizer = torchmn.create_multi_node_optimizer(optimizer, comm, model)
+weights = averaged(model, optimizer, torchmn.scatter_loader(loader(), comm))
+assert comm.allgather_obj(weights) == [weights] * comm.size
 if comm.rank == 0:
     transport = comm.world.transport
     print("transport", getattr(transport, "inner", transport).name, "on", comm.inter_size)
-    print("losses", *(loss.hex() for loss in losses), flush=True)
+    print("losses", *(loss.hex() for loss in losses))
+    print("weights", *(weight.hex() for weight in weights), flush=True)
 comm.finalize()
 """
 )
-_found: dict[tuple[int, str], tuple[str, list[str]]] = {}
-"""The first losses of a number of hosts and a transport, and the way they were found."""
+_found: dict[tuple[int, str], tuple[str, list[list[str]]]] = {}
+"""What a number of hosts and a transport found first: losses and weights, and in which way."""
 
 
 @pytest.fixture(scope="module")
@@ -73,13 +101,13 @@ def lab() -> Iterator[Lab]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[float]:
-    """The losses of one process with the batches of all ranks."""
+def expected() -> tuple[list[float], list[float]]:
+    """The losses, and the averaged weights, of one process with the batches of all ranks."""
     names: dict[str, object] = {}
     exec(PROBLEM, names)
-    problem, batch = names["problem"], names["batch"]
-    assert callable(problem)
-    assert callable(batch)
+    problem, batch, loader, averaged = (
+        cast(Callable[..., Any], names[name]) for name in ("problem", "batch", "loader", "averaged")
+    )
     model, optimizer = problem()
     losses = []
     for step in range(NUM_STEPS):
@@ -90,25 +118,33 @@ def expected() -> list[float]:
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    return losses
+    return losses, averaged(*problem(), loader())
 
 
 def raise_if_different(
-    way: str, num_hosts: int, transport: str, output: str, expected: list[float]
+    way: str,
+    num_hosts: int,
+    transport: str,
+    output: str,
+    expected: tuple[list[float], list[float]],
 ) -> None:
     """Compare what rank 0 printed with one process, and with the other ways of the same route."""
     assert re.findall(r"transport (\S+) on (\d+)", output) == [(transport, str(num_hosts))]
-    (line,) = re.findall(r"losses (.*)", output)
-    losses = line.split()
-    assert [float.fromhex(loss) for loss in losses] == pytest.approx(expected, rel=1e-5)
-    first, same = _found.setdefault((num_hosts, transport), (way, losses))
-    assert losses == same, f"{way} and {first} differ"
+    found = []
+    for name, numbers in zip(("losses", "weights"), expected, strict=True):
+        (line,) = re.findall(rf"{name} (.*)", output)
+        found.append(line.split())
+        assert [float.fromhex(each) for each in found[-1]] == pytest.approx(
+            numbers, rel=1e-5, abs=1e-6 if name == "weights" else None
+        )
+    first, same = _found.setdefault((num_hosts, transport), (way, found))
+    assert found == same, f"{way} and {first} differ"
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2, 4])
 @pytest.mark.parametrize("name", WAYS)
 def test_the_same_losses(
-    lab: Lab, expected: list[float], tmp_path: Path, name: str, num_hosts: int
+    lab: Lab, expected: tuple[list[float], list[float]], tmp_path: Path, name: str, num_hosts: int
 ) -> None:
     way = WAYS[name]
     if reason := way.why_not():

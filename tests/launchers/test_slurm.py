@@ -27,7 +27,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.mark.parametrize("num_hosts", [1, 2])
 @pytest.mark.parametrize("name", ["srun", "torchmn run, srun"])
 def test_the_same_losses_under_srun(
-    cluster: Cluster, expected: list[float], tmp_path: Path, name: str, num_hosts: int
+    cluster: Cluster,
+    expected: tuple[list[float], list[float]],
+    tmp_path: Path,
+    name: str,
+    num_hosts: int,
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
