@@ -33,7 +33,7 @@ from torchmn.gradients.gradient_memory import GradientState, gradient_state
 from torchmn.gradients.mean_assignment import MeanAssignment
 from torchmn.gradients.nonfinite import NonfiniteGradients
 from torchmn.gradients.parameter_hook import has_later_hook, watch_gradient
-from torchmn.gradients.replica_watch import ReplicaWatch
+from torchmn.gradients.replica_watch import ReplicaWatch, Watched
 from torchmn.gradients.sparse_gradients import mean_sparse_gradients
 from torchmn.gradients.weights import Contribution, PassContext
 from torchmn.profiling import recording
@@ -57,6 +57,7 @@ class GradientReducer:
         find_sparse: called for the parameters whose gradients are sparse.
         find_untrained: called at the first exchange for parameters of the model without a reducer;
             those that require a gradient are exchanged as well.
+        find_buffers: called for the model's buffers that must be the same on all ranks.
         on_backward_end: called when the gradients of a backward pass are packed and all buckets but
             the last were handed over: a schedule's `backward_ended`.
         on_nonfinite: raises or warns about what is not finite, as the user has asked. *Collective.*
@@ -86,6 +87,7 @@ class GradientReducer:
         contribution: Contribution | None = None,
         find_sparse: Callable[[], Collection[nn.Parameter]] = tuple,
         find_untrained: Callable[[], Sequence[NamedParameter]] = tuple,
+        find_buffers: Callable[[], Sequence[Watched]] = tuple,
         on_nonfinite: Callable[[], None] = lambda: None,
         rate: Callable[[], float] = lambda: 0.0,
         owner: object = None,
@@ -112,6 +114,7 @@ class GradientReducer:
         """The sum of this rank's weights in them."""
         self._own_gradients: dict[Tensor, Tensor] | None = None
         """What this rank's last backward pass has computed, if a schedule wants it."""
+        self._find_buffers = find_buffers
         self._rate = rate
         self._is_syncing = True
         self._has_loaded = False
@@ -199,7 +202,7 @@ class GradientReducer:
             raise_if_on_another_gpu([*trainable, *sparse], self.comm)
         if self.is_suspended:
             trainable, sparse = [], []
-        self.replicas.watch([*trainable, *sparse])
+        self.replicas.watch([*trainable, *sparse], self._find_buffers())
         self._num_exchanges = 0
         self.means.memory.clear()
         self.buffers.lay_out(self.comm, self.codec, trainable, sparse)

@@ -1,10 +1,11 @@
-"""Whether ranks stay replicas: their steps and a part of their parameters, seen at each exchange.
+"""Whether ranks stay replicas: their steps and a part of their tensors, seen at each exchange.
 
 A script can make replicas differ without torchmn's knowledge: it loads a state on one rank, leaves
 a step out there, draws random numbers for parameters or gradients, has an embedding with
-``max_norm=``. So each exchange brings, in its footer, how many steps each rank has made since the
-one before, and the last checksum of some parameters: of another part after every fourth step, so
-that all are seen in turn. Nothing more is sent, and a GPU is not waited for.
+``max_norm=`` or a buffer that forward changes. So each exchange brings, in its footer, how many
+steps each rank has made since the one before, and the last checksum of some parameters or buffers:
+of another part after every fourth step, so that all are seen in turn. Nothing more is sent, and a
+GPU is not waited for.
 
 `torchmn.ReplicaCheck` and checkpoints compare all parameters and name what differs.
 """
@@ -12,11 +13,12 @@ that all are seen in turn. Nothing more is sent, and a GPU is not waited for.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchmn.communicators import Communicator
 
@@ -31,6 +33,15 @@ _LARGEST_CHECKSUM = 4096
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+class Watched(NamedTuple):
+    """A parameter or a buffer that is the same on all ranks."""
+
+    name: str
+    get: Callable[[], Tensor | None]
+    """The tensor of now: a script may replace a buffer."""
+    is_buffer: bool = False
+
+
 class Replica(NamedTuple):
     """What a rank knows of its replica in one exchange."""
 
@@ -38,8 +49,8 @@ class Replica(NamedTuple):
     """Since the exchange before; None: what other ranks have done since is not known."""
     checksum: Tensor | None
     """Of one element, on the parameter's device; None: not compared."""
-    part: str
-    """The parameter of which the checksum is."""
+    part: Watched | None
+    """Of what the checksum is."""
     watch: ReplicaWatch
 
 
@@ -49,13 +60,19 @@ class ReplicaWatch:
     def __init__(self) -> None:
         self._num_steps: int | None = None
         self._checksum: Tensor | None = None
-        self._part = ""
-        self._parameters: list[tuple[str, Tensor]] = []
-        self._has_warned = False
+        self._part: Watched | None = None
+        self._watched: list[Watched] = []
+        self._has_warned: dict[bool, bool] = {}
+        """Of buffers and of parameters."""
 
-    def watch(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    def watch(
+        self, parameters: Iterable[tuple[str, Tensor]], buffers: Iterable[Watched] = ()
+    ) -> None:
         """Compare these from now on, which have replicas on all ranks."""
-        self._parameters = [each for each in parameters if each[1].numel()]
+        self._watched = [
+            *(Watched(name, p.detach) for name, p in parameters if p.numel()),
+            *buffers,
+        ]
         self.forget()
 
     def forget(self) -> None:
@@ -79,33 +96,67 @@ class ReplicaWatch:
     def note(self, step: int, num_ranks: int) -> None:
         """Take the checksum that is due after ``step``, which is the same on all ranks."""
         turn, is_other = divmod(step, EVERY)
-        parameters = self._parameters
-        if is_other or not parameters:
+        watched = self._watched
+        if is_other or not watched:
             return
-        name, parameter = parameters[turn % len(parameters)]
-        bits = _bits(parameter)
+        self._part = watched[turn % len(watched)]
+        tensor = self._part.get()
+        if tensor is None or not tensor.numel():
+            self._checksum = None
+            return
+        bits = _bits(tensor)
         num_parts = -(-bits.numel() // _PART_NUMEL)
-        start = turn // len(parameters) % num_parts * _PART_NUMEL
+        start = turn // len(watched) % num_parts * _PART_NUMEL
         total = bits[start : start + _PART_NUMEL].sum(dtype=torch.int64)
-        self._part = name
         # Odd: round numbers end with zeros, of which powers of two leave nothing.
         self._checksum = total % (min(_LARGEST_CHECKSUM, _LARGEST_SUM // num_ranks) - 1 | 1)
 
-    def warn(self, comm: Communicator, part: str, step: int) -> None:
-        """The checksums of a part differ: warn once."""
-        if self._has_warned:
+    def warn(self, comm: Communicator, part: Watched | None, step: int) -> None:
+        """The checksums of a part differ: warn once of parameters, once of buffers."""
+        if part is None or self._has_warned.get(part.is_buffer):
             return
-        self._has_warned = True
+        self._has_warned[part.is_buffer] = True
         warnings.warn(
-            f"{comm.rank_label}: the parameters of the ranks differ, as seen in '{part}' "
-            f"after step {step}. Each rank then trains another model. All ranks must change "
-            "parameters in the same way: load a state on all of them, draw random numbers for "
-            "parameters or gradients from a generator with the same seed, decide by values that "
-            "all ranks share, and leave out max_norm= of embeddings. comm.bcast_data(model) makes "
-            "them equal again, and torchmn.ReplicaCheck names what differs. (On hosts with other "
-            "processors an optimizer may round in another way.)",
+            f"{comm.rank_label}: "
+            + (_OF_BUFFERS if part.is_buffer else _OF_PARAMETERS).format(part.name, step),
             stacklevel=2,
         )
+
+
+_OF_PARAMETERS = (
+    "the parameters of the ranks differ, as seen in '{}' after step {}. Each rank then trains "
+    "another model. All ranks must change parameters in the same way: load a state on all of them, "
+    "draw random numbers for parameters or gradients from a generator with the same seed, decide "
+    "by values that all ranks share, and leave out max_norm= of embeddings. comm.bcast_data(model) "
+    "makes them equal again, and torchmn.ReplicaCheck names what differs. (On hosts with other "
+    "processors an optimizer may round in another way.)"
+)
+_OF_BUFFERS = (
+    "the ranks differ in the buffer '{}' after step {}. Only gradients are exchanged: a buffer "
+    "that forward changes, such as a codebook that is a moving average or a queue of samples, is "
+    "computed from this rank's part of each batch. Compute it in forward from the samples of all "
+    "ranks (comm.allreduce of sums and counts, comm.allgather of samples), or call "
+    "torchmn.evaluation.sync_buffers_([model], comm) before each step(), which averages buffers "
+    "over ranks, or with rule='rank0' takes those of rank 0. (Running statistics of batch normalization are not compared. If each rank is meant to "
+    "have its own, register the buffer with persistent=False.)"
+)
+
+
+def buffers_of_replicas(models: Sequence[nn.Module]) -> list[Watched]:
+    """The buffers that are expected to be the same on all ranks. Local.
+
+    Not those that are left out of a ``state_dict`` (caches), nor what normalization layers and the
+    observers of quantization have seen: these are statistics of a rank's own samples.
+    """
+    return [
+        Watched(f"{path}.{name}" if path else name, partial(module._buffers.get, name), True)
+        for model in models
+        for path, module in model.named_modules()
+        if not isinstance(module, nn.modules.batchnorm._NormBase)
+        and not type(module).__module__.startswith("torch.ao.")
+        for name in module._buffers
+        if name not in module._non_persistent_buffers_set
+    ]
 
 
 def _bits(parameter: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from torchmn.gradients.model_hooks import ModelHooks
 from torchmn.gradients.nonfinite import NonfiniteGradients
 from torchmn.gradients.parameter_hook import owners_of
 from torchmn.gradients.reducer import GradientReducer
+from torchmn.gradients.replica_watch import buffers_of_replicas
 from torchmn.gradients.replicas import (
     broadcast_and_verify,
     broadcast_optimizer_state,
@@ -138,6 +139,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
             contribution=Contribution(is_by_samples=weight == "samples"),
             find_sparse=lambda: sparse_parameters(self._models),
             find_untrained=lambda: untrained_parameters(inner, self._models),
+            find_buffers=lambda: buffers_of_replicas(self._models),
             on_nonfinite=self._act_on_problem,
             rate=lambda: sum_of_rates(inner),
             owner=self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from tests.unit.models import batch, equal, loss_of, mlp, values
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import RankMismatchError
+from torchmn.evaluation import sync_buffers_
 from torchmn.gradients.replica_watch import EVERY, ReplicaWatch
 from torchmn.testing import run_ranks
 
@@ -95,6 +97,92 @@ def test_rows_of_an_embedding_that_each_rank_renormalizes() -> None:
 
     with pytest.raises(UserWarning, match="max_norm="):
         run_ranks(rank_main, 2, timeout_s=10)
+
+
+class Codebook(nn.Module):
+    """As of a VQ-VAE: each row becomes the moving average of the samples nearest to it."""
+
+    def __init__(self, *, persistent: bool = True, replaced: bool = False) -> None:
+        super().__init__()
+        self.replaced = replaced
+        rows = torch.arange(9.0, dtype=torch.float64).view(3, 3) / 10
+        self.register_buffer("rows", rows, persistent=persistent)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        nearest = torch.cdist(x, self.rows).argmin(1)
+        if self.training:
+            counts = torch.bincount(nearest, minlength=3).clamp(min=1).unsqueeze(1)
+            means = torch.zeros_like(self.rows).index_add_(0, nearest, x.detach()) / counts
+            if self.replaced:
+                self.rows = 0.9 * self.rows + 0.1 * means
+            else:
+                self.rows.mul_(0.9).add_(means, alpha=0.1)
+        return x + (self.rows[nearest] - x).detach()
+
+
+class Counter(nn.Module):
+    """Counts its calls, which are as many on all ranks; from the fifth on it has a buffer less."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("flag", torch.tensor(True))
+        self.register_buffer("none", None)
+        self.register_buffer("empty", torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 5:
+            self.flag = None
+        return x
+
+
+def train_with(layer: nn.Module, schedule: str, *, syncs: bool = False) -> list[list[torch.Tensor]]:
+    def rank_main(comm):
+        model = nn.Sequential(mlp(), copy.deepcopy(layer).double())
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model, schedule=schedule)
+        for step in range(EVERY * 12):
+            optimizer.zero_grad()
+            loss_of(model, batch(comm.rank, step)).backward()
+            if syncs:
+                sync_buffers_([model], comm)
+            optimizer.step()
+        optimizer.close()
+        return [*model.buffers()]
+
+    return run_ranks(rank_main, 2, timeout_s=10)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_buffer_that_forward_computes_from_its_samples_is_warned_of(
+    schedule: str, replaced: bool
+) -> None:
+    with pytest.raises(UserWarning, match="differ in the buffer '1.rows' after step"):
+        train_with(Codebook(replaced=replaced), schedule)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.BatchNorm1d(3),
+        nn.Sequential(
+            nn.Unflatten(1, (1, 3)), nn.InstanceNorm1d(1, track_running_stats=True), nn.Flatten()
+        ),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)),
+        Codebook(persistent=False),
+        Counter(),
+    ],
+    ids=["batch norm", "instance norm", "spectral norm", "not persistent", "counter"],
+)
+def test_buffers_that_may_be_used(layer: nn.Module, schedule: str) -> None:
+    train_with(layer, schedule)
+
+
+def test_buffers_that_a_script_averages_are_the_same() -> None:
+    first, second = train_with(Codebook(), "every_step", syncs=True)
+    assert equal(first, second)
 
 
 @pytest.mark.parametrize("schedule", ["every_step", "every_step_next_forward"])
