@@ -20,7 +20,6 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -36,9 +35,7 @@ from torchmn.errors import (
     UnknownNameError,
     UsageError,
 )
-from torchmn.evaluation import (
-    Ratio,
-)
+from torchmn.evaluation import Ratio
 from torchmn.gradients.replicas import named_parameters
 from torchmn.launch.local_ranks import (
     LocalRanks,
@@ -53,6 +50,7 @@ from torchmn.topology.cpus import assign_cpus, available_processors
 from torchmn.training.batch_source import batch_source
 from torchmn.training.log_report import OBSERVATIONS, Observations
 from torchmn.training.standard_updater import StandardUpdater
+from torchmn.transports.store import serve_store
 
 _START_LIMIT_S = 300.0
 _REPORT_LIMIT_S = 5.0
@@ -155,7 +153,9 @@ class MultiprocessParallelUpdater(StandardUpdater):
         """
         if self._replica is not None or self._has_ended:
             return
-        store, secret = _serve_store(self.timeout_s), secrets.token_bytes(32)
+        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        store = serve_store(listener, "127.0.0.1", timeout_s=self.timeout_s)
+        secret = secrets.token_bytes(32)
         orders = [self._order(rank, store.port, secret) for rank in range(len(self.devices))]
         is_cpu = self.devices["main"].type == "cpu"
         processors = available_processors()
@@ -302,20 +302,6 @@ class MultiprocessParallelUpdater(StandardUpdater):
             for rank, reshard in enumerate(reshards)
             if reshard is not None
         ]
-
-
-def _serve_store(timeout_s: float) -> TCPStore:
-    """Where the ranks join: a free port of this machine on which main listens."""
-    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    port = listener.getsockname()[1]
-    return TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        master_listen_fd=listener.detach(),  # else torch listens on all interfaces
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-    )
 
 
 def _pickle_problem(parts: Mapping[str, object], error: Exception) -> str:

@@ -31,6 +31,7 @@ from torchmn.topology.network import addresses_of_host, is_loopback
 from torchmn.transports.base import TimeLimit, Transport
 from torchmn.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.transports.mpi import MpiTransport
+from torchmn.transports.store import serve_store
 
 TRANSPORTS = ("auto", "mpi", "torch")
 
@@ -162,10 +163,16 @@ def _connect_store(launched: LauncherInfo, timeout_s: float) -> tuple[str, TCPSt
 def _store(launched: LauncherInfo, address: str, port: int, timeout_s: float) -> TCPStore:
     serves = launched.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     listener = _store_listener(launched, address, port) if serves else None
-    if listener is not None:
-        port = listener.getsockname()[1]
     try:
         # multi_tenant: the user's own init_process_group() finds the same server and shares it.
+        if listener is not None:
+            return serve_store(
+                listener,
+                address,
+                timeout_s=timeout_s,
+                num_ranks=launched.size,
+                multi_tenant=True,
+            )
         return TCPStore(
             address,
             port,
@@ -174,7 +181,6 @@ def _store(launched: LauncherInfo, address: str, port: int, timeout_s: float) ->
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
             multi_tenant=True,
-            master_listen_fd=None if listener is None else listener.detach(),
         )
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
