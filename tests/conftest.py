@@ -38,7 +38,13 @@ LIBRARIES_SET = {
     "TORCHINDUCTOR_CACHE_DIR",
 }
 """Variables that libraries set when they are imported."""
-LIBRARIES_START = ("resource_tracker", "semaphore_tracker", "forkserver", "torch_shm_manager")
+LIBRARIES_START = (
+    "resource_tracker",
+    "semaphore_tracker",
+    "forkserver",
+    "torch_shm_manager",
+    "compile_worker",
+)
 """Processes that libraries keep until the end of the interpreter."""
 PATIENCE_S = 3.0
 MAX_WORKERS = 8

@@ -6,13 +6,16 @@ that torch then calls, and the steps, would be compiled as well, with threads, l
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 _frames: Any = torch._C._dynamo.eval_frame
+_IS_SKIPPED_ALONE = hasattr(_frames, "skip_code")
+"""Up to torch 2.12: what a function calls is compiled although the function itself is not."""
 
 
 def not_compiled(
@@ -24,11 +27,11 @@ def not_compiled(
     with the ``reason``). The same as ``torch.compiler.disable``, which loads the compiler: that
     takes seconds.
     """
-    marked: Any = function
+    marked: Any = _with_compiler_off(function) if _IS_SKIPPED_ALONE else function
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = reason
-    _skip(function, is_recursive=True)
-    return function
+    _skip(marked, is_recursive=True)
+    return cast(_Function, marked)
 
 
 def leave_to_python(*functions: Callable[..., object]) -> None:
@@ -45,8 +48,20 @@ def is_compiled_call() -> bool:
     return _frames.get_eval_frame_callback() not in (None, False)
 
 
+def _with_compiler_off(function: Callable[..., object]) -> Callable[..., object]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> object:
+        before = _frames.set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _frames.set_eval_frame(before)
+
+    return call
+
+
 def _skip(function: Callable[..., object], *, is_recursive: bool) -> None:
-    if hasattr(_frames, "skip_code"):  # up to torch 2.12; not what it calls
+    if _IS_SKIPPED_ALONE:
         _frames.skip_code(function.__code__)
         return
     action = _frames._FrameAction

@@ -70,7 +70,7 @@ def test_a_pickled_model_holds_nothing_of_torchmn(kind: str, is_open: bool, tmp_
     subprocess.run([sys.executable, "-c", load, str(tmp_path / "model.pt")], check=True)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_copy_computes_the_same_and_counts_nothing(kind: str) -> None:
     def rank_main(comm):

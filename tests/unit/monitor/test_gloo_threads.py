@@ -29,6 +29,9 @@ def slow_switches() -> Iterator[None]:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at threads in /proc")
+@pytest.mark.skipif(
+    not hasattr(torch._C, "_remove_obj_from_tls"), reason="this torch cannot drop the object again"
+)
 @pytest.mark.usefixtures("slow_switches")
 def test_they_have_dropped_the_objects_of_complete_work() -> None:
     group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)

@@ -39,7 +39,7 @@ __all__ = ["decode", "encode", "outer_sum", "subtract_outer_"]
 EXACT = {"enable_fp_fusion": False}
 """Options of each kernel."""
 _SMALL_CHUNK = 1024
-_NO_ROWS = np.zeros((0, 6), np.int64)
+_NUM_COLUMNS = 6
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds to even
 _MIN_BLOCK_RANGE = tl.constexpr(MIN_BLOCK_RANGE)
 _CLIP_FACTOR_4BIT = tl.constexpr(CLIP_FACTOR_4BIT)
@@ -145,7 +145,8 @@ def _columns(plan: StripePlan) -> int:
 def _tables_of(plan: StripePlan, device: torch.device) -> _Tables:
     tables = _tables.get(plan)
     if tables is None or tables.blocks.device != device:
-        rows = {False: [_NO_ROWS], True: [_NO_ROWS]}
+        none = np.zeros((0, _NUM_COLUMNS), np.int64)
+        rows = {False: [none], True: [none]}
         for segment, row in enumerate(plan.table.tolist()):
             rows[bool(row[IS_SMALL])].append(_rows_of(segment, row, plan))
         tables = _tables[plan] = _Tables(
@@ -160,7 +161,7 @@ def _rows_of(segment: int, row: list[int], plan: StripePlan) -> npt.NDArray[np.i
     step = _SMALL_CHUNK if is_small else spec.block_length
     first = np.arange(0, row[NUMEL], step, dtype=np.int64)
     index = first // step
-    found = np.zeros((len(first), 6), np.int64)
+    found = np.zeros((len(first), _NUM_COLUMNS), np.int64)
     found[:, 0], found[:, 1] = row[START] + first, np.minimum(step, row[NUMEL] - first)
     found[:, 4] = segment
     if is_small:
@@ -241,7 +242,7 @@ def _encode_block(
         span = largest
         if BITS < 8 and not IS_STOCHASTIC:
             squares, magnitudes = _total(w * w), _total(magnitude)
-            typical = tl.div_rn(squares, tl.maximum(magnitudes, 1e-38))
+            typical = tl.div_rn(squares, tl.maximum(magnitudes, tl.full([], 1e-38, tl.float32)))
             if BITS == 4:
                 typical *= _CLIP_FACTOR_4BIT
             is_usable = (squares < float("inf")) & (magnitudes > 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import subprocess
@@ -15,8 +16,9 @@ from tests.unit.compression.cuda_kernels import compare
 
 ROOT = Path(__file__).parents[4]
 
+TRITON = importlib.metadata.version("triton") if importlib.util.find_spec("triton") else ""
 needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None,
+    not TRITON,
     reason="triton is not installed (1 GB in addition to a torch for CPUs)",
 )
 
@@ -34,6 +36,9 @@ def run(what: str, **variables: str) -> str:
 
 
 @needs_triton
+@pytest.mark.skipif(
+    TRITON < "3.3", reason="the interpreter of Triton 3.2 stores in spite of a mask that is False"
+)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_by_the_interpreter() -> None:
