@@ -27,6 +27,7 @@ from torchmn.launch.host_checks import HostFacts
 from torchmn.launch.job import Command, Job
 from torchmn.launch.log_folder import make_log_folder
 from torchmn.launch.open_mpi_folders import open_mpi_session
+from torchmn.launch.script_input import input_path
 from torchmn.launch.starters import local, mpirun, pods, remote, srun, torchrun
 from torchmn.launch.supervisor import Supervisor
 from torchmn.launch.worker_environment import worker_environment
@@ -221,8 +222,9 @@ def commands_of(
     ``route`` is that of this host to the others, ``facts`` are those of the hosts by name.
     """
     first = (facts or {}).get(job.hosts[0].name)
+    path_of_input = "" if job.has_other_hosts else input_path()
     if job.launcher in ("local", "pods"):  # other pods start their own
-        return local.commands(job, env)
+        return local.commands(job, env, input_path=path_of_input)
     if job.launcher == "ssh":
         return remote.commands(job, env)
     if job.launcher == "srun":
@@ -250,6 +252,7 @@ def commands_of(
             between=mpirun.Between(route=route, networks=_networks(route, facts or {}))
             if route
             else None,
+            input_path=path_of_input,
         )
     ]
 
