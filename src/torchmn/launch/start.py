@@ -33,6 +33,7 @@ from torchmn.launch.supervisor import Supervisor
 from torchmn.launch.worker_environment import worker_environment
 from torchmn.profiling.finished_profile import finish_profile
 from torchmn.topology import Route, available_processors, route_to
+from torchmn.units import counted
 
 
 def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
@@ -77,8 +78,8 @@ def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
         job = make_log_folder(job)
         reason = f" ({why})" if why else ""
         output.say(
-            f"{job.num_ranks} rank(s) with {job.backend}{reason} on {_places(job)}, logs in "
-            f"{job.log_dir}"
+            f"{counted(job.num_ranks, 'rank')} with {job.backend}{reason} on {_places(job)}, logs "
+            f"in {job.log_dir}"
         )
         if job.warning:
             output.say(job.warning)
@@ -137,8 +138,8 @@ def run_elastic_job(elastic: ElasticJob, env: Mapping[str, str], *, why: str = "
     elastic = replace(elastic, job=make_log_folder(elastic.job))
     output, limits = RankOutput(*open_standard_streams()), elastic.limits
     output.say(
-        f"{limits.min_hosts} to {limits.max_hosts} of {len(elastic.job.hosts)} host(s) with "
-        f"{elastic.job.backend}{f' ({why})' if why else ''} on "
+        f"{limits.min_hosts} to {limits.max_hosts} of {counted(len(elastic.job.hosts), 'host')} "
+        f"with {elastic.job.backend}{f' ({why})' if why else ''} on "
         f"{', '.join(map(str, elastic.job.hosts))}, logs in {elastic.job.log_dir}"
     )
     output.start()

@@ -69,7 +69,7 @@ def test_the_values_follow_and_are_printed() -> None:
     ranks = batches(3, 10, accumulation=2)
     assert [each.share for each in ranks] == [4, 3, 3]
     assert repr(ranks[2]) == (
-        "GlobalBatch(10 samples per step = 3 rank(s) x 3 to 4, in 2 pass(es) of up to 2)"
+        "GlobalBatch(10 samples per step = 3 ranks x 3 to 4, in 2 passes of up to 2)"
     )
     (grows,) = batches(1, 8, growth=BatchGrowth([2], 3))
     assert "began with 8, BatchGrowth([2], factor=3" in repr(grows)
