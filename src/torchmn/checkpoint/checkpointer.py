@@ -135,7 +135,7 @@ class MultiNodeCheckpointer(Extension):
         """The checkpoint that `resume` has loaded; None if there was none."""
         comm.on_finalize(self.close)
         # Before the interpreter ends its threads and connections.
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
 
     def __repr__(self) -> str:
         return f"<MultiNodeCheckpointer {self._comm.rank_label}, {self._where}>"
@@ -225,14 +225,19 @@ class MultiNodeCheckpointer(Extension):
         Called by `Communicator.finalize` and at the end of the interpreter. It waits for other
         ranks no longer than the communicator's time limit, or 5 s if this rank ends by an error.
         """
+        self._close(has_failed=sys.exc_info()[0] is not None)
+
+    def _close_at_exit(self) -> None:
+        self._close(has_failed=hasattr(sys, "last_type"))
+
+    def _close(self, *, has_failed: bool) -> None:
         if self._is_closed:
             return
         self._is_closed = True
         if self._in_memory is not None:
-            self._in_memory.close()
-        atexit.unregister(self.close)
+            self._in_memory._close(has_failed=has_failed)
+        atexit.unregister(self._close_at_exit)
         self._comm.cancel_on_finalize(self.close)
-        has_failed = hasattr(sys, "last_type") or sys.exc_info()[0] is not None
         grace_s = min(self._comm.timeout_s, _GRACE_S if has_failed else math.inf)
         thread = self._thread
         while thread is not None and thread.is_alive():

@@ -243,7 +243,7 @@ def test_a_last_pass_that_is_left_out_after_others(change: Change) -> None:
         parts = [batch(comm.rank, 0), batch(comm.rank, 1, size=0 if comm.rank == 1 else 4)]
         accumulate(optimizer, model, parts)
         change(model)
-        with pytest.raises(RankMismatchError, match=r"on rank\(s\) \[1\] gradients were changed"):
+        with pytest.raises(RankMismatchError, match=r"on rank 1 gradients were changed"):
             optimizer.step()
         accumulate(optimizer, model, parts)  # without a change it is right
         optimizer.step()
