@@ -93,7 +93,7 @@ def test_a_grad_scaler(world_size: int, unscales: bool, schedule: str) -> None:
         for step, num_rows in enumerate((6, 1, 1, 1, 2, 5)):
             whole = batch(0, step, num_rows, dtype=torch.float32)
             own = whole[rank::size] * (float("inf") if step in (1, 2) else 1)
-            model.zero_grad()  # not the optimizer's, which would hear of each step
+            model.zero_grad()  # the schedule is not notified of this, as by the optimizer's own
             if len(own):
                 scaler.scale(loss_of(model, own)).backward()
             if unscales:
