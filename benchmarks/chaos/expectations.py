@@ -43,7 +43,11 @@ def names_cause(text: str, fault: Fault, setting: Setting) -> bool:
 def last_message(lines: Sequence[Line]) -> str:
     """The last line that torchmn itself has printed."""
     ours = [line.text for line in lines if line.text.startswith(_OURS)]
-    return ours[-1] if len(ours) > 1 or (ours and "rank(s) with" not in ours[0]) else ""
+    return (
+        ours[-1]
+        if len(ours) > 1 or (ours and " with " not in ours[0].partition(", logs in ")[0])
+        else ""
+    )
 
 
 def is_named(lines: Sequence[Line], fault: Fault, setting: Setting) -> bool | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 KiB = 1024
 MiB = 1024 * KiB
 GiB = 1024 * MiB
@@ -12,6 +14,21 @@ def counted(number: float, noun: str, spec: str = "") -> str:
 
     >>> counted(1, "rank"), counted(2, "rank"), counted(0.46, "core", ".2g")
     ('1 rank', '2 ranks', '0.46 cores')
+    >>> counted(2, "pass")
+    '2 passes'
     """
     text = format(number, spec)
-    return f"{text} {noun}" if text == "1" else f"{text} {noun}s"
+    return f"{text} {noun if text == '1' else _plural(noun)}"
+
+
+def listed(noun: str, items: Sequence[object]) -> str:
+    """A noun in the singular or plural, and which ones they are.
+
+    >>> listed("rank", [3]), listed("core", [0, 1])
+    ('rank 3', 'cores 0, 1')
+    """
+    return f"{noun if len(items) == 1 else _plural(noun)} {', '.join(map(str, items))}"
+
+
+def _plural(noun: str) -> str:
+    return f"{noun}es" if noun.endswith("s") else f"{noun}s"

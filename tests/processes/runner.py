@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import psutil
 
@@ -43,13 +44,21 @@ class Runner:
         return name
 
     def start(
-        self, *args: str, preexec_fn: Callable[[], None] | None = None, **env: str
+        self,
+        *args: str,
+        preexec_fn: Callable[[], None] | None = None,
+        stdin: int | IO[bytes] | None = None,
+        **env: str,
     ) -> subprocess.Popen[str]:
         run = ("-m", "torchmn", "run", "--log-dir", "logs")
-        return self.start_python(*run, *args, preexec_fn=preexec_fn, **env)
+        return self.start_python(*run, *args, preexec_fn=preexec_fn, stdin=stdin, **env)
 
     def start_python(
-        self, *args: str, preexec_fn: Callable[[], None] | None = None, **env: str
+        self,
+        *args: str,
+        preexec_fn: Callable[[], None] | None = None,
+        stdin: int | IO[bytes] | None = None,
+        **env: str,
     ) -> subprocess.Popen[str]:
         def prepare() -> None:
             # who runs the tests in the background or under nohup ignores these, and so would we
@@ -62,6 +71,7 @@ class Runner:
             [sys.executable, *args],
             cwd=self.folder,
             env={**os.environ, "PYTHONPATH": PYTHON_PATH, MARK: self.mark, **env},
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -133,7 +133,7 @@ def test_places(lab: Lab, tmp_path: Path, launcher: str, backend: str) -> None:
     name = "mpi" if backend == "mpi" else "torch.distributed"
     assert places(tmp_path) == [[*HERE, name], [*THERE, name]]
     assert f"n0:1, n1:1 through {launcher}" in done.stderr
-    assert "rank 1 on n1: core(s)" in done.stderr
+    assert "rank 1 on n1: core" in done.stderr
 
 
 def test_several_workers_on_each_host(lab: Lab, tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_a_host_that_does_not_answer_is_named(lab: Lab, tmp_path: Path, launcher
     (tmp_path / "place.py").write_text(PLACE)
     words = ("--hosts", "n0:1,n1:1", "--launcher", launcher, "place.py")
     text = failing(lab, *words, cwd=tmp_path, **rsh_where(lab, tmp_path, "exec sleep 60"))
-    assert "1 of 2 host(s) did not answer: n1: no response within 10 s" in text
+    assert "1 of 2 hosts did not answer: n1: no response within 10 s" in text
 
 
 def test_a_host_that_is_unknown_is_named(lab: Lab, tmp_path: Path) -> None:

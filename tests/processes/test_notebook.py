@@ -112,7 +112,7 @@ def test_training_and_then_the_model_in_the_notebook(notebook: Notebook) -> None
     notebook.run(TRAIN)
     shown = notebook.run("model, losses = torchmn.launch_local(train, 2, 3)")
     assert "[0] trained" in shown
-    assert "2 rank(s) with gloo" in shown
+    assert "2 ranks with gloo" in shown
     assert notebook.run("type(model) is Net, model(torch.ones(1, 4)).shape") == (
         "(True, torch.Size([1, 3]))"
     )

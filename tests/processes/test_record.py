@@ -232,7 +232,7 @@ def test_functions_of_all_ranks(runner: Runner) -> None:
     assert result.returncode == 0
     assert "times of functions on all ranks" in result.stderr
     table = (runner.logs / "profile" / "cprofile.txt").read_text()
-    assert "on 2 rank(s)" in table
+    assert "on 2 ranks" in table
     assert "run_backward" in table
     assert len(list((runner.logs / "profile").glob("*.prof"))) == 2
 

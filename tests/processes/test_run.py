@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import resource
 import signal
 import socket
@@ -73,6 +74,51 @@ def test_arguments_reach_the_script_untouched(runner: Runner, backend: str) -> N
     assert [json.loads(line) for line in lines_of(done.stdout, 0)] == [args]
     done = runner.run("-n", "1", "--backend", backend, "--", script, *args)
     assert [json.loads(line) for line in lines_of(done.stdout, 0)] == [args]
+
+
+READS = "import sys; lines = sys.stdin.readlines(); print('read', len(lines), {*lines})"
+
+
+@pytest.mark.parametrize("source", ["pipe", "file", "rest of a file", "nothing"])
+def test_standard_input_goes_to_rank_0(runner: Runner, backend: str, source: str) -> None:
+    script = runner.script(READS)
+    text = "" if source == "nothing" else "yes\n" * 50_000
+    is_rest, is_file = source == "rest of a file", source.endswith("file")
+    (runner.folder / "input").write_text("another line\n" * is_rest + text)
+    with open(runner.folder / "input", "rb", buffering=0) as file:
+        if is_rest:
+            file.read(len("another line\n"))
+        words = ("-n", "2", "--backend", backend, script)
+        process = runner.start(*words, stdin=file if is_file else subprocess.PIPE)
+        out, err = process.communicate(None if is_file else text, timeout=60)
+    assert process.returncode == 0, err
+    assert lines_of(out, 0) == ["read 50000 {'yes\\n'}" if text else "read 0 set()"]
+    assert lines_of(out, 1) == ["read 0 set()"]
+
+
+def test_input_that_stays_open_holds_up_no_script(runner: Runner, backend: str) -> None:
+    read, write = os.pipe()
+    try:
+        process = runner.start("-n", "2", "--backend", backend, runner.script(""), stdin=read)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+def test_a_terminal_is_not_given_to_ranks(runner: Runner, backend: str) -> None:
+    """They are in sessions of their own, and would read what is typed for the shell."""
+    own, of_job = pty.openpty()
+    try:
+        script = runner.script(READS)
+        process = runner.start("-n", "2", "--backend", backend, script, stdin=of_job)
+        out, err = process.communicate(timeout=60)
+    finally:
+        os.close(own)
+        os.close(of_job)
+    assert process.returncode == 0, err
+    assert lines_of(out, 0) == lines_of(out, 1) == ["read 0 set()"]
 
 
 def test_module_and_path_with_spaces(runner: Runner, backend: str) -> None:

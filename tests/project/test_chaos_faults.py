@@ -76,7 +76,7 @@ def test_the_last_message_must_name_the_cause(load) -> None:
         lines = [load("chaos.job").Line(float(at), text) for at, text in enumerate(texts)]
         return expectations.is_named(lines, faults.Fault(kind=kind, rank=rank, step=9, **more), one)
 
-    begin = "torchmn: 2 rank(s) with gloo on vm, logs in logs"
+    begin = "torchmn: 2 ranks with gloo on vm, logs in logs"
     killed = "torchmn: rank 1 on vm was ended by SIGKILL."
     assert is_named("kill", 1, begin, killed)
     assert not is_named("kill", 0, begin, killed)

@@ -135,7 +135,7 @@ class MultiNodeCheckpointer(Extension):
         """The checkpoint that `resume` has loaded; None if there was none."""
         comm.on_finalize(self.close)
         # Before the interpreter ends its threads and connections.
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
 
     def __repr__(self) -> str:
         return f"<MultiNodeCheckpointer {self._comm.rank_label}, {self._where}>"
@@ -225,14 +225,19 @@ class MultiNodeCheckpointer(Extension):
         Called by `Communicator.finalize` and at the end of the interpreter. It waits for other
         ranks no longer than the communicator's time limit, or 5 s if this rank ends by an error.
         """
+        self._close(has_failed=sys.exc_info()[0] is not None)
+
+    def _close_at_exit(self) -> None:
+        self._close(has_failed=hasattr(sys, "last_type"))
+
+    def _close(self, *, has_failed: bool) -> None:
         if self._is_closed:
             return
         self._is_closed = True
         if self._in_memory is not None:
-            self._in_memory.close()
-        atexit.unregister(self.close)
+            self._in_memory._close(has_failed=has_failed)
+        atexit.unregister(self._close_at_exit)
         self._comm.cancel_on_finalize(self.close)
-        has_failed = hasattr(sys, "last_type") or sys.exc_info()[0] is not None
         grace_s = min(self._comm.timeout_s, _GRACE_S if has_failed else math.inf)
         thread = self._thread
         while thread is not None and thread.is_alive():
@@ -295,7 +300,8 @@ class MultiNodeCheckpointer(Extension):
         """Load the newest valid checkpoint in place and return its step; 0 if there is none.
 
         *Collective.* Nothing is loaded before all ranks have read and checked everything. A damaged
-        checkpoint is named in a warning, and the one before it is tried.
+        checkpoint, in the folder or in memory, is named in a warning, and the one before it is
+        tried.
 
         With the same number of ranks, each rank loads what it has saved. Otherwise, an object with
         ``reshard_state_dict(states, comm)`` gets the states of all old ranks and returns what this
@@ -307,44 +313,54 @@ class MultiNodeCheckpointer(Extension):
             UsageError: it was saved with other names of objects.
         """
         self._raise_if_unusable()
-        self._wait()
-        self._handle_outcome()
-        found = self._candidates()
-        newest_step = next((saved.step for _, saved, _ in found if saved is not None), -1)
-        if self._in_memory is not None:
-            step = self._in_memory.resume_newer(newest_step, state)
-            if step is not None:
-                self.resumed_from = self._in_memory.resumed_from
-                return step
+        for source in self._sources:
+            source._wait()
+            source._handle_outcome()
         problems: list[str] = []
-        for name, manifest, problem in found:
+        found = self._newest_first()
+        for source, name, manifest, problem in found:
+            label = name if source is self else f"{name} in {source._where}"
             if manifest is not None:
-                problem = self._load(name, manifest, state)
+                problem = source._load(name, manifest, state)
                 if problem is None:
-                    self._warn_of_skipped(problems, name)
+                    self.resumed_from = name
+                    self._warn_of_skipped(problems, label)
                     return manifest.step
-            problems.append(f"{name}: {problem}")
-            self._writer.bad.add(name)
-        if problems:
+            problems.append(f"{label}: {problem}")
+            source._writer.bad.add(name)
+        if any(source is self for source, *_ in found):
             raise DataError(
                 f"{self._comm.rank_label}: no checkpoint in {self._where} is valid. "
                 f"{'; '.join(problems)}. Move the folder away to start from scratch."
             )
+        if problems:
+            self._warn_once_per_job(
+                f"{'; '.join(problems)}. There is no other checkpoint: training starts from "
+                "scratch."
+            )
         return 0
 
-    def resume_newer(self, step: int, state: Mapping[str, Stateful]) -> int | None:
-        """Load the newest checkpoint if it is of a later step; return its step or None.
+    @property
+    def _sources(self) -> list[MultiNodeCheckpointer]:
+        """From which `resume` loads: this one, and that of the memory of the hosts."""
+        return [self] if self._in_memory is None else [self, self._in_memory]
 
-        *Collective.* If it is not valid, rank 0 warns and nothing is loaded.
+    def _newest_first(
+        self,
+    ) -> list[tuple[MultiNodeCheckpointer, str, Manifest | None, str | None]]:
+        """The candidates of all sources; the folder's first where both have a step. *Collective.*
+
+        What is in memory was saved by this job, so it is of the newest training in the folder.
         """
-        found = [each for each in self._candidates() if each[1] is None or each[1].step > step]
-        for name, manifest, problem in found[:1]:
-            if manifest is not None:
-                problem = self._load(name, manifest, state)
-                if problem is None:
-                    return manifest.step
-            self._warn_once_per_job(f"{name} in {self._where} is not valid: {problem}.")
-        return None
+        found = [(source, *each) for source in self._sources for each in source._candidates()]
+        revisions = [order_of(name)[0] for source, name, *_ in found if source is self]
+
+        def order(candidate: tuple[MultiNodeCheckpointer, str, object, object]) -> tuple[int, int]:
+            source, name, *_ = candidate
+            revision, step = order_of(name)
+            return (revision if source is self else max(revisions, default=1)), step
+
+        return sorted(found, key=order, reverse=True)
 
     def _candidates(self) -> list[tuple[str, Manifest | None, str | None]]:
         """(name, manifest or None, problem), the newest first, as rank 0 sees them."""
@@ -409,7 +425,6 @@ class MultiNodeCheckpointer(Extension):
             raise CommunicationError(
                 f"{self._comm.rank_label}: rank {rank} could not load {name}: {reports[rank]}"
             )
-        self.resumed_from = name
         for note in restore.notes(state) if self._comm.rank == 0 else ():
             self._warn(note)
         return None

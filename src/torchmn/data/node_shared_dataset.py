@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import mmap
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from torchmn.units import MiB
 
 if TYPE_CHECKING:
     from torchmn.communicators import Communicator
+
+Made = TypeVar("Made")
 
 # Nodes forward the copy along a chain; small chunks let all of them work at the same time.
 _CHUNK_BYTES = 4 * MiB
@@ -67,23 +70,21 @@ def copy_to_nodes(
         _pass_along(comm, chain, memory, size, max_buf_len, shared_directory)
     address = None if memory is None else dataclasses.astuple(memory.address())
     addresses = comm.allgather_obj(address)
-    if memory is None:
-        memory, error = _attempt(
-            lambda: SharedMemorySegment.attach(Address(*addresses[own_writer]))
-        )
-    else:
-        error = None
+
+    def open_here() -> PackedSamples:
+        own = memory or SharedMemorySegment.attach(Address(*addresses[own_writer]))
+        return PackedSamples(own, Layout.from_plain(plain), comm.trust)
+
+    packed, error = _attempt(open_here)
     # After this every rank has its node's memory open, and writers may exit.
     raise_if_any_failed(comm, error)
-    return PackedSamples(cast(SharedMemorySegment, memory), Layout.from_plain(plain), comm.trust)
+    return cast(PackedSamples, packed)
 
 
-def _attempt(
-    make: Callable[[], SharedMemorySegment | None],
-) -> tuple[SharedMemorySegment | None, Exception | None]:
+def _attempt(make: Callable[[], Made]) -> tuple[Made | None, Exception | None]:
     try:
         return make(), None
-    except TorchmnError as error:
+    except (TorchmnError, OSError) as error:
         return None, error
 
 
@@ -98,22 +99,23 @@ def _pass_along(
     """Copy ``size`` bytes from ``chain[0]`` to all others of the chain. *Collective*."""
     for begin in range(0, size, max_buf_len):
         end = min(begin + max_buf_len, size)
-        error = None
-        if memory is not None and comm.rank != chain[0]:
+        error = mapped = None
+        if memory is not None:
             try:
-                memory.reserve(begin, end)
+                if comm.rank != chain[0]:
+                    memory.reserve(begin, end)
+                mapped = memory.map_shared()
             except OSError as full:
                 error = memory_error_from(full, size, shared_directory, COPY)
         raise_if_any_failed(comm, error)
-        if memory is not None:
-            _pass_chunk(comm, chain, memory, begin, end)
+        if mapped is not None:
+            _pass_chunk(comm, chain, mapped, begin, end)
 
 
 def _pass_chunk(
-    comm: Communicator, chain: list[int], memory: SharedMemorySegment, begin: int, end: int
+    comm: Communicator, chain: list[int], mapped: mmap.mmap, begin: int, end: int
 ) -> None:
     place = chain.index(comm.rank)
-    mapped = memory.map_shared()
     for offset in range(begin, end, _CHUNK_BYTES):
         count = min(_CHUNK_BYTES, end - offset)
         piece = torch.frombuffer(mapped, dtype=torch.uint8, count=count, offset=offset)

@@ -27,6 +27,7 @@ from torchmn.data.sampler_randomness import GeneratorMarks, capture, replayed
 from torchmn.data.scatter import shard_bounds
 from torchmn.data.sub_dataset import SubDataset
 from torchmn.errors import DataError, RankMismatchError, UsageError
+from torchmn.units import counted
 
 if TYPE_CHECKING:
     from torchmn.communicators import Communicator
@@ -465,8 +466,8 @@ def _raise_if_unfit(gathered: list[list[dict[str, Any]]]) -> None:
     for rank, theirs in enumerate(gathered):
         if len(theirs) != len(gathered[0]):
             raise RankMismatchError(
-                f"scatter_loader: rank 0 passed {len(gathered[0])} loader(s) and rank {rank} "
-                f"{len(theirs)}. Pass the same loaders on every rank."
+                f"scatter_loader: rank 0 passed {counted(len(gathered[0]), 'loader')} and "
+                f"rank {rank} {len(theirs)}. Pass the same loaders on every rank."
             )
         for index, (first, own) in enumerate(zip(gathered[0], theirs, strict=True)):
             for name, value in own.items():

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torchmn.errors import RankMismatchError
 from torchmn.gradients.reducer import GradientReducer
 from torchmn.gradients.sparse_gradients import sparse_gradient
+from torchmn.units import listed
 
 _CHANGED = (
     "gradients were changed before they were exchanged, as by clip_grad_norm_: the last backward "
@@ -57,7 +58,7 @@ def share_with_late_ranks(reducer: GradientReducer) -> None:
     states = comm.allgather_for("state of late ranks", own_state)
     changed = [rank for rank, (_, was_changed) in enumerate(states) if was_changed]
     if changed:
-        raise RankMismatchError(f"{comm.rank_label}: on rank(s) {changed} {_CHANGED}")
+        raise RankMismatchError(f"{comm.rank_label}: on {listed('rank', changed)} {_CHANGED}")
     source = [is_late for is_late, _ in states].index(False)
     parameters = [parameter for _, parameter in reducer.parameters.trained()]
     own = None

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from torchmn.communicators import Communicator
 from torchmn.errors import UnsupportedError
+from torchmn.units import listed
 
 _INDEX_BYTES = 8
 
@@ -101,8 +102,9 @@ def _raise_if_refused(
         if ranks:
             raise UnsupportedError(
                 f"{comm.rank_label}: the gradient of a parameter of shape {list(parameter.shape)} "
-                f"is sparse in more than its first dim on rank(s) {ranks}. Only gradients that are "
-                "sparse in their first dim, as those of nn.Embedding(sparse=True), are exchanged."
+                f"is sparse in more than its first dim on {listed('rank', ranks)}. Only gradients "
+                "that are sparse in their first dim, as those of nn.Embedding(sparse=True), are "
+                "exchanged."
             )
 
 

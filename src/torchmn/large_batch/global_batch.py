@@ -38,6 +38,7 @@ from torchmn.links.batch_norm import (
 from torchmn.links.micro_batches import num_samples, split
 from torchmn.optimizer.multi_node_optimizer import MultiNodeOptimizer
 from torchmn.profiling import recording
+from torchmn.units import counted, listed
 
 
 class MicroBatch(NamedTuple):
@@ -102,7 +103,7 @@ class GlobalBatch:
     Example:
         >>> batch = torchmn.large_batch.GlobalBatch(100, local_batch=64, comm=comm)
         >>> print(batch)
-        GlobalBatch(100 samples per step = 1 rank(s) x 100, in 2 pass(es) of up to 50)
+        GlobalBatch(100 samples per step = 1 rank x 100, in 2 passes of up to 50)
     """
 
     def __init__(
@@ -139,7 +140,8 @@ class GlobalBatch:
         if accumulation is not None and accumulation > share:
             raise UsageError(
                 f"accumulation={accumulation} passes, but a rank's share of global_batch="
-                f"{global_batch} on {comm.size} ranks is {share} sample(s). Give fewer passes."
+                f"{global_batch} on {comm.size} ranks is {counted(share, 'sample')}. "
+                "Give fewer passes."
             )
         num_passes = min(accumulation or 1, global_batch // comm.size or 1)
         self._pass_limit = Fraction(local_batch or Fraction(share, num_passes))
@@ -149,8 +151,9 @@ class GlobalBatch:
             raise UsageError(
                 f"{comm.size} ranks x accumulation={accumulation} x local_batch={local_batch} = "
                 f"{comm.size * local_batch * accumulation} samples do not make "
-                f"global_batch={global_batch}: shares of up to {share} samples are {needed} "
-                f"pass(es) of up to {local_batch}. Give global_batch and one of the other two."
+                f"global_batch={global_batch}: shares of up to {share} samples are "
+                f"{counted(needed, 'pass')} of up to {local_batch}. Give global_batch and one of "
+                "the other two."
             )
         self._note_settings()
 
@@ -208,8 +211,9 @@ class GlobalBatch:
         least, most = min(plan.shares), max(plan.shares)
         shares = f"{most}" if least == most else f"{least} to {most}"
         text = (
-            f"GlobalBatch({self.global_batch} samples per step = {self.comm.size} rank(s) x "
-            f"{shares}, in {plan.num_passes} pass(es) of up to {plan.pass_size}"
+            f"GlobalBatch({self.global_batch} samples per step = "
+            f"{counted(self.comm.size, 'rank')} x {shares}, in "
+            f"{counted(plan.num_passes, 'pass')} of up to {plan.pass_size}"
         )
         return f"{text}; began with {self.initial}, {self.growth})" if self.growth else f"{text})"
 
@@ -385,7 +389,8 @@ class GlobalBatch:
                     continue
                 raise UsageError(
                     f"{self.comm.rank_label}: the batch of {sum(plan.shares)} samples makes "
-                    f"{plan.num_passes} pass(es) on the ranks with {most} sample(s) and "
+                    f"{counted(plan.num_passes, 'pass')} on the ranks with "
+                    f"{counted(most, 'sample')} and "
                     f"{min(plan.num_passes, least)} on those with {least}, and '{name}', a "
                     f"{type(layer).__name__} over all ranks, needs as many on all. Give "
                     "local_batch=2 or more, or batches that the number of ranks divides: a "
@@ -431,7 +436,7 @@ class GlobalBatch:
             if num == 1:
                 raise UsageError(
                     f"{comm.rank_label}: a pass of one sample does not fit into the memory of "
-                    f"rank(s) {', '.join(map(str, ranks))}. Use a smaller model, activation "
+                    f"{listed('rank', ranks)}. Use a smaller model, activation "
                     "checkpointing or a lower precision."
                 )
             accumulation *= 2

@@ -30,6 +30,7 @@ from torchmn.profiling import recording
 from torchmn.profiling.records import NOISE_SCALE
 from torchmn.schedules.double_buffering import DoubleBuffering
 from torchmn.schedules.every_step import EveryStep
+from torchmn.units import counted
 
 _MIN_DIFFERENCE = 1e-6
 """Of a and m, in parts of a: all weight on one rank leaves one equation."""
@@ -118,7 +119,7 @@ class GradientNoiseScale:
     def __repr__(self) -> str:
         value = self.value()
         size = "unknown" if value is None else f"{value:,.0f} samples"
-        return f"GradientNoiseScale({size}, {self.num_measurements} measurement(s))"
+        return f"GradientNoiseScale({size}, {counted(self.num_measurements, 'measurement')})"
 
     def state_dict(self) -> dict[str, float]:
         """The averages, the same on all ranks."""

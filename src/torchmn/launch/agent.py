@@ -53,6 +53,7 @@ from torchmn.control.processes import (
 from torchmn.environment_variables import MONITOR_VARIABLE, RECORD_VARIABLE
 from torchmn.errors import LaunchError
 from torchmn.exit_status import shell_code
+from torchmn.launch.script_input import open_input
 from torchmn.launch.script_output import ScriptOutput
 from torchmn.monitor.bootstrap import with_bootstrap
 from torchmn.monitor.script_link import ScriptLink
@@ -82,6 +83,8 @@ class Agent:
         share: CpuAssignment,
         beside: str = "",
         place: tuple[int, int] = (0, 1),
+        *,
+        input_path: str = "",
     ) -> None:
         self._rank = rank
         self._order = order
@@ -90,6 +93,7 @@ class Agent:
         self._share = share
         self._beside = beside
         self._place = place
+        self._input_path = input_path
         path = Path(order.log_dir) / f"rank{rank}.log"
         self._output = ScriptOutput(path, channel, order.wants_refreshes)
         self._script_pid = 0
@@ -135,6 +139,7 @@ class Agent:
         self._started_at = time.time()
         self._memory_kills = count_memory_kills()
         command = with_bootstrap(self._order.argv)
+        stdin = open_input(self._input_path if self._rank == 0 else "")
         self._is_python = command != self._order.argv
         process = subprocess.Popen(
             command,
@@ -144,7 +149,7 @@ class Agent:
                 **env,
                 MONITOR_VARIABLE: self._link.variable(),
             },
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
@@ -152,6 +157,8 @@ class Agent:
             start_new_session=True,
             preexec_fn=kill_on_parent_death(),
         )
+        if stdin != subprocess.DEVNULL:
+            os.close(stdin)
         self._script_pid = process.pid
         self._link.script_started(process.pid)
         process.returncode = 0  # this class reaps; without it Popen would warn

@@ -1,8 +1,8 @@
 """``python -m torchmn.launch.agent_main``: the agent of one rank, the parent of the user's script.
 
 It reads its rank from the variables of the launcher that started it, gets the command from the
-supervisor, binds itself to the rank's share of the cores and runs the script. It does not import
-torch.
+supervisor, binds itself to the rank's share of the cores and runs the script. Its argument, if
+there is one, is the path of the input for rank 0. It does not import torch.
 """
 
 from __future__ import annotations
@@ -55,7 +55,16 @@ def main() -> int:
         env = script_environment(os.environ, share, order.env, route)
         with keeper, open_mpi_memory(env) as variables:
             on_host = (place.intra_rank or 0, place.intra_size or 1)
-            agent = Agent(place.rank, order, channel, wakeup, share, beside, on_host)
+            agent = Agent(
+                place.rank,
+                order,
+                channel,
+                wakeup,
+                share,
+                beside,
+                on_host,
+                input_path="".join(sys.argv[1:]),
+            )
             return agent.run({**env, **variables})
     except TorchmnError as error:
         print(f"torchmn: {error}", file=sys.stderr, flush=True)

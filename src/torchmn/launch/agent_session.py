@@ -37,6 +37,7 @@ from torchmn.monitor.rank_session import (
     write_failure_report,
     write_hang_report,
 )
+from torchmn.units import counted, listed
 
 _MAX_HANG_LINES = 200
 
@@ -194,8 +195,8 @@ class AgentSession(RankSession):
 
 
 def _binding(record: RankRecord, started: ScriptStarted) -> str:
-    cores = ",".join(map(str, started.cores))
     return (
-        f"rank {record.rank} on {record.host}: core(s) {cores}, {started.num_threads} thread(s)"
+        f"rank {record.rank} on {record.host}: {listed('core', started.cores)}, "
+        + counted(started.num_threads, "thread")
         + (f", {started.beside}" if started.beside else "")
     )

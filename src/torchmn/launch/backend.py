@@ -12,6 +12,7 @@ from pathlib import Path
 from torchmn.errors import UnknownNameError, UnsupportedError
 from torchmn.launch.job import Backend
 from torchmn.topology import count_gpus
+from torchmn.units import counted
 
 BACKENDS = ("auto", "gloo", "nccl", "mpi")
 
@@ -109,9 +110,9 @@ def choose_backend(
 def _check_num_gpus(machine: Machine, num_ranks: int) -> None:
     if machine.num_gpus >= num_ranks:
         return
-    found = "no CUDA GPU" if machine.num_gpus == 0 else f"{machine.num_gpus} CUDA GPU(s)"
+    found = "no CUDA GPU" if machine.num_gpus == 0 else counted(machine.num_gpus, "CUDA GPU")
     cure = f"-n {machine.num_gpus} or " if machine.num_gpus else ""
     raise UnsupportedError(
-        f"--backend nccl needs a GPU for each of the {num_ranks} rank(s) and this machine has "
-        f"{found}: use {cure}--backend gloo or mpi, and check CUDA_VISIBLE_DEVICES."
+        f"--backend nccl needs a GPU for each of the {counted(num_ranks, 'rank')} and this "
+        f"machine has {found}: use {cure}--backend gloo or mpi, and check CUDA_VISIBLE_DEVICES."
     )

@@ -14,6 +14,7 @@ from collections import deque
 from typing import TextIO
 
 from torchmn.control.messages.job import Stream
+from torchmn.units import counted
 
 _MAX_WAITING_BYTES = 1 << 20
 _NAMES: dict[Stream, str] = {"out": "standard output", "err": "standard error"}
@@ -130,7 +131,8 @@ class RankOutput:
                 self._shows_bar = False
                 _write_all(self._files["err"], "\r\x1b[K")
             if self._num_missing[stream]:
-                missing = f"torchmn: {self._num_missing[stream]} line(s) are missing here\n"
+                num = counted(self._num_missing[stream], "line")
+                missing = f"torchmn: {num} left out here\n"
                 _write_all(self._files[stream], missing)
                 self._num_missing[stream] = 0
             _write_all(self._files[stream], text)

@@ -100,9 +100,9 @@ class Command:
     stdin: bytes = field(default=b"", repr=False)
 
 
-def worker_command() -> tuple[str, ...]:
-    """The command of a rank's agent."""
-    return python_module(WORKER_MODULE)
+def worker_command(input_path: str = "") -> tuple[str, ...]:
+    """The command of a rank's agent; rank 0's gives its script the input with this path."""
+    return (*python_module(WORKER_MODULE), *filter(None, [input_path]))
 
 
 def python_command(target: str, args: Sequence[str] = (), *, is_module: bool = False) -> list[str]:

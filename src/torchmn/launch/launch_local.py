@@ -420,7 +420,7 @@ def _failure(
     if report:
         return RankError(report)
     return LaunchError(
-        f"The {num_ranks} rank(s) ended with exit status {status}: see the messages above."
+        f"The {counted(num_ranks, 'rank')} ended with exit status {status}: see the messages above."
     )
 
 

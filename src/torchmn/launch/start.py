@@ -27,11 +27,13 @@ from torchmn.launch.host_checks import HostFacts
 from torchmn.launch.job import Command, Job
 from torchmn.launch.log_folder import make_log_folder
 from torchmn.launch.open_mpi_folders import open_mpi_session
+from torchmn.launch.script_input import input_path
 from torchmn.launch.starters import local, mpirun, pods, remote, srun, torchrun
 from torchmn.launch.supervisor import Supervisor
 from torchmn.launch.worker_environment import worker_environment
 from torchmn.profiling.finished_profile import finish_profile
 from torchmn.topology import Route, available_processors, route_to
+from torchmn.units import counted
 
 
 def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
@@ -76,8 +78,8 @@ def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
         job = make_log_folder(job)
         reason = f" ({why})" if why else ""
         output.say(
-            f"{job.num_ranks} rank(s) with {job.backend}{reason} on {_places(job)}, logs in "
-            f"{job.log_dir}"
+            f"{counted(job.num_ranks, 'rank')} with {job.backend}{reason} on {_places(job)}, logs "
+            f"in {job.log_dir}"
         )
         if job.warning:
             output.say(job.warning)
@@ -136,8 +138,8 @@ def run_elastic_job(elastic: ElasticJob, env: Mapping[str, str], *, why: str = "
     elastic = replace(elastic, job=make_log_folder(elastic.job))
     output, limits = RankOutput(*open_standard_streams()), elastic.limits
     output.say(
-        f"{limits.min_hosts} to {limits.max_hosts} of {len(elastic.job.hosts)} host(s) with "
-        f"{elastic.job.backend}{f' ({why})' if why else ''} on "
+        f"{limits.min_hosts} to {limits.max_hosts} of {counted(len(elastic.job.hosts), 'host')} "
+        f"with {elastic.job.backend}{f' ({why})' if why else ''} on "
         f"{', '.join(map(str, elastic.job.hosts))}, logs in {elastic.job.log_dir}"
     )
     output.start()
@@ -221,8 +223,9 @@ def commands_of(
     ``route`` is that of this host to the others, ``facts`` are those of the hosts by name.
     """
     first = (facts or {}).get(job.hosts[0].name)
+    path_of_input = "" if job.has_other_hosts else input_path()
     if job.launcher in ("local", "pods"):  # other pods start their own
-        return local.commands(job, env)
+        return local.commands(job, env, input_path=path_of_input)
     if job.launcher == "ssh":
         return remote.commands(job, env)
     if job.launcher == "srun":
@@ -250,6 +253,7 @@ def commands_of(
             between=mpirun.Between(route=route, networks=_networks(route, facts or {}))
             if route
             else None,
+            input_path=path_of_input,
         )
     ]
 

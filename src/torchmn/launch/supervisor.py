@@ -19,6 +19,7 @@ from torchmn.launch.job import Command, Job
 from torchmn.launch.open_mpi_folders import remove_abandoned
 from torchmn.launch.process_owner import ProcessOwner, start_process
 from torchmn.monitor.rank_session import STOPPED
+from torchmn.units import listed
 
 _MARGIN_S = 3.0
 """How much longer than the ranks' grace period we wait before we kill the agents themselves."""
@@ -113,8 +114,7 @@ class Supervisor:
             missing = [str(record.rank) for record in session.records if not record.host]
             if missing and now > self._start_by and not self._launcher_problem:
                 self._launcher_problem = (
-                    f"rank(s) {', '.join(missing)} did not start within "
-                    f"{self._job.start_limit_s:g} s"
+                    f"{listed('rank', missing)} did not start within {self._job.start_limit_s:g} s"
                 )
             by = self._owner.interrupted_by
             is_interrupted = by is not None and (by != signal.SIGTERM or session.leave_by is None)

@@ -7,6 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from torchmn.control.private_files import open_private
+from torchmn.units import counted
 
 TABLE = "cprofile.txt"
 _NUM_SHOWN = 60
@@ -36,7 +37,7 @@ def merge_profiles(folder: Path) -> Path | None:
     if not names:
         return None
     lines = [
-        f"Seconds in functions on {len(names)} rank(s): {', '.join(names)}",
+        f"Seconds in functions on {counted(len(names), 'rank')}: {', '.join(names)}",
         *skipped,
         "",
         f"{'calls':>10} {'own s':>9} {'with calls':>11} {'least':>9} {'most':>9}  "

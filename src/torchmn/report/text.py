@@ -14,6 +14,7 @@ from torchmn.report.findings import Finding
 from torchmn.report.quantities import bits, duration, megabytes
 from torchmn.report.scaling import Scaling
 from torchmn.report.summary import Summary
+from torchmn.units import counted
 
 MAX_ROWS = 16
 COLORS = ("blue", "cyan", "green", "yellow", "red", "magenta", "magenta", "white", "white", "white")
@@ -59,7 +60,8 @@ def _run(summary: Summary, findings: Sequence[Finding]) -> RenderableType:
     rate = summary.samples_per_s
     title = Text.assemble((str(run.folder), "bold"))
     facts = (
-        f"{run.size} rank(s) on {len(summary.hosts)} host(s), {len(summary.step):,} steps; "
+        f"{counted(run.size, 'rank')} on {counted(len(summary.hosts), 'host')}, "
+        f"{counted(len(summary.step), 'step', ',')}; "
         f"mean step {duration(summary.step_s)}"
         + ("" if rate is None else f", {rate:,.1f} samples/s")
         + f"; exchange not hidden {summary.share_of_exposed_exchange:.1%}, "

@@ -93,6 +93,9 @@ class Schedule(ABC):
     def on_zero_grad(self) -> None:  # noqa: B027 - a default
         """Gradients were cleared: the next backward pass is the first of its step. Local."""
 
+    def exchange_if_late(self) -> None:  # noqa: B027 - a default
+        """Before `step` uses gradients: take part, if no backward pass of this rank has done it."""
+
     def flush(self) -> None:  # noqa: B027 - a default
         """Apply what was exchanged but not applied, and exchange what was not exchanged."""
 

@@ -61,13 +61,17 @@ class EveryStep(Schedule):
     def step(self, closure: Callable[[], float] | None) -> float | None:
         """See `Schedule.step`. A rank without any backward pass takes part here."""
         if closure is None:
-            if not self._is_exchanged or self._reducer.has_unexchanged:
-                self._reducer.exchange_now(is_late=True)
+            self.exchange_if_late()
             share_with_late_ranks(self._reducer)
         self._is_exchanged = False
         result = self._inner.step(closure)
         self._is_exchanged = False
         return result
+
+    def exchange_if_late(self) -> None:
+        """See `Schedule.exchange_if_late`."""
+        if not self._is_exchanged or self._reducer.has_unexchanged:
+            self._reducer.exchange_now(is_late=True)
 
     def shadow_step(self) -> int:
         """See `Schedule.shadow_step`."""

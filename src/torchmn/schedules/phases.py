@@ -151,6 +151,10 @@ class Phases(Schedule):
             self._begin_next()
         return result
 
+    def exchange_if_late(self) -> None:
+        """See `Schedule.exchange_if_late`."""
+        (self._unapplied or self.current).exchange_if_late()
+
     def shadow_step(self) -> int:
         """See `Schedule.shadow_step`."""
         self._unapplied = None

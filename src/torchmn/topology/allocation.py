@@ -16,6 +16,7 @@ from typing import Literal
 from torchmn.environment_variables import PODS_VARIABLE
 from torchmn.errors import TopologyError
 from torchmn.topology.hostlists import Host, parse_hostfile, parse_node_list, parse_task_counts
+from torchmn.units import counted
 
 Scheduler = Literal["PBS", "Slurm", "Grid Engine", "Kubernetes"]
 POD_INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
@@ -92,8 +93,8 @@ def pod_index(env: Mapping[str, str], num_pods: int) -> int:
     if not re.fullmatch("[0-9]{1,9}", text) or int(text) >= num_pods:
         raise TopologyError(
             f"{POD_INDEX_VARIABLE} must be a whole number from 0 to {num_pods - 1}, for "
-            f"{PODS_VARIABLE}={env.get(PODS_VARIABLE)} names {num_pods} pod(s), but is {text!r}. "
-            "Kubernetes sets it in a Job with completionMode: Indexed."
+            f"{PODS_VARIABLE}={env.get(PODS_VARIABLE)} names {counted(num_pods, 'pod')}, but is "
+            f"{text!r}. Kubernetes sets it in a Job with completionMode: Indexed."
         )
     return int(text)
 
@@ -119,7 +120,7 @@ def _slurm(env: Mapping[str, str]) -> Allocation | None:
     counts = parse_task_counts(env.get(variable) or f"1(x{len(nodes)})", variable=variable)
     if len(counts) != len(nodes):
         raise TopologyError(
-            f"SLURM_JOB_NODELIST={names} names {len(nodes)} host(s) but {variable}="
+            f"SLURM_JOB_NODELIST={names} names {counted(len(nodes), 'host')} but {variable}="
             f"{env.get(variable)} counts {len(counts)}. Unset them, or ask Slurm for a new job."
         )
     return Allocation(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 
 from torchmn.errors import TopologyError, UsageError
+from torchmn.units import counted
 
 _COUNT = "[0-9]{1,9}"
 _MAX_NAMES = 100_000
@@ -137,7 +138,9 @@ def select_hosts(
     listed = ", ".join(map(str, hosts))
     if num_nodes is not None:
         if num_nodes > len(hosts):
-            raise UsageError(f"--nodes {num_nodes}, but there are {len(hosts)} host(s): {listed}.")
+            raise UsageError(
+                f"--nodes {num_nodes} is more than the {counted(len(hosts), 'host')}: {listed}."
+            )
         hosts = hosts[:num_nodes]
     if per_node is not None:
         small = [str(host) for host in hosts if host.slots < per_node]
@@ -152,8 +155,8 @@ def select_hosts(
         return tuple(hosts)
     if num_ranks > num_slots:
         raise UsageError(
-            f"{num_ranks} ranks are more than the {num_slots} slot(s) of {listed}: ask for "
-            "fewer, or raise the number of slots in the list of hosts."
+            f"{num_ranks} ranks are more than the {counted(num_slots, 'slot')} of {listed}: ask "
+            "for fewer, or raise the number of slots in the list of hosts."
         )
     if num_nodes is not None and per_node is not None and num_ranks != num_slots:
         raise UsageError(f"-n {num_ranks} contradicts --nodes {num_nodes} --per-node {per_node}.")

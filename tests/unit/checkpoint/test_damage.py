@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -140,6 +141,24 @@ def test_file_that_is_a_folder(path: Path) -> None:
     (step, warned), _ = resume(path)
     assert step == 1
     assert "rank0001.json cannot be opened: Is a directory" in warned[0]
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+@pytest.mark.parametrize("file", FILES)
+def test_unreadable(path: Path, monkeypatch: pytest.MonkeyPatch, file: str, number: int) -> None:
+    """On one rank alone, as every rank reads its own files, or rank 0 the manifest."""
+    opened = Path.open
+
+    def fail(self: Path, *arguments: Any, **options: Any) -> Any:
+        if self.name == file and self.parent.name == NEWEST:
+            raise OSError(number, os.strerror(number), str(self))
+        return opened(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", fail)
+    (step, (warned,)), (other_step, nothing) = resume(path)
+    assert (step, other_step, nothing) == (1, 1, [])
+    assert f"{NEWEST}: {file} cannot be opened: {os.strerror(number)}" in warned
+    assert f"resumes from {BEFORE}" in warned
 
 
 def test_none_is_good(path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+import time
 import weakref
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 
 import torchmn
+from torchmn.checkpoint import checkpointer as checkpointer_file
 from torchmn.communicators import Communicator
 from torchmn.schedules import ParameterServer
 from torchmn.testing import run_ranks
@@ -60,6 +63,24 @@ def test_one_that_is_not_closed_is_by_the_communicator(tmp_path: Path) -> None:
     ends = run_ranks(rank_main, 2)
     gc.collect()
     assert [end() for end in ends] == [None, None]
+
+
+def test_an_earlier_exception_of_the_session_ends_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A notebook remembers the last one in ``sys.last_type``, however long ago it was."""
+    monkeypatch.setattr(sys, "last_type", ValueError, raising=False)
+    monkeypatch.setattr(checkpointer_file, "_GRACE_S", 0.2)
+
+    def rank_main(comm: Communicator) -> int:
+        checkpointer = torchmn.create_multi_node_checkpointer(comm, tmp_path, "a")
+        if comm.rank == 1:
+            time.sleep(2)
+        checkpointer.save(1, {"model": nn.Linear(2, 2)})
+        comm.finalize()
+        return sum(path.name == "step-00000001" for path in (tmp_path / "a").iterdir())
+
+    assert run_ranks(rank_main, 2) == [1, 1]
 
 
 def test_closed_parameter_servers() -> None:

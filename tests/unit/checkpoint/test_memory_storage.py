@@ -144,28 +144,83 @@ def test_the_newest_of_disk_and_memory_is_taken(
         assert run_ranks(resume, 3) == [(expected, float(expected))] * 3
 
 
-def test_a_damaged_copy_is_passed_over_with_a_warning(host: OneHost, tmp_path: Path) -> None:
+IN_MEMORY = "step-00000007 in the memory of the hosts"
+
+
+@pytest.mark.parametrize(
+    ("saved_steps", "skipped", "expected"),
+    [
+        ([5], [IN_MEMORY], 5),
+        ([5, 10], ["step-00000010"], 7),
+        ([5, 10], ["step-00000010", IN_MEMORY], 5),
+        ([10], ["step-00000010"], 7),
+        # Step 10 is of before a training that has begun again, so it is older than step 7.
+        ([5, 10, 6], [IN_MEMORY], 6),
+        ([5, 10, 6], [IN_MEMORY, "step-00000006-2"], 10),
+        ([5, 10, 8], ["step-00000008-2"], 7),
+        ([5, 10, 8], ["step-00000008-2", IN_MEMORY], 10),
+    ],
+)
+@pytest.mark.parametrize("file", ["rank0001.safetensors", "manifest.json"])
+def test_a_damaged_checkpoint_hides_no_other(
+    host: OneHost,
+    tmp_path: Path,
+    file: str,
+    saved_steps: list[int],
+    skipped: list[str],
+    expected: int,
+) -> None:
+    """The newest valid one is loaded, wherever it is, and each newer one is named."""
+
     def train(comm: Communicator) -> None:
         checkpointer = create_multi_node_checkpointer(comm, tmp_path, "x")
-        checkpointer.save(5, {"value": Value(5.0)})
         checkpointer.save_in_memory(7, {"value": Value(7.0)})
+        for step in saved_steps:
+            checkpointer.save(step, {"value": Value(float(step))})
         checkpointer.finish()
         checkpointer.close()
 
-    def resume(comm: Communicator) -> int:
+    def resume(comm: Communicator) -> tuple[int, float]:
         checkpointer = create_multi_node_checkpointer(comm, tmp_path, "x")
+        value = Value(0.0)
+        step = checkpointer.resume({"value": value})
+        checkpointer.close()
+        return step, float(value.tensor[-1])
+
+    with inside(host):
+        run_ranks(train, 2)
+    for name in skipped:
+        if name != IN_MEMORY:
+            path = tmp_path / "x" / name / file
+            raw = path.read_bytes()
+            path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+        else:
+            for (_, held_file), (_, held) in host.copies._held.items():
+                held[-1] ^= held_file == file
+    host.begin(host.complete())
+    with inside(host), pytest.warns(RuntimeWarning) as caught:
+        assert run_ranks(resume, 2) == [(expected, float(expected))] * 2
+    (warned,) = [str(each.message) for each in caught]
+    assert warned.count(f": {file} is damaged") == len(skipped)
+    assert all(f"{name}: " in warned for name in skipped)
+    assert f"resumes from step-{expected:08d}" in warned
+
+
+def test_a_damaged_checkpoint_in_memory_alone(host: OneHost, tmp_path: Path) -> None:
+    def rank_main(comm: Communicator, saves: bool) -> int:
+        checkpointer = create_multi_node_checkpointer(comm, tmp_path, "x")
+        if saves:
+            checkpointer.save_in_memory(7, {"value": Value(7.0)})
         step = checkpointer.resume({"value": Value(0.0)})
         checkpointer.close()
         return step
 
     with inside(host):
-        run_ranks(train, 1)
-    for (_, file), (_, held) in host.copies._held.items():
-        if file.endswith(".safetensors"):
-            held[-1] ^= 1
+        run_ranks(lambda comm: rank_main(comm, saves=True), 2)
+    next(iter(host.copies._held.values()))[1][-1] ^= 1
     host.begin(host.complete())
-    with inside(host), pytest.warns(RuntimeWarning, match="memory of the hosts is not valid"):
-        assert run_ranks(resume, 1) == [5]
+    with inside(host), pytest.warns(RuntimeWarning, match="no other checkpoint: training starts"):
+        assert run_ranks(lambda comm: rank_main(comm, saves=False), 2) == [0, 0]
 
 
 def test_a_finished_checkpoint_is_announced_once_by_the_leader(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import math
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from torchmn.data.packed_samples import PackedSamples
 from torchmn.errors import DataError, RankMismatchError, TorchmnError, UnsupportedError, UsageError
 from torchmn.testing import MpiPool, run_ranks
 from torchmn.topology import Topology
+from torchmn.transports.shared_segment import SharedMemorySegment
 
 SIZES = range(1, 9)
 LENGTHS = range(51)
@@ -307,6 +310,38 @@ ERRORS = {
     "pickle without trust": ([{1, 2}, Unpicklable()], UnsupportedError, "Sample 1"),
     "structured": ([np.zeros(1, [("a", "i4")])[0]], UnsupportedError, "structured"),
 }
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize(
+    ("call", "topology"),
+    [("map_private", Topology.blocks([2])), ("map_shared", Topology.blocks([1, 1]))],
+    ids=str,
+)
+def test_memory_that_one_rank_cannot_map(
+    monkeypatch: pytest.MonkeyPatch, call: str, topology: Topology, failing: int
+) -> None:
+    own = threading.local()
+    original = getattr(SharedMemorySegment, call)
+
+    def fail(self):
+        if own.rank == failing:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return original(self)
+
+    monkeypatch.setattr(SharedMemorySegment, call, fail)
+
+    def attempt(comm):
+        own.rank = comm.rank
+        encoded = [{1, 2}, {3}]
+        scatter = functools.partial(scatter_dataset, encoded if comm.rank == 0 else None)
+        return outcome(scatter, comm)
+
+    for error, seconds in run_ranks(attempt, 2, topology=topology, timeout_s=30):
+        assert isinstance(error, DataError)
+        assert f"Rank {failing} on {topology.hosts[failing]}: " in str(error)
+        assert "Cannot allocate memory" in str(error)
+        assert seconds < 15
 
 
 @pytest.mark.parametrize("case", ERRORS)

@@ -69,7 +69,7 @@ def test_the_values_follow_and_are_printed() -> None:
     ranks = batches(3, 10, accumulation=2)
     assert [each.share for each in ranks] == [4, 3, 3]
     assert repr(ranks[2]) == (
-        "GlobalBatch(10 samples per step = 3 rank(s) x 3 to 4, in 2 pass(es) of up to 2)"
+        "GlobalBatch(10 samples per step = 3 ranks x 3 to 4, in 2 passes of up to 2)"
     )
     (grows,) = batches(1, 8, growth=BatchGrowth([2], 3))
     assert "began with 8, BatchGrowth([2], factor=3" in repr(grows)
@@ -168,8 +168,8 @@ def test_passes_with_batch_normalization_over_all_ranks(
 @pytest.mark.parametrize(
     ("global_batch", "local_batch", "length", "message"),
     [
-        (7, 1, 7, r"batch of 7 samples makes 3 pass\(es\) .* 3 sample.* and 2 on those with 2"),
-        (6, 2, 8, r"batch of 2 samples makes 1 pass\(es\) .* 1 sample.* and 0 on those with 0"),
+        (7, 1, 7, r"batch of 7 samples makes 3 passes .* 3 sample.* and 2 on those with 2"),
+        (6, 2, 8, r"batch of 2 samples makes 1 pass .* 1 sample.* and 0 on those with 0"),
     ],
 )
 def test_passes_that_would_wait_for_other_ranks_are_refused_on_all(
@@ -304,7 +304,7 @@ def test_fitting_names_the_rank_on_which_nothing_fits() -> None:
             if comm.rank == 1:
                 raise MemoryError
 
-        with pytest.raises(UsageError, match=r"one sample does not fit .* rank\(s\) 1\."):
+        with pytest.raises(UsageError, match=r"one sample does not fit .* rank 1\."):
             GlobalBatch.fitting(8, try_pass, comm=comm)
 
     run_ranks(make, 2)

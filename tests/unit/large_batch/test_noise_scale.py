@@ -434,7 +434,7 @@ def test_only_some_steps_are_measured_and_the_state_is_resumed() -> None:
         optimizer = optimizer_of(model, comm)
         noise = GradientNoiseScale(optimizer, every=4)
         assert noise.value() is None
-        assert repr(noise) == "GradientNoiseScale(unknown, 0 measurement(s))"
+        assert repr(noise) == "GradientNoiseScale(unknown, 0 measurements)"
         seen = []
         for step in range(9):
             optimizer.zero_grad()

@@ -159,7 +159,7 @@ def test_binding_is_shown(make: Callable[..., Agents], shows_binding: bool) -> N
     agents.connect(0)
     agents.connect(1)
     agents.send(1, ScriptStarted(pid=0, cores=[2, 3], num_threads=2))
-    shown = "torchmn: rank 1 on n1: core(s) 2,3, 2 thread(s)\n" if shows_binding else ""
+    shown = "torchmn: rank 1 on n1: cores 2, 3, 2 threads\n" if shows_binding else ""
     assert agents.err.getvalue() == shown
 
 

@@ -54,7 +54,7 @@ def test_an_mpirun_that_cannot_reach_the_hosts_is_not_chosen() -> None:
     ("machine", "wanted", "words"),
     [
         (Machine(), "nccl", "no CUDA GPU: use --backend gloo or mpi"),
-        (Machine(num_gpus=1), "nccl", "has 1 CUDA GPU(s): use -n 1 or --backend gloo"),
+        (Machine(num_gpus=1), "nccl", "has 1 CUDA GPU: use -n 1 or --backend gloo"),
         (Machine(), "mpi", "needs an mpirun and mpi4py"),
         (Machine(has_mpi4py=True), "mpi", "needs an mpirun, which"),
     ],

@@ -86,7 +86,7 @@ def test_a_failed_launcher() -> None:
     found = summary_of(RankRecord(0), launcher_problem=problem, launcher_returncode=2)
     assert found.exit_code == 2
     assert found.summary.startswith(problem)
-    silent = summary_of(RankRecord(0), launcher_problem="rank(s) 0 did not start within 60 s")
+    silent = summary_of(RankRecord(0), launcher_problem="rank 0 did not start within 60 s")
     assert silent.exit_code == 1
 
 

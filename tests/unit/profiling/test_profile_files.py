@@ -104,7 +104,7 @@ def test_the_times_of_functions_on_all_ranks(tmp_path: Path) -> None:
     path = merge_profiles(tmp_path)
     assert path is not None
     text = path.read_text()
-    assert "on 2 rank(s): a-0, a-1" in text
+    assert "on 2 ranks: a-0, a-1" in text
     assert "a-2.prof cannot be read" in text
     (line,) = (line for line in text.splitlines() if "built-in method builtins.sorted" in line)
     assert line.split()[0] == "22"

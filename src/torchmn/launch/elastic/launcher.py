@@ -43,6 +43,7 @@ from torchmn.launch.job import Command
 from torchmn.launch.process_owner import ProcessOwner, start_process
 from torchmn.monitor.job_result import JobResult
 from torchmn.monitor.rank_session import STOPPED, write_failure_report
+from torchmn.units import counted
 
 _RENDEZVOUS_START_S = 20.0
 _MARGIN_S = 10.0
@@ -198,8 +199,8 @@ class ElasticLauncher:
         names = ", ".join(member.host for member in found.members)
         memory = f", in memory: step {found.restored.step}" if found.restored else ""
         return (
-            f"{why}: {num_ranks_of(found)} rank(s) on {names} continue from the last "
-            f"checkpoint{memory}."
+            f"{why}: continuing with {counted(num_ranks_of(found), 'rank')} on {names} from the "
+            f"last checkpoint{memory}."
         )
 
     # ---- what is done about it ----------------------------------------------------------------

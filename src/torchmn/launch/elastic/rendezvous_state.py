@@ -30,6 +30,7 @@ from torchmn.control.messages.elastic import (
 )
 from torchmn.errors import UsageError
 from torchmn.launch.host_checks import differences
+from torchmn.units import counted
 
 LAUNCHER = ""
 """The recipient of messages for the launcher; no host has an empty name."""
@@ -328,7 +329,7 @@ class RendezvousState:
         here = [name for name in self._hosts if name in self._connected]
         causes = f"{'; '.join(self._reasons)}; " if self._reasons else ""
         self._end(
-            f"{causes}{len(here)} host(s) joined ({', '.join(here) or 'none'}) within "
+            f"{causes}{counted(len(here), 'host')} joined ({', '.join(here) or 'none'}) within "
             f"{self._limits.join_timeout_s:g} s (--join-timeout), but at least "
             f"{self._limits.min_hosts} are needed"
         )

@@ -72,6 +72,7 @@ def command(
     is_root: bool,
     major: int = 5,
     between: Between | None = None,
+    input_path: str = "",
 ) -> Command:
     """One mpirun for all ranks. The agents bind themselves to their cores.
 
@@ -79,10 +80,12 @@ def command(
     the remote shell, or cannot be started by it.
     """
     carried = [name for name in env if is_carried(job, name)]
+    worker = worker_command(input_path)
     if flavour == "Intel MPI":
-        options, variables = _intel_mpi(job, env, carried, between)
+        options, variables = _intel_mpi(job, env, carried, between, worker)
     elif flavour == "Hydra":
         options, variables = _hydra(job, env, carried, between)
+        options += [*job.launcher_args, *worker]
     else:
         options, variables = _open_mpi(job), {}
         if is_root:
@@ -96,7 +99,7 @@ def command(
         if between:
             options += _between_hosts(mpirun, env, between, major)
             options += [word for name in carried for word in ("-x", name)]
-        options += [*job.launcher_args, *worker_command()]
+        options += [*job.launcher_args, *worker]
     chosen = {name: env.get(name, text) for name, text in variables.items()}
     # ours come last: Hydra loses the last variable of its environment on the way to other hosts
     rest = {name: text for name, text in env.items() if name not in chosen}
@@ -122,11 +125,15 @@ def _hydra(
         options += ["-hosts", hosts, "-launcher", "rsh", "-launcher-exec", path]
         options += ["-localhost", between.route.address, "-genvlist", ",".join(carried)]
         variables["HYDRA_LAUNCHER_EXTRA_ARGS"] = words
-    return [*options, *job.launcher_args, *worker_command()], variables
+    return options, variables
 
 
 def _intel_mpi(
-    job: Job, env: Mapping[str, str], carried: Sequence[str], between: Between | None
+    job: Job,
+    env: Mapping[str, str],
+    carried: Sequence[str],
+    between: Between | None,
+    worker: Sequence[str],
 ) -> tuple[list[str], dict[str, str]]:
     """Intel MPI, by its reference of options and variables; it was not tried.
 
@@ -134,7 +141,7 @@ def _intel_mpi(
     """
     variables = {"I_MPI_PIN": "0"}
     if between is None:
-        options = ["-n", str(job.num_ranks), *job.launcher_args, *worker_command()]
+        options = ["-n", str(job.num_ranks), *job.launcher_args, *worker]
         return options, {**variables, "I_MPI_HYDRA_BOOTSTRAP": "fork"}
     path, words = _hydras_remote_shell(env)
     variables |= {
@@ -146,7 +153,7 @@ def _intel_mpi(
     options += job.launcher_args
     for number, host in enumerate(job.hosts):
         options += [":"] if number else []
-        options += ["-n", str(host.slots), "-host", host.name, *worker_command()]
+        options += ["-n", str(host.slots), "-host", host.name, *worker]
     return options, variables
 
 

@@ -23,6 +23,7 @@ from torchmn.launch.orders import ProbeHost, ProcessOrder, StartProcesses
 from torchmn.launch.starters import local
 from torchmn.launch.worker_environment import deciding_hosts
 from torchmn.topology import is_this_host
+from torchmn.units import counted
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
 PBS_COMMAND, PBS_SHELL = "pbs_tmrsh", "torchmn.launch.starters.pbs_shell"
@@ -142,8 +143,9 @@ def check_hosts(job: Job, env: Mapping[str, str]) -> dict[str, HostFacts]:
     if silent:
         reasons = "; ".join(f"{name}: {why.rstrip('.')}" for name, why in silent.items())
         raise LaunchError(
-            f"{len(silent)} of {len(names)} host(s) did not answer: {reasons}. Check whether "
-            f"`{shlex.join((*remote_shell(env), next(iter(silent)), 'true'))}` works from here."
+            f"{len(silent)} of {counted(len(names), 'host')} did not answer: {reasons}. Check "
+            f"whether `{shlex.join((*remote_shell(env), next(iter(silent)), 'true'))}` works from "
+            "here."
         )
     facts = {name: answer for name, answer in answers.items() if isinstance(answer, HostFacts)}
     problems = [f"on {name} {found.problem}" for name, found in facts.items() if found.problem]

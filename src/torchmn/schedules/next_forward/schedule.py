@@ -128,8 +128,7 @@ class EveryStepNextForward(Schedule):
         if closure is not None:
             return self._step_with(closure)
         reducer = self._reducer
-        if not self._is_exchanged or reducer.has_unexchanged:
-            reducer.exchange_now(is_late=True)
+        self.exchange_if_late()
         sums, self._sums, self._is_exchanged = self._sums, None, False
         if sums is not None:
             were_used = self._is_exposed
@@ -155,6 +154,11 @@ class EveryStepNextForward(Schedule):
         share_with_late_ranks(reducer)
         self._inner.step()
         return None
+
+    def exchange_if_late(self) -> None:
+        """See `Schedule.exchange_if_late`."""
+        if not self._is_exchanged or self._reducer.has_unexchanged:
+            self._reducer.exchange_now(is_late=True)
 
     def shadow_step(self) -> int:
         """See `Schedule.shadow_step`."""

@@ -13,6 +13,7 @@ import copy
 import json
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from queue import Empty, SimpleQueue
@@ -110,12 +111,14 @@ def run_channel(server: ShardServer, channel: Channel) -> None:
                 response = _serve(server, channel, request)
             except TorchmnError as error:
                 channel.send_error(error)
-            except Exception as error:  # from the user's optimizer: the worker raises it
-                channel.send_error(CommunicationError(f"{type(error).__name__}: {error}"))
             else:
                 channel.respond(request, response)
     except TorchmnError as error:
         server.leave(worker, str(error))
+    except BaseException as error:  # of the user's optimizer, or of torch: no worker may wait
+        failure = server.fail(error)
+        with suppress(Exception):  # the connection may be what failed
+            channel.send_error(failure)
 
 
 def _serve(server: ShardServer, channel: Channel, request: Request) -> Response:

@@ -27,7 +27,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from torchmn.errors import PeerLostError, TimeLimitError
+from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError
 from torchmn.gradients.buckets import NamedParameter
 from torchmn.schedules.parameter_server.shards import (
     Hyper,
@@ -110,6 +110,7 @@ class ShardServer:
         self._lost: dict[int, str] = {}
         self._closed_because: str | None = None
         self._time_limit_error: TimeLimitError | None = None
+        self._failure: BaseException | None = None
         self._version = 0
         self._opened = self._episode = -1
         self._arrived = dict.fromkeys(range(num_workers), -1)
@@ -134,6 +135,24 @@ class ShardServer:
         with self._changed:
             self._closed_because = why
             self._notify()
+
+    def fail(self, error: BaseException) -> CommunicationError:
+        """Reject all requests, as an error may have left an update half done. Returns the reason.
+
+        From any thread.
+        """
+        with self._changed:
+            self._failure = self._failure or error
+            self._notify()
+            return self._describe_failure(self._failure)
+
+    def _describe_failure(self, error: BaseException) -> CommunicationError:
+        failure = CommunicationError(
+            f"the server on rank {self.rank} raised {type(error).__name__}: {error}. Its part of "
+            "the parameters may be half updated: resume from the last checkpoint."
+        )
+        failure.__cause__ = error
+        return failure
 
     @property
     def lost(self) -> dict[int, str]:
@@ -225,6 +244,8 @@ class ShardServer:
         self._notify()
 
     def _raise_if_closed(self) -> None:
+        if self._failure is not None:
+            raise self._describe_failure(self._failure)
         if self._closed_because is not None:
             if self._time_limit_error is not None:  # the reason, which names the missing rank
                 raise TimeLimitError(str(self._time_limit_error))

@@ -103,7 +103,7 @@ def test_too_few_hosts_end_the_job_with_their_names_and_the_limit() -> None:
     play.rounds.tick(play.now)
     text = play.over()
     assert text is not None
-    assert "1 host(s) joined (a) within" in text
+    assert "1 host joined (a) within" in text
     assert "--join-timeout" in text
 
 

@@ -3,6 +3,8 @@ from __future__ import annotations
 import threading
 import time
 import warnings
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 from tests.unit.models import batch, equal, fill, loss_of, mlp, near, values
 from torchmn.communicators import Communicator, create_communicator
 from torchmn.errors import (
+    CommunicationError,
     NonFiniteGradientError,
     RankMismatchError,
     TimeLimitError,
@@ -19,6 +22,7 @@ from torchmn.errors import (
 )
 from torchmn.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
 from torchmn.schedules import ParameterServer
+from torchmn.schedules.parameter_server.channels import NetworkChannel
 from torchmn.testing import run_ranks
 from torchmn.topology import Topology
 from torchmn.transports.base import TimeLimit
@@ -521,6 +525,41 @@ class TestWaiting:
                 assert over.wait(30)
 
         run_ranks(job, 3, timeout_s=2)
+
+    @pytest.mark.parametrize("place", ["step", "respond", "next_request"])
+    @pytest.mark.parametrize("kind", [RuntimeError, MemoryError])
+    def test_an_error_of_a_server_is_raised_on_all_workers(
+        self, monkeypatch: pytest.MonkeyPatch, kind: type[Exception], place: str
+    ) -> None:
+        """One of torch, not of ours: its thread ends, and no worker waits for its time limit."""
+        num_calls = iter(range(1000))
+
+        def failing(original: Callable[..., object]) -> Callable[..., object]:
+            def call(*arguments: object) -> object:
+                result = original(*arguments) if place == "next_request" else None
+                if next(num_calls) == 4:
+                    raise kind("out of memory")
+                return result or original(*arguments)
+
+            return call
+
+        owner = torch.optim.SGD if place == "step" else NetworkChannel
+        monkeypatch.setattr(owner, place, failing(getattr(owner, place)))
+
+        def job(comm: Communicator) -> str:
+            model = mlp()
+            optimizer = make(comm, model, ParameterServer(1, max_staleness=0))
+            steps = partial(train, optimizer, model, comm.rank, range(50))
+            began = time.monotonic()
+            use = optimizer.flush if optimizer.is_server else steps
+            with pytest.raises(CommunicationError) as caught:
+                use()
+            assert time.monotonic() - began < 15
+            comm.barrier()  # no rank leaves before all have their error
+            return str(caught.value)
+
+        for text in run_ranks(job, 3, timeout_s=30):
+            assert f"the server on rank 2 raised {kind.__name__}: out of memory" in text
 
     def test_a_rank_that_leaves_is_reported_and_others_continue(self) -> None:
         def job(comm: Communicator) -> tuple[list[torch.Tensor], set[int]]:
