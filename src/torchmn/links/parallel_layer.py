@@ -110,7 +110,31 @@ class ParallelLayer(nn.Module):
                 f"shape {list(input.shape)}. Every rank passes the whole input."
             )
         y = _sum(self._apply_part(_part(input, comm, channels), None), comm)
-        return y if self.bias is None else y + _by_channel(self.bias, y, channels)
+        # Under autocast y is in fewer bits than the bias, and so is the output of torch's layer.
+        return y if self.bias is None else y + _by_channel(self.bias.to(y.dtype), y, channels)
+
+    def reset_parameters(self) -> None:
+        """Draw the values of the whole layer again, as torch's does, and keep this rank's. Local.
+
+        Under the same ``torch.manual_seed`` on all ranks these are those of one process.
+        """
+        draw: Callable[[], None] = super().reset_parameters  # type: ignore[misc]
+        if not hasattr(self, "_ranks"):  # called by torch's constructor: not divided yet
+            return draw()
+        self._raise_if_parametrized()
+        parts: dict[str, nn.Parameter] = {
+            name: getattr(self, name) for name in self.divided_names()
+        }
+        for name, part in parts.items():
+            shape = [*part.shape]
+            shape[self._dim] = self._num_divided
+            self._parameters[name] = nn.Parameter(part.detach().new_empty(shape))
+        draw()
+        with torch.no_grad():
+            for name, part in parts.items():
+                part.copy_(self.own_part(getattr(self, name)))
+                self._parameters[name] = part
+        return None
 
     def gather_whole(self, name: str) -> Tensor:
         """A divided parameter as one process has it, on all ranks. *Collective.*"""
