@@ -18,18 +18,22 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from torchmn.communicators import Communicator
 from torchmn.compiling import not_compiled
 from torchmn.errors import UnknownNameError
 from torchmn.links.batch_norm_conversion import Model, convert_layers, revert_layers
+from torchmn.links.differentiable_once import differentiable_once
 from torchmn.links.layer_communicator import LayerCommunicator, Ranks
 
 LossWeight = Literal["rank", "samples"]
 
 _FORWARD, _BACKWARD = range(2)
 _CURE = "Call torchmn.links.convert_batch_norm(model, comm) after loading."
+_TWICE = (
+    "The gradient of a batch normalization over ranks was differentiated again, which is possible "
+    "in eval mode only. Call eval() of these layers for a gradient penalty, or use torch's layers."
+)
 _MAX_FEATURES = 2**32
 
 
@@ -282,7 +286,7 @@ class _BatchNorm(torch.autograd.Function):
         return y, statistics
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(_TWICE)
     def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         saved, shift, center, inverse, count, weight, bias = ctx.saved_tensors
         shifted = saved if ctx.is_shifted else _shift(saved, shift)[1]

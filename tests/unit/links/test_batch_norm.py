@@ -191,6 +191,22 @@ def test_no_samples_at_all_change_no_statistics() -> None:
     run_ranks(rank_main, 2)
 
 
+def test_gradients_of_gradients_are_refused() -> None:
+    """Also where the gradient that comes in is a constant."""
+
+    def rank_main(comm):
+        layer = convert_batch_norm(nn.BatchNorm1d(3).double(), comm)
+        x = rows(comm.rank).requires_grad_()
+        (dx,) = torch.autograd.grad(layer(x)[:, 0].sum(), x, create_graph=True)
+        with pytest.raises(UnsupportedError, match="differentiated again.*eval"):
+            dx.square().sum().backward()
+        layer.eval()
+        (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+        dx.square().sum().backward()
+
+    run_ranks(rank_main, 2)
+
+
 def test_evaluation_sends_nothing() -> None:
     def rank_main(comm):
         for track in (True, False):

@@ -206,6 +206,57 @@ def test_a_link_may_begin_with_an_operation_in_place() -> None:
     run_ranks(run, 3)
 
 
+def test_a_chain_is_not_used_after_a_failure() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("no")
+
+    def run(comm: Communicator) -> None:
+        chain = line(comm, Fails() if comm.rank else None)
+        with pytest.raises((ValueError, CommunicationError)):
+            chain.forward_backward(*batch(), mse)
+        chain.forward_backward(*batch(), mse)
+
+    for seen in errors_of(run, 2, timeout_s=2):
+        assert "this chain cannot be used after a call that has failed" in seen
+
+
+def test_a_loss_of_a_later_output() -> None:
+    """Backward reaches the ranks that only the first output depends on."""
+
+    class Both(nn.Module):
+        def forward(self, a: Tensor, b: Tensor) -> dict[str, Tensor]:
+            return {"first": b, "later": a, "sizes": torch.tensor([len(a)])}
+
+    def run(comm: Communicator) -> None:
+        chain = MultiNodeChainList(comm)
+        if comm.rank < 2:
+            chain.add_link(layer(comm.rank), rank_out=2)
+        else:
+            chain.add_link(Both(), rank_in=[0, 1])
+        output = chain(batch()[0])
+        (output["later"].sum() if comm.rank == 2 else output).backward()
+        assert all((p.grad is None) == (comm.rank == 1) for p in chain.parameters())
+
+    run_ranks(run, 3, timeout_s=2)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph:UserWarning")
+def test_gradients_of_another_rank_are_not_differentiated_again() -> None:
+    def run(comm: Communicator) -> None:
+        chain = line(comm)
+        output = chain(batch()[0])
+        (output.sum() if comm.rank else output).backward(create_graph=True)
+        penalty = sum(p.grad.square().sum() for p in chain.parameters() if p.grad is not None)
+        assert isinstance(penalty, Tensor)
+        if comm.rank == 0:
+            penalty.backward()
+        comm.barrier()
+
+    seen = errors_of(run, 2, timeout_s=2)
+    assert "differentiated again, which chains cannot do" in seen[0]
+
+
 def test_a_part_that_is_frozen() -> None:
     def run(comm: Communicator) -> None:
         chain = line(comm, num_microbatches=2)
