@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchmn.communicators.local_tensors import division_of, is_distributed
+from torchmn.communicators.local_tensors import is_distributed, is_divided
 from torchmn.errors import UnsupportedError, UsageError
 
 
@@ -146,10 +146,8 @@ class Scratch:
 
 
 def _raise_if_unsupported(parameter: Tensor) -> None:
-    division = division_of(parameter)
-    is_part = division is not None and division.comm.size > 1
-    if is_part or is_distributed(parameter):
-        kind = "a part of a parallel layer" if is_part else "sharded (a DTensor)"
+    if is_divided(parameter) or is_distributed(parameter):
+        kind = "a part of a parallel layer" if is_divided(parameter) else "sharded (a DTensor)"
         raise UnsupportedError(
             "LARS and LAMB adapt the rate to the norm of whole layers, and this parameter, shape "
             f"{list(parameter.shape)}, is {kind}. Train it whole, or use another optimizer."
