@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchmn.communicators import Communicator
 from torchmn.errors import RankMismatchError, UnknownNameError, UsageError
 from torchmn.links.chain_graph import PIPELINE_SCHEDULES, ChainGraph, Link, PipelineSchedule
-from torchmn.links.clipping import norm_over, share_nonfinite_, total_norm
+from torchmn.links.clipping import clip_grad_norm_, share_nonfinite_
 from torchmn.links.forward_pass import ForwardPass
 from torchmn.links.messages import Messages
 from torchmn.links.pipeline import Batch, LossFunction, NoSync, Pipeline
@@ -205,10 +205,7 @@ class MultiNodeChainList(nn.Module):
 
         ``torch.nn.utils.clip_grad_norm_`` would see the gradients of this rank alone.
         """
-        total = norm_over(self.communicator, total_norm(self.parameters(), norm_type), norm_type)
-        trained = [p for p in self.parameters() if p.grad is not None]
-        torch.nn.utils.clip_grads_with_norm_(trained, max_norm, total)
-        return total
+        return clip_grad_norm_(self, max_norm, norm_type, comm=self.communicator)
 
     def register_no_sync(self, no_sync: NoSync) -> None:
         """Run all backward passes of a batch but the last inside of ``no_sync()``. Local.
