@@ -18,6 +18,7 @@ from torchmn.errors import RankMismatchError, UnknownNameError, UsageError
 from torchmn.links.chain_graph import PIPELINE_SCHEDULES, ChainGraph, Link, PipelineSchedule
 from torchmn.links.clipping import clip_grad_norm_, share_nonfinite_
 from torchmn.links.forward_pass import ForwardPass
+from torchmn.links.layer_communicator import has_collective_layers
 from torchmn.links.messages import Messages
 from torchmn.links.pipeline import Batch, LossFunction, NoSync, Pipeline
 
@@ -77,6 +78,7 @@ class MultiNodeChainList(nn.Module):
         self._graph: ChainGraph | None = None
         self._messages: Messages | None = None
         self._pipeline: Pipeline | None = None
+        self._has_collective_layers = False
         self._no_sync: list[Callable[[], NoSync | None]] = []
         self._counts: list[Callable[[int], None]] = []
 
@@ -182,6 +184,7 @@ class MultiNodeChainList(nn.Module):
                 messages,
                 graph.order(self.num_microbatches, self.schedule),
                 self.num_microbatches,
+                has_collective_layers=self._has_collective_layers,
             )
         batch = Batch(
             inputs=inputs if isinstance(inputs, tuple) or inputs is None else (inputs,),
@@ -228,8 +231,9 @@ class MultiNodeChainList(nn.Module):
         if self._graph is None or self._messages is None:
             options = {"num_microbatches": self.num_microbatches, "schedule": self.schedule}
             own = [(s.name, s.inputs, s.outputs) for s in self._specs]
-            gathered = self.communicator.allgather_obj((options, own))
-            seen = {str(theirs): rank for rank, (theirs, _) in reversed([*enumerate(gathered)])}
+            collective = has_collective_layers(self.links)
+            gathered = self.communicator.allgather_obj((options, own, collective))
+            seen = {str(theirs): rank for rank, (theirs, *_) in reversed([*enumerate(gathered)])}
             if len(seen) > 1:
                 raise RankMismatchError(
                     f"{self.communicator.rank_label}: ranks have made the chain with different "
@@ -239,9 +243,10 @@ class MultiNodeChainList(nn.Module):
             self._graph = ChainGraph(
                 [
                     [Link(rank, index, *fields) for index, fields in enumerate(specs)]
-                    for rank, (_, specs) in enumerate(gathered)
+                    for rank, (_, specs, _) in enumerate(gathered)
                 ]
             )
+            self._has_collective_layers = any(theirs for *_, theirs in gathered)
             self._messages = Messages(self.communicator)
         return self._graph, self._messages
 

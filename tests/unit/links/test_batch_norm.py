@@ -182,11 +182,15 @@ def test_one_value_for_each_channel_raises_on_all_ranks() -> None:
 
 def test_no_samples_at_all_change_no_statistics() -> None:
     def rank_main(comm):
-        layer = convert_batch_norm(nn.BatchNorm1d(3).double(), comm)
-        layer(rows(comm.rank))
-        before = layer.running_var.clone()
-        assert layer(rows(0, 0).requires_grad_()).shape == (0, 3)
-        assert torch.equal(layer.running_var, before)
+        for momentum in (0.1, None):
+            layer = convert_batch_norm(nn.BatchNorm1d(3, momentum=momentum).double(), comm)
+            layer(rows(0, 0))
+            layer(rows(comm.rank))
+            before = copy.deepcopy(layer.state_dict())
+            assert layer(rows(0, 0).requires_grad_()).shape == (0, 3)
+            for name, values in layer.state_dict().items():
+                assert torch.equal(values, before[name])
+            assert layer.num_batches_tracked == 1
 
     run_ranks(rank_main, 2)
 
