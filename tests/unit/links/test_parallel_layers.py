@@ -55,8 +55,36 @@ def test_what_cannot_be_divided_is_refused() -> None:
 def test_different_inputs_of_ranks_are_named() -> None:
     def rank_main(comm):
         layer = ParallelLinear(4, 3, comm, split="input")
-        with pytest.raises(RankMismatchError, match=r"\[2, 3\]"):
+        shapes = r"shape \[2, 4\] on rank 0, shape \[3, 4\] on rank 1"
+        with pytest.raises(RankMismatchError, match=shapes):
             layer(torch.zeros(2 + comm.rank, 4))
+        layer.eval()
+        layer(seeded(0, 200, 4).float() + 1e-3 * comm.rank)  # rounded otherwise
+
+    run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize("split", ["output", "input"])
+def test_different_samples_of_ranks_are_named(split: Split) -> None:
+    """As with a sampler over all ranks, in training and in evaluation."""
+
+    def rank_main(comm: Communicator) -> None:
+        layer = ParallelLinear(4, 6, comm, split=split)
+        for mode in (layer.eval, layer.train):
+            mode()
+            with pytest.raises(RankMismatchError, match="The input of a ParallelLinear must be"):
+                layer(seeded(comm.rank, 8, 4).float())
+
+    run_ranks(rank_main, 2)
+
+
+def test_different_dropout_of_ranks_is_named() -> None:
+    def rank_main(comm: Communicator) -> None:
+        layer = ParallelLinear(4, 6, comm)
+        kept = seeded(comm.rank, 8, 6) > 0
+        loss = (layer(seeded(0, 8, 4).float()) * kept).sum()
+        with pytest.raises(RankMismatchError, match="The gradient of the output of a Parallel"):
+            loss.backward()
 
     run_ranks(rank_main, 2)
 
