@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchmn import rng_state
@@ -13,9 +13,10 @@ from torchmn.batch_settings import batch_settings_by_name
 from torchmn.checkpoint.manifest import Manifest
 from torchmn.checkpoint.parts import place_parts, targets_of
 from torchmn.checkpoint.reader import SavedCheckpoint
-from torchmn.checkpoint.snapshot import RANDOM, Stateful
+from torchmn.checkpoint.snapshot import RANDOM, HasReplicatedTensors, Stateful
 from torchmn.communicators import Communicator, Grid
 from torchmn.communicators.grid import num_model_parts
+from torchmn.communicators.local_tensors import is_divided
 from torchmn.errors import UsageError
 from torchmn.resharding import (
     Resharding,
@@ -56,6 +57,8 @@ class RestoreOperation:
                 f"{', '.join(label for label in labels if label != RANDOM)}. Use the same names."
             )
         self._unread = [label for label in labels if label not in state and label != RANDOM]
+        if not self._is_same_size and num_old_parts == 1:
+            _raise_if_divided(state, f"{comm.rank_label}: {saved.name}", num_old)
         shared: dict[str, Tensor] = {}
         for label, obj in state.items():
             if is_same_split and not self._is_same_size and isinstance(obj, Resharding):
@@ -118,3 +121,24 @@ class RestoreOperation:
             note = None if saved is None else own.warning_after(saved, self._manifest.step)
             notes += [note] if note else []
         return list(dict.fromkeys(notes))
+
+
+def _raise_if_divided(state: Mapping[str, Stateful], what: str, num_old: int) -> None:
+    """Raise UsageError: an object has parallel layers, whose parts were saved without a grid."""
+    for label, obj in state.items():
+        if any(map(is_divided, _tensors_of(obj))):
+            raise UsageError(
+                f"{what} was saved by {num_old} ranks without a grid, and '{label}' has layers "
+                "that are divided among ranks, of which each would load rank 0's part. Resume as "
+                "it was saved, and save with create_multi_node_checkpointer(grid, ...), or save "
+                "what torchmn.links.gather_state_dict returns."
+            )
+
+
+def _tensors_of(obj: Stateful) -> Iterable[Tensor]:
+    """The parameters of a model, an optimizer or a trainer, as far as they are known. Local."""
+    if isinstance(obj, nn.Module):
+        return obj.parameters()
+    if isinstance(obj, Optimizer):
+        return (p for group in obj.param_groups for p in group["params"])
+    return obj.replicated_tensors() if isinstance(obj, HasReplicatedTensors) else ()

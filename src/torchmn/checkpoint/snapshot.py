@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from torchmn.batch_settings import BatchSettings, batch_settings_by_name
 from torchmn.communicators import object_codec
-from torchmn.communicators.local_tensors import is_distributed, local_part
+from torchmn.communicators.local_tensors import is_distributed, is_divided, local_part
 from torchmn.communicators.object_codec import Part
 from torchmn.errors import UsageError
 
@@ -121,7 +121,8 @@ class CopyMemory:
             for obj in state.values()
             if with_replicated and isinstance(obj, HasReplicatedTensors)
             for tensor in obj.replicated_tensors()
-            if local_part(tensor).numel() and (compares_parts or not is_distributed(tensor))
+            if local_part(tensor).numel()
+            and (compares_parts or not (is_distributed(tensor) or is_divided(tensor)))
         }
         return Copy(
             objects=listed,

@@ -66,6 +66,12 @@ def division_of(tensor: Tensor) -> Division | None:
     return division
 
 
+def is_divided(tensor: Tensor) -> bool:
+    """Whether it is a plain tensor of which other ranks hold other parts. Local."""
+    division = division_of(tensor)
+    return division is not None and division.comm.size > 1
+
+
 def from_part(local: Tensor, like: Tensor) -> Tensor:
     """A DTensor of this part, which it keeps, placed as another one. Local."""
     from torch.distributed.tensor import DTensor

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchmn.communicators.local_tensors import is_distributed
+from torchmn.communicators.local_tensors import is_distributed, is_divided
 from torchmn.errors import UnsupportedError, UsageError
 
 
@@ -46,7 +46,8 @@ class TrustRatioOptimizer(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the parameters. Local.
 
-        Raises UnsupportedError: a gradient is sparse, or a parameter is sharded or not real.
+        Raises UnsupportedError: a gradient is sparse, or a parameter is sharded, a part of a
+        parallel layer, or not real.
         """
         loss = None
         if closure is not None:
@@ -145,11 +146,11 @@ class Scratch:
 
 
 def _raise_if_unsupported(parameter: Tensor) -> None:
-    if is_distributed(parameter):
+    if is_divided(parameter) or is_distributed(parameter):
+        kind = "a part of a parallel layer" if is_divided(parameter) else "sharded (a DTensor)"
         raise UnsupportedError(
             "LARS and LAMB adapt the rate to the norm of whole layers, and this parameter, shape "
-            f"{list(parameter.shape)}, is sharded (a DTensor). Train it unsharded, or use another "
-            "optimizer."
+            f"{list(parameter.shape)}, is {kind}. Train it whole, or use another optimizer."
         )
     if parameter.grad is not None and parameter.grad.is_sparse:
         raise UnsupportedError(

@@ -18,18 +18,23 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from torchmn.communicators import Communicator
 from torchmn.compiling import not_compiled
 from torchmn.errors import UnknownNameError
 from torchmn.links.batch_norm_conversion import Model, convert_layers, revert_layers
+from torchmn.links.differentiable_once import differentiable_once
 from torchmn.links.layer_communicator import LayerCommunicator, Ranks
+from torchmn.links.micro_batches import samples_of_loss
 
 LossWeight = Literal["rank", "samples"]
 
 _FORWARD, _BACKWARD = range(2)
 _CURE = "Call torchmn.links.convert_batch_norm(model, comm) after loading."
+_TWICE = (
+    "The gradient of a batch normalization over ranks was differentiated again, which is possible "
+    "in eval mode only. Call eval() of these layers for a gradient penalty, or use torch's layers."
+)
 _MAX_FEATURES = 2**32
 
 
@@ -223,14 +228,14 @@ def _normalize(layer: _MultiNode, x: Tensor) -> Tensor:
 
 def _update_running(layer: _MultiNode, statistics: Tensor) -> None:
     """Average the statistics of a batch, rows n, mean and q, into the running ones, as torch."""
-    if layer.num_batches_tracked is not None:
-        layer.num_batches_tracked.add_(1)
     count, mean, deviation = statistics
+    if layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(count[0] > 0)
     if layer.running_mean is None or layer.running_var is None:
         return
     factor = layer.momentum
     if factor is None:
-        factor = 1.0 / float(layer.num_batches_tracked)  # type: ignore[arg-type]
+        factor = 1.0 / max(float(layer.num_batches_tracked), 1.0)  # type: ignore[arg-type]
     variance = deviation / (count - 1).clamp_(min=1)
     for running, value in ((layer.running_mean, mean), (layer.running_var, variance)):
         new = running * (1 - factor) + value * factor
@@ -272,7 +277,7 @@ class _BatchNorm(torch.autograd.Function):
         center = (mean - shift).to(shifted.dtype)
         y = _affine(shifted, weight, bias, center, variance, layer.eps).to(x.dtype)
         ctx.is_shifted = shifted.dtype == x.dtype
-        ctx.layer, ctx.ranks, ctx.num_samples = layer, ranks, x.shape[0]
+        ctx.layer, ctx.ranks, ctx.num_samples = layer, ranks, samples_of_loss(x)
         inverse = (variance + layer.eps).rsqrt_()
         ctx.save_for_backward(
             shifted if ctx.is_shifted else x, shift, center, inverse, count, weight, bias
@@ -282,7 +287,7 @@ class _BatchNorm(torch.autograd.Function):
         return y, statistics
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(_TWICE)
     def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         saved, shift, center, inverse, count, weight, bias = ctx.saved_tensors
         shifted = saved if ctx.is_shifted else _shift(saved, shift)[1]

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torchmn.communicators import Communicator
 from torchmn.errors import RankMismatchError, UnknownNameError, UsageError
 from torchmn.links.chain_graph import PIPELINE_SCHEDULES, ChainGraph, Link, PipelineSchedule
-from torchmn.links.clipping import norm_over, share_nonfinite_, total_norm
+from torchmn.links.clipping import clip_grad_norm_, share_nonfinite_
 from torchmn.links.forward_pass import ForwardPass
+from torchmn.links.layer_communicator import has_collective_layers
 from torchmn.links.messages import Messages
 from torchmn.links.pipeline import Batch, LossFunction, NoSync, Pipeline
 
@@ -77,6 +78,7 @@ class MultiNodeChainList(nn.Module):
         self._graph: ChainGraph | None = None
         self._messages: Messages | None = None
         self._pipeline: Pipeline | None = None
+        self._has_collective_layers = False
         self._no_sync: list[Callable[[], NoSync | None]] = []
         self._counts: list[Callable[[int], None]] = []
 
@@ -182,6 +184,7 @@ class MultiNodeChainList(nn.Module):
                 messages,
                 graph.order(self.num_microbatches, self.schedule),
                 self.num_microbatches,
+                has_collective_layers=self._has_collective_layers,
             )
         batch = Batch(
             inputs=inputs if isinstance(inputs, tuple) or inputs is None else (inputs,),
@@ -205,10 +208,7 @@ class MultiNodeChainList(nn.Module):
 
         ``torch.nn.utils.clip_grad_norm_`` would see the gradients of this rank alone.
         """
-        total = norm_over(self.communicator, total_norm(self.parameters(), norm_type), norm_type)
-        trained = [p for p in self.parameters() if p.grad is not None]
-        torch.nn.utils.clip_grads_with_norm_(trained, max_norm, total)
-        return total
+        return clip_grad_norm_(self, max_norm, norm_type, comm=self.communicator)
 
     def register_no_sync(self, no_sync: NoSync) -> None:
         """Run all backward passes of a batch but the last inside of ``no_sync()``. Local.
@@ -231,8 +231,9 @@ class MultiNodeChainList(nn.Module):
         if self._graph is None or self._messages is None:
             options = {"num_microbatches": self.num_microbatches, "schedule": self.schedule}
             own = [(s.name, s.inputs, s.outputs) for s in self._specs]
-            gathered = self.communicator.allgather_obj((options, own))
-            seen = {str(theirs): rank for rank, (theirs, _) in reversed([*enumerate(gathered)])}
+            collective = has_collective_layers(self.links)
+            gathered = self.communicator.allgather_obj((options, own, collective))
+            seen = {str(theirs): rank for rank, (theirs, *_) in reversed([*enumerate(gathered)])}
             if len(seen) > 1:
                 raise RankMismatchError(
                     f"{self.communicator.rank_label}: ranks have made the chain with different "
@@ -242,9 +243,10 @@ class MultiNodeChainList(nn.Module):
             self._graph = ChainGraph(
                 [
                     [Link(rank, index, *fields) for index, fields in enumerate(specs)]
-                    for rank, (_, specs) in enumerate(gathered)
+                    for rank, (_, specs, _) in enumerate(gathered)
                 ]
             )
+            self._has_collective_layers = any(theirs for *_, theirs in gathered)
             self._messages = Messages(self.communicator)
         return self._graph, self._messages
 

@@ -17,12 +17,21 @@ from torchmn.communicators.local_tensors import division_of, is_distributed
 
 
 def clip_grad_norm_(
-    parameters: Iterable[Tensor] | nn.Module, max_norm: float, norm_type: float = 2.0
+    parameters: Iterable[Tensor] | nn.Module,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    comm: Communicator | None = None,
 ) -> Tensor:
     """Scale gradients down to a norm of ``max_norm``, that of the whole; returns the norm before.
 
     As torch's, but that DTensors of several meshes, parameters of parallel layers and plain ones
     may stand side by side. *Collective over the ranks that hold parts.*
+
+    Args:
+        parameters: of this rank's part of the model, or the model.
+        max_norm, norm_type: as in torch.
+        comm: the ranks of a model of which each has other modules, as with `torchmn.functions`.
 
     Example:
         >>> layer = torchmn.links.ParallelLinear(3, 2, comm)
@@ -33,9 +42,11 @@ def clip_grad_norm_(
     """
     trained = _with_gradients(parameters)
     kinds = _by_owners(trained)
-    if set(kinds) <= {None}:
+    if comm is None and set(kinds) <= {None}:
         return torch.nn.utils.clip_grad_norm_(trained, max_norm, norm_type)
     total = total_norm(trained, norm_type)
+    if comm is not None:
+        total = norm_over(comm, total, norm_type)
     for group in kinds.values():
         torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
     return total

@@ -16,11 +16,16 @@ from torch import Tensor, nn
 from torchmn.communicators import Communicator
 from torchmn.functions import pseudo_connect
 from torchmn.links.chain_graph import BACKWARD, FORWARD, Action, ChainGraph, Link
+from torchmn.links.differentiable_once import differentiable_once
 from torchmn.links.messages import Messages, Place, Samples
 from torchmn.links.micro_batches import tensors_of, with_tensors
 from torchmn.links.pipeline import explained
 
 _WHOLE = Samples(1, 1)
+_TWICE = (
+    "A gradient that has arrived from another link of a chain was differentiated again, which "
+    "chains cannot do. Write the exchange with torchmn.functions.send and recv, which can."
+)
 
 
 class ForwardPass:
@@ -96,11 +101,11 @@ class ForwardPass:
     def _connected(self, output: Any) -> Any:
         """The output, through which backward reaches all that was sent and received."""
         tensors = list(tensors_of(output))
-        for index, tensor in enumerate(tensors):
-            if tensor.is_floating_point() or tensor.is_complex():
-                tensors[index] = pseudo_connect(self._thread, tensor)
-                return with_tensors(output, iter(tensors))
-        return output
+        if not tensors:
+            return output
+        # All of them: which ones the loss depends on is not known here.
+        connected = pseudo_connect(self._thread, *tensors)
+        return with_tensors(output, iter(connected if len(tensors) > 1 else [connected]))
 
 
 class _Sent(torch.autograd.Function):
@@ -114,6 +119,7 @@ class _Sent(torch.autograd.Function):
         return thread.clone()
 
     @staticmethod
+    @differentiable_once(_TWICE)
     def backward(ctx: Any, *grads: Tensor) -> Any:
         place = Place(BACKWARD, ctx.place.edge, 0, ctx.place.call)
         arrived = ctx.messages.delivery(place).obj

@@ -117,7 +117,16 @@ class Messages:
         comm.on_finalize(self.close)
 
     def new_call(self) -> int:
-        """The number of a call of the chain, from 0."""
+        """The number of a call of the chain, from 0.
+
+        Raises CommunicationError: an earlier call has failed, and others wait for its messages.
+        """
+        if self._is_aborted and self._comm.size > 1:
+            raise CommunicationError(
+                f"{self._comm.rank_label}: this chain cannot be used after a call that has failed, "
+                "as other ranks wait for its messages. Let the error end the script, or make the "
+                "communicator and the chain again on all ranks."
+            )
         call = next(self._calls)
         self._comm.flight_recorder.set_label(None, call)
         return call

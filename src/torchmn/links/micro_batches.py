@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
 
 from torchmn.errors import UsageError
+
+_NUM_SAMPLES: ContextVar[int | None] = ContextVar("_NUM_SAMPLES", default=None)
+
+
+@contextmanager
+def part_of(num_samples: int) -> Iterator[None]:
+    """What runs inside sees a part of a batch of this many samples. Local."""
+    token = _NUM_SAMPLES.set(num_samples)
+    try:
+        yield
+    finally:
+        _NUM_SAMPLES.reset(token)
+
+
+def samples_of_loss(x: Tensor) -> int:
+    """The samples over which the loss is a mean: the rows of ``x``, or more in a micro-batch."""
+    found = _NUM_SAMPLES.get()
+    return x.shape[0] if found is None else found
 
 
 def tensors_of(obj: Any) -> Iterator[Tensor]:

@@ -26,6 +26,7 @@ from torchmn.communicators.local_tensors import Division, divide
 from torchmn.compiling import not_compiled
 from torchmn.data import shard_bounds
 from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
+from torchmn.links.equal_values import raise_if_values_differ
 from torchmn.links.layer_communicator import Ranks
 
 Split = Literal["output", "input"]
@@ -39,6 +40,8 @@ class ParallelLayer(nn.Module):
     bias: Any
     split: Split
     _ranks: Ranks
+    _compared: tuple[bool, ...]
+    """In which modes, training or not, the inputs of ranks have been compared."""
 
     @property
     def comm(self) -> Communicator | None:
@@ -50,6 +53,7 @@ class ParallelLayer(nn.Module):
         if split not in get_args(Split):
             raise UnknownNameError("split", split, get_args(Split))
         self.split, self._ranks = split, Ranks(comm)
+        self._compared: tuple[bool, ...] = ()
         self._num_divided = self.weight.shape[self._dim]
         if self._num_divided < comm.size:
             raise UsageError(
@@ -96,11 +100,24 @@ class ParallelLayer(nn.Module):
         return ["weight", "bias"] if is_bias else ["weight"]
 
     def forward(self, input: Tensor) -> Tensor:
-        """The output of the whole layer. *Collective*: all ranks give the same input."""
+        """The output of the whole layer. *Collective*: all ranks give the same input.
+
+        The first pass in training and the first in evaluation compare it, and the gradient of the
+        output. Raises RankMismatchError: they differ.
+        """
         channels = self._channel_dim(input)
         self._raise_if_parametrized()
         comm = _communicator(self)
         self._raise_if_averaged_by_torch(comm)
+        is_first = comm.size > 1 and _is_first_pass(self)
+        if is_first:
+            raise_if_values_differ(input, comm, f"The input of a {type(self).__name__}")
+        y = self._of_whole(input, comm, channels)
+        if is_first:
+            _compare_gradient(y, comm, f"The gradient of the output of a {type(self).__name__}")
+        return y
+
+    def _of_whole(self, input: Tensor, comm: Communicator, channels: int) -> Tensor:
         if self.split == "output":
             y = self._apply_part(_copy(input, comm), self.bias)
             return _gather(y, comm, channels)
@@ -110,7 +127,31 @@ class ParallelLayer(nn.Module):
                 f"shape {list(input.shape)}. Every rank passes the whole input."
             )
         y = _sum(self._apply_part(_part(input, comm, channels), None), comm)
-        return y if self.bias is None else y + _by_channel(self.bias, y, channels)
+        # Under autocast y is in fewer bits than the bias, and so is the output of torch's layer.
+        return y if self.bias is None else y + _by_channel(self.bias.to(y.dtype), y, channels)
+
+    def reset_parameters(self) -> None:
+        """Draw the values of the whole layer again, as torch's does, and keep this rank's. Local.
+
+        Under the same ``torch.manual_seed`` on all ranks these are those of one process.
+        """
+        draw: Callable[[], None] = super().reset_parameters  # type: ignore[misc]
+        if not hasattr(self, "_ranks"):  # called by torch's constructor: not divided yet
+            return draw()
+        self._raise_if_parametrized()
+        parts: dict[str, nn.Parameter] = {
+            name: getattr(self, name) for name in self.divided_names()
+        }
+        for name, part in parts.items():
+            shape = [*part.shape]
+            shape[self._dim] = self._num_divided
+            self._parameters[name] = nn.Parameter(part.detach().new_empty(shape))
+        draw()
+        with torch.no_grad():
+            for name, part in parts.items():
+                part.copy_(self.own_part(getattr(self, name)))
+                self._parameters[name] = part
+        return None
 
     def gather_whole(self, name: str) -> Tensor:
         """A divided parameter as one process has it, on all ranks. *Collective.*"""
@@ -168,6 +209,29 @@ def _communicator(layer: ParallelLayer) -> Communicator:
     ranks = layer._ranks.layers(layer, _CURE)
     ranks.note_forward(layer)
     return ranks.comm
+
+
+@not_compiled
+def _is_first_pass(layer: ParallelLayer) -> bool:
+    """Whether it is the first one in this mode, training or not. Local."""
+    is_first = layer.training not in layer._compared
+    if is_first:
+        layer._compared += (layer.training,)
+    return is_first
+
+
+@not_compiled
+def _compare_gradient(y: Tensor, comm: Communicator, what: str) -> None:
+    """Compare the gradient of ``y`` over ranks, in the first backward pass."""
+    if not y.requires_grad:
+        return
+    waiting = [what]
+
+    def compare(dy: Tensor) -> None:
+        if waiting:
+            raise_if_values_differ(dy, comm, waiting.pop())
+
+    y.register_hook(compare)
 
 
 def gather_state_dict(model: nn.Module) -> dict[str, Any]:

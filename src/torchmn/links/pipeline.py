@@ -15,7 +15,7 @@ from torchmn.communicators import Communicator
 from torchmn.errors import RankMismatchError, UsageError
 from torchmn.links.chain_graph import BACKWARD, FORWARD, Action, ChainGraph, Edge, Link
 from torchmn.links.messages import Messages, Place, Samples
-from torchmn.links.micro_batches import num_samples, split, tensors_of, with_tensors
+from torchmn.links.micro_batches import num_samples, part_of, split, tensors_of, with_tensors
 
 LossFunction = Callable[..., Tensor]
 NoSync = Callable[[], AbstractContextManager[None]]
@@ -69,6 +69,8 @@ class Pipeline:
         messages: Messages,
         orders: Sequence[Sequence[Action]],
         num_microbatches: int,
+        *,
+        has_collective_layers: bool = False,
     ) -> None:
         self.comm = comm
         self.graph = graph
@@ -76,6 +78,9 @@ class Pipeline:
         self.messages = messages
         self.order = orders[comm.rank]
         self.num_microbatches = num_microbatches
+        self.runs_all = has_collective_layers
+        """Whether micro-batches without samples, or without a loss, run through the links: the
+        layers of other chains, whose batches are of other sizes, wait for them."""
         self.num_messages = {
             peer: sum(self._num_sent_by(action) for action in orders[peer])
             for peer in range(comm.size)
@@ -111,6 +116,7 @@ class _Step:
         self._order = pipeline.order
         self._messages = pipeline.messages
         self._num_parts = pipeline.num_microbatches
+        self._runs_all = pipeline.runs_all
         self._batch = batch
         self._call = self._messages.new_call()
         self._no_sync = no_sync
@@ -180,11 +186,11 @@ class _Step:
         output = loss = None
         if link is self._graph.links[self._comm.rank][0]:
             self._batch.seen(samples.of_part)
-        if samples.of_part:
+        if samples.of_part or self._runs_all:
             module = self._modules[link.index]
-            with explained(self._comm, self._graph, link, arguments):
+            with explained(self._comm, self._graph, link, arguments), part_of(samples.of_batch):
                 output = module(*arguments)
-            if link.outputs is None:
+            if link.outputs is None and samples.of_part:
                 loss = self._loss(link, output, microbatch, samples)
         self._passes[link.index, microbatch] = _Pass(arrivals, output, samples, loss)
         for edge in self._graph.outgoing.get(link.key, []):
@@ -208,7 +214,7 @@ class _Step:
             delivery = self._messages.delivery(place)
             by_edge[edge] = delivery.samples
             arrivals[edge.number] = arrival = _Arrival()
-            if delivery.samples.of_part:
+            if delivery.samples.of_part or self._runs_all:
                 output, flags = delivery.obj
                 arguments.append(_entered(output, flags, arrival))
         if len(set(by_edge.values())) > 1:
@@ -259,6 +265,9 @@ class _Step:
             roots.append(self._batch.scale(done.loss))
             grads.append(None)
         trained = [t for t in tensors_of(done.output) if t.requires_grad]
+        if link.outputs is None and done.loss is None and self._runs_all:
+            roots += trained
+            grads += map(torch.zeros_like, trained)
         for edge in self._graph.outgoing.get(link.key, []):
             place = Place(BACKWARD, edge, microbatch, self._call)
             arrived = self._messages.delivery(place).obj
@@ -272,6 +281,7 @@ class _Step:
                 if not self._is_last_pass(index, done.samples):
                     for no_sync in self._no_sync:
                         stack.enter_context(no_sync())
+                stack.enter_context(part_of(done.samples.of_batch))  # where forward runs again
                 torch.autograd.backward(roots, grads)
         for edge in self._graph.incoming.get(link.key, []):
             arrival = done.arrivals[edge.number]
@@ -284,7 +294,7 @@ class _Step:
     def _is_last_pass(self, index: int, samples: Samples) -> bool:
         """Whether no backward pass of this rank follows: later micro-batches may be empty."""
         return not any(
-            action.kind == BACKWARD and action.microbatch < samples.of_batch
+            action.kind == BACKWARD and (self._runs_all or action.microbatch < samples.of_batch)
             for action in self._order[index + 1 :]
         )
 

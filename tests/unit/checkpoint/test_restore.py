@@ -236,3 +236,40 @@ def test_plain_loop_over_fixed_shards(tmp_path: Path, num_new: int) -> None:
     assert others == [[]] * (num_new - 1)
     assert len(first) == (num_new != 2)
     assert all("shards of another number of ranks have other samples" in text for text in first)
+
+
+def parallel_layer(
+    comm: torchmn.Communicator, path: Path, is_plain: bool, seed: int = 0
+) -> tuple[Any, dict[str, Any]]:
+    """A checkpointer without a grid, and what it saves: parts on pairs of ranks."""
+    grid = torchmn.Grid(comm, data=-1, model=2)
+    layer = torchmn.links.ParallelLinear(3, 4, grid.model)
+    with torch.no_grad():
+        layer.weight.fill_(grid.model.rank + seed)
+    optimizer: Any = torch.optim.SGD(layer.parameters(), lr=0.1)
+    if not is_plain:
+        optimizer = torchmn.create_multi_node_optimizer(optimizer, grid.data, layer)
+    return checkpointer_of(comm, path), {"optimizer": optimizer, "model": layer}
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_parts_of_layers_without_a_grid(tmp_path: Path, is_plain: bool) -> None:
+    """They are no replicas, and only ranks with the same numbers have the same parts."""
+
+    def save(comm: torchmn.Communicator) -> None:
+        checkpointer, state = parallel_layer(comm, tmp_path, is_plain)
+        checkpointer.save(3, state)
+        checkpointer.finish()
+
+    def load(comm: torchmn.Communicator) -> Any:
+        checkpointer, state = parallel_layer(comm, tmp_path, is_plain, seed=7)
+        try:
+            assert checkpointer.resume(state) == 3
+        except UsageError as error:
+            return str(error)
+        return float(state["model"].weight.detach().mean())
+
+    on_ranks(save, 2)
+    assert on_ranks(load, 2) == [0.0, 1.0]
+    for text in on_ranks(load, 4):
+        assert "saved by 2 ranks without a grid, and 'optimizer' has layers that are div" in text

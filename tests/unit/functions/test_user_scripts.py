@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchmn.functions as F
 from torchmn.communicators import Communicator
+from torchmn.links import clip_grad_norm_
 from torchmn.testing import run_ranks
 
 Outcome = tuple[list[Tensor], list[float]]
@@ -84,6 +85,17 @@ def clipping(halves: Halves) -> nn.Module:
         norm = halves.total(sum(g.square().sum() for g in grads)).sqrt()
         halves.log(norm)
         nn.utils.clip_grads_with_norm_(halves.modules.parameters(), 0.1, norm)
+        optimizer.step()
+    return halves.modules
+
+
+def clipping_by_one_call(halves: Halves) -> nn.Module:
+    optimizer = halves.sgd()
+    for index, (x, y) in enumerate(halves.batches()):
+        optimizer.zero_grad()
+        halves.loss(x, y).backward()
+        norm_type = (2.0, 3.0, float("inf"))[index]
+        halves.log(clip_grad_norm_(halves.modules, 0.01, norm_type, comm=halves.comm))
         optimizer.step()
     return halves.modules
 
@@ -218,6 +230,7 @@ def gradients_of_inputs(halves: Halves) -> nn.Module:
 SCRIPTS = (
     plain,
     clipping,
+    clipping_by_one_call,
     moving_average,
     autocast,
     scaled_loss,

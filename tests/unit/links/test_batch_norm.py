@@ -182,11 +182,31 @@ def test_one_value_for_each_channel_raises_on_all_ranks() -> None:
 
 def test_no_samples_at_all_change_no_statistics() -> None:
     def rank_main(comm):
+        for momentum in (0.1, None):
+            layer = convert_batch_norm(nn.BatchNorm1d(3, momentum=momentum).double(), comm)
+            layer(rows(0, 0))
+            layer(rows(comm.rank))
+            before = copy.deepcopy(layer.state_dict())
+            assert layer(rows(0, 0).requires_grad_()).shape == (0, 3)
+            for name, values in layer.state_dict().items():
+                assert torch.equal(values, before[name])
+            assert layer.num_batches_tracked == 1
+
+    run_ranks(rank_main, 2)
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    """Also where the gradient that comes in is a constant."""
+
+    def rank_main(comm):
         layer = convert_batch_norm(nn.BatchNorm1d(3).double(), comm)
-        layer(rows(comm.rank))
-        before = layer.running_var.clone()
-        assert layer(rows(0, 0).requires_grad_()).shape == (0, 3)
-        assert torch.equal(layer.running_var, before)
+        x = rows(comm.rank).requires_grad_()
+        (dx,) = torch.autograd.grad(layer(x)[:, 0].sum(), x, create_graph=True)
+        with pytest.raises(UnsupportedError, match="differentiated again.*eval"):
+            dx.square().sum().backward()
+        layer.eval()
+        (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+        dx.square().sum().backward()
 
     run_ranks(rank_main, 2)
 

@@ -6,7 +6,7 @@ import copy
 import pickle
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from torchmn.errors import (
     UnsupportedError,
     UsageError,
 )
-from torchmn.links import MultiNodeChainList
+from torchmn.links import MultiNodeChainList, convert_batch_norm
 from torchmn.optimizer import create_multi_node_optimizer
 from torchmn.schedules import BlockMomentum, DiLoCo, PeriodicAverage
 from torchmn.testing import run_ranks
@@ -204,6 +204,57 @@ def test_a_link_may_begin_with_an_operation_in_place() -> None:
             torch.testing.assert_close(own.grad, expected.grad, rtol=0, atol=1e-12)
 
     run_ranks(run, 3)
+
+
+def test_a_chain_is_not_used_after_a_failure() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("no")
+
+    def run(comm: Communicator) -> None:
+        chain = line(comm, Fails() if comm.rank else None)
+        with pytest.raises((ValueError, CommunicationError)):
+            chain.forward_backward(*batch(), mse)
+        chain.forward_backward(*batch(), mse)
+
+    for seen in errors_of(run, 2, timeout_s=2):
+        assert "this chain cannot be used after a call that has failed" in seen
+
+
+def test_a_loss_of_a_later_output() -> None:
+    """Backward reaches the ranks that only the first output depends on."""
+
+    class Both(nn.Module):
+        def forward(self, a: Tensor, b: Tensor) -> dict[str, Tensor]:
+            return {"first": b, "later": a, "sizes": torch.tensor([len(a)])}
+
+    def run(comm: Communicator) -> None:
+        chain = MultiNodeChainList(comm)
+        if comm.rank < 2:
+            chain.add_link(layer(comm.rank), rank_out=2)
+        else:
+            chain.add_link(Both(), rank_in=[0, 1])
+        output = chain(batch()[0])
+        (output["later"].sum() if comm.rank == 2 else output).backward()
+        assert all((p.grad is None) == (comm.rank == 1) for p in chain.parameters())
+
+    run_ranks(run, 3, timeout_s=2)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph:UserWarning")
+def test_gradients_of_another_rank_are_not_differentiated_again() -> None:
+    def run(comm: Communicator) -> None:
+        chain = line(comm)
+        output = chain(batch()[0])
+        (output.sum() if comm.rank else output).backward(create_graph=True)
+        penalty = sum(p.grad.square().sum() for p in chain.parameters() if p.grad is not None)
+        assert isinstance(penalty, Tensor)
+        if comm.rank == 0:
+            penalty.backward()
+        comm.barrier()
+
+    seen = errors_of(run, 2, timeout_s=2)
+    assert "differentiated again, which chains cannot do" in seen[0]
 
 
 def test_a_part_that_is_frozen() -> None:
@@ -474,6 +525,59 @@ def test_codecs_along_a_data_axis(codec: str) -> None:
         grid.finalize()
 
     run_ranks(run, 4, topology=Topology(tuple(f"host{rank}" for rank in range(4))))
+
+
+@pytest.mark.parametrize("weight", ["rank", "samples"])
+@pytest.mark.parametrize("sizes", [(4, 3), (3, 5), (1, 4), (7, 10)])
+def test_normalization_over_chains_of_uneven_batches(
+    sizes: tuple[int, int], weight: Literal["rank", "samples"]
+) -> None:
+    """Some micro-batches have samples in one chain only."""
+    num_parts = 4
+
+    def part(rank: int) -> nn.Sequential:
+        norm = nn.BatchNorm1d(1, momentum=None, dtype=torch.float64)
+        return nn.Sequential(layer(rank), nn.Unflatten(1, (1, 3)), norm, nn.Flatten())
+
+    def drawn(step: int) -> list[tuple[Tensor, Tensor]]:
+        return [batch(num, salt=2 * step + copy) for copy, num in enumerate(sizes)]
+
+    def in_one_process() -> list[nn.Module]:
+        parts = [part(0), part(1)]
+        whole = nn.Sequential(*parts)
+        optimizer = torch.optim.SGD(whole.parameters(), 0.1, momentum=0.9)
+        for step in range(2):
+            optimizer.zero_grad()
+            cut = [[each.tensor_split(num_parts) for each in pair] for pair in drawn(step)]
+            for index in range(num_parts):
+                outputs = whole(torch.cat([x[index] for x, _ in cut])).split(
+                    [len(x[index]) for x, _ in cut]
+                )
+                for (_, t), output, size in zip(cut, outputs, sizes, strict=True):
+                    num = sum(sizes) if weight == "samples" else 2 * size
+                    loss = mse(output, t[index], reduction="sum") / 3 / num
+                    loss.backward(retain_graph=True)
+            optimizer.step()
+        return [*parts]
+
+    expected = in_one_process()
+
+    def run(comm: Communicator) -> None:
+        grid = Grid(comm, data=2, model=2)
+        own = convert_batch_norm(part(grid.model.rank), grid.data, loss_weight=weight)
+        chain = line(grid.model, own, num_microbatches=num_parts)
+        inner = torch.optim.SGD(chain.parameters(), 0.1, momentum=0.9)
+        given = {"weight": "samples"} if weight == "samples" else {}
+        optimizer = create_multi_node_optimizer(inner, grid.data, chain, **given)
+        for step in range(2):
+            optimizer.zero_grad()
+            chain.forward_backward(*drawn(step)[grid.data.rank], mse)
+            optimizer.step()
+        theirs = expected[grid.model.rank].state_dict()
+        for name, values in own.state_dict().items():
+            torch.testing.assert_close(values, theirs[name], rtol=1e-10, atol=1e-12)
+
+    run_ranks(run, 4, timeout_s=5)
 
 
 def test_plain_forward_with_a_data_axis() -> None:

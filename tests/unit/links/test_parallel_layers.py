@@ -25,6 +25,7 @@ from torchmn.errors import (
     UnsupportedError,
     UsageError,
 )
+from torchmn.large_batch import LAMB, LARS
 from torchmn.links import (
     ParallelConv2d,
     ParallelLinear,
@@ -32,6 +33,7 @@ from torchmn.links import (
     gather_state_dict,
     share_nonfinite_,
 )
+from torchmn.links.parallel_layer import Split
 from torchmn.testing import run_ranks
 
 
@@ -53,8 +55,36 @@ def test_what_cannot_be_divided_is_refused() -> None:
 def test_different_inputs_of_ranks_are_named() -> None:
     def rank_main(comm):
         layer = ParallelLinear(4, 3, comm, split="input")
-        with pytest.raises(RankMismatchError, match=r"\[2, 3\]"):
+        shapes = r"shape \[2, 4\] on rank 0, shape \[3, 4\] on rank 1"
+        with pytest.raises(RankMismatchError, match=shapes):
             layer(torch.zeros(2 + comm.rank, 4))
+        layer.eval()
+        layer(seeded(0, 200, 4).float() + 1e-3 * comm.rank)  # rounded otherwise
+
+    run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize("split", ["output", "input"])
+def test_different_samples_of_ranks_are_named(split: Split) -> None:
+    """As with a sampler over all ranks, in training and in evaluation."""
+
+    def rank_main(comm: Communicator) -> None:
+        layer = ParallelLinear(4, 6, comm, split=split)
+        for mode in (layer.eval, layer.train):
+            mode()
+            with pytest.raises(RankMismatchError, match="The input of a ParallelLinear must be"):
+                layer(seeded(comm.rank, 8, 4).float())
+
+    run_ranks(rank_main, 2)
+
+
+def test_different_dropout_of_ranks_is_named() -> None:
+    def rank_main(comm: Communicator) -> None:
+        layer = ParallelLinear(4, 6, comm)
+        kept = seeded(comm.rank, 8, 6) > 0
+        loss = (layer(seeded(0, 8, 4).float()) * kept).sum()
+        with pytest.raises(RankMismatchError, match="The gradient of the output of a Parallel"):
+            loss.backward()
 
     run_ranks(rank_main, 2)
 
@@ -84,6 +114,45 @@ def test_formats(dtype: torch.dtype) -> None:
         assert y.dtype == x.grad.dtype == layer.weight.grad.dtype == dtype
         whole = built(lambda: nn.Conv2d(3, 4, 1)).to(dtype)
         torch.testing.assert_close(y, whole(x))
+
+    run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize("split", ["output", "input"])
+def test_autocast(split: Split) -> None:
+    def rank_main(comm: Communicator) -> None:
+        x = seeded(0, 2, 4).float()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = built(lambda: ParallelLinear(4, 6, comm, split=split)).float()(x)
+            expected = built(lambda: nn.Linear(4, 6)).float()(x)
+        assert y.dtype == expected.dtype == torch.bfloat16
+        torch.testing.assert_close(y, expected, rtol=0.1, atol=0.1)
+
+    run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize("split", ["output", "input"])
+def test_initial_values_are_drawn_again(split: Split) -> None:
+    """Values that depend on the size of the whole, and as many draws as for the whole."""
+
+    def rank_main(comm: Communicator) -> None:
+        def drawn(model: nn.Module) -> nn.Module:
+            for layer in model:
+                layer.reset_parameters()
+            return model
+
+        whole = nn.Sequential(nn.Linear(5, 7), nn.Conv2d(5, 7, 3), nn.Linear(5, 7))
+        divided = nn.Sequential(
+            ParallelLinear(5, 7, comm, split=split),
+            ParallelConv2d(5, 7, 3, comm, split=split),
+            nn.Linear(5, 7),
+        )
+        kept = [*divided.parameters()]
+        expected = built(lambda: drawn(whole)).state_dict()
+        found = gather_state_dict(built(lambda: drawn(divided)))
+        for name, values in expected.items():
+            torch.testing.assert_close(found[name], values)
+        assert all(p is q for p, q in zip(divided.parameters(), kept, strict=True))
 
     run_ranks(rank_main, 2)
 
@@ -241,6 +310,18 @@ def test_ranks_with_different_parts_do_not_average_or_copy_them() -> None:
             with pytest.raises(RankMismatchError, match=parts):
                 comm.bcast_data(each)
         assert torch.equal(model[1].weight, part)
+
+    run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize("kind", [LARS, LAMB])
+def test_optimizers_that_would_see_a_part_are_refused(kind: type[torch.optim.Optimizer]) -> None:
+    def rank_main(comm: Communicator) -> None:
+        layer = ParallelLinear(4, 6, comm)
+        optimizer = kind(layer.parameters(), lr=0.1)
+        layer(torch.ones(2, 4)).sum().backward()
+        with pytest.raises(UnsupportedError, match="is a part of a parallel layer"):
+            optimizer.step()
 
     run_ranks(rank_main, 2)
 
